@@ -1,0 +1,10 @@
+//! Kernels that multiply activations with quantized weights on a CPU.
+//!
+//! This crate is a leaf: it takes slices and shapes, and knows no checkpoint, model, file or
+//! thread pool. Weights reach it as a [`WeightView`].
+#![forbid(unsafe_code)]
+
+pub mod reference;
+mod weight_view;
+
+pub use weight_view::{ViewError, WeightView};

@@ -1,0 +1,110 @@
+//! The contract through which every kernel receives weights.
+
+use std::ops::Range;
+
+/// Why slices do not form a [`WeightView`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+#[non_exhaustive]
+pub enum ViewError {
+    #[error("bits must be 2 to 8, got {0}")]
+    Bits(u8),
+    #[error("group size {group_size} does not divide the {k} input features")]
+    GroupSize { group_size: usize, k: usize },
+    #[error("{what} has {got} elements, {expected} expected")]
+    Length { what: &'static str, expected: usize, got: usize },
+}
+
+/// A quantized weight matrix `[n, k]` in logical order, row-major, as plain slices.
+///
+/// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned
+/// codes below `2^bits`. Without `zeros` the grid is symmetric: every zero is `2^(bits − 1)`.
+#[derive(Debug, Clone, Copy)]
+pub struct WeightView<'a> {
+    n: usize,
+    k: usize,
+    bits: u8,
+    group_size: usize,
+    codes: &'a [u8],
+    scales: &'a [f32],
+    zeros: Option<&'a [u8]>,
+}
+
+impl<'a> WeightView<'a> {
+    /// Checks that the slices fit each other.
+    ///
+    /// * `codes`: `[n, k]`, one code a byte
+    /// * `scales`, `zeros`: `[n, k / group_size]`; per channel means `group_size == k`
+    ///
+    /// # Errors
+    /// When a length, the group size or the bit width is wrong. Values of codes are not checked.
+    pub fn new(
+        [n, k]: [usize; 2],
+        bits: u8,
+        group_size: usize,
+        codes: &'a [u8],
+        scales: &'a [f32],
+        zeros: Option<&'a [u8]>,
+    ) -> Result<Self, ViewError> {
+        if !(2..=8).contains(&bits) {
+            return Err(ViewError::Bits(bits));
+        }
+        if group_size == 0 || k % group_size != 0 {
+            return Err(ViewError::GroupSize { group_size, k });
+        }
+        let length = |what, expected: Option<usize>, got| match expected {
+            Some(e) if e == got => Ok(()),
+            e => Err(ViewError::Length { what, expected: e.unwrap_or(usize::MAX), got }),
+        };
+        let groups = n.checked_mul(k / group_size);
+        length("codes", n.checked_mul(k), codes.len())?;
+        length("scales", groups, scales.len())?;
+        if let Some(zeros) = zeros {
+            length("zeros", groups, zeros.len())?;
+        }
+        Ok(Self { n, k, bits, group_size, codes, scales, zeros })
+    }
+
+    /// Output features.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input features.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Bits of one code.
+    pub fn bits(&self) -> u8 {
+        self.bits
+    }
+
+    /// Input features that share a scale.
+    pub fn group_size(&self) -> usize {
+        self.group_size
+    }
+
+    /// Groups in one row.
+    pub fn groups(&self) -> usize {
+        self.k / self.group_size
+    }
+
+    /// The codes of some rows.
+    pub fn codes(&self, rows: Range<usize>) -> &'a [u8] {
+        &self.codes[rows.start * self.k..rows.end * self.k]
+    }
+
+    /// The scales of some rows.
+    pub fn scales(&self, rows: Range<usize>) -> &'a [f32] {
+        &self.scales[rows.start * self.groups()..rows.end * self.groups()]
+    }
+
+    /// The zero of a group: stored, or the middle of a symmetric grid.
+    pub fn zero(&self, row: usize, group: usize) -> u8 {
+        match self.zeros {
+            Some(zeros) => zeros[row * self.groups() + group],
+            None => 1 << (self.bits - 1),
+        }
+    }
+}

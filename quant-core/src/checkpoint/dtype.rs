@@ -1,0 +1,158 @@
+//! Element types of tensors on disk, and how float ones widen to `f32` and narrow back.
+
+use std::fmt;
+
+use half::{bf16, f16};
+
+/// The element type of a tensor in a safetensors file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[allow(missing_docs)]
+pub enum Dtype {
+    Bool,
+    U8,
+    I8,
+    I16,
+    U16,
+    I32,
+    U32,
+    I64,
+    U64,
+    F16,
+    Bf16,
+    F32,
+    F64,
+    F8E4M3,
+    F8E5M2,
+}
+
+impl Dtype {
+    /// All types, in the order that messages list them.
+    pub const ALL: [Dtype; 15] = [
+        Self::Bool,
+        Self::U8,
+        Self::I8,
+        Self::I16,
+        Self::U16,
+        Self::I32,
+        Self::U32,
+        Self::I64,
+        Self::U64,
+        Self::F16,
+        Self::Bf16,
+        Self::F32,
+        Self::F64,
+        Self::F8E4M3,
+        Self::F8E5M2,
+    ];
+
+    /// The name in a safetensors header.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "BOOL",
+            Self::U8 => "U8",
+            Self::I8 => "I8",
+            Self::I16 => "I16",
+            Self::U16 => "U16",
+            Self::I32 => "I32",
+            Self::U32 => "U32",
+            Self::I64 => "I64",
+            Self::U64 => "U64",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::F32 => "F32",
+            Self::F64 => "F64",
+            Self::F8E4M3 => "F8_E4M3",
+            Self::F8E5M2 => "F8_E5M2",
+        }
+    }
+
+    /// The type of that name in a safetensors header.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|d| d.name() == name)
+    }
+
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::Bool | Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 => 1,
+            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 2,
+            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I64 | Self::U64 | Self::F64 => 8,
+        }
+    }
+
+    /// Whether weights of this type can be widened to `f32` and quantized.
+    pub fn is_weight_float(self) -> bool {
+        matches!(self, Self::F16 | Self::Bf16 | Self::F32)
+    }
+
+    /// Widens little-endian elements to `f32`, exactly.
+    ///
+    /// # Panics
+    /// When the type is not F16, BF16 or F32, or `bytes.len() != out.len() * self.size()`: callers
+    /// check both when they open a tensor.
+    pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
+        assert_eq!(bytes.len(), out.len() * self.size(), "byte length does not match element count");
+        match self {
+            Self::F32 => {
+                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                    *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+                }
+            }
+            Self::Bf16 => {
+                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                    *o = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+                }
+            }
+            Self::F16 => {
+                use half::slice::HalfFloatSliceExt;
+                // Through a small buffer, so that an unaligned source is fine and the conversion vectorizes.
+                let mut halves = [f16::ZERO; 256];
+                for (o, b) in out.chunks_mut(256).zip(bytes.chunks(512)) {
+                    let part = &mut halves[..o.len()];
+                    for (h, pair) in part.iter_mut().zip(b.chunks_exact(2)) {
+                        *h = f16::from_le_bytes([pair[0], pair[1]]);
+                    }
+                    part.convert_to_f32_slice(o);
+                }
+            }
+            other => panic!("{other} is not a weight type"),
+        }
+    }
+
+    /// Rounds one value to this type and back, half to even.
+    ///
+    /// # Panics
+    /// When the type is not F16, BF16 or F32.
+    pub fn round(self, value: f32) -> f32 {
+        match self {
+            Self::F32 => value,
+            Self::Bf16 => bf16::from_f32(value).to_f32(),
+            Self::F16 => f16::from_f32(value).to_f32(),
+            other => panic!("{other} is not a weight type"),
+        }
+    }
+
+    /// Rounds values to this type, half to even, as little-endian bytes.
+    ///
+    /// # Panics
+    /// When the type is not F16, BF16 or F32.
+    pub fn narrow(self, values: &[f32]) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(values.len() * self.size());
+        for &v in values {
+            match self {
+                Self::F32 => bytes.extend_from_slice(&v.to_le_bytes()),
+                Self::Bf16 => bytes.extend_from_slice(&bf16::from_f32(v).to_le_bytes()),
+                Self::F16 => bytes.extend_from_slice(&f16::from_f32(v).to_le_bytes()),
+                other => panic!("{other} is not a weight type"),
+            }
+        }
+        bytes
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

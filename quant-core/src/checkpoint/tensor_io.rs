@@ -1,0 +1,133 @@
+//! The two ends of the path as traits: where weights come from and where they go.
+
+use std::path::PathBuf;
+
+use super::Dtype;
+use crate::{Error, Result};
+
+/// What a checkpoint says about one tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dimensions, outermost first; data is row-major.
+    pub shape: Vec<usize>,
+}
+
+impl TensorInfo {
+    /// Number of elements. Sources guarantee that the product does not overflow.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Number of bytes.
+    pub fn byte_len(&self) -> u64 {
+        self.elements() as u64 * self.dtype.size() as u64
+    }
+}
+
+/// Checked, lazily read tensors by name.
+pub trait TensorSource: Send + Sync {
+    /// All names, sorted.
+    fn names(&self) -> Vec<&str>;
+
+    /// What is known of a tensor without reading its data.
+    fn info(&self, name: &str) -> Option<&TensorInfo>;
+
+    /// Fills `buffer` with the tensor's bytes from `offset` on.
+    ///
+    /// # Errors
+    /// When there is no such tensor, the range leaves it, or reading fails.
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()>;
+
+    /// The file that holds the tensor, for messages.
+    fn location(&self, name: &str) -> PathBuf;
+
+    /// The tensor's description, or the error that it is missing.
+    fn require(&self, name: &str) -> Result<&TensorInfo> {
+        self.info(name)
+            .ok_or_else(|| Error::MissingTensor { path: self.location(name), tensor: name.to_owned() })
+    }
+
+    /// The tensor's bytes.
+    fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let len = self.require(name)?.byte_len();
+        let len = usize::try_from(len)
+            .map_err(|_| Error::Internal(format!("tensor `{name}` exceeds the address space")))?;
+        let mut bytes = vec![0; len];
+        self.read_range(name, 0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// The tensor widened to `f32`.
+    ///
+    /// # Errors
+    /// Also when it is not F32, F16 or BF16, or holds NaN or infinity.
+    fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
+        let info = self.require(name)?.clone();
+        require_weight_float(self.location(name), name, info.dtype)?;
+        let bytes = self.read(name)?;
+        let mut values = vec![0.0; info.elements()];
+        info.dtype.widen(&bytes, &mut values);
+        require_finite(self.location(name), name, &values)?;
+        Ok(values)
+    }
+}
+
+/// Fails unless the type is one that weights may have.
+pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result<()> {
+    if dtype.is_weight_float() {
+        return Ok(());
+    }
+    Err(Error::TensorDtype {
+        path,
+        tensor: tensor.to_owned(),
+        expected: "F32, F16 or BF16".into(),
+        got: dtype.to_string(),
+    })
+}
+
+/// Fails with count and first position when a value is NaN or infinite.
+pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()> {
+    // The common case is one pass without branches that the compiler vectorizes.
+    if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
+        return Ok(());
+    }
+    let first_index = values.iter().position(|v| !v.is_finite()).unwrap_or_default() as u64;
+    let count = values.iter().filter(|v| !v.is_finite()).count() as u64;
+    Err(Error::NonFinite { path, tensor: tensor.to_owned(), count, first_index })
+}
+
+/// A tensor that will be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// Element type and shape.
+    pub info: TensorInfo,
+}
+
+impl TensorSpec {
+    /// A tensor of this name, type and shape.
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<usize>>) -> Self {
+        Self { name: name.into(), info: TensorInfo { dtype, shape: shape.into() } }
+    }
+}
+
+/// Takes the tensors of a checkpoint whose names, types and shapes were agreed on beforehand.
+///
+/// The sink knows every [`TensorSpec`] before the first byte, so a sink that writes files can lay
+/// them out at once and accept tensors in any order.
+pub trait TensorSink {
+    /// Whether the tensor is complete already, from an earlier run that was interrupted.
+    fn is_complete(&self, name: &str) -> bool;
+
+    /// Takes the tensor's bytes from `offset` on. Parts of one tensor come in order.
+    ///
+    /// # Errors
+    /// When the tensor was not agreed on, the bytes leave it or skip ahead, or writing fails.
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Makes all that was written so far survive a crash: the end of a unit of work.
+    fn commit(&mut self) -> Result<()>;
+}

@@ -1,0 +1,409 @@
+//! What can go wrong on the path, told so that a person can act on it.
+//!
+//! Every variant says what happened and where (file, tensor, field, line); [`Error::remedy`] says
+//! what to do next, and [`Error::category`] which exit code a program should end with.
+
+use std::path::PathBuf;
+
+use crate::checkpoint::HeaderError;
+
+/// The result of every fallible function of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The kind of failure, which decides a program's exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Category {
+    /// The request itself cannot be fulfilled: 2.
+    Usage,
+    /// A file that was given is broken, hostile or unsupported: 4.
+    Input,
+    /// Disk, memory, permission, network: 5.
+    Environment,
+    /// Non-finite or degenerate numbers: 6.
+    Numeric,
+    /// A bug of ours: 70.
+    Internal,
+    /// Stopped by the user; what was finished is kept: 75.
+    Interrupted,
+}
+
+impl Category {
+    /// The exit code of a program that ends with such a failure.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::Usage => 2,
+            Self::Input => 4,
+            Self::Environment => 5,
+            Self::Numeric => 6,
+            Self::Internal => 70,
+            Self::Interrupted => 75,
+        }
+    }
+}
+
+/// A linear whose input width is not a multiple of the group size asked for it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Indivisible {
+    /// The weight's name in the checkpoint.
+    pub tensor: String,
+    /// Its input width `k`.
+    pub columns: usize,
+    /// The group size that does not divide it.
+    pub group_size: usize,
+}
+
+/// A failure of the pipeline.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The request makes no sense, or asks for what does not exist.
+    #[error("{message}")]
+    Usage {
+        /// What is wrong with the request.
+        message: String,
+        /// What to ask for instead.
+        remedy: String,
+    },
+    /// An `--ignore` or `--override` pattern matched no tensor.
+    #[error("{option} `{pattern}` matches no linear of the model")]
+    PatternMatchesNothing {
+        /// The option that carried the pattern.
+        option: &'static str,
+        /// The pattern as given.
+        pattern: String,
+        /// Names that resemble it.
+        nearest: Vec<String>,
+    },
+    /// The group size does not divide the input width of some linears.
+    #[error("the group size does not divide the input width of {} tensor(s):{}", .0.len(), list_indivisible(.0))]
+    GroupSizeDoesNotDivide(Vec<Indivisible>),
+    /// The target exists and replacing it was not asked for.
+    #[error("{} exists already", path.display())]
+    OutputExists {
+        /// The target.
+        path: PathBuf,
+    },
+    /// The target is the model's own directory, or lies inside it (or around it).
+    #[error("the output {} overlaps the input {}", output.display(), input.display())]
+    OutputIsInput {
+        /// The target.
+        output: PathBuf,
+        /// The model directory.
+        input: PathBuf,
+    },
+
+    /// The directory holds no safetensors checkpoint.
+    #[error("{} holds no checkpoint: {reason}", path.display())]
+    NoCheckpoint {
+        /// The directory that was searched.
+        path: PathBuf,
+        /// What is missing.
+        reason: String,
+    },
+    /// The directory holds only pickle files, which run code when they are read.
+    #[error("{} holds its weights only as pickle ({})", path.display(), files.join(", "))]
+    PickleOnly {
+        /// The model directory.
+        path: PathBuf,
+        /// The pickle files found.
+        files: Vec<String>,
+    },
+    /// A safetensors file breaks the format's rules.
+    #[error("{}: {source}", path.display())]
+    Safetensors {
+        /// The shard.
+        path: PathBuf,
+        /// The rule it breaks.
+        source: HeaderError,
+    },
+    /// `model.safetensors.index.json` is broken, or disagrees with the shards.
+    #[error("{}: {reason}", path.display())]
+    Index {
+        /// The index file.
+        path: PathBuf,
+        /// What is wrong, with the field.
+        reason: String,
+    },
+    /// The checkpoint lacks a tensor that the configuration promises.
+    #[error("{}: tensor `{tensor}` is missing", path.display())]
+    MissingTensor {
+        /// The model directory or shard.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+    },
+    /// A tensor's shape disagrees with the configuration.
+    #[error("{}: tensor `{tensor}` has shape {got:?}, config.json implies {expected:?}", path.display())]
+    TensorShape {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// The shape that the configuration implies.
+        expected: Vec<usize>,
+        /// The shape in the file.
+        got: Vec<usize>,
+    },
+    /// A tensor's element type cannot be used where it stands.
+    #[error("{}: tensor `{tensor}` is {got}, expected {expected}", path.display())]
+    TensorDtype {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// What would be accepted.
+        expected: String,
+        /// What the file holds.
+        got: String,
+    },
+    /// A field of `config.json` is missing, malformed or absurd.
+    #[error("{}: `{field}` {reason}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        field: String,
+        /// What is wrong with it, ending the sentence that the key begins.
+        reason: String,
+    },
+    /// The model's family is not one we know.
+    #[error("{}: architecture `{found}` is not supported", path.display())]
+    UnknownArchitecture {
+        /// The file.
+        path: PathBuf,
+        /// What it names.
+        found: String,
+        /// The families this version knows.
+        known: Vec<&'static str>,
+    },
+    /// The input is quantized already.
+    #[error("{} is already quantized ({method})", path.display())]
+    AlreadyQuantized {
+        /// The model directory.
+        path: PathBuf,
+        /// Its `quant_method`.
+        method: String,
+    },
+    /// A quantized checkpoint that this version cannot read.
+    #[error("{}: {reason}", path.display())]
+    UnsupportedQuantization {
+        /// The file that says so.
+        path: PathBuf,
+        /// What is not supported, with the key.
+        reason: String,
+    },
+    /// `tokenizer.json` is missing or unusable, or does not fit the model.
+    #[error("{}: {reason}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A text for calibration or evaluation is missing, malformed or too short.
+    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1, where one can be named.
+        line: Option<usize>,
+        /// What is wrong, with counts.
+        reason: String,
+    },
+
+    /// The operating system refused an operation on a file.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was attempted: `read`, `create`, `write`, `sync`, `rename` …
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// The disk has too little room.
+    #[error("{} needs {needed} bytes, {free} are free", path.display())]
+    DiskFull {
+        /// Where it was to be written.
+        path: PathBuf,
+        /// Bytes that would be written.
+        needed: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
+    /// Another process works on the same output.
+    #[error("{} is being written by another process ({holder})", path.display())]
+    Locked {
+        /// The job directory.
+        path: PathBuf,
+        /// Who holds it.
+        holder: String,
+    },
+    /// What was written does not read back as it was meant.
+    #[error("{}: {reason}", path.display())]
+    Verification {
+        /// The file that was read back.
+        path: PathBuf,
+        /// The difference.
+        reason: String,
+    },
+
+    /// A weight holds NaN or infinity.
+    #[error("{}: tensor `{tensor}` holds {count} non-finite value(s), the first at index {first_index}", path.display())]
+    NonFinite {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// How many.
+        count: u64,
+        /// The first one's position in row-major order.
+        first_index: u64,
+    },
+    /// Arithmetic left the range of the numbers that hold it.
+    #[error("tensor `{tensor}`: {reason}")]
+    Numeric {
+        /// The tensor or module concerned.
+        tensor: String,
+        /// What happened.
+        reason: String,
+    },
+
+    /// The tensor library failed where it should not.
+    #[error("tensor computation failed: {0}")]
+    Tensor(#[from] candle_core::Error),
+    /// A state that our own code should have made impossible.
+    #[error("internal error: {0}")]
+    Internal(String),
+    /// Stopped on request.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+fn list_indivisible(offenders: &[Indivisible]) -> String {
+    offenders
+        .iter()
+        .map(|o| format!("\n  {}: width {}, group size {}", o.tensor, o.columns, o.group_size))
+        .collect()
+}
+
+impl Error {
+    /// A usage error: what is wrong with the request, and what to ask for instead.
+    pub fn usage(message: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self::Usage { message: message.into(), remedy: remedy.into() }
+    }
+
+    /// An operating-system error on a path.
+    pub fn io(action: &'static str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
+        Self::Io { action, path: path.into(), source }
+    }
+
+    /// Which exit code a program should end with.
+    pub fn category(&self) -> Category {
+        match self {
+            Self::Usage { .. }
+            | Self::PatternMatchesNothing { .. }
+            | Self::GroupSizeDoesNotDivide(_)
+            | Self::OutputExists { .. }
+            | Self::OutputIsInput { .. } => Category::Usage,
+            Self::NoCheckpoint { .. }
+            | Self::PickleOnly { .. }
+            | Self::Safetensors { .. }
+            | Self::Index { .. }
+            | Self::MissingTensor { .. }
+            | Self::TensorShape { .. }
+            | Self::TensorDtype { .. }
+            | Self::Config { .. }
+            | Self::UnknownArchitecture { .. }
+            | Self::AlreadyQuantized { .. }
+            | Self::UnsupportedQuantization { .. }
+            | Self::Tokenizer { .. }
+            | Self::Text { .. } => Category::Input,
+            Self::Io { .. } | Self::DiskFull { .. } | Self::Locked { .. } | Self::Verification { .. } => {
+                Category::Environment
+            }
+            Self::NonFinite { .. } | Self::Numeric { .. } => Category::Numeric,
+            Self::Tensor(_) | Self::Internal(_) => Category::Internal,
+            Self::Interrupted => Category::Interrupted,
+        }
+    }
+
+    /// What the user can do about it.
+    pub fn remedy(&self) -> String {
+        match self {
+            Self::Usage { remedy, .. } => remedy.clone(),
+            Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
+                "`quant plan MODEL` lists the names that can be matched".into()
+            }
+            Self::PatternMatchesNothing { nearest, .. } => {
+                format!("did you mean {}? `quant plan MODEL` lists all names", nearest.join(", "))
+            }
+            Self::GroupSizeDoesNotDivide(offenders) => format!(
+                "choose a --group-size that divides them, or give these tensors their own scheme, \
+                 for example --override '{}=w4a16-channel'",
+                offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
+            ),
+            Self::OutputExists { .. } => "choose another output, or replace it with --force".into(),
+            Self::OutputIsInput { .. } => "write to a directory of its own".into(),
+            Self::NoCheckpoint { .. } => {
+                "give a Hugging Face model directory with config.json and model.safetensors, or its \
+                 shards with model.safetensors.index.json"
+                    .into()
+            }
+            Self::PickleOnly { .. } => {
+                "pickle files can run code when read, so they are never opened; convert them \
+                 once in a sandbox: load with transformers and `save_pretrained(..., \
+                 safe_serialization=True)`"
+                    .into()
+            }
+            Self::Safetensors { .. } => {
+                "the file is damaged, incomplete or hostile: fetch it again and compare its checksum".into()
+            }
+            Self::Index { .. } => {
+                "fetch the index and its shards again; they must come from the same revision".into()
+            }
+            Self::MissingTensor { .. } | Self::TensorShape { .. } => {
+                "config.json and the weights must come from the same model; fetch both again".into()
+            }
+            Self::TensorDtype { .. } => "convert the checkpoint to float32, float16 or bfloat16".into(),
+            Self::Config { .. } => "correct config.json, or fetch it again".into(),
+            Self::UnknownArchitecture { known, .. } => {
+                format!("this version knows {}", known.join(", "))
+            }
+            Self::AlreadyQuantized { .. } => "quantize from the original float checkpoint".into(),
+            Self::UnsupportedQuantization { .. } => {
+                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized checkpoints".into()
+            }
+            Self::Tokenizer { .. } => {
+                "the model directory needs the tokenizer.json that belongs to it".into()
+            }
+            Self::Text { .. } => {
+                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field, or \
+                 fewer or shorter windows (--samples, --seq-len, --window)"
+                    .into()
+            }
+            Self::Io { .. } => "check the path, its permissions and the disk".into(),
+            Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
+            Self::Locked { .. } => "wait for it to finish, or stop it".into(),
+            Self::Verification { .. } => {
+                "the disk returned other bytes than were written: check it and run again".into()
+            }
+            Self::NonFinite { .. } => {
+                "the checkpoint is broken: fetch it again, or repair this tensor".into()
+            }
+            Self::Numeric { .. } => {
+                "exclude this tensor with --ignore, or choose another scheme for it with --override".into()
+            }
+            Self::Tensor(_) | Self::Internal(_) => {
+                "this is a bug: please report it with the command that led here".into()
+            }
+            Self::Interrupted => "run the same command again with --resume to go on".into(),
+        }
+    }
+}
+
+/// `model.layers.3.mlp.down_proj.weight` → `*.down_proj`.
+fn suggestion_pattern(tensor: &str) -> String {
+    let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
+    format!("*.{}", module.rsplit('.').next().unwrap_or(module))
+}

@@ -1,0 +1,106 @@
+//! Containers: how a [`QuantizedTensor`] becomes bytes that other engines load, and back.
+//!
+//! Everything an engine's layout dictates (keys, nibble order, packing direction) lives behind
+//! [`Container`]; adding one is a file here and a line in [`CONTAINERS`].
+
+mod bits;
+mod compressed_tensors;
+
+use serde_json::Value;
+
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::WeightScheme;
+use crate::{Error, Result};
+
+pub use bits::{pack_words, unpack_words, words_for};
+pub use compressed_tensors::CompressedTensors;
+
+/// What a checkpoint's configuration must say: which modules are quantized how.
+#[derive(Debug, Clone)]
+pub struct ModuleSchemes<'a> {
+    /// Quantized linears by module name (`model.layers.0.mlp.up_proj`), in model order.
+    pub quantized: Vec<(&'a str, WeightScheme)>,
+    /// Linears that stay float, in model order (`lm_head` among them).
+    pub float: Vec<&'a str>,
+}
+
+/// A container for quantized checkpoints.
+pub trait Container: Send + Sync {
+    /// The name that `--format` takes.
+    fn name(&self) -> &'static str;
+
+    /// One line for help and tables.
+    fn summary(&self) -> &'static str;
+
+    /// The tensors that a linear of this shape becomes, before it is quantized.
+    ///
+    /// # Errors
+    /// When the container cannot express the scheme or the shape.
+    fn layout(
+        &self,
+        module: &str,
+        shape: [usize; 2],
+        scheme: WeightScheme,
+        scale_dtype: Dtype,
+    ) -> Result<Vec<TensorSpec>>;
+
+    /// The bytes of those tensors, in the same order.
+    ///
+    /// # Errors
+    /// As [`layout`](Self::layout).
+    fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
+
+    /// The value of `quantization_config` in `config.json`.
+    fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value;
+
+    /// Notes for the user on readers that cannot load these schemes.
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String>;
+
+    /// A reader for checkpoints with this `quantization_config`, if it is of this container.
+    ///
+    /// # Errors
+    /// When it is, but uses what cannot be read: the reason, naming the key.
+    fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String>;
+}
+
+/// Reads quantized linears of one checkpoint back into logical order.
+pub trait PackedReader: Send + Sync {
+    /// The scheme of a module, or `None` if it is stored float.
+    fn scheme(&self, module: &str) -> Option<WeightScheme>;
+
+    /// The quantized weight of a module of shape `[n, k]`.
+    ///
+    /// # Errors
+    /// When its tensors are missing, or their types, shapes or contents are not what the scheme
+    /// and `shape` imply.
+    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor>;
+}
+
+/// The containers this version writes and reads.
+pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors];
+
+/// The container of that name.
+///
+/// # Errors
+/// When there is none; the message lists those there are.
+pub fn container(name: &str) -> Result<&'static dyn Container> {
+    CONTAINERS.iter().copied().find(|c| c.name() == name).ok_or_else(|| {
+        let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
+        Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
+    })
+}
+
+/// A reader for a checkpoint whose `config.json` has this `quantization_config`.
+///
+/// # Errors
+/// When no container recognizes it, or the one that does cannot read it: the reason, with the key.
+pub fn reader(quantization_config: &Value) -> Result<Box<dyn PackedReader>, String> {
+    for container in CONTAINERS {
+        if let Some(reader) = container.reader(quantization_config)? {
+            return Ok(reader);
+        }
+    }
+    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");
+    Err(format!("`quantization_config.quant_method` is {method}"))
+}

@@ -1,0 +1,78 @@
+//! How a long run talks to whoever started it, and how it is stopped.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::{Error, Result};
+
+/// Something that happened during a run.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A stage of the run begins; `units` is how many [`Event::UnitDone`] it will tell.
+    StageStarted {
+        /// `calibrate`, `quantize`, `verify`, `evaluate` …
+        stage: &'static str,
+        /// What one unit is: `block`, `tensor`, `window` …
+        unit: &'static str,
+        /// How many there are.
+        units: u64,
+    },
+    /// One unit of the current stage is done.
+    UnitDone {
+        /// What it was, for the line beside the bar.
+        detail: String,
+    },
+    /// The current stage is over.
+    StageDone,
+    /// Something the user should know, though the run goes on.
+    Warning {
+        /// What.
+        message: String,
+    },
+}
+
+/// Receives the [`Event`]s of a run. Calls come from the thread that drives the run.
+pub trait Observer: Send + Sync {
+    /// Called at each event, in order.
+    fn event(&self, event: &Event);
+}
+
+/// An [`Observer`] that ignores everything.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Observer for Silent {
+    fn event(&self, _event: &Event) {}
+}
+
+/// Asks a run to stop at the next point where nothing is lost.
+#[derive(Debug, Clone, Default)]
+pub struct CancelToken(Arc<AtomicBool>);
+
+impl CancelToken {
+    /// A token that nobody has pulled.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A token that shares a flag, for example one that a signal handler sets.
+    pub fn from_flag(flag: Arc<AtomicBool>) -> Self {
+        Self(flag)
+    }
+
+    /// Asks for the stop.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the stop was asked for.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// [`Error::Interrupted`] once the stop was asked for.
+    pub fn check(&self) -> Result<()> {
+        if self.is_cancelled() { Err(Error::Interrupted) } else { Ok(()) }
+    }
+}

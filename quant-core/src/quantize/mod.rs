@@ -1,0 +1,5 @@
+//! Float weights become codes, scales and zeros; no packing yet.
+
+mod tensor;
+
+pub use tensor::QuantizedTensor;
