@@ -1,1 +1,15 @@
-//! stage
+//! The third stage of the path: text becomes token windows, and the inputs of linears are observed.
+//!
+//! ```text
+//! file or set ─► documents ─► tokens ─► windows ─► hidden states ─► statistics
+//! ```
+
+mod observe;
+mod text;
+mod tokenizer;
+mod windows;
+
+pub use observe::{AbsMean, HiddenStates, SampledRows, gram};
+pub use text::read_documents;
+pub use tokenizer::TextTokenizer;
+pub use windows::{Sampling, TokenWindows};

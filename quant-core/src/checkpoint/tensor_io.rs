@@ -131,3 +131,24 @@ pub trait TensorSink {
     /// Makes all that was written so far survive a crash: the end of a unit of work.
     fn commit(&mut self) -> Result<()>;
 }
+
+/// As [`require_finite`], for little-endian elements of a weight type.
+pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[u8]) -> Result<()> {
+    const ELEMENTS: usize = 4096;
+    let mut values = [0.0; ELEMENTS];
+    let (mut count, mut first_index) = (0, None);
+    for (chunk, part) in bytes.chunks(ELEMENTS * dtype.size()).enumerate() {
+        let values = &mut values[..part.len() / dtype.size()];
+        dtype.widen(part, values);
+        if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
+            continue;
+        }
+        count += values.iter().filter(|v| !v.is_finite()).count() as u64;
+        let position = values.iter().position(|v| !v.is_finite()).unwrap_or_default();
+        first_index.get_or_insert((chunk * ELEMENTS + position) as u64);
+    }
+    match first_index {
+        None => Ok(()),
+        Some(first_index) => Err(Error::NonFinite { path, tensor: tensor.to_owned(), count, first_index }),
+    }
+}

@@ -1,1 +1,24 @@
-//! stage
+//! The second stage of the path: a decoder whose blocks can be watched and taken apart.
+//!
+//! [`arch`] describes a family as data: a graph of producers and consumers, from which the order
+//! of evaluation, the legal foldings and the balance lists follow. [`Block`] evaluates that graph
+//! on candle tensors; [`Decoder`] strings blocks together for evaluation. Every dense product
+//! goes through [`Linear`], whose weight may be float in any dtype, or quantized.
+
+pub mod arch;
+mod attention;
+mod block;
+mod cache;
+mod decoder;
+mod linear;
+mod load;
+mod math;
+mod rope;
+
+pub use arch::{Architecture, BlockGraph, FoldGroup, Node, NodeId, Op};
+pub use block::{Block, NoTap, Tap};
+pub use cache::KvCache;
+pub use decoder::Decoder;
+pub use linear::{Linear, Product, WeightBody, multiply};
+pub use load::Model;
+pub use rope::{RopeScaling, RopeTable};

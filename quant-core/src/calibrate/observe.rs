@@ -1,0 +1,212 @@
+//! What is kept of the inputs of linears: the hidden states of the batch, and their statistics.
+//!
+//! Sums run over fixed pieces in a fixed order, so they do not depend on the number of threads.
+
+use candle_core::{Device, Tensor};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::TokenWindows;
+use crate::model::{Block, Model, NoTap};
+use crate::{CancelToken, Result};
+
+/// Tokens that go through a block at a time: enough for full speed, few enough that a block's
+/// intermediate values stay small.
+const CHUNK_TOKENS: usize = 2048;
+
+/// The hidden states of the calibration batch before some block, `[windows, length, hidden]`.
+#[derive(Debug)]
+pub struct HiddenStates {
+    windows: usize,
+    length: usize,
+    hidden: usize,
+    values: Vec<f32>,
+}
+
+impl HiddenStates {
+    /// The embeddings of the windows: what enters the first block.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
+    pub fn embed(model: &Model, windows: &TokenWindows) -> Result<Self> {
+        let values = model.embed_streamed(windows.tokens())?;
+        Ok(Self { windows: windows.len(), length: windows.length(), hidden: model.architecture().hidden, values })
+    }
+
+    /// Tokens in all windows.
+    pub fn tokens(&self) -> usize {
+        self.windows * self.length
+    }
+
+    /// Windows in one chunk: at least one.
+    fn chunk_windows(&self) -> usize {
+        (CHUNK_TOKENS / self.length).max(1)
+    }
+
+    /// The batch in pieces `[some windows, length, hidden]`, in order, with each one's first token.
+    pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
+        let size = self.chunk_windows() * self.length * self.hidden;
+        self.values.chunks(size.max(1)).enumerate().map(move |(i, chunk)| {
+            let windows = chunk.len() / (self.length * self.hidden);
+            let shape = (windows, self.length, self.hidden);
+            Ok((i * self.chunk_windows() * self.length, Tensor::from_slice(chunk, shape, &Device::Cpu)?))
+        })
+    }
+
+    /// Replaces the states by what comes out of `block`.
+    ///
+    /// # Errors
+    /// When the block fails or the token pulls.
+    pub fn advance(&mut self, block: &Block, cancel: &CancelToken) -> Result<()> {
+        let size = self.chunk_windows() * self.length * self.hidden;
+        for chunk in self.values.chunks_mut(size.max(1)) {
+            cancel.check()?;
+            let windows = chunk.len() / (self.length * self.hidden);
+            let before = Tensor::from_slice(chunk, (windows, self.length, self.hidden), &Device::Cpu)?;
+            let after = block.forward(&before, 0, None, &mut NoTap)?;
+            chunk.copy_from_slice(&after.flatten_all()?.to_vec1::<f32>()?);
+        }
+        Ok(())
+    }
+}
+
+/// `mean over tokens of |x[:, c]|` of every channel: AWQ's activation statistic.
+#[derive(Debug, Clone)]
+pub struct AbsMean {
+    sums: Vec<f64>,
+    tokens: usize,
+}
+
+impl AbsMean {
+    /// Nothing seen yet of an input with `channels` features.
+    pub fn new(channels: usize) -> Self {
+        Self { sums: vec![0.0; channels], tokens: 0 }
+    }
+
+    /// Adds rows `[tokens, channels]`.
+    pub fn add(&mut self, x: &[f32]) {
+        for row in x.chunks_exact(self.sums.len().max(1)) {
+            for (sum, v) in self.sums.iter_mut().zip(row) {
+                *sum += f64::from(v.abs());
+            }
+            self.tokens += 1;
+        }
+    }
+
+    /// The means.
+    pub fn means(&self) -> Vec<f32> {
+        self.sums.iter().map(|s| (s / self.tokens.max(1) as f64) as f32).collect()
+    }
+}
+
+/// Every `stride`-th row of an input: the tokens that the clip search looks at.
+#[derive(Debug, Clone)]
+pub struct SampledRows {
+    channels: usize,
+    stride: usize,
+    values: Vec<f32>,
+}
+
+impl SampledRows {
+    /// Keeps about `wanted` of `tokens` rows with `channels` features.
+    pub fn new(channels: usize, tokens: usize, wanted: usize) -> Self {
+        Self { channels, stride: (tokens / wanted.max(1)).max(1), values: Vec::new() }
+    }
+
+    /// Adds rows `[tokens, channels]`, the first of which is token `first` of the batch.
+    pub fn add(&mut self, first: usize, x: &[f32]) {
+        for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
+            if (first + i) % self.stride == 0 {
+                self.values.extend_from_slice(row);
+            }
+        }
+    }
+
+    /// Divides every channel by a scale, as folding does to the input.
+    pub fn divide(&mut self, scales: &[f32]) {
+        for row in self.values.chunks_exact_mut(self.channels.max(1)) {
+            for (v, s) in row.iter_mut().zip(scales) {
+                *v /= s;
+            }
+        }
+    }
+
+    /// The kept rows, `[rows, channels]`.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// How many rows were kept.
+    pub fn rows(&self) -> usize {
+        self.values.len() / self.channels.max(1)
+    }
+}
+
+/// Rows of a Gram matrix that one task computes.
+const GRAM_TILE: usize = 128;
+
+/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle (in tiles) of `sum`
+/// `[channels, channels]`; tiles above the diagonal are left alone.
+///
+/// # Panics
+/// When the slices are not of these shapes.
+pub fn gram(x: &[f32], channels: usize, sum: &mut [f32]) {
+    assert_eq!(sum.len(), channels * channels, "sum is not [channels, channels]");
+    let tokens = x.len().checked_div(channels).unwrap_or(0);
+    let x = MatRef::from_row_major_slice(x, tokens, channels);
+    sum.par_chunks_mut((GRAM_TILE * channels).max(1)).enumerate().for_each(|(i, rows)| {
+        let first = i * GRAM_TILE;
+        let height = rows.len() / channels;
+        let tile = MatMut::from_row_major_slice_mut(rows, height, channels);
+        let lower = tile.subcols_mut(0, first + height);
+        let left = x.subcols(first, height).transpose();
+        matmul(lower, Accum::Add, left, x.subcols(0, first + height), 1.0_f32, Par::Seq);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gram_matches_its_definition_for_any_number_of_threads() {
+        let (tokens, channels) = (37, 300);
+        let x: Vec<f32> = (0..tokens * channels).map(|i| (i as f32 * 0.7).sin()).collect();
+        let run = |threads| {
+            let mut sum = vec![0.0; channels * channels];
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                gram(&x[..20 * channels], channels, &mut sum);
+                gram(&x[20 * channels..], channels, &mut sum);
+            });
+            sum
+        };
+        let sum = run(1);
+        assert_eq!(sum, run(3));
+        for i in 0..channels {
+            for j in 0..=i {
+                let exact: f64 =
+                    (0..tokens).map(|t| f64::from(x[t * channels + i]) * f64::from(x[t * channels + j])).sum();
+                assert!((f64::from(sum[i * channels + j]) - exact).abs() < 1e-4);
+            }
+        }
+    }
+
+    #[test]
+    fn statistics_do_not_depend_on_how_rows_arrive() {
+        let x: Vec<f32> = (0..60).map(|i| i as f32 - 30.0).collect();
+        let (mut whole, mut parts) = (AbsMean::new(3), AbsMean::new(3));
+        let (mut all, mut some) = (SampledRows::new(3, 20, 7), SampledRows::new(3, 20, 7));
+        whole.add(&x);
+        all.add(0, &x);
+        for (i, part) in x.chunks(15).enumerate() {
+            parts.add(part);
+            some.add(i * 5, part);
+        }
+        assert_eq!(whole.means(), parts.means());
+        assert_eq!(whole.means()[0], (0..20).map(|t| (3 * t - 30_i32).abs() as f32).sum::<f32>() / 20.0);
+        assert_eq!(all.values(), some.values());
+        assert_eq!(all.rows(), 10);
+    }
+}

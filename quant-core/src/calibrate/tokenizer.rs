@@ -1,0 +1,71 @@
+//! `tokenizer.json`, guarded: it comes with the model and is as hostile as its weights.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use tokenizers::Tokenizer;
+
+use crate::{Error, Result};
+
+/// Larger tokenizer files are refused before they are parsed.
+const LARGEST_FILE: u64 = 256 << 20;
+
+/// A model's tokenizer.
+#[derive(Debug)]
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+    path: PathBuf,
+}
+
+impl TextTokenizer {
+    /// Reads a `tokenizer.json`. Truncation and padding that it may ask for are switched off:
+    /// evaluation must see the whole text.
+    ///
+    /// # Errors
+    /// When the file is missing, larger than 256 MiB or malformed.
+    pub fn open(path: &Path) -> Result<Self> {
+        let size = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();
+        if size > LARGEST_FILE {
+            return Err(Self::fault(path, format!("has {size} bytes; at most {LARGEST_FILE} are read")));
+        }
+        Self::from_bytes(path, &std::fs::read(path).map_err(|e| Error::io("read", path, e))?)
+    }
+
+    /// The same from bytes; `path` is for messages.
+    ///
+    /// # Errors
+    /// When they are malformed.
+    pub fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let parsed = Self::guarded(path, || Tokenizer::from_bytes(bytes))?;
+        let mut tokenizer = parsed.map_err(|e| Self::fault(path, format!("is not a tokenizer: {e}")))?;
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|e| Self::fault(path, e.to_string()))?;
+        Ok(Self { tokenizer, path: path.to_owned() })
+    }
+
+    /// The file it came from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tokens of a text, with the special tokens (such as one at the start) that the tokenizer
+    /// itself adds.
+    ///
+    /// # Errors
+    /// When the tokenizer fails on the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoded = Self::guarded(&self.path, || self.tokenizer.encode_fast(text, true))?;
+        let encoding = encoded.map_err(|e| Self::fault(&self.path, format!("fails on the text: {e}")))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
+    fn guarded<T>(path: &Path, work: impl FnOnce() -> T) -> Result<T> {
+        catch_unwind(AssertUnwindSafe(work))
+            .map_err(|_| Self::fault(path, "makes the tokenizer library panic".into()))
+    }
+
+    fn fault(path: &Path, reason: String) -> Error {
+        Error::Tokenizer { path: path.to_owned(), reason }
+    }
+}

@@ -1,0 +1,215 @@
+//! A decoder block as a graph of producers and consumers, and what may be folded in it.
+//!
+//! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a
+//! norm's weight, a linear's row) by `s` and multiply the matching input column of *every* linear
+//! that reads it by `s`. Which producers and consumers these are follows from the graph: a
+//! channel's scale passes unchanged through the `up` side of a gated product and the value side
+//! of attention, and is stopped by everything else. Balance lists are therefore computed, never
+//! typed by hand, and a consumer cannot be forgotten.
+
+/// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
+pub type NodeId = usize;
+
+/// What a node computes. Values are `[batch, positions, features]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Op {
+    /// The hidden state that enters the block.
+    Input,
+    /// Root-mean-square norm times a weight of `width`.
+    RmsNorm {
+        /// Module name inside the block.
+        name: String,
+        /// Features.
+        width: usize,
+    },
+    /// `x Wᵀ (+ b)`.
+    Linear {
+        /// Module name inside the block.
+        name: String,
+        /// `[out, in]` features.
+        shape: [usize; 2],
+        /// Whether it has a bias.
+        bias: bool,
+    },
+    /// Rotary position embedding of all heads of the input.
+    Rope,
+    /// Causal attention of inputs `[queries, keys, values]`; `repeat` query heads share a key head.
+    Attention {
+        /// Query heads per key/value head.
+        repeat: usize,
+        /// Width of a head.
+        head_dim: usize,
+    },
+    /// `silu(gate) · up` of inputs `[gate, up]`.
+    GatedSilu,
+    /// The sum of its two inputs.
+    Add,
+}
+
+/// One step of a block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    /// What it computes.
+    pub op: Op,
+    /// From which values, in the order the operation names them.
+    pub inputs: Vec<NodeId>,
+}
+
+/// A block's computation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockGraph {
+    nodes: Vec<Node>,
+}
+
+/// A producer whose output channels may be rescaled, and everything that must be rescaled with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoldGroup {
+    /// A norm or a linear; its output channels are divided by the scale.
+    pub producer: NodeId,
+    /// The balance list: every linear that reads these channels; their columns are multiplied.
+    pub consumers: Vec<NodeId>,
+    /// The node whose value all consumers read.
+    pub input: NodeId,
+    /// The node whose output a scale search should watch: the single consumer, or the linear in
+    /// which all consumers' outputs meet (the attention's or MLP's output projection).
+    pub inspected: NodeId,
+    /// How many times a producer's channels stand repeated in the consumers' input: 1, or the
+    /// query heads per key head where values pass through grouped-query attention.
+    pub repeat: usize,
+}
+
+/// Builds a [`BlockGraph`] in order of evaluation.
+#[derive(Debug, Default)]
+pub struct GraphBuilder {
+    nodes: Vec<Node>,
+}
+
+impl GraphBuilder {
+    /// Adds a node and returns its id.
+    pub fn add(&mut self, op: Op, inputs: &[NodeId]) -> NodeId {
+        debug_assert!(inputs.iter().all(|&i| i < self.nodes.len()), "inputs must come first");
+        self.nodes.push(Node { op, inputs: inputs.to_vec() });
+        self.nodes.len() - 1
+    }
+
+    /// The finished block; its output is the last node.
+    pub fn finish(self) -> BlockGraph {
+        BlockGraph { nodes: self.nodes }
+    }
+}
+
+impl BlockGraph {
+    /// The nodes in order of evaluation.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The node that is the block's input.
+    pub fn input(&self) -> NodeId {
+        self.nodes.iter().position(|n| n.op == Op::Input).unwrap_or(0)
+    }
+
+    /// The node that is the block's output.
+    pub fn output(&self) -> NodeId {
+        self.nodes.len() - 1
+    }
+
+    /// Linears in order of evaluation: id, name inside the block, `[out, in]`, whether biased.
+    pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str, [usize; 2], bool)> {
+        self.nodes.iter().enumerate().filter_map(|(id, n)| match &n.op {
+            Op::Linear { name, shape, bias } => Some((id, name.as_str(), *shape, *bias)),
+            _ => None,
+        })
+    }
+
+    /// Norms in order of evaluation: id, name inside the block, width.
+    pub fn norms(&self) -> impl Iterator<Item = (NodeId, &str, usize)> {
+        self.nodes.iter().enumerate().filter_map(|(id, n)| match &n.op {
+            Op::RmsNorm { name, width } => Some((id, name.as_str(), *width)),
+            _ => None,
+        })
+    }
+
+    /// A node's name inside the block, if it has weights.
+    pub fn name(&self, id: NodeId) -> &str {
+        match &self.nodes[id].op {
+            Op::RmsNorm { name, .. } | Op::Linear { name, .. } => name,
+            _ => "",
+        }
+    }
+
+    /// Whether a linear's output becomes a query or key: its error passes through a softmax, so
+    /// weight clipping, which minimizes the error of the linear's own output, leaves it alone.
+    pub fn feeds_queries_or_keys(&self, id: NodeId) -> bool {
+        self.users(id).any(|(user, port)| match self.nodes[user].op {
+            Op::Attention { .. } => port < 2,
+            Op::Rope => self.feeds_queries_or_keys(user),
+            _ => false,
+        })
+    }
+
+    /// Every producer that can be rescaled, in order of evaluation.
+    pub fn fold_groups(&self) -> Vec<FoldGroup> {
+        (0..self.nodes.len()).filter_map(|id| self.fold_group(id)).collect()
+    }
+
+    fn fold_group(&self, producer: NodeId) -> Option<FoldGroup> {
+        if !matches!(self.nodes[producer].op, Op::RmsNorm { .. } | Op::Linear { .. }) {
+            return None;
+        }
+        let mut walk = Walk::default();
+        self.follow(producer, 1, &mut walk)?;
+        let input = walk.input?;
+        let inspected = match walk.consumers.as_slice() {
+            [] => return None,
+            [single] => *single,
+            several => self.meeting_linear(several)?,
+        };
+        Some(FoldGroup { producer, consumers: walk.consumers, input, inspected, repeat: walk.repeat })
+    }
+
+    /// Collects the linears that read `value`'s channels; `None` if something stops the scale.
+    fn follow(&self, value: NodeId, repeat: usize, walk: &mut Walk) -> Option<()> {
+        for (user, port) in self.users(value) {
+            match self.nodes[user].op {
+                Op::Linear { .. } => {
+                    // All consumers must see the channels in one arrangement.
+                    if walk.input.is_some_and(|i| i != value) {
+                        return None;
+                    }
+                    walk.input = Some(value);
+                    walk.repeat = repeat;
+                    walk.consumers.push(user);
+                }
+                Op::GatedSilu if port == 1 => self.follow(user, repeat, walk)?,
+                Op::Attention { repeat: heads, .. } if port == 2 => self.follow(user, repeat * heads, walk)?,
+                _ => return None,
+            }
+        }
+        Some(())
+    }
+
+    fn users(&self, value: NodeId) -> impl Iterator<Item = (NodeId, usize)> {
+        self.nodes.iter().enumerate().flat_map(move |(id, node)| {
+            node.inputs.iter().enumerate().filter(move |(_, i)| **i == value).map(move |(port, _)| (id, port))
+        })
+    }
+
+    /// The first linear that depends on all of these.
+    fn meeting_linear(&self, sources: &[NodeId]) -> Option<NodeId> {
+        self.linears()
+            .map(|(id, ..)| id)
+            .find(|&id| !sources.contains(&id) && sources.iter().all(|&s| self.depends_on(id, s)))
+    }
+
+    fn depends_on(&self, id: NodeId, source: NodeId) -> bool {
+        id == source || (id > source && self.nodes[id].inputs.iter().any(|&i| self.depends_on(i, source)))
+    }
+}
+
+#[derive(Default)]
+struct Walk {
+    consumers: Vec<NodeId>,
+    input: Option<NodeId>,
+    repeat: usize,
+}

@@ -1,0 +1,91 @@
+//! Families of models as data. No tensor name of an architecture stands outside this folder.
+
+mod graph;
+mod llama;
+
+pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, Op};
+
+use crate::checkpoint::ConfigFields;
+use crate::model::rope::RopeScaling;
+use crate::{Error, Result};
+
+/// Everything the pipeline must know of a model's family and sizes.
+#[derive(Debug, Clone)]
+pub struct Architecture {
+    /// The family's name, as users write it.
+    pub family: &'static str,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// Number of decoder blocks.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Positions the model was made for.
+    pub max_positions: usize,
+    /// Added to the mean square in norms.
+    pub norm_eps: f64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Change of the rotary frequencies for long contexts.
+    pub rope_scaling: RopeScaling,
+    /// Whether the output head is the embedding.
+    pub tied: bool,
+    /// Name of the embedding tensor.
+    pub embedding: String,
+    /// Name of the norm before the head.
+    pub final_norm: String,
+    /// Module name of the head.
+    pub head: String,
+    /// Prefix of a block's tensors, with `{}` for its index.
+    pub block_prefix: &'static str,
+    /// One block; all are alike.
+    pub block: BlockGraph,
+}
+
+impl Architecture {
+    /// The name of a module or tensor of block `index`, from its name inside the block.
+    pub fn in_block(&self, index: usize, name: &str) -> String {
+        format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
+    }
+}
+
+/// A family this version can read.
+pub trait Family: Send + Sync {
+    /// The name users know it by.
+    fn name(&self) -> &'static str;
+
+    /// The values of `architectures` in `config.json` that mean this family.
+    fn architectures(&self) -> &'static [&'static str];
+
+    /// The graph and sizes that a configuration implies.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the field that is missing, malformed, absurd or not supported.
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture>;
+}
+
+/// The families this version knows.
+pub static FAMILIES: &[&dyn Family] = &[&llama::Llama];
+
+/// Reads the family and sizes from a configuration.
+///
+/// # Errors
+/// [`Error::UnknownArchitecture`] listing the known ones, or as [`Family::describe`].
+pub fn describe(config: &ConfigFields<'_>) -> Result<Architecture> {
+    let found = config.architecture()?;
+    let family = FAMILIES.iter().find(|f| f.architectures().contains(&found.as_str()));
+    match family {
+        Some(family) => family.describe(config),
+        None => Err(Error::UnknownArchitecture {
+            path: config.path().to_owned(),
+            found,
+            known: FAMILIES.iter().flat_map(|f| f.architectures()).copied().collect(),
+        }),
+    }
+}

@@ -1,0 +1,187 @@
+//! Causal attention with grouped queries, and the gated product: the operations between linears.
+//!
+//! Both run on plain slices in fixed pieces, so results do not depend on the number of threads.
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Shape, Tensor};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::math::{exp, silu};
+use crate::Result;
+
+/// Query positions that one task handles.
+const QUERY_TILE: usize = 64;
+/// Elements that one task of an elementwise operation handles.
+const ELEMENT_TILE: usize = 1 << 14;
+
+/// `softmax(q kᵀ / √head_dim + causal mask) v` for every head.
+///
+/// `q` is `[batch, queries, heads · head_dim]`; `k` and `v` are `[batch, keys, kv_heads ·
+/// head_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
+/// share one key/value head.
+///
+/// # Errors
+/// When shapes do not fit.
+pub(crate) fn causal_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    repeat: usize,
+    head_dim: usize,
+) -> Result<Tensor> {
+    let op = CausalAttention { repeat, head_dim };
+    Ok(q.contiguous()?.apply_op3_no_bwd(&k.contiguous()?, &v.contiguous()?, &op)?)
+}
+
+/// `silu(gate) · up`, elementwise.
+///
+/// # Errors
+/// When the shapes differ.
+pub(crate) fn gated_silu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &GatedSilu)?)
+}
+
+fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),
+        None => candle_core::bail!("contiguous tensors expected"),
+    }
+}
+
+struct CausalAttention {
+    repeat: usize,
+    head_dim: usize,
+}
+
+impl CustomOp3 for CausalAttention {
+    fn name(&self) -> &'static str {
+        "causal-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (batch, queries, q_width) = q_layout.shape().dims3()?;
+        let (k_batch, keys, kv_width) = k_layout.shape().dims3()?;
+        let fits = k_layout.dims() == v_layout.dims()
+            && k_batch == batch
+            && q_width == kv_width * self.repeat
+            && kv_width % self.head_dim == 0
+            && queries <= keys;
+        if !fits {
+            candle_core::bail!("attention of {:?} with {:?}", q_layout.dims(), k_layout.dims());
+        }
+        let (q, k, v) = (slice(q, q_layout)?, slice(k, k_layout)?, slice(v, v_layout)?);
+        let mut out = vec![0.0_f32; q.len()];
+        let tiles: Vec<_> = out
+            .chunks_mut((queries * q_width).max(1))
+            .enumerate()
+            .flat_map(|(b, window)| {
+                window
+                    .chunks_mut(QUERY_TILE * q_width)
+                    .enumerate()
+                    .map(move |(t, tile)| (b, t * QUERY_TILE, tile))
+            })
+            .collect();
+        tiles.into_par_iter().for_each_init(Vec::new, |scores, (b, first, tile)| {
+            let count = tile.len() / q_width;
+            let q = &q[(b * queries + first) * q_width..][..count * q_width];
+            let window = b * keys * kv_width..(b + 1) * keys * kv_width;
+            let past = keys - queries + first;
+            self.attend(q, &k[window.clone()], &v[window], q_width, past, scores, tile);
+        });
+        Ok((CpuStorage::F32(out), q_layout.shape().clone()))
+    }
+}
+
+impl CausalAttention {
+    /// Attends `q` `[count, q_width]`, whose first row stands at position `past`.
+    #[allow(clippy::too_many_arguments)]
+    fn attend(
+        &self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        q_width: usize,
+        past: usize,
+        scores: &mut Vec<f32>,
+        out: &mut [f32],
+    ) {
+        let d = self.head_dim;
+        let kv_width = q_width / self.repeat;
+        let count = q.len() / q_width;
+        let visible = past + count;
+        let scale = 1.0 / (d as f32).sqrt();
+        scores.resize(count * visible, 0.0);
+        for head in 0..q_width / d {
+            let kv_head = head / self.repeat;
+            let view = |data, rows, width, at: usize| {
+                MatRef::from_row_major_slice_with_stride(data, rows, width, at)
+            };
+            let queries = view(&q[head * d..], count, d, q_width);
+            let keys = view(&k[kv_head * d..], visible, d, kv_width);
+            let values = view(&v[kv_head * d..], visible, d, kv_width);
+            let weights = MatMut::from_row_major_slice_mut(scores.as_mut_slice(), count, visible);
+            matmul(weights, Accum::Replace, queries, keys.transpose(), scale, Par::Seq);
+            for (i, row) in scores.chunks_exact_mut(visible).enumerate() {
+                softmax_prefix(row, past + i + 1);
+            }
+            let weights = MatRef::from_row_major_slice(scores.as_slice(), count, visible);
+            let into = MatMut::from_row_major_slice_with_stride_mut(&mut out[head * d..], count, d, q_width);
+            matmul(into, Accum::Replace, weights, values, 1.0_f32, Par::Seq);
+        }
+    }
+}
+
+/// Softmax over the first `len` scores; the rest becomes 0.
+fn softmax_prefix(row: &mut [f32], len: usize) {
+    let (seen, hidden) = row.split_at_mut(len);
+    hidden.fill(0.0);
+    let max = seen.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    for s in seen.iter_mut() {
+        *s = exp(*s - max);
+    }
+    let sum: f32 = seen.iter().sum();
+    let inverse = 1.0 / sum;
+    for s in seen.iter_mut() {
+        *s *= inverse;
+    }
+}
+
+struct GatedSilu;
+
+impl CustomOp2 for GatedSilu {
+    fn name(&self) -> &'static str {
+        "gated-silu"
+    }
+
+    fn cpu_fwd(
+        &self,
+        gate: &CpuStorage,
+        gate_layout: &Layout,
+        up: &CpuStorage,
+        up_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        if gate_layout.dims() != up_layout.dims() {
+            candle_core::bail!("gate {:?} and up {:?} differ", gate_layout.dims(), up_layout.dims());
+        }
+        let (gate, up) = (slice(gate, gate_layout)?, slice(up, up_layout)?);
+        let mut out = vec![0.0_f32; gate.len()];
+        out.par_chunks_mut(ELEMENT_TILE)
+            .zip(gate.par_chunks(ELEMENT_TILE))
+            .zip(up.par_chunks(ELEMENT_TILE))
+            .for_each(|((o, g), u)| {
+                for ((o, &g), &u) in o.iter_mut().zip(g).zip(u) {
+                    *o = silu(g) * u;
+                }
+            });
+        Ok((CpuStorage::F32(out), gate_layout.shape().clone()))
+    }
+}

@@ -1,0 +1,194 @@
+//! One decoder block: its weights, and the evaluation of its graph, whole or in part.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use candle_nn::kv_cache::KvCache as LayerCache;
+
+use super::arch::{BlockGraph, NodeId, Op};
+use super::attention::{causal_attention, gated_silu};
+use super::cache;
+use super::{Linear, RopeTable};
+use crate::{Error, Result};
+
+/// Watches the inputs of linears while a block runs.
+pub trait Tap {
+    /// Called before a linear runs, with its input `[batch, positions, k]`.
+    ///
+    /// # Errors
+    /// Whatever stops the run.
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()>;
+}
+
+/// A [`Tap`] that watches nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoTap;
+
+impl Tap for NoTap {
+    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A block's graph with its weights.
+#[derive(Debug, Clone)]
+pub struct Block {
+    graph: Arc<BlockGraph>,
+    norms: BTreeMap<NodeId, Tensor>,
+    linears: BTreeMap<NodeId, Linear>,
+    rope: Arc<RopeTable>,
+    norm_eps: f32,
+}
+
+impl Block {
+    /// A block from its parts: a weight `[width]` for every norm and a [`Linear`] for every linear
+    /// of the graph.
+    ///
+    /// # Errors
+    /// When one is missing.
+    pub fn new(
+        graph: Arc<BlockGraph>,
+        norms: BTreeMap<NodeId, Tensor>,
+        linears: BTreeMap<NodeId, Linear>,
+        rope: Arc<RopeTable>,
+        norm_eps: f64,
+    ) -> Result<Self> {
+        let complete = graph.norms().all(|(id, ..)| norms.contains_key(&id))
+            && graph.linears().all(|(id, ..)| linears.contains_key(&id));
+        if !complete {
+            return Err(Error::Internal("a block lacks some of its weights".into()));
+        }
+        Ok(Self { graph, norms, linears, rope, norm_eps: norm_eps as f32 })
+    }
+
+    /// The computation.
+    pub fn graph(&self) -> &Arc<BlockGraph> {
+        &self.graph
+    }
+
+    /// A linear's weight and bias.
+    ///
+    /// # Panics
+    /// When the node is not a linear.
+    pub fn linear(&self, id: NodeId) -> &Linear {
+        &self.linears[&id]
+    }
+
+    /// A norm's weight, `[width]`.
+    ///
+    /// # Panics
+    /// When the node is not a norm.
+    pub fn norm(&self, id: NodeId) -> &Tensor {
+        &self.norms[&id]
+    }
+
+    /// The same block with one linear replaced.
+    pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
+        self.linears.insert(id, linear);
+    }
+
+    /// The same block with one norm's weight replaced.
+    pub fn replace_norm(&mut self, id: NodeId, weight: Tensor) {
+        self.norms.insert(id, weight);
+    }
+
+    /// Runs the whole block on `hidden` `[batch, positions, width]`.
+    ///
+    /// Without a cache the first position is 0; with one, positions continue where it ends.
+    ///
+    /// # Errors
+    /// When shapes do not fit, the rotary tables are too short, or the tap stops the run.
+    pub fn forward(
+        &self,
+        hidden: &Tensor,
+        start: usize,
+        cache: Option<&mut LayerCache>,
+        tap: &mut dyn Tap,
+    ) -> Result<Tensor> {
+        let known = [(self.graph.input(), hidden.clone())];
+        let mut run = Run { block: self, start, cache, tap };
+        let mut values = run.evaluate(&known, &[self.graph.output()])?;
+        values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
+    }
+
+    /// Computes some nodes' values from others that are known, in prefill at position 0.
+    ///
+    /// # Errors
+    /// When a target does not follow from what is known, or shapes do not fit.
+    pub fn evaluate(&self, known: &[(NodeId, Tensor)], targets: &[NodeId], tap: &mut dyn Tap) -> Result<Vec<Tensor>> {
+        Run { block: self, start: 0, cache: None, tap }.evaluate(known, targets)
+    }
+}
+
+struct Run<'a> {
+    block: &'a Block,
+    start: usize,
+    cache: Option<&'a mut LayerCache>,
+    tap: &'a mut dyn Tap,
+}
+
+impl Run<'_> {
+    fn evaluate(&mut self, known: &[(NodeId, Tensor)], targets: &[NodeId]) -> Result<Vec<Tensor>> {
+        let nodes = self.block.graph.nodes();
+        let mut values: Vec<Option<Tensor>> = vec![None; nodes.len()];
+        for (id, value) in known {
+            values[*id] = Some(value.clone());
+        }
+        // What must be computed, and how often each value will be read.
+        let mut uses = vec![0_usize; nodes.len()];
+        let mut needed = vec![false; nodes.len()];
+        for &target in targets {
+            uses[target] += 1;
+            needed[target] = true;
+        }
+        for id in (0..nodes.len()).rev() {
+            if needed[id] && values[id].is_none() {
+                for &input in &nodes[id].inputs {
+                    uses[input] += 1;
+                    needed[input] = true;
+                }
+            }
+        }
+        for id in 0..nodes.len() {
+            if !needed[id] || values[id].is_some() {
+                continue;
+            }
+            let mut inputs = Vec::with_capacity(nodes[id].inputs.len());
+            for &input in &nodes[id].inputs {
+                uses[input] -= 1;
+                // The last reader takes the value, so that memory is freed as early as possible.
+                let value = if uses[input] == 0 { values[input].take() } else { values[input].clone() };
+                inputs.push(value.ok_or_else(|| Error::Internal(format!("node {input} is not known")))?);
+            }
+            values[id] = Some(self.compute(id, inputs)?);
+        }
+        targets
+            .iter()
+            .map(|&t| values[t].clone().ok_or_else(|| Error::Internal(format!("node {t} is not known"))))
+            .collect()
+    }
+
+    fn compute(&mut self, id: NodeId, inputs: Vec<Tensor>) -> Result<Tensor> {
+        match (&self.block.graph.nodes()[id].op, inputs.as_slice()) {
+            (Op::RmsNorm { .. }, [x]) => {
+                Ok(candle_nn::ops::rms_norm(&x.contiguous()?, self.block.norm(id), self.block.norm_eps)?)
+            }
+            (Op::Linear { .. }, [x]) => {
+                self.tap.linear_input(id, x)?;
+                self.block.linear(id).forward(x)
+            }
+            (Op::Rope, [x]) => self.block.rope.apply(x, self.start),
+            (Op::Attention { repeat, head_dim }, [q, k, v]) => match self.cache.as_deref_mut() {
+                Some(cache) => {
+                    let (k, v) = cache::append(cache, k, v)?;
+                    causal_attention(q, &k, &v, *repeat, *head_dim)
+                }
+                None => causal_attention(q, k, v, *repeat, *head_dim),
+            },
+            (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
+            (Op::Add, [a, b]) => Ok((a + b)?),
+            (op, inputs) => Err(Error::Internal(format!("{op:?} with {} inputs", inputs.len()))),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! A whole model in memory, for evaluation: prefill of a batch of windows, and decoding one
+//! position after another.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+
+use super::{Block, KvCache, Linear, Model, NoTap, WeightBody};
+use crate::{CancelToken, Error, Event, Observer, Result};
+
+/// All blocks, the embedding and the head.
+#[derive(Debug)]
+pub struct Decoder {
+    hidden: usize,
+    vocab: usize,
+    embedding: Arc<WeightBody>,
+    blocks: Vec<Block>,
+    final_norm: Tensor,
+    norm_eps: f32,
+    head: Linear,
+    positions: usize,
+}
+
+impl Decoder {
+    /// Loads the model for windows of up to `positions` tokens.
+    ///
+    /// # Errors
+    /// When a tensor cannot be read or is not finite, or the token pulls.
+    pub fn load(model: &Model, positions: usize, observer: &dyn Observer, cancel: &CancelToken) -> Result<Self> {
+        let a = model.architecture();
+        let rope = model.rope(positions)?;
+        observer.event(&Event::StageStarted { stage: "load", unit: "block", units: a.layers as u64 });
+        let embedding = model.embedding()?;
+        let head = model.head(&embedding)?;
+        let mut blocks = Vec::with_capacity(a.layers);
+        for index in 0..a.layers {
+            cancel.check()?;
+            blocks.push(model.block(index, &rope)?);
+            observer.event(&Event::UnitDone { detail: format!("block {index}") });
+        }
+        observer.event(&Event::StageDone);
+        Ok(Self {
+            hidden: a.hidden,
+            vocab: a.vocab,
+            embedding,
+            blocks,
+            final_norm: model.final_norm()?,
+            norm_eps: a.norm_eps as f32,
+            head,
+            positions,
+        })
+    }
+
+    /// Rows of the embedding, the width of logits.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// The longest window the decoder was loaded for.
+    pub fn positions(&self) -> usize {
+        self.positions
+    }
+
+    fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
+        let length = windows.first().map_or(0, |w| w.len());
+        let mut values = Vec::with_capacity(windows.len() * length * self.hidden);
+        let mut scratch = Vec::new();
+        for window in windows {
+            if window.len() != length {
+                return Err(Error::Internal("windows of a batch differ in length".into()));
+            }
+            for &token in *window {
+                let row = token as usize;
+                if row >= self.vocab {
+                    return Err(Error::Internal(format!("token {token} is outside the vocabulary")));
+                }
+                values.extend_from_slice(self.embedding.rows(row..row + 1, &mut scratch)?);
+            }
+        }
+        Ok(Tensor::from_vec(values, (windows.len(), length, self.hidden), &Device::Cpu)?)
+    }
+
+    fn finish(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(candle_nn::ops::rms_norm(&hidden.contiguous()?, &self.final_norm, self.norm_eps)?)
+    }
+
+    /// Prefill: the normed hidden states of equally long windows, `[batch, positions, hidden]`.
+    /// [`logits`](Self::logits) turns any part of them into logits.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or the windows are longer than the decoder allows.
+    pub fn hidden(&self, windows: &[&[u32]]) -> Result<Tensor> {
+        let mut hidden = self.embed(windows)?;
+        for block in &self.blocks {
+            hidden = block.forward(&hidden, 0, None, &mut NoTap)?;
+        }
+        self.finish(&hidden)
+    }
+
+    /// Logits of normed hidden states: `[…, hidden]` → `[…, vocab]`.
+    ///
+    /// # Errors
+    /// When the width is another.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.head.forward(hidden)
+    }
+
+    /// An empty cache that fits this decoder.
+    pub fn cache(&self) -> KvCache {
+        KvCache::new(self.blocks.len(), self.positions)
+    }
+
+    /// Appends `tokens` of one sequence to the cache and returns the last one's logits `[vocab]`.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary, or the cache is full.
+    pub fn step(&self, tokens: &[u32], cache: &mut KvCache) -> Result<Tensor> {
+        let start = cache.positions();
+        if tokens.is_empty() || start + tokens.len() > self.positions {
+            return Err(Error::Internal(format!(
+                "{} tokens after {start} do not fit {} positions",
+                tokens.len(),
+                self.positions
+            )));
+        }
+        let mut hidden = self.embed(&[tokens])?;
+        for (index, block) in self.blocks.iter().enumerate() {
+            hidden = block.forward(&hidden, start, Some(cache.layer(index)), &mut NoTap)?;
+        }
+        cache.advance(tokens.len());
+        let last = hidden.narrow(1, tokens.len() - 1, 1)?;
+        Ok(self.logits(&self.finish(&last)?)?.flatten_all()?)
+    }
+}

@@ -1,0 +1,93 @@
+//! What a linear's weight may be: float in the checkpoint's dtype, or quantized.
+
+use std::ops::Range;
+
+use quant_kernels_cpu::reference;
+
+use crate::checkpoint::Dtype;
+use crate::quantize::QuantizedTensor;
+use crate::{Error, Result};
+
+/// A weight `[n, k]`, row-major.
+#[derive(Debug)]
+pub enum WeightBody {
+    /// Widened already.
+    F32 {
+        /// `[n, k]`.
+        shape: [usize; 2],
+        /// Row-major values.
+        values: Vec<f32>,
+    },
+    /// Little-endian elements as they stand in the file, widened tile by tile when used.
+    Raw {
+        /// `[n, k]`.
+        shape: [usize; 2],
+        /// F32, F16 or BF16.
+        dtype: Dtype,
+        /// `n · k` elements.
+        bytes: Vec<u8>,
+    },
+    /// Codes, dequantized tile by tile when used.
+    Quantized(QuantizedTensor),
+}
+
+impl WeightBody {
+    /// A float weight in its file's dtype.
+    ///
+    /// # Errors
+    /// When the byte count does not fit the shape.
+    pub fn raw(shape: [usize; 2], dtype: Dtype, bytes: Vec<u8>) -> Result<Self> {
+        if !dtype.is_weight_float() || bytes.len() != shape[0] * shape[1] * dtype.size() {
+            return Err(Error::Internal(format!("{} bytes are no {dtype} weight {shape:?}", bytes.len())));
+        }
+        Ok(Self::Raw { shape, dtype, bytes })
+    }
+
+    /// `[n, k]`: output and input features.
+    pub fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::F32 { shape, .. } | Self::Raw { shape, .. } => *shape,
+            Self::Quantized(tensor) => tensor.shape,
+        }
+    }
+
+    /// Bytes the weight occupies in memory.
+    pub fn resident_bytes(&self) -> usize {
+        match self {
+            Self::F32 { values, .. } => values.len() * 4,
+            Self::Raw { bytes, .. } => bytes.len(),
+            Self::Quantized(t) => t.codes.len() + t.scales.len() * 4 + t.zeros.as_ref().map_or(0, Vec::len),
+        }
+    }
+
+    /// Some rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
+    ///
+    /// # Errors
+    /// When a quantized weight's parts do not fit each other.
+    pub fn rows<'a>(&'a self, rows: Range<usize>, scratch: &'a mut Vec<f32>) -> Result<&'a [f32]> {
+        let k = self.shape()[1];
+        let span = rows.start * k..rows.end * k;
+        match self {
+            Self::F32 { values, .. } => Ok(&values[span]),
+            Self::Raw { dtype, bytes, .. } => {
+                scratch.resize(span.len(), 0.0);
+                dtype.widen(&bytes[span.start * dtype.size()..span.end * dtype.size()], scratch);
+                Ok(scratch)
+            }
+            Self::Quantized(tensor) => {
+                scratch.resize(span.len(), 0.0);
+                reference::dequantize_rows(&tensor.view()?, rows, scratch);
+                Ok(scratch)
+            }
+        }
+    }
+
+    /// The whole weight as `f32`, `[n, k]` row-major.
+    ///
+    /// # Errors
+    /// As [`rows`](Self::rows).
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        let mut scratch = Vec::new();
+        Ok(self.rows(0..self.shape()[0], &mut scratch)?.to_vec())
+    }
+}

@@ -1,0 +1,49 @@
+//! The linear layer: one product for every kind of weight.
+
+mod body;
+mod product;
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+pub use body::WeightBody;
+pub use product::{Product, multiply};
+
+use crate::Result;
+
+/// `y = x Ŵᵀ (+ b)` with a weight in any [`WeightBody`].
+#[derive(Debug, Clone)]
+pub struct Linear {
+    weight: Arc<WeightBody>,
+    bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// A linear with this weight `[n, k]` and bias `[n]`.
+    pub fn new(weight: Arc<WeightBody>, bias: Option<Tensor>) -> Self {
+        Self { weight, bias }
+    }
+
+    /// The weight.
+    pub fn weight(&self) -> &Arc<WeightBody> {
+        &self.weight
+    }
+
+    /// The same bias with another weight.
+    pub fn with_weight(&self, weight: WeightBody) -> Self {
+        Self { weight: Arc::new(weight), bias: self.bias.clone() }
+    }
+
+    /// Multiplies `x` `[batch, positions, k]`.
+    ///
+    /// # Errors
+    /// When `x` has another width.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let y = x.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?;
+        Ok(match &self.bias {
+            Some(bias) => y.broadcast_add(bias)?,
+            None => y,
+        })
+    }
+}

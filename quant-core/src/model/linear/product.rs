@@ -1,0 +1,169 @@
+//! The dense product: tiles of fixed size, each computed by one call of faer.
+//!
+//! The tiles depend on the shapes alone and every output element is computed inside one tile, so
+//! the result does not depend on how many threads share the work. A weight that is not `f32` is
+//! widened (or dequantized) one tile at a time, which costs `1/m` of the multiplication.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::WeightBody;
+use crate::{Error, Result};
+
+/// Output features of one tile.
+const TILE_N: usize = 256;
+/// Tokens of one tile: enough that widening the weight's tile is a small part of the work.
+const TILE_M: usize = 2048;
+/// Up to this many tokens a plain dot product beats packing for a matrix product.
+const FEW_TOKENS: usize = 4;
+
+/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool.
+///
+/// # Errors
+/// When a quantized weight's parts do not fit each other.
+///
+/// # Panics
+/// When `x` or `out` do not have `m · k` and `m · n` elements.
+pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Result<()> {
+    let [n, k] = weight.shape();
+    assert_eq!(x.len(), m * k, "x is not [m, k]");
+    assert_eq!(out.len(), m * n, "out is not [m, n]");
+    if out.is_empty() {
+        return Ok(());
+    }
+    if k == 0 {
+        out.fill(0.0);
+        return Ok(());
+    }
+    // Narrow outputs get narrower tiles, so that two threads still find work.
+    let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));
+    let mut tiles = Vec::new();
+    let mut rest = MatMut::from_row_major_slice_mut(out, m, n);
+    let mut row = 0;
+    while rest.nrows() > 0 {
+        let height = TILE_M.min(rest.nrows());
+        let (band, below) = rest.split_at_row_mut(height);
+        let mut band = band;
+        let mut column = 0;
+        while band.ncols() > 0 {
+            let width = tile_n.min(band.ncols());
+            let (tile, right) = band.split_at_col_mut(width);
+            tiles.push((row, column, tile));
+            band = right;
+            column += width;
+        }
+        rest = below;
+        row += height;
+    }
+    tiles.into_par_iter().try_for_each_init(Vec::new, |scratch, (row, column, tile)| {
+        let rows = weight.rows(column..column + tile.ncols(), scratch)?;
+        let x = &x[row * k..(row + tile.nrows()) * k];
+        multiply_tile(x, rows, k, tile);
+        Ok(())
+    })
+}
+
+fn multiply_tile(x: &[f32], weight: &[f32], k: usize, mut tile: MatMut<'_, f32>) {
+    let (m, n) = (tile.nrows(), tile.ncols());
+    if m <= FEW_TOKENS {
+        for i in 0..m {
+            for j in 0..n {
+                tile[(i, j)] = dot(&x[i * k..(i + 1) * k], &weight[j * k..(j + 1) * k]);
+            }
+        }
+        return;
+    }
+    let x = MatRef::from_row_major_slice(x, m, k);
+    let weight = MatRef::from_row_major_slice(weight, n, k);
+    matmul(tile, Accum::Replace, x, weight.transpose(), 1.0_f32, Par::Seq);
+}
+
+/// A dot product in 16 partial sums, which the compiler keeps in vector registers.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0_f32; LANES];
+    let (a_head, a_tail) = a.split_at(a.len() - a.len() % LANES);
+    let (b_head, b_tail) = b.split_at(a_head.len());
+    for (x, y) in a_head.chunks_exact(LANES).zip(b_head.chunks_exact(LANES)) {
+        for l in 0..LANES {
+            sums[l] += x[l] * y[l];
+        }
+    }
+    let tail: f32 = a_tail.iter().zip(b_tail).map(|(x, y)| x * y).sum();
+    sums.iter().sum::<f32>() + tail
+}
+
+/// [`multiply`] as an operation on candle tensors.
+#[derive(Debug, Clone)]
+pub struct Product(pub Arc<WeightBody>);
+
+impl CustomOp1 for Product {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let [n, k] = self.0.shape();
+        let mut dims = layout.dims().to_vec();
+        match dims.last_mut() {
+            Some(last) if *last == k => *last = n,
+            _ => candle_core::bail!("linear of width {k} got input of shape {:?}", layout.dims()),
+        }
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            candle_core::bail!("linear needs a contiguous input")
+        };
+        let x = &storage.as_slice::<f32>()?[start..end];
+        let m = x.len().checked_div(k).unwrap_or(0);
+        let mut out = vec![0.0; m * n];
+        multiply(x, &self.0, m, &mut out).map_err(|e: Error| candle_core::Error::Msg(e.to_string()))?;
+        Ok((CpuStorage::F32(out), Shape::from(dims)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+    fn random(len: usize, seed: u64) -> Vec<f32> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        (0..len).map(|_| rng.random_range(-1.0..1.0)).collect()
+    }
+
+    #[test]
+    fn agrees_with_the_definition_on_ragged_shapes() {
+        for (m, n, k) in [(1, 1, 1), (3, 17, 5), (5, 300, 33), (70, 257, 129), (2100, 20, 40)] {
+            let (x, w) = (random(m * k, 1), random(n * k, 2));
+            let mut out = vec![f32::NAN; m * n];
+            let body = WeightBody::F32 { shape: [n, k], values: w.clone() };
+            multiply(&x, &body, m, &mut out).unwrap();
+            for i in 0..m {
+                for j in 0..n {
+                    let exact: f64 = (0..k).map(|l| f64::from(x[i * k + l]) * f64::from(w[j * k + l])).sum();
+                    approx::assert_abs_diff_eq!(f64::from(out[i * n + j]), exact, epsilon = 1e-5 * k as f64);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn does_not_depend_on_threads_or_on_other_rows() {
+        let (m, n, k) = (300, 4096, 512);
+        let x = random(m * k, 3);
+        let body = WeightBody::F32 { shape: [n, k], values: random(n * k, 4) };
+        let run = |threads: usize, m: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut out = vec![0.0; m * n];
+            pool.install(|| multiply(&x[..m * k], &body, m, &mut out)).unwrap();
+            out
+        };
+        let one = run(1, m);
+        assert_eq!(one, run(2, m));
+        assert_eq!(one, run(5, m));
+        assert_eq!(one[..64 * n], run(2, 64));
+    }
+}

@@ -1,0 +1,280 @@
+//! A checkpoint seen as a model: its family and sizes, checked against its tensors, and its
+//! weights, one block at a time.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use serde_json::{Map, Value};
+
+use super::arch::{self, Architecture, NodeId};
+use super::{Block, Linear, RopeTable, WeightBody};
+use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource, require_finite_bytes, require_weight_float};
+use crate::format::{self, PackedReader};
+use crate::{Error, Result};
+
+/// A checkpoint whose configuration and tensors agree.
+pub struct Model {
+    architecture: Architecture,
+    graph: Arc<arch::BlockGraph>,
+    source: Arc<dyn TensorSource>,
+    path: PathBuf,
+    quantization: Option<Quantization>,
+}
+
+struct Quantization {
+    method: String,
+    reader: Box<dyn PackedReader>,
+}
+
+impl Model {
+    /// The model in a directory, float or quantized.
+    ///
+    /// # Errors
+    /// When the configuration is malformed, of an unknown family or container, or disagrees with
+    /// the tensors.
+    pub fn open(directory: &ModelDirectory) -> Result<Self> {
+        Self::new(directory.source(), &directory.config_path(), directory.config())
+    }
+
+    /// A model from its tensors and the fields of its `config.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
+        let architecture = arch::describe(&ConfigFields::new(path, config))?;
+        let quantization = match config.get("quantization_config").filter(|v| !v.is_null()) {
+            None => None,
+            Some(settings) => Some(Quantization {
+                method: settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown").to_owned(),
+                reader: format::reader(settings)
+                    .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?,
+            }),
+        };
+        let graph = Arc::new(architecture.block.clone());
+        let model = Self { architecture, graph, source, path: path.to_owned(), quantization };
+        model.check()?;
+        Ok(model)
+    }
+
+    /// Family and sizes.
+    pub fn architecture(&self) -> &Architecture {
+        &self.architecture
+    }
+
+    /// The tensors.
+    pub fn source(&self) -> &Arc<dyn TensorSource> {
+        &self.source
+    }
+
+    /// The `quant_method`, if the checkpoint is quantized.
+    pub fn quant_method(&self) -> Option<&str> {
+        self.quantization.as_ref().map(|q| q.method.as_str())
+    }
+
+    /// How a module is quantized, if it is.
+    pub fn module_scheme(&self, module: &str) -> Option<crate::recipe::WeightScheme> {
+        self.quantization.as_ref().and_then(|q| q.reader.scheme(module))
+    }
+
+    /// [`Error::AlreadyQuantized`] unless the checkpoint is float.
+    ///
+    /// # Errors
+    /// When it is not.
+    pub fn require_float(&self) -> Result<()> {
+        match &self.quantization {
+            None => Ok(()),
+            Some(q) => Err(Error::AlreadyQuantized { path: self.path.clone(), method: q.method.clone() }),
+        }
+    }
+
+    /// The name of the embedding tensor. Tied checkpoints may store it under the head's name only.
+    pub fn embedding_name(&self) -> String {
+        let head = self.head_weight();
+        let a = &self.architecture;
+        let only_head = a.tied && self.source.info(&a.embedding).is_none() && self.source.info(&head).is_some();
+        if only_head { head } else { a.embedding.clone() }
+    }
+
+    fn head_weight(&self) -> String {
+        format!("{}.weight", self.architecture.head)
+    }
+
+    /// Every tensor that the configuration promises, with its shape, norms and biases included;
+    /// the weights of quantized linears, which are packed, excluded.
+    fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
+        let a = &self.architecture;
+        let mut expected = vec![
+            (self.embedding_name(), vec![a.vocab, a.hidden]),
+            (a.final_norm.clone(), vec![a.hidden]),
+        ];
+        if !a.tied && self.module_scheme(&a.head).is_none() {
+            expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
+        }
+        for layer in 0..a.layers {
+            for (_, name, width) in self.graph.norms() {
+                expected.push((format!("{}.weight", a.in_block(layer, name)), vec![width]));
+            }
+            for (_, name, shape, bias) in self.graph.linears() {
+                let module = a.in_block(layer, name);
+                if bias {
+                    expected.push((format!("{module}.bias"), vec![shape[0]]));
+                }
+                if self.module_scheme(&module).is_none() {
+                    expected.push((format!("{module}.weight"), shape.to_vec()));
+                }
+            }
+        }
+        expected
+    }
+
+    fn check(&self) -> Result<()> {
+        // A configuration that promises more blocks than there are tensors must not be expanded.
+        let tensors = self.source.names().len();
+        if self.architecture.layers > tensors {
+            return Err(Error::Config {
+                path: self.path.clone(),
+                field: "num_hidden_layers".into(),
+                reason: format!("is {}, but the checkpoint has only {tensors} tensors", self.architecture.layers),
+            });
+        }
+        for (name, shape) in self.expected_tensors() {
+            let info = self.source.require(&name)?;
+            if info.shape != shape {
+                return Err(Error::TensorShape {
+                    path: self.source.location(&name),
+                    tensor: name,
+                    expected: shape,
+                    got: info.shape.clone(),
+                });
+            }
+            require_weight_float(self.source.location(&name), &name, info.dtype)?;
+        }
+        Ok(())
+    }
+
+    /// A float matrix in its file's dtype, checked to be finite.
+    fn raw_weight(&self, name: &str, shape: [usize; 2]) -> Result<WeightBody> {
+        let dtype = self.source.require(name)?.dtype;
+        let bytes = self.source.read(name)?;
+        require_finite_bytes(self.source.location(name), name, dtype, &bytes)?;
+        WeightBody::raw(shape, dtype, bytes)
+    }
+
+    fn vector(&self, name: &str) -> Result<Tensor> {
+        let values = self.source.read_f32(name)?;
+        let len = values.len();
+        Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
+    }
+
+    /// The embedding table `[vocab, hidden]`.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not finite.
+    pub fn embedding(&self) -> Result<Arc<WeightBody>> {
+        let a = &self.architecture;
+        Ok(Arc::new(self.raw_weight(&self.embedding_name(), [a.vocab, a.hidden])?))
+    }
+
+    /// The output head; for tied models it shares `embedding`.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not finite.
+    pub fn head(&self, embedding: &Arc<WeightBody>) -> Result<Linear> {
+        let a = &self.architecture;
+        if a.tied {
+            return Ok(Linear::new(embedding.clone(), None));
+        }
+        let weight = self.linear_weight(&a.head, [a.vocab, a.hidden])?;
+        Ok(Linear::new(Arc::new(weight), None))
+    }
+
+    /// The weight of the norm before the head, `[hidden]`.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not finite.
+    pub fn final_norm(&self) -> Result<Tensor> {
+        self.vector(&self.architecture.final_norm)
+    }
+
+    fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
+        match &self.quantization {
+            Some(q) if q.reader.scheme(module).is_some() => {
+                Ok(WeightBody::Quantized(q.reader.read(self.source.as_ref(), module, shape)?))
+            }
+            _ => self.raw_weight(&format!("{module}.weight"), shape),
+        }
+    }
+
+    /// Tables for positions `0..positions`.
+    ///
+    /// # Errors
+    /// When they cannot be made.
+    pub fn rope(&self, positions: usize) -> Result<Arc<RopeTable>> {
+        let a = &self.architecture;
+        Ok(Arc::new(RopeTable::new(a.rope_theta, a.rope_scaling, a.head_dim, positions)?))
+    }
+
+    /// Block `index` with its weights in the file's dtypes.
+    ///
+    /// # Errors
+    /// When a tensor cannot be read or is not finite.
+    pub fn block(&self, index: usize, rope: &Arc<RopeTable>) -> Result<Block> {
+        let a = &self.architecture;
+        let mut norms: BTreeMap<NodeId, Tensor> = BTreeMap::new();
+        for (id, name, _) in self.graph.norms() {
+            norms.insert(id, self.vector(&format!("{}.weight", a.in_block(index, name)))?);
+        }
+        let mut linears = BTreeMap::new();
+        for (id, name, shape, bias) in self.graph.linears() {
+            let module = a.in_block(index, name);
+            let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
+            linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
+        }
+        Block::new(self.graph.clone(), norms, linears, rope.clone(), a.norm_eps)
+    }
+
+    /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
+    /// by row from the checkpoint: the table itself is never in memory.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
+    pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let (name, hidden) = (self.embedding_name(), self.architecture.hidden);
+        let dtype = self.source.require(&name)?.dtype;
+        let row_bytes = hidden * dtype.size();
+        // Each distinct row is read once, in the order it stands in the file.
+        let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (place, &token) in tokens.iter().enumerate() {
+            self.check_token(token)?;
+            places.entry(token).or_default().push(place);
+        }
+        let mut out = vec![0.0; tokens.len() * hidden];
+        let (mut bytes, mut row) = (vec![0; row_bytes], vec![0.0; hidden]);
+        for (token, places) in places {
+            self.source.read_range(&name, u64::from(token) * row_bytes as u64, &mut bytes)?;
+            require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)?;
+            dtype.widen(&bytes, &mut row);
+            for place in places {
+                out[place * hidden..(place + 1) * hidden].copy_from_slice(&row);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Fails when a token is outside the embedding.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the tokenizer belongs to another model.
+    pub fn check_token(&self, token: u32) -> Result<()> {
+        let vocab = self.architecture.vocab;
+        if (token as usize) < vocab {
+            return Ok(());
+        }
+        Err(Error::Tokenizer {
+            path: self.path.with_file_name("tokenizer.json"),
+            reason: format!("gives token {token}, but the embedding has {vocab} rows"),
+        })
+    }
+}

@@ -1,0 +1,174 @@
+//! Rotary position embedding: frequencies, their scaling for long contexts, and the tables.
+
+use candle_core::{Device, Tensor};
+
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// How the rotary frequencies are changed for contexts longer than the model was trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// Every frequency divided by `factor` (position interpolation).
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3: long wavelengths divided by `factor`, short ones kept, a smooth step between.
+    Llama3 {
+        /// The divisor of long wavelengths.
+        factor: f64,
+        /// Wavelengths above `original_positions / low` are divided.
+        low: f64,
+        /// Wavelengths below `original_positions / high` are kept.
+        high: f64,
+        /// Positions the model was first trained on.
+        original_positions: f64,
+    },
+}
+
+impl RopeScaling {
+    /// Reads the base and the scaling from `rope_parameters` (transformers 5), or `rope_theta` and
+    /// `rope_scaling` (before).
+    ///
+    /// # Errors
+    /// When a value is malformed, or the kind is none of `default`, `linear`, `llama3`.
+    pub fn from_config(config: &ConfigFields<'_>) -> Result<(f64, Self)> {
+        let parameters = config.optional_object("rope_parameters")?;
+        let scaling = config.optional_object("rope_scaling")?;
+        let nested = parameters.as_ref().or(scaling.as_ref());
+        let own_theta = match &parameters {
+            Some(p) => p.optional_f64("rope_theta")?,
+            None => None,
+        };
+        let theta = match own_theta {
+            Some(theta) => theta,
+            None => config.optional_f64("rope_theta")?.unwrap_or(10_000.0),
+        };
+        if theta <= 1.0 {
+            return Err(config.error("rope_theta", format!("is {theta}; it must be above 1")));
+        }
+        let Some(fields) = nested else { return Ok((theta, Self::None)) };
+        // Before transformers 4.43 the key was `type`.
+        let kind = match fields.optional_str("rope_type")? {
+            Some(kind) => kind,
+            None => fields.optional_str("type")?.unwrap_or("default"),
+        };
+        let positive = |key: &str| {
+            let value = fields.require_f64(key)?;
+            if value > 0.0 { Ok(value) } else { Err(fields.error(key, format!("is {value}; it must be positive"))) }
+        };
+        let scaling = match kind {
+            "default" => Self::None,
+            "linear" => Self::Linear { factor: positive("factor")? },
+            "llama3" => {
+                let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
+                if high <= low {
+                    return Err(fields.error("high_freq_factor", format!("is {high}, not above low_freq_factor {low}")));
+                }
+                Self::Llama3 {
+                    factor: positive("factor")?,
+                    low,
+                    high,
+                    original_positions: positive("original_max_position_embeddings")?,
+                }
+            }
+            other => {
+                return Err(fields.error(
+                    "rope_type",
+                    format!("is `{other}`; this version computes default, linear and llama3"),
+                ));
+            }
+        };
+        Ok((theta, scaling))
+    }
+
+    /// The angle by which each pair of a head turns per position, `[head_dim / 2]`.
+    fn frequencies(self, theta: f64, head_dim: usize) -> Vec<f32> {
+        // Rounded to f32 at each step, as the reference implementation computes them: at large
+        // positions the rounding of the frequency is visible in the angle.
+        let plain = (0..head_dim / 2).map(|i| {
+            let exponent = (2 * i) as f32 / head_dim as f32;
+            1.0 / (theta as f32).powf(exponent)
+        });
+        match self {
+            Self::None => plain.collect(),
+            Self::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
+            Self::Llama3 { factor, low, high, original_positions } => plain
+                .map(|f| {
+                    let wavelength = std::f64::consts::TAU / f64::from(f);
+                    if wavelength < original_positions / high {
+                        f
+                    } else if wavelength > original_positions / low {
+                        f / factor as f32
+                    } else {
+                        let smooth = (original_positions / wavelength - low) / (high - low);
+                        ((1.0 - smooth) * f64::from(f) / factor + smooth * f64::from(f)) as f32
+                    }
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Cosines and sines for the positions a run needs, each `[positions, head_dim / 2]`.
+#[derive(Debug, Clone)]
+pub struct RopeTable {
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: usize,
+}
+
+impl RopeTable {
+    /// Tables for positions `0..positions`.
+    ///
+    /// # Errors
+    /// When the tensors cannot be made.
+    pub fn new(theta: f64, scaling: RopeScaling, head_dim: usize, positions: usize) -> Result<Self> {
+        let frequencies = scaling.frequencies(theta, head_dim);
+        let angles = || (0..positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
+        let table = |values: Vec<f32>| Tensor::from_vec(values, (positions, head_dim / 2), &Device::Cpu);
+        Ok(Self {
+            cos: table(angles().map(f32::cos).collect())?,
+            sin: table(angles().map(f32::sin).collect())?,
+            head_dim,
+        })
+    }
+
+    /// Positions the tables cover.
+    pub fn positions(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
+    /// Turns every head of `x` `[batch, positions, heads · head_dim]`, whose first row stands at
+    /// position `start`.
+    ///
+    /// # Errors
+    /// When the tables are too short.
+    pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
+        let (batch, positions, width) = x.dims3()?;
+        let cos = self.cos.narrow(0, start, positions)?;
+        let sin = self.sin.narrow(0, start, positions)?;
+        let heads = x.reshape((batch, positions, width / self.head_dim, self.head_dim))?;
+        let turned = candle_nn::rotary_emb::rope_thd(&heads.contiguous()?, &cos, &sin)?;
+        Ok(turned.reshape((batch, positions, width))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn llama3_keeps_short_divides_long_and_joins_smoothly() {
+        let scaling = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original_positions: 8192.0 };
+        let plain = RopeScaling::None.frequencies(500_000.0, 128);
+        let scaled = scaling.frequencies(500_000.0, 128);
+        let ratio: Vec<f32> = plain.iter().zip(&scaled).map(|(p, s)| p / s).collect();
+        assert_eq!(ratio[0], 1.0);
+        assert!((ratio[63] - 8.0).abs() < 1e-5);
+        assert!(ratio.windows(2).all(|w| w[0] <= w[1] + 1e-5), "{ratio:?}");
+        assert!(ratio.iter().any(|r| *r > 1.1 && *r < 7.9));
+    }
+}
