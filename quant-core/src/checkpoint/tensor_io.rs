@@ -128,7 +128,21 @@ pub trait TensorSink {
     /// When the tensor was not agreed on, the bytes leave it or skip ahead, or writing fails.
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
 
+    /// Keeps a record beside the tensors, so that a resumed run can report what an earlier one did.
+    /// It becomes durable with the next [`commit`](Self::commit), never before the tensors
+    /// written ahead of it.
+    ///
+    /// # Errors
+    /// When it cannot be kept.
+    fn remember(&mut self, key: &str, value: &serde_json::Value) -> Result<()>;
+
+    /// A record kept by this run or the one it resumes.
+    fn recall(&self, key: &str) -> Option<serde_json::Value>;
+
     /// Makes all that was written so far survive a crash: the end of a unit of work.
+    ///
+    /// # Errors
+    /// When the disk refuses.
     fn commit(&mut self) -> Result<()>;
 }
 

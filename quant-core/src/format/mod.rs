@@ -13,7 +13,7 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::WeightScheme;
 use crate::{Error, Result};
 
-pub use bits::{pack_words, unpack_words, words_for};
+pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 
 /// What a checkpoint's configuration must say: which modules are quantized how.
@@ -26,7 +26,7 @@ pub struct ModuleSchemes<'a> {
 }
 
 /// A container for quantized checkpoints.
-pub trait Container: Send + Sync {
+pub trait Container: std::fmt::Debug + Send + Sync {
     /// The name that `--format` takes.
     fn name(&self) -> &'static str;
 

@@ -1,5 +1,104 @@
-//! What the user asked for, and what each tensor therefore gets.
+//! The fourth stage of the path: what the user asked for, and what each tensor therefore gets.
+//!
+//! A [`Recipe`] is the request; [`Plan::new`] holds it against a model before any compute and
+//! settles every tensor's fate, with the bytes it will take. Every later stage obeys the plan.
 
+mod pattern;
+mod plan;
 mod scheme;
 
+pub use pattern::Pattern;
+pub use plan::{Action, Plan, PlanEntry, SelectorMatches};
 pub use scheme::{Granularity, WeightScheme};
+
+use crate::calibrate::Sampling;
+use crate::{Error, Result};
+
+/// How the numbers of a quantized weight are found.
+#[derive(Debug)]
+pub struct Method {
+    /// The name that `--method` takes.
+    pub name: &'static str,
+    /// One line for help and tables.
+    pub summary: &'static str,
+    /// The search that rewrites a block's float weights before they are rounded, if any; it runs on
+    /// a calibration batch.
+    pub transform: Option<&'static dyn crate::transform::Transform>,
+}
+
+/// The methods this version knows.
+pub static METHODS: &[Method] = &[
+    Method {
+        name: "awq",
+        summary: "activation-aware scales and clipping, searched on a calibration text",
+        transform: Some(&crate::transform::Awq),
+    },
+    Method { name: "rtn", summary: "round to nearest: needs no text and no forward pass", transform: None },
+];
+
+/// The method of that name.
+///
+/// # Errors
+/// When there is none; the message lists those there are.
+pub fn method(name: &str) -> Result<&'static Method> {
+    METHODS.iter().find(|m| m.name == name).ok_or_else(|| {
+        let known: Vec<_> = METHODS.iter().map(|m| m.name).collect();
+        Error::usage(format!("unknown method `{name}`"), format!("known methods: {}", known.join(", ")))
+    })
+}
+
+/// A named combination of method and scheme.
+#[derive(Debug)]
+pub struct Preset {
+    /// The name that `--preset` takes.
+    pub name: &'static str,
+    /// Its method.
+    pub method: &'static str,
+    /// Its scheme.
+    pub scheme: &'static str,
+}
+
+/// The presets this version knows; the first is the default.
+pub static PRESETS: &[Preset] = &[
+    Preset { name: "awq-w4a16", method: "awq", scheme: "w4a16-g128-sym" },
+    Preset { name: "rtn-w4a16", method: "rtn", scheme: "w4a16-g128-sym" },
+    Preset { name: "rtn-w8a16", method: "rtn", scheme: "w8a16-g128-sym" },
+];
+
+/// What the user asked for.
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    /// How the numbers are found.
+    pub method: &'static Method,
+    /// The grid of every linear that no override names.
+    pub scheme: WeightScheme,
+    /// The container to write.
+    pub container: &'static dyn crate::format::Container,
+    /// Linears that stay float.
+    pub ignore: Vec<Pattern>,
+    /// Linears that get a scheme of their own; later ones win.
+    pub overrides: Vec<(Pattern, WeightScheme)>,
+    /// The calibration batch, for methods that need one.
+    pub sampling: Sampling,
+}
+
+impl Recipe {
+    /// The recipe of a preset.
+    ///
+    /// # Errors
+    /// When there is none of that name; the message lists those there are.
+    pub fn preset(name: &str) -> Result<Self> {
+        let preset = PRESETS.iter().find(|p| p.name == name).ok_or_else(|| {
+            let known: Vec<_> = PRESETS.iter().map(|p| p.name).collect();
+            Error::usage(format!("unknown preset `{name}`"), format!("known presets: {}", known.join(", ")))
+        })?;
+        Ok(Self {
+            method: method(preset.method)?,
+            scheme: preset.scheme.parse()?,
+            container: crate::format::CONTAINERS[0],
+            ignore: Vec::new(),
+            overrides: Vec::new(),
+            sampling: Sampling::default(),
+        })
+    }
+}

@@ -1,1 +1,70 @@
-//! stage
+//! The fifth stage of the path: rewrites of float weights that leave the block's output unchanged
+//! (folding), or trade a little of it for less rounding error (clipping).
+//!
+//! A [`Transform`] looks at one float block and its inputs and returns a [`Rewrite`]: factors for
+//! columns, divisors for rows, new norm weights, clip bounds. Nothing is changed in place; the
+//! quantizer applies the rewrite to each weight as it reads it.
+
+mod awq;
+mod clip;
+mod fold;
+mod objective;
+mod rewrite;
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+pub use awq::Awq;
+pub use fold::fold;
+pub use rewrite::{ClipRecord, FoldRecord, Rewrite};
+
+use crate::calibrate::HiddenStates;
+use crate::checkpoint::Dtype;
+use crate::model::{Block, BlockGraph, NodeId};
+use crate::recipe::WeightScheme;
+use crate::{CancelToken, Result};
+
+/// The grid that a linear's weight will be rounded to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grid {
+    /// Bits, granularity, symmetry.
+    pub scheme: WeightScheme,
+    /// The type scales are stored in.
+    pub scale_dtype: Dtype,
+}
+
+/// One block, as a [`Transform`] sees it.
+#[derive(Debug)]
+pub struct BlockTask<'a> {
+    /// Prefix of the block's modules, for messages and records.
+    pub prefix: &'a str,
+    /// The float block.
+    pub block: &'a Block,
+    /// What enters it.
+    pub hidden: &'a HiddenStates,
+    /// The grids of the linears that will be quantized.
+    pub grids: &'a BTreeMap<NodeId, Grid>,
+    /// The types that norms are stored in.
+    pub norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
+    /// Checked between pieces of work.
+    pub cancel: &'a CancelToken,
+}
+
+impl BlockTask<'_> {
+    /// A node's full module name.
+    pub fn module(&self, node: NodeId) -> String {
+        format!("{}{}", self.prefix, self.block.graph().name(node))
+    }
+}
+
+/// A search for a rewrite of a block.
+pub trait Transform: Debug + Send + Sync {
+    /// Norms and linears whose stored parameters the search may change, beyond rounding.
+    fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId>;
+
+    /// Finds the rewrite of one block.
+    ///
+    /// # Errors
+    /// When the block fails, numbers are not finite, or the token pulls.
+    fn search(&self, task: &BlockTask<'_>) -> Result<Rewrite>;
+}

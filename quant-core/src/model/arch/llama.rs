@@ -7,7 +7,7 @@ use crate::model::rope::RopeScaling;
 
 /// The family of `LlamaForCausalLM`.
 #[derive(Debug, Clone, Copy)]
-pub struct Llama;
+pub(super) struct Llama;
 
 impl Family for Llama {
     fn name(&self) -> &'static str {

@@ -30,6 +30,11 @@ impl Linear {
         &self.weight
     }
 
+    /// The bias `[n]`, if there is one.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
     /// The same bias with another weight.
     pub fn with_weight(&self, weight: WeightBody) -> Self {
         Self { weight: Arc::new(weight), bias: self.bias.clone() }

@@ -1,0 +1,223 @@
+//! What a run did to every tensor: `quant_report.json`.
+//!
+//! The report holds nothing that differs between two runs of the same job (no times, no paths), so
+//! it is the same bytes every time.
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::Job;
+use crate::Result;
+use crate::calibrate::TokenWindows;
+use crate::checkpoint::TensorInfo;
+use crate::quantize::ErrorStats;
+use crate::recipe::{Action, PlanEntry};
+use crate::transform::{ClipRecord, FoldRecord};
+
+/// The version of the report's schema; it grows with every change that a reader could notice.
+pub(super) const SCHEMA: &str = "quant-report/1";
+
+/// What a run did.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct QuantReport {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// The version of this crate.
+    pub version: String,
+    /// The method.
+    pub method: String,
+    /// The container.
+    pub format: String,
+    /// The calibration batch, if the method used one.
+    pub calibration: Option<CalibrationReport>,
+    /// Bytes of all tensors of the input.
+    pub bytes_before: u64,
+    /// Bytes of all tensors written.
+    pub bytes_after: u64,
+    /// Bits that a quantized weight takes on average, scales and zeros included.
+    pub bits_per_quantized_weight: f64,
+    /// SHA-256 over the names and hashes of all tensors of the input.
+    pub source: SourceDigest,
+    /// Every tensor of the input, in the order of writing.
+    pub tensors: Vec<TensorReport>,
+}
+
+/// Identifies the input, whatever its files are called.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SourceDigest {
+    /// Tensors that were hashed.
+    pub tensors: u64,
+    /// SHA-256 of the lines `name sha256\n`, sorted by name.
+    pub sha256: String,
+}
+
+/// The calibration batch.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CalibrationReport {
+    /// Windows.
+    pub samples: usize,
+    /// Tokens of one window.
+    pub length: usize,
+    /// Seed of their selection.
+    pub seed: u64,
+    /// SHA-256 of the token ids as little-endian 32-bit integers.
+    pub tokens_sha256: String,
+}
+
+/// What rounding a weight cost, against the float weight as it was rewritten.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct WeightError {
+    /// `√(Σ(w − ŵ)² / Σw²)`.
+    pub relative_rms: f64,
+    /// Signal to noise in decibels; absent when nothing was lost.
+    pub sqnr_db: Option<f64>,
+    /// `max |w − ŵ|`.
+    pub max: f64,
+}
+
+impl From<ErrorStats> for WeightError {
+    fn from(stats: ErrorStats) -> Self {
+        Self {
+            relative_rms: stats.relative_rms(),
+            sqnr_db: Some(stats.sqnr_db()).filter(|db| db.is_finite()),
+            max: stats.max_error,
+        }
+    }
+}
+
+/// What happened to one tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TensorReport {
+    /// Its name in the input.
+    pub tensor: String,
+    /// `copied`, `rewritten` or `quantized`.
+    pub action: String,
+    /// Its type in the input.
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// The scheme, for quantized tensors.
+    pub scheme: Option<String>,
+    /// Bits of one code.
+    pub bits: Option<u8>,
+    /// Weights that share a scale.
+    pub group_size: Option<usize>,
+    /// The exponent that AWQ chose; absent where no scaling was best or none was searched.
+    pub ratio: Option<f32>,
+    /// Error of the stored weight.
+    pub weight_error: Option<WeightError>,
+    /// The scale search whose group the tensor belongs to.
+    pub scale_search: Option<FoldRecord>,
+    /// The clip search.
+    pub clip_search: Option<ClipRecord>,
+    /// Bytes in the input.
+    pub bytes_before: u64,
+    /// Bytes written for it.
+    pub bytes_after: u64,
+    /// SHA-256 of its bytes in the input.
+    pub source_sha256: String,
+}
+
+impl TensorReport {
+    fn new(entry: &PlanEntry, action: &str, source_sha256: String) -> Self {
+        let TensorInfo { dtype, shape } = &entry.info;
+        let (scheme, columns) = match &entry.action {
+            Action::Quantize { scheme, .. } => (Some(*scheme), shape.last().copied().unwrap_or(0)),
+            _ => (None, 0),
+        };
+        Self {
+            tensor: entry.tensor.clone(),
+            action: action.to_owned(),
+            dtype: dtype.to_string(),
+            shape: shape.clone(),
+            scheme: scheme.map(|s| s.to_string()),
+            bits: scheme.map(|s| s.bits),
+            group_size: scheme.map(|s| s.granularity.group_size(columns)),
+            ratio: None,
+            weight_error: None,
+            scale_search: None,
+            clip_search: None,
+            bytes_before: entry.info.byte_len(),
+            bytes_after: entry.output_bytes(),
+            source_sha256,
+        }
+    }
+
+    pub(super) fn copied(entry: &PlanEntry, source_sha256: String) -> Self {
+        Self::new(entry, "copied", source_sha256)
+    }
+
+    pub(super) fn rewritten(entry: &PlanEntry, source_sha256: String) -> Self {
+        Self::new(entry, "rewritten", source_sha256)
+    }
+
+    pub(super) fn quantized(
+        entry: &PlanEntry,
+        source_sha256: String,
+        error: WeightError,
+        fold: Option<FoldRecord>,
+        clip: Option<ClipRecord>,
+    ) -> Self {
+        Self {
+            ratio: fold.as_ref().and_then(|f| f.ratio),
+            weight_error: Some(error),
+            scale_search: fold,
+            clip_search: clip,
+            ..Self::new(entry, "quantized", source_sha256)
+        }
+    }
+}
+
+impl QuantReport {
+    pub(super) fn new(job: &Job<'_>) -> Result<Self> {
+        Ok(Self {
+            schema: SCHEMA.into(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            method: job.plan.method.name.into(),
+            format: job.plan.container.name().into(),
+            calibration: job.plan.method.transform.and(job.windows).map(|w| calibration(job, w)),
+            bytes_before: job.plan.input_bytes(),
+            bytes_after: job.plan.output_bytes(),
+            bits_per_quantized_weight: job.plan.bits_per_quantized_weight(),
+            source: SourceDigest::default(),
+            tensors: Vec::new(),
+        })
+    }
+
+    pub(super) fn push(&mut self, tensor: TensorReport) {
+        self.tensors.push(tensor);
+    }
+
+    /// Fills in the digest of the input once all tensors are known.
+    pub(super) fn finish(&mut self) {
+        let mut lines: Vec<String> =
+            self.tensors.iter().map(|t| format!("{} {}\n", t.tensor, t.source_sha256)).collect();
+        lines.sort_unstable();
+        let digest = Sha256::digest(lines.concat());
+        self.source = SourceDigest { tensors: lines.len() as u64, sha256: super::tensor::hex(&digest) };
+    }
+
+    /// The report as pretty JSON with a final newline.
+    ///
+    /// # Errors
+    /// Never for reports made by this crate.
+    pub fn to_json(&self) -> Result<String> {
+        let mut text = serde_json::to_string_pretty(self)
+            .map_err(|e| crate::Error::Internal(format!("the report cannot be written: {e}")))?;
+        text.push('\n');
+        Ok(text)
+    }
+}
+
+fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
+    let mut hash = Sha256::new();
+    for token in windows.tokens() {
+        hash.update(token.to_le_bytes());
+    }
+    CalibrationReport {
+        samples: windows.len(),
+        length: windows.length(),
+        seed: job.plan.sampling.seed,
+        tokens_sha256: super::tensor::hex(&hash.finalize()),
+    }
+}

@@ -1,0 +1,157 @@
+//! The clip search: narrower ranges where they lower the error of a linear's own output.
+//!
+//! For every row and group, the bounds `max |w| · (1 − i/20)`, `i = 0 … 9`, are tried. The error of
+//! a bound is that of the group's own partial product over some 512 sampled tokens,
+//! `mean((x · Q(clip(w)) − x · w)²)`, as in the reference algorithm. Queries and keys are left
+//! alone: their error passes through a softmax.
+
+use rayon::prelude::*;
+
+use super::objective::Input;
+use super::{BlockTask, ClipRecord, Grid, Rewrite};
+use crate::calibrate::{SampledRows, gram};
+use crate::model::NodeId;
+use crate::quantize::fake_quantize;
+use crate::{Error, Result};
+
+/// Tokens that the error is measured on.
+pub(super) const TOKENS: usize = 512;
+/// Bounds tried for a group: `max |w|` times `1 − i/20`.
+const CANDIDATES: usize = 10;
+const STEPS: f32 = 20.0;
+/// Weights that one task rounds at a time, for every candidate.
+const TASK_ELEMENTS: usize = 1 << 15;
+
+/// Finds the bounds `[n, groups]` of a linear whose weight is rewritten and whose `input` is scaled
+/// already; `None` where no group is clipped.
+pub(super) fn search(
+    task: &BlockTask<'_>,
+    node: NodeId,
+    grid: Grid,
+    rewrite: &Rewrite,
+    input: &SampledRows,
+) -> Result<(Option<Vec<f32>>, ClipRecord)> {
+    let weight = task.block.linear(node).weight();
+    let [n, k] = weight.shape();
+    let group_size = grid.scheme.granularity.group_size(k);
+    let groups = k / group_size;
+    let module = task.module(node);
+    let inputs: Vec<Input> = (0..groups).map(|g| group_input(input, k, g * group_size, group_size)).collect();
+
+    let tile = (TASK_ELEMENTS / group_size).max(1);
+    let parts: Vec<Result<Part>> = (0..n.div_ceil(tile))
+        .into_par_iter()
+        .map_init(Vec::new, |scratch, index| {
+            let rows = index * tile..((index + 1) * tile).min(n);
+            let mut values = vec![0.0; rows.len() * k];
+            rewrite.weight_rows(node, weight, rows.clone(), scratch, &mut values)?;
+            let mut part = Part::new(rows.len() * groups);
+            for (g, input) in inputs.iter().enumerate() {
+                search_group(&values, k, g, grid, input, &module, &mut part)?;
+            }
+            Ok(part)
+        })
+        .collect();
+
+    let mut bounds = Vec::with_capacity(n * groups);
+    let (mut before, mut after, mut clipped) = (0.0, 0.0, 0);
+    for part in parts {
+        let part = part?;
+        clipped += part.bounds.iter().filter(|b| b.is_finite()).count() as u64;
+        bounds.extend(part.bounds);
+        before += part.before;
+        after += part.after;
+    }
+    let count = (n * groups * input.rows().max(1)) as f64;
+    let record = ClipRecord {
+        module,
+        clipped_groups: clipped,
+        groups: bounds.len() as u64,
+        error_before: before / count,
+        error_after: after / count,
+    };
+    Ok(((clipped > 0).then_some(bounds), record))
+}
+
+/// Bounds and errors of some rows.
+struct Part {
+    bounds: Vec<f32>,
+    before: f64,
+    after: f64,
+}
+
+impl Part {
+    fn new(groups: usize) -> Self {
+        Self { bounds: vec![f32::INFINITY; groups], before: 0.0, after: 0.0 }
+    }
+}
+
+/// The columns of one group in the smaller form: rows, or their Gram matrix.
+fn group_input(input: &SampledRows, k: usize, first: usize, group_size: usize) -> Input {
+    let columns: Vec<f32> =
+        input.values().chunks_exact(k).flat_map(|row| &row[first..first + group_size]).copied().collect();
+    if input.rows() <= group_size {
+        return Input::Rows(columns);
+    }
+    let mut sum = vec![0.0; group_size * group_size];
+    gram(&columns, group_size, &mut sum);
+    for i in 0..group_size {
+        for j in i + 1..group_size {
+            sum[i * group_size + j] = sum[j * group_size + i];
+        }
+    }
+    Input::Gram(sum)
+}
+
+/// Tries all bounds for one group of some rows `[rows, k]`.
+fn search_group(
+    rows: &[f32],
+    k: usize,
+    group: usize,
+    grid: Grid,
+    input: &Input,
+    module: &str,
+    part: &mut Part,
+) -> Result<()> {
+    let group_size = grid.scheme.granularity.group_size(k);
+    let groups = k / group_size;
+    let exact: Vec<f32> =
+        rows.chunks_exact(k).flat_map(|r| &r[group * group_size..(group + 1) * group_size]).copied().collect();
+    let largest: Vec<f32> =
+        exact.chunks_exact(group_size).map(|g| g.iter().fold(0.0_f32, |m, w| m.max(w.abs()))).collect();
+    let mut best = vec![f64::INFINITY; largest.len()];
+    let mut sums = Vec::new();
+    // The group stands alone here, so its scheme is one scale a row.
+    let alone =
+        crate::recipe::WeightScheme { granularity: crate::recipe::Granularity::Channel, ..grid.scheme };
+    for candidate in 0..CANDIDATES {
+        let shrink = 1.0 - candidate as f32 / STEPS;
+        let bounds: Vec<f32> = largest.iter().map(|m| m * shrink).collect();
+        let mut difference = exact.clone();
+        fake_quantize(&mut difference, group_size, alone, grid.scale_dtype, Some(&bounds))
+            .map_err(|e| e.within(module, None))?;
+        for (d, w) in difference.iter_mut().zip(&exact) {
+            *d -= w;
+        }
+        input.squared_outputs(&difference, group_size, &mut sums);
+        for (row, &error) in sums.iter().enumerate() {
+            if !error.is_finite() {
+                return Err(Error::Numeric {
+                    tensor: module.to_owned(),
+                    reason: "its inputs on the calibration text are not finite".into(),
+                });
+            }
+            if candidate == 0 {
+                part.before += error;
+            }
+            if error < best[row] {
+                best[row] = error;
+                // No bound at all where nothing is cut off.
+                part.bounds[row * groups + group] =
+                    if candidate == 0 { f32::INFINITY } else { bounds[row] };
+            }
+        }
+    }
+    part.after += best.iter().sum::<f64>();
+    Ok(())
+}

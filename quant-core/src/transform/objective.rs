@@ -1,0 +1,207 @@
+//! What a candidate costs: the error it leaves in the output that the search watches.
+//!
+//! Two objectives, as in the reference algorithm: where one linear reads the scaled channels, the
+//! error of its output; where several do, the error of the module in which they meet.
+
+use candle_core::Tensor;
+use faer::linalg::matmul::matmul;
+use faer::{Accum, Mat, MatRef, Par};
+use rayon::prelude::*;
+
+use super::{BlockTask, Grid};
+use crate::calibrate::gram;
+use crate::model::{Block, FoldGroup, NoTap, NodeId, WeightBody};
+use crate::quantize::fake_quantize;
+use crate::{Error, Result};
+
+/// Rows of a weight that one task handles.
+const ROW_TILE: usize = 64;
+
+/// Mean squared error of the watched output for any candidate scales.
+pub(super) enum Objective {
+    /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, from `X` or, where tokens outnumber channels, from its
+    /// Gram matrix, which gives the same number: `tr(D XᵀX Dᵀ)`.
+    Linear { node: NodeId, input: Input, tokens: usize },
+    /// A module: its output is recomputed with the candidate's weights.
+    Module { consumers: Vec<NodeId>, input: NodeId, inspected: NodeId, batch: Vec<(Tensor, Tensor)> },
+}
+
+/// What is known of a linear's input.
+pub(super) enum Input {
+    /// Rows `[tokens, k]`.
+    Rows(Vec<f32>),
+    /// `xᵀx`, `[k, k]`, both triangles.
+    Gram(Vec<f32>),
+}
+
+impl Input {
+    /// Gathers the values of a node over the batch, in the smaller form.
+    fn gather(task: &BlockTask<'_>, node: NodeId, k: usize) -> Result<Self> {
+        let tokens = task.hidden.tokens();
+        let mut rows = Vec::new();
+        let mut sum = if tokens > k { vec![0.0; k * k] } else { Vec::new() };
+        for chunk in task.hidden.chunks() {
+            task.cancel.check()?;
+            let known = [(task.block.graph().input(), chunk?.1)];
+            let values = task.block.evaluate(&known, &[node], &mut NoTap)?;
+            let values = values[0].flatten_all()?.to_vec1::<f32>()?;
+            if tokens > k { gram(&values, k, &mut sum) } else { rows.extend(values) }
+        }
+        if tokens <= k {
+            return Ok(Self::Rows(rows));
+        }
+        for i in 0..k {
+            for j in i + 1..k {
+                sum[i * k + j] = sum[j * k + i];
+            }
+        }
+        Ok(Self::Gram(sum))
+    }
+
+    /// `Σ (X dᵀ)²` over tokens, for each row `d` of `difference` `[rows, k]`.
+    pub(super) fn squared_outputs(&self, difference: &[f32], k: usize, sums: &mut Vec<f64>) {
+        let rows = difference.len() / k;
+        let d = MatRef::from_row_major_slice(difference, rows, k);
+        sums.clear();
+        match self {
+            Self::Gram(gram) => {
+                let gram = MatRef::from_row_major_slice(gram.as_slice(), k, k);
+                let mut product = Mat::<f32>::zeros(k, rows);
+                matmul(product.as_mut(), Accum::Replace, gram, d.transpose(), 1.0, Par::Seq);
+                for (r, row) in difference.chunks_exact(k).enumerate() {
+                    let column = product.col_as_slice(r);
+                    let sum: f64 = row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                    // Rounding can push a tiny error below zero.
+                    sums.push(if sum < 0.0 { 0.0 } else { sum });
+                }
+            }
+            Self::Rows(x) => {
+                let tokens = x.len() / k;
+                let x = MatRef::from_row_major_slice(x.as_slice(), tokens, k);
+                let mut product = Mat::<f32>::zeros(tokens, rows);
+                matmul(product.as_mut(), Accum::Replace, x, d.transpose(), 1.0, Par::Seq);
+                for r in 0..rows {
+                    sums.push(product.col_as_slice(r).iter().map(|v| f64::from(*v) * f64::from(*v)).sum());
+                }
+            }
+        }
+    }
+}
+
+impl Objective {
+    /// Prepares the objective of a group on the float block.
+    pub(super) fn new(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Self> {
+        let graph = task.block.graph();
+        if let [node] = group.consumers[..] {
+            let k = task.block.linear(node).weight().shape()[1];
+            let input = Input::gather(task, group.input, k)?;
+            return Ok(Self::Linear { node, input, tokens: task.hidden.tokens() });
+        }
+        let mut batch = Vec::new();
+        for chunk in task.hidden.chunks() {
+            task.cancel.check()?;
+            let known = [(graph.input(), chunk?.1)];
+            let x = task.block.evaluate(&known, &[group.input], &mut NoTap)?.swap_remove(0);
+            let y = task.block.evaluate(&[(group.input, x.clone())], &[group.inspected], &mut NoTap)?.swap_remove(0);
+            batch.push((x, y));
+        }
+        Ok(Self::Module {
+            consumers: group.consumers.clone(),
+            input: group.input,
+            inspected: group.inspected,
+            batch,
+        })
+    }
+
+    /// The mean squared error with every quantized consumer replaced by `Q(W · s) / s`.
+    pub(super) fn error(&self, task: &BlockTask<'_>, scales: &[f32]) -> Result<f64> {
+        match self {
+            Self::Linear { node, input, tokens } => {
+                let weight = task.block.linear(*node).weight();
+                let [n, k] = weight.shape();
+                let grid = task.grids[node];
+                let tiles: Vec<Result<f64>> = (0..n.div_ceil(ROW_TILE))
+                    .into_par_iter()
+                    .map_init(
+                        || (Vec::new(), Vec::new()),
+                        |(scratch, sums), tile| {
+                            let rows = tile * ROW_TILE..((tile + 1) * ROW_TILE).min(n);
+                            let exact = weight.rows(rows, scratch)?;
+                            let mut difference = exact.to_vec();
+                            round_scaled(&mut difference, scales, grid, &task.module(*node))?;
+                            for (d, w) in difference.iter_mut().zip(exact) {
+                                *d -= w;
+                            }
+                            input.squared_outputs(&difference, k, sums);
+                            Ok(sums.iter().sum())
+                        },
+                    )
+                    .collect();
+                let mut sum = 0.0;
+                for tile in tiles {
+                    sum += tile?;
+                }
+                Ok(sum / (*tokens as f64 * n as f64))
+            }
+            Self::Module { consumers, input, inspected, batch } => {
+                let block = candidate(task, consumers, scales)?;
+                let (mut sum, mut count) = (0.0, 0);
+                for (x, y) in batch {
+                    task.cancel.check()?;
+                    let rounded = block.evaluate(&[(*input, x.clone())], &[*inspected], &mut NoTap)?;
+                    sum += squared_distance(&rounded[0], y)?;
+                    count += y.elem_count();
+                }
+                Ok(sum / count as f64)
+            }
+        }
+    }
+}
+
+/// The block with the quantized consumers rounded as they would be under these scales.
+fn candidate(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
+    let mut block = task.block.clone();
+    for &node in consumers {
+        let Some(&grid) = task.grids.get(&node) else { continue };
+        let linear = task.block.linear(node);
+        let mut values = linear.weight().to_f32()?;
+        round_scaled(&mut values, scales, grid, &task.module(node))?;
+        block.replace_linear(node, linear.with_weight(WeightBody::F32 { shape: linear.weight().shape(), values }));
+    }
+    Ok(block)
+}
+
+/// `w ← Q(w · s) / s` for rows `[rows, k]`.
+fn round_scaled(rows: &mut [f32], scales: &[f32], grid: Grid, module: &str) -> Result<()> {
+    let k = scales.len();
+    rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
+        for row in tile.chunks_exact_mut(k) {
+            row.iter_mut().zip(scales).for_each(|(w, s)| *w *= s);
+        }
+    });
+    fake_quantize(rows, k, grid.scheme, grid.scale_dtype, None).map_err(|e| e.within(module, None))?;
+    rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
+        for row in tile.chunks_exact_mut(k) {
+            row.iter_mut().zip(scales).for_each(|(w, s)| *w /= s);
+        }
+    });
+    Ok(())
+}
+
+/// `Σ (a − b)²`, in fixed pieces added in order.
+fn squared_distance(a: &Tensor, b: &Tensor) -> Result<f64> {
+    const PIECE: usize = 1 << 14;
+    let (a, b) = (a.flatten_all()?, b.flatten_all()?);
+    let (a, b) = (a.to_vec1::<f32>()?, b.to_vec1::<f32>()?);
+    if a.len() != b.len() {
+        return Err(Error::Internal(format!("outputs of {} and {} values", a.len(), b.len())));
+    }
+    let pieces: Vec<f64> = a
+        .par_chunks(PIECE)
+        .zip(b.par_chunks(PIECE))
+        .map(|(a, b)| {
+            a.iter().zip(b).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum()
+        })
+        .collect();
+    Ok(pieces.into_iter().sum())
+}

@@ -1,0 +1,146 @@
+//! What a transform decided for one block, and its application to weights as they are read.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::Result;
+use crate::model::{Block, Linear, NodeId, WeightBody};
+
+/// The decision of a scale search for one fold group.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FoldRecord {
+    /// The norm or linear that is divided.
+    pub producer: String,
+    /// The linears that are multiplied.
+    pub consumers: Vec<String>,
+    /// The module whose output the search watched.
+    pub inspected: String,
+    /// The exponent of the activations that won, or `None` where no scaling was best.
+    pub ratio: Option<f32>,
+    /// Mean squared error of the inspected output with every consumer rounded and no scaling.
+    pub error_before: f64,
+    /// The same with the scales that won.
+    pub error_after: f64,
+}
+
+/// The result of a clip search for one linear.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ClipRecord {
+    /// The linear.
+    pub module: String,
+    /// Groups whose range was narrowed.
+    pub clipped_groups: u64,
+    /// All groups.
+    pub groups: u64,
+    /// Mean squared error of the groups' partial outputs without clipping.
+    pub error_before: f64,
+    /// The same with the bounds that won.
+    pub error_after: f64,
+}
+
+/// What to do to one block's float weights before they are rounded.
+#[derive(Debug, Clone, Default)]
+pub struct Rewrite {
+    /// New weights of norms, exact in the type they are stored in.
+    pub norms: BTreeMap<NodeId, Vec<f32>>,
+    /// Factors for the columns of linears.
+    pub columns: BTreeMap<NodeId, Vec<f32>>,
+    /// Divisors for the rows, and bias, of linears.
+    pub rows: BTreeMap<NodeId, Vec<f32>>,
+    /// Bounds `[rows, groups]` that weights are clamped to, after factors and divisors.
+    pub clips: BTreeMap<NodeId, Vec<f32>>,
+    /// How the scales were chosen.
+    pub folds: Vec<FoldRecord>,
+    /// How the bounds were chosen.
+    pub clip_records: Vec<ClipRecord>,
+}
+
+impl Rewrite {
+    /// Some rows of a linear's rewritten weight, before clipping: `out` is `[rows.len(), k]`.
+    ///
+    /// # Errors
+    /// When the weight's rows cannot be had.
+    ///
+    /// # Panics
+    /// When `out` has another length.
+    pub fn weight_rows(
+        &self,
+        node: NodeId,
+        weight: &WeightBody,
+        rows: Range<usize>,
+        scratch: &mut Vec<f32>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let k = weight.shape()[1];
+        out.copy_from_slice(weight.rows(rows.clone(), scratch)?);
+        if let Some(factors) = self.columns.get(&node) {
+            for row in out.chunks_exact_mut(k.max(1)) {
+                for (w, f) in row.iter_mut().zip(factors) {
+                    *w *= f;
+                }
+            }
+        }
+        if let Some(divisors) = self.rows.get(&node) {
+            for (row, d) in out.chunks_exact_mut(k.max(1)).zip(&divisors[rows]) {
+                for w in row {
+                    *w /= d;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A linear's whole rewritten weight, before clipping, `[n, k]`.
+    ///
+    /// # Errors
+    /// As [`weight_rows`](Self::weight_rows).
+    pub fn weight(&self, node: NodeId, weight: &WeightBody) -> Result<Vec<f32>> {
+        let [n, k] = weight.shape();
+        let mut out = vec![0.0; n * k];
+        self.weight_rows(node, weight, 0..n, &mut Vec::new(), &mut out)?;
+        Ok(out)
+    }
+
+    /// A linear's rewritten bias.
+    pub fn bias(&self, node: NodeId, mut bias: Vec<f32>) -> Vec<f32> {
+        if let Some(divisors) = self.rows.get(&node) {
+            for (b, d) in bias.iter_mut().zip(divisors) {
+                *b /= d;
+            }
+        }
+        bias
+    }
+
+    /// The block with everything but clipping applied, in `f32`: equal to the original in real
+    /// arithmetic.
+    ///
+    /// # Errors
+    /// When a weight cannot be had.
+    pub fn apply(&self, block: &Block) -> Result<Block> {
+        let mut rewritten = block.clone();
+        for (&node, weight) in &self.norms {
+            rewritten.replace_norm(node, Tensor::from_slice(weight, weight.len(), &Device::Cpu)?);
+        }
+        let graph = block.graph().clone();
+        for (node, _, shape, _) in graph.linears() {
+            if !self.columns.contains_key(&node) && !self.rows.contains_key(&node) {
+                continue;
+            }
+            let linear = block.linear(node);
+            let values = self.weight(node, linear.weight())?;
+            let bias = match linear.bias() {
+                Some(bias) => {
+                    let values = self.bias(node, bias.to_vec1()?);
+                    Some(Tensor::from_vec(values, shape[0], &Device::Cpu)?)
+                }
+                None => None,
+            };
+            rewritten.replace_linear(node, Linear::new(Arc::new(WeightBody::F32 { shape, values }), bias));
+        }
+        Ok(rewritten)
+    }
+}
