@@ -1,2 +1,45 @@
-//! x
-fn main() {}
+//! `cargo xtask`: the one entry for checks, test models and benchmarks, on a laptop and in CI.
+#![forbid(unsafe_code)]
+
+use clap::{Parser, Subcommand};
+use xtask::{bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, synth};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Checks, test models and benchmarks of this workspace")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Everything CI checks, each step timed
+    Ci(ci::Args),
+    /// What takes too long for CI: advisories, wide property tests, benchmarks
+    Nightly(nightly::Args),
+    /// Load what we write with readers that nobody here wrote
+    Interop,
+    /// Build the static release binary and run it in an empty root
+    Dist(dist::Args),
+    /// Write a random Llama checkpoint of any size
+    Synth(synth::Args),
+    /// Plant outlier channels in a real Llama checkpoint without changing its logits
+    Plant(plant::Args),
+    /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
+    BenchRtn(bench_rtn::Args),
+    /// Compare the peak memory of AWQ on a model and on one twice as deep
+    BenchAwqMemory(bench_awq_memory::Args),
+}
+
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().command {
+        Command::Ci(args) => ci::run(&args),
+        Command::Nightly(args) => nightly::run(&args),
+        Command::Interop => interop::run(),
+        Command::Dist(args) => dist::run(&args),
+        Command::Synth(args) => synth::run(&args),
+        Command::Plant(args) => plant::run(&args),
+        Command::BenchRtn(args) => bench_rtn::run(&args),
+        Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
+    }
+}

@@ -1,0 +1,182 @@
+//! `cargo xtask bench-rtn`: how close RTN of a synthetic checkpoint comes to the disk's own work.
+//!
+//! Baseline and program alternate within one run: read, hash and write the same number of bytes
+//! with fsync on one thread; then `quant quantize --method rtn`. The record holds medians, their
+//! ratio and the program's peak memory, for each thread count asked for.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+
+use crate::support::llama::Shape;
+use crate::support::measure::{self, Usage, median, read_hash_write, safetensors_of};
+use crate::support::noise::Float;
+use crate::support::record::{Record, table, typed_command};
+use crate::support::shell::{self, cargo, directory_bytes, remove_dir, target_dir};
+use crate::synth;
+
+/// Wall time over the baseline's that the project promises not to exceed.
+const RATIO_LIMIT: f64 = 1.5;
+/// Peak resident memory that the project promises not to exceed, in bytes.
+pub const PEAK_LIMIT: u64 = 1_200_000_000;
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Decoder blocks of the synthetic model; 16 are 1.24 billion parameters
+    #[arg(long, default_value_t = 16)]
+    pub layers: usize,
+    /// Repetitions of baseline and program, alternating
+    #[arg(long, default_value_t = 3)]
+    pub repeat: usize,
+    /// Thread counts to measure
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
+    pub threads: Vec<usize>,
+    /// Measure this program instead of building ours
+    #[arg(long)]
+    pub quant: Option<PathBuf>,
+    /// Fail when a promise is broken (time ratio 1.5, memory 1.2 GB)
+    #[arg(long)]
+    pub check: bool,
+}
+
+/// One repetition.
+struct Run {
+    threads: usize,
+    baseline: f64,
+    quant: Usage,
+}
+
+/// Measures and writes the record.
+pub fn run(args: &Args) -> Result<()> {
+    ensure!(args.repeat > 0 && !args.threads.is_empty(), "nothing to measure");
+    let model = synthetic_model(args.layers)?;
+    let quant = quant_binary(args.quant.as_deref())?;
+    let scratch = target_dir().join("bench");
+    std::fs::create_dir_all(&scratch)?;
+    let out = scratch.join("rtn-out");
+
+    let input_bytes = weight_bytes(&model)?;
+    // One run to learn the output's size; it also warms the page cache for both sides.
+    quantize(&quant, &model, &out, args.threads[0])?;
+    let output_bytes = directory_bytes(&out)?;
+
+    let mut runs = Vec::new();
+    for _ in 0..args.repeat {
+        for &threads in &args.threads {
+            remove_dir(&out)?;
+            let baseline = read_hash_write(&model, &scratch, output_bytes)?;
+            let quant = quantize(&quant, &model, &out, threads)?;
+            println!(
+                "{threads} thread(s): baseline {baseline:.2} s, quant {:.2} s, peak {:.0} MB",
+                quant.seconds,
+                quant.peak_bytes as f64 / 1e6
+            );
+            runs.push(Run { threads, baseline, quant });
+        }
+    }
+    remove_dir(&out)?;
+    report(args, input_bytes, output_bytes, &runs)
+}
+
+fn quantize(quant: &Path, model: &Path, out: &Path, threads: usize) -> Result<Usage> {
+    let mut command = Command::new(quant);
+    command.arg("quantize").arg(model).arg("-o").arg(out);
+    command.args(["--method", "rtn", "--force", "--quiet", "--threads", &threads.to_string()]);
+    measure::run(&mut command)
+}
+
+fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run]) -> Result<()> {
+    let mut rows = Vec::new();
+    let mut broken = Vec::new();
+    for &threads in &args.threads {
+        let of: Vec<&Run> = runs.iter().filter(|r| r.threads == threads).collect();
+        let baseline = median(of.iter().map(|r| r.baseline));
+        let quant = median(of.iter().map(|r| r.quant.seconds));
+        let ratio = median(of.iter().map(|r| r.quant.seconds / r.baseline));
+        let peak = of.iter().map(|r| r.quant.peak_bytes).max().unwrap_or(0);
+        rows.push(vec![
+            threads.to_string(),
+            format!("{baseline:.2}"),
+            format!("{quant:.2}"),
+            format!("{ratio:.2}"),
+            format!("{:.2}", input_bytes as f64 / 1e9 / quant),
+            format!("{:.0}", peak as f64 / 1e6),
+        ]);
+        if ratio > RATIO_LIMIT {
+            broken.push(format!("{threads} thread(s): {ratio:.2} × the baseline, at most {RATIO_LIMIT}"));
+        }
+        if peak > PEAK_LIMIT {
+            broken.push(format!("{threads} thread(s): peak memory {peak} bytes, at most {PEAK_LIMIT}"));
+        }
+    }
+    let header = ["threads", "baseline s", "quant s", "ratio", "input GB/s", "peak MB (VmHWM)"];
+    let table = table(&header, &rows);
+    println!("\n{table}");
+    let record = Record {
+        benchmark: "rtn",
+        title: format!("RTN of a synthetic Llama with {} layers, bf16", args.layers),
+        command: typed_command(),
+        body: format!(
+            "Input {:.3} GB of safetensors, output {:.3} GB. Baseline: read the input, SHA-256 it, write as \
+             many bytes as the output has, fsync; one thread, warm page cache. Program: `quant quantize \
+             MODEL -o OUT --method rtn --force --quiet --threads T`, same cache. Baseline and program alternate, \
+             {} repetitions; medians, the ratio is the median of the pairs' ratios, memory is the largest \
+             seen.\n\n{table}",
+            input_bytes as f64 / 1e9,
+            output_bytes as f64 / 1e9,
+            args.repeat
+        ),
+        csv: csv(args.layers, runs),
+    };
+    println!("recorded in {}", record.write()?.display());
+    for line in &broken {
+        println!("over the limit: {line}");
+    }
+    ensure!(!args.check || broken.is_empty(), "{} promise(s) broken", broken.len());
+    Ok(())
+}
+
+fn csv(layers: usize, runs: &[Run]) -> Vec<String> {
+    let mut lines = vec!["layers,threads,baseline_seconds,quant_seconds,peak_bytes".to_owned()];
+    lines.extend(runs.iter().map(|r| {
+        format!("{layers},{},{:.4},{:.4},{}", r.threads, r.baseline, r.quant.seconds, r.quant.peak_bytes)
+    }));
+    lines
+}
+
+/// The synthetic model of so many layers in 1B shape, made now or earlier.
+pub fn synthetic_model(layers: usize) -> Result<PathBuf> {
+    let out = target_dir().join("synth").join(format!("llama-{layers}l-bf16"));
+    if !out.is_dir() {
+        let shape = Shape {
+            layers,
+            hidden: 2048,
+            intermediate: 8192,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 64,
+            vocab: 128_256,
+            tied: true,
+        };
+        let args =
+            synth::Args { out: out.clone(), shape, dtype: Float::Bf16, seed: 0, shard_bytes: 5_000_000_000 };
+        synth::run(&args)?;
+    }
+    Ok(out)
+}
+
+/// The program to measure: the one given, or ours in release.
+pub fn quant_binary(given: Option<&Path>) -> Result<PathBuf> {
+    if let Some(path) = given {
+        return Ok(std::path::absolute(path)?);
+    }
+    shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "quant-cli"]))?;
+    Ok(target_dir().join("release/quant"))
+}
+
+fn weight_bytes(model: &Path) -> Result<u64> {
+    let sizes = safetensors_of(model)?.into_iter().map(|p| Ok(p.metadata()?.len()));
+    sizes.sum()
+}

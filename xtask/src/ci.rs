@@ -1,0 +1,121 @@
+//! `cargo xtask ci`: everything that must hold before a change is merged, each step timed.
+//!
+//! One profile for everything that is compiled, so the dependencies are built once for the tests
+//! and once as metadata for clippy and the documentation.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::interop;
+use crate::support::shell::{cargo, run as execute, shared_dir, succeeds, target_dir};
+use crate::support::steps::Steps;
+
+/// The README's second command, word for word.
+pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
+/// The environment variable through which tests are told where to note what they skip.
+const SKIP_LOG: &str = "QUANT_SKIP_LOG";
+const CARGO_DENY: &str = "0.20.2";
+
+/// Which steps.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Run these steps only: test, fmt, clippy, doc, deny, interop
+    #[arg(long, value_delimiter = ',')]
+    pub only: Vec<String>,
+}
+
+/// Runs the steps in order and prints what each took.
+///
+/// # Errors
+/// When a step failed; the others ran nonetheless.
+pub fn run(args: &Args) -> Result<()> {
+    let mut steps = Steps::new(&args.only);
+    steps.step("test", || test(&[]));
+    steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
+    steps.step("clippy", || {
+        execute(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+    });
+    steps.step("doc", || {
+        execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
+    });
+    steps.step("deny", || deny(&["licenses", "bans", "sources"]));
+    steps.step("interop", interop::run);
+    steps.finish()
+}
+
+/// The workspace's tests; fails also when some were skipped although what they need is there.
+pub fn test(environment: &[(&str, &str)]) -> Result<()> {
+    let log = target_dir().join("xtask/skipped-tests.log");
+    std::fs::create_dir_all(log.parent().context("the log has a directory")?)?;
+    std::fs::write(&log, "").with_context(|| format!("cannot write {}", log.display()))?;
+    let mut command = cargo(&TEST_COMMAND);
+    command.env(SKIP_LOG, &log).envs(environment.iter().copied());
+    let outcome = execute(&mut command);
+    let skipped = std::fs::read_to_string(&log)?;
+    judge_skips(&skipped, shared_dir())?;
+    outcome
+}
+
+/// Prints what was skipped.
+///
+/// # Errors
+/// When something was, although the shared models and texts are there.
+pub fn judge_skips(skipped: &str, shared: Option<PathBuf>) -> Result<()> {
+    let lines: Vec<&str> = skipped.lines().filter(|l| l.starts_with("SKIPPED")).collect();
+    for line in &lines {
+        println!("{line}");
+    }
+    match shared {
+        Some(dir) => ensure!(
+            lines.is_empty(),
+            "{} check(s) were skipped although {} exists",
+            lines.len(),
+            dir.display()
+        ),
+        None if !lines.is_empty() => {
+            println!("{} check(s) were skipped: no shared models and texts here", lines.len());
+        }
+        None => {}
+    }
+    Ok(())
+}
+
+/// cargo-deny on the whole tree, installed first where it is missing.
+pub fn deny(checks: &[&str]) -> Result<()> {
+    let own = target_dir().join("tools");
+    let program = own.join("bin/cargo-deny");
+    let installed = succeeds(Command::new("cargo-deny").arg("--version"));
+    if !installed && !program.is_file() {
+        // Unoptimized: building it takes longer than anything it does here.
+        let mut install = cargo(&["install", "cargo-deny", "--version", CARGO_DENY, "--locked", "--debug"]);
+        execute(install.arg("--root").arg(&own))?;
+    }
+    let program = if installed { PathBuf::from("cargo-deny") } else { program };
+    let mut command = Command::new(program);
+    command.current_dir(crate::support::shell::root());
+    command.args(["--locked", "check", "--hide-inclusion-graph"]).args(checks);
+    execute(&mut command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_readme_shows_the_command_that_runs_here() {
+        let readme = include_str!("../../README.md");
+        let first_screen: String = readme.lines().take(20).collect::<Vec<_>>().join("\n");
+        assert!(first_screen.contains(&format!("cargo {}", TEST_COMMAND.join(" "))));
+        assert!(first_screen.contains("cargo run --release -- demo"));
+    }
+
+    #[test]
+    fn a_skip_fails_only_where_nothing_was_missing() {
+        let skipped = "SKIPPED: no models (tests/a.rs:3)\n";
+        assert!(judge_skips(skipped, None).is_ok());
+        assert!(judge_skips(skipped, Some("shared".into())).is_err());
+        assert!(judge_skips("", Some("shared".into())).is_ok());
+    }
+}

@@ -1,0 +1,115 @@
+//! `cargo xtask dist`: one binary that runs on a bare Linux, tried where there is nothing else.
+//!
+//! Linked statically against glibc. What static glibc cannot do without shared libraries at run
+//! time (name services such as host look-ups) must not be needed by what the binary does.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::support::shell::{self, cargo, display, output, succeeds, target_dir};
+
+/// How to build.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Try the binary of an earlier build
+    #[arg(long)]
+    pub no_build: bool,
+}
+
+/// Builds, tries and describes the binary.
+///
+/// # Errors
+/// When it cannot be built, is linked dynamically, or fails in the empty root.
+pub fn run(args: &Args) -> Result<()> {
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    if !args.no_build {
+        // With an explicit --target the flags spare build scripts and procedural macros.
+        let mut build = cargo(&["build", "--release", "--locked", "-p", "quant-cli", "--target", &target]);
+        shell::run(build.env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
+    }
+    let binary = target_dir().join(&target).join("release/quant");
+    let size = binary.metadata().with_context(|| format!("{} is missing", binary.display()))?.len();
+    ensure!(is_static(&binary)?, "{} needs a dynamic linker", binary.display());
+
+    let root = tempfile::tempdir()?;
+    std::fs::copy(&binary, root.path().join("quant"))?;
+    let version = in_empty_root(root.path(), &["--version"])?;
+    ensure!(version.starts_with("quant "), "`quant --version` printed `{version}`");
+    println!("{version}");
+    let help = in_empty_root(root.path(), &["--help"])?;
+    if help.lines().any(|l| l.trim_start().starts_with("demo")) {
+        // The demonstration writes its checkpoints to the directory for temporary files.
+        std::fs::create_dir(root.path().join("tmp"))?;
+        let quick = in_empty_root(root.path(), &["demo", "--help"])?.contains("--quick");
+        let demo: &[&str] = if quick { &["demo", "--quick"] } else { &["demo"] };
+        println!("{}", in_empty_root(root.path(), demo)?);
+    }
+    println!("{}: {:.1} MB, static glibc, ran in an empty root", binary.display(), size as f64 / 1e6);
+    Ok(())
+}
+
+/// Whether the binary asks for no interpreter; prints what the system's tools say of it.
+fn is_static(binary: &Path) -> Result<bool> {
+    for tool in ["file", "ldd"] {
+        if let Ok(said) = Command::new(tool).arg(binary).output() {
+            print!("{tool}: {}{}", text(&said.stdout), text(&said.stderr));
+        }
+    }
+    Ok(!has_interpreter(&std::fs::read(binary)?).context("not a 64-bit little-endian ELF file")?)
+}
+
+fn text(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    if text.trim().is_empty() { String::new() } else { format!("{}\n", text.trim()) }
+}
+
+/// Whether an ELF file has a `PT_INTERP` segment, the request for a dynamic linker.
+fn has_interpreter(elf: &[u8]) -> Option<bool> {
+    const PT_INTERP: u32 = 3;
+    let at = |offset: usize, len: usize| elf.get(offset..offset.checked_add(len)?);
+    if at(0, 6)? != b"\x7fELF\x02\x01" {
+        return None;
+    }
+    let half = |offset: usize| Some(usize::from(u16::from_le_bytes(at(offset, 2)?.try_into().ok()?)));
+    let table = usize::try_from(u64::from_le_bytes(at(0x20, 8)?.try_into().ok()?)).ok()?;
+    let (entry, count) = (half(0x36)?, half(0x38)?);
+    let mut found = false;
+    for i in 0..count {
+        let kind = at(table.checked_add(i * entry)?, 4)?;
+        found |= u32::from_le_bytes(kind.try_into().ok()?) == PT_INTERP;
+    }
+    Some(found)
+}
+
+/// Runs `/quant` with `root` as the whole file system.
+fn in_empty_root(root: &Path, args: &[&str]) -> Result<String> {
+    let chroot = ["/usr/sbin/chroot", "/sbin/chroot", "/usr/bin/chroot"].iter().map(PathBuf::from);
+    let chroot = chroot.into_iter().find(|p| p.is_file()).context("chroot is not installed")?;
+    // Root may change its root; others may in a user namespace of their own.
+    let mut command = if succeeds(Command::new(&chroot).arg("/").arg("/bin/true")) {
+        Command::new(&chroot)
+    } else {
+        let mut command = Command::new("unshare");
+        command.arg("-r").arg(&chroot);
+        command
+    };
+    command.env_clear().arg(root).arg("/quant").args(args);
+    println!("$ {}", display(&command));
+    output(&mut command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interpreters_are_recognized() {
+        let own = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        let expected = !cfg!(target_feature = "crt-static");
+        assert_eq!(has_interpreter(&own), Some(expected));
+        assert_eq!(has_interpreter(b"#!/bin/sh\n"), None);
+        assert_eq!(has_interpreter(&own[..100]), None);
+    }
+}

@@ -1,0 +1,15 @@
+//! Development commands behind `cargo xtask`: one module a command, their shared parts in
+//! [`support`].
+//!
+//! A library beside the program, so that tests can call [`synth`] and [`plant`] directly.
+#![forbid(unsafe_code)]
+
+pub mod bench_awq_memory;
+pub mod bench_rtn;
+pub mod ci;
+pub mod dist;
+pub mod interop;
+pub mod nightly;
+pub mod plant;
+pub mod support;
+pub mod synth;

@@ -1,0 +1,49 @@
+//! `cargo xtask nightly`: what takes too long, or needs too much of the network, for every change.
+
+use anyhow::Result;
+
+use crate::support::steps::Steps;
+use crate::{bench_awq_memory, bench_rtn, ci, dist};
+
+/// Which steps.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Run these steps only: advisories, proptest, dist, bench-rtn, bench-awq-memory
+    #[arg(long, value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Cases of each property test
+    #[arg(long, default_value_t = 4096)]
+    pub cases: u32,
+}
+
+/// Runs the steps in order and prints what each took.
+///
+/// # Errors
+/// When a step failed; the others ran nonetheless.
+pub fn run(args: &Args) -> Result<()> {
+    let mut steps = Steps::new(&args.only);
+    // The advisory database is a git repository that has to be fetched.
+    steps.step("advisories", || ci::deny(&["advisories"]));
+    steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
+    steps.step("dist", || dist::run(&dist::Args { no_build: false }));
+    steps.step("bench-rtn", || {
+        bench_rtn::run(&bench_rtn::Args {
+            layers: 16,
+            repeat: 3,
+            threads: vec![1, 2],
+            quant: None,
+            check: true,
+        })
+    });
+    steps.step("bench-awq-memory", || {
+        bench_awq_memory::run(&bench_awq_memory::Args {
+            layers: 2,
+            samples: 32,
+            seq_len: 512,
+            threads: 2,
+            quant: None,
+            check: true,
+        })
+    });
+    steps.finish()
+}

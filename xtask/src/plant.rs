@@ -1,0 +1,318 @@
+//! `cargo xtask plant`: outlier channels in a real Llama checkpoint, with unchanged logits.
+//!
+//! In every norm that feeds linears of its block (`input_layernorm`, `post_attention_layernorm`)
+//! some channels are multiplied by a power of two, and the columns of the linears that read them
+//! (`q/k/v_proj`, `gate/up_proj`) are divided by it. In f32 every product stays the same bit for
+//! bit, so the float logits do; but rounding to a grid now meets columns far smaller than their
+//! group, which is what outliers of large models do to it.
+//!
+//! Exactness is checked value by value. Where the file's type cannot hold a result as a normal
+//! number (f16 often cannot), all float tensors are written as F32 instead, and the run says so.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
+
+use crate::support::llama::{Role, require_llama, role};
+use crate::support::noise::{Float, key, mix};
+use crate::support::shards::{Checkpoint, Entry, NewDir, ShardWriter, read_json, write_index, write_json};
+
+/// What to plant, and where.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// The model to read
+    pub model: PathBuf,
+    /// The directory to create
+    pub out: PathBuf,
+    /// Channels of every norm that become outliers
+    #[arg(long, default_value_t = 4)]
+    pub channels: usize,
+    /// What they are multiplied by: a power of two
+    #[arg(long, default_value_t = 32)]
+    pub factor: u32,
+    /// Other seeds choose other channels
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// What was planted.
+#[derive(Debug, PartialEq)]
+pub struct Planted {
+    /// The channels of each norm, ascending.
+    pub channels: BTreeMap<String, Vec<usize>>,
+    /// Whether the float tensors had to become F32.
+    pub widened: bool,
+}
+
+/// Plants and says what was planted.
+pub fn run(args: &Args) -> Result<()> {
+    let planted = plant(args)?;
+    println!(
+        "{}: {} channel(s) of each of {} norms times {}, their readers' columns divided by it",
+        args.out.display(),
+        args.channels,
+        planted.channels.len(),
+        args.factor
+    );
+    if planted.widened {
+        println!("float tensors were written as F32: the original type cannot hold every quotient exactly");
+    }
+    Ok(())
+}
+
+/// Writes the rewritten model.
+///
+/// # Errors
+/// When the input is no float Llama model, a result is not exact even in F32, or writing fails.
+pub fn plant(args: &Args) -> Result<Planted> {
+    ensure!(args.factor.is_power_of_two() && args.factor > 1, "--factor must be a power of two above 1");
+    let mut config = read_json(&args.model.join("config.json"))?;
+    require_llama(&config)?;
+    let checkpoint = Checkpoint::open(&args.model)?;
+    let plan = Plan::new(&checkpoint, args)?;
+    let widened = !plan.is_exact_in_place(&checkpoint)?;
+
+    let dir = NewDir::create(&args.out)?;
+    let mut shards = checkpoint.shards.clone();
+    for (file, entries) in &mut shards {
+        if widened {
+            entries.iter_mut().for_each(widen_entry);
+        }
+        let mut shard = ShardWriter::create(&dir.path().join(&*file), entries)?;
+        for entry in entries.iter() {
+            shard.write(&plan.rewritten(&checkpoint, entry)?)?;
+        }
+        shard.finish()?;
+    }
+    write_index(dir.path(), &shards)?;
+    if widened {
+        for field in ["dtype", "torch_dtype"] {
+            if let Some(value) = config.get_mut(field) {
+                *value = json!(Float::F32.config_name());
+            }
+        }
+    }
+    write_json(&dir.path().join("config.json"), &config)?;
+    copy_side_files(&args.model, dir.path())?;
+    dir.publish()?;
+    Ok(Planted { channels: plan.channels, widened })
+}
+
+struct Plan {
+    channels: BTreeMap<String, Vec<usize>>,
+    factor: f32,
+    /// The original tensors by name, whatever the output's type.
+    originals: BTreeMap<String, Entry>,
+}
+
+impl Plan {
+    fn new(checkpoint: &Checkpoint, args: &Args) -> Result<Self> {
+        let mut channels = BTreeMap::new();
+        for norm in checkpoint.entries().filter(|e| role(&e.name) == Role::Norm) {
+            let width = norm.shape.first().copied().unwrap_or(0);
+            ensure!(args.channels <= width, "{} has only {width} channels", norm.name);
+            channels.insert(norm.name.clone(), choose(key(args.seed, &norm.name), width, args.channels));
+        }
+        ensure!(!channels.is_empty(), "the checkpoint has no norm that feeds linears");
+        let originals = checkpoint.entries().map(|e| (e.name.clone(), e.clone())).collect();
+        Ok(Self { channels, factor: args.factor as f32, originals })
+    }
+
+    /// Whether every changed value fits the type its tensor has now.
+    fn is_exact_in_place(&self, checkpoint: &Checkpoint) -> Result<bool> {
+        for entry in checkpoint.entries().filter(|e| role(&e.name) != Role::Other) {
+            let float = entry.float().with_context(|| format!("{} is {}", entry.name, entry.dtype))?;
+            let before = float.widen(&checkpoint.read(entry)?);
+            let after = self.planted(entry, before.clone())?;
+            if !before.iter().zip(&after).all(|(b, a)| b == a || float.holds_exactly(*a)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The bytes of a tensor as the output describes it.
+    fn rewritten(&self, checkpoint: &Checkpoint, output: &Entry) -> Result<Vec<u8>> {
+        let original = &self.originals[&output.name];
+        let bytes = checkpoint.read(original)?;
+        let (Some(from), Some(to)) = (original.float(), output.float()) else {
+            return Ok(bytes);
+        };
+        if role(&output.name) == Role::Other && from == to {
+            return Ok(bytes);
+        }
+        let values = self.planted(original, from.widen(&bytes))?;
+        Ok(to.narrow(&values))
+    }
+
+    /// The values after planting, each exact in f32.
+    fn planted(&self, entry: &Entry, mut values: Vec<f32>) -> Result<Vec<f32>> {
+        match role(&entry.name) {
+            Role::Other => {}
+            Role::Norm => {
+                for &c in &self.channels[&entry.name] {
+                    values[c] = exact(entry, values[c] * self.factor)?;
+                }
+            }
+            Role::ReaderOf(norm) => {
+                let chosen = self.channels.get(&norm).with_context(|| format!("{norm} is missing"))?;
+                let &[_, width] = &entry.shape[..] else {
+                    bail!("{} is no matrix", entry.name);
+                };
+                ensure!(chosen.iter().all(|c| *c < width), "{} is narrower than {norm}", entry.name);
+                for row in values.chunks_exact_mut(width) {
+                    for &c in chosen {
+                        row[c] = exact(entry, row[c] / self.factor)?;
+                    }
+                }
+            }
+        }
+        Ok(values)
+    }
+}
+
+/// A power of two changes only the exponent; past the normal range that is no longer so.
+fn exact(entry: &Entry, value: f32) -> Result<f32> {
+    ensure!(
+        value.is_finite() && Float::F32.holds_exactly(value),
+        "{}: {value:e} leaves the range in which a power of two is exact; choose a smaller --factor",
+        entry.name
+    );
+    Ok(value)
+}
+
+/// `count` different numbers below `width`, ascending.
+fn choose(key: u64, width: usize, count: usize) -> Vec<usize> {
+    let mut ranked: Vec<usize> = (0..width).collect();
+    ranked.sort_by_key(|c| mix(key.wrapping_add(*c as u64)));
+    ranked.truncate(count);
+    ranked.sort_unstable();
+    ranked
+}
+
+fn widen_entry(entry: &mut Entry) {
+    if entry.float().is_some() {
+        *entry = Entry::new(std::mem::take(&mut entry.name), Float::F32, &entry.shape);
+    }
+}
+
+/// Tokenizer and generation files, and whatever other small JSON lies beside the weights.
+fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
+    for file in std::fs::read_dir(from)? {
+        let path = file?.path();
+        let Some(name) = path.file_name() else { continue };
+        let is_side_file = path.extension().is_some_and(|e| e == "json" || e == "model")
+            && name != "config.json"
+            && name != "model.safetensors.index.json";
+        if is_side_file {
+            // Contents only: the source may be read-only, the copy should not be.
+            std::fs::write(to.join(name), std::fs::read(&path)?)
+                .with_context(|| format!("cannot copy {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::support::llama::Shape;
+    use crate::synth;
+
+    fn model(dir: &Path, dtype: Float, shard_bytes: u64) -> PathBuf {
+        let out = dir.join(format!("{}-{shard_bytes}", dtype.header_name()));
+        let shape = Shape {
+            layers: 2,
+            hidden: 64,
+            intermediate: 96,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            vocab: 300,
+            tied: true,
+        };
+        synth::write(&synth::Args { out: out.clone(), shape, dtype, seed: 1, shard_bytes }).unwrap();
+        out
+    }
+
+    fn values(checkpoint: &Checkpoint, name: &str) -> Vec<f32> {
+        let entry = checkpoint.entries().find(|e| e.name == name).unwrap();
+        entry.float().unwrap().widen(&checkpoint.read(entry).unwrap())
+    }
+
+    /// The effective weight `linear · diag(norm)` is the same bit for bit, and channels did move.
+    fn assert_equivalent(before: &Path, after: &Path, planted: &Planted, factor: f32) {
+        let (before, after) = (Checkpoint::open(before).unwrap(), Checkpoint::open(after).unwrap());
+        let mut readers = 0;
+        for entry in before.entries() {
+            let (old, new) = (values(&before, &entry.name), values(&after, &entry.name));
+            match role(&entry.name) {
+                Role::Other => assert_eq!(old, new, "{}", entry.name),
+                Role::Norm => {
+                    let moved: Vec<_> = (0..old.len()).filter(|i| new[*i] == old[*i] * factor).collect();
+                    assert_eq!(moved, planted.channels[&entry.name]);
+                }
+                Role::ReaderOf(norm) => {
+                    let (n, m) = (values(&before, &norm), values(&after, &norm));
+                    let width = n.len();
+                    for (i, (o, p)) in old.iter().zip(&new).enumerate() {
+                        let c = i % width;
+                        assert_eq!((o * n[c]).to_bits(), (p * m[c]).to_bits(), "{} {i}", entry.name);
+                    }
+                    readers += 1;
+                }
+            }
+        }
+        assert_eq!(readers, 2 * 5);
+    }
+
+    #[test]
+    fn products_stay_the_same_bit_for_bit() {
+        let dir = tempfile::tempdir().unwrap();
+        for (dtype, widened) in [(Float::Bf16, false), (Float::F32, false), (Float::F16, true)] {
+            for shard_bytes in [30_000, 1 << 40] {
+                let model = model(dir.path(), dtype, shard_bytes);
+                let out = model.with_extension("planted");
+                let args = Args { model: model.clone(), out: out.clone(), channels: 3, factor: 32, seed: 9 };
+                let planted = plant(&args).unwrap();
+                assert_eq!(planted.widened, widened, "{dtype:?}");
+                assert_equivalent(&model, &out, &planted, 32.0);
+                let config = read_json(&out.join("config.json")).unwrap();
+                let expected = if widened { Float::F32 } else { dtype };
+                assert_eq!(config["torch_dtype"], expected.config_name());
+                assert!(out.join("tokenizer.json").is_file());
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_exact_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = model(dir.path(), Float::F32, 1 << 40);
+        let args = |factor, channels| Args {
+            model: model.clone(),
+            out: dir.path().join("out"),
+            channels,
+            factor,
+            seed: 0,
+        };
+        assert!(plant(&args(31, 1)).is_err(), "not a power of two");
+        assert!(plant(&args(1, 1)).is_err(), "no change");
+        assert!(plant(&args(32, 65)).is_err(), "more channels than there are");
+        assert!(!dir.path().join("out").exists());
+        let tiny = Entry::new("w".into(), Float::F32, &[1]);
+        assert!(exact(&tiny, f32::MIN_POSITIVE / 2.0).is_err());
+        assert!(exact(&tiny, f32::INFINITY).is_err());
+        assert!(exact(&tiny, 0.0).is_ok());
+    }
+
+    #[test]
+    fn chosen_channels_are_distinct_and_depend_on_the_seed() {
+        let first = choose(key(0, "norm"), 256, 8);
+        assert_eq!(first.len(), 8);
+        assert!(first.windows(2).all(|w| w[0] < w[1]) && first[7] < 256);
+        assert_ne!(first, choose(key(1, "norm"), 256, 8));
+    }
+}

@@ -1,0 +1,160 @@
+//! Wall time and peak memory of a child process, and the plain work it is compared with.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use sha2::{Digest, Sha256};
+
+use super::shell::display;
+
+/// Bytes read, hashed or written at a time.
+const CHUNK: usize = 4 << 20;
+/// How often a child's high-water mark is read. The mark never falls, so only what a process gains
+/// in its last moments can be missed.
+const POLL: Duration = Duration::from_millis(5);
+
+/// What a run of a program took.
+#[derive(Debug, Clone, Copy)]
+pub struct Usage {
+    /// Wall time from start to exit, in seconds.
+    pub seconds: f64,
+    /// Peak resident memory (`VmHWM`), in bytes.
+    pub peak_bytes: u64,
+}
+
+/// Runs a program to its end.
+///
+/// # Errors
+/// When it cannot be started or fails; what it printed is part of the message.
+pub fn run(command: &mut Command) -> Result<Usage> {
+    let line = display(command);
+    let log = tempfile::tempfile()?;
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+    let start = Instant::now();
+    let mut child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
+    let status_file = format!("/proc/{}/status", child.id());
+    let ended = AtomicBool::new(false);
+    let (status, seconds, peak_bytes) = std::thread::scope(|scope| -> Result<_> {
+        let watcher = scope.spawn(|| {
+            let mut peak = 0;
+            while !ended.load(Ordering::Relaxed) {
+                peak = high_water(&status_file).unwrap_or(0).max(peak);
+                std::thread::sleep(POLL);
+            }
+            peak
+        });
+        let status = child.wait();
+        let seconds = start.elapsed().as_secs_f64();
+        ended.store(true, Ordering::Relaxed);
+        let peak = watcher.join().unwrap_or(0);
+        Ok((status?, seconds, peak))
+    })?;
+    if !status.success() {
+        bail!("`{line}` ended with {status}:\n{}", contents(log)?);
+    }
+    Ok(Usage { seconds, peak_bytes })
+}
+
+fn contents(mut log: File) -> Result<String> {
+    use std::io::Seek;
+    let mut text = String::new();
+    log.rewind()?;
+    log.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// `VmHWM` of a process in bytes; nothing once it has no memory any more.
+fn high_water(status_file: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(status_file).ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// The least that any quantizer must do, on one thread: read all safetensors of `input`, SHA-256
+/// them, write `output_bytes` to a new file in `scratch` and sync it. Returns seconds.
+pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64) -> Result<f64> {
+    let target = scratch.join("baseline.bin");
+    let start = Instant::now();
+    let mut buffer = vec![0; CHUNK];
+    for path in safetensors_of(input)? {
+        let mut file = File::open(&path)?;
+        let mut hasher = Sha256::new();
+        loop {
+            let read = file.read(&mut buffer)?;
+            if read == 0 {
+                break;
+            }
+            hasher.update(&buffer[..read]);
+        }
+        std::hint::black_box(hasher.finalize());
+    }
+    let mut file = File::create(&target)?;
+    let mut left = output_bytes;
+    while left > 0 {
+        let part = left.min(buffer.len() as u64) as usize;
+        file.write_all(&buffer[..part])?;
+        left -= part as u64;
+    }
+    file.sync_all()?;
+    let seconds = start.elapsed().as_secs_f64();
+    std::fs::remove_file(&target)?;
+    Ok(seconds)
+}
+
+/// The safetensors files of a directory, sorted.
+pub fn safetensors_of(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The median; of an even number of values, the mean of the middle two.
+pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.into_iter().collect();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_peak_of_a_child_is_seen() {
+        // `head` buffers the whole line: some 40 MB, held for longer than a poll.
+        let script = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); sleep 0.05; echo ${#x}";
+        let usage = run(Command::new("bash").args(["-c", script])).unwrap();
+        assert!(usage.peak_bytes > 15 << 20, "{usage:?}");
+        assert!(usage.seconds >= 0.05);
+    }
+
+    #[test]
+    fn a_failing_child_is_an_error_with_its_output() {
+        let error = run(Command::new("bash").args(["-c", "echo why >&2; exit 4"])).unwrap_err();
+        let message = error.to_string();
+        assert!(message.contains("why") && message.contains('4'), "{message}");
+    }
+
+    #[test]
+    fn medians() {
+        assert_eq!(median([3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median([4.0, 1.0]), 2.5);
+        assert!(median([]).is_nan());
+    }
+}

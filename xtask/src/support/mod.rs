@@ -1,0 +1,10 @@
+//! What several commands share.
+
+pub mod host;
+pub mod llama;
+pub mod measure;
+pub mod noise;
+pub mod record;
+pub mod shards;
+pub mod shell;
+pub mod steps;

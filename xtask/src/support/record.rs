@@ -1,0 +1,75 @@
+//! Benchmark records: a page and a table a host and day, checked in under `benchmarks/record/`.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use super::host::{Host, commit, today};
+use super::shell::root;
+
+/// A record about to be written.
+#[derive(Debug)]
+pub struct Record {
+    /// The folder under `benchmarks/record/`.
+    pub benchmark: &'static str,
+    /// The heading of the page.
+    pub title: String,
+    /// The command that made it.
+    pub command: String,
+    /// What was measured and what came out, as Markdown.
+    pub body: String,
+    /// Every single measurement: header line first.
+    pub csv: Vec<String>,
+}
+
+impl Record {
+    /// Writes `<date>-<host>.md` and `.csv`, in place of an earlier record of the same day.
+    pub fn write(&self) -> Result<PathBuf> {
+        let host = Host::detect();
+        let date = today()?;
+        let dir = root().join("benchmarks/record").join(self.benchmark);
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let stem = dir.join(format!("{date}-{}", host.slug()));
+        let page = format!(
+            "# {}\n\n- date: {date}\n- commit: {}\n{}- command: `{}`\n\n{}",
+            self.title,
+            commit(),
+            host.lines(),
+            self.command,
+            self.body
+        );
+        let path = stem.with_extension("md");
+        std::fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(stem.with_extension("csv"), self.csv.join("\n") + "\n")?;
+        Ok(path)
+    }
+}
+
+/// A Markdown table.
+pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let header: Vec<String> = header.iter().map(|h| (*h).to_owned()).collect();
+    let mut text = line(&header);
+    text += &line(&vec!["---".to_owned(); header.len()]);
+    for row in rows {
+        text += &line(row);
+    }
+    text
+}
+
+/// The command that was typed, for a record.
+pub fn typed_command() -> String {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    format!("cargo xtask {}", args.join(" "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_are_markdown() {
+        let text = table(&["a", "b"], &[vec!["1".into(), "2".into()]]);
+        assert_eq!(text, "| a | b |\n| --- | --- |\n| 1 | 2 |\n");
+    }
+}

@@ -1,0 +1,92 @@
+//! Running other programs, and where things lie in the workspace.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+/// The workspace's root directory.
+pub fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_owned()
+}
+
+/// Cargo's output directory, also where these commands keep what can be made again.
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => root().join(dir),
+        None => root().join("target"),
+    }
+}
+
+/// Real models and texts that live beside the checkout, where there are any.
+pub fn shared_dir() -> Option<PathBuf> {
+    Some(root().join("../shared")).filter(|p| p.is_dir())
+}
+
+/// A cargo command in the workspace's root.
+pub fn cargo(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root()).args(args);
+    command
+}
+
+/// The command as one would type it.
+pub fn display(command: &Command) -> String {
+    let mut words = vec![file_name(command.get_program())];
+    words.extend(command.get_args().map(|a| a.to_string_lossy().into_owned()));
+    words.join(" ")
+}
+
+fn file_name(program: &std::ffi::OsStr) -> String {
+    let path = Path::new(program);
+    path.file_name().unwrap_or(program).to_string_lossy().into_owned()
+}
+
+/// Runs a command with our own output; fails when it fails.
+pub fn run(command: &mut Command) -> Result<()> {
+    let line = display(command);
+    println!("$ {line}");
+    let status = command.status().with_context(|| format!("cannot start `{line}`"))?;
+    if !status.success() {
+        bail!("`{line}` ended with {status}");
+    }
+    Ok(())
+}
+
+/// Runs a command and returns what it printed on stdout; fails when it fails.
+pub fn output(command: &mut Command) -> Result<String> {
+    let line = display(command);
+    let output = command.output().with_context(|| format!("cannot start `{line}`"))?;
+    if !output.status.success() {
+        bail!("`{line}` ended with {}:\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// Whether a command can be started and succeeds; says nothing.
+pub fn succeeds(command: &mut Command) -> bool {
+    command.output().is_ok_and(|o| o.status.success())
+}
+
+/// The sizes of all files of a directory, added up.
+pub fn directory_bytes(dir: &Path) -> Result<u64> {
+    let mut total = 0;
+    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
+        let metadata = entry?.metadata()?;
+        if metadata.is_file() {
+            total += metadata.len();
+        }
+    }
+    Ok(total)
+}
+
+/// Removes a directory that may not exist.
+pub fn remove_dir(dir: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(dir) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(e).with_context(|| format!("cannot remove {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
+}

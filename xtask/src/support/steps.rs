@@ -1,0 +1,108 @@
+//! Named steps in order, each timed, with a table at the end.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+/// Runs steps one after another; a failing one does not keep the rest from running.
+#[derive(Debug, Default)]
+pub struct Steps {
+    rows: Vec<Row>,
+    only: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Row {
+    name: String,
+    took: Duration,
+    failure: Option<String>,
+}
+
+impl Steps {
+    /// All steps, or those named in `only` where it is not empty.
+    pub fn new(only: &[String]) -> Self {
+        Self { rows: Vec::new(), only: only.to_vec() }
+    }
+
+    /// Runs a step, unless another choice was made.
+    pub fn step(&mut self, name: &str, action: impl FnOnce() -> Result<()>) {
+        if !self.only.is_empty() && !self.only.iter().any(|o| o == name) {
+            return;
+        }
+        println!("\n==> {name}");
+        let start = Instant::now();
+        let failure = action().err().map(|e| format!("{e:#}"));
+        if let Some(reason) = &failure {
+            println!("==> {name} FAILED: {reason}");
+        }
+        self.rows.push(Row { name: name.to_owned(), took: start.elapsed(), failure });
+    }
+
+    /// Prints the table.
+    ///
+    /// # Errors
+    /// When a step failed, or none ran.
+    pub fn finish(self) -> Result<()> {
+        println!("\n{}", self.table());
+        if self.rows.is_empty() {
+            bail!("no step is named {}", self.only.join(", "));
+        }
+        let failed: Vec<_> = self.rows.iter().filter(|r| r.failure.is_some()).map(|r| &*r.name).collect();
+        if !failed.is_empty() {
+            bail!("{} of {} steps failed: {}", failed.len(), self.rows.len(), failed.join(", "));
+        }
+        Ok(())
+    }
+
+    fn table(&self) -> String {
+        let width = self.rows.iter().map(|r| r.name.len()).max().unwrap_or(0).max("total".len());
+        let mut table = format!("{:width$}  {:>8}  result\n", "step", "time");
+        for row in &self.rows {
+            let result = if row.failure.is_some() { "FAILED" } else { "ok" };
+            table += &format!("{:width$}  {:>8}  {result}\n", row.name, minutes(row.took));
+        }
+        let total = self.rows.iter().map(|r| r.took).sum();
+        table += &format!("{:width$}  {:>8}\n", "total", minutes(total));
+        table
+    }
+}
+
+/// `3:07.4` for minutes and seconds.
+fn minutes(duration: Duration) -> String {
+    let tenths = duration.as_millis() / 100;
+    format!("{}:{:02}.{}", tenths / 600, tenths / 10 % 60, tenths % 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_reported_after_the_other_steps_ran() {
+        let mut steps = Steps::new(&[]);
+        let mut ran = Vec::new();
+        steps.step("first", || bail!("broken"));
+        steps.step("second", || {
+            ran.push("second");
+            Ok(())
+        });
+        let table = steps.table();
+        assert!(table.contains("first") && table.contains("FAILED"), "{table}");
+        assert!(steps.finish().unwrap_err().to_string().contains("first"));
+        assert_eq!(ran, ["second"]);
+    }
+
+    #[test]
+    fn only_the_chosen_steps_run() {
+        let mut steps = Steps::new(&["second".into()]);
+        steps.step("first", || bail!("must not run"));
+        steps.step("second", || Ok(()));
+        steps.finish().unwrap();
+        assert!(Steps::new(&["third".into()]).finish().is_err());
+    }
+
+    #[test]
+    fn times_are_minutes_and_seconds() {
+        assert_eq!(minutes(Duration::from_millis(187_450)), "3:07.4");
+    }
+}
