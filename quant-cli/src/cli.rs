@@ -1,0 +1,57 @@
+//! The verbs and what they share.
+
+use clap::{Parser, Subcommand};
+
+use crate::commands::{bench, completions, demo, eval, inspect, plan, quantize};
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0   done and verified
+  2   usage: what was asked for cannot be done
+  4   bad input: a file that was given is broken, hostile or unsupported
+  5   environment: disk, memory, permission, network
+  6   numeric: NaN or infinity, degenerate statistics
+  70  a bug of ours
+  75  interrupted; run again with --resume to go on";
+
+/// Quantize Hugging Face language models into checkpoints that other engines load, and measure what
+/// it cost.
+#[derive(Debug, Parser)]
+#[command(name = "quant", version, after_help = EXIT_CODES, max_term_width = 100)]
+pub struct Cli {
+    /// Threads to use; all cores when not given. Results do not depend on it
+    #[arg(long, global = true, value_parser = threads)]
+    pub threads: Option<usize>,
+    /// No progress and no notes
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The verbs.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Quantize the built-in model with each method and show what it costs
+    Demo(demo::Args),
+    /// Show what quantizing would do to every tensor, without computing anything
+    Plan(plan::Args),
+    /// Quantize a model
+    Quantize(quantize::Args),
+    /// Measure the perplexity of a model, float or quantized
+    Eval(eval::Args),
+    /// Show what a checkpoint holds
+    Inspect(inspect::Args),
+    /// Measure how many tokens a second a model reads and writes
+    Bench(bench::Args),
+    /// Print a completion script for a shell
+    Completions(completions::Args),
+}
+
+fn threads(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if (1..=1024).contains(&n) => Ok(n),
+        _ => Err("expected a number from 1 to 1024".into()),
+    }
+}

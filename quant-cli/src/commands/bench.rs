@@ -1,0 +1,112 @@
+//! `quant bench MODEL --prefill N --decode N`: tokens a second.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use quant_core::model::Decoder;
+use quant_core::{Error, Result};
+use serde::Serialize;
+
+use super::Session;
+use crate::inputs;
+use crate::output::{JsonOption, table};
+
+/// What to measure.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Model directory, float or quantized
+    pub model: PathBuf,
+    /// Tokens of the prompt, read at once
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub prefill: usize,
+    /// Tokens generated one after another
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub decode: usize,
+    /// Repetitions; the median is shown
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub repeat: usize,
+    #[command(flatten)]
+    json: JsonOption,
+}
+
+#[derive(Serialize)]
+struct Report {
+    schema: &'static str,
+    model: PathBuf,
+    threads: usize,
+    prefill: Rate,
+    decode: Rate,
+}
+
+#[derive(Serialize)]
+struct Rate {
+    tokens: usize,
+    /// Of each repetition.
+    seconds: Vec<f64>,
+    tokens_per_second: f64,
+}
+
+impl Rate {
+    fn new(tokens: usize, seconds: Vec<f64>) -> Self {
+        let mut sorted = seconds.clone();
+        sorted.sort_by(f64::total_cmp);
+        Self { tokens, tokens_per_second: tokens as f64 / sorted[sorted.len() / 2], seconds }
+    }
+}
+
+/// Measures.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
+        return Err(Error::usage("nothing to measure", "--prefill, --decode and --repeat must be at least 1"));
+    }
+    let opened = inputs::open(&args.model, session)?;
+    let positions = args.prefill.saturating_add(args.decode);
+    // The tables and the cache grow with the positions: an absurd number must not take the memory.
+    if positions > 1 << 20 {
+        return Err(Error::usage(
+            format!("{positions} positions are too many"),
+            "prefill and decode fewer than 1048576 tokens together",
+        ));
+    }
+    let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?;
+    // Any tokens will do; these spread over the vocabulary.
+    let prompt: Vec<u32> = (0..args.prefill).map(|i| ((i * 7919 + 1) % decoder.vocab()) as u32).collect();
+    let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+    for _ in 0..args.repeat {
+        let mut cache = decoder.cache();
+        let started = Instant::now();
+        let mut token = best(&decoder.step(&prompt, &mut cache)?.to_vec1::<f32>()?);
+        prefill.push(started.elapsed().as_secs_f64());
+        let started = Instant::now();
+        for _ in 0..args.decode {
+            session.cancel.check()?;
+            token = best(&decoder.step(&[token], &mut cache)?.to_vec1::<f32>()?);
+        }
+        decode.push(started.elapsed().as_secs_f64());
+    }
+    let report = Report {
+        schema: "quant-bench/1",
+        model: args.model.clone(),
+        threads: rayon::current_num_threads(),
+        prefill: Rate::new(args.prefill, prefill),
+        decode: Rate::new(args.decode, decode),
+    };
+    args.json.emit(&report, || {
+        let row = |name: &str, rate: &Rate| {
+            vec![name.to_owned(), rate.tokens.to_string(), format!("{:.1}", rate.tokens_per_second)]
+        };
+        let rows = [row("prefill", &report.prefill), row("decode", &report.decode)];
+        let shown = table(&["", "tokens", "tokens/s"], &rows);
+        format!("{shown}\n{} thread(s), median of {}\n", report.threads, args.repeat)
+    })
+}
+
+fn best(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, &x) in logits.iter().enumerate() {
+        if x > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}

@@ -1,0 +1,22 @@
+//! `quant completions SHELL`.
+
+use clap::CommandFactory;
+use clap_complete::Shell;
+use quant_core::Result;
+
+use crate::cli::Cli;
+use crate::output;
+
+/// Which shell.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The shell
+    pub shell: Shell,
+}
+
+/// Prints the script.
+pub fn run(args: &Args) -> Result<()> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Cli::command(), "quant", &mut script);
+    output::print(&String::from_utf8_lossy(&script))
+}

@@ -1,0 +1,199 @@
+//! `quant demo`: the main job on the model that comes with the program, with each method.
+
+use std::path::Path;
+use std::time::Instant;
+
+use quant_calibration_data::demo_model;
+use quant_core::pipeline::Job;
+use quant_core::recipe::{METHODS, Plan, Recipe, WeightScheme, method};
+use quant_core::{Error, Result};
+use quant_evaluator::{EvaluationText, Profile, compare};
+use serde::Serialize;
+
+use super::{Session, eval, quantize};
+use crate::inputs::{self, Opened};
+use crate::output::{self, JsonOption, bytes, duration, table};
+
+/// The built-in model was trained on windows of this length.
+const WINDOW: usize = 512;
+/// What each method is shown at: where the difference is small, and where it is large.
+const SCHEMES: [&str; 2] = ["w4a16-g128-sym", "w3a16-g64-asym"];
+
+/// How long it may take.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Fewer windows: a check that all works rather than a measurement
+    #[arg(long)]
+    pub quick: bool,
+    #[command(flatten)]
+    json: JsonOption,
+}
+
+#[derive(Serialize)]
+struct Report {
+    schema: &'static str,
+    profile: String,
+    tokens_scored: usize,
+    float_bytes: u64,
+    float_perplexity: f64,
+    float_standard_error: Option<f64>,
+    rows: Vec<Row>,
+    seconds: f64,
+}
+
+#[derive(Serialize)]
+struct Row {
+    method: &'static str,
+    scheme: String,
+    bytes: u64,
+    perplexity: f64,
+    perplexity_ratio: f64,
+    perplexity_ratio_standard_error: Option<f64>,
+    kl: f64,
+    kl_standard_error: Option<f64>,
+    seconds: f64,
+}
+
+/// Shows it.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let started = Instant::now();
+    let scratch = tempfile::tempdir().map_err(|e| Error::io("create", std::env::temp_dir(), e))?;
+    let model = scratch.path().join("demo-model");
+    unpack(&model)?;
+    let opened = inputs::open(&model, session)?;
+    let profile = Profile::gptq(WINDOW)?;
+    let windows = args.quick.then_some(4);
+    let text = eval::text(&opened, inputs::HELDOUT_NAME, profile, windows, session)?;
+    let float = eval::load(&opened, profile, session)?;
+
+    let mut rows = Vec::new();
+    let mut float_perplexity = None;
+    for scheme in SCHEMES {
+        for method in METHODS.iter().rev() {
+            session.progress.note(&format!("{} {scheme}", method.name));
+            let out = scratch.path().join(format!("{}-{scheme}", method.name));
+            let begun = Instant::now();
+            let bytes = produce(&opened, method.name, scheme, args.quick, &out, session)?;
+            let seconds = begun.elapsed().as_secs_f64();
+            let (row, own) = measure(&out, &float, &text, session)?;
+            float_perplexity.get_or_insert(own);
+            rows.push(Row { method: method.name, scheme: scheme.to_owned(), bytes, seconds, ..row });
+        }
+    }
+    let own = float_perplexity.ok_or_else(|| Error::Internal("no method was shown".into()))?;
+    let report = Report {
+        schema: "quant-demo/1",
+        profile: profile.id(),
+        tokens_scored: text.windows.len() * (WINDOW - 1),
+        float_bytes: opened.directory.source().total_bytes(),
+        float_perplexity: own.mean,
+        float_standard_error: own.standard_error,
+        rows,
+        seconds: started.elapsed().as_secs_f64(),
+    };
+    args.json.emit(&report, || show(&report))
+}
+
+fn unpack(directory: &Path) -> Result<()> {
+    std::fs::create_dir(directory).map_err(|e| Error::io("create", directory, e))?;
+    for file in demo_model() {
+        let path = directory.join(file.name);
+        std::fs::write(&path, file.bytes).map_err(|e| Error::io("write", &path, e))?;
+    }
+    Ok(())
+}
+
+/// Quantizes the model as the `quantize` verb does; returns the bytes of the written tensors.
+fn produce(
+    opened: &Opened,
+    name: &str,
+    scheme: &str,
+    quick: bool,
+    out: &Path,
+    session: &Session,
+) -> Result<u64> {
+    let mut recipe = Recipe::preset(quant_core::recipe::PRESETS[0].name)?;
+    recipe.method = method(name)?;
+    recipe.scheme = scheme.parse::<WeightScheme>()?;
+    if quick {
+        recipe.sampling.samples = 4;
+    }
+    let plan = Plan::new(&opened.model, &recipe)?;
+    let windows = match plan.method.transform {
+        Some(_) => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling)?),
+        None => None,
+    };
+    let job = Job {
+        model: &opened.model,
+        plan: &plan,
+        windows: windows.as_ref(),
+        observer: &session.progress,
+        cancel: &session.cancel,
+    };
+    let (_, report) = quantize::write(&job, opened, out, false, false, session)?;
+    Ok(report.bytes_after)
+}
+
+/// Reads a written checkpoint back and compares it with the float model.
+fn measure(
+    out: &Path,
+    float: &quant_core::model::Decoder,
+    text: &EvaluationText,
+    session: &Session,
+) -> Result<(Row, quant_evaluator::Estimate)> {
+    let quantized = eval::load(&inputs::open(out, session)?, text.profile, session)?;
+    let observer = session.progress.tokens_per_unit(Some(WINDOW as u64));
+    let divergence = compare(float, &quantized, text, &observer, &session.cancel)?;
+    let row = Row {
+        method: "",
+        scheme: String::new(),
+        bytes: 0,
+        perplexity: divergence.model.perplexity.mean,
+        perplexity_ratio: divergence.perplexity_ratio.mean,
+        perplexity_ratio_standard_error: divergence.perplexity_ratio.standard_error,
+        kl: divergence.kl.mean,
+        kl_standard_error: divergence.kl.standard_error,
+        seconds: 0.0,
+    };
+    Ok((row, divergence.reference.perplexity))
+}
+
+fn show(report: &Report) -> String {
+    let plus_minus = |value: f64, error: Option<f64>, digits: usize| match error {
+        Some(error) => format!("{value:.digits$} ± {error:.digits$}"),
+        None => format!("{value:.digits$} ± ?"),
+    };
+    let percent = |r: &Row| {
+        let error = r.perplexity_ratio_standard_error.map(|e| 100.0 * e);
+        "+".to_owned() + &plus_minus(100.0 * (r.perplexity_ratio - 1.0), error, 2) + " %"
+    };
+    let mut rows = vec![vec![
+        "float (f16)".to_owned(),
+        "".into(),
+        bytes(report.float_bytes),
+        format!("{:.3}", report.float_perplexity),
+        "".into(),
+        "".into(),
+        "".into(),
+    ]];
+    rows.extend(report.rows.iter().map(|r| {
+        vec![
+            r.method.to_owned(),
+            r.scheme.clone(),
+            bytes(r.bytes),
+            format!("{:.3}", r.perplexity),
+            percent(r).replace("+-", "-"),
+            plus_minus(r.kl, r.kl_standard_error, 4),
+            duration(r.seconds),
+        ]
+    }));
+    let header = ["method", "scheme", "size", "perplexity", "over float", "KL (nats)", "time"];
+    let mut text = table(&header, &rows);
+    text.push_str(&format!(
+        "\n{} tokens of the built-in held-out text ({}); differences are paired; all of it took {}\n",
+        report.tokens_scored,
+        report.profile,
+        output::duration(report.seconds)
+    ));
+    text
+}

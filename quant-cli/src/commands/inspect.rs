@@ -1,0 +1,149 @@
+//! `quant inspect MODEL`: what a checkpoint holds.
+
+use std::path::PathBuf;
+
+use quant_core::{Result, TensorSource};
+use serde::Serialize;
+
+use super::Session;
+use crate::inputs;
+use crate::output::{JsonOption, bytes, table};
+
+/// What to look at.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Model directory, float or quantized
+    pub model: PathBuf,
+    #[command(flatten)]
+    json: JsonOption,
+}
+
+#[derive(Serialize)]
+struct Report {
+    schema: &'static str,
+    family: &'static str,
+    layers: usize,
+    hidden_size: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    vocab_size: usize,
+    max_positions: usize,
+    tied_embeddings: bool,
+    quant_method: Option<String>,
+    bytes: u64,
+    linears: Vec<LinearReport>,
+    tensors: Vec<TensorReport>,
+}
+
+#[derive(Serialize)]
+struct LinearReport {
+    module: String,
+    shape: [usize; 2],
+    stored: String,
+}
+
+#[derive(Serialize)]
+struct TensorReport {
+    tensor: String,
+    dtype: &'static str,
+    shape: Vec<usize>,
+    bytes: u64,
+    file: String,
+}
+
+/// Prints what is there.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let opened = inputs::open(&args.model, session)?;
+    let (model, a) = (&opened.model, opened.model.architecture());
+    let source = model.source();
+    let tensors: Vec<TensorReport> = source
+        .names()
+        .into_iter()
+        .filter_map(|name| {
+            let info = source.info(name)?;
+            let file = source.location(name);
+            Some(TensorReport {
+                tensor: name.to_owned(),
+                dtype: info.dtype.name(),
+                shape: info.shape.clone(),
+                bytes: info.byte_len(),
+                file: file.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            })
+        })
+        .collect();
+    let mut linears = Vec::new();
+    for layer in 0..a.layers {
+        for (_, name, shape, _) in a.block.linears() {
+            let module = a.in_block(layer, name);
+            let float = || {
+                let info = source.info(&format!("{module}.weight"));
+                info.map_or("missing".to_owned(), |i| i.dtype.to_string())
+            };
+            let stored = model.module_scheme(&module).map_or_else(float, |s| s.to_string());
+            linears.push(LinearReport { module, shape, stored });
+        }
+    }
+    let report = Report {
+        schema: "quant-inspect/1",
+        family: a.family,
+        layers: a.layers,
+        hidden_size: a.hidden,
+        heads: a.heads,
+        kv_heads: a.kv_heads,
+        head_dim: a.head_dim,
+        vocab_size: a.vocab,
+        max_positions: a.max_positions,
+        tied_embeddings: a.tied,
+        quant_method: model.quant_method().map(str::to_owned),
+        bytes: tensors.iter().map(|t| t.bytes).sum(),
+        linears,
+        tensors,
+    };
+    args.json.emit(&report, || show(&report))
+}
+
+fn show(report: &Report) -> String {
+    let mut text = format!(
+        "{}: {} blocks, hidden {}, {} heads ({} for keys and values) of {}, vocabulary {}, {} positions{}\n",
+        report.family,
+        report.layers,
+        report.hidden_size,
+        report.heads,
+        report.kv_heads,
+        report.head_dim,
+        report.vocab_size,
+        report.max_positions,
+        if report.tied_embeddings { ", tied embeddings" } else { "" },
+    );
+    match &report.quant_method {
+        Some(method) => text.push_str(&format!("quantized: {method}\n\n")),
+        None => text.push_str("not quantized\n\n"),
+    }
+    let mut stored: Vec<(String, u64, u64)> = Vec::new();
+    for linear in &report.linears {
+        let weights = (linear.shape[0] * linear.shape[1]) as u64;
+        match stored.iter_mut().find(|s| s.0 == linear.stored) {
+            Some(kind) => {
+                kind.1 += 1;
+                kind.2 += weights;
+            }
+            None => stored.push((linear.stored.clone(), 1, weights)),
+        }
+    }
+    let rows: Vec<_> =
+        stored.into_iter().map(|(kind, count, weights)| vec![kind, count.to_string(), weights.to_string()]).collect();
+    text.push_str(&table(&["linears stored as", "linears", "weights"], &rows));
+    text.push('\n');
+    let rows: Vec<_> = report
+        .tensors
+        .iter()
+        .map(|t| {
+            let shape: Vec<String> = t.shape.iter().map(usize::to_string).collect();
+            vec![t.tensor.clone(), t.dtype.to_owned(), shape.join("×"), bytes(t.bytes), t.file.clone()]
+        })
+        .collect();
+    text.push_str(&table(&["tensor", "dtype", "shape", "size", "file"], &rows));
+    text.push_str(&format!("\n{} tensors, {}\n", report.tensors.len(), bytes(report.bytes)));
+    text
+}

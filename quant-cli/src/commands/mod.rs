@@ -1,0 +1,37 @@
+//! One file a verb.
+
+pub mod bench;
+pub mod completions;
+pub mod demo;
+pub mod eval;
+pub mod inspect;
+pub mod plan;
+pub mod quantize;
+
+use quant_core::{CancelToken, Result};
+
+use crate::cli::Command;
+use crate::progress::Progress;
+
+/// What every verb has at hand.
+pub struct Session {
+    /// Where progress and notes go.
+    pub progress: Progress,
+    /// Pulled by signals.
+    pub cancel: CancelToken,
+    /// Whether notes are unwanted.
+    pub quiet: bool,
+}
+
+/// Runs a verb.
+pub fn run(command: &Command, session: &Session) -> Result<()> {
+    match command {
+        Command::Demo(args) => demo::run(args, session),
+        Command::Plan(args) => plan::run(args, session),
+        Command::Quantize(args) => quantize::run(args, session),
+        Command::Eval(args) => eval::run(args, session),
+        Command::Inspect(args) => inspect::run(args, session),
+        Command::Bench(args) => bench::run(args, session),
+        Command::Completions(args) => completions::run(args),
+    }
+}

@@ -1,0 +1,181 @@
+//! `quant plan MODEL`: what would happen to every tensor.
+
+use std::path::PathBuf;
+
+use quant_core::Result;
+use quant_core::recipe::{Action, Plan, PlanEntry};
+use serde::Serialize;
+
+use super::Session;
+use crate::inputs;
+use crate::output::{JsonOption, bytes, table};
+use crate::recipe::RecipeOptions;
+
+/// What to plan.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Model directory
+    pub model: PathBuf,
+    #[command(flatten)]
+    recipe: RecipeOptions,
+    /// Show every tensor, not one line a kind
+    #[arg(long)]
+    all: bool,
+    #[command(flatten)]
+    json: JsonOption,
+}
+
+#[derive(Serialize)]
+struct PlanJson<'a> {
+    schema: &'static str,
+    method: &'a str,
+    format: &'a str,
+    input_bytes: u64,
+    output_bytes: u64,
+    bits_per_quantized_weight: f64,
+    peak_memory_bytes: u64,
+    selectors: Vec<SelectorJson<'a>>,
+    warnings: Vec<String>,
+    tensors: Vec<TensorJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct SelectorJson<'a> {
+    option: &'a str,
+    pattern: &'a str,
+    outcome: &'a str,
+    modules: &'a [String],
+}
+
+#[derive(Serialize)]
+struct TensorJson<'a> {
+    tensor: &'a str,
+    dtype: &'static str,
+    shape: &'a [usize],
+    action: String,
+    bytes_before: u64,
+    bytes_after: u64,
+    outputs: Vec<OutputJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct OutputJson<'a> {
+    tensor: &'a str,
+    dtype: &'static str,
+    shape: &'a [usize],
+}
+
+/// Prints the plan.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let recipe = args.recipe.recipe()?;
+    let opened = inputs::open(&args.model, session)?;
+    let plan = Plan::new(&opened.model, &recipe)?;
+    let peak = plan.peak_memory(&opened.model);
+    args.json.emit(&json(&plan, peak), || text(&plan, peak, args.all))
+}
+
+fn outcome(action: &Action) -> String {
+    match action {
+        Action::Copy => "as it is".into(),
+        Action::Rewrite { .. } => "float, may be rescaled".into(),
+        Action::Quantize { scheme, .. } => scheme.to_string(),
+    }
+}
+
+fn json(plan: &Plan, peak_memory_bytes: u64) -> PlanJson<'_> {
+    let selectors = plan.selectors.iter().map(|s| SelectorJson {
+        option: s.option,
+        pattern: &s.pattern,
+        outcome: &s.outcome,
+        modules: &s.modules,
+    });
+    let tensors = plan.entries.iter().map(|e| TensorJson {
+        tensor: &e.tensor,
+        dtype: e.info.dtype.name(),
+        shape: &e.info.shape,
+        action: outcome(&e.action),
+        bytes_before: e.info.byte_len(),
+        bytes_after: e.output_bytes(),
+        outputs: e
+            .outputs
+            .iter()
+            .map(|o| OutputJson { tensor: &o.name, dtype: o.info.dtype.name(), shape: &o.info.shape })
+            .collect(),
+    });
+    PlanJson {
+        schema: "quant-plan/1",
+        method: plan.method.name,
+        format: plan.container.name(),
+        input_bytes: plan.input_bytes(),
+        output_bytes: plan.output_bytes(),
+        bits_per_quantized_weight: plan.bits_per_quantized_weight(),
+        peak_memory_bytes,
+        selectors: selectors.collect(),
+        warnings: plan.warnings(),
+        tensors: tensors.collect(),
+    }
+}
+
+fn text(plan: &Plan, peak: u64, all: bool) -> String {
+    let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
+    let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
+        let shape: Vec<String> = e.info.shape.iter().map(usize::to_string).collect();
+        let times = if count > 1 { format!("{count} × ") } else { String::new() };
+        vec![
+            name,
+            format!("{times}{}", shape.join("×")),
+            e.info.dtype.to_string(),
+            outcome(&e.action),
+            bytes(before),
+            bytes(after),
+        ]
+    };
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let mut kinds: Vec<(String, &PlanEntry, u64, u64, u64)> = Vec::new();
+    for entry in &plan.entries {
+        let name = if all { entry.tensor.clone() } else { kind(&entry.tensor) };
+        let (before, after) = (entry.info.byte_len(), entry.output_bytes());
+        let same = |k: &&mut (String, &PlanEntry, u64, u64, u64)| {
+            k.0 == name && k.1.info == entry.info && outcome(&k.1.action) == outcome(&entry.action)
+        };
+        match kinds.iter_mut().find(same) {
+            Some(kind) => {
+                kind.2 += 1;
+                kind.3 += before;
+                kind.4 += after;
+            }
+            None => kinds.push((name, entry, 1, before, after)),
+        }
+    }
+    for (name, entry, count, before, after) in kinds {
+        rows.push(row(name, entry, count, before, after));
+    }
+    let mut text = table(&header, &rows);
+    text.push('\n');
+    for s in &plan.selectors {
+        text.push_str(&format!("{} {}: {} linear(s) get {}\n", s.option, s.pattern, s.modules.len(), s.outcome));
+        for module in s.modules.iter().filter(|_| all) {
+            text.push_str(&format!("  {module}\n"));
+        }
+    }
+    text.push_str(&format!(
+        "{} with {}: {} → {} ({:.2} bits a quantized weight), about {} of memory\n",
+        plan.method.name,
+        plan.container.name(),
+        bytes(plan.input_bytes()),
+        bytes(plan.output_bytes()),
+        plan.bits_per_quantized_weight(),
+        bytes(peak),
+    ));
+    for warning in plan.warnings() {
+        text.push_str(&format!("note: {warning}\n"));
+    }
+    text
+}
+
+/// `model.layers.3.mlp.up_proj.weight` → `model.layers.*.mlp.up_proj.weight`.
+fn kind(tensor: &str) -> String {
+    let parts: Vec<&str> =
+        tensor.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "*" } else { p }).collect();
+    parts.join(".")
+}

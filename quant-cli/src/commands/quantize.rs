@@ -1,0 +1,177 @@
+//! `quant quantize MODEL -o OUT`: the main job.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
+use quant_core::pipeline::{self, Job, QuantReport};
+use quant_core::recipe::{Plan, Recipe};
+use quant_core::{Category, Error, Result};
+use serde::Serialize;
+
+use super::Session;
+use crate::inputs::{self, Opened};
+use crate::output::{self, bytes, duration};
+use crate::recipe::RecipeOptions;
+
+/// What to quantize, and where to write it.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Model directory
+    pub model: PathBuf,
+    /// Directory to write; it appears when all is done and verified
+    #[arg(long, short)]
+    pub output: PathBuf,
+    #[command(flatten)]
+    recipe: RecipeOptions,
+    /// Calibration text: a file (plain text, or .jsonl with a `text` field) or the name of a set
+    #[arg(long, value_name = "FILE|NAME", default_value = inputs::BUILTIN, help_heading = "Calibration")]
+    pub calibration: String,
+    /// Replace OUT if it exists; the old one stays until the new one is complete
+    #[arg(long)]
+    pub force: bool,
+    /// Go on with a run that was interrupted
+    #[arg(long)]
+    pub resume: bool,
+    /// Print the summary as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The summary.
+#[derive(Serialize)]
+pub struct Summary {
+    schema: &'static str,
+    output: PathBuf,
+    method: String,
+    format: String,
+    bytes_before: u64,
+    bytes_after: u64,
+    bits_per_quantized_weight: f64,
+    worst_tensor: Option<Worst>,
+    seconds: f64,
+    peak_memory_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Worst {
+    tensor: String,
+    relative_rms: f64,
+}
+
+/// Quantizes.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let started = Instant::now();
+    let recipe = args.recipe.recipe()?;
+    let opened = inputs::open(&args.model, session)?;
+    refuse_overlap(&args.model, &args.output)?;
+    let (published, report) = quantize(&opened, &recipe, args, session)?;
+    let summary = Summary {
+        schema: "quant-summary/1",
+        output: published.path.clone(),
+        method: report.method.clone(),
+        format: report.format.clone(),
+        bytes_before: report.bytes_before,
+        bytes_after: report.bytes_after,
+        bits_per_quantized_weight: report.bits_per_quantized_weight,
+        worst_tensor: worst(&report),
+        seconds: started.elapsed().as_secs_f64(),
+        peak_memory_bytes: output::peak_memory(),
+    };
+    if args.json {
+        return output::print(&output::json(&summary)?);
+    }
+    if !session.quiet {
+        output::print(&text(&summary))?;
+    }
+    Ok(())
+}
+
+fn quantize(
+    opened: &Opened,
+    recipe: &Recipe,
+    args: &Args,
+    session: &Session,
+) -> Result<(Published, QuantReport)> {
+    let plan = Plan::new(&opened.model, recipe)?;
+    if !args.force && args.output.exists() {
+        return Err(Error::OutputExists { path: args.output.clone() });
+    }
+    for warning in plan.warnings() {
+        session.progress.note(&format!("note: {warning}"));
+    }
+    let windows = match plan.method.transform {
+        Some(_) => Some(inputs::calibration(opened, &args.calibration, plan.sampling)?),
+        None => None,
+    };
+    session.cancel.check()?;
+    let job = Job {
+        model: &opened.model,
+        plan: &plan,
+        windows: windows.as_ref(),
+        observer: &session.progress,
+        cancel: &session.cancel,
+    };
+    write(&job, opened, &args.output, args.force, args.resume, session)
+}
+
+/// Runs a job into a directory that appears only when everything in it is verified.
+pub fn write(
+    job: &Job<'_>,
+    opened: &Opened,
+    output: &Path,
+    force: bool,
+    resume: bool,
+    session: &Session,
+) -> Result<(Published, QuantReport)> {
+    let options = WriteOptions {
+        force,
+        resume,
+        fingerprint: pipeline::fingerprint(job, opened.directory.path()),
+        ..WriteOptions::default()
+    };
+    let mut writer = CheckpointWriter::create(output, job.plan.outputs(), options)?;
+    for note in writer.notes() {
+        session.progress.note(&format!("note: {note}"));
+    }
+    let outcome = pipeline::quantize(job, &mut writer).and_then(|report| {
+        pipeline::add_companions(&opened.directory, job.plan, &report, &mut writer)?;
+        Ok(report)
+    });
+    match outcome {
+        Ok(report) => Ok((writer.publish_observed(&session.progress, &session.cancel)?, report)),
+        Err(error) => {
+            // What was finished is worth keeping when the same job can succeed later.
+            let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
+            if !resumable {
+                writer.abandon()?;
+            }
+            Err(error)
+        }
+    }
+}
+
+fn worst(report: &QuantReport) -> Option<Worst> {
+    let errors = report.tensors.iter().filter_map(|t| Some((t, t.weight_error?.relative_rms)));
+    let (tensor, relative_rms) = errors.max_by(|a, b| a.1.total_cmp(&b.1))?;
+    Some(Worst { tensor: tensor.tensor.clone(), relative_rms })
+}
+
+fn text(summary: &Summary) -> String {
+    let mut text = format!(
+        "{} → {} ({:.2} bits a quantized weight) in {}\n",
+        bytes(summary.bytes_before),
+        bytes(summary.bytes_after),
+        summary.bits_per_quantized_weight,
+        duration(summary.seconds),
+    );
+    if let Some(worst) = &summary.worst_tensor {
+        text.push_str(&format!(
+            "largest weight error: {:.2} % in {}\n",
+            100.0 * worst.relative_rms,
+            worst.tensor
+        ));
+    }
+    text.push_str(&format!("written to {}\n", summary.output.display()));
+    text
+}

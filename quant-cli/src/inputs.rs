@@ -1,0 +1,97 @@
+//! What the verbs read: model directories, calibration texts, evaluation texts.
+
+use std::path::{Path, PathBuf};
+
+use quant_calibration_data::{CORPUS, HELDOUT, documents, public_sets};
+use quant_core::calibrate::{Sampling, TextTokenizer, TokenWindows, read_documents};
+use quant_core::checkpoint::ModelDirectory;
+use quant_core::model::Model;
+use quant_core::{Error, Result};
+
+use crate::commands::Session;
+
+/// The name of the built-in calibration corpus.
+pub const BUILTIN: &str = "builtin";
+/// The name of the built-in evaluation text.
+pub const HELDOUT_NAME: &str = "builtin-heldout";
+
+/// A model directory and the model in it.
+pub struct Opened {
+    /// The directory.
+    pub directory: ModelDirectory,
+    /// Its model.
+    pub model: Model,
+}
+
+/// Opens a model directory and tells of what is odd about it.
+pub fn open(path: &Path, session: &Session) -> Result<Opened> {
+    let directory = ModelDirectory::open(path)?;
+    for warning in directory.warnings() {
+        session.progress.note(&format!("warning: {warning}"));
+    }
+    let model = Model::open(&directory)?;
+    Ok(Opened { directory, model })
+}
+
+/// The tokenizer of a model directory, checked against the model's embedding.
+pub fn tokenizer(directory: &ModelDirectory) -> Result<TextTokenizer> {
+    let path = directory.tokenizer_path().ok_or_else(|| Error::Tokenizer {
+        path: directory.path().join("tokenizer.json"),
+        reason: "is missing".into(),
+    })?;
+    TextTokenizer::open(&path)
+}
+
+/// The calibration windows of `source`: a file, or the name of a set.
+pub fn calibration(opened: &Opened, source: &str, sampling: Sampling) -> Result<TokenWindows> {
+    let (texts, origin) = texts(source)?;
+    let windows = TokenWindows::sample(&tokenizer(&opened.directory)?, &texts, sampling, &origin)?;
+    check(&opened.model, &windows)?;
+    Ok(windows)
+}
+
+/// Fails when a window holds a token that the model does not know.
+pub fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
+    match windows.tokens().iter().max() {
+        Some(&largest) => model.check_token(largest),
+        None => Ok(()),
+    }
+}
+
+/// The documents of a file or a named set, and what to call it in messages.
+pub fn texts(source: &str) -> Result<(Vec<String>, PathBuf)> {
+    let built_in = match source {
+        BUILTIN => Some(CORPUS),
+        HELDOUT_NAME => Some(HELDOUT),
+        _ => None,
+    };
+    if let Some(set) = built_in {
+        return Ok((documents(set).map(|d| d.text.to_owned()).collect(), source.into()));
+    }
+    let path = Path::new(source);
+    if path.exists() {
+        return Ok((read_documents(path)?, path.to_owned()));
+    }
+    let public = public_sets().map_err(|e| Error::Internal(format!("the manifest of sets: {e}")))?;
+    match public.iter().find(|s| s.name == source) {
+        Some(set) => Err(Error::Unavailable {
+            what: format!("the text set `{source}`"),
+            reason: "this build does not download".into(),
+            remedy: format!(
+                "fetch {} of the data set {} yourself and give the file's path ({})",
+                set.file, set.hub_id, set.licence
+            ),
+        }),
+        None => {
+            let names: Vec<&str> = public.iter().map(|s| s.name.as_str()).collect();
+            Err(Error::Text {
+                path: path.to_owned(),
+                line: None,
+                reason: format!(
+                    "is neither a file nor a known set ({BUILTIN}, {HELDOUT_NAME}, {})",
+                    names.join(", ")
+                ),
+            })
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Results go to stdout: text for people, or JSON.
+
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use quant_core::{Error, Result};
+use serde::Serialize;
+
+/// Prints a result. A closed pipe (`| head`) surfaces as an error that
+/// [`is_closed_pipe`] recognizes, not as a panic.
+pub fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|e| Error::io("write", "standard output", e))
+}
+
+/// Whether a run ended because nobody reads its output any more.
+pub fn is_closed_pipe(error: &Error) -> bool {
+    matches!(error, Error::Io { path, source, .. }
+        if path == Path::new("standard output") && source.kind() == ErrorKind::BrokenPipe)
+}
+
+/// A result as JSON with a final newline.
+pub fn json<T: Serialize>(value: &T) -> Result<String> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| Error::Internal(e.to_string()))?;
+    Ok(text + "\n")
+}
+
+/// Where `--json[=FILE]` sends a result.
+#[derive(Debug, Clone, clap::Args)]
+pub struct JsonOption {
+    /// Print the result as JSON, or write it to FILE beside the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+}
+
+impl JsonOption {
+    /// Prints the table, or the JSON, or both in their places.
+    pub fn emit<T: Serialize>(&self, value: &T, table: impl FnOnce() -> String) -> Result<()> {
+        match &self.json {
+            Some(path) if path == Path::new("-") => print(&json(value)?),
+            Some(path) => {
+                std::fs::write(path, json(value)?).map_err(|e| Error::io("write", path, e))?;
+                print(&table())
+            }
+            None => print(&table()),
+        }
+    }
+}
+
+/// `1234567` → `1.23 MB`.
+pub fn bytes(count: u64) -> String {
+    let units = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{count} B"),
+        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
+        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
+        _ => format!("{value:.0} {}", units[unit]),
+    }
+}
+
+/// Seconds as `4.2 s`, `3 min 20 s`, `2 h 5 min`.
+pub fn duration(seconds: f64) -> String {
+    if seconds < 60.0 {
+        return format!("{seconds:.1} s");
+    }
+    let whole = seconds.round() as u64;
+    if whole < 3600 {
+        return format!("{} min {} s", whole / 60, whole % 60);
+    }
+    format!("{} h {} min", whole / 3600, whole % 3600 / 60)
+}
+
+/// A table with columns wide enough for their content: the first left-aligned, the rest right.
+pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|r| r.get(column)).map(|c| c.chars().count());
+        cells.chain([header[column].chars().count()]).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..header.len()).map(width).collect();
+    let line = |cells: &mut dyn Iterator<Item = &str>| {
+        let mut text = String::new();
+        for (column, (cell, width)) in cells.zip(&widths).enumerate() {
+            let padding = " ".repeat(width - cell.chars().count());
+            match column {
+                0 => text.push_str(&format!("{cell}{padding}")),
+                _ => text.push_str(&format!("  {padding}{cell}")),
+            }
+        }
+        text.trim_end().to_owned() + "\n"
+    };
+    let rule: usize = widths.iter().sum::<usize>() + 2 * (header.len() - 1);
+    let mut text = line(&mut header.iter().copied());
+    text.push_str(&"─".repeat(rule));
+    text.push('\n');
+    for row in rows {
+        text.push_str(&line(&mut row.iter().map(String::as_str)));
+    }
+    text
+}
+
+/// Peak resident memory of this process so far, where the system tells.
+pub fn peak_memory() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_read_well() {
+        for (count, text) in [
+            (0, "0 B"),
+            (999, "999 B"),
+            (1000, "1.00 kB"),
+            (13_644_256, "13.6 MB"),
+            (999_600_000, "1.00 GB"),
+            (2_471_645_608, "2.47 GB"),
+        ] {
+            assert_eq!(bytes(count), text);
+        }
+        assert_eq!(duration(3.14), "3.1 s");
+        assert_eq!(duration(200.2), "3 min 20 s");
+        assert_eq!(duration(7500.0), "2 h 5 min");
+    }
+
+    #[test]
+    fn tables_align() {
+        let rows = vec![vec!["a".into(), "1".into()], vec!["long".into(), "22".into()]];
+        assert_eq!(table(&["x", "yy"], &rows), "x     yy\n────────\na      1\nlong  22\n");
+    }
+}

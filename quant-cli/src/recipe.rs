@@ -1,0 +1,136 @@
+//! The options that say what is quantized how, shared by `plan` and `quantize`.
+
+use quant_core::Result;
+use quant_core::calibrate::Sampling;
+use quant_core::recipe::{Granularity, METHODS, PRESETS, Pattern, Recipe, WeightScheme, method};
+use quant_core::{Error, format};
+
+/// What to do with a model.
+#[derive(Debug, Clone, clap::Args)]
+pub struct RecipeOptions {
+    /// Named combination of method and scheme
+    #[arg(long, default_value = PRESETS[0].name, help_heading = "Recipe", long_help = preset_help())]
+    pub preset: String,
+    /// How the numbers are found; the preset's when not given
+    #[arg(long, help_heading = "Recipe", long_help = method_help())]
+    pub method: Option<String>,
+    /// Numeric format: w3a16, w4a16 or w8a16, optionally with -g128, -channel, -sym, -asym
+    #[arg(long, help_heading = "Recipe")]
+    pub scheme: Option<String>,
+    /// Container to write
+    #[arg(long, default_value = format::CONTAINERS[0].name(), help_heading = "Recipe", long_help = format_help())]
+    pub format: String,
+    /// Weights of a row that share a scale, or `channel` for all of it
+    #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
+    pub group_size: Option<String>,
+    /// Grids symmetric about zero (the default)
+    #[arg(long, conflicts_with = "asymmetric", help_heading = "Recipe")]
+    pub symmetric: bool,
+    /// Grids with a zero point
+    #[arg(long, help_heading = "Recipe")]
+    pub asymmetric: bool,
+    /// Linears that stay float: a name (down_proj), a glob (*.layers.0.*) or re:EXPRESSION
+    #[arg(long, value_name = "PATTERN", help_heading = "Recipe")]
+    pub ignore: Vec<String>,
+    /// Linears with a scheme of their own; the last that matches wins
+    #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
+    pub overrides: Vec<String>,
+    /// Calibration windows [default: 64]
+    #[arg(long, value_name = "N", help_heading = "Calibration")]
+    pub samples: Option<usize>,
+    /// Tokens of a calibration window [default: 512]
+    #[arg(long, value_name = "L", help_heading = "Calibration")]
+    pub seq_len: Option<usize>,
+    /// Seed of the windows' selection
+    #[arg(long, value_name = "S", default_value_t = 0, help_heading = "Calibration")]
+    pub seed: u64,
+}
+
+impl RecipeOptions {
+    /// The recipe that these options ask for.
+    pub fn recipe(&self) -> Result<Recipe> {
+        let mut recipe = Recipe::preset(&self.preset)?;
+        if let Some(name) = &self.method {
+            recipe.method = method(name)?;
+        }
+        recipe.container = format::container(&self.format)?;
+        if let Some(size) = &self.group_size {
+            recipe.scheme.granularity = granularity(size)?;
+        }
+        if self.symmetric || self.asymmetric {
+            recipe.scheme.symmetric = self.symmetric;
+        }
+        if let Some(scheme) = &self.scheme {
+            recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
+        }
+        recipe.ignore = self.ignore.iter().map(|p| Pattern::new(p)).collect::<Result<_>>()?;
+        recipe.overrides = self.overrides.iter().map(|o| parse_override(o, recipe.scheme)).collect::<Result<_>>()?;
+        let usual = Sampling::default();
+        recipe.sampling = Sampling {
+            samples: self.samples.unwrap_or(usual.samples),
+            length: self.seq_len.unwrap_or(usual.length),
+            seed: self.seed,
+        };
+        Ok(recipe)
+    }
+
+    /// `--scheme w4a16-g64 --group-size 128` asks for two things at once.
+    fn refuse_contradiction(&self, text: &str, scheme: WeightScheme) -> Result<WeightScheme> {
+        let group = match &self.group_size {
+            Some(size) => granularity(size)? != scheme.granularity,
+            None => false,
+        };
+        let symmetry = (self.symmetric && !scheme.symmetric) || (self.asymmetric && scheme.symmetric);
+        if group || symmetry {
+            return Err(Error::usage(
+                format!("--scheme {text} contradicts --group-size, --symmetric or --asymmetric"),
+                "say it once",
+            ));
+        }
+        Ok(scheme)
+    }
+}
+
+fn granularity(text: &str) -> Result<Granularity> {
+    match text.parse() {
+        Ok(size) if size >= 1 => Ok(Granularity::Group(size)),
+        _ if text == "channel" || text == "-1" => Ok(Granularity::Channel),
+        _ => Err(Error::usage(
+            format!("group size `{text}` is not understood"),
+            "give a number such as 32, 64 or 128, or `channel`",
+        )),
+    }
+}
+
+fn parse_override(text: &str, base: WeightScheme) -> Result<(Pattern, WeightScheme)> {
+    let Some((pattern, scheme)) = text.rsplit_once('=') else {
+        return Err(Error::usage(
+            format!("override `{text}` has no `=`"),
+            "write --override PATTERN=SCHEME, for example down_proj=w8a16",
+        ));
+    };
+    Ok((Pattern::new(pattern)?, base.refine(scheme)?))
+}
+
+fn listed<'a>(what: &str, lines: impl Iterator<Item = (&'a str, String)>) -> String {
+    let lines: Vec<String> = lines.map(|(name, text)| format!("  {name}: {text}")).collect();
+    format!("{what}:\n{}", lines.join("\n"))
+}
+
+fn preset_help() -> String {
+    listed(
+        "Named combination of method and scheme",
+        PRESETS.iter().map(|p| (p.name, format!("{} {}", p.method, p.scheme))),
+    )
+}
+
+fn method_help() -> String {
+    listed(
+        "How the numbers are found; the preset's when not given",
+        METHODS.iter().map(|m| (m.name, m.summary.to_owned())),
+    )
+}
+
+fn format_help() -> String {
+    listed("Container to write", format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned())))
+}

@@ -1,0 +1,69 @@
+//! What stands beside the weights: the configuration that readers need, the files that belong to
+//! the model, the report.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::{Job, QuantReport};
+use crate::checkpoint::{CheckpointWriter, ModelDirectory};
+use crate::recipe::Plan;
+use crate::{Error, Result};
+
+/// The name of the report in a checkpoint.
+pub const REPORT: &str = "quant_report.json";
+
+/// `config.json` of the quantized model: the original, key for key, and `quantization_config`.
+///
+/// # Errors
+/// Never for configurations that were read from JSON.
+pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<String> {
+    let mut config = directory.config().clone();
+    let settings = plan.container.quantization_config(&plan.module_schemes());
+    config.insert("quantization_config".into(), settings);
+    pretty(&Value::Object(config))
+}
+
+fn pretty(value: &Value) -> Result<String> {
+    let mut text = serde_json::to_string_pretty(value)
+        .map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))?;
+    text.push('\n');
+    Ok(text)
+}
+
+/// Adds everything but the weights to a checkpoint that is being written.
+///
+/// # Errors
+/// When a file of the model cannot be read, or one cannot be written.
+pub fn add_companions(
+    directory: &ModelDirectory,
+    plan: &Plan,
+    report: &QuantReport,
+    writer: &mut CheckpointWriter,
+) -> Result<()> {
+    writer.add_file("config.json", quantized_config(directory, plan)?.as_bytes())?;
+    for path in directory.sidecar_files() {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
+        writer.add_file(&name, &bytes)?;
+    }
+    writer.add_file(REPORT, report.to_json()?.as_bytes())
+}
+
+/// What a run depends on, for [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions): an
+/// interrupted job is resumed only by the same one. The contents of the input are checked tensor by
+/// tensor when it is.
+pub fn fingerprint(job: &Job<'_>, model_path: &Path) -> Value {
+    let schemes = job.plan.module_schemes();
+    let schemes: serde_json::Map<String, Value> =
+        schemes.quantized.iter().map(|(module, scheme)| ((*module).to_owned(), json!(scheme.to_string()))).collect();
+    let calibration = job.plan.method.transform.and(job.windows).map(|w| super::report::calibration(job, w));
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "model": model_path.display().to_string(),
+        "method": job.plan.method.name,
+        "format": job.plan.container.name(),
+        "schemes": schemes,
+        "calibration": calibration,
+    })
+}

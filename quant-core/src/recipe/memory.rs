@@ -1,0 +1,58 @@
+//! How much memory a plan will need at its peak: an upper estimate, from shapes alone.
+
+use super::{Action, Plan};
+use crate::model::{FoldGroup, Model, Op};
+
+/// What the program itself, its threads and the tokenizer take.
+const PROGRAM: u64 = 64 << 20;
+/// Tokens that go through a block at a time.
+const CHUNK_TOKENS: u64 = 2048;
+
+impl Plan {
+    /// Bytes of memory at the peak, about.
+    pub fn peak_memory(&self, model: &Model) -> u64 {
+        PROGRAM + self.largest_tensor() + if self.method.transform.is_some() { self.search(model) } else { 0 }
+    }
+
+    /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
+    /// where a transform rewrites it.
+    fn largest_tensor(&self) -> u64 {
+        let of = |entry: &super::PlanEntry| match entry.action {
+            Action::Copy => 16 << 20,
+            _ => {
+                let elements = entry.info.elements() as u64;
+                let widened = if self.method.transform.is_some() { 4 * elements } else { 0 };
+                2 * entry.info.byte_len() + elements + widened + entry.output_bytes()
+            }
+        };
+        self.entries.iter().map(of).max().unwrap_or(0)
+    }
+
+    /// The block, the batch's hidden states, and what the search of one group keeps.
+    fn search(&self, model: &Model) -> u64 {
+        let architecture = model.architecture();
+        let tokens = (self.sampling.samples * self.sampling.length) as u64;
+        let block: u64 = self
+            .entries
+            .iter()
+            .filter(|e| self.layer_of(e) == Some(0))
+            .map(|e| e.info.byte_len())
+            .sum();
+        let graph = &architecture.block;
+        let width = |id: usize| match &graph.nodes()[id].op {
+            Op::Linear { shape, .. } => shape.map(|s| s as u64),
+            _ => [0, 0],
+        };
+        let group = |g: &FoldGroup| {
+            let [n, k] = width(g.consumers[0]);
+            if g.consumers.len() == 1 {
+                return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
+            }
+            let consumers: u64 = g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum();
+            4 * tokens * (k + width(g.inspected)[0]) + 4 * consumers
+        };
+        let kept = graph.fold_groups().iter().map(group).max().unwrap_or(0);
+        let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        block + 4 * tokens * architecture.hidden as u64 + kept + 8 * CHUNK_TOKENS * widest
+    }
+}
