@@ -1,2 +1,50 @@
-//! x
-fn main() {}
+//! The `quant` command line: arguments, progress and exit codes; the work is done by the crates it
+//! drives.
+#![forbid(unsafe_code)]
+
+mod cli;
+mod commands;
+mod inputs;
+mod output;
+mod progress;
+mod recipe;
+mod signals;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use quant_core::Error;
+
+fn main() -> ExitCode {
+    let cli = cli::Cli::parse();
+    let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    // A panic is a bug of ours; it must end in its own exit code, with a line that says so.
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli)));
+    let error = match outcome {
+        Ok(Ok(())) => return ExitCode::SUCCESS,
+        Ok(Err(error)) => error,
+        Err(_) => Error::Internal("the program panicked".into()),
+    };
+    if output::is_closed_pipe(&error) {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!("error: {error}");
+    eprintln!("  {}", error.remedy());
+    ExitCode::from(error.category().exit_code())
+}
+
+fn run(cli: &cli::Cli) -> quant_core::Result<()> {
+    let cancel = signals::install()?;
+    let threads = match cli.threads {
+        Some(threads) => threads,
+        None => std::thread::available_parallelism().map_or(1, usize::from),
+    };
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
+    let session = commands::Session { progress: progress::Progress::new(cli.quiet), cancel, quiet: cli.quiet };
+    pool.install(|| commands::run(&cli.command, &session))
+}

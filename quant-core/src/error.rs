@@ -221,6 +221,16 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// Something that is not here cannot be fetched.
+    #[error("{what} is not available: {reason}")]
+    Unavailable {
+        /// What was wanted.
+        what: String,
+        /// Why it cannot be had.
+        reason: String,
+        /// How to do without.
+        remedy: String,
+    },
     /// The disk has too little room.
     #[error("{} needs {needed} bytes, {free} are free", path.display())]
     DiskFull {
@@ -319,7 +329,7 @@ impl Error {
             | Self::UnsupportedQuantization { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. } => Category::Input,
-            Self::Io { .. } | Self::DiskFull { .. } | Self::Locked { .. } | Self::Verification { .. } => {
+            Self::Io { .. } | Self::Unavailable { .. } | Self::DiskFull { .. } | Self::Locked { .. } | Self::Verification { .. } => {
                 Category::Environment
             }
             Self::NonFinite { .. } | Self::Numeric { .. } => Category::Numeric,
@@ -331,7 +341,7 @@ impl Error {
     /// What the user can do about it.
     pub fn remedy(&self) -> String {
         match self {
-            Self::Usage { remedy, .. } => remedy.clone(),
+            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } => remedy.clone(),
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
                 "`quant plan MODEL` lists the names that can be matched".into()
             }

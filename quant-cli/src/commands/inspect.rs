@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use quant_core::{Result, TensorSource};
+use quant_core::Result;
 use serde::Serialize;
 
 use super::Session;

@@ -1,13 +1,44 @@
 //! The first and last stage of the path: checkpoints are read by ranges and written atomically.
+//!
+//! ```text
+//! read    directory ─► shards ─► header         config.json, shards and index, checks on each file
+//! write   layout ─► writer ─► verify ─► publish   where each byte goes, staging, proof, one rename
+//! ```
 
 mod config_fields;
+mod contract;
 mod directory;
 mod dtype;
+mod file_system;
 mod header;
+mod header_error;
+mod input_file;
+mod job;
+mod journal;
+mod layout;
+mod manifest;
+mod memory;
+mod overlap;
+mod publish;
+mod shard_index;
+mod shards;
+mod staging;
+mod strict_json;
 mod tensor_io;
+#[cfg(test)]
+mod tests;
+mod verify;
+mod writer;
 
 pub use config_fields::ConfigFields;
-pub use dtype::Dtype;
-pub use header::HeaderError;
-pub use tensor_io::{TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes, require_weight_float};
 pub use directory::ModelDirectory;
+pub use dtype::Dtype;
+pub use header_error::HeaderError;
+pub use layout::ShardLayout;
+pub use manifest::PublishedFile;
+pub use memory::{MemorySink, MemorySource};
+pub use overlap::refuse_overlap;
+pub use publish::Published;
+pub use shards::ShardedCheckpoint;
+pub use tensor_io::{TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes, require_weight_float};
+pub use writer::{CheckpointWriter, WriteOptions};

@@ -132,12 +132,18 @@ pub trait TensorSink {
     /// It becomes durable with the next [`commit`](Self::commit), never before the tensors
     /// written ahead of it.
     ///
+    /// A sink that cannot be resumed need not keep any.
+    ///
     /// # Errors
     /// When it cannot be kept.
-    fn remember(&mut self, key: &str, value: &serde_json::Value) -> Result<()>;
+    fn remember(&mut self, _key: &str, _value: &serde_json::Value) -> Result<()> {
+        Ok(())
+    }
 
     /// A record kept by this run or the one it resumes.
-    fn recall(&self, key: &str) -> Option<serde_json::Value>;
+    fn recall(&self, _key: &str) -> Option<serde_json::Value> {
+        None
+    }
 
     /// Makes all that was written so far survive a crash: the end of a unit of work.
     ///

@@ -76,11 +76,13 @@ pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
     let row_bytes = words_for(columns, bits) * 4;
     let mut bytes = vec![0; codes.len() / columns * row_bytes];
     let rows = (TASK_CODES / columns).max(1);
-    bytes.par_chunks_mut(rows * row_bytes).zip(codes.par_chunks(rows * columns)).for_each(|(bytes, codes)| {
-        for (bytes, codes) in bytes.chunks_exact_mut(row_bytes).zip(codes.chunks_exact(columns)) {
-            pack_row(codes, bits, bytes);
-        }
-    });
+    bytes.par_chunks_mut(rows * row_bytes).zip(codes.par_chunks(rows * columns)).for_each(
+        |(bytes, codes)| {
+            for (bytes, codes) in bytes.chunks_exact_mut(row_bytes).zip(codes.chunks_exact(columns)) {
+                pack_row(codes, bits, bytes);
+            }
+        },
+    );
     bytes
 }
 
@@ -98,11 +100,13 @@ pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> 
         return Err(WordCount { count: codes.len(), bits, got: bytes.len() / 4 });
     }
     let rows = (TASK_CODES / columns).max(1);
-    codes.par_chunks_mut(rows * columns).zip(bytes.par_chunks(rows * row_bytes)).for_each(|(codes, bytes)| {
-        for (codes, bytes) in codes.chunks_exact_mut(columns).zip(bytes.chunks_exact(row_bytes)) {
-            unpack_row(bytes, bits, codes);
-        }
-    });
+    codes.par_chunks_mut(rows * columns).zip(bytes.par_chunks(rows * row_bytes)).for_each(
+        |(codes, bytes)| {
+            for (codes, bytes) in codes.chunks_exact_mut(columns).zip(bytes.chunks_exact(row_bytes)) {
+                unpack_row(bytes, bits, codes);
+            }
+        },
+    );
     Ok(())
 }
 
@@ -243,9 +247,7 @@ mod tests {
     }
 
     fn codes() -> impl Strategy<Value = (u8, Vec<u8>)> {
-        (1u8..=8).prop_flat_map(|bits| {
-            (Just(bits), prop::collection::vec(0..=u8::MAX >> (8 - bits), 0..300))
-        })
+        (1u8..=8).prop_flat_map(|bits| (Just(bits), prop::collection::vec(0..=u8::MAX >> (8 - bits), 0..300)))
     }
 
     proptest! {
@@ -291,7 +293,8 @@ mod tests {
     fn many_rows_are_split_and_joined() {
         let codes: Vec<u8> = (0..700 * 301).map(|i| (i * 7 % 8) as u8).collect();
         let bytes = pack_rows(&codes, 301, 3);
-        let one: Vec<u8> = codes.chunks(301).flat_map(|r| pack_words(r, 3)).flat_map(u32::to_le_bytes).collect();
+        let one: Vec<u8> =
+            codes.chunks(301).flat_map(|r| pack_words(r, 3)).flat_map(u32::to_le_bytes).collect();
         assert_eq!(bytes, one);
     }
 }

@@ -35,7 +35,7 @@ impl Model {
     /// When the configuration is malformed, of an unknown family or container, or disagrees with
     /// the tensors.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
-        Self::new(directory.source(), &directory.config_path(), directory.config())
+        Self::new(directory.source().clone(), directory.config_path(), directory.config())
     }
 
     /// A model from its tensors and the fields of its `config.json`; `path` is for messages.

@@ -4,12 +4,14 @@
 //! whatever the number of layers. Methods without a transform need not even the block: their
 //! linears stream through one at a time.
 
+mod finish;
 mod report;
 mod tensor;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+pub use finish::{REPORT, add_companions, fingerprint, quantized_config};
 pub use report::{CalibrationReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
 use crate::calibrate::{HiddenStates, TokenWindows};

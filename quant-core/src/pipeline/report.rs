@@ -209,7 +209,7 @@ impl QuantReport {
     }
 }
 
-fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
+pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
     let mut hash = Sha256::new();
     for token in windows.tokens() {
         hash.update(token.to_le_bytes());

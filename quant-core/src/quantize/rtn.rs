@@ -10,9 +10,9 @@ use rayon::prelude::*;
 use super::grid::{self, Extent, GridRule};
 use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
+use crate::Result;
 use crate::checkpoint::Dtype;
 use crate::recipe::WeightScheme;
-use crate::Result;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
 /// matrix.

@@ -3,6 +3,7 @@
 //! A [`Recipe`] is the request; [`Plan::new`] holds it against a model before any compute and
 //! settles every tensor's fate, with the bytes it will take. Every later stage obeys the plan.
 
+mod memory;
 mod pattern;
 mod plan;
 mod scheme;

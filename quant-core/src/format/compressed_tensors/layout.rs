@@ -49,7 +49,10 @@ pub(super) fn layout(
 ) -> Result<Vec<TensorSpec>> {
     let [n, k] = shape;
     let unusable = |what: String| {
-        Error::usage(format!("`{module}.weight`: {what}"), "leave it float with --ignore, or choose another scheme")
+        Error::usage(
+            format!("`{module}.weight`: {what}"),
+            "leave it float with --ignore, or choose another scheme",
+        )
     };
     if !(2..=8).contains(&scheme.bits) {
         return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {}", scheme.bits)));
@@ -72,11 +75,7 @@ pub(super) fn layout(
         TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
     ];
     if !scheme.symmetric {
-        specs.push(TensorSpec::new(
-            zero_point_name(module),
-            Dtype::I32,
-            [words_for(n, scheme.bits), groups],
-        ));
+        specs.push(TensorSpec::new(zero_point_name(module), Dtype::I32, [words_for(n, scheme.bits), groups]));
     }
     specs.push(TensorSpec::new(shape_name(module), Dtype::I64, [2]));
     Ok(specs)
@@ -130,8 +129,7 @@ pub(super) fn unpack_zeros(bytes: &[u8], n: usize, groups: usize, bits: u8) -> R
     }
     let packed = transpose_words(bytes, words_for(n, bits), groups);
     let mut columns = vec![0; n * groups];
-    unpack_rows(&packed, n, bits, &mut columns)
-        .map_err(|e| Error::Internal(format!("packed zeros: {e}")))?;
+    unpack_rows(&packed, n, bits, &mut columns).map_err(|e| Error::Internal(format!("packed zeros: {e}")))?;
     Ok(transpose(&columns, groups, n))
 }
 

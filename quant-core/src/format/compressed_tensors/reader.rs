@@ -8,7 +8,9 @@ use std::collections::HashMap;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
-use super::layout::{self, group_index_name, packed_name, scale_name, shape_name, unpack_zeros, zero_point_name};
+use super::layout::{
+    self, group_index_name, packed_name, scale_name, shape_name, unpack_zeros, zero_point_name,
+};
 use super::{FORMAT, LINEAR, METHOD, REGEX, STATUS};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
 use crate::format::PackedReader;
@@ -192,7 +194,9 @@ fn scheme(weights: &Object<'_>) -> Result<WeightScheme, String> {
         ("group", _, Some(size)) => Granularity::Group(size),
         ("group", ..) => return Err(weights.refuse("group_size", "is not a positive number")),
         ("channel", None, _) => Granularity::Channel,
-        ("channel", ..) => return Err(weights.refuse("group_size", "contradicts `strategy`, which is channel")),
+        ("channel", ..) => {
+            return Err(weights.refuse("group_size", "contradicts `strategy`, which is channel"));
+        }
         (other, ..) => {
             return Err(weights.refuse("strategy", &format!("is {other}; group and channel can be read")));
         }
@@ -220,7 +224,10 @@ struct Object<'a> {
 
 impl<'a> Object<'a> {
     fn new(value: &'a Value, path: String) -> Result<Self, String> {
-        value.as_object().map(|map| Self { map, path: path.clone() }).ok_or(format!("`{path}` is not an object"))
+        value
+            .as_object()
+            .map(|map| Self { map, path: path.clone() })
+            .ok_or(format!("`{path}` is not an object"))
     }
 
     /// A key's value; `null` counts as absent.
@@ -247,7 +254,9 @@ impl<'a> Object<'a> {
     fn require(&self, key: &str, expected: &str) -> Result<(), String> {
         match self.get(key) {
             Some(Value::String(s)) if s == expected => Ok(()),
-            Some(other) => Err(self.refuse(key, &format!("is {}; only {expected} can be read", brief(other)))),
+            Some(other) => {
+                Err(self.refuse(key, &format!("is {}; only {expected} can be read", brief(other))))
+            }
             None => Err(self.refuse(key, &format!("is missing; it must be {expected}"))),
         }
     }
@@ -302,17 +311,17 @@ impl PackedReader for Reader {
             }
         })?;
         for spec in &specs {
-            self.check(source, spec, module)?;
+            check(source, spec, module)?;
         }
-        for name in [(!scheme.symmetric, zero_point_name(module)), (false, group_index_name(module))] {
-            if let (false, name) = name
-                && source.info(&name).is_some()
-            {
-                return Err(Error::UnsupportedQuantization {
-                    path: source.location(&name),
-                    reason: format!("tensor `{name}` is not part of {scheme} weights in natural order"),
-                });
-            }
+        let mut foreign = vec![group_index_name(module)];
+        if scheme.symmetric {
+            foreign.push(zero_point_name(module));
+        }
+        if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
+            return Err(Error::UnsupportedQuantization {
+                path: source.location(&name),
+                reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
+            });
         }
         check_weight_shape(source, module, shape)?;
 
@@ -331,30 +340,28 @@ impl PackedReader for Reader {
     }
 }
 
-impl Reader {
-    /// Checks a tensor's type and shape against what the scheme implies.
-    fn check(&self, source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
-        let TensorInfo { dtype, shape } = source.require(&spec.name)?;
-        // Written as I64, but I32 is met in the wild and means the same.
-        let accepted = *dtype == spec.info.dtype || (spec.name == shape_name(module) && *dtype == Dtype::I32);
-        if !accepted {
-            return Err(Error::TensorDtype {
-                path: source.location(&spec.name),
-                tensor: spec.name.clone(),
-                expected: spec.info.dtype.to_string(),
-                got: dtype.to_string(),
-            });
-        }
-        if *shape != spec.info.shape {
-            return Err(Error::TensorShape {
-                path: source.location(&spec.name),
-                tensor: spec.name.clone(),
-                expected: spec.info.shape.clone(),
-                got: shape.clone(),
-            });
-        }
-        Ok(())
+/// Checks a tensor's type and shape against what the scheme implies.
+fn check(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
+    let TensorInfo { dtype, shape } = source.require(&spec.name)?;
+    // Written as I64, but I32 is met in the wild and means the same.
+    let accepted = *dtype == spec.info.dtype || (spec.name == shape_name(module) && *dtype == Dtype::I32);
+    if !accepted {
+        return Err(Error::TensorDtype {
+            path: source.location(&spec.name),
+            tensor: spec.name.clone(),
+            expected: spec.info.dtype.to_string(),
+            got: dtype.to_string(),
+        });
     }
+    if *shape != spec.info.shape {
+        return Err(Error::TensorShape {
+            path: source.location(&spec.name),
+            tensor: spec.name.clone(),
+            expected: spec.info.shape.clone(),
+            got: shape.clone(),
+        });
+    }
+    Ok(())
 }
 
 /// Compares the contents of `weight_shape` with the shape that the model implies: packing hides up
