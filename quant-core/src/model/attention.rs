@@ -134,8 +134,9 @@ impl CausalAttention {
                 softmax_prefix(row, past + i + 1);
             }
             let weights = MatRef::from_row_major_slice(scores.as_slice(), count, visible);
-            let into = MatMut::from_row_major_slice_with_stride_mut(&mut out[head * d..], count, d, q_width);
-            matmul(into, Accum::Replace, weights, values, 1.0_f32, Par::Seq);
+            // faer 0.24's own strided row-major constructor swaps the strides of a mutable view.
+            let into = MatMut::from_column_major_slice_with_stride_mut(&mut out[head * d..], d, count, q_width);
+            matmul(into.transpose_mut(), Accum::Replace, weights, values, 1.0_f32, Par::Seq);
         }
     }
 }
@@ -183,5 +184,68 @@ impl CustomOp2 for GatedSilu {
                 }
             });
         Ok((CpuStorage::F32(out), gate_layout.shape().clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn wave(shape: (usize, usize, usize), phase: f32) -> Tensor {
+        let count = shape.0 * shape.1 * shape.2;
+        let values: Vec<f32> = (0..count).map(|i| (i as f32 * 0.61 + phase).sin() * 2.0).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
+    /// The definition, one score at a time, in double precision.
+    fn naive(q: &Tensor, k: &Tensor, v: &Tensor, repeat: usize, d: usize) -> Vec<f64> {
+        let (q, k, v) = (q.to_vec3::<f32>().unwrap(), k.to_vec3::<f32>().unwrap(), v.to_vec3::<f32>().unwrap());
+        let mut out = Vec::new();
+        for b in 0..q.len() {
+            let past = k[b].len() - q[b].len();
+            for t in 0..q[b].len() {
+                for head in 0..q[b][t].len() / d {
+                    let at = |row: &[f32], head: usize, i: usize| f64::from(row[head * d + i]);
+                    let weights: Vec<f64> = (0..=past + t)
+                        .map(|s| {
+                            let dot: f64 =
+                                (0..d).map(|i| at(&q[b][t], head, i) * at(&k[b][s], head / repeat, i)).sum();
+                            (dot / (d as f64).sqrt()).exp()
+                        })
+                        .collect();
+                    let total: f64 = weights.iter().sum();
+                    for i in 0..d {
+                        let sum: f64 =
+                            weights.iter().enumerate().map(|(s, w)| w * at(&v[b][s], head / repeat, i)).sum();
+                        out.push(sum / total);
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn attention_matches_its_definition() {
+        for (batch, queries, keys, kv_heads, repeat, d) in
+            [(1, 1, 1, 1, 1, 2), (2, 5, 5, 2, 2, 4), (1, 150, 150, 1, 3, 8), (3, 2, 9, 2, 1, 6), (1, 70, 133, 2, 2, 4)]
+        {
+            let q = wave((batch, queries, kv_heads * repeat * d), 0.1);
+            let (k, v) = (wave((batch, keys, kv_heads * d), 0.7), wave((batch, keys, kv_heads * d), 1.9));
+            let out = causal_attention(&q, &k, &v, repeat, d).unwrap();
+            let out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            for (got, exact) in out.iter().zip(naive(&q, &k, &v, repeat, d)) {
+                approx::assert_abs_diff_eq!(f64::from(*got), exact, epsilon = 1e-5);
+            }
+        }
+    }
+
+    #[test]
+    fn misfits_are_errors() {
+        let (q, k) = (wave((1, 3, 8), 0.0), wave((1, 2, 8), 0.0));
+        assert!(causal_attention(&q, &k, &k, 1, 4).is_err());
+        assert!(causal_attention(&k, &q, &k, 1, 4).is_err());
+        assert!(gated_silu(&q, &k).is_err());
     }
 }
