@@ -1,6 +1,8 @@
 //! `cargo xtask`: the one entry for checks, test models and benchmarks, on a laptop and in CI.
 #![forbid(unsafe_code)]
 
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
 use xtask::{bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, synth};
 
@@ -31,8 +33,8 @@ enum Command {
     BenchAwqMemory(bench_awq_memory::Args),
 }
 
-fn main() -> anyhow::Result<()> {
-    match Cli::parse().command {
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
         Command::Ci(args) => ci::run(&args),
         Command::Nightly(args) => nightly::run(&args),
         Command::Interop => interop::run(),
@@ -41,5 +43,13 @@ fn main() -> anyhow::Result<()> {
         Command::Plant(args) => plant::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The chain of reasons; a backtrace would say nothing that it does not.
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }
