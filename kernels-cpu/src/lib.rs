@@ -4,7 +4,9 @@
 //! thread pool. Weights reach it as a [`WeightView`].
 #![forbid(unsafe_code)]
 
+mod dequantize;
 pub mod reference;
 mod weight_view;
 
+pub use dequantize::dequantize_rows;
 pub use weight_view::{ViewError, WeightView};

@@ -100,11 +100,67 @@ impl<'a> WeightView<'a> {
         &self.scales[rows.start * self.groups()..rows.end * self.groups()]
     }
 
+    /// The stored zeros of some rows, laid out as [`scales`](Self::scales); none in a symmetric grid.
+    pub fn zeros(&self, rows: Range<usize>) -> Option<&'a [u8]> {
+        self.zeros.map(|zeros| &zeros[rows.start * self.groups()..rows.end * self.groups()])
+    }
+
     /// The zero of a group: stored, or the middle of a symmetric grid.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],
             None => 1 << (self.bits - 1),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CODES: [u8; 12] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+    const SCALES: [f32; 6] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+
+    #[test]
+    fn parts_of_a_matrix() {
+        let zeros = [6, 5, 4, 3, 2, 1];
+        let view = WeightView::new([3, 4], 4, 2, &CODES, &SCALES, Some(&zeros)).unwrap();
+        assert_eq!((view.n(), view.k(), view.bits(), view.group_size(), view.groups()), (3, 4, 4, 2, 2));
+        assert_eq!(view.codes(1..3), &CODES[4..]);
+        assert_eq!(view.scales(1..2), [3.0, 4.0]);
+        assert_eq!(view.zeros(2..3), Some(&[2, 1][..]));
+        assert_eq!(view.zero(1, 1), 3);
+    }
+
+    #[test]
+    fn a_symmetric_grid_has_its_zero_in_the_middle() {
+        for (bits, zero) in [(2, 2), (3, 4), (4, 8), (8, 128)] {
+            let view = WeightView::new([1, 4], bits, 4, &CODES[..4], &SCALES[..1], None).unwrap();
+            assert_eq!((view.zero(0, 0), view.zeros(0..1)), (zero, None));
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_told() {
+        let new = |shape, bits, size, codes: usize, scales: usize, zeros: Option<&'static [u8]>| {
+            WeightView::new(shape, bits, size, &CODES[..codes], &SCALES[..scales], zeros).unwrap_err()
+        };
+        for bits in [0, 1, 9] {
+            assert_eq!(new([3, 4], bits, 2, 12, 6, None), ViewError::Bits(bits));
+        }
+        assert_eq!(new([3, 4], 4, 3, 12, 6, None), ViewError::GroupSize { group_size: 3, k: 4 });
+        assert_eq!(new([3, 4], 4, 0, 12, 6, None), ViewError::GroupSize { group_size: 0, k: 4 });
+        let length = |what, expected, got| ViewError::Length { what, expected, got };
+        assert_eq!(new([3, 4], 4, 2, 11, 6, None), length("codes", 12, 11));
+        assert_eq!(new([3, 4], 4, 2, 12, 5, None), length("scales", 6, 5));
+        assert_eq!(new([3, 4], 4, 2, 12, 6, Some(&[0; 7])), length("zeros", 6, 7));
+        // A shape whose product overflows is no reason to panic.
+        assert_eq!(new([usize::MAX, 4], 4, 4, 12, 6, None), length("codes", usize::MAX, 12));
+    }
+
+    #[test]
+    fn empty_matrices_are_matrices() {
+        assert!(WeightView::new([0, 4], 4, 2, &[], &[], None).is_ok());
+        assert!(WeightView::new([3, 0], 4, 2, &[], &[], None).is_ok());
     }
 }

@@ -1,0 +1,129 @@
+//! Packed weights become floats again: for layers that run dense, and for measuring errors.
+
+use std::ops::Range;
+
+use crate::WeightView;
+
+/// Dequantizes some rows: the same values, bit for bit, as
+/// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
+///
+/// `out` is `[rows.len(), k]` row-major. Allocates nothing and spawns nothing; callers that want
+/// threads give each its own rows.
+///
+/// # Panics
+/// When `rows` leaves the matrix or `out` has another length.
+pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f32]) {
+    assert_eq!(out.len(), rows.len() * weight.k(), "output length does not match the rows");
+    let size = weight.group_size();
+    let groups = weight.scales(rows.clone()).iter().zip(weight.codes(rows.clone()).chunks_exact(size));
+    let outs = out.chunks_exact_mut(size);
+    // One pass over groups, whatever row they are in: the zero's kind is settled outside, so that
+    // nothing is looked up or checked a weight.
+    match weight.zeros(rows) {
+        Some(zeros) => {
+            for ((out, (&scale, codes)), &zero) in outs.zip(groups).zip(zeros) {
+                dequantize_group(codes, scale, zero, out);
+            }
+        }
+        None => {
+            let middle = 1 << (weight.bits() - 1);
+            for (out, (&scale, codes)) in outs.zip(groups) {
+                dequantize_group(codes, scale, middle, out);
+            }
+        }
+    }
+}
+
+/// One group. The code less the zero is exact in `f32`, so there is a single rounding, in the
+/// product, as in the reference.
+#[inline(always)]
+fn dequantize_group(codes: &[u8], scale: f32, zero: u8, out: &mut [f32]) {
+    let zero = i32::from(zero);
+    for (out, &code) in out.iter_mut().zip(codes) {
+        *out = (i32::from(code) - zero) as f32 * scale;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::reference;
+
+    /// A matrix of any shape, with every code, zero and scale possible.
+    #[derive(Debug)]
+    struct Matrix {
+        shape: [usize; 2],
+        bits: u8,
+        group_size: usize,
+        codes: Vec<u8>,
+        scales: Vec<f32>,
+        zeros: Option<Vec<u8>>,
+    }
+
+    impl Matrix {
+        fn view(&self) -> WeightView<'_> {
+            let zeros = self.zeros.as_deref();
+            WeightView::new(self.shape, self.bits, self.group_size, &self.codes, &self.scales, zeros).unwrap()
+        }
+    }
+
+    fn matrix() -> impl Strategy<Value = Matrix> {
+        (0usize..6, 1usize..40, 0usize..5, 2u8..=8, any::<bool>()).prop_flat_map(
+            |(n, group_size, groups, bits, asymmetric)| {
+                let (codes, scales) = (n * groups * group_size, n * groups);
+                let code = 0..=u8::MAX >> (8 - bits);
+                (
+                    prop::collection::vec(code.clone(), codes),
+                    prop::collection::vec(any::<f32>().prop_filter("finite", |s| s.is_finite()), scales),
+                    prop::collection::vec(code, scales),
+                )
+                    .prop_map(move |(codes, scales, zeros)| Matrix {
+                        shape: [n, groups * group_size],
+                        bits,
+                        group_size,
+                        codes,
+                        scales,
+                        zeros: asymmetric.then_some(zeros),
+                    })
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn equals_the_reference(matrix in matrix(), cut in 0usize..6, end in 0usize..6) {
+            let view = matrix.view();
+            let end = end.min(view.n());
+            let rows = cut.min(end)..end;
+            let mut expected = vec![f32::NAN; rows.len() * view.k()];
+            let mut got = expected.clone();
+            reference::dequantize_rows(&view, rows.clone(), &mut expected);
+            dequantize_rows(&view, rows, &mut got);
+            let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&got), bits(&expected));
+        }
+    }
+
+    #[test]
+    fn by_hand() {
+        let codes = [0, 15, 8, 7, 1, 2, 3, 4];
+        let scales = [0.5, 2.0, 1.0, -1.0];
+        let mut out = [0.0; 8];
+        let symmetric = WeightView::new([2, 4], 4, 2, &codes, &scales, None).unwrap();
+        dequantize_rows(&symmetric, 0..2, &mut out);
+        assert_eq!(out, [-4.0, 3.5, 0.0, -2.0, -7.0, -6.0, 5.0, 4.0]);
+        let zeros = [0, 8, 1, 4];
+        let asymmetric = WeightView::new([2, 4], 4, 2, &codes, &scales, Some(&zeros)).unwrap();
+        dequantize_rows(&asymmetric, 1..2, &mut out[..4]);
+        assert_eq!(out[..4], [0.0, 1.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "output length")]
+    fn another_output_length_panics() {
+        let view = WeightView::new([1, 2], 4, 2, &[1, 2], &[1.0], None).unwrap();
+        dequantize_rows(&view, 0..1, &mut [0.0; 3]);
+    }
+}
