@@ -1,5 +1,15 @@
 //! Float weights become codes, scales and zeros; no packing yet.
+//!
+//! [`grid`] is the arithmetic of one group, [`rtn`] runs it over matrices, and [`ErrorStats`]
+//! measures what it cost.
 
+mod error_stats;
+pub mod grid;
+mod rows;
+pub mod rtn;
 mod tensor;
 
+pub use error_stats::ErrorStats;
+pub use rows::{Rows, RowsError};
+pub use rtn::{QuantizedRows, fake_quantize, quantize_rows, quantize_rtn};
 pub use tensor::QuantizedTensor;

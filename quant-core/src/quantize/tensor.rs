@@ -1,6 +1,6 @@
 //! A quantized matrix in logical order: what every method produces and every format packs.
 
-use quant_kernels_cpu::{WeightView, reference};
+use quant_kernels_cpu::{WeightView, dequantize_rows};
 
 use crate::checkpoint::Dtype;
 use crate::recipe::WeightScheme;
@@ -50,7 +50,7 @@ impl QuantizedTensor {
     /// As [`view`](Self::view).
     pub fn dequantize(&self) -> Result<Vec<f32>> {
         let mut out = vec![0.0; self.shape[0] * self.shape[1]];
-        reference::dequantize_rows(&self.view()?, 0..self.shape[0], &mut out);
+        dequantize_rows(&self.view()?, 0..self.shape[0], &mut out);
         Ok(out)
     }
 }

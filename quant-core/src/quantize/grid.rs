@@ -1,0 +1,274 @@
+//! The arithmetic under every method: the affine grid of one group of weights.
+//!
+//! A *group* is a run of one row's weights that share a scale. [`GridRule`] says how a group's
+//! grid follows from the weights' range, [`Grid`] is the grid that came out, and everything that
+//! rounds (RTN, GPTQ, the AWQ and clip searches) rounds through them. The definition is that of
+//! compressed-tensors; `b` is the number of bits and every operation is one in `f32`:
+//!
+//! | | symmetric | asymmetric |
+//! |---|---|---|
+//! | range | `a = max \|w\|` | `lo = min(0, min w)`, `hi = max(0, max w)` |
+//! | scale | `s = round_to_dtype(a / ((2^b − 1) / 2))` | `s = round_to_dtype((hi − lo) / (2^b − 1))` |
+//! | zero | `z = 2^(b−1)` | `z = clamp(round(−lo / s), 0, 2^b − 1)` |
+//! | code | `clamp(round(w / s) + z, 0, 2^b − 1)` | the same |
+//! | value | `(code − z) · s` | the same |
+//!
+//! `round` is to the nearest integer, halves to even. The scale is rounded to the type it is
+//! stored in *before* anything is computed with it, so what is evaluated is what is stored. `w / s`
+//! is a true division: multiplying by `1 / s` would move codes of weights that lie on a boundary.
+//!
+//! # The edges
+//!
+//! * **All zeros** (−0.0 included): `s = 1`, every code is `z`, every value exactly 0.
+//! * **A scale that rounds to 0** becomes the smallest positive value of its type: 2⁻²⁴ in F16,
+//!   2⁻¹³³ in BF16, 2⁻¹⁴⁹ in F32. The grid is then coarser than the group asks for, and weights
+//!   below half of it become 0: the error is at most 2⁻²⁵ in F16, but all of a group may be lost.
+//! * **A scale in the subnormal range of its type** is rounded as any other, by up to half of that
+//!   smallest value; where it is rounded down, the largest weights saturate.
+//! * **A scale or value that overflows** its type is an error ([`GridError::Overflow`]): a reader
+//!   that computes in that type would see infinity.
+//! * **NaN and infinity** have no grid; [`Extent::of`] tells.
+
+use crate::checkpoint::Dtype;
+use crate::recipe::WeightScheme;
+use crate::{Error, Result};
+
+/// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum
+/// `x + MAGIC` is rounded by the addition itself, halves to even, and the integer stands in the low
+/// bits of the sum.
+///
+/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so `round_ties_even`
+/// becomes a function call a weight there; this is four weights an addition.
+const MAGIC: f32 = 12_582_912.0;
+
+/// Weights that a loop keeps in flight: four SSE registers, two of AVX.
+const LANES: usize = 16;
+
+/// The range of a group, extended to include 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Extent {
+    /// The smallest weight, or 0.
+    pub min: f32,
+    /// The largest weight, or 0.
+    pub max: f32,
+}
+
+impl Extent {
+    /// The range of these weights, or `None` when one is NaN or infinite.
+    pub fn of(weights: &[f32]) -> Option<Self> {
+        let mut lanes = ([0f32; LANES], [0f32; LANES], [0u32; LANES]);
+        let chunks = weights.chunks_exact(LANES);
+        let rest = chunks.remainder();
+        // Comparisons that pick an operand, unlike `f32::min`, are single instructions; NaN slips
+        // through them and is caught by its exponent, which is gathered beside.
+        let mut step = |i: usize, w: f32| {
+            let (min, max, exponent) = (&mut lanes.0[i], &mut lanes.1[i], &mut lanes.2[i]);
+            *min = if w < *min { w } else { *min };
+            *max = if w > *max { w } else { *max };
+            *exponent |= u32::from(w.to_bits() & 0x7f80_0000 == 0x7f80_0000);
+        };
+        for chunk in chunks {
+            for (i, &w) in chunk.iter().enumerate() {
+                step(i, w);
+            }
+        }
+        for (i, &w) in rest.iter().enumerate() {
+            step(i, w);
+        }
+        let (min, max, exponent) = lanes;
+        if exponent.iter().any(|&e| e != 0) {
+            return None;
+        }
+        Some(Self {
+            min: min.iter().fold(0.0, |a, &b| if b < a { b } else { a }),
+            max: max.iter().fold(0.0, |a, &b| if b > a { b } else { a }),
+        })
+    }
+
+    /// The largest magnitude.
+    pub fn abs_max(self) -> f32 {
+        self.max.max(-self.min)
+    }
+}
+
+/// Why a group has no grid.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GridError {
+    /// A weight is NaN or infinite.
+    #[error("weights are not finite")]
+    NonFinite,
+    /// The scale, or a weight rounded to the grid, leaves the range of the scale's type.
+    #[error(
+        "weights from {} to {} need a scale of {exact}, and {dtype} scales cannot hold it or its multiples",
+        extent.min, extent.max
+    )]
+    Overflow {
+        /// The weights' range.
+        extent: Extent,
+        /// The scale before it is rounded.
+        exact: f32,
+        /// The type it should be stored in.
+        dtype: Dtype,
+    },
+}
+
+/// How grids follow from ranges: bits, symmetry, and the type that scales are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GridRule {
+    max_code: u8,
+    symmetric: bool,
+    scale_dtype: Dtype,
+}
+
+impl GridRule {
+    /// The rule of a scheme with 2 to 8 bits and scales in F16, BF16 or F32.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for other bits or scale types.
+    pub fn new(scheme: WeightScheme, scale_dtype: Dtype) -> Result<Self> {
+        if !(2..=8).contains(&scheme.bits) {
+            return Err(Error::usage(
+                format!("weights cannot be quantized to {} bits", scheme.bits),
+                "choose 3, 4 or 8 bits",
+            ));
+        }
+        if !scale_dtype.is_weight_float() {
+            return Err(Error::usage(
+                format!("scales cannot be stored as {scale_dtype}"),
+                "store them as F16, BF16 or F32",
+            ));
+        }
+        Ok(Self { max_code: scheme.max_code(), symmetric: scheme.symmetric, scale_dtype })
+    }
+
+    /// The grid for weights of this range.
+    ///
+    /// # Errors
+    /// [`GridError::Overflow`] when the scale type cannot hold the scale or the grid's values;
+    /// [`GridError::NonFinite`] when the range itself is not finite.
+    pub fn fit(self, extent: Extent) -> Result<Grid, GridError> {
+        if !(extent.min.is_finite() && extent.max.is_finite()) {
+            return Err(GridError::NonFinite);
+        }
+        let middle = self.max_code / 2 + 1;
+        let grid = |scale, zero| Grid { scale, zero, max_code: self.max_code };
+        if extent.abs_max() == 0.0 {
+            return Ok(grid(1.0, if self.symmetric { middle } else { 0 }));
+        }
+        let exact = if self.symmetric {
+            extent.abs_max() / (f32::from(self.max_code) / 2.0)
+        } else {
+            (extent.max - extent.min) / f32::from(self.max_code)
+        };
+        let overflow = GridError::Overflow { extent, exact, dtype: self.scale_dtype };
+        let scale = match self.scale_dtype.round(exact) {
+            0.0 => smallest_positive(self.scale_dtype),
+            s if s.is_finite() => s,
+            _ => return Err(overflow),
+        };
+        let zero = if self.symmetric {
+            middle
+        } else {
+            (-extent.min / scale).round_ties_even().clamp(0.0, f32::from(self.max_code)) as u8
+        };
+        let grid = grid(scale, zero);
+        // Rounding is monotone, so the ends of the range give the ends of what comes out.
+        let holds = |w| self.scale_dtype.round(grid.value(grid.code(w))).is_finite();
+        if holds(extent.min) && holds(extent.max) { Ok(grid) } else { Err(overflow) }
+    }
+
+    /// The grid for these weights: [`fit`](Self::fit) on their [`Extent`].
+    ///
+    /// # Errors
+    /// As `fit`; [`GridError::NonFinite`] when a weight is NaN or infinite.
+    pub fn fit_weights(self, weights: &[f32]) -> Result<Grid, GridError> {
+        self.fit(Extent::of(weights).ok_or(GridError::NonFinite)?)
+    }
+}
+
+/// The smallest positive value of a scale type.
+fn smallest_positive(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::from_bits(1).to_f32(),
+        Dtype::Bf16 => half::bf16::from_bits(1).to_f32(),
+        _ => f32::from_bits(1),
+    }
+}
+
+/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Grid {
+    scale: f32,
+    zero: u8,
+    max_code: u8,
+}
+
+impl Grid {
+    /// The step between neighbouring values; positive, and exact in the rule's scale type.
+    pub fn scale(self) -> f32 {
+        self.scale
+    }
+
+    /// The code of the value 0.
+    pub fn zero(self) -> u8 {
+        self.zero
+    }
+
+    /// The steps from 0 to the lowest and to the highest value: `−zero` and `max_code − zero`.
+    fn limits(self) -> (f32, f32) {
+        (-f32::from(self.zero), f32::from(self.max_code) - f32::from(self.zero))
+    }
+
+    /// Steps from 0 to `w`, within the grid but not rounded yet. Clamping to integers before
+    /// rounding gives the same as clamping after it, and keeps [`MAGIC`] in its range.
+    #[inline(always)]
+    fn steps(self, w: f32, (low, high): (f32, f32)) -> f32 {
+        let q = w / self.scale;
+        let q = if q > low { q } else { low };
+        if q < high { q } else { high }
+    }
+
+    /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.
+    /// A weight that is not finite gets an end of the grid.
+    pub fn code(self, w: f32) -> u8 {
+        let steps = self.steps(w, self.limits()).round_ties_even();
+        (steps as i32 + i32::from(self.zero)) as u8
+    }
+
+    /// The value of a code.
+    pub fn value(self, code: u8) -> f32 {
+        (i32::from(code) - i32::from(self.zero)) as f32 * self.scale
+    }
+
+    /// The codes of weights: [`code`](Self::code) of each, many at a time.
+    ///
+    /// Stops at the end of the shorter slice.
+    pub fn encode(self, weights: &[f32], codes: &mut [u8]) {
+        let limits = self.limits();
+        for (code, &w) in codes.iter_mut().zip(weights) {
+            // The low byte of the sum is the steps modulo 256, and so is their sum with the zero.
+            *code = ((self.steps(w, limits) + MAGIC).to_bits() as u8).wrapping_add(self.zero);
+        }
+    }
+
+    /// Replaces every weight by the value of its code.
+    pub fn fake_quantize(self, weights: &mut [f32]) {
+        let limits = self.limits();
+        for w in weights {
+            *w = ((self.steps(*w, limits) + MAGIC) - MAGIC) * self.scale;
+        }
+    }
+}
+
+/// Clamps weights to `[−bound, bound]`. A bound of infinity changes nothing.
+pub fn clip(weights: &mut [f32], bound: f32) {
+    for w in weights {
+        let v = if *w > bound { bound } else { *w };
+        *w = if v < -bound { -bound } else { v };
+    }
+}
+
+#[cfg(test)]
+#[path = "grid_tests.rs"]
+mod tests;

@@ -1,0 +1,228 @@
+//! Tests of the grid: the definition by hand, its edges, and the fast loops against it.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::recipe::Granularity;
+
+fn rule(bits: u8, symmetric: bool, scale_dtype: Dtype) -> GridRule {
+    GridRule::new(WeightScheme { bits, granularity: Granularity::Channel, symmetric }, scale_dtype).unwrap()
+}
+
+fn encode(grid: Grid, weights: &[f32]) -> Vec<u8> {
+    let mut codes = vec![0; weights.len()];
+    grid.encode(weights, &mut codes);
+    codes
+}
+
+#[test]
+fn symmetric_four_bits_by_hand() {
+    // absmax 7.5 → scale exactly 1; the positive end saturates one step below the negative one.
+    let weights = [-7.5, -7.4, -0.5, -0.0, 0.0, 0.4, 0.5, 1.5, 2.5, 7.5];
+    let grid = rule(4, true, Dtype::F16).fit_weights(&weights).unwrap();
+    assert_eq!((grid.scale(), grid.zero()), (1.0, 8));
+    assert_eq!(encode(grid, &weights), [0, 1, 8, 8, 8, 8, 8, 10, 10, 15]);
+}
+
+#[test]
+fn asymmetric_four_bits_by_hand() {
+    // From −3 to 12: scale 1, zero 3, both ends exact.
+    let weights = [-3.0, -1.5, -0.5, 0.0, 0.5, 2.5, 12.0];
+    let grid = rule(4, false, Dtype::Bf16).fit_weights(&weights).unwrap();
+    assert_eq!((grid.scale(), grid.zero()), (1.0, 3));
+    assert_eq!(encode(grid, &weights), [0, 1, 3, 3, 3, 5, 15]);
+    assert_eq!(grid.value(0), -3.0);
+    assert_eq!(grid.value(15), 12.0);
+}
+
+#[test]
+fn three_and_eight_bits_by_hand() {
+    let three = rule(3, true, Dtype::F32).fit_weights(&[3.5, -3.5, 1.0]).unwrap();
+    assert_eq!((three.scale(), three.zero()), (1.0, 4));
+    assert_eq!(encode(three, &[3.5, -3.5, 1.0]), [7, 0, 5]);
+    let eight = rule(8, true, Dtype::F32).fit_weights(&[127.5, -127.5, 64.5]).unwrap();
+    assert_eq!((eight.scale(), eight.zero()), (1.0, 128));
+    assert_eq!(encode(eight, &[127.5, -127.5, 64.5]), [255, 0, 192]);
+    let eight = rule(8, false, Dtype::F32).fit_weights(&[255.0, 0.5, 1.5]).unwrap();
+    assert_eq!((eight.scale(), eight.zero()), (1.0, 0));
+    assert_eq!(encode(eight, &[255.0, 0.5, 1.5]), [255, 0, 2]);
+}
+
+#[test]
+fn the_range_of_an_asymmetric_grid_includes_zero() {
+    let above = rule(4, false, Dtype::F32).fit_weights(&[10.0, 15.0]).unwrap();
+    assert_eq!((above.scale(), above.zero()), (1.0, 0));
+    let below = rule(4, false, Dtype::F32).fit_weights(&[-10.0, -15.0]).unwrap();
+    assert_eq!((below.scale(), below.zero()), (1.0, 15));
+    assert_eq!(encode(below, &[-10.0, -15.0]), [5, 0]);
+}
+
+#[test]
+fn codes_follow_the_rounded_scale() {
+    // 0.7 / 7.5 is not a BF16 value; codes must come from the one that is stored.
+    let grid = rule(4, true, Dtype::Bf16).fit_weights(&[0.7, -0.1]).unwrap();
+    assert_eq!(grid.scale(), Dtype::Bf16.round(0.7 / 7.5));
+    assert_ne!(grid.scale(), 0.7 / 7.5);
+    for w in [0.7f32, -0.1, 0.14, 0.0467] {
+        let expected = ((w / grid.scale()).round_ties_even() as i32 + 8).clamp(0, 15);
+        assert_eq!(i32::from(grid.code(w)), expected);
+    }
+}
+
+#[test]
+fn zeros_of_either_sign_come_back_as_zeros() {
+    for (symmetric, zero) in [(true, 8), (false, 0)] {
+        let weights = [0.0, -0.0, 0.0];
+        let grid = rule(4, symmetric, Dtype::F16).fit_weights(&weights).unwrap();
+        assert_eq!((grid.scale(), grid.zero()), (1.0, zero));
+        assert_eq!(encode(grid, &weights), [zero; 3]);
+        assert_eq!(grid.value(zero).to_bits(), 0, "and positive");
+    }
+    let empty = rule(4, true, Dtype::F16).fit_weights(&[]).unwrap();
+    assert_eq!(empty.scale(), 1.0);
+}
+
+#[test]
+fn constant_groups_have_a_finite_grid() {
+    for c in [1.0f32, -1.0, 3e-3, -6e4] {
+        let sym = rule(4, true, Dtype::F32).fit_weights(&[c; 5]).unwrap();
+        // 7.5 steps away: 7 on the positive side, 7 or 8 by the scale's rounding on the other.
+        let code = sym.code(c);
+        assert!(if c > 0.0 { code == 15 } else { code <= 1 });
+        assert!(((sym.value(code) - c) / c).abs() <= 0.5 / 7.5 + 1e-6);
+        let asym = rule(4, false, Dtype::F32).fit_weights(&[c; 5]).unwrap();
+        assert_eq!(asym.code(c), if c > 0.0 { 15 } else { 0 });
+        assert!(((asym.value(asym.code(c)) - c) / c).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn an_underflowing_scale_becomes_the_smallest_of_its_type() {
+    for (dtype, smallest) in
+        [(Dtype::F16, 2f32.powi(-24)), (Dtype::Bf16, 2f32.powi(-133)), (Dtype::F32, f32::from_bits(1))]
+    {
+        let tiny = (smallest / 4.0).max(f32::from_bits(1));
+        for symmetric in [true, false] {
+            let grid = rule(4, symmetric, dtype).fit_weights(&[tiny, -tiny]).unwrap();
+            assert_eq!(grid.scale(), smallest, "{dtype}");
+            // What is lost is bounded by half of that scale, unless the weight is a multiple of it.
+            let back = grid.value(grid.code(tiny));
+            assert!((back - tiny).abs() <= smallest / 2.0, "{dtype}: {tiny:e} became {back:e}");
+        }
+    }
+}
+
+#[test]
+fn subnormal_weights_and_scales_stay_finite() {
+    let weights: Vec<f32> = (0..16).map(|i| f32::from_bits(1 << i)).collect();
+    for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
+        for (bits, symmetric) in [(3, true), (4, false), (8, true)] {
+            let grid = rule(bits, symmetric, dtype).fit_weights(&weights).unwrap();
+            assert!(grid.scale() > 0.0 && grid.scale().is_finite());
+            assert!(weights.iter().all(|&w| grid.value(grid.code(w)).is_finite()));
+        }
+    }
+}
+
+#[test]
+fn overflow_is_an_error_not_infinity() {
+    let f16 = rule(4, true, Dtype::F16);
+    assert!(matches!(f16.fit_weights(&[1e6]), Err(GridError::Overflow { .. })));
+    // The scale fits, eight of them do not: a reader computing in F16 would see −inf …
+    assert!(matches!(f16.fit_weights(&[-65472.0]), Err(GridError::Overflow { .. })));
+    // … while the seven of the positive side do, and those of a scale that was rounded up.
+    assert!(f16.fit_weights(&[65472.0]).is_ok());
+    assert!(f16.fit_weights(&[-65504.0]).is_ok());
+    assert!(f16.fit_weights(&[60000.0, -60000.0]).is_ok());
+    // (max − min) itself overflows.
+    let f32_rule = rule(8, false, Dtype::F32);
+    assert!(matches!(f32_rule.fit_weights(&[3e38, -3e38]), Err(GridError::Overflow { .. })));
+    assert!(rule(8, true, Dtype::F32).fit_weights(&[f32::MAX]).is_ok());
+    assert!(rule(8, true, Dtype::Bf16).fit_weights(&[f32::MAX, -f32::MAX]).is_err());
+}
+
+#[test]
+fn weights_that_are_not_finite_have_no_grid() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0xffff_ffff)] {
+        for at in [0, 3, 15, 16, 20] {
+            let mut weights = [0.5; 21];
+            weights[at] = bad;
+            assert_eq!(rule(4, true, Dtype::F16).fit_weights(&weights), Err(GridError::NonFinite));
+        }
+    }
+    assert!(Extent::of(&[f32::MAX, -f32::MAX, f32::from_bits(1)]).is_some());
+}
+
+#[test]
+fn rules_that_cannot_be() {
+    let scheme = |bits| WeightScheme { bits, granularity: Granularity::Channel, symmetric: true };
+    for bits in [0, 1, 9, 255] {
+        assert!(matches!(GridRule::new(scheme(bits), Dtype::F16), Err(Error::Usage { .. })));
+    }
+    assert!(matches!(GridRule::new(scheme(4), Dtype::I8), Err(Error::Usage { .. })));
+}
+
+#[test]
+fn clipping() {
+    let mut weights = [3.0, -3.0, 0.5, -0.0];
+    clip(&mut weights, f32::INFINITY);
+    assert_eq!(weights, [3.0, -3.0, 0.5, 0.0]);
+    clip(&mut weights, 1.0);
+    assert_eq!(weights, [1.0, -1.0, 0.5, 0.0]);
+    clip(&mut weights, 0.0);
+    assert_eq!(weights, [0.0; 4]);
+}
+
+fn weights() -> impl Strategy<Value = Vec<f32>> {
+    let weight = prop_oneof![
+        4 => -1f32..1.0,
+        1 => (-8i8..8).prop_map(|i| f32::from(i) / 2.0),
+        1 => any::<u16>().prop_map(|b| half::bf16::from_bits(b).to_f32())
+            .prop_filter("far from both ends of f32", |w| w.abs() < 6e4 && w.abs() > 1e-30),
+        1 => Just(-0.0),
+    ];
+    prop::collection::vec(weight, 0..70)
+}
+
+proptest! {
+    #[test]
+    fn fast_loops_are_the_definition(weights in weights(), bits in 2u8..=8, symmetric: bool, dtype in 0..3usize) {
+        let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32][dtype];
+        let grid = rule(bits, symmetric, dtype).fit_weights(&weights).unwrap();
+        let max = (1i32 << bits) - 1;
+        prop_assert!(grid.scale() > 0.0);
+        prop_assert_eq!(dtype.round(grid.scale()), grid.scale());
+        let codes = encode(grid, &weights);
+        let mut faked = weights.clone();
+        grid.fake_quantize(&mut faked);
+        for ((&w, &code), &fake) in weights.iter().zip(&codes).zip(&faked) {
+            // The table at the head of grid.rs, literally.
+            let expected = ((w / grid.scale()).round_ties_even() as i32 + i32::from(grid.zero())).clamp(0, max);
+            prop_assert_eq!(i32::from(code), expected);
+            prop_assert_eq!(grid.code(w), code);
+            prop_assert_eq!(grid.value(code).to_bits(), fake.to_bits());
+        }
+    }
+
+    #[test]
+    fn the_error_is_half_a_step_inside_the_grid(weights in weights(), bits in 2u8..=8, symmetric: bool) {
+        let grid = rule(bits, symmetric, Dtype::F32).fit_weights(&weights).unwrap();
+        let s = f64::from(grid.scale());
+        for &w in &weights {
+            let code = grid.code(w);
+            let saturated = code == 0 || i32::from(code) == (1 << bits) - 1;
+            let error = (f64::from(grid.value(code)) - f64::from(w)).abs();
+            // The symmetric grid lacks half a step at its positive end; so does an asymmetric one
+            // at the end that the rounded zero moved away from.
+            let bound = if saturated { 1.0 } else { 0.5 };
+            prop_assert!(error <= s * bound * 1.0001, "{} steps", error / s);
+        }
+    }
+
+    #[test]
+    fn extents_are_those_of_a_plain_loop(weights in weights()) {
+        let min = weights.iter().copied().fold(0.0, f32::min);
+        let max = weights.iter().copied().fold(0.0, f32::max);
+        prop_assert_eq!(Extent::of(&weights), Some(Extent { min, max }));
+    }
+}

@@ -1,0 +1,252 @@
+//! Round to nearest: every group of a matrix gets its [`Grid`](super::grid::Grid) and codes.
+//!
+//! The baseline method, and the last step of those that rewrite weights first (AWQ, clipping).
+//! Work is split into runs of whole rows whose size depends on the width alone, and nothing is
+//! summed across rows, so results do not depend on the number of threads. A thread needs one row in
+//! `f32` beside its inputs and outputs. Rows are spread over the rayon pool the caller installed.
+
+use rayon::prelude::*;
+
+use super::grid::{self, Extent, GridRule};
+use super::rows::{Rows, RowsError, group_size};
+use super::tensor::QuantizedTensor;
+use crate::Result;
+use crate::checkpoint::Dtype;
+use crate::recipe::WeightScheme;
+
+/// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
+/// matrix.
+const TASK_ELEMENTS: usize = 1 << 16;
+
+/// Where [`quantize_rows`] puts what it computes, for `r` rows of `k` weights.
+#[derive(Debug)]
+pub struct QuantizedRows<'a> {
+    /// `[r, k]` row-major, one code a byte.
+    pub codes: &'a mut [u8],
+    /// `[r, k / group_size]` row-major.
+    pub scales: &'a mut [f32],
+    /// As `scales`, for asymmetric schemes; symmetric ones have none.
+    pub zeros: Option<&'a mut [u8]>,
+}
+
+/// Quantizes a weight `[n, k]`, row-major, to the nearest codes.
+///
+/// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
+/// * `clip`: a bound `m ≥ 0` for each row and group, `[n, k / group_size]` row-major: weights are
+///   clamped to `[−m, m]` first. Infinity leaves a group as it is.
+///
+/// # Errors
+/// When the group size does not divide `k`, a weight is not finite, or a scale overflows its type:
+/// the error names the tensor, the row and the group.
+pub fn quantize_rtn(
+    name: &str,
+    weights: &[f32],
+    shape: [usize; 2],
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+    clip: Option<&[f32]>,
+) -> Result<QuantizedTensor> {
+    let [n, k] = shape;
+    let run = || {
+        let groups = n * (k / group_size(scheme, k)?);
+        let mut tensor = QuantizedTensor {
+            shape,
+            scheme,
+            codes: vec![0; n * k],
+            scales: vec![0.0; groups],
+            scale_dtype,
+            zeros: (!scheme.symmetric).then(|| vec![0; groups]),
+        };
+        let out = QuantizedRows {
+            codes: &mut tensor.codes,
+            scales: &mut tensor.scales,
+            zeros: tensor.zeros.as_deref_mut(),
+        };
+        quantize_rows(Rows::Floats(weights), k, scheme, scale_dtype, clip, out)?;
+        Ok(tensor)
+    };
+    run().map_err(|e: RowsError| e.within(name, None))
+}
+
+/// Quantizes rows of width `columns` into the caller's slices: [`quantize_rtn`] for a weight that is
+/// taken in parts, straight from its bytes.
+///
+/// # Errors
+/// As `quantize_rtn`; also [`RowsError::Layout`] when slices do not fit each other. Of several
+/// faults, non-finite weights are reported first, with the count over all rows given. `out` then
+/// holds nothing of use.
+pub fn quantize_rows(
+    rows: Rows<'_>,
+    columns: usize,
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+    clip: Option<&[f32]>,
+    out: QuantizedRows<'_>,
+) -> Result<(), RowsError> {
+    let work = Work::new(columns, scheme, scale_dtype, clip, rows.count(columns)?)?;
+    let groups = work.rows * work.groups();
+    check_len("codes", out.codes.len(), work.rows * columns)?;
+    check_len("scales", out.scales.len(), groups)?;
+    check_len("zeros", out.zeros.as_ref().map_or(0, |z| z.len()), if scheme.symmetric { 0 } else { groups })?;
+
+    let codes = out.codes.chunks_mut(work.task_rows() * columns);
+    let scales = out.scales.chunks_mut(work.task_rows() * work.groups());
+    let mut zeros = out.zeros.map(|z| z.chunks_mut(work.task_rows() * work.groups()));
+    let tasks: Vec<_> =
+        codes.zip(scales).map(|(c, s)| (c, s, zeros.as_mut().and_then(Iterator::next))).collect();
+
+    let outcomes: Vec<Faults> = tasks
+        .into_par_iter()
+        .enumerate()
+        .map_init(
+            || vec![0.0; columns],
+            |row, (task, (codes, scales, mut zeros))| {
+                let mut faults = Faults::default();
+                for (r, codes) in codes.chunks_exact_mut(columns).enumerate() {
+                    rows.load(task * work.task_rows() + r, row);
+                    let parts = row.chunks_exact_mut(work.group_size);
+                    for (g, (part, codes)) in parts.zip(codes.chunks_exact_mut(work.group_size)).enumerate() {
+                        let at = (task * work.task_rows() + r, g);
+                        let Some(grid) = work.fit(part, at, &mut faults) else { continue };
+                        grid.encode(part, codes);
+                        let i = r * work.groups() + g;
+                        scales[i] = grid.scale();
+                        if let Some(zeros) = &mut zeros {
+                            zeros[i] = grid.zero();
+                        }
+                    }
+                }
+                faults
+            },
+        )
+        .collect();
+    Faults::verdict(outcomes)
+}
+
+/// Replaces weights, row-major in rows of width `columns`, by what quantizing them to `scheme` and
+/// back would give: equal bit for bit to [`quantize_rtn`] and
+/// [`dequantize`](QuantizedTensor::dequantize). The searches for scales and clips run on it.
+///
+/// # Errors
+/// As [`quantize_rows`]; the weights then hold nothing of use.
+pub fn fake_quantize(
+    weights: &mut [f32],
+    columns: usize,
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+    clip: Option<&[f32]>,
+) -> Result<(), RowsError> {
+    let count = Rows::Floats(weights).count(columns)?;
+    let work = Work::new(columns, scheme, scale_dtype, clip, count)?;
+    let outcomes: Vec<Faults> = weights
+        .par_chunks_mut(work.task_rows() * columns)
+        .enumerate()
+        .map(|(task, rows)| {
+            let mut faults = Faults::default();
+            for (i, part) in rows.chunks_exact_mut(work.group_size).enumerate() {
+                let at = (task * work.task_rows() + i / work.groups(), i % work.groups());
+                if let Some(grid) = work.fit(part, at, &mut faults) {
+                    grid.fake_quantize(part);
+                }
+            }
+            faults
+        })
+        .collect();
+    Faults::verdict(outcomes)
+}
+
+/// A checked request: how rows are cut and rounded.
+struct Work<'a> {
+    rows: usize,
+    columns: usize,
+    group_size: usize,
+    rule: GridRule,
+    clip: Option<&'a [f32]>,
+}
+
+impl<'a> Work<'a> {
+    fn new(
+        columns: usize,
+        scheme: WeightScheme,
+        scale_dtype: Dtype,
+        clip: Option<&'a [f32]>,
+        rows: usize,
+    ) -> Result<Self, RowsError> {
+        let rule = GridRule::new(scheme, scale_dtype).map_err(|e| RowsError::Scheme(e.to_string()))?;
+        let group_size = group_size(scheme, columns)?;
+        if let Some(clip) = clip {
+            check_len("clip bounds", clip.len(), rows * (columns / group_size))?;
+            if let Some(m) = clip.iter().find(|m| m.is_nan() || **m < 0.0) {
+                return Err(RowsError::Layout(format!("clip bound {m} is not a magnitude")));
+            }
+        }
+        Ok(Self { rows, columns, group_size, rule, clip })
+    }
+
+    fn groups(&self) -> usize {
+        self.columns / self.group_size
+    }
+
+    /// Rows in one unit of parallel work.
+    fn task_rows(&self) -> usize {
+        (TASK_ELEMENTS / self.columns).max(1)
+    }
+
+    /// Clips a group and finds its grid, or notes why it has none.
+    fn fit(&self, part: &mut [f32], at: (usize, usize), faults: &mut Faults) -> Option<grid::Grid> {
+        // Looked at before clipping, which would turn infinity into a bound.
+        let Some(mut extent) = Extent::of(part) else {
+            faults.non_finite(part, (at.0 * self.groups() + at.1) * self.group_size);
+            return None;
+        };
+        if let Some(clip) = self.clip {
+            let bound = clip[at.0 * self.groups() + at.1];
+            grid::clip(part, bound);
+            extent = Extent { min: extent.min.max(-bound), max: extent.max.min(bound) };
+        }
+        self.rule.fit(extent).map_err(|source| faults.grid(at, source)).ok()
+    }
+}
+
+fn check_len(what: &str, got: usize, expected: usize) -> Result<(), RowsError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(RowsError::Layout(format!("{what}: {got} elements, {expected} expected")))
+}
+
+/// What went wrong in some rows, gathered so that the report is the same for any number of threads.
+#[derive(Debug, Default)]
+struct Faults {
+    non_finite: u64,
+    first_index: Option<u64>,
+    grid: Option<RowsError>,
+}
+
+impl Faults {
+    #[cold]
+    fn non_finite(&mut self, part: &[f32], start: usize) {
+        for (i, _) in part.iter().enumerate().filter(|(_, w)| !w.is_finite()) {
+            self.non_finite += 1;
+            self.first_index.get_or_insert((start + i) as u64);
+        }
+    }
+
+    #[cold]
+    fn grid(&mut self, (row, group): (usize, usize), source: grid::GridError) {
+        self.grid.get_or_insert(RowsError::Grid { row, group, source });
+    }
+
+    /// The verdict over all rows, from the faults of their parts in order.
+    fn verdict(parts: Vec<Self>) -> Result<(), RowsError> {
+        let count = parts.iter().map(|p| p.non_finite).sum();
+        if let Some(first_index) = parts.iter().find_map(|p| p.first_index) {
+            return Err(RowsError::NonFinite { count, first_index });
+        }
+        parts.into_iter().find_map(|p| p.grid).map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+#[path = "rtn_tests.rs"]
+mod tests;
