@@ -13,7 +13,7 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::WeightScheme;
 use crate::{Error, Result};
 
-pub use bits::{pack_words, unpack_words, words_for};
+pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 
 /// What a checkpoint's configuration must say: which modules are quantized how.

@@ -1,0 +1,198 @@
+//! The `quantization_config` of `config.json`.
+//!
+//! Readers forbid keys that they do not know, and three versions of them are in use at once, so
+//! this writes the smallest set that means the same to all: no `scale_dtype`, `zp_dtype`,
+//! `actorder`, `observer` or `version`.
+
+use serde_json::{Map, Value, json};
+
+use super::{FORMAT, LINEAR, METHOD, STATUS};
+use crate::format::ModuleSchemes;
+use crate::recipe::{Granularity, WeightScheme};
+
+/// The modules of one scheme.
+struct Group<'a> {
+    scheme: WeightScheme,
+    modules: Vec<&'a str>,
+}
+
+/// Groups in the order that they are written: the scheme of most modules (of equals, the first in
+/// model order), then the others in model order.
+fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    for &(module, scheme) in &schemes.quantized {
+        match groups.iter_mut().find(|g| g.scheme == scheme) {
+            Some(group) => group.modules.push(module),
+            None => groups.push(Group { scheme, modules: vec![module] }),
+        }
+    }
+    let most = groups.iter().map(|g| g.modules.len()).max();
+    if let Some(main) = groups.iter().position(|g| Some(g.modules.len()) == most) {
+        groups[..=main].rotate_right(1);
+    }
+    groups
+}
+
+/// See [`Container::quantization_config`](crate::format::Container::quantization_config).
+///
+/// `group_0` targets every `Linear`, the other groups their modules by name, which readers prefer
+/// to the class; `ignore` names every linear that stays float.
+pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
+    let config_groups: Map<String, Value> = groups(schemes)
+        .iter()
+        .enumerate()
+        .map(|(i, group)| {
+            let targets = if i == 0 { json!([LINEAR]) } else { json!(group.modules) };
+            let value = json!({
+                "targets": targets,
+                "weights": weights(group.scheme),
+                "input_activations": null,
+                "output_activations": null,
+            });
+            (format!("group_{i}"), value)
+        })
+        .collect();
+    json!({
+        "quant_method": METHOD,
+        "format": FORMAT,
+        // Without it, transformers loads the file without complaint and computes garbage.
+        "quantization_status": STATUS,
+        "config_groups": config_groups,
+        "ignore": schemes.float,
+    })
+}
+
+fn weights(scheme: WeightScheme) -> Value {
+    let mut weights = json!({
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "strategy": match scheme.granularity { Granularity::Group(_) => "group", Granularity::Channel => "channel" },
+    });
+    if let Granularity::Group(size) = scheme.granularity {
+        weights["group_size"] = json!(size);
+    }
+    weights["dynamic"] = json!(false);
+    weights
+}
+
+/// See [`Container::warnings`](crate::format::Container::warnings).
+pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+    let groups = groups(schemes);
+    let any = |test: fn(WeightScheme) -> bool| groups.iter().any(|g| test(g.scheme));
+    let mut notes = Vec::new();
+    if any(|s| !s.symmetric) {
+        notes.push(
+            "asymmetric weights do not load in transformers with compressed-tensors 0.18 to 0.20 unless it is \
+             given CompressedTensorsConfig(dequantize=True)",
+        );
+    }
+    if any(|s| !s.bits.is_power_of_two()) {
+        notes.push(
+            "3-bit weights need compressed-tensors 0.18 or later: vLLM 0.33, which pins 0.17, and \
+             llama.cpp's converter do not read them",
+        );
+    }
+    if any(|s| s.granularity == Granularity::Channel) {
+        notes.push("llama.cpp's converter reads scales per group, not per channel");
+    }
+    if groups.len() > 1 {
+        notes.push("llama.cpp's converter does not read checkpoints that mix several schemes");
+    }
+    notes.into_iter().map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schemes<'a>(quantized: &[(&'a str, &str)], float: &[&'a str]) -> ModuleSchemes<'a> {
+        ModuleSchemes {
+            quantized: quantized.iter().map(|(m, s)| (*m, s.parse().unwrap())).collect(),
+            float: float.to_vec(),
+        }
+    }
+
+    #[test]
+    fn one_scheme() {
+        let config = quantization_config(&schemes(
+            &[("model.layers.0.mlp.up_proj", "w4a16"), ("model.layers.0.mlp.down_proj", "w4a16")],
+            &["model.layers.0.mlp.gate", "lm_head"],
+        ));
+        let expected = r#"{
+  "quant_method": "compressed-tensors",
+  "format": "pack-quantized",
+  "quantization_status": "compressed",
+  "config_groups": {
+    "group_0": {
+      "targets": [
+        "Linear"
+      ],
+      "weights": {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": true,
+        "strategy": "group",
+        "group_size": 128,
+        "dynamic": false
+      },
+      "input_activations": null,
+      "output_activations": null
+    }
+  },
+  "ignore": [
+    "model.layers.0.mlp.gate",
+    "lm_head"
+  ]
+}"#;
+        assert_eq!(serde_json::to_string_pretty(&config).unwrap(), expected);
+    }
+
+    #[test]
+    fn the_most_common_scheme_is_the_class_and_others_are_named() {
+        let config = quantization_config(&schemes(
+            &[
+                ("a", "w8a16-channel"),
+                ("b", "w4a16-asym"),
+                ("c", "w3a16"),
+                ("d", "w4a16-asym"),
+                ("e", "w8a16-channel"),
+                ("f", "w4a16-asym"),
+            ],
+            &[],
+        ));
+        let groups = config["config_groups"].as_object().unwrap();
+        assert_eq!(groups.keys().collect::<Vec<_>>(), ["group_0", "group_1", "group_2"]);
+        assert_eq!(groups["group_0"]["targets"], json!(["Linear"]));
+        assert_eq!(groups["group_0"]["weights"]["symmetric"], json!(false));
+        assert_eq!(groups["group_1"]["targets"], json!(["a", "e"]));
+        let channel = json!({
+            "num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel", "dynamic": false,
+        });
+        assert_eq!(groups["group_1"]["weights"], channel);
+        assert_eq!(groups["group_2"]["targets"], json!(["c"]));
+    }
+
+    #[test]
+    fn of_equally_common_schemes_the_first_wins() {
+        let config = quantization_config(&schemes(&[("a", "w8a16"), ("b", "w4a16")], &[]));
+        assert_eq!(config["config_groups"]["group_0"]["weights"]["num_bits"], json!(8));
+        assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["b"]));
+    }
+
+    #[test]
+    fn nothing_quantized() {
+        let config = quantization_config(&schemes(&[], &["lm_head"]));
+        assert_eq!(config["config_groups"], json!({}));
+    }
+
+    #[test]
+    fn warnings_name_the_readers_that_fail() {
+        assert!(warnings(&schemes(&[("a", "w4a16"), ("b", "w4a16")], &["c"])).is_empty());
+        let notes = |quantized: &[(&'static str, &str)]| warnings(&schemes(quantized, &[])).join("\n");
+        assert!(notes(&[("a", "w4a16-asym")]).contains("dequantize=True"));
+        assert!(notes(&[("a", "w3a16")]).contains("vLLM 0.33"));
+        assert!(notes(&[("a", "w8a16-channel")]).contains("per channel"));
+        assert!(notes(&[("a", "w8a16"), ("b", "w4a16")]).contains("several schemes"));
+    }
+}

@@ -1,0 +1,148 @@
+//! The tensors of one linear, and their bytes.
+//!
+//! For a module `X` with weight `[n, k]`, `b` bits and groups of `g` (`g = k` per channel):
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.weight_packed` | I32 | `[n, ⌈k·b/32⌉]` | codes, a row at a time |
+//! | `X.weight_scale` | F16, BF16 or F32 | `[n, k/g]` | scales |
+//! | `X.weight_zero_point` | I32 | `[⌈n·b/32⌉, k/g]` | zeros, a **column** at a time; asymmetric only |
+//! | `X.weight_shape` | I64 | `[2]` | `n`, `k` |
+//!
+//! The format speaks of signed integers from `−2^(b−1)` stored with `2^(b−1)` added: these are the
+//! unsigned codes and zeros of [`QuantizedTensor`] as they are.
+
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::error::Indivisible;
+use crate::format::bits::{pack_rows, unpack_rows, words_for};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::WeightScheme;
+use crate::{Error, Result};
+
+pub(super) fn packed_name(module: &str) -> String {
+    format!("{module}.weight_packed")
+}
+
+pub(super) fn scale_name(module: &str) -> String {
+    format!("{module}.weight_scale")
+}
+
+pub(super) fn zero_point_name(module: &str) -> String {
+    format!("{module}.weight_zero_point")
+}
+
+pub(super) fn shape_name(module: &str) -> String {
+    format!("{module}.weight_shape")
+}
+
+/// Written by old versions for activation ordering across groups; never by us.
+pub(super) fn group_index_name(module: &str) -> String {
+    format!("{module}.weight_g_idx")
+}
+
+/// See [`Container::layout`](crate::format::Container::layout).
+pub(super) fn layout(
+    module: &str,
+    shape: [usize; 2],
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+) -> Result<Vec<TensorSpec>> {
+    let [n, k] = shape;
+    let unusable = |what: String| {
+        Error::usage(
+            format!("`{module}.weight`: {what}"),
+            "leave it float with --ignore, or choose another scheme",
+        )
+    };
+    if !(2..=8).contains(&scheme.bits) {
+        return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {}", scheme.bits)));
+    }
+    if !scale_dtype.is_weight_float() {
+        return Err(unusable(format!("scales cannot be stored as {scale_dtype}")));
+    }
+    // Every count below is at most 8 bytes a weight.
+    if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+        return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+    }
+    let group_size = scheme.granularity.group_size(k);
+    if group_size == 0 || k % group_size != 0 {
+        let tensor = format!("{module}.weight");
+        return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
+    }
+    let groups = k / group_size;
+    let mut specs = vec![
+        TensorSpec::new(packed_name(module), Dtype::I32, [n, words_for(k, scheme.bits)]),
+        TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
+    ];
+    if !scheme.symmetric {
+        specs.push(TensorSpec::new(zero_point_name(module), Dtype::I32, [words_for(n, scheme.bits), groups]));
+    }
+    specs.push(TensorSpec::new(shape_name(module), Dtype::I64, [2]));
+    Ok(specs)
+}
+
+/// See [`Container::pack`](crate::format::Container::pack).
+pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+    let [n, k] = tensor.shape;
+    let bits = tensor.scheme.bits;
+    let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
+    let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
+
+    tensor.view()?;
+    if tensor.zeros.is_none() != tensor.scheme.symmetric {
+        return Err(inconsistent("zeros do not go with the scheme's symmetry"));
+    }
+    // A code too large would change its neighbours, and a scale that its type does not hold would
+    // be written as another one.
+    let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= tensor.scheme.max_code();
+    if !fits(&tensor.codes) || !tensor.zeros.as_deref().is_none_or(fits) {
+        return Err(inconsistent("a code has more bits than the scheme"));
+    }
+    if tensor.scales.iter().any(|&s| tensor.scale_dtype.round(s) != s) {
+        return Err(inconsistent("a scale is not exact in the type it is stored in"));
+    }
+
+    let mut bytes = vec![pack_rows(&tensor.codes, k, bits), tensor.scale_dtype.narrow(&tensor.scales)];
+    if let Some(zeros) = &tensor.zeros {
+        bytes.push(pack_zeros(zeros, n, bits));
+    }
+    bytes.push([n, k].iter().flat_map(|&d| (d as i64).to_le_bytes()).collect());
+    Ok(specs.into_iter().zip(bytes).collect())
+}
+
+/// Packs zeros `[n, groups]` along `n`: word `w` of group `g` stands at `[w, g]`.
+fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Vec<u8> {
+    if zeros.is_empty() {
+        return Vec::new();
+    }
+    let groups = zeros.len() / n;
+    let columns = transpose(zeros, n, groups);
+    let packed = pack_rows(&columns, n, bits);
+    transpose_words(&packed, groups, words_for(n, bits))
+}
+
+/// The zeros `[n, groups]` from the bytes of `[⌈n·bits/32⌉, groups]` words; the caller checked their
+/// number.
+pub(super) fn unpack_zeros(bytes: &[u8], n: usize, groups: usize, bits: u8) -> Result<Vec<u8>> {
+    if n == 0 || groups == 0 {
+        return Ok(Vec::new());
+    }
+    let packed = transpose_words(bytes, words_for(n, bits), groups);
+    let mut columns = vec![0; n * groups];
+    unpack_rows(&packed, n, bits, &mut columns).map_err(|e| Error::Internal(format!("packed zeros: {e}")))?;
+    Ok(transpose(&columns, groups, n))
+}
+
+/// `[rows, columns]` → `[columns, rows]`.
+fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
+    (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
+}
+
+fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
+    let words: Vec<[u8; 4]> = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect();
+    transpose(&words, rows, columns).into_iter().flatten().collect()
+}
+
+#[cfg(test)]
+#[path = "layout_tests.rs"]
+mod tests;

@@ -1,0 +1,68 @@
+//! compressed-tensors `pack-quantized`: the container that vLLM, SGLang and transformers read.
+//!
+//! [`layout`] says which tensors a linear becomes and packs them, [`config`] writes the
+//! `quantization_config` that describes them, [`reader`] takes both apart again.
+//! `docs/formats/compressed-tensors.md` draws the bytes.
+
+mod config;
+mod layout;
+mod reader;
+
+use serde_json::Value;
+
+use super::{Container, ModuleSchemes, PackedReader};
+use crate::Result;
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::WeightScheme;
+
+/// `quant_method`.
+const METHOD: &str = "compressed-tensors";
+/// `format`.
+const FORMAT: &str = "pack-quantized";
+/// The only `quantization_status` that means "the tensors are packed".
+const STATUS: &str = "compressed";
+/// The class that readers build quantized modules for.
+const LINEAR: &str = "Linear";
+/// What a target or ignored name begins with when it is a regular expression.
+const REGEX: &str = "re:";
+
+/// The container that vLLM, SGLang and transformers read.
+#[derive(Debug, Clone, Copy)]
+pub struct CompressedTensors;
+
+impl Container for CompressedTensors {
+    fn name(&self) -> &'static str {
+        METHOD
+    }
+
+    fn summary(&self) -> &'static str {
+        "pack-quantized weights for vLLM, SGLang, transformers and llama.cpp's converter"
+    }
+
+    fn layout(
+        &self,
+        module: &str,
+        shape: [usize; 2],
+        scheme: WeightScheme,
+        scale_dtype: Dtype,
+    ) -> Result<Vec<TensorSpec>> {
+        layout::layout(module, shape, scheme, scale_dtype)
+    }
+
+    fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+        layout::pack(module, tensor)
+    }
+
+    fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
+        config::quantization_config(schemes)
+    }
+
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        config::warnings(schemes)
+    }
+
+    fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+        Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
+    }
+}

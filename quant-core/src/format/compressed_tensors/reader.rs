@@ -1,0 +1,406 @@
+//! Reads `pack-quantized` checkpoints back, ours or others', into logical order.
+//!
+//! Strict: what the configuration says and this does not implement is refused with the key's path,
+//! because a reader that ignores such a key computes garbage without a sign of it.
+
+use std::collections::HashMap;
+
+use regex::{Regex, RegexBuilder};
+use serde_json::{Map, Value};
+
+use super::layout::{
+    self, group_index_name, packed_name, scale_name, shape_name, unpack_zeros, zero_point_name,
+};
+use super::{FORMAT, LINEAR, METHOD, REGEX, STATUS};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
+use crate::format::PackedReader;
+use crate::format::bits::{unpack_rows, words_for};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::{Granularity, WeightScheme};
+use crate::{Error, Result};
+
+/// Regular expressions a configuration may hold; real ones hold a handful.
+const MAX_PATTERNS: usize = 256;
+/// Bytes one compiled expression may take.
+const PATTERN_SIZE: usize = 1 << 20;
+/// Packed bytes read at a time.
+const READ_BYTES: usize = 8 << 20;
+
+/// Which modules are quantized how, by the rules of compressed-tensors: a module's own name counts
+/// before regular expressions, these before its class; being ignored counts before all.
+#[derive(Debug)]
+pub(super) struct Reader {
+    targets: Names<WeightScheme>,
+    ignored: Names<()>,
+}
+
+/// What applies to modules, by exact name, regular expression or class.
+#[derive(Debug)]
+struct Names<T> {
+    exact: HashMap<String, T>,
+    patterns: Vec<(Regex, T)>,
+    linear: Option<T>,
+}
+
+impl<T: Copy> Names<T> {
+    fn new() -> Self {
+        Self { exact: HashMap::new(), patterns: Vec::new(), linear: None }
+    }
+
+    /// Notes that `name` means `what`. Of several that apply to a module, the first counts.
+    fn add(&mut self, name: &str, what: T, path: &str) -> Result<(), String> {
+        if let Some(pattern) = name.strip_prefix(REGEX) {
+            if self.patterns.len() == MAX_PATTERNS {
+                return Err(format!("`{path}` is more than the {MAX_PATTERNS} regular expressions allowed"));
+            }
+            let compile = |pattern: &str| {
+                RegexBuilder::new(pattern)
+                    .size_limit(PATTERN_SIZE)
+                    .build()
+                    .map_err(|e| format!("`{path}` is not a regular expression that can be used: {e}"))
+            };
+            // Checked by itself first: inside the group, `a)|(b` would be well-formed. The group
+            // anchors the whole of it at the start, as Python's `re.match` does.
+            compile(pattern)?;
+            self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
+        } else if name == LINEAR {
+            self.linear.get_or_insert(what);
+        } else {
+            self.exact.entry(name.to_owned()).or_insert(what);
+        }
+        Ok(())
+    }
+
+    fn get(&self, module: &str) -> Option<T> {
+        self.exact
+            .get(module)
+            .copied()
+            .or_else(|| self.patterns.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, what)| *what))
+            .or(self.linear)
+    }
+}
+
+impl Reader {
+    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another
+    /// method.
+    ///
+    /// # Errors
+    /// A reason that names the key, when it says what this reader does not implement.
+    pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
+        if config.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
+            return Ok(None);
+        }
+        let root = Object::new(config, "quantization_config".into())?;
+        root.require("format", FORMAT)?;
+        root.require("quantization_status", STATUS)?;
+        root.require_absent("kv_cache_scheme")?;
+        match root.get("sparsity_config") {
+            None => {}
+            Some(Value::Object(sparsity)) if sparsity.is_empty() => {}
+            Some(_) => root.object("sparsity_config")?.require("format", "dense")?,
+        }
+        if let Some(transform) = root.get("transform_config") {
+            let empty = |v: &Value| v.as_object().is_some_and(Map::is_empty);
+            if !empty(transform) && !transform.get("config_groups").is_some_and(empty) {
+                return Err(root.refuse("transform_config", "is not supported"));
+            }
+        }
+
+        let mut targets = Names::new();
+        let groups = root.object("config_groups")?;
+        for name in groups.map.keys() {
+            let group = groups.object(name)?;
+            group.allow_only(&["targets", "weights", "input_activations", "output_activations", "format"])?;
+            group.require_absent("input_activations")?;
+            group.require_absent("output_activations")?;
+            if group.get("format").is_some() {
+                group.require("format", FORMAT)?;
+            }
+            let weights = group.object("weights")?;
+            let scheme = scheme(&weights)?;
+            if !scheme.bits.is_power_of_two() {
+                reject_padded_words(&root)?;
+            }
+            for (path, target) in group.strings("targets")? {
+                targets.add(target, scheme, &path)?;
+            }
+        }
+        let mut ignored = Names::new();
+        if root.get("ignore").is_some() {
+            for (path, name) in root.strings("ignore")? {
+                ignored.add(name, (), &path)?;
+            }
+        }
+        Ok(Some(Self { targets, ignored }))
+    }
+}
+
+/// The scheme of a `weights` object.
+fn scheme(weights: &Object<'_>) -> Result<WeightScheme, String> {
+    weights.allow_only(&[
+        "num_bits",
+        "type",
+        "symmetric",
+        "strategy",
+        "group_size",
+        "block_structure",
+        "dynamic",
+        "actorder",
+        "observer",
+        "observer_kwargs",
+        "scale_dtype",
+        "zp_dtype",
+    ])?;
+    let bits = weights
+        .get("num_bits")
+        .and_then(Value::as_u64)
+        .and_then(|b| u8::try_from(b).ok())
+        .filter(|b| (2..=8).contains(b))
+        .ok_or_else(|| weights.refuse("num_bits", "is not a number from 2 to 8"))?;
+    if weights.get("type").is_some() {
+        weights.require("type", "int")?;
+    }
+    let flag = |key, default| match weights.get(key) {
+        None => Ok(default),
+        Some(value) => value.as_bool().ok_or_else(|| weights.refuse(key, "is neither true nor false")),
+    };
+    let symmetric = flag("symmetric", true)?;
+    if flag("dynamic", false)? {
+        return Err(weights.refuse("dynamic", "is true: weights have no stored scales"));
+    }
+    // Static ordering leaves groups in natural order; the other kind needs an index a column.
+    match weights.get("actorder").map(|a| a.as_str()) {
+        None | Some(Some("static" | "weight")) => {}
+        Some(_) => return Err(weights.refuse("actorder", "permutes columns across groups")),
+    }
+    weights.require_absent("block_structure")?;
+
+    let group_size = match weights.get("group_size") {
+        None => None,
+        Some(value) => {
+            let size = value.as_i64().ok_or_else(|| weights.refuse("group_size", "is not an integer"))?;
+            (size != -1).then_some(size)
+        }
+    };
+    let positive = group_size.and_then(|g| usize::try_from(g).ok()).filter(|g| *g > 0);
+    let strategy = match weights.get("strategy") {
+        Some(value) => value.as_str().ok_or_else(|| weights.refuse("strategy", "is not a string"))?,
+        // What the format's reference fills in.
+        None if group_size.is_some() => "group",
+        None if weights.get("group_size").is_some() => "channel",
+        None => "tensor",
+    };
+    let granularity = match (strategy, group_size, positive) {
+        ("group", _, Some(size)) => Granularity::Group(size),
+        ("group", ..) => return Err(weights.refuse("group_size", "is not a positive number")),
+        ("channel", None, _) => Granularity::Channel,
+        ("channel", ..) => {
+            return Err(weights.refuse("group_size", "contradicts `strategy`, which is channel"));
+        }
+        (other, ..) => {
+            return Err(weights.refuse("strategy", &format!("is {other}; group and channel can be read")));
+        }
+    };
+    Ok(WeightScheme { bits, granularity, symmetric })
+}
+
+/// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
+fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
+    let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
+    let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());
+    match (numbers.next().flatten(), numbers.next().flatten()) {
+        (Some(0), Some(minor)) if minor < 18 => {
+            Err(root.refuse("version", &format!("is {version}, which packed such widths in another way")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A JSON object that knows where it stands, for messages.
+struct Object<'a> {
+    map: &'a Map<String, Value>,
+    path: String,
+}
+
+impl<'a> Object<'a> {
+    fn new(value: &'a Value, path: String) -> Result<Self, String> {
+        value
+            .as_object()
+            .map(|map| Self { map, path: path.clone() })
+            .ok_or(format!("`{path}` is not an object"))
+    }
+
+    /// A key's value; `null` counts as absent.
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    fn object(&self, key: &str) -> Result<Object<'a>, String> {
+        Object::new(self.get(key).unwrap_or(&Value::Null), format!("{}.{key}", self.path))
+    }
+
+    /// The strings of an array, each with its path.
+    fn strings(&self, key: &str) -> Result<Vec<(String, &'a str)>, String> {
+        let path = |i: usize| format!("{}.{key}[{i}]", self.path);
+        let array =
+            self.get(key).and_then(Value::as_array).ok_or_else(|| self.refuse(key, "is not an array"))?;
+        let strings = array.iter().enumerate().map(|(i, v)| match v.as_str() {
+            Some(s) => Ok((path(i), s)),
+            None => Err(format!("`{}` is not a string", path(i))),
+        });
+        strings.collect()
+    }
+
+    fn require(&self, key: &str, expected: &str) -> Result<(), String> {
+        match self.get(key) {
+            Some(Value::String(s)) if s == expected => Ok(()),
+            Some(other) => {
+                Err(self.refuse(key, &format!("is {}; only {expected} can be read", brief(other))))
+            }
+            None => Err(self.refuse(key, &format!("is missing; it must be {expected}"))),
+        }
+    }
+
+    fn require_absent(&self, key: &str) -> Result<(), String> {
+        match self.get(key) {
+            None => Ok(()),
+            Some(_) => Err(self.refuse(key, "is set, which is not supported")),
+        }
+    }
+
+    fn allow_only(&self, known: &[&str]) -> Result<(), String> {
+        match self.map.keys().find(|k| !known.contains(&k.as_str())) {
+            None => Ok(()),
+            Some(key) => Err(self.refuse(key, "is not known to this version")),
+        }
+    }
+
+    fn refuse(&self, key: &str, reason: &str) -> String {
+        format!("`{}.{key}` {reason}", self.path)
+    }
+}
+
+/// A JSON value in a message, cut where it is long.
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        None => text,
+        Some((end, _)) => format!("{}…", &text[..end]),
+    }
+}
+
+impl PackedReader for Reader {
+    fn scheme(&self, module: &str) -> Option<WeightScheme> {
+        if self.ignored.get(module).is_some() { None } else { self.targets.get(module) }
+    }
+
+    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        let scheme = self
+            .scheme(module)
+            .ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))?;
+        let [n, k] = shape;
+        let scale_name = scale_name(module);
+        let scale_dtype = source.require(&scale_name)?.dtype;
+        require_weight_float(source.location(&scale_name), &scale_name, scale_dtype)?;
+
+        // What the file must hold follows from what we would write.
+        let specs = layout::layout(module, shape, scheme, scale_dtype).map_err(|e| {
+            Error::UnsupportedQuantization {
+                path: source.location(&packed_name(module)),
+                reason: format!("`{module}` cannot be {scheme}: {e}"),
+            }
+        })?;
+        for spec in &specs {
+            check(source, spec, module)?;
+        }
+        let mut foreign = vec![group_index_name(module)];
+        if scheme.symmetric {
+            foreign.push(zero_point_name(module));
+        }
+        if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
+            return Err(Error::UnsupportedQuantization {
+                path: source.location(&name),
+                reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
+            });
+        }
+        check_weight_shape(source, module, shape)?;
+
+        let groups = k / scheme.granularity.group_size(k);
+        let mut scales = vec![0.0; n * groups];
+        scale_dtype.widen(&source.read(&scale_name)?, &mut scales);
+        require_finite(source.location(&scale_name), &scale_name, &scales)?;
+        let zeros = match scheme.symmetric {
+            true => None,
+            false => Some(unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits)?),
+        };
+        let codes = read_codes(source, &packed_name(module), shape, scheme.bits)?;
+        let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros };
+        tensor.view()?;
+        Ok(tensor)
+    }
+}
+
+/// Checks a tensor's type and shape against what the scheme implies.
+fn check(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
+    let TensorInfo { dtype, shape } = source.require(&spec.name)?;
+    // Written as I64, but I32 is met in the wild and means the same.
+    let accepted = *dtype == spec.info.dtype || (spec.name == shape_name(module) && *dtype == Dtype::I32);
+    if !accepted {
+        return Err(Error::TensorDtype {
+            path: source.location(&spec.name),
+            tensor: spec.name.clone(),
+            expected: spec.info.dtype.to_string(),
+            got: dtype.to_string(),
+        });
+    }
+    if *shape != spec.info.shape {
+        return Err(Error::TensorShape {
+            path: source.location(&spec.name),
+            tensor: spec.name.clone(),
+            expected: spec.info.shape.clone(),
+            got: shape.clone(),
+        });
+    }
+    Ok(())
+}
+
+/// Compares the contents of `weight_shape` with the shape that the model implies: packing hides up
+/// to a word's worth of columns.
+fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize; 2]) -> Result<()> {
+    let name = shape_name(module);
+    let size = source.require(&name)?.dtype.size();
+    let bytes = source.read(&name)?;
+    let stated: Vec<i64> = bytes
+        .chunks_exact(size)
+        .map(|b| match b.try_into() {
+            Ok(wide) => i64::from_le_bytes(wide),
+            Err(_) => b.try_into().map_or(-1, |narrow| i64::from(i32::from_le_bytes(narrow))),
+        })
+        .collect();
+    if stated.iter().map(|&d| usize::try_from(d).ok()).eq(expected.iter().map(|&d| Some(d))) {
+        return Ok(());
+    }
+    Err(Error::UnsupportedQuantization {
+        path: source.location(&name),
+        reason: format!("tensor `{name}` says {stated:?}, config.json implies {expected:?}"),
+    })
+}
+
+/// Unpacks codes some rows at a time, so that a large weight is not held twice. Type and shape of
+/// the tensor were checked.
+fn read_codes(source: &dyn TensorSource, name: &str, [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
+    let row_bytes = words_for(k, bits) * 4;
+    let rows = (READ_BYTES / row_bytes).max(1);
+    let mut codes = vec![0; n * k];
+    let mut buffer = vec![0; rows.min(n) * row_bytes];
+    for (i, codes) in codes.chunks_mut(rows * k).enumerate() {
+        let bytes = &mut buffer[..codes.len() / k * row_bytes];
+        source.read_range(name, (i * rows * row_bytes) as u64, bytes)?;
+        unpack_rows(bytes, k, bits, codes).map_err(|e| Error::Internal(format!("tensor `{name}`: {e}")))?;
+    }
+    Ok(codes)
+}
+
+#[cfg(test)]
+#[path = "reader_tests.rs"]
+mod tests;
