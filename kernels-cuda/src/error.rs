@@ -1,0 +1,35 @@
+//! What can be missing or fail on the way to a GPU.
+
+/// The result of every fallible function of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure on the way to a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The driver's library is not installed, or not on the loader's path.
+    #[error("CUDA driver library not found (libcuda.so, nvcuda.dll): install the NVIDIA driver")]
+    DriverMissing,
+    /// A library of that name loads, but lacks what every version of it has.
+    #[error("{library} lacks the function `{function}`: it is damaged, or a stub")]
+    FunctionMissing {
+        /// The library.
+        library: &'static str,
+        /// What it should export.
+        function: &'static str,
+    },
+    /// The driver answered with an error.
+    #[error("CUDA driver: cannot {action}: {reason}")]
+    Driver {
+        /// What was attempted.
+        action: &'static str,
+        /// The driver's words.
+        reason: String,
+    },
+    /// There is a driver, but no GPU that it shows us.
+    #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
+    NoDevice,
+    /// The run-time compiler is not installed, or not on the loader's path.
+    #[error("CUDA run-time compiler not found (libnvrtc.so, nvrtc64_*.dll): install the CUDA toolkit")]
+    NvrtcMissing,
+}
