@@ -72,7 +72,7 @@ pub fn unpack_words(words: &[u32], bits: u8, count: usize) -> Result<Vec<u8>, Wo
 /// # Panics
 /// When `columns` is 0, `codes` are not whole rows, or `bits` is not 1 to 8.
 pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
-    assert!(columns > 0 && codes.len() % columns == 0, "codes are not whole rows");
+    assert!(columns > 0 && codes.len().is_multiple_of(columns), "codes are not whole rows");
     let row_bytes = words_for(columns, bits) * 4;
     let mut bytes = vec![0; codes.len() / columns * row_bytes];
     let rows = (TASK_CODES / columns).max(1);
@@ -94,7 +94,7 @@ pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
 /// # Panics
 /// When `columns` is 0, `codes` are not whole rows, or `bits` is not 1 to 8.
 pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> Result<(), WordCount> {
-    assert!(columns > 0 && codes.len() % columns == 0, "codes are not whole rows");
+    assert!(columns > 0 && codes.len().is_multiple_of(columns), "codes are not whole rows");
     let row_bytes = words_for(columns, bits) * 4;
     if bytes.len() != codes.len() / columns * row_bytes {
         return Err(WordCount { count: codes.len(), bits, got: bytes.len() / 4 });
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(pack_words(&codes, 8), [0x0302_0100, 0x0706_0504, 0x0000_0908]);
         let codes: Vec<u8> = (0..11).map(|i| i % 8).collect();
         // Octal digits from the left are codes from the last: 2 1 0 | 7 6 5 4 3 2 1 0.
-        assert_eq!(pack_words(&codes, 3), [0o21_0765_4321_0u64 as u32, (0o21_0765_4321_0u64 >> 32) as u32]);
+        assert_eq!(pack_words(&codes, 3), [0o21_076_543_210_u64 as u32, (0o21_076_543_210_u64 >> 32) as u32]);
         assert_eq!(pack_words(&[1, 0, 1, 1], 1), [0b1101]);
         assert_eq!(pack_words(&[], 4), [0u32; 0]);
     }
