@@ -14,33 +14,18 @@ use crate::WeightView;
 /// When `rows` leaves the matrix or `out` has another length.
 pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f32]) {
     assert_eq!(out.len(), rows.len() * weight.k(), "output length does not match the rows");
-    let size = weight.group_size();
-    let groups = weight.scales(rows.clone()).iter().zip(weight.codes(rows.clone()).chunks_exact(size));
-    let outs = out.chunks_exact_mut(size);
-    // One pass over groups, whatever row they are in: the zero's kind is settled outside, so that
+    // One pass over groups, whatever row they are in: a scale and a zero are looked up a group, and
     // nothing is looked up or checked a weight.
-    match weight.zeros(rows) {
-        Some(zeros) => {
-            for ((out, (&scale, codes)), &zero) in outs.zip(groups).zip(zeros) {
-                dequantize_group(codes, scale, zero, out);
-            }
+    let size = weight.group_size();
+    let zeros = weight.zeros(rows.clone());
+    let middle = 1 << (weight.bits() - 1);
+    let groups = out.chunks_exact_mut(size).zip(weight.codes(rows.clone()).chunks_exact(size));
+    for (i, ((out, codes), &scale)) in groups.zip(weight.scales(rows)).enumerate() {
+        let zero = i32::from(zeros.map_or(middle, |zeros| zeros[i]));
+        // The difference is exact in `f32`, so the product is the only rounding, as in the reference.
+        for (out, &code) in out.iter_mut().zip(codes) {
+            *out = (i32::from(code) - zero) as f32 * scale;
         }
-        None => {
-            let middle = 1 << (weight.bits() - 1);
-            for (out, (&scale, codes)) in outs.zip(groups) {
-                dequantize_group(codes, scale, middle, out);
-            }
-        }
-    }
-}
-
-/// One group. The code less the zero is exact in `f32`, so there is a single rounding, in the
-/// product, as in the reference.
-#[inline(always)]
-fn dequantize_group(codes: &[u8], scale: f32, zero: u8, out: &mut [f32]) {
-    let zero = i32::from(zero);
-    for (out, &code) in out.iter_mut().zip(codes) {
-        *out = (i32::from(code) - zero) as f32 * scale;
     }
 }
 

@@ -72,7 +72,7 @@ pub fn unpack_words(words: &[u32], bits: u8, count: usize) -> Result<Vec<u8>, Wo
 /// # Panics
 /// When `columns` is 0, `codes` are not whole rows, or `bits` is not 1 to 8.
 pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
-    assert!(columns > 0 && codes.len() % columns == 0, "codes are not whole rows");
+    assert!(columns > 0 && codes.len().is_multiple_of(columns), "codes are not whole rows");
     let row_bytes = words_for(columns, bits) * 4;
     let mut bytes = vec![0; codes.len() / columns * row_bytes];
     let rows = (TASK_CODES / columns).max(1);
@@ -94,7 +94,7 @@ pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
 /// # Panics
 /// When `columns` is 0, `codes` are not whole rows, or `bits` is not 1 to 8.
 pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> Result<(), WordCount> {
-    assert!(columns > 0 && codes.len() % columns == 0, "codes are not whole rows");
+    assert!(columns > 0 && codes.len().is_multiple_of(columns), "codes are not whole rows");
     let row_bytes = words_for(columns, bits) * 4;
     if bytes.len() != codes.len() / columns * row_bytes {
         return Err(WordCount { count: codes.len(), bits, got: bytes.len() / 4 });
@@ -120,7 +120,7 @@ fn pack_row(codes: &[u8], bits: u8, bytes: &mut [u8]) {
         1 => pack_octets::<1>(codes, bytes),
         2 => pack_octets::<2>(codes, bytes),
         3 => pack_octets::<3>(codes, bytes),
-        4 => pack_nibbles(codes, bytes),
+        4 => pack_octets::<4>(codes, bytes),
         5 => pack_octets::<5>(codes, bytes),
         6 => pack_octets::<6>(codes, bytes),
         7 => pack_octets::<7>(codes, bytes),
@@ -137,7 +137,7 @@ fn unpack_row(bytes: &[u8], bits: u8, codes: &mut [u8]) {
         1 => unpack_octets::<1>(bytes, codes),
         2 => unpack_octets::<2>(bytes, codes),
         3 => unpack_octets::<3>(bytes, codes),
-        4 => unpack_nibbles(bytes, codes),
+        4 => unpack_octets::<4>(bytes, codes),
         5 => unpack_octets::<5>(bytes, codes),
         6 => unpack_octets::<6>(bytes, codes),
         7 => unpack_octets::<7>(bytes, codes),
@@ -146,45 +146,54 @@ fn unpack_row(bytes: &[u8], bits: u8, codes: &mut [u8]) {
     }
 }
 
-/// Eight codes make `BITS` bytes.
+/// Eight codes, a byte each, make `BITS` bytes.
 fn pack_octets<const BITS: usize>(codes: &[u8], bytes: &mut [u8]) {
-    for (codes, bytes) in codes.chunks(8).zip(bytes.chunks_mut(BITS)) {
-        let stream = codes.iter().enumerate().fold(0u64, |s, (i, &c)| s | u64::from(c) << (i * BITS));
-        bytes.copy_from_slice(&stream.to_le_bytes()[..bytes.len()]);
+    let (octets, rest) = codes.as_chunks::<8>();
+    let (full, last) = bytes.split_at_mut(octets.len() * BITS);
+    for (octet, bytes) in octets.iter().zip(full.as_chunks_mut::<BITS>().0) {
+        bytes.copy_from_slice(&squeeze::<BITS>(*octet)[..BITS]);
     }
+    let mut octet = [0; 8];
+    octet[..rest.len()].copy_from_slice(rest);
+    last.copy_from_slice(&squeeze::<BITS>(octet)[..last.len()]);
 }
 
 fn unpack_octets<const BITS: usize>(bytes: &[u8], codes: &mut [u8]) {
-    let mask = (1 << BITS) - 1;
-    for (codes, bytes) in codes.chunks_mut(8).zip(bytes.chunks(BITS)) {
+    let (octets, rest) = codes.as_chunks_mut::<8>();
+    let (full, last) = bytes.split_at(octets.len() * BITS);
+    let widened = |bytes: &[u8]| {
         let mut word = [0; 8];
         word[..bytes.len()].copy_from_slice(bytes);
-        let stream = u64::from_le_bytes(word);
-        for (i, code) in codes.iter_mut().enumerate() {
-            *code = (stream >> (i * BITS)) as u8 & mask;
-        }
+        spread::<BITS>(word)
+    };
+    for (octet, bytes) in octets.iter_mut().zip(full.as_chunks::<BITS>().0) {
+        *octet = widened(bytes);
     }
+    rest.copy_from_slice(&widened(last)[..rest.len()]);
 }
 
-/// The usual case: two codes a byte, the first one low. Written so that it vectorizes.
-fn pack_nibbles(codes: &[u8], bytes: &mut [u8]) {
-    for (byte, pair) in bytes.iter_mut().zip(codes.chunks_exact(2)) {
-        let pair = u16::from_le_bytes([pair[0], pair[1]]);
-        *byte = (pair | pair >> 4) as u8;
-    }
-    if let ([.., last], [code]) = (bytes, codes.chunks_exact(2).remainder()) {
-        *last = *code;
-    }
+/// Moves eight codes together, in a 64-bit word at once: first pairs close the gap between them,
+/// then pairs of pairs, then the two halves. The first `BITS` bytes are the stream.
+fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
+    let codes = u64::from_le_bytes(octet);
+    let pairs = codes & every(16, 0, BITS) | codes >> (8 - BITS) & every(16, BITS, BITS);
+    let fours = pairs & every(32, 0, 2 * BITS) | pairs >> (16 - 2 * BITS) & every(32, 2 * BITS, 2 * BITS);
+    let eight = fours & every(64, 0, 4 * BITS) | fours >> (32 - 4 * BITS) & every(64, 4 * BITS, 4 * BITS);
+    eight.to_le_bytes()
 }
 
-fn unpack_nibbles(bytes: &[u8], codes: &mut [u8]) {
-    let mut pairs = codes.chunks_exact_mut(2);
-    for (pair, &byte) in (&mut pairs).zip(bytes) {
-        pair.copy_from_slice(&[byte & 15, byte >> 4]);
-    }
-    if let (Some(code), Some(byte)) = (pairs.into_remainder().first_mut(), bytes.last()) {
-        *code = byte & 15;
-    }
+/// The way back: the halves, pairs, and single codes move apart.
+fn spread<const BITS: usize>(stream: [u8; 8]) -> [u8; 8] {
+    let eight = u64::from_le_bytes(stream);
+    let fours = eight & every(64, 0, 4 * BITS) | eight << (32 - 4 * BITS) & every(64, 32, 4 * BITS);
+    let pairs = fours & every(32, 0, 2 * BITS) | fours << (16 - 2 * BITS) & every(32, 16, 2 * BITS);
+    let codes = pairs & every(16, 0, BITS) | pairs << (8 - BITS) & every(16, 8, BITS);
+    codes.to_le_bytes()
+}
+
+/// A mask with `ones` bits from bit `first` on in every field of `field` bits.
+const fn every(field: usize, first: usize, ones: usize) -> u64 {
+    u64::MAX / (u64::MAX >> (64 - field)) * (((1 << ones) - 1) << first)
 }
 
 #[cfg(test)]
@@ -218,7 +227,7 @@ mod tests {
         assert_eq!(pack_words(&codes, 8), [0x0302_0100, 0x0706_0504, 0x0000_0908]);
         let codes: Vec<u8> = (0..11).map(|i| i % 8).collect();
         // Octal digits from the left are codes from the last: 2 1 0 | 7 6 5 4 3 2 1 0.
-        assert_eq!(pack_words(&codes, 3), [0o21_0765_4321_0u64 as u32, (0o21_0765_4321_0u64 >> 32) as u32]);
+        assert_eq!(pack_words(&codes, 3), [0o21_076_543_210_u64 as u32, (0o21_076_543_210_u64 >> 32) as u32]);
         assert_eq!(pack_words(&[1, 0, 1, 1], 1), [0b1101]);
         assert_eq!(pack_words(&[], 4), [0u32; 0]);
     }

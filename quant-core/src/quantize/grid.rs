@@ -44,6 +44,24 @@ const MAGIC: f32 = 12_582_912.0;
 /// Weights that a loop keeps in flight: four SSE registers, two of AVX.
 const LANES: usize = 16;
 
+/// [`MAGIC`] at work: `x` rounded to an integer, halves to even, for `|x| ≤ 2²²`.
+#[inline(always)]
+fn round(x: f32) -> f32 {
+    (x + MAGIC) - MAGIC
+}
+
+/// `a` if it is less than `b`, else `b`.
+#[inline(always)]
+fn lesser(a: f32, b: f32) -> f32 {
+    if a < b { a } else { b }
+}
+
+/// `a` if it is greater than `b`, else `b`.
+#[inline(always)]
+fn greater(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
 /// The range of a group, extended to include 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Extent {
@@ -56,17 +74,15 @@ pub struct Extent {
 impl Extent {
     /// The range of these weights, or `None` when one is NaN or infinite.
     pub fn of(weights: &[f32]) -> Option<Self> {
-        let mut lanes = ([0f32; LANES], [0f32; LANES], [0u32; LANES]);
-        let chunks = weights.chunks_exact(LANES);
-        let rest = chunks.remainder();
-        // Comparisons that pick an operand, unlike `f32::min`, are single instructions; NaN slips
-        // through them and is caught by its exponent, which is gathered beside.
+        // Comparisons that pick an operand, unlike `f32::min`, are single instructions. NaN slips
+        // through them, but like infinity it leaves NaN in a sum of products with 0.
+        let (mut min, mut max, mut check) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
         let mut step = |i: usize, w: f32| {
-            let (min, max, exponent) = (&mut lanes.0[i], &mut lanes.1[i], &mut lanes.2[i]);
-            *min = if w < *min { w } else { *min };
-            *max = if w > *max { w } else { *max };
-            *exponent |= u32::from(w.to_bits() & 0x7f80_0000 == 0x7f80_0000);
+            min[i] = lesser(w, min[i]);
+            max[i] = greater(w, max[i]);
+            check[i] += w * 0.0;
         };
+        let (chunks, rest) = weights.as_chunks::<LANES>();
         for chunk in chunks {
             for (i, &w) in chunk.iter().enumerate() {
                 step(i, w);
@@ -75,14 +91,16 @@ impl Extent {
         for (i, &w) in rest.iter().enumerate() {
             step(i, w);
         }
-        let (min, max, exponent) = lanes;
-        if exponent.iter().any(|&e| e != 0) {
-            return None;
+        let mut half = LANES / 2;
+        while half > 0 {
+            for i in 0..half {
+                min[i] = lesser(min[i + half], min[i]);
+                max[i] = greater(max[i + half], max[i]);
+                check[i] += check[i + half];
+            }
+            half /= 2;
         }
-        Some(Self {
-            min: min.iter().fold(0.0, |a, &b| if b < a { b } else { a }),
-            max: max.iter().fold(0.0, |a, &b| if b > a { b } else { a }),
-        })
+        (check[0] == 0.0).then_some(Self { min: min[0], max: max[0] })
     }
 
     /// The largest magnitude.
@@ -170,9 +188,13 @@ impl GridRule {
         let zero = if self.symmetric {
             middle
         } else {
-            (-extent.min / scale).round_ties_even().clamp(0.0, f32::from(self.max_code)) as u8
+            round(lesser(-extent.min / scale, f32::from(self.max_code))) as u8
         };
         let grid = grid(scale, zero);
+        // No value is further out than the largest code times the scale, which decides nearly always.
+        if scale * f32::from(self.max_code) <= largest(self.scale_dtype) {
+            return Ok(grid);
+        }
         // Rounding is monotone, so the ends of the range give the ends of what comes out.
         let holds = |w| self.scale_dtype.round(grid.value(grid.code(w))).is_finite();
         if holds(extent.min) && holds(extent.max) { Ok(grid) } else { Err(overflow) }
@@ -193,6 +215,15 @@ fn smallest_positive(dtype: Dtype) -> f32 {
         Dtype::F16 => half::f16::from_bits(1).to_f32(),
         Dtype::Bf16 => half::bf16::from_bits(1).to_f32(),
         _ => f32::from_bits(1),
+    }
+}
+
+/// The largest finite value of a scale type.
+fn largest(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::MAX.to_f32(),
+        Dtype::Bf16 => half::bf16::MAX.to_f32(),
+        _ => f32::MAX,
     }
 }
 
@@ -224,16 +255,13 @@ impl Grid {
     /// rounding gives the same as clamping after it, and keeps [`MAGIC`] in its range.
     #[inline(always)]
     fn steps(self, w: f32, (low, high): (f32, f32)) -> f32 {
-        let q = w / self.scale;
-        let q = if q > low { q } else { low };
-        if q < high { q } else { high }
+        lesser(greater(w / self.scale, low), high)
     }
 
     /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.
     /// A weight that is not finite gets an end of the grid.
     pub fn code(self, w: f32) -> u8 {
-        let steps = self.steps(w, self.limits()).round_ties_even();
-        (steps as i32 + i32::from(self.zero)) as u8
+        (round(self.steps(w, self.limits())) as i32 + i32::from(self.zero)) as u8
     }
 
     /// The value of a code.
@@ -256,7 +284,7 @@ impl Grid {
     pub fn fake_quantize(self, weights: &mut [f32]) {
         let limits = self.limits();
         for w in weights {
-            *w = ((self.steps(*w, limits) + MAGIC) - MAGIC) * self.scale;
+            *w = round(self.steps(*w, limits)) * self.scale;
         }
     }
 }

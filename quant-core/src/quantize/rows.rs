@@ -133,7 +133,7 @@ impl RowsError {
 /// The group size of a scheme in rows of this width.
 pub(crate) fn group_size(scheme: WeightScheme, columns: usize) -> Result<usize, RowsError> {
     let group_size = scheme.granularity.group_size(columns);
-    if group_size == 0 || columns % group_size != 0 {
+    if group_size == 0 || !columns.is_multiple_of(group_size) {
         return Err(RowsError::Indivisible { columns, group_size });
     }
     Ok(group_size)

@@ -65,7 +65,7 @@ pub(super) fn layout(
         return Err(unusable(format!("{n} × {k} weights exceed the address space")));
     }
     let group_size = scheme.granularity.group_size(k);
-    if group_size == 0 || k % group_size != 0 {
+    if group_size == 0 || !k.is_multiple_of(group_size) {
         let tensor = format!("{module}.weight");
         return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
     }
