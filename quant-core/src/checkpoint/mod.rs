@@ -1,9 +1,27 @@
 //! The first and last stage of the path: checkpoints are read by ranges and written atomically.
+//!
+//! ```text
+//! read    directory ─► shards ─► header         config.json, shards and index, checks on each file
+//! write   layout ─► writer ─► verify ─► publish   where each byte goes, staging, proof, one rename
+//! ```
 
+mod config_fields;
+mod contract;
+mod directory;
 mod dtype;
 mod header;
+mod header_error;
+mod input_file;
+mod memory;
+mod shard_index;
+mod shards;
+mod strict_json;
 mod tensor_io;
 
+pub use config_fields::ConfigFields;
+pub use directory::ModelDirectory;
 pub use dtype::Dtype;
-pub use header::HeaderError;
+pub use header_error::HeaderError;
+pub use memory::{MemorySink, MemorySource};
+pub use shards::ShardedCheckpoint;
 pub use tensor_io::{TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_weight_float};

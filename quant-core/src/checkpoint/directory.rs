@@ -1,0 +1,161 @@
+//! Reading, first stage of the path: a Hugging Face model directory.
+//!
+//! Only data is read from it: `config.json`, weights, and by others the tokenizer. Scripts that lie
+//! beside them are neither run nor carried along.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::header_error::printable;
+use super::input_file::{Lookup, Root, read_capped};
+use super::{ConfigFields, ShardedCheckpoint, strict_json};
+use crate::{Error, Result};
+
+const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tokenizer.json";
+/// The longest configuration that is read; real ones have some kilobytes.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+
+/// Files that go with a model and hold no weights and no code.
+const SIDECARS: [&str; 12] = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "special_tokens_map.json",
+    TOKENIZER,
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+/// Beginnings of the names of texts that must accompany a model.
+const LEGAL: [&str; 3] = ["LICENSE", "NOTICE", "USE_POLICY"];
+
+/// A model directory: its configuration, its weights, and what to carry along with them.
+#[derive(Debug)]
+pub struct ModelDirectory {
+    path: PathBuf,
+    config: Map<String, Value>,
+    config_path: PathBuf,
+    source: Arc<ShardedCheckpoint>,
+    sidecars: Vec<PathBuf>,
+    warnings: Vec<String>,
+}
+
+impl ModelDirectory {
+    /// Opens a model directory, checks its configuration file and all safetensors headers.
+    ///
+    /// # Errors
+    /// - [`Error::NoCheckpoint`], [`Error::PickleOnly`]: there is no model we read.
+    /// - [`Error::Config`]: `config.json` is over 1 MiB, not JSON, not an object, or names a key
+    ///   twice.
+    /// - The errors of [`ShardedCheckpoint::open`].
+    pub fn open(path: &Path) -> Result<ModelDirectory> {
+        let root = Root::open(path)?;
+        // Weights first: a directory of pickles is told so, whatever its configuration says.
+        let source = ShardedCheckpoint::open_in(&root)?;
+        let config_path = root.join(CONFIG);
+        let config = read_config(&root, &config_path)?;
+        let mut warnings = source.warnings().to_vec();
+        let sidecars = find_sidecars(&root, &mut warnings)?;
+        if config.contains_key("auto_map") {
+            warnings.push(format!("{CONFIG}: `auto_map` is ignored, code of a model is never run"));
+        }
+        let source = Arc::new(source);
+        Ok(Self { path: path.to_owned(), config, config_path, source, sidecars, warnings })
+    }
+
+    /// The directory as it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The configuration, keys in the order of the file.
+    pub fn config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    /// `config.json` itself.
+    pub fn config_path(&self) -> &Path {
+        &self.config_path
+    }
+
+    /// Typed access to the configuration.
+    pub fn fields(&self) -> ConfigFields<'_> {
+        ConfigFields::new(&self.config_path, &self.config)
+    }
+
+    /// The weights.
+    pub fn source(&self) -> &Arc<ShardedCheckpoint> {
+        &self.source
+    }
+
+    /// `tokenizer.json`, if there is one that may be read.
+    pub fn tokenizer_path(&self) -> Option<PathBuf> {
+        self.sidecars.iter().find(|p| p.file_name() == Some(OsStr::new(TOKENIZER))).cloned()
+    }
+
+    /// Files to carry along to a converted model, sorted by name: tokenizer, generation settings,
+    /// chat template, licence texts; never code or weights.
+    pub fn sidecar_files(&self) -> Vec<PathBuf> {
+        self.sidecars.clone()
+    }
+
+    /// What is odd about the directory without making it unreadable, each fit for a line of text.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+}
+
+fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
+    let broken = |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason };
+    let real = match root.lookup(CONFIG)? {
+        Lookup::File(real) => real,
+        Lookup::Absent => return Err(broken("is missing".into())),
+        Lookup::Dangling => {
+            return Err(broken("is a link that leads nowhere: the download is incomplete".into()));
+        }
+        Lookup::Refused(reason) => return Err(broken(reason)),
+    };
+    let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
+    match strict_json::parse(&bytes) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(broken("must hold one JSON object".into())),
+        Err(reason) => Err(broken(format!("is not acceptable JSON: {reason}"))),
+    }
+}
+
+fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for name in root.entries()?.iter().filter(|n| is_sidecar(n)) {
+        match root.lookup(name)? {
+            Lookup::File(_) => found.push(root.join(name)),
+            Lookup::Absent => {}
+            Lookup::Dangling => warnings.push(format!("{} is a link that leads nowhere", printable(name))),
+            Lookup::Refused(reason) => warnings.push(format!("{} {reason}, it is left out", printable(name))),
+        }
+    }
+    Ok(found)
+}
+
+fn is_sidecar(name: &str) -> bool {
+    if SIDECARS.contains(&name) {
+        return true;
+    }
+    if name.chars().any(char::is_control) || !LEGAL.iter().any(|l| name.starts_with(l)) {
+        return false;
+    }
+    // `LICENSE`, `LICENSE.txt`, `LICENSE-APACHE-2.0`, but not `LICENSE.py`.
+    match Path::new(name).extension().and_then(OsStr::to_str) {
+        None => true,
+        Some(e) => {
+            matches!(e, "txt" | "md" | "rst" | "pdf" | "html") || e.bytes().all(|b| b.is_ascii_digit())
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! Reading, first stage of the path: the rules of a safetensors header that a file can break.
+
+use super::Dtype;
+use super::header::MAX_NAME_BYTES;
+
+/// A rule of the format that a file breaks. Names are shown with control characters escaped.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HeaderError {
+    /// The file cannot hold even the header's length.
+    #[error("{0} bytes, too short to be safetensors")]
+    TooShort(u64),
+    /// The header would end after the file does.
+    #[error("the header claims {declared} bytes, the file has {available} after the length field")]
+    HeaderPastEnd {
+        /// Length in the first 8 bytes.
+        declared: u64,
+        /// Bytes of the file after these.
+        available: u64,
+    },
+    /// The header is longer than any real one.
+    #[error("the header claims {declared} bytes, at most {limit} are accepted")]
+    HeaderTooLarge {
+        /// Length in the first 8 bytes.
+        declared: u64,
+        /// The most that is accepted.
+        limit: u64,
+    },
+    /// The header describes more tensors than any real one.
+    #[error("the header describes more than {limit} tensors")]
+    TooManyTensors {
+        /// The most that is accepted.
+        limit: usize,
+    },
+    /// The header does not begin with `{`.
+    #[error("the header must begin with `{{`, {}", match found {
+        Some(byte) => format!("its first byte is 0x{byte:02x}"),
+        None => "it is empty".to_owned(),
+    })]
+    NotAnObject {
+        /// Its first byte, unless it is empty.
+        found: Option<u8>,
+    },
+    /// The header is not UTF-8.
+    #[error("the header is not UTF-8 at byte {offset}")]
+    NotUtf8 {
+        /// Position of the first bad byte within the header.
+        offset: usize,
+    },
+    /// The header is not JSON.
+    #[error("the header is not valid JSON: {reason}")]
+    Json {
+        /// The parser's reason, with line and column.
+        reason: String,
+    },
+    /// A tensor's entry has not the fields `dtype`, `shape` and `data_offsets` of the right types.
+    #[error("tensor `{tensor}`: {reason}")]
+    BadEntry {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with its entry.
+        reason: String,
+    },
+    /// Two entries have the same name.
+    #[error("tensor `{tensor}` is described twice")]
+    DuplicateTensor {
+        /// The tensor.
+        tensor: String,
+    },
+    /// There are two `__metadata__`.
+    #[error("`__metadata__` stands twice in the header")]
+    DuplicateMetadata,
+    /// `__metadata__` is not an object of distinct keys with text values.
+    #[error("`__metadata__` must be an object of text values: {reason}")]
+    BadMetadata {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A tensor's name cannot be shown or stored safely.
+    #[error("the tensor name `{name}` {reason}")]
+    BadName {
+        /// The name, escaped and cut.
+        name: String,
+        /// What is wrong with it, ending the sentence.
+        reason: &'static str,
+    },
+    /// An element type that we do not know.
+    #[error("tensor `{tensor}` has the unknown dtype `{dtype}`; known are {}", known_dtypes())]
+    UnknownDtype {
+        /// The tensor.
+        tensor: String,
+        /// Its type as written.
+        dtype: String,
+    },
+    /// A tensor has more dimensions than any real one.
+    #[error("tensor `{tensor}` has {rank} dimensions, at most {limit} are accepted")]
+    RankTooHigh {
+        /// The tensor.
+        tensor: String,
+        /// Number of its dimensions.
+        rank: usize,
+        /// The most that is accepted.
+        limit: usize,
+    },
+    /// The size of a tensor does not fit 64 bits.
+    #[error("tensor `{tensor}`: the size of shape {shape:?} overflows")]
+    SizeOverflow {
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+    /// A tensor begins after its end.
+    #[error("tensor `{tensor}` begins at byte {begin}, after its end {end}")]
+    OffsetsReversed {
+        /// The tensor.
+        tensor: String,
+        /// First byte within the data.
+        begin: u64,
+        /// First byte after the tensor.
+        end: u64,
+    },
+    /// Offsets and shape give different sizes.
+    #[error("tensor `{tensor}`: {dtype} {shape:?} takes {expected} bytes, its offsets span {got}")]
+    SizeMismatch {
+        /// The tensor.
+        tensor: String,
+        /// Its element type.
+        dtype: Dtype,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Bytes that type and shape take.
+        expected: u64,
+        /// Bytes that the offsets span.
+        got: u64,
+    },
+    /// Bytes of the data belong to no tensor.
+    #[error("bytes {begin} to {end} of the data, before tensor `{before}`, belong to no tensor")]
+    Hole {
+        /// The tensor after the hole.
+        before: String,
+        /// First byte of the hole within the data.
+        begin: u64,
+        /// First byte after it.
+        end: u64,
+    },
+    /// Two tensors share bytes.
+    #[error("tensors `{first}` (up to byte {first_end}) and `{second}` (from byte {second_begin}) overlap")]
+    Overlap {
+        /// The tensor that begins first.
+        first: String,
+        /// First byte after it.
+        first_end: u64,
+        /// The tensor that begins inside it.
+        second: String,
+        /// Where that begins.
+        second_begin: u64,
+    },
+    /// The file ends before a tensor does, as an interrupted download leaves it.
+    #[error("truncated within tensor `{tensor}`: have {have}, need {need} bytes")]
+    PastEnd {
+        /// The first tensor that is not whole.
+        tensor: String,
+        /// Length of the file.
+        have: u64,
+        /// Length that the header implies.
+        need: u64,
+    },
+    /// The file goes on after the last tensor.
+    #[error("{} byte(s) follow the last tensor: have {have}, need {need} bytes", have - need)]
+    TrailingBytes {
+        /// Length of the file.
+        have: u64,
+        /// Length that the header implies.
+        need: u64,
+    },
+}
+
+fn known_dtypes() -> String {
+    Dtype::ALL.map(Dtype::name).join(", ")
+}
+
+/// Why a tensor may not have this name, ending the sentence that the name begins.
+pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
+    if name.is_empty() {
+        Some("is empty")
+    } else if name.len() > MAX_NAME_BYTES {
+        Some("is longer than 1024 bytes")
+    } else if name.contains('\0') {
+        Some("holds NUL")
+    } else if name.chars().any(char::is_control) {
+        Some("holds control characters")
+    } else if name.chars().any(is_deceptive) {
+        Some("holds invisible characters that change the direction of text")
+    } else {
+        None
+    }
+}
+
+/// Characters that reorder or break the line they are shown in.
+fn is_deceptive(c: char) -> bool {
+    matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Text from a file, fit for a message: escapes what would steer a terminal, and cuts.
+pub(crate) fn printable(text: &str) -> String {
+    const MOST: usize = 160;
+    let mut out = String::new();
+    for (i, c) in text.chars().enumerate() {
+        if i == MOST {
+            out.push('…');
+            break;
+        }
+        if c.is_control() || is_deceptive(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    out
+}

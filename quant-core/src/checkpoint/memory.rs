@@ -1,0 +1,162 @@
+//! Both ends of the path without files: tensors in memory, for library users and tests.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::contract::{check_part, check_specs, incomplete, unknown};
+use super::shards::check_range;
+use super::{Dtype, TensorInfo, TensorSink, TensorSource, TensorSpec};
+use crate::{Error, Result};
+
+/// A [`TensorSource`] over tensors in memory.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MemorySource {
+    tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,
+}
+
+impl MemorySource {
+    /// A source without tensors.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a tensor from little-endian bytes in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the bytes are not as many as type and shape take, or the name is taken.
+    pub fn insert(
+        &mut self,
+        name: impl Into<String>,
+        dtype: Dtype,
+        shape: impl Into<Vec<usize>>,
+        bytes: Vec<u8>,
+    ) -> Result<()> {
+        let (name, info) = (name.into(), TensorInfo { dtype, shape: shape.into() });
+        let size = info.shape.iter().try_fold(dtype.size(), |size, &dim| size.checked_mul(dim));
+        if size != Some(bytes.len()) {
+            return Err(Error::usage(
+                format!("tensor `{name}`: {dtype} {:?} does not take {} bytes", info.shape, bytes.len()),
+                "give as many bytes as element type and shape take",
+            ));
+        }
+        if self.tensors.contains_key(&name) {
+            return Err(Error::usage(
+                format!("tensor `{name}` is there already"),
+                "give every tensor a name of its own",
+            ));
+        }
+        self.tensors.insert(name, (info, bytes));
+        Ok(())
+    }
+
+    /// Adds a tensor from values, rounded to `dtype` half to even.
+    ///
+    /// # Errors
+    /// [`Error::TensorDtype`] unless the type is F32, F16 or BF16; else as [`Self::insert`].
+    pub fn insert_f32(
+        &mut self,
+        name: impl Into<String>,
+        dtype: Dtype,
+        shape: impl Into<Vec<usize>>,
+        values: &[f32],
+    ) -> Result<()> {
+        let name = name.into();
+        super::require_weight_float(memory(), &name, dtype)?;
+        self.insert(name, dtype, shape, dtype.narrow(values))
+    }
+
+    /// A tensor's bytes without copying.
+    pub fn bytes(&self, name: &str) -> Option<&[u8]> {
+        self.tensors.get(name).map(|(_, bytes)| bytes.as_slice())
+    }
+}
+
+impl TensorSource for MemorySource {
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name).map(|(info, _)| info)
+    }
+
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let (_, bytes) = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| Error::MissingTensor { path: memory(), tensor: name.to_owned() })?;
+        check_range(name, bytes.len() as u64, offset, buffer.len())?;
+        // In range of a slice, so the offset fits.
+        let start = usize::try_from(offset).unwrap_or_default();
+        buffer.copy_from_slice(&bytes[start..start + buffer.len()]);
+        Ok(())
+    }
+
+    fn location(&self, _name: &str) -> PathBuf {
+        memory()
+    }
+}
+
+fn memory() -> PathBuf {
+    PathBuf::from("<memory>")
+}
+
+/// A [`TensorSink`] that keeps what it is given and holds callers to the contract.
+#[derive(Debug, Clone, Default)]
+pub struct MemorySink {
+    tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,
+    commits: usize,
+}
+
+impl MemorySink {
+    /// A sink for the tensors agreed on.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when a name stands twice or could not be written to a file.
+    pub fn new(specs: Vec<TensorSpec>) -> Result<Self> {
+        check_specs(&specs)?;
+        let tensors = specs.into_iter().map(|spec| (spec.name, (spec.info, Vec::new()))).collect();
+        Ok(Self { tensors, commits: 0 })
+    }
+
+    /// The bytes of a tensor so far.
+    pub fn bytes(&self, name: &str) -> Option<&[u8]> {
+        self.tensors.get(name).map(|(_, bytes)| bytes.as_slice())
+    }
+
+    /// How often [`TensorSink::commit`] was called.
+    pub fn commits(&self) -> usize {
+        self.commits
+    }
+
+    /// Everything that was written, as a source.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] naming tensors that are not complete.
+    pub fn into_source(self) -> Result<MemorySource> {
+        let missing: Vec<&str> =
+            self.tensors.keys().filter(|n| !self.is_complete(n)).map(String::as_str).collect();
+        if !missing.is_empty() {
+            return Err(incomplete(&missing));
+        }
+        Ok(MemorySource { tensors: self.tensors })
+    }
+}
+
+impl TensorSink for MemorySink {
+    fn is_complete(&self, name: &str) -> bool {
+        self.tensors.get(name).is_some_and(|(info, bytes)| bytes.len() as u64 == info.byte_len())
+    }
+
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (info, kept) = self.tensors.get_mut(name).ok_or_else(|| unknown(name))?;
+        check_part(name, info.byte_len(), kept.len() as u64, offset, bytes.len())?;
+        kept.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        self.commits += 1;
+        Ok(())
+    }
+}

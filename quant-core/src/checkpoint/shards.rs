@@ -1,0 +1,346 @@
+//! Reading, first stage of the path: the tensors of a model directory, whatever files they are in.
+//!
+//! Every header is read and checked when the checkpoint is opened; data is read by positioned reads
+//! when it is asked for. Files are opened once and stay open, so that what was checked is what is
+//! read, even if the name is given to another file meanwhile.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use super::header::{Header, Located};
+use super::header_error::printable;
+use super::input_file::{Lookup, Root, listed, open_regular, read_capped, read_exact_at};
+use super::shard_index::{MAX_INDEX_BYTES, ShardIndex};
+use super::{TensorInfo, TensorSource};
+use crate::{Error, Result};
+
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// Endings of pickle files, which run code when they are read.
+const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
+/// How many names a message lists at most.
+const LISTED: usize = 256;
+
+/// The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
+#[derive(Debug)]
+pub struct ShardedCheckpoint {
+    directory: PathBuf,
+    shards: Vec<Shard>,
+    tensors: BTreeMap<String, Place>,
+    warnings: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+struct Place {
+    shard: usize,
+    located: Located,
+}
+
+impl ShardedCheckpoint {
+    /// Opens the checkpoint of a model directory and checks every header.
+    ///
+    /// # Errors
+    /// - [`Error::NoCheckpoint`] or [`Error::PickleOnly`]: there is nothing we read.
+    /// - [`Error::Index`]: the index is broken, names a file outside the directory, or disagrees
+    ///   with the shards; all missing shards are listed.
+    /// - [`Error::Safetensors`]: a shard breaks a rule of the format, or is truncated.
+    /// - [`Error::Io`]: a file cannot be read.
+    pub fn open(directory: &Path) -> Result<Self> {
+        Self::open_in(&Root::open(directory)?)
+    }
+
+    pub(crate) fn open_in(root: &Root) -> Result<Self> {
+        let single = weight_file(root, SINGLE)?;
+        let Some(index) = weight_file(root, INDEX)? else {
+            return match single {
+                Some(real) => Self::open_single(root, &real),
+                None => Err(nothing_to_read(root)?),
+            };
+        };
+        Self::open_sharded(root, &index, single.as_deref())
+    }
+
+    fn open_single(root: &Root, real: &Path) -> Result<Self> {
+        let (shard, header) = Shard::open(root.join(SINGLE), real)?;
+        if header.tensors.is_empty() {
+            let reason = format!("{SINGLE} holds no tensors");
+            return Err(Error::NoCheckpoint { path: root.path().to_owned(), reason });
+        }
+        let tensors =
+            header.tensors.into_iter().map(|(name, located)| (name, Place { shard: 0, located })).collect();
+        let warnings = stray_weights(root, &[SINGLE.to_owned()])?;
+        Ok(Self { directory: root.path().to_owned(), shards: vec![shard], tensors, warnings })
+    }
+
+    fn open_sharded(root: &Root, index_file: &Path, single: Option<&Path>) -> Result<Self> {
+        let index_path = root.join(INDEX);
+        let broken = |reason: String| Error::Index { path: index_path.clone(), reason };
+        let bytes = read_capped(index_file, &index_path, MAX_INDEX_BYTES)?.map_err(broken)?;
+        let index = ShardIndex::parse(&bytes).map_err(broken)?;
+        drop(bytes);
+
+        let files = find_shards(root, &index.shards).map_err(|fault| match fault {
+            ShardFault::Other(error) => error,
+            ShardFault::Index(reason) => broken(reason),
+        })?;
+        let mut shards = Vec::with_capacity(files.len());
+        let mut found: BTreeMap<String, Place> = BTreeMap::new();
+        for (position, (name, real)) in index.shards.iter().zip(&files).enumerate() {
+            let (shard, header) = Shard::open(root.join(name), real)?;
+            shards.push(shard);
+            for (tensor, located) in header.tensors {
+                match found.entry(tensor) {
+                    Entry::Vacant(place) => {
+                        place.insert(Place { shard: position, located });
+                    }
+                    Entry::Occupied(other) => {
+                        let first = &index.shards[other.get().shard];
+                        return Err(broken(format!(
+                            "tensor `{}` is in both {first} and {name}",
+                            other.key()
+                        )));
+                    }
+                }
+            }
+        }
+
+        let mut warnings = Vec::new();
+        let tensors = match_index(&index, found, &mut warnings).map_err(broken)?;
+        let total: u64 = tensors.values().map(|p| p.located.info.byte_len()).sum();
+        let said = match &index.total_size {
+            None => None,
+            Some(Ok(size)) => (*size != total).then(|| size.to_string()),
+            Some(Err(other)) => Some(other.clone()),
+        };
+        if let Some(said) = said {
+            warnings
+                .push(format!("{INDEX}: `metadata.total_size` says {said}, the tensors have {total} bytes"));
+        }
+        let mut known = index.shards;
+        if let Some(real) = single.filter(|_| !known.iter().any(|s| s == SINGLE)) {
+            compare_single(root, real, &tensors).map_err(|e| match e {
+                ShardFault::Other(error) => error,
+                ShardFault::Index(reason) => broken(reason),
+            })?;
+            warnings.push(format!("{SINGLE} is ignored, the shards that {INDEX} names are read"));
+            known.push(SINGLE.to_owned());
+        }
+        warnings.extend(stray_weights(root, &known)?);
+        Ok(Self { directory: root.path().to_owned(), shards, tensors, warnings })
+    }
+
+    /// What is odd about the checkpoint without making it unreadable, each fit for a line of text.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The files the tensors are in, in the order of their names.
+    pub fn shard_paths(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|s| s.path.as_path())
+    }
+
+    /// Bytes of all tensors together.
+    pub fn total_bytes(&self) -> u64 {
+        self.tensors.values().map(|p| p.located.info.byte_len()).sum()
+    }
+
+    /// Bytes of all shards together, headers included.
+    pub fn file_bytes(&self) -> u64 {
+        self.shards.iter().map(|s| s.bytes).sum()
+    }
+}
+
+impl TensorSource for ShardedCheckpoint {
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name).map(|p| &p.located.info)
+    }
+
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let Some(place) = self.tensors.get(name) else {
+            return Err(Error::MissingTensor { path: self.directory.clone(), tensor: name.to_owned() });
+        };
+        check_range(name, place.located.info.byte_len(), offset, buffer.len())?;
+        let shard = &self.shards[place.shard];
+        read_exact_at(&shard.file, &shard.path, place.located.offset + offset, buffer)
+    }
+
+    fn location(&self, name: &str) -> PathBuf {
+        let shard = self.tensors.get(name).map(|p| &self.shards[p.shard]);
+        shard.map_or_else(|| self.directory.clone(), |s| s.path.clone())
+    }
+}
+
+impl Shard {
+    fn open(path: PathBuf, real: &Path) -> Result<(Self, Header)> {
+        let file = open_regular(real, &path)?;
+        let header = Header::read(&file, &path)?;
+        let bytes = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
+        Ok((Self { path, file, bytes }, header))
+    }
+}
+
+/// Fails when a range leaves its tensor: a mistake of the caller, not of the file.
+pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize) -> Result<()> {
+    match offset.checked_add(len as u64) {
+        Some(end) if end <= tensor_bytes => Ok(()),
+        _ => Err(Error::Internal(format!(
+            "{len} bytes at {offset} leave tensor `{name}` of {tensor_bytes} bytes"
+        ))),
+    }
+}
+
+/// An error about the index that has still to learn the index's path, or any other.
+enum ShardFault {
+    Index(String),
+    Other(Error),
+}
+
+impl From<Error> for ShardFault {
+    fn from(error: Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+/// One of the two files a checkpoint begins with, if it is there.
+fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
+    let reason = match root.lookup(name)? {
+        Lookup::File(real) => return Ok(Some(real)),
+        Lookup::Absent => return Ok(None),
+        Lookup::Dangling => incomplete_download(name),
+        Lookup::Refused(reason) => format!("{name} {reason}"),
+    };
+    Err(Error::NoCheckpoint { path: root.path().to_owned(), reason })
+}
+
+fn incomplete_download(names: &str) -> String {
+    format!("{names}: a link leads nowhere, the download is incomplete; run `hf download` again")
+}
+
+/// Where the shards are; what is missing is told at once, not one shard a run.
+fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault> {
+    let mut files = Vec::with_capacity(names.len());
+    let (mut absent, mut dangling) = (Vec::new(), Vec::new());
+    for name in names {
+        match root.lookup(name)? {
+            Lookup::File(real) => files.push(real),
+            Lookup::Absent => absent.push(name.as_str()),
+            Lookup::Dangling => dangling.push(name.as_str()),
+            Lookup::Refused(reason) => return Err(ShardFault::Index(format!("the shard {name} {reason}"))),
+        }
+    }
+    let mut reasons = Vec::new();
+    if !absent.is_empty() {
+        let (count, list) = (absent.len(), listed(absent, LISTED));
+        reasons.push(format!("{count} of {} shards are missing: {list}", names.len()));
+    }
+    if !dangling.is_empty() {
+        reasons.push(incomplete_download(&listed(dangling, LISTED)));
+    }
+    if reasons.is_empty() { Ok(files) } else { Err(ShardFault::Index(reasons.join("; "))) }
+}
+
+/// Keeps of the tensors found those that the index names, each from the shard it names.
+fn match_index(
+    index: &ShardIndex,
+    mut found: BTreeMap<String, Place>,
+    warnings: &mut Vec<String>,
+) -> Result<BTreeMap<String, Place>, String> {
+    let mut tensors = BTreeMap::new();
+    let mut missing = Vec::new();
+    for (name, &shard) in &index.weight_map {
+        let Some((name, place)) = found.remove_entry(name) else {
+            missing.push(format!("`{name}` is not in {}", index.shards[shard]));
+            continue;
+        };
+        if place.shard != shard {
+            let (said, real) = (&index.shards[shard], &index.shards[place.shard]);
+            missing.push(format!("`{name}` is in {real}, not in {said}"));
+        }
+        tensors.insert(name, place);
+    }
+    if !missing.is_empty() {
+        return Err(format!("tensor {}", listed(missing.iter().map(String::as_str), LISTED)));
+    }
+    let mut extra: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
+    for (name, place) in &found {
+        extra.entry(place.shard).or_default().push(name);
+    }
+    for (shard, names) in extra {
+        warnings.push(format!(
+            "{} holds {} tensor(s) that {INDEX} does not name, they are ignored: {}",
+            index.shards[shard],
+            names.len(),
+            listed(names, 8)
+        ));
+    }
+    Ok(tensors)
+}
+
+/// A single file beside the shards must at least describe the same tensors.
+fn compare_single(root: &Root, real: &Path, tensors: &BTreeMap<String, Place>) -> Result<(), ShardFault> {
+    let (_, header) = Shard::open(root.join(SINGLE), real)?;
+    let mut differing: Vec<&str> = header
+        .tensors
+        .iter()
+        .filter(|(name, located)| tensors.get(*name).is_none_or(|p| p.located.info != located.info))
+        .map(|(name, _)| name.as_str())
+        .collect();
+    differing.extend(tensors.keys().filter(|n| !header.tensors.contains_key(*n)).map(String::as_str));
+    if differing.is_empty() {
+        return Ok(());
+    }
+    Err(ShardFault::Index(format!(
+        "{SINGLE} is there as well and describes other tensors: {}; remove the one that is not meant",
+        listed(differing, 8)
+    )))
+}
+
+/// Warns of weight files that no index names: a leftover shard, or another model.
+fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
+    let entries = root.entries()?;
+    let stray: Vec<&str> = entries
+        .iter()
+        .filter(|e| e.ends_with(".safetensors") && !known.contains(e))
+        .map(String::as_str)
+        .collect();
+    if stray.is_empty() {
+        return Ok(Vec::new());
+    }
+    Ok(vec![format!("not part of the checkpoint, ignored: {}", listed(stray, 8))])
+}
+
+fn nothing_to_read(root: &Root) -> Result<Error> {
+    let entries = root.entries()?;
+    let path = root.path().to_owned();
+    let other: Vec<&str> =
+        entries.iter().filter(|e| e.ends_with(".safetensors")).map(String::as_str).collect();
+    if !other.is_empty() {
+        let reason = format!("there is neither {SINGLE} nor {INDEX}, only {}", listed(other, 8));
+        return Ok(Error::NoCheckpoint { path, reason });
+    }
+    let pickles: Vec<String> = entries
+        .iter()
+        .filter(|e| PICKLES.iter().any(|p| e.ends_with(p)))
+        .map(|e| printable(e))
+        .take(LISTED)
+        .collect();
+    if pickles.is_empty() {
+        let reason = format!("there is neither {SINGLE} nor {INDEX}");
+        return Ok(Error::NoCheckpoint { path, reason });
+    }
+    Ok(Error::PickleOnly { path, files: pickles })
+}
