@@ -1,0 +1,256 @@
+//! Writing, last stage of the path: the directory beside the target in which a run prepares it.
+//!
+//! ```text
+//! OUT.job/lock            held while a run writes; the system lets go of it when the run dies
+//!        /job.json        what the run was asked for: a run that resumes must ask the same
+//!        /journal.jsonl   tensors that are complete
+//!        /out/            what will become OUT
+//!        /previous/       the old OUT, for the moment between two renames where the file system
+//!                         cannot exchange directories
+//! ```
+
+use std::ffi::OsStr;
+use std::fs::{File, Metadata, TryLockError};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::file_system::{FileSystem, failure, remove_if_present, replace_file};
+use super::header_error::printable;
+use crate::{Error, Result};
+
+const LOCK: &str = "lock";
+const RECORD: &str = "job.json";
+const JOURNAL: &str = "journal.jsonl";
+const OUT: &str = "out";
+const PREVIOUS: &str = "previous";
+/// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
+const CONTENTS: [&str; 6] = [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", OUT, PREVIOUS];
+
+/// `OUT` → `OUT.job`.
+///
+/// # Errors
+/// [`Error::Usage`] when the target has no name, as `/` has none.
+pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
+    let Some(name) = target.file_name() else {
+        return Err(Error::usage(
+            format!("{} cannot be an output directory", target.display()),
+            "give the name of a new directory",
+        ));
+    };
+    let mut name = name.to_owned();
+    name.push(".job");
+    Ok(target.with_file_name(name))
+}
+
+/// The directory that a path lies in.
+pub(crate) fn parent_of(path: &Path) -> &Path {
+    path.parent().unwrap_or(path)
+}
+
+/// A job directory that this run has locked.
+#[derive(Debug)]
+pub(crate) struct Job {
+    target: PathBuf,
+    path: PathBuf,
+    /// Closing it lets go of the lock.
+    _lock: File,
+}
+
+impl Job {
+    /// Creates the job directory of a target, or takes over one that nobody works in, and puts an
+    /// old target back that a crash left aside.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] when another run works in it; [`Error::Usage`] when something else has its
+    /// name.
+    pub(crate) fn acquire(fs: &dyn FileSystem, target: &Path) -> Result<Self> {
+        let path = job_path(target)?;
+        // Each round loses only against a run that removed the directory at that very moment.
+        for _ in 0..16 {
+            create_or_accept(fs, &path)?;
+            let lock_path = path.join(LOCK);
+            let lock = match fs.open_lock(&lock_path) {
+                Ok(lock) => lock,
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(e) => return Err(failure(fs, "create", &lock_path, 0, e)),
+            };
+            match lock.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    return Err(Error::Locked { path, holder: holder(&lock) });
+                }
+                Err(TryLockError::Error(e)) => return Err(Error::io("lock", lock_path, e)),
+            }
+            if !is_same_file(&lock, &lock_path) {
+                continue;
+            }
+            // Only told to others; a disk too full for it shows in what follows.
+            let _ = lock
+                .set_len(0)
+                .and_then(|()| lock.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0));
+            let job = Self { target: target.to_owned(), path, _lock: lock };
+            job.restore_previous(fs)?;
+            return Ok(job);
+        }
+        Err(Error::Locked { path, holder: "one that is finishing".into() })
+    }
+
+    /// The final place.
+    pub(crate) fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// The job directory.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What will become the target.
+    pub(crate) fn out(&self) -> PathBuf {
+        self.path.join(OUT)
+    }
+
+    /// The journal.
+    pub(crate) fn journal(&self) -> PathBuf {
+        self.path.join(JOURNAL)
+    }
+
+    /// Where the old target waits between two renames.
+    pub(crate) fn previous(&self) -> PathBuf {
+        self.path.join(PREVIOUS)
+    }
+
+    /// What the job was asked for, if it came so far that it can be resumed.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the record is damaged: what the staged files are for is unknown then.
+    pub(crate) fn read_record(&self) -> Result<Option<Value>> {
+        let path = self.path.join(RECORD);
+        let text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("read", path, e)),
+        };
+        serde_json::from_slice(&text).map(Some).map_err(|e| {
+            Error::usage(format!("{} is damaged: {e}", path.display()), "run without --resume to start anew")
+        })
+    }
+
+    /// Records what the job was asked for; from here on it can be resumed.
+    pub(crate) fn write_record(&self, fs: &dyn FileSystem, record: &Value) -> Result<()> {
+        let mut text = format!("{record:#}").into_bytes();
+        text.push(b'\n');
+        replace_file(fs, &self.path.join(RECORD), &text)?;
+        fs.sync_dir(parent_of(&self.path)).map_err(|e| failure(fs, "sync", parent_of(&self.path), 0, e))
+    }
+
+    /// Empties the job directory, except for the lock.
+    pub(crate) fn clear(&self, fs: &dyn FileSystem) -> Result<()> {
+        CONTENTS.iter().try_for_each(|name| remove_if_present(fs, &self.path.join(name)))
+    }
+
+    /// Removes the job directory.
+    pub(crate) fn remove(&self, fs: &dyn FileSystem) -> Result<()> {
+        self.clear(fs)?;
+        let lock = self.path.join(LOCK);
+        fs.remove_file(&lock).map_err(|e| Error::io("remove", lock, e))?;
+        match fs.remove_dir(&self.path) {
+            // Another run may have begun in it the moment that the lock was gone.
+            Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.path, e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// After a crash between the two renames of a replacement, the old target is put back.
+    fn restore_previous(&self, fs: &dyn FileSystem) -> Result<()> {
+        let previous = self.previous();
+        if previous.symlink_metadata().is_err() {
+            return Ok(());
+        }
+        if self.target.symlink_metadata().is_ok() {
+            // The replacement came through; only tidying up was left.
+            return remove_if_present(fs, &previous);
+        }
+        fs.rename_new(&previous, &self.target).map_err(|e| Error::io("restore", &self.target, e))?;
+        fs.sync_dir(parent_of(&self.target)).map_err(|e| Error::io("sync", parent_of(&self.target), e))
+    }
+}
+
+fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
+    match fs.create_dir(path) {
+        Ok(()) => return Ok(()),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(failure(fs, "create", path, 0, e)),
+    }
+    // Someone's own directory of that name must not be mistaken for ours: we would empty it.
+    let foreign = match path.symlink_metadata() {
+        Ok(metadata) if metadata.is_dir() => foreign_entry(path),
+        Ok(_) => Ok(Some("is not a directory".to_owned())),
+        Err(e) => Err(e),
+    };
+    match foreign {
+        Ok(None) => Ok(()),
+        // Removed meanwhile: the caller tries again.
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io("open", path, e)),
+        Ok(Some(reason)) => Err(Error::usage(
+            format!("{} is needed for preparing the output, but {reason}", path.display()),
+            "move it away, or choose another output",
+        )),
+    }
+}
+
+fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
+    for entry in std::fs::read_dir(path)? {
+        let name = entry?.file_name();
+        let known = name == OsStr::new(LOCK) || CONTENTS.iter().any(|c| name == OsStr::new(c));
+        if !known {
+            return Ok(Some(format!("holds `{}`", printable(&name.to_string_lossy()))));
+        }
+    }
+    Ok(None)
+}
+
+fn holder(lock: &File) -> String {
+    let mut text = String::new();
+    let read = lock.take(32).read_to_string(&mut text);
+    match text.trim() {
+        pid if read.is_ok() && !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit()) => {
+            format!("process {pid}")
+        }
+        _ => "unknown".into(),
+    }
+}
+
+/// Whether a path still names the file that was opened under it.
+fn is_same_file(file: &File, path: &Path) -> bool {
+    let identity = |m: Metadata| (m.dev(), m.ino());
+    match (file.metadata(), path.symlink_metadata()) {
+        (Ok(open), Ok(named)) => identity(open) == identity(named),
+        _ => false,
+    }
+}
+
+/// Fields in which two records differ, each as `field: was X, is Y`.
+pub(crate) fn differences(was: &Value, is: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    collect_differences("", was, is, &mut found);
+    found
+}
+
+fn collect_differences(field: &str, was: &Value, is: &Value, found: &mut Vec<String>) {
+    if let (Value::Object(a), Value::Object(b)) = (was, is) {
+        let keys = a.keys().chain(b.keys().filter(|k| !a.contains_key(*k)));
+        for key in keys {
+            let inner = if field.is_empty() { key.clone() } else { format!("{field}.{key}") };
+            let at = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
+            collect_differences(&inner, &at(a), &at(b), found);
+        }
+    } else if was != is {
+        let (was, is) = (printable(&was.to_string()), printable(&is.to_string()));
+        found.push(format!("{}: was {was}, is {is}", printable(field)));
+    }
+}

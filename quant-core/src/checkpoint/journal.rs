@@ -1,0 +1,110 @@
+//! Writing, last stage of the path: which tensors are complete, for the run after an interruption.
+//!
+//! One line a tensor, appended only after the tensor's bytes are safely on disk. The journal claims
+//! nothing that is not checked again: on resuming, every tensor it names is read back and hashed.
+//! So a line torn by a crash, or damaged since, costs the work on that tensor and nothing else.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::file_system::{FileSystem, StagedFile, failure, replace_file};
+use crate::{Error, Result};
+
+/// A SHA-256.
+pub(crate) type Hash = [u8; 32];
+
+/// The journal of a job, open for appending.
+pub(crate) struct Journal {
+    path: PathBuf,
+    file: Box<dyn StagedFile>,
+    /// Where the next line goes. A line that failed half-way is overwritten by the next attempt.
+    len: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line<'a> {
+    tensor: std::borrow::Cow<'a, str>,
+    sha256: std::borrow::Cow<'a, str>,
+}
+
+impl Journal {
+    /// Starts a journal with these entries, replacing an earlier one in one step.
+    pub(crate) fn start(fs: &dyn FileSystem, path: &Path, entries: &BTreeMap<String, Hash>) -> Result<Self> {
+        let text = lines(entries.iter().map(|(name, hash)| (name.as_str(), hash)))?;
+        let file = replace_file(fs, path, &text)?;
+        Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
+    }
+
+    /// What a journal claims; nothing if there is none. Lines that do not parse are passed over,
+    /// and of two lines on one tensor the later counts.
+    pub(crate) fn load(path: &Path) -> Result<BTreeMap<String, Hash>> {
+        let fail = |e| Error::io("read", path, e);
+        let mut reader = match File::open(path) {
+            Ok(file) => BufReader::new(file),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(BTreeMap::new()),
+            Err(e) => return Err(fail(e)),
+        };
+        let mut entries = BTreeMap::new();
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            if reader.read_until(b'\n', &mut line).map_err(fail)? == 0 {
+                return Ok(entries);
+            }
+            // Without its end a line may be torn, however well it parses.
+            let Some(line) = line.strip_suffix(b"\n") else { continue };
+            let Ok(parsed) = serde_json::from_slice::<Line<'_>>(line) else { continue };
+            if let Some(hash) = from_hex(&parsed.sha256) {
+                entries.insert(parsed.tensor.into_owned(), hash);
+            }
+        }
+    }
+
+    /// Appends entries and makes them survive a crash.
+    pub(crate) fn append(&mut self, fs: &dyn FileSystem, entries: &[(&str, Hash)]) -> Result<()> {
+        if entries.is_empty() {
+            return Ok(());
+        }
+        let text = lines(entries.iter().map(|(name, hash)| (*name, hash)))?;
+        let fail = |action, e| failure(fs, action, &self.path, text.len() as u64, e);
+        self.file.write_at(self.len, &text).map_err(|e| fail("write", e))?;
+        self.file.sync_data().map_err(|e| fail("sync", e))?;
+        self.len += text.len() as u64;
+        Ok(())
+    }
+}
+
+fn lines<'a>(entries: impl Iterator<Item = (&'a str, &'a Hash)>) -> Result<Vec<u8>> {
+    let mut text = Vec::new();
+    for (tensor, hash) in entries {
+        let line = Line { tensor: tensor.into(), sha256: hex(hash).into() };
+        serde_json::to_writer(&mut text, &line).map_err(|e| Error::Internal(format!("journal: {e}")))?;
+        text.push(b'\n');
+    }
+    Ok(text)
+}
+
+/// Lower-case hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    const DIGITS: [char; 16] =
+        ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f'];
+    bytes.iter().flat_map(|b| [DIGITS[usize::from(b >> 4)], DIGITS[usize::from(b & 15)]]).collect()
+}
+
+/// The hash that 64 hexadecimal digits write.
+pub(crate) fn from_hex(text: &str) -> Option<Hash> {
+    let digits = text.as_bytes();
+    if digits.len() != 64 {
+        return None;
+    }
+    let mut hash = [0; 32];
+    for (byte, pair) in hash.iter_mut().zip(digits.chunks_exact(2)) {
+        let value = |d: u8| char::from(d).to_digit(16);
+        *byte = u8::try_from(value(pair[0])? << 4 | value(pair[1])?).ok()?;
+    }
+    Some(hash)
+}

@@ -1,0 +1,210 @@
+//! Writing, last stage of the path: where every byte of a checkpoint goes, before the first is
+//! written.
+//!
+//! Names, types and shapes decide everything but the tensors' data: number and names of the shards,
+//! their headers, the offset of each tensor, the index. So shards can be created at full length,
+//! tensors written in any order, and the same plan always gives the same files.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::contract::check_specs;
+use super::header::Limits;
+use super::shards::{INDEX, SINGLE};
+use super::{TensorInfo, TensorSpec};
+use crate::{Error, Result};
+
+/// 5 GB, as the Hugging Face tools split checkpoints.
+pub(crate) const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// The files of a checkpoint that is going to be written.
+#[derive(Debug, Clone)]
+pub struct ShardLayout {
+    shards: Vec<ShardFile>,
+    /// Shard and position within it by tensor.
+    places: HashMap<String, (usize, usize)>,
+    index: Option<Vec<u8>>,
+    tensor_bytes: u64,
+}
+
+/// One shard.
+#[derive(Debug, Clone)]
+pub(crate) struct ShardFile {
+    /// `model.safetensors` or `model-00001-of-0000N.safetensors`.
+    pub(crate) name: String,
+    /// The length field and the JSON, padded so that data begins at a multiple of 8.
+    pub(crate) header: Vec<u8>,
+    /// The tensors in the order of their data.
+    pub(crate) tensors: Vec<PlacedTensor>,
+    /// Length of the whole file.
+    pub(crate) bytes: u64,
+}
+
+/// One tensor of a shard.
+#[derive(Debug, Clone)]
+pub(crate) struct PlacedTensor {
+    pub(crate) name: String,
+    pub(crate) info: TensorInfo,
+    /// First byte, counted from the start of the file.
+    pub(crate) offset: u64,
+}
+
+impl ShardLayout {
+    /// Divides tensors among shards, in the order given: a shard is closed when the next tensor
+    /// would take its data over `max_shard_bytes`. A tensor larger than that gets a shard of its
+    /// own. Within a shard, wide element types come first, so that every tensor is aligned.
+    ///
+    /// # Errors
+    /// - [`Error::Usage`]: no tensors, or more in one shard than a header may describe.
+    /// - [`Error::Internal`]: a name stands twice or cannot be written, or a size overflows.
+    pub fn plan(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Self> {
+        check_specs(specs)?;
+        let groups = split(specs, max_shard_bytes)?;
+        let count = groups.len();
+        let mut shards = Vec::with_capacity(count);
+        for (position, group) in groups.into_iter().enumerate() {
+            let name = match count {
+                1 => SINGLE.to_owned(),
+                _ => format!("model-{:05}-of-{count:05}.safetensors", position + 1),
+            };
+            shards.push(ShardFile::new(name, group)?);
+        }
+        let mut places = HashMap::with_capacity(specs.len());
+        for (s, shard) in shards.iter().enumerate() {
+            for (t, tensor) in shard.tensors.iter().enumerate() {
+                places.insert(tensor.name.clone(), (s, t));
+            }
+        }
+        let tensor_bytes = specs
+            .iter()
+            .try_fold(0u64, |sum, spec| sum.checked_add(spec.info.byte_len()))
+            .ok_or_else(|| Error::Internal("the size of the output overflows".into()))?;
+        let index = (count > 1).then(|| index_bytes(&shards, tensor_bytes));
+        Ok(Self { shards, places, index, tensor_bytes })
+    }
+
+    /// Names and lengths of all files, shards first, then the index if there is more than one.
+    pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+        let index = self.index.iter().map(|bytes| (INDEX, bytes.len() as u64));
+        self.shards.iter().map(|s| (s.name.as_str(), s.bytes)).chain(index)
+    }
+
+    /// Bytes of all files together.
+    pub fn file_bytes(&self) -> u64 {
+        self.files().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Bytes of all tensors together, the index's `total_size`.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
+    }
+
+    /// The name of the shard that holds a tensor.
+    pub fn shard_of(&self, tensor: &str) -> Option<&str> {
+        self.places.get(tensor).map(|&(shard, _)| self.shards[shard].name.as_str())
+    }
+
+    pub(crate) fn shards(&self) -> &[ShardFile] {
+        &self.shards
+    }
+
+    /// The index file's bytes, if there is one.
+    pub(crate) fn index(&self) -> Option<&[u8]> {
+        self.index.as_deref()
+    }
+
+    /// The shard of a tensor and the tensor's place in it.
+    pub(crate) fn place(&self, tensor: &str) -> Option<(usize, &PlacedTensor)> {
+        self.places.get(tensor).map(|&(s, t)| (s, &self.shards[s].tensors[t]))
+    }
+
+    /// A digest of all that the layout decides.
+    pub(crate) fn digest(&self) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        for shard in &self.shards {
+            hash.update((shard.name.len() as u64).to_le_bytes());
+            hash.update(shard.name.as_bytes());
+            // The header tells its own length.
+            hash.update(&shard.header);
+        }
+        hash.finalize().into()
+    }
+}
+
+/// Tensors by shard, in the order given.
+fn split(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Vec<Vec<&TensorSpec>>> {
+    let mut groups: Vec<Vec<&TensorSpec>> = Vec::new();
+    let mut filled = 0u64;
+    for spec in specs {
+        let bytes = spec.info.byte_len();
+        let total = filled.checked_add(bytes);
+        match (groups.last_mut(), total) {
+            (Some(group), Some(total)) if total <= max_shard_bytes => {
+                group.push(spec);
+                filled = total;
+            }
+            _ => {
+                groups.push(vec![spec]);
+                filled = bytes;
+            }
+        }
+    }
+    if groups.is_empty() {
+        return Err(Error::usage("there are no tensors to write", "give a model that has weights"));
+    }
+    Ok(groups)
+}
+
+impl ShardFile {
+    fn new(name: String, mut group: Vec<&TensorSpec>) -> Result<Self> {
+        group.sort_by(|a, b| b.info.dtype.size().cmp(&a.info.dtype.size()).then_with(|| a.name.cmp(&b.name)));
+        let mut entries = Map::new();
+        entries.insert("__metadata__".into(), json!({ "format": "pt" }));
+        let mut tensors = Vec::with_capacity(group.len());
+        let mut end = 0u64;
+        for spec in group {
+            let begin = end;
+            end = begin
+                .checked_add(spec.info.byte_len())
+                .ok_or_else(|| Error::Internal(format!("the size of {name} overflows")))?;
+            let entry = json!({
+                "dtype": spec.info.dtype.name(),
+                "shape": spec.info.shape,
+                "data_offsets": [begin, end],
+            });
+            entries.insert(spec.name.clone(), entry);
+            tensors.push(PlacedTensor { name: spec.name.clone(), info: spec.info.clone(), offset: begin });
+        }
+        let limits = Limits::default();
+        let mut text = Value::Object(entries).to_string();
+        text.extend(std::iter::repeat_n(' ', text.len().next_multiple_of(8) - text.len()));
+        if tensors.len() > limits.tensors || text.len() as u64 > limits.header_bytes {
+            return Err(Error::usage(
+                format!("{} tensors are too many for the header of {name}", tensors.len()),
+                "split the checkpoint into smaller shards",
+            ));
+        }
+        let mut header = (text.len() as u64).to_le_bytes().to_vec();
+        header.extend_from_slice(text.as_bytes());
+        let data_start = header.len() as u64;
+        let bytes = data_start
+            .checked_add(end)
+            .ok_or_else(|| Error::Internal(format!("the size of {name} overflows")))?;
+        for tensor in &mut tensors {
+            tensor.offset += data_start;
+        }
+        Ok(Self { name, header, tensors, bytes })
+    }
+}
+
+fn index_bytes(shards: &[ShardFile], total_size: u64) -> Vec<u8> {
+    let mut pairs: Vec<(&str, &str)> =
+        shards.iter().flat_map(|s| s.tensors.iter().map(|t| (t.name.as_str(), s.name.as_str()))).collect();
+    pairs.sort_unstable();
+    let weight_map: Map<String, Value> =
+        pairs.into_iter().map(|(tensor, shard)| (tensor.to_owned(), shard.into())).collect();
+    let index = json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
+    format!("{index:#}\n").into_bytes()
+}

@@ -1,0 +1,45 @@
+//! Writing, last stage of the path: `quant_manifest.json`, the list of what was written.
+//!
+//! It is written last and holds length and SHA-256 of every other file, so that anyone can tell a
+//! complete copy from a damaged one. It depends on nothing but these files and the version.
+
+use serde_json::{Value, json};
+
+use super::journal::{Hash, hex};
+
+/// The manifest's file name.
+pub(crate) const MANIFEST: &str = "quant_manifest.json";
+
+/// A file of a checkpoint that was written and read back.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PublishedFile {
+    /// Its name within the directory.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// Its SHA-256.
+    pub sha256: [u8; 32],
+}
+
+impl PublishedFile {
+    pub(crate) fn new(name: impl Into<String>, bytes: u64, sha256: Hash) -> Self {
+        Self { name: name.into(), bytes, sha256 }
+    }
+
+    /// The SHA-256 in hexadecimal digits.
+    pub fn sha256_hex(&self) -> String {
+        hex(&self.sha256)
+    }
+}
+
+/// The manifest of these files, which are sorted by name.
+pub(crate) fn manifest_bytes(files: &[PublishedFile], tool_version: &str) -> Vec<u8> {
+    let files: Vec<Value> =
+        files.iter().map(|f| json!({ "name": f.name, "bytes": f.bytes, "sha256": f.sha256_hex() })).collect();
+    let manifest = json!({
+        "schema_version": 1,
+        "tool": { "name": "quant", "version": tool_version },
+        "files": files,
+    });
+    format!("{manifest:#}\n").into_bytes()
+}

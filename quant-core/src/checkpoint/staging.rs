@@ -1,0 +1,167 @@
+//! Writing, last stage of the path: the staged files of a job, created anew or taken over.
+
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::file_system::{FileSystem, StagedFile, failure, remove_if_present};
+use super::input_file::read_exact_at;
+use super::job::{Job, parent_of};
+use super::journal::{Journal, hex};
+use super::layout::ShardFile;
+use super::{ShardLayout, WriteOptions};
+use crate::{Error, Result};
+
+/// A shard in the job directory.
+pub(crate) struct Staged {
+    pub(crate) path: PathBuf,
+    pub(crate) file: Box<dyn StagedFile>,
+    /// Written to since the last sync.
+    pub(crate) touched: bool,
+}
+
+/// Creates all files of a new job. The record comes last: with it the job can be resumed.
+pub(crate) fn stage(
+    fs: &dyn FileSystem,
+    job: &Job,
+    layout: &ShardLayout,
+    record: &Value,
+) -> Result<(Vec<Staged>, Journal)> {
+    let out = job.out();
+    fs.create_dir(&out).map_err(|e| failure(fs, "create", &out, 0, e))?;
+    let mut shards = Vec::with_capacity(layout.shards().len());
+    for shard in layout.shards() {
+        let path = out.join(&shard.name);
+        let file = create_shard(fs, &path, shard)?;
+        shards.push(Staged { path, file, touched: true });
+    }
+    fs.sync_dir(&out).map_err(|e| failure(fs, "sync", &out, 0, e))?;
+    let journal = Journal::start(fs, &job.journal(), &Default::default())?;
+    job.write_record(fs, record)?;
+    Ok((shards, journal))
+}
+
+/// Takes over the shards of an interrupted job. What does not look like its shard is created anew,
+/// what is no shard is removed: other files are added again by every run.
+pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> Result<Vec<Staged>> {
+    let out = job.out();
+    remove_strays(fs, &out, layout)?;
+    let mut shards = Vec::with_capacity(layout.shards().len());
+    for shard in layout.shards() {
+        let path = out.join(&shard.name);
+        let file = match reopen(fs, &path, shard) {
+            Some(file) => file,
+            None => {
+                remove_if_present(fs, &path)?;
+                create_shard(fs, &path, shard)?
+            }
+        };
+        shards.push(Staged { path, file, touched: true });
+    }
+    fs.sync_dir(&out).map_err(|e| failure(fs, "sync", &out, 0, e))?;
+    Ok(shards)
+}
+
+/// A shard of full length that holds its header, so that a full disk shows now and not after hours.
+fn create_shard(fs: &dyn FileSystem, path: &Path, shard: &ShardFile) -> Result<Box<dyn StagedFile>> {
+    let fail = |action, e| failure(fs, action, path, shard.bytes, e);
+    let file = fs.create_file(path).map_err(|e| fail("create", e))?;
+    file.allocate(shard.bytes).map_err(|e| fail("allocate", e))?;
+    file.write_at(0, &shard.header).map_err(|e| fail("write", e))?;
+    Ok(file)
+}
+
+fn reopen(fs: &dyn FileSystem, path: &Path, shard: &ShardFile) -> Option<Box<dyn StagedFile>> {
+    let file = fs.open_file(path).ok()?;
+    if file.file().metadata().ok()?.len() != shard.bytes {
+        return None;
+    }
+    let mut header = vec![0; shard.header.len()];
+    read_exact_at(file.file(), path, 0, &mut header).ok()?;
+    (header == shard.header).then_some(file)
+}
+
+fn remove_strays(fs: &dyn FileSystem, out: &Path, layout: &ShardLayout) -> Result<()> {
+    let fail = |e| Error::io("list", out, e);
+    let entries = match std::fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            return fs.create_dir(out).map_err(|e| failure(fs, "create", out, 0, e));
+        }
+        Err(e) => return Err(fail(e)),
+    };
+    for entry in entries {
+        let name = entry.map_err(fail)?.file_name();
+        if !layout.shards().iter().any(|s| name == s.name.as_str()) {
+            remove_if_present(fs, &out.join(name))?;
+        }
+    }
+    Ok(())
+}
+
+/// What a job is asked for, as it stands in its record.
+pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Value> {
+    let record = json!({
+        "schema_version": 1,
+        "tool_version": options.tool_version,
+        "max_shard_bytes": options.max_shard_bytes,
+        "layout_sha256": hex(&layout.digest()),
+        "fingerprint": options.fingerprint,
+    });
+    // Through text and back, as the stored record went, so that equal numbers compare equal.
+    serde_json::from_str(&record.to_string()).map_err(|e| Error::Internal(format!("job record: {e}")))
+}
+
+/// Fails when an interrupted job was asked for something else than this run.
+pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<()> {
+    const LISTED: usize = 20;
+    if differences.is_empty() {
+        return Ok(());
+    }
+    let mut list = differences.iter().take(LISTED).map(|d| format!("\n  {d}")).collect::<String>();
+    if differences.len() > LISTED {
+        list.push_str(&format!("\n  and {} more", differences.len() - LISTED));
+    }
+    Err(Error::usage(
+        format!("{} was started with other inputs or settings:{list}", job.display()),
+        "run with the settings of the interrupted run, or without --resume to start anew",
+    ))
+}
+
+/// Fails before anything is created when the files and 2 % more do not fit. What an earlier run
+/// left in the job directory is overwritten or removed and counts as free.
+pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_bytes: u64) -> Result<()> {
+    let Some(existing) = target.ancestors().skip(1).find(|p| p.exists()) else { return Ok(()) };
+    let Some(free) = fs.free_bytes(existing).map_err(|e| Error::io("measure", existing, e))? else {
+        return Ok(());
+    };
+    let needed = file_bytes.saturating_add(file_bytes / 50);
+    let free = free.saturating_add(occupied(&job.join("out")));
+    if needed > free {
+        return Err(Error::DiskFull { path: target.to_owned(), needed, free });
+    }
+    Ok(())
+}
+
+/// Bytes on disk of the files in a directory.
+fn occupied(directory: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
+    entries.flatten().filter_map(|e| e.metadata().ok()).map(|m| m.blocks().saturating_mul(512)).sum()
+}
+
+/// Creates the directories that the target will lie in.
+pub(crate) fn create_parents(fs: &dyn FileSystem, parent: &Path) -> Result<()> {
+    let missing: Vec<&Path> = parent.ancestors().take_while(|p| !p.exists()).collect();
+    for directory in missing.into_iter().rev() {
+        match fs.create_dir(directory) {
+            Ok(()) => {}
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
+            Err(e) => return Err(failure(fs, "create", directory, 0, e)),
+        }
+        let above = parent_of(directory);
+        fs.sync_dir(above).map_err(|e| failure(fs, "sync", above, 0, e))?;
+    }
+    Ok(())
+}

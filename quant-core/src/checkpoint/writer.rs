@@ -1,0 +1,407 @@
+//! Writing, last stage of the path: a checkpoint that appears whole or not at all.
+//!
+//! Tensors go into shards of full length in a job directory beside the target. A commit makes what
+//! was written so far safe and notes it in the journal, so that a run after a crash goes on from
+//! there. Publishing reads everything back and gives the directory its name in one step.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::contract::{check_part, incomplete, unknown};
+use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
+use super::header_error::printable;
+use super::input_file::{listed, relative_name_fault};
+use super::job::{Job, differences, job_path, parent_of};
+use super::journal::{Hash, Journal};
+use super::layout::DEFAULT_SHARD_BYTES;
+use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
+use super::overlap::resolve;
+use super::publish::{Published, check_target, move_into_place};
+use super::shards::INDEX;
+use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
+use super::verify::{hash_range, verify_file, verify_shard};
+use super::{ShardLayout, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec};
+use crate::{CancelToken, Error, Event, Observer, Result, Silent};
+
+/// How a checkpoint is written.
+#[derive(Debug, Clone)]
+pub struct WriteOptions {
+    /// Replace a checkpoint that is there. It stays until the new one is complete and verified.
+    pub force: bool,
+    /// Go on with a job that was interrupted, if there is one.
+    pub resume: bool,
+    /// Bytes of tensor data in one shard, at most; a larger tensor gets a shard of its own.
+    pub max_shard_bytes: u64,
+    /// What the tensors are computed from: a resumed job must have been started with the same.
+    pub fingerprint: Value,
+    /// The version that the manifest names.
+    pub tool_version: String,
+}
+
+impl Default for WriteOptions {
+    /// Neither force nor resume, shards of 5 GB, no fingerprint, the version of this crate.
+    fn default() -> Self {
+        Self {
+            force: false,
+            resume: false,
+            max_shard_bytes: DEFAULT_SHARD_BYTES,
+            fingerprint: Value::Null,
+            tool_version: env!("CARGO_PKG_VERSION").into(),
+        }
+    }
+}
+
+/// Writes a checkpoint; nothing is at the target before [`CheckpointWriter::publish`].
+///
+/// Dropping it leaves the job directory, with which another writer can resume.
+pub struct CheckpointWriter {
+    fs: Arc<dyn FileSystem>,
+    job: Job,
+    layout: ShardLayout,
+    shards: Vec<Staged>,
+    tensors: HashMap<String, Progress>,
+    files: BTreeMap<String, PublishedFile>,
+    journal: Journal,
+    options: WriteOptions,
+    notes: Vec<String>,
+    /// After a failed sync the system may have dropped what it could not write.
+    sync_failed: bool,
+}
+
+/// How far a tensor is.
+struct Progress {
+    written: u64,
+    running: Sha256,
+    /// Of all its bytes, once they are written.
+    hash: Option<Hash>,
+    journaled: bool,
+    /// Complete since an earlier run; may be written anew.
+    resumed: bool,
+}
+
+impl CheckpointWriter {
+    /// Prepares the job directory `<target>.job` and creates all shards in it at full length.
+    ///
+    /// # Errors
+    /// - [`Error::OutputExists`]: the target exists and `force` is not set. Nothing was created.
+    /// - [`Error::Usage`]: the target is nothing that may be replaced, or `resume` is set and the
+    ///   interrupted job was asked for something else; the differing fields are listed.
+    /// - [`Error::Locked`]: another writer works on the same target.
+    /// - [`Error::DiskFull`]: the files and 2 % more do not fit.
+    /// - [`Error::Io`].
+    pub fn create(target: &Path, tensors: Vec<TensorSpec>, options: WriteOptions) -> Result<Self> {
+        Self::create_on(Arc::new(RealFileSystem), target, tensors, options)
+    }
+
+    pub(crate) fn create_on(
+        fs: Arc<dyn FileSystem>,
+        target: &Path,
+        tensors: Vec<TensorSpec>,
+        options: WriteOptions,
+    ) -> Result<Self> {
+        let target = resolve(target)?;
+        let job = job_path(&target)?;
+        check_target(&target, options.force)?;
+        let layout = ShardLayout::plan(&tensors, options.max_shard_bytes)?;
+        drop(tensors);
+        check_space(&*fs, &target, &job, layout.file_bytes())?;
+        create_parents(&*fs, parent_of(&target))?;
+        let job = Job::acquire(&*fs, &target)?;
+        // Taking over the job may have put an old target back.
+        check_target(&target, options.force)?;
+
+        let record = record(&options, &layout)?;
+        let stored = if options.resume { job.read_record()? } else { None };
+        if let Some(stored) = &stored {
+            refuse_differences(job.path(), &differences(stored, &record))?;
+            return Self::resume(fs, job, layout, options);
+        }
+        job.clear(&*fs)?;
+        match stage(&*fs, &job, &layout, &record) {
+            Ok((shards, journal)) => Ok(Self::assemble(fs, job, layout, options, shards, journal)),
+            Err(error) => {
+                // Nothing of it could be resumed, and the disk may be full of it.
+                let _ = job.remove(&*fs);
+                Err(error)
+            }
+        }
+    }
+
+    fn assemble(
+        fs: Arc<dyn FileSystem>,
+        job: Job,
+        layout: ShardLayout,
+        options: WriteOptions,
+        shards: Vec<Staged>,
+        journal: Journal,
+    ) -> Self {
+        let tensors = layout.shards().iter().flat_map(|s| &s.tensors);
+        let tensors = tensors.map(|t| (t.name.clone(), Progress::new(t.info.byte_len()))).collect();
+        Self {
+            fs,
+            job,
+            layout,
+            shards,
+            tensors,
+            files: BTreeMap::new(),
+            journal,
+            options,
+            notes: Vec::new(),
+            sync_failed: false,
+        }
+    }
+
+    /// Takes over staged shards; tensors that the journal names and that hold their hash are kept.
+    fn resume(fs: Arc<dyn FileSystem>, job: Job, layout: ShardLayout, options: WriteOptions) -> Result<Self> {
+        let shards = restage(&*fs, &job, &layout)?;
+        let mut held = BTreeMap::new();
+        let mut lost = Vec::new();
+        for (name, hash) in Journal::load(&job.journal())? {
+            let Some((shard, tensor)) = layout.place(&name) else { continue };
+            let Staged { path, file, .. } = &shards[shard];
+            if hash_range(file.file(), path, tensor.offset, tensor.info.byte_len(), |_| {})? == hash {
+                held.insert(name, hash);
+            } else {
+                lost.push(name);
+            }
+        }
+        let journal = Journal::start(&*fs, &job.journal(), &held)?;
+        let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
+        writer.notes.push(format!(
+            "resumed: {} of {} tensors are complete",
+            held.len(),
+            writer.tensors.len()
+        ));
+        if !lost.is_empty() {
+            writer.notes.push(format!(
+                "{} tensor(s) did not hold what the journal says and are written again: {}",
+                lost.len(),
+                listed(lost.iter().map(String::as_str), 8)
+            ));
+        }
+        for (name, hash) in held {
+            if let Some(progress) = writer.tensors.get_mut(&name) {
+                progress.hash = Some(hash);
+                progress.journaled = true;
+                progress.resumed = true;
+            }
+        }
+        Ok(writer)
+    }
+
+    /// What is worth telling about how the job was taken up, each fit for a line of text.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The files that are going to be written, without those of [`Self::add_file`].
+    pub fn layout(&self) -> &ShardLayout {
+        &self.layout
+    }
+
+    /// The directory that everything is prepared in.
+    pub fn job_directory(&self) -> &Path {
+        self.job.path()
+    }
+
+    /// Adds a file beside the shards, such as `config.json`.
+    ///
+    /// After resuming, files are added again; only tensors are kept.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the name is no plain file name or is taken; [`Error::DiskFull`],
+    /// [`Error::Io`].
+    pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        let refused = |reason: &str| Error::Internal(format!("file name `{}` {reason}", printable(name)));
+        if let Some(reason) = relative_name_fault(name) {
+            return Err(refused(reason));
+        }
+        if name.contains('/') {
+            return Err(refused("is not a plain file name"));
+        }
+        // Regardless of case, for the sake of file systems that do not tell it apart.
+        let folded = name.to_lowercase();
+        let shards = self.layout.shards().iter().map(|s| s.name.as_str());
+        let taken = shards.chain([INDEX, MANIFEST]).chain(self.files.keys().map(String::as_str));
+        if taken.into_iter().any(|t| t.to_lowercase() == folded) {
+            return Err(refused("is taken"));
+        }
+        let file = self.write_beside(name, bytes)?;
+        self.files.insert(name.to_owned(), file);
+        Ok(())
+    }
+
+    /// [`Self::publish_observed`] without observer or cancellation.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn publish(self) -> Result<Published> {
+        self.publish_observed(&Silent, &CancelToken::new())
+    }
+
+    /// Reads back all that was written and moves it to the target in one step.
+    ///
+    /// # Errors
+    /// - [`Error::Internal`]: tensors are not complete.
+    /// - [`Error::Verification`]: something reads back other than it was written.
+    /// - [`Error::OutputExists`]: the target appeared meanwhile and `force` is not set.
+    /// - [`Error::Interrupted`], [`Error::DiskFull`], [`Error::Io`].
+    ///
+    /// The target is then as before, and the job can be resumed; only when syncing after the final
+    /// step fails may the target be new already.
+    pub fn publish_observed(mut self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Published> {
+        let mut missing: Vec<&str> =
+            self.tensors.iter().filter(|(_, p)| p.hash.is_none()).map(|(name, _)| name.as_str()).collect();
+        if !missing.is_empty() {
+            missing.sort_unstable();
+            return Err(incomplete(&missing));
+        }
+        self.commit()?;
+        let out = self.job.out();
+        if let Some(index) = self.layout.index().map(<[u8]>::to_vec) {
+            let file = self.write_beside(INDEX, &index)?;
+            self.files.insert(INDEX.to_owned(), file);
+        }
+        let mut files = self.read_back(&out, observer, cancel)?;
+        files.sort();
+        let manifest = manifest_bytes(&files, &self.options.tool_version);
+        let manifest = self.write_beside(MANIFEST, &manifest)?;
+        verify_file(&*self.fs, &out, &manifest)?;
+        files.push(manifest);
+        self.sync_dir(&out)?;
+        // The last point at which nothing has happened yet.
+        cancel.check()?;
+        // Files that stay open could keep a network file system from moving their directory.
+        self.shards.clear();
+        let replaced = move_into_place(&*self.fs, &self.job, self.options.force)?;
+        let leftover = self.job.remove(&*self.fs).is_err().then(|| self.job.path().to_owned());
+        let bytes = files.iter().map(|f| f.bytes).sum();
+        Ok(Published { path: self.job.target().to_owned(), files, bytes, replaced, leftover })
+    }
+
+    /// Gives up: removes the job directory. The target is untouched.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when something could not be removed.
+    pub fn abandon(self) -> Result<()> {
+        self.job.remove(&*self.fs)
+    }
+
+    fn read_back(
+        &self,
+        out: &Path,
+        observer: &dyn Observer,
+        cancel: &CancelToken,
+    ) -> Result<Vec<PublishedFile>> {
+        let units = (self.layout.shards().len() + self.files.len()) as u64;
+        observer.event(&Event::StageStarted { stage: "verify", unit: "file", units });
+        let mut files = Vec::new();
+        for shard in self.layout.shards() {
+            let hash_of = |name: &str| self.tensors.get(name).and_then(|p| p.hash);
+            files.push(verify_shard(&*self.fs, out, shard, hash_of, cancel)?);
+            observer.event(&Event::UnitDone { detail: shard.name.clone() });
+        }
+        for (name, file) in &self.files {
+            verify_file(&*self.fs, out, file)?;
+            files.push(file.clone());
+            observer.event(&Event::UnitDone { detail: name.clone() });
+        }
+        // What a reader of the directory will see, index included.
+        let seen = ShardedCheckpoint::open(out)
+            .map_err(|e| Error::Verification { path: out.to_owned(), reason: e.to_string() })?;
+        if seen.names().len() != self.tensors.len() || !seen.warnings().is_empty() {
+            let reason = format!("does not open as it was written: {}", seen.warnings().join("; "));
+            return Err(Error::Verification { path: out.to_owned(), reason });
+        }
+        observer.event(&Event::StageDone);
+        Ok(files)
+    }
+
+    fn write_beside(&self, name: &str, bytes: &[u8]) -> Result<PublishedFile> {
+        write_new(&*self.fs, &self.job.out().join(name), bytes)?;
+        Ok(PublishedFile::new(name, bytes.len() as u64, Sha256::digest(bytes).into()))
+    }
+
+    fn sync_dir(&self, path: &Path) -> Result<()> {
+        self.fs.sync_dir(path).map_err(|e| failure(&*self.fs, "sync", path, 0, e))
+    }
+}
+
+impl TensorSink for CheckpointWriter {
+    fn is_complete(&self, name: &str) -> bool {
+        self.tensors.get(name).is_some_and(|p| p.hash.is_some())
+    }
+
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (Some((shard, tensor)), Some(progress)) = (self.layout.place(name), self.tensors.get_mut(name))
+        else {
+            return Err(unknown(name));
+        };
+        let len = tensor.info.byte_len();
+        if progress.resumed && offset == 0 && !bytes.is_empty() {
+            *progress = Progress::new(len);
+        }
+        check_part(name, len, progress.written, offset, bytes.len())?;
+        let staged = &mut self.shards[shard];
+        staged.touched = true;
+        staged
+            .file
+            .write_at(tensor.offset + offset, bytes)
+            .map_err(|e| failure(&*self.fs, "write", &staged.path, bytes.len() as u64, e))?;
+        progress.advance(bytes, len);
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        if self.sync_failed {
+            return Err(Error::io("sync", self.job.path(), std::io::Error::other("an earlier sync failed")));
+        }
+        for staged in self.shards.iter_mut().filter(|s| s.touched) {
+            if let Err(e) = staged.file.sync_data() {
+                self.sync_failed = true;
+                return Err(failure(&*self.fs, "sync", &staged.path, 0, e));
+            }
+            staged.touched = false;
+        }
+        // In the order of the files, so that the journal is the same whatever the order of writing.
+        let mut fresh: Vec<(&str, Hash)> = Vec::new();
+        for tensor in self.layout.shards().iter().flat_map(|s| &s.tensors) {
+            if let Some(Progress { hash: Some(hash), journaled: false, .. }) = self.tensors.get(&tensor.name)
+            {
+                fresh.push((&tensor.name, *hash));
+            }
+        }
+        if let Err(error) = self.journal.append(&*self.fs, &fresh) {
+            self.sync_failed = true;
+            return Err(error);
+        }
+        for (name, _) in fresh {
+            if let Some(progress) = self.tensors.get_mut(name) {
+                progress.journaled = true;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Progress {
+    fn new(len: u64) -> Self {
+        let mut progress =
+            Self { written: 0, running: Sha256::new(), hash: None, journaled: false, resumed: false };
+        // A tensor without bytes is complete as it is.
+        progress.advance(&[], len);
+        progress
+    }
+
+    fn advance(&mut self, bytes: &[u8], len: u64) {
+        self.running.update(bytes);
+        self.written += bytes.len() as u64;
+        if self.written == len && self.hash.is_none() {
+            self.hash = Some(std::mem::take(&mut self.running).finalize().into());
+        }
+    }
+}
