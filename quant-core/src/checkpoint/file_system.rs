@@ -187,10 +187,12 @@ pub(crate) fn failure(
     needed: u64,
     error: io::Error,
 ) -> Error {
-    if is_errno(&error, &[Errno::NOSPC, Errno::DQUOT]) {
+    let over_quota = is_errno(&error, &[Errno::DQUOT]);
+    if over_quota || is_errno(&error, &[Errno::NOSPC]) {
         let place = path.parent().unwrap_or(path);
-        let free = fs.free_bytes(place).ok().flatten().unwrap_or_default();
-        return Error::DiskFull { path: path.to_owned(), needed, free };
+        // What the disk has is not for someone whose quota is used up.
+        let free = if over_quota { None } else { fs.free_bytes(place).ok().flatten() };
+        return Error::DiskFull { path: path.to_owned(), needed: needed.max(1), free: free.unwrap_or(0) };
     }
     Error::io(action, path, error)
 }

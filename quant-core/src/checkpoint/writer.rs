@@ -5,6 +5,7 @@
 //! there. Publishing reads everything back and gives the directory its name in one step.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -70,6 +71,17 @@ pub struct CheckpointWriter {
     notes: Vec<String>,
     /// After a failed sync the system may have dropped what it could not write.
     sync_failed: bool,
+}
+
+impl fmt::Debug for CheckpointWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let complete = self.tensors.values().filter(|p| p.hash.is_some()).count();
+        f.debug_struct("CheckpointWriter")
+            .field("target", &self.job.target())
+            .field("tensors", &self.tensors.len())
+            .field("complete", &complete)
+            .finish_non_exhaustive()
+    }
 }
 
 /// How far a tensor is.

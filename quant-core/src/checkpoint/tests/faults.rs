@@ -271,8 +271,7 @@ fn specs() -> Vec<TensorSpec> {
     vec![spec("a", Dtype::F32, &[8]), spec("b", Dtype::U8, &[5]), spec("c", Dtype::I32, &[3, 2])]
 }
 
-/// A whole run, as the pipeline drives the writer.
-fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<()> {
+fn create(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<CheckpointWriter> {
     let options = WriteOptions {
         force,
         resume,
@@ -280,7 +279,12 @@ fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Res
         fingerprint: json!({ "plan": "p" }),
         ..WriteOptions::default()
     };
-    let mut writer = CheckpointWriter::create_on(fs, target, specs(), options)?;
+    CheckpointWriter::create_on(fs, target, specs(), options)
+}
+
+/// A whole run, as the pipeline drives the writer.
+fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<()> {
+    let mut writer = create(fs, target, force, resume)?;
     writer.add_file("config.json", b"{}")?;
     for unit in specs().chunks(2) {
         write_tensors(&mut writer, unit)?;
@@ -316,6 +320,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
     let new = snapshot(&place);
 
     let force = old.is_some();
+    let mut was_aside = false;
     for k in 0.. {
         assert!(k < 500, "a run has no end");
         let mut hit = true;
@@ -348,6 +353,13 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
                 assert!(!is_aside, "{told}: not rolled back");
             }
 
+            if is_aside {
+                was_aside = true;
+                // The mere start of the next run puts it back, whatever becomes of that run.
+                let started = create(Arc::new(steady()), &target, false, resume);
+                assert!(matches!(started, Err(Error::OutputExists { .. })), "{told}");
+                assert_eq!(content_of(&target), old, "{told}: not put back");
+            }
             let force = force || left.is_some();
             run(Arc::new(RealFileSystem), &target, force, resume)
                 .unwrap_or_else(|e| panic!("{told}, then {e}"));
@@ -357,6 +369,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
             assert_eq!(left_over, ["out"], "{told}");
         }
         if !hit {
+            assert_eq!(was_aside, fault == Fault::PowerLoss && !can_exchange);
             assert!(k > 30, "only {k} operations were counted");
             return;
         }
