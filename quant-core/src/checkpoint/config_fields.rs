@@ -1,26 +1,31 @@
-//! Typed access to the fields of a JSON configuration, with errors that name the key.
+//! Reading, first stage of the path: fields of `config.json` by type, each failure naming its key.
 
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use super::header_error::printable;
 use crate::{Error, Result};
 
-/// Sizes above this are refused as absurd before anything is computed from them.
-const LARGEST_SIZE: u64 = 1 << 31;
+/// No size in a model's configuration is larger: beyond it lie mistakes and attacks.
+const MAX_SIZE: u64 = 1 << 31;
 
-/// The fields of `config.json`, or of an object inside it.
+/// Typed access to one JSON object of a configuration file.
+///
+/// A field that is `null` counts as absent, as it does for the tools that write these files. A
+/// number written as text (`"4096"`) or as a float (`4096.0`, `1e3`) is not taken for an integer.
 #[derive(Debug, Clone)]
 pub struct ConfigFields<'a> {
     path: &'a Path,
+    map: &'a Map<String, Value>,
+    /// Keys of the objects around this one, each followed by a dot.
     prefix: String,
-    fields: &'a Map<String, Value>,
 }
 
 impl<'a> ConfigFields<'a> {
-    /// The fields of the file at `path`.
-    pub fn new(path: &'a Path, fields: &'a Map<String, Value>) -> Self {
-        Self { path, prefix: String::new(), fields }
+    /// The fields of the object `map`, which was read from the file `path`.
+    pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
+        Self { path, map, prefix: String::new() }
     }
 
     /// The file, for messages.
@@ -28,108 +33,162 @@ impl<'a> ConfigFields<'a> {
         self.path
     }
 
-    /// An error about a field: `reason` ends the sentence that the key begins.
-    pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
-        Error::Config {
-            path: self.path.to_owned(),
-            field: format!("{}{key}", self.prefix),
-            reason: reason.into(),
-        }
+    /// The object itself.
+    pub fn map(&self) -> &'a Map<String, Value> {
+        self.map
     }
 
-    /// A field that is neither missing nor null.
+    /// The value of a key, unless it is absent or `null`.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
-        self.fields.get(key).filter(|v| !v.is_null())
+        self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    /// [`Error::Config`] about a key; `reason` ends the sentence that the key begins.
+    pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
+        let field = format!("{}{key}", self.prefix);
+        Error::Config { path: self.path.to_owned(), field, reason: reason.into() }
     }
 
     fn required<T>(&self, key: &str, value: Option<T>) -> Result<T> {
-        value.ok_or_else(|| self.error(key, "is missing"))
+        value.ok_or_else(|| match self.map.get(key) {
+            Some(_) => self.error(key, "is null, but is needed"),
+            None => self.error(key, "is missing"),
+        })
     }
 
-    fn wrong_type(&self, key: &str, expected: &str, value: &Value) -> Error {
-        let shown: String = value.to_string().chars().take(60).collect();
-        self.error(key, format!("is {shown}; expected {expected}"))
-    }
-
-    /// A whole number from 1 to 2³¹, or `None` if absent.
+    /// A whole number from 0 to 2³¹, if present.
     ///
     /// # Errors
-    /// When it is anything else.
-    pub fn optional_size(&self, key: &str) -> Result<Option<usize>> {
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_usize(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        match value.as_u64() {
-            Some(n) if (1..=LARGEST_SIZE).contains(&n) => Ok(Some(n as usize)),
-            _ => Err(self.wrong_type(key, "a whole number from 1 to 2147483648", value)),
-        }
+        let reason = match value {
+            Value::Number(number) => match number.as_u64() {
+                Some(n) if n <= MAX_SIZE => match usize::try_from(n) {
+                    Ok(n) => return Ok(Some(n)),
+                    Err(_) => format!("is {n}, more than this machine can address"),
+                },
+                Some(n) => format!("is {n}, more than 2^31"),
+                None if number.is_i64() => format!("is negative ({number}), expected a whole number"),
+                None => format!("is the float {number}, expected a whole number"),
+            },
+            other => format!("is {}, expected a whole number", describe(other)),
+        };
+        Err(self.error(key, reason))
     }
 
-    /// A whole number from 1 to 2³¹.
+    /// A whole number from 0 to 2³¹.
     ///
     /// # Errors
-    /// When it is missing or anything else.
-    pub fn require_size(&self, key: &str) -> Result<usize> {
-        let value = self.optional_size(key)?;
+    /// [`Error::Config`] when it is absent or something else.
+    pub fn require_usize(&self, key: &str) -> Result<usize> {
+        let value = self.optional_usize(key)?;
         self.required(key, value)
     }
 
-    /// A finite number, or `None` if absent.
+    /// A whole number from 1 to 2³¹: a size that must not be zero.
     ///
     /// # Errors
-    /// When it is anything else.
+    /// [`Error::Config`] when it is absent, zero or something else.
+    pub fn require_positive(&self, key: &str) -> Result<usize> {
+        match self.require_usize(key)? {
+            0 => Err(self.error(key, "is 0, expected at least 1")),
+            n => Ok(n),
+        }
+    }
+
+    /// A finite number, if present; whole numbers count.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
     pub fn optional_f64(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64().filter(|v| v.is_finite()) {
-            Some(v) => Ok(Some(v)),
-            None => Err(self.wrong_type(key, "a number", value)),
+            Some(number) => Ok(Some(number)),
+            None => Err(self.error(key, format!("is {}, expected a number", describe(value)))),
         }
     }
 
     /// A finite number.
     ///
     /// # Errors
-    /// When it is missing or anything else.
+    /// [`Error::Config`] when it is absent or something else.
     pub fn require_f64(&self, key: &str) -> Result<f64> {
         let value = self.optional_f64(key)?;
         self.required(key, value)
     }
 
-    /// A boolean, or `None` if absent.
+    /// `true` or `false`, if present.
     ///
     /// # Errors
-    /// When it is anything else.
+    /// [`Error::Config`] when it is something else.
     pub fn optional_bool(&self, key: &str) -> Result<Option<bool>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| self.wrong_type(key, "true or false", value))
+        match value.as_bool() {
+            Some(flag) => Ok(Some(flag)),
+            None => Err(self.error(key, format!("is {}, expected true or false", describe(value)))),
+        }
     }
 
-    /// A string, or `None` if absent.
+    /// Text, if present.
     ///
     /// # Errors
-    /// When it is anything else.
+    /// [`Error::Config`] when it is something else.
     pub fn optional_str(&self, key: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        value.as_str().map(Some).ok_or_else(|| self.wrong_type(key, "a string", value))
+        match value.as_str() {
+            Some(text) => Ok(Some(text)),
+            None => Err(self.error(key, format!("is {}, expected text", describe(value)))),
+        }
     }
 
-    /// The fields of a nested object, or `None` if absent.
+    /// Text.
     ///
     /// # Errors
-    /// When it is anything else.
+    /// [`Error::Config`] when it is absent or something else.
+    pub fn require_str(&self, key: &str) -> Result<&'a str> {
+        let value = self.optional_str(key)?;
+        self.required(key, value)
+    }
+
+    /// A list of texts, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_str_list(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of texts", describe(v)));
+        let list = value.as_array().ok_or_else(|| wrong(value))?;
+        let texts = list.iter().map(|item| {
+            item.as_str().ok_or_else(|| self.error(key, format!("holds {}, expected texts", describe(item))))
+        });
+        texts.collect::<Result<_>>().map(Some)
+    }
+
+    /// An object inside this one, if present, such as `rope_scaling`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
     pub fn optional_object(&self, key: &str) -> Result<Option<ConfigFields<'a>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        let fields = value.as_object().ok_or_else(|| self.wrong_type(key, "an object", value))?;
-        Ok(Some(ConfigFields { path: self.path, prefix: format!("{}{key}.", self.prefix), fields }))
+        match value.as_object() {
+            Some(map) => {
+                let prefix = format!("{}{key}.", self.prefix);
+                Ok(Some(ConfigFields { path: self.path, map, prefix }))
+            }
+            None => Err(self.error(key, format!("is {}, expected an object", describe(value)))),
+        }
     }
+}
 
-    /// The first of `architectures`.
-    ///
-    /// # Errors
-    /// When it is missing, empty, or not a list of strings.
-    pub fn architecture(&self) -> Result<String> {
-        let value = self.required("architectures", self.get("architectures"))?;
-        let first = value.as_array().and_then(|list| list.first()).and_then(Value::as_str);
-        first
-            .map(str::to_owned)
-            .ok_or_else(|| self.wrong_type("architectures", "a list of at least one name", value))
+/// A value as a message names it: kind first, because `"4096"` and `4096` look alike.
+fn describe(value: &Value) -> String {
+    match value {
+        Value::Null => "null".into(),
+        Value::Bool(flag) => flag.to_string(),
+        Value::Number(number) => format!("the number {number}"),
+        Value::String(text) => format!("the text \"{}\"", printable(text)),
+        Value::Array(_) => "a list".into(),
+        Value::Object(_) => "an object".into(),
     }
 }

@@ -40,6 +40,9 @@ pub(crate) trait FileSystem: Send + Sync {
     fn remove_tree(&self, path: &Path) -> io::Result<()>;
     /// Bytes that may still be written below a path, if the file system can tell.
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>>;
+    /// Asks the system to read the file from the disk next, not from its memory of what was
+    /// written. Only a hint.
+    fn forget_cached(&self, file: &File);
 }
 
 /// A file in the staging directory.
@@ -123,6 +126,13 @@ impl FileSystem for RealFileSystem {
         // Some network file systems tell nothing at all.
         Ok((stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize)))
     }
+
+    fn forget_cached(&self, file: &File) {
+        #[cfg(target_os = "linux")]
+        let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+        #[cfg(not(target_os = "linux"))]
+        let _ = file;
+    }
 }
 
 impl StagedFile for File {
@@ -177,10 +187,12 @@ pub(crate) fn failure(
     needed: u64,
     error: io::Error,
 ) -> Error {
-    if is_errno(&error, &[Errno::NOSPC, Errno::DQUOT]) {
+    let over_quota = is_errno(&error, &[Errno::DQUOT]);
+    if over_quota || is_errno(&error, &[Errno::NOSPC]) {
         let place = path.parent().unwrap_or(path);
-        let free = fs.free_bytes(place).ok().flatten().unwrap_or_default();
-        return Error::DiskFull { path: path.to_owned(), needed, free };
+        // What the disk has is not for someone whose quota is used up.
+        let free = if over_quota { None } else { fs.free_bytes(place).ok().flatten() };
+        return Error::DiskFull { path: path.to_owned(), needed: needed.max(1), free: free.unwrap_or(0) };
     }
     Error::io(action, path, error)
 }

@@ -335,7 +335,7 @@ impl<'de> Deserialize<'de> for RawEntry {
                     let again = match key.as_str() {
                         "dtype" => dtype.replace(map.next_value::<String>()?).is_some(),
                         "shape" => dims.replace(map.next_value::<Dims>()?).is_some(),
-                        "data_offsets" => offsets.replace(map.next_value::<(u64, u64)>()?).is_some(),
+                        "data_offsets" => offsets.replace(map.next_value::<Dims>()?).is_some(),
                         _ => return Err(de::Error::custom(format_args!("unknown field `{key}`"))),
                     };
                     if again {
@@ -344,7 +344,10 @@ impl<'de> Deserialize<'de> for RawEntry {
                 }
                 let dtype = dtype.ok_or_else(|| de::Error::missing_field("dtype"))?;
                 let Dims { rank, shape } = dims.ok_or_else(|| de::Error::missing_field("shape"))?;
-                let (begin, end) = offsets.ok_or_else(|| de::Error::missing_field("data_offsets"))?;
+                let offsets = offsets.ok_or_else(|| de::Error::missing_field("data_offsets"))?;
+                let [begin, end] = offsets.shape[..] else {
+                    return Err(de::Error::invalid_length(offsets.rank, &"the two `data_offsets`"));
+                };
                 Ok(RawEntry { dtype, rank, shape, begin, end })
             }
         }
@@ -352,7 +355,7 @@ impl<'de> Deserialize<'de> for RawEntry {
     }
 }
 
-/// A shape of which only the first [`MAX_RANK`] dimensions are kept, and all counted.
+/// A list of numbers of which only the first [`MAX_RANK`] are kept, and all counted.
 struct Dims {
     rank: usize,
     shape: Vec<u64>,

@@ -1,6 +1,7 @@
 //! Reading, first stage of the path: `model.safetensors.index.json`, which says what shard holds
 //! what tensor.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -128,11 +129,16 @@ impl<'de> Deserialize<'de> for WeightMap {
                         format!("`weight_map`: the shard name `{}` {fault}", printable(&shard))
                     } else if !shard.ends_with(".safetensors") {
                         format!("`weight_map`: the shard `{}` is not a .safetensors file", printable(&shard))
-                    } else if pairs.contains_key(&tensor) {
-                        format!("`weight_map`: the tensor `{tensor}` stands twice")
                     } else {
-                        pairs.insert(tensor, shard);
-                        continue;
+                        match pairs.entry(tensor) {
+                            Entry::Occupied(old) => {
+                                format!("`weight_map`: the tensor `{}` stands twice", old.key())
+                            }
+                            Entry::Vacant(place) => {
+                                place.insert(shard);
+                                continue;
+                            }
+                        }
                     };
                     return Err(de::Error::custom(fault));
                 }

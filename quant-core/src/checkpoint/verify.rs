@@ -5,6 +5,7 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
+use super::file_system::FileSystem;
 use super::header::Header;
 use super::input_file::{open_regular, read_exact_at};
 use super::journal::Hash;
@@ -21,6 +22,7 @@ const CHUNK: usize = 1 << 20;
 /// # Errors
 /// [`Error::Verification`] naming the tensor; [`Error::Interrupted`].
 pub(crate) fn verify_shard(
+    fs: &dyn FileSystem,
     directory: &Path,
     shard: &ShardFile,
     written: impl Fn(&str) -> Option<Hash>,
@@ -29,7 +31,7 @@ pub(crate) fn verify_shard(
     let path = directory.join(&shard.name);
     let differs = |reason: String| Error::Verification { path: path.clone(), reason };
     let file = open_regular(&path, &path)?;
-    forget_cached(&file);
+    fs.forget_cached(&file);
     let len = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
     if len != shard.bytes {
         return Err(differs(format!("has {len} bytes, {} were written", shard.bytes)));
@@ -66,10 +68,10 @@ pub(crate) fn verify_shard(
 ///
 /// # Errors
 /// [`Error::Verification`] when it differs.
-pub(crate) fn verify_file(directory: &Path, expected: &PublishedFile) -> Result<()> {
+pub(crate) fn verify_file(fs: &dyn FileSystem, directory: &Path, expected: &PublishedFile) -> Result<()> {
     let path = directory.join(&expected.name);
     let file = open_regular(&path, &path)?;
-    forget_cached(&file);
+    fs.forget_cached(&file);
     let len = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
     if len != expected.bytes || hash_range(&file, &path, 0, len, |_| {})? != expected.sha256 {
         return Err(Error::Verification { path, reason: "does not read back as it was written".into() });
@@ -97,12 +99,4 @@ pub(crate) fn hash_range(
         done += part.len() as u64;
     }
     Ok(hash.finalize().into())
-}
-
-/// Asks the system to read from the disk, not from its memory of what was written. Only a hint.
-fn forget_cached(file: &File) {
-    #[cfg(target_os = "linux")]
-    let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
-    #[cfg(not(target_os = "linux"))]
-    let _ = file;
 }

@@ -5,6 +5,7 @@
 //! there. Publishing reads everything back and gives the directory its name in one step.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -72,6 +73,17 @@ pub struct CheckpointWriter {
     sync_failed: bool,
 }
 
+impl fmt::Debug for CheckpointWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let complete = self.tensors.values().filter(|p| p.hash.is_some()).count();
+        f.debug_struct("CheckpointWriter")
+            .field("target", &self.job.target())
+            .field("tensors", &self.tensors.len())
+            .field("complete", &complete)
+            .finish_non_exhaustive()
+    }
+}
+
 /// How far a tensor is.
 struct Progress {
     written: u64,
@@ -104,10 +116,11 @@ impl CheckpointWriter {
         options: WriteOptions,
     ) -> Result<Self> {
         let target = resolve(target)?;
+        let job = job_path(&target)?;
         check_target(&target, options.force)?;
         let layout = ShardLayout::plan(&tensors, options.max_shard_bytes)?;
         drop(tensors);
-        check_space(&*fs, &target, &job_path(&target)?, layout.file_bytes())?;
+        check_space(&*fs, &target, &job, layout.file_bytes())?;
         create_parents(&*fs, parent_of(&target))?;
         let job = Job::acquire(&*fs, &target)?;
         // Taking over the job may have put an old target back.
@@ -269,7 +282,7 @@ impl CheckpointWriter {
         files.sort();
         let manifest = manifest_bytes(&files, &self.options.tool_version);
         let manifest = self.write_beside(MANIFEST, &manifest)?;
-        verify_file(&out, &manifest)?;
+        verify_file(&*self.fs, &out, &manifest)?;
         files.push(manifest);
         self.sync_dir(&out)?;
         // The last point at which nothing has happened yet.
@@ -301,11 +314,11 @@ impl CheckpointWriter {
         let mut files = Vec::new();
         for shard in self.layout.shards() {
             let hash_of = |name: &str| self.tensors.get(name).and_then(|p| p.hash);
-            files.push(verify_shard(out, shard, hash_of, cancel)?);
+            files.push(verify_shard(&*self.fs, out, shard, hash_of, cancel)?);
             observer.event(&Event::UnitDone { detail: shard.name.clone() });
         }
         for (name, file) in &self.files {
-            verify_file(out, file)?;
+            verify_file(&*self.fs, out, file)?;
             files.push(file.clone());
             observer.event(&Event::UnitDone { detail: name.clone() });
         }
