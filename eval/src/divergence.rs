@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::log_softmax::{argmax, log_sum_exp};
 use crate::score::{each_position, require_finite};
-use crate::{EvaluationText, Estimate, Perplexity};
+use crate::{Estimate, EvaluationText, Perplexity};
 
 /// How far a model is from its reference.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::log_softmax::log_sum_exp;
 use crate::score::{each_position, require_finite};
-use crate::{EvaluationText, Estimate};
+use crate::{Estimate, EvaluationText};
 
 /// How well a model predicts a text.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -32,8 +32,7 @@ pub(crate) fn each_position<T: Send>(
         cancel.check()?;
         let indices = first..(first + batch).min(windows.len());
         let tokens: Vec<&[u32]> = indices.clone().map(|i| windows.window(i)).collect();
-        let hidden =
-            decoders.iter().map(|d| d.hidden(&tokens)).collect::<Result<Vec<_>>>()?;
+        let hidden = decoders.iter().map(|d| d.hidden(&tokens)).collect::<Result<Vec<_>>>()?;
         for (row, tokens) in tokens.iter().enumerate() {
             cancel.check()?;
             let mut window = Vec::with_capacity(length - 1);

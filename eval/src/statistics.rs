@@ -23,8 +23,8 @@ impl Estimate {
         let mean = totals.iter().sum::<f64>() / tokens as f64;
         let windows = totals.len() as f64;
         let squares: f64 = totals.iter().zip(counts).map(|(t, &n)| (t - mean * n as f64).powi(2)).sum();
-        let standard_error = (totals.len() > 1)
-            .then(|| (windows / (windows - 1.0) * squares).sqrt() / tokens as f64);
+        let standard_error =
+            (totals.len() > 1).then(|| (windows / (windows - 1.0) * squares).sqrt() / tokens as f64);
         Self { mean, standard_error }
     }
 

@@ -45,6 +45,7 @@ fn run(cli: &cli::Cli) -> quant_core::Result<()> {
         .num_threads(threads)
         .build()
         .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
-    let session = commands::Session { progress: progress::Progress::new(cli.quiet), cancel, quiet: cli.quiet };
+    let session =
+        commands::Session { progress: progress::Progress::new(cli.quiet), cancel, quiet: cli.quiet };
     pool.install(|| commands::run(&cli.command, &session))
 }

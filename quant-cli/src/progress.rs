@@ -124,9 +124,10 @@ impl Stage {
     fn advance(&mut self, detail: &str, mode: Mode) {
         self.done += 1;
         let elapsed = self.started.elapsed().as_secs_f64();
-        let rate = self.rate.filter(|_| elapsed > 0.0).map(|tokens| {
-            format!("{:.0} tokens/s ", (self.done * tokens) as f64 / elapsed)
-        });
+        let rate = self
+            .rate
+            .filter(|_| elapsed > 0.0)
+            .map(|tokens| format!("{:.0} tokens/s ", (self.done * tokens) as f64 / elapsed));
         let rate = rate.unwrap_or_default();
         if let Some(bar) = &self.bar {
             bar.set_message(format!("{rate}{detail}"));
@@ -135,7 +136,14 @@ impl Stage {
         if mode == Mode::Lines && self.told.elapsed() >= LINE_INTERVAL && self.done < self.units {
             self.told = Instant::now();
             let left = elapsed / self.done as f64 * (self.units - self.done) as f64;
-            eprintln!("{}: {} {} of {}, {rate}{} left", self.name, self.unit, self.done, self.units, duration(left));
+            eprintln!(
+                "{}: {} {} of {}, {rate}{} left",
+                self.name,
+                self.unit,
+                self.done,
+                self.units,
+                duration(left)
+            );
         }
     }
 }

@@ -64,7 +64,8 @@ impl RecipeOptions {
             recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
         }
         recipe.ignore = self.ignore.iter().map(|p| Pattern::new(p)).collect::<Result<_>>()?;
-        recipe.overrides = self.overrides.iter().map(|o| parse_override(o, recipe.scheme)).collect::<Result<_>>()?;
+        recipe.overrides =
+            self.overrides.iter().map(|o| parse_override(o, recipe.scheme)).collect::<Result<_>>()?;
         let usual = Sampling::default();
         recipe.sampling = Sampling {
             samples: self.samples.unwrap_or(usual.samples),

@@ -329,9 +329,11 @@ impl Error {
             | Self::UnsupportedQuantization { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. } => Category::Input,
-            Self::Io { .. } | Self::Unavailable { .. } | Self::DiskFull { .. } | Self::Locked { .. } | Self::Verification { .. } => {
-                Category::Environment
-            }
+            Self::Io { .. }
+            | Self::Unavailable { .. }
+            | Self::DiskFull { .. }
+            | Self::Locked { .. }
+            | Self::Verification { .. } => Category::Environment,
             Self::NonFinite { .. } | Self::Numeric { .. } => Category::Numeric,
             Self::Tensor(_) | Self::Internal(_) => Category::Internal,
             Self::Interrupted => Category::Interrupted,

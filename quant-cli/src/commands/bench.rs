@@ -57,7 +57,10 @@ impl Rate {
 /// Measures.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
-        return Err(Error::usage("nothing to measure", "--prefill, --decode and --repeat must be at least 1"));
+        return Err(Error::usage(
+            "nothing to measure",
+            "--prefill, --decode and --repeat must be at least 1",
+        ));
     }
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);

@@ -143,9 +143,7 @@ fn show(report: &Report) -> String {
         vec![name.to_owned(), format!("{:.digits$}", estimate.mean), error]
     };
     let (own, rows) = match &report.result {
-        Outcome::Alone(p) => {
-            (p, vec![row("perplexity", &p.perplexity, 3), row("nats per token", &p.nll, 4)])
-        }
+        Outcome::Alone(p) => (p, vec![row("perplexity", &p.perplexity, 3), row("nats per token", &p.nll, 4)]),
         Outcome::Compared(d) => (
             &d.model,
             vec![

@@ -131,8 +131,10 @@ fn show(report: &Report) -> String {
             None => stored.push((linear.stored.clone(), 1, weights)),
         }
     }
-    let rows: Vec<_> =
-        stored.into_iter().map(|(kind, count, weights)| vec![kind, count.to_string(), weights.to_string()]).collect();
+    let rows: Vec<_> = stored
+        .into_iter()
+        .map(|(kind, count, weights)| vec![kind, count.to_string(), weights.to_string()])
+        .collect();
     text.push_str(&table(&["linears stored as", "linears", "weights"], &rows));
     text.push('\n');
     let rows: Vec<_> = report

@@ -153,7 +153,13 @@ fn text(plan: &Plan, peak: u64, all: bool) -> String {
     let mut text = table(&header, &rows);
     text.push('\n');
     for s in &plan.selectors {
-        text.push_str(&format!("{} {}: {} linear(s) get {}\n", s.option, s.pattern, s.modules.len(), s.outcome));
+        text.push_str(&format!(
+            "{} {}: {} linear(s) get {}\n",
+            s.option,
+            s.pattern,
+            s.modules.len(),
+            s.outcome
+        ));
         for module in s.modules.iter().filter(|_| all) {
             text.push_str(&format!("  {module}\n"));
         }

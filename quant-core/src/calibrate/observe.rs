@@ -31,7 +31,12 @@ impl HiddenStates {
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.
     pub fn embed(model: &Model, windows: &TokenWindows) -> Result<Self> {
         let values = model.embed_streamed(windows.tokens())?;
-        Ok(Self { windows: windows.len(), length: windows.length(), hidden: model.architecture().hidden, values })
+        Ok(Self {
+            windows: windows.len(),
+            length: windows.length(),
+            hidden: model.architecture().hidden,
+            values,
+        })
     }
 
     /// Tokens in all windows.
@@ -186,8 +191,9 @@ mod tests {
         assert_eq!(sum, run(3));
         for i in 0..channels {
             for j in 0..=i {
-                let exact: f64 =
-                    (0..tokens).map(|t| f64::from(x[t * channels + i]) * f64::from(x[t * channels + j])).sum();
+                let exact: f64 = (0..tokens)
+                    .map(|t| f64::from(x[t * channels + i]) * f64::from(x[t * channels + j]))
+                    .sum();
                 assert!((f64::from(sum[i * channels + j]) - exact).abs() < 1e-4);
             }
         }

@@ -48,8 +48,7 @@ fn read_plain(path: &Path, file: File) -> Result<String> {
 fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
     let mut documents = Vec::new();
     for (index, line) in BufReader::new(file.take(LARGEST_FILE)).split(b'\n').enumerate() {
-        let fault =
-            |reason: String| Error::Text { path: path.to_owned(), line: Some(index + 1), reason };
+        let fault = |reason: String| Error::Text { path: path.to_owned(), line: Some(index + 1), reason };
         let line = line.map_err(|e| Error::io("read", path, e))?;
         if line.iter().all(u8::is_ascii_whitespace) {
             continue;

@@ -63,7 +63,10 @@ impl TokenWindows {
     ) -> Result<Self> {
         if sampling.samples == 0 || sampling.length < 2 {
             return Err(Error::usage(
-                format!("{} windows of {} tokens are no calibration batch", sampling.samples, sampling.length),
+                format!(
+                    "{} windows of {} tokens are no calibration batch",
+                    sampling.samples, sampling.length
+                ),
                 "ask for at least one window of at least two tokens",
             ));
         }

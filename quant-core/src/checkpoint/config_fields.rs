@@ -97,6 +97,14 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
+    /// A whole number from 1 to 2³¹, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is zero or something else.
+    pub fn optional_positive(&self, key: &str) -> Result<Option<usize>> {
+        if self.get(key).is_none() { Ok(None) } else { self.require_positive(key).map(Some) }
+    }
+
     /// A finite number, if present; whole numbers count.
     ///
     /// # Errors

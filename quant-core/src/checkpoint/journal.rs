@@ -3,6 +3,7 @@
 //! One line a tensor, appended only after the tensor's bytes are safely on disk. The journal claims
 //! nothing that is not checked again: on resuming, every tensor it names is read back and hashed.
 //! So a line torn by a crash, or damaged since, costs the work on that tensor and nothing else.
+//! Beside them stand records, which whoever writes the tensors leaves for the run after.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,6 +11,7 @@ use std::io::{BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::file_system::{FileSystem, StagedFile, failure, replace_file};
 use crate::{Error, Result};
@@ -25,30 +27,40 @@ pub(crate) struct Journal {
     len: u64,
 }
 
+/// What a journal says.
+#[derive(Debug, Default)]
+pub(crate) struct Entries {
+    /// Complete tensors, with the hash of their bytes.
+    pub(crate) tensors: BTreeMap<String, Hash>,
+    /// Records by key.
+    pub(crate) records: BTreeMap<String, Value>,
+}
+
 #[derive(Serialize, Deserialize)]
-struct Line<'a> {
-    tensor: std::borrow::Cow<'a, str>,
-    sha256: std::borrow::Cow<'a, str>,
+#[serde(untagged)]
+enum Line {
+    Tensor { tensor: String, sha256: String },
+    Record { record: String, value: Value },
 }
 
 impl Journal {
     /// Starts a journal with these entries, replacing an earlier one in one step.
-    pub(crate) fn start(fs: &dyn FileSystem, path: &Path, entries: &BTreeMap<String, Hash>) -> Result<Self> {
-        let text = lines(entries.iter().map(|(name, hash)| (name.as_str(), hash)))?;
+    pub(crate) fn start(fs: &dyn FileSystem, path: &Path, entries: &Entries) -> Result<Self> {
+        let text = lines(entries)?;
         let file = replace_file(fs, path, &text)?;
         Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
     }
 
     /// What a journal claims; nothing if there is none. Lines that do not parse are passed over,
-    /// and of two lines on one tensor the later counts.
-    pub(crate) fn load(path: &Path) -> Result<BTreeMap<String, Hash>> {
+    /// and of two lines on one tensor or record the later counts.
+    pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
         let mut reader = match File::open(path) {
             Ok(file) => BufReader::new(file),
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(BTreeMap::new()),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Entries::default()),
             Err(e) => return Err(fail(e)),
         };
-        let mut entries = BTreeMap::new();
+        let mut entries = Entries::default();
         let mut line = Vec::new();
         loop {
             line.clear();
@@ -57,19 +69,26 @@ impl Journal {
             }
             // Without its end a line may be torn, however well it parses.
             let Some(line) = line.strip_suffix(b"\n") else { continue };
-            let Ok(parsed) = serde_json::from_slice::<Line<'_>>(line) else { continue };
-            if let Some(hash) = from_hex(&parsed.sha256) {
-                entries.insert(parsed.tensor.into_owned(), hash);
+            match serde_json::from_slice(line) {
+                Ok(Line::Tensor { tensor, sha256 }) => {
+                    if let Some(hash) = from_hex(&sha256) {
+                        entries.tensors.insert(tensor, hash);
+                    }
+                }
+                Ok(Line::Record { record, value }) => {
+                    entries.records.insert(record, value);
+                }
+                Err(_) => {}
             }
         }
     }
 
     /// Appends entries and makes them survive a crash.
-    pub(crate) fn append(&mut self, fs: &dyn FileSystem, entries: &[(&str, Hash)]) -> Result<()> {
-        if entries.is_empty() {
+    pub(crate) fn append(&mut self, fs: &dyn FileSystem, entries: &Entries) -> Result<()> {
+        let text = lines(entries)?;
+        if text.is_empty() {
             return Ok(());
         }
-        let text = lines(entries.iter().map(|(name, hash)| (*name, hash)))?;
         let fail = |action, e| failure(fs, action, &self.path, text.len() as u64, e);
         self.file.write_at(self.len, &text).map_err(|e| fail("write", e))?;
         self.file.sync_data().map_err(|e| fail("sync", e))?;
@@ -78,10 +97,18 @@ impl Journal {
     }
 }
 
-fn lines<'a>(entries: impl Iterator<Item = (&'a str, &'a Hash)>) -> Result<Vec<u8>> {
+/// Records first: where a tensor's line is, the records left before it are too.
+fn lines(entries: &Entries) -> Result<Vec<u8>> {
+    let records = entries
+        .records
+        .iter()
+        .map(|(record, value)| Line::Record { record: record.clone(), value: value.clone() });
+    let tensors = entries
+        .tensors
+        .iter()
+        .map(|(tensor, hash)| Line::Tensor { tensor: tensor.clone(), sha256: hex(hash) });
     let mut text = Vec::new();
-    for (tensor, hash) in entries {
-        let line = Line { tensor: tensor.into(), sha256: hex(hash).into() };
+    for line in records.chain(tensors) {
         serde_json::to_writer(&mut text, &line).map_err(|e| Error::Internal(format!("journal: {e}")))?;
         text.push(b'\n');
     }

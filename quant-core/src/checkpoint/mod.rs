@@ -40,5 +40,8 @@ pub use memory::{MemorySink, MemorySource};
 pub use overlap::refuse_overlap;
 pub use publish::Published;
 pub use shards::ShardedCheckpoint;
-pub use tensor_io::{TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_weight_float};
+pub use tensor_io::{
+    TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
+    require_weight_float,
+};
 pub use writer::{CheckpointWriter, WriteOptions};

@@ -17,7 +17,7 @@ use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::header_error::printable;
 use super::input_file::{listed, relative_name_fault};
 use super::job::{Job, differences, job_path, parent_of};
-use super::journal::{Hash, Journal};
+use super::journal::{Entries, Hash, Journal};
 use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::overlap::resolve;
@@ -67,6 +67,9 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: Journal,
+    /// What was to be remembered, and which of it the journal does not have yet.
+    records: BTreeMap<String, Value>,
+    fresh_records: BTreeMap<String, Value>,
     options: WriteOptions,
     notes: Vec<String>,
     /// After a failed sync the system may have dropped what it could not write.
@@ -161,6 +164,8 @@ impl CheckpointWriter {
             tensors,
             files: BTreeMap::new(),
             journal,
+            records: BTreeMap::new(),
+            fresh_records: BTreeMap::new(),
             options,
             notes: Vec::new(),
             sync_failed: false,
@@ -170,9 +175,10 @@ impl CheckpointWriter {
     /// Takes over staged shards; tensors that the journal names and that hold their hash are kept.
     fn resume(fs: Arc<dyn FileSystem>, job: Job, layout: ShardLayout, options: WriteOptions) -> Result<Self> {
         let shards = restage(&*fs, &job, &layout)?;
+        let claimed = Journal::load(&job.journal())?;
         let mut held = BTreeMap::new();
         let mut lost = Vec::new();
-        for (name, hash) in Journal::load(&job.journal())? {
+        for (name, hash) in claimed.tensors {
             let Some((shard, tensor)) = layout.place(&name) else { continue };
             let Staged { path, file, .. } = &shards[shard];
             if hash_range(file.file(), path, tensor.offset, tensor.info.byte_len(), |_| {})? == hash {
@@ -181,8 +187,11 @@ impl CheckpointWriter {
                 lost.push(name);
             }
         }
-        let journal = Journal::start(&*fs, &job.journal(), &held)?;
+        let entries = Entries { tensors: held, records: claimed.records };
+        let journal = Journal::start(&*fs, &job.journal(), &entries)?;
         let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
+        writer.records = entries.records;
+        let held = entries.tensors;
         writer.notes.push(format!(
             "resumed: {} of {} tensors are complete",
             held.len(),
@@ -368,6 +377,16 @@ impl TensorSink for CheckpointWriter {
         Ok(())
     }
 
+    fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
+        self.records.insert(key.to_owned(), value.clone());
+        self.fresh_records.insert(key.to_owned(), value.clone());
+        Ok(())
+    }
+
+    fn recall(&self, key: &str) -> Option<Value> {
+        self.records.get(key).cloned()
+    }
+
     fn commit(&mut self) -> Result<()> {
         if self.sync_failed {
             return Err(Error::io("sync", self.job.path(), std::io::Error::other("an earlier sync failed")));
@@ -379,19 +398,19 @@ impl TensorSink for CheckpointWriter {
             }
             staged.touched = false;
         }
-        // In the order of the files, so that the journal is the same whatever the order of writing.
-        let mut fresh: Vec<(&str, Hash)> = Vec::new();
-        for tensor in self.layout.shards().iter().flat_map(|s| &s.tensors) {
-            if let Some(Progress { hash: Some(hash), journaled: false, .. }) = self.tensors.get(&tensor.name)
-            {
-                fresh.push((&tensor.name, *hash));
-            }
-        }
+        // Sorted, so that the journal is the same whatever the order of writing.
+        let unnoted = |(name, p): (&String, &Progress)| {
+            p.hash.filter(|_| !p.journaled).map(|hash| (name.clone(), hash))
+        };
+        let fresh = Entries {
+            tensors: self.tensors.iter().filter_map(unnoted).collect(),
+            records: std::mem::take(&mut self.fresh_records),
+        };
         if let Err(error) = self.journal.append(&*self.fs, &fresh) {
             self.sync_failed = true;
             return Err(error);
         }
-        for (name, _) in fresh {
+        for name in fresh.tensors.keys() {
             if let Some(progress) = self.tensors.get_mut(name) {
                 progress.journaled = true;
             }

@@ -135,7 +135,8 @@ impl CausalAttention {
             }
             let weights = MatRef::from_row_major_slice(scores.as_slice(), count, visible);
             // faer 0.24's own strided row-major constructor swaps the strides of a mutable view.
-            let into = MatMut::from_column_major_slice_with_stride_mut(&mut out[head * d..], d, count, q_width);
+            let into =
+                MatMut::from_column_major_slice_with_stride_mut(&mut out[head * d..], d, count, q_width);
             matmul(into.transpose_mut(), Accum::Replace, weights, values, 1.0_f32, Par::Seq);
         }
     }
@@ -200,7 +201,8 @@ mod tests {
 
     /// The definition, one score at a time, in double precision.
     fn naive(q: &Tensor, k: &Tensor, v: &Tensor, repeat: usize, d: usize) -> Vec<f64> {
-        let (q, k, v) = (q.to_vec3::<f32>().unwrap(), k.to_vec3::<f32>().unwrap(), v.to_vec3::<f32>().unwrap());
+        let (q, k, v) =
+            (q.to_vec3::<f32>().unwrap(), k.to_vec3::<f32>().unwrap(), v.to_vec3::<f32>().unwrap());
         let mut out = Vec::new();
         for b in 0..q.len() {
             let past = k[b].len() - q[b].len();
@@ -228,9 +230,13 @@ mod tests {
 
     #[test]
     fn attention_matches_its_definition() {
-        for (batch, queries, keys, kv_heads, repeat, d) in
-            [(1, 1, 1, 1, 1, 2), (2, 5, 5, 2, 2, 4), (1, 150, 150, 1, 3, 8), (3, 2, 9, 2, 1, 6), (1, 70, 133, 2, 2, 4)]
-        {
+        for (batch, queries, keys, kv_heads, repeat, d) in [
+            (1, 1, 1, 1, 1, 2),
+            (2, 5, 5, 2, 2, 4),
+            (1, 150, 150, 1, 3, 8),
+            (3, 2, 9, 2, 1, 6),
+            (1, 70, 133, 2, 2, 4),
+        ] {
             let q = wave((batch, queries, kv_heads * repeat * d), 0.1);
             let (k, v) = (wave((batch, keys, kv_heads * d), 0.7), wave((batch, keys, kv_heads * d), 1.9));
             let out = causal_attention(&q, &k, &v, repeat, d).unwrap();

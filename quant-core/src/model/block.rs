@@ -116,7 +116,12 @@ impl Block {
     ///
     /// # Errors
     /// When a target does not follow from what is known, or shapes do not fit.
-    pub fn evaluate(&self, known: &[(NodeId, Tensor)], targets: &[NodeId], tap: &mut dyn Tap) -> Result<Vec<Tensor>> {
+    pub fn evaluate(
+        &self,
+        known: &[(NodeId, Tensor)],
+        targets: &[NodeId],
+        tap: &mut dyn Tap,
+    ) -> Result<Vec<Tensor>> {
         Run { block: self, start: 0, cache: None, tap }.evaluate(known, targets)
     }
 }

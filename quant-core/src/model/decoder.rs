@@ -26,7 +26,12 @@ impl Decoder {
     ///
     /// # Errors
     /// When a tensor cannot be read or is not finite, or the token pulls.
-    pub fn load(model: &Model, positions: usize, observer: &dyn Observer, cancel: &CancelToken) -> Result<Self> {
+    pub fn load(
+        model: &Model,
+        positions: usize,
+        observer: &dyn Observer,
+        cancel: &CancelToken,
+    ) -> Result<Self> {
         let a = model.architecture();
         let rope = model.rope(positions)?;
         observer.event(&Event::StageStarted { stage: "load", unit: "block", units: a.layers as u64 });

@@ -10,7 +10,9 @@ use serde_json::{Map, Value};
 
 use super::arch::{self, Architecture, NodeId};
 use super::{Block, Linear, RopeTable, WeightBody};
-use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource, require_finite_bytes, require_weight_float};
+use crate::checkpoint::{
+    ConfigFields, ModelDirectory, TensorSource, require_finite_bytes, require_weight_float,
+};
 use crate::format::{self, PackedReader};
 use crate::{Error, Result};
 
@@ -93,7 +95,8 @@ impl Model {
     pub fn embedding_name(&self) -> String {
         let head = self.head_weight();
         let a = &self.architecture;
-        let only_head = a.tied && self.source.info(&a.embedding).is_none() && self.source.info(&head).is_some();
+        let only_head =
+            a.tied && self.source.info(&a.embedding).is_none() && self.source.info(&head).is_some();
         if only_head { head } else { a.embedding.clone() }
     }
 
@@ -105,10 +108,8 @@ impl Model {
     /// the weights of quantized linears, which are packed, excluded.
     fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
-        let mut expected = vec![
-            (self.embedding_name(), vec![a.vocab, a.hidden]),
-            (a.final_norm.clone(), vec![a.hidden]),
-        ];
+        let mut expected =
+            vec![(self.embedding_name(), vec![a.vocab, a.hidden]), (a.final_norm.clone(), vec![a.hidden])];
         if !a.tied && self.module_scheme(&a.head).is_none() {
             expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
         }
@@ -136,7 +137,10 @@ impl Model {
             return Err(Error::Config {
                 path: self.path.clone(),
                 field: "num_hidden_layers".into(),
-                reason: format!("is {}, but the checkpoint has only {tensors} tensors", self.architecture.layers),
+                reason: format!(
+                    "is {}, but the checkpoint has only {tensors} tensors",
+                    self.architecture.layers
+                ),
             });
         }
         for (name, shape) in self.expected_tensors() {

@@ -57,7 +57,11 @@ impl RopeScaling {
         };
         let positive = |key: &str| {
             let value = fields.require_f64(key)?;
-            if value > 0.0 { Ok(value) } else { Err(fields.error(key, format!("is {value}; it must be positive"))) }
+            if value > 0.0 {
+                Ok(value)
+            } else {
+                Err(fields.error(key, format!("is {value}; it must be positive")))
+            }
         };
         let scaling = match kind {
             "default" => Self::None,
@@ -65,7 +69,8 @@ impl RopeScaling {
             "llama3" => {
                 let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
                 if high <= low {
-                    return Err(fields.error("high_freq_factor", format!("is {high}, not above low_freq_factor {low}")));
+                    return Err(fields
+                        .error("high_freq_factor", format!("is {high}, not above low_freq_factor {low}")));
                 }
                 Self::Llama3 {
                     factor: positive("factor")?,

@@ -55,8 +55,11 @@ pub fn add_companions(
 /// tensor when it is.
 pub fn fingerprint(job: &Job<'_>, model_path: &Path) -> Value {
     let schemes = job.plan.module_schemes();
-    let schemes: serde_json::Map<String, Value> =
-        schemes.quantized.iter().map(|(module, scheme)| ((*module).to_owned(), json!(scheme.to_string()))).collect();
+    let schemes: serde_json::Map<String, Value> = schemes
+        .quantized
+        .iter()
+        .map(|(module, scheme)| ((*module).to_owned(), json!(scheme.to_string())))
+        .collect();
     let calibration = job.plan.method.transform.and(job.windows).map(|w| super::report::calibration(job, w));
     json!({
         "version": env!("CARGO_PKG_VERSION"),

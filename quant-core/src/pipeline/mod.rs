@@ -61,7 +61,8 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
             ));
         }
     };
-    let last_incomplete = (0..layers).rev().find(|&l| !is_complete(&job.plan.entries[spans[l + 1].clone()], sink));
+    let last_incomplete =
+        (0..layers).rev().find(|&l| !is_complete(&job.plan.entries[spans[l + 1].clone()], sink));
     for (index, span) in spans.iter().enumerate() {
         let entries = &job.plan.entries[span.clone()];
         let layer = index.checked_sub(1).filter(|l| *l < layers);

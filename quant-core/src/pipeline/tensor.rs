@@ -117,10 +117,7 @@ fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<T
     let (name, dtype) = (&entry.tensor, entry.info.dtype);
     let mut hash = Sha256::new();
     each_piece(job, entry, |at, piece| {
-        let (finite, ()) = rayon::join(
-            || finite(job, name, dtype, at, piece),
-            || hash.update(piece),
-        );
+        let (finite, ()) = rayon::join(|| finite(job, name, dtype, at, piece), || hash.update(piece));
         finite?;
         sink.write(name, at, piece)
     })?;
@@ -136,12 +133,9 @@ fn finite(job: &Job<'_>, name: &str, dtype: Dtype, at: u64, piece: &[u8]) -> Res
         return Ok(());
     }
     require_finite_bytes(job.model.source().location(name), name, dtype, piece).map_err(|e| match e {
-        Error::NonFinite { path, tensor, count, first_index } => Error::NonFinite {
-            path,
-            tensor,
-            count,
-            first_index: first_index + at / dtype.size() as u64,
-        },
+        Error::NonFinite { path, tensor, count, first_index } => {
+            Error::NonFinite { path, tensor, count, first_index: first_index + at / dtype.size() as u64 }
+        }
         other => other,
     })
 }
@@ -193,8 +187,7 @@ fn transformed(
             let fold = rewrite.folds.iter().find(|f| f.consumers.contains(module));
             let clip = rewrite.clip_records.iter().find(|c| c.module == *module);
             let error = WeightError::from(error);
-            let tensor =
-                TensorReport::quantized(entry, source.sha256, error, fold.cloned(), clip.cloned());
+            let tensor = TensorReport::quantized(entry, source.sha256, error, fold.cloned(), clip.cloned());
             Ok((tensor, outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect()))
         }
     }
@@ -212,7 +205,9 @@ fn rewritten(
     entry.info.dtype.widen(&source.bytes, &mut values);
     Ok(match &job.model.architecture().block.nodes()[node].op {
         Op::RmsNorm { .. } => rewrite.norms.get(&node).cloned(),
-        Op::Linear { .. } if !rewrite.columns.contains_key(&node) && !rewrite.rows.contains_key(&node) => None,
+        Op::Linear { .. } if !rewrite.columns.contains_key(&node) && !rewrite.rows.contains_key(&node) => {
+            None
+        }
         Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
             Some(rewrite.weight(node, &WeightBody::F32 { shape: *shape, values })?)
         }

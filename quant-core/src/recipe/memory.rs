@@ -32,12 +32,8 @@ impl Plan {
     fn search(&self, model: &Model) -> u64 {
         let architecture = model.architecture();
         let tokens = (self.sampling.samples * self.sampling.length) as u64;
-        let block: u64 = self
-            .entries
-            .iter()
-            .filter(|e| self.layer_of(e) == Some(0))
-            .map(|e| e.info.byte_len())
-            .sum();
+        let block: u64 =
+            self.entries.iter().filter(|e| self.layer_of(e) == Some(0)).map(|e| e.info.byte_len()).sum();
         let graph = &architecture.block;
         let width = |id: usize| match &graph.nodes()[id].op {
             Op::Linear { shape, .. } => shape.map(|s| s as u64),

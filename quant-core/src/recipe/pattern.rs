@@ -112,7 +112,8 @@ mod tests {
 
     #[test]
     fn suggests_what_was_meant() {
-        let names = ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"];
+        let names =
+            ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"];
         assert_eq!(Pattern::new("down_prj").unwrap().nearest(&names)[0], "down_proj");
         assert!(Pattern::new("zzz").unwrap().nearest(&names).is_empty());
     }

@@ -101,9 +101,9 @@ impl Plan {
         let graph = &architecture.block;
         let modules: Vec<(usize, NodeId, String, [usize; 2])> = (0..architecture.layers)
             .flat_map(|layer| {
-                graph
-                    .linears()
-                    .map(move |(node, name, shape, _)| (layer, node, architecture.in_block(layer, name), shape))
+                graph.linears().map(move |(node, name, shape, _)| {
+                    (layer, node, architecture.in_block(layer, name), shape)
+                })
             })
             .collect();
         let names: Vec<&str> = modules.iter().map(|(_, _, name, _)| name.as_str()).collect();
@@ -175,7 +175,8 @@ impl Plan {
                 }
             }
         }
-        let planned: std::collections::BTreeSet<String> = self.entries.iter().map(|e| e.tensor.clone()).collect();
+        let planned: std::collections::BTreeSet<String> =
+            self.entries.iter().map(|e| e.tensor.clone()).collect();
         for name in model.source().names() {
             if planned.contains(name) {
                 continue;
@@ -200,7 +201,8 @@ impl Plan {
             None if entry.tensor == embedding => 0,
             None => self.block_prefixes.len() + 1,
         };
-        let mut entries: Vec<_> = self.entries.iter().cloned().map(|e| ((place(&e), e.tensor.clone()), e)).collect();
+        let mut entries: Vec<_> =
+            self.entries.iter().cloned().map(|e| ((place(&e), e.tensor.clone()), e)).collect();
         entries.sort_by(|a, b| a.0.cmp(&b.0));
         self.entries = entries.into_iter().map(|(_, e)| e).collect();
     }
@@ -263,7 +265,10 @@ fn scheme_of(recipe: &Recipe, module: &str) -> Option<WeightScheme> {
 fn select(recipe: &Recipe, names: &[&str]) -> Result<Vec<SelectorMatches>> {
     let ignored = recipe.ignore.iter().map(|p| ("--ignore", p, "float".to_owned()));
     let overridden = recipe.overrides.iter().map(|(p, s)| ("--override", p, s.to_string()));
-    ignored.chain(overridden).map(|(option, pattern, outcome)| matches_of(option, pattern, outcome, names)).collect()
+    ignored
+        .chain(overridden)
+        .map(|(option, pattern, outcome)| matches_of(option, pattern, outcome, names))
+        .collect()
 }
 
 fn matches_of(

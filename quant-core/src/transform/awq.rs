@@ -117,7 +117,10 @@ fn search_scales(
         }
     }
     if !best.0.is_finite() {
-        return Err(Error::Numeric { tensor: producer, reason: "no candidate scale gives a finite output".into() });
+        return Err(Error::Numeric {
+            tensor: producer,
+            reason: "no candidate scale gives a finite output".into(),
+        });
     }
     let record = FoldRecord {
         producer,

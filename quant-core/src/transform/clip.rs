@@ -115,8 +115,11 @@ fn search_group(
 ) -> Result<()> {
     let group_size = grid.scheme.granularity.group_size(k);
     let groups = k / group_size;
-    let exact: Vec<f32> =
-        rows.chunks_exact(k).flat_map(|r| &r[group * group_size..(group + 1) * group_size]).copied().collect();
+    let exact: Vec<f32> = rows
+        .chunks_exact(k)
+        .flat_map(|r| &r[group * group_size..(group + 1) * group_size])
+        .copied()
+        .collect();
     let largest: Vec<f32> =
         exact.chunks_exact(group_size).map(|g| g.iter().fold(0.0_f32, |m, w| m.max(w.abs()))).collect();
     let mut best = vec![f64::INFINITY; largest.len()];
@@ -147,8 +150,7 @@ fn search_group(
             if error < best[row] {
                 best[row] = error;
                 // No bound at all where nothing is cut off.
-                part.bounds[row * groups + group] =
-                    if candidate == 0 { f32::INFINITY } else { bounds[row] };
+                part.bounds[row * groups + group] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
             }
         }
     }

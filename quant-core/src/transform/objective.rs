@@ -102,7 +102,10 @@ impl Objective {
             task.cancel.check()?;
             let known = [(graph.input(), chunk?.1)];
             let x = task.block.evaluate(&known, &[group.input], &mut NoTap)?.swap_remove(0);
-            let y = task.block.evaluate(&[(group.input, x.clone())], &[group.inspected], &mut NoTap)?.swap_remove(0);
+            let y = task
+                .block
+                .evaluate(&[(group.input, x.clone())], &[group.inspected], &mut NoTap)?
+                .swap_remove(0);
             batch.push((x, y));
         }
         Ok(Self::Module {
@@ -166,7 +169,10 @@ fn candidate(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Resu
         let linear = task.block.linear(node);
         let mut values = linear.weight().to_f32()?;
         round_scaled(&mut values, scales, grid, &task.module(node))?;
-        block.replace_linear(node, linear.with_weight(WeightBody::F32 { shape: linear.weight().shape(), values }));
+        block.replace_linear(
+            node,
+            linear.with_weight(WeightBody::F32 { shape: linear.weight().shape(), values }),
+        );
     }
     Ok(block)
 }
@@ -199,9 +205,7 @@ fn squared_distance(a: &Tensor, b: &Tensor) -> Result<f64> {
     let pieces: Vec<f64> = a
         .par_chunks(PIECE)
         .zip(b.par_chunks(PIECE))
-        .map(|(a, b)| {
-            a.iter().zip(b).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum()
-        })
+        .map(|(a, b)| a.iter().zip(b).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum())
         .collect();
     Ok(pieces.into_iter().sum())
 }

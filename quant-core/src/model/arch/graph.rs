@@ -182,7 +182,9 @@ impl BlockGraph {
                     walk.consumers.push(user);
                 }
                 Op::GatedSilu if port == 1 => self.follow(user, repeat, walk)?,
-                Op::Attention { repeat: heads, .. } if port == 2 => self.follow(user, repeat * heads, walk)?,
+                Op::Attention { repeat: heads, .. } if port == 2 => {
+                    self.follow(user, repeat * heads, walk)?
+                }
                 _ => return None,
             }
         }

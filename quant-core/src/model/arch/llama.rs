@@ -19,21 +19,25 @@ impl Family for Llama {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let hidden = config.require_size("hidden_size")?;
-        let intermediate = config.require_size("intermediate_size")?;
-        let heads = config.require_size("num_attention_heads")?;
-        let kv_heads = config.optional_size("num_key_value_heads")?.unwrap_or(heads);
+        let hidden = config.require_positive("hidden_size")?;
+        let intermediate = config.require_positive("intermediate_size")?;
+        let heads = config.require_positive("num_attention_heads")?;
+        let kv_heads = config.optional_positive("num_key_value_heads")?.unwrap_or(heads);
         if heads % kv_heads != 0 {
-            return Err(config
-                .error("num_key_value_heads", format!("is {kv_heads}, which does not divide the {heads} heads")));
+            return Err(config.error(
+                "num_key_value_heads",
+                format!("is {kv_heads}, which does not divide the {heads} heads"),
+            ));
         }
-        let head_dim = match config.optional_size("head_dim")? {
+        let head_dim = match config.optional_positive("head_dim")? {
             Some(width) => width,
             None if hidden % heads == 0 => hidden / heads,
             None => {
                 return Err(config.error(
                     "num_attention_heads",
-                    format!("is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"),
+                    format!(
+                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"
+                    ),
                 ));
             }
         };
@@ -50,12 +54,12 @@ impl Family for Llama {
         Ok(Architecture {
             family: self.name(),
             hidden,
-            vocab: config.require_size("vocab_size")?,
-            layers: config.require_size("num_hidden_layers")?,
+            vocab: config.require_positive("vocab_size")?,
+            layers: config.require_positive("num_hidden_layers")?,
             heads,
             kv_heads,
             head_dim,
-            max_positions: config.optional_size("max_position_embeddings")?.unwrap_or(2048),
+            max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
             norm_eps: config.optional_f64("rms_norm_eps")?.unwrap_or(1e-6),
             rope_theta,
             rope_scaling,

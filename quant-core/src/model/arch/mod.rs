@@ -78,7 +78,11 @@ pub static FAMILIES: &[&dyn Family] = &[&llama::Llama];
 /// # Errors
 /// [`Error::UnknownArchitecture`] listing the known ones, or as [`Family::describe`].
 pub fn describe(config: &ConfigFields<'_>) -> Result<Architecture> {
-    let found = config.architecture()?;
+    let found = match config.optional_str_list("architectures")?.as_deref() {
+        Some([first, ..]) => (*first).to_owned(),
+        Some([]) => return Err(config.error("architectures", "is empty")),
+        None => return Err(config.error("architectures", "is missing")),
+    };
     let family = FAMILIES.iter().find(|f| f.architectures().contains(&found.as_str()));
     match family {
         Some(family) => family.describe(config),
