@@ -1,0 +1,319 @@
+//! AWQ: what its searches record is what their definitions give, they never end worse than they
+//! began, and where outliers are planted the whole path loses far less than rounding alone.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use common::{Checkpoint, Quantized, Tiny, flat, logits, mean_divergence, recipe, relative_difference, run};
+use quant_core::calibrate::{HiddenStates, TokenWindows};
+use quant_core::checkpoint::Dtype;
+use quant_core::model::{Block, FoldGroup, NoTap, NodeId, WeightBody};
+use quant_core::quantize::quantize_rtn;
+use quant_core::recipe::{Pattern, Recipe};
+use quant_core::transform::{Awq, BlockTask, Grid, Rewrite, Transform};
+use quant_core::{CancelToken, TensorSource};
+
+const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
+
+fn tiny() -> Tiny {
+    Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
+}
+
+/// A random model some of whose norm channels are 32 times as large, and their readers' columns as
+/// much smaller: the same float model, but hard to round.
+fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
+    let mut checkpoint = tiny.random(seed);
+    for layer in 0..tiny.layers {
+        let name = |module: &str| format!("model.layers.{layer}.{module}.weight");
+        for (norm, consumers) in [("input_layernorm", &QKV[..]), ("post_attention_layernorm", &GATE_UP[..])] {
+            let consumers: Vec<String> = consumers.iter().map(|c| name(c)).collect();
+            let consumers: Vec<&str> = consumers.iter().map(String::as_str).collect();
+            let channels: Vec<usize> = (0..6).map(|i| (layer * 11 + i * 21) % tiny.hidden).collect();
+            checkpoint.plant(&name(norm), &consumers, &channels, 32.0);
+        }
+    }
+    checkpoint
+}
+
+fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -> Quantized {
+    run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
+}
+
+/// One block with its inputs, searched directly.
+struct Search {
+    block: Block,
+    hidden: HiddenStates,
+    grids: BTreeMap<NodeId, Grid>,
+    rewrite: Rewrite,
+}
+
+impl Search {
+    fn new(checkpoint: &Checkpoint, scheme: &str, windows: &TokenWindows) -> Self {
+        let model = checkpoint.model();
+        let block = model.block(0, &model.rope(windows.length()).unwrap()).unwrap();
+        let hidden = HiddenStates::embed(&model, windows).unwrap();
+        let grid = Grid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype };
+        let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
+        let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
+        let task = BlockTask {
+            prefix: "block.",
+            block: &block,
+            hidden: &hidden,
+            grids: &grids,
+            norm_dtypes: &norm_dtypes,
+            cancel: &CancelToken::new(),
+        };
+        let rewrite = Awq.search(&task).unwrap();
+        Self { block, hidden, grids, rewrite }
+    }
+
+    fn groups(&self) -> Vec<FoldGroup> {
+        self.block.graph().fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
+    }
+
+    /// A node's values over the whole batch, `[tokens · width]`, with the inputs of the block.
+    fn values(&self, block: &Block, known: Option<(NodeId, &[Tensor])>, node: NodeId) -> Vec<Tensor> {
+        let chunks = self.hidden.chunks().map(|c| c.unwrap().1);
+        let known: Vec<(NodeId, Tensor)> = match known {
+            Some((id, values)) => values.iter().map(|v| (id, v.clone())).collect(),
+            None => chunks.map(|v| (block.graph().input(), v)).collect(),
+        };
+        known.into_iter().map(|k| block.evaluate(&[k], &[node], &mut NoTap).unwrap().remove(0)).collect()
+    }
+
+    /// `Q(W · s) / s` by the public quantizer.
+    fn rounded(&self, node: NodeId, scales: &[f32]) -> Vec<f32> {
+        let weight = self.block.linear(node).weight();
+        let (mut values, grid) = (weight.to_f32().unwrap(), self.grids[&node]);
+        let each = |values: &mut [f32], f: fn(f32, f32) -> f32| {
+            values.iter_mut().enumerate().for_each(|(i, w)| *w = f(*w, scales[i % scales.len()]));
+        };
+        each(&mut values, |w, s| w * s);
+        let tensor = quantize_rtn("w", &values, weight.shape(), grid.scheme, grid.scale_dtype, None).unwrap();
+        let mut values = tensor.dequantize().unwrap();
+        each(&mut values, |w, s| w / s);
+        values
+    }
+
+    /// The mean squared error of a group's watched output under some scales, by its definition.
+    fn group_error(&self, group: &FoldGroup, scales: &[f32]) -> f64 {
+        let mut block = self.block.clone();
+        for &node in &group.consumers {
+            let linear = self.block.linear(node);
+            let (shape, values) = (linear.weight().shape(), self.rounded(node, scales));
+            block.replace_linear(node, linear.with_weight(WeightBody::F32 { shape, values }));
+        }
+        let x = self.values(&self.block, None, group.input);
+        let exact = self.values(&self.block, Some((group.input, &x)), group.inspected);
+        let rounded = self.values(&block, Some((group.input, &x)), group.inspected);
+        let (exact, rounded): (Vec<f32>, Vec<f32>) =
+            (exact.iter().flat_map(flat).collect(), rounded.iter().flat_map(flat).collect());
+        let sum: f64 = exact.iter().zip(&rounded).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        sum / exact.len() as f64
+    }
+
+    /// The mean squared error of all groups' partial outputs of a linear, with the clip bounds that
+    /// were found or with none, by its definition.
+    fn clip_error(&self, node: NodeId, clipped: bool) -> f64 {
+        let grid = self.grids[&node];
+        let weight = self.block.linear(node).weight();
+        let [n, k] = weight.shape();
+        let size = grid.scheme.granularity.group_size(k);
+        let exact = self.rewrite.weight(node, weight).unwrap();
+        let bounds = self.rewrite.clips.get(&node).filter(|_| clipped).map(Vec::as_slice);
+        let rounded = quantize_rtn("w", &exact, [n, k], grid.scheme, grid.scale_dtype, bounds).unwrap();
+        let rounded = rounded.dequantize().unwrap();
+        let input = self.block.graph().nodes()[node].inputs[0];
+        let mut x: Vec<f32> = self.values(&self.block, None, input).iter().flat_map(flat).collect();
+        if let Some(scales) = self.rewrite.columns.get(&node) {
+            x.iter_mut().enumerate().for_each(|(i, v)| *v /= scales[i % k]);
+        }
+        let mut sum = 0.0;
+        for (exact, rounded) in exact.chunks_exact(k).zip(rounded.chunks_exact(k)) {
+            let difference: Vec<f32> = rounded.iter().zip(exact).map(|(a, b)| a - b).collect();
+            for token in x.chunks_exact(k) {
+                for (x, d) in token.chunks_exact(size).zip(difference.chunks_exact(size)) {
+                    let product: f64 = x.iter().zip(d).map(|(x, d)| f64::from(x * d)).sum();
+                    sum += product * product;
+                }
+            }
+        }
+        sum / (n * (k / size) * (x.len() / k)) as f64
+    }
+}
+
+fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
+    assert!((found - exact).abs() <= tolerance * exact, "{what}: recorded {found:e}, in truth {exact:e}");
+}
+
+#[test]
+fn recorded_errors_are_those_of_the_definition_by_every_route() {
+    // Below 256 tokens the down projection's input is kept as rows, above as its Gram matrix; 2100
+    // tokens come in two chunks. Clipping sees every token only up to 1023.
+    for (scheme, count, length) in
+        [("w4a16-g32", 4, 30), ("w3a16-g64-asym", 9, 30), ("w4a16-channel", 15, 20), ("w4a16-g32", 35, 60)]
+    {
+        let checkpoint = planted(&Tiny { layers: 1, kv_heads: 4, attention_bias: true, ..tiny() }, 1);
+        let windows = common::windows(128, count, length, 2);
+        let search = Search::new(&checkpoint, scheme, &windows);
+        assert_eq!(search.rewrite.folds.len(), 4);
+        for (group, record) in search.groups().iter().zip(&search.rewrite.folds) {
+            let what = format!("{scheme}, {} tokens, {}", count * length, record.producer);
+            let module = |node| format!("block.{}", search.block.graph().name(node));
+            assert_eq!(record.producer, module(group.producer));
+            assert_eq!(record.inspected, module(group.inspected));
+            let ones = vec![1.0; search.block.linear(group.consumers[0]).weight().shape()[1]];
+            assert_near(record.error_before, search.group_error(group, &ones), 1e-3, &what);
+            // Norms are in f32 here: what was folded is what was searched, but for its last bit,
+            // which decides a tie of rounding now and then.
+            let scales = search.rewrite.columns.get(&group.consumers[0]).unwrap_or(&ones);
+            assert_eq!(record.ratio.is_some(), *scales != ones, "{what}");
+            assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
+            assert!(record.error_after <= record.error_before, "{what}");
+        }
+        assert_eq!(search.rewrite.clip_records.len(), 5, "all but queries and keys");
+        for record in &search.rewrite.clip_records {
+            let what = format!("{scheme}, {} tokens, clip of {}", count * length, record.module);
+            let name = record.module.strip_prefix("block.").unwrap();
+            let (node, ..) = search.block.graph().linears().find(|l| l.1 == name).unwrap();
+            assert!(record.error_after <= record.error_before, "{what}");
+            assert_eq!(record.clipped_groups > 0, search.rewrite.clips.contains_key(&node), "{what}");
+            if windows.tokens().len() < 1024 {
+                assert_near(record.error_before, search.clip_error(node, false), 1e-3, &what);
+                assert_near(record.error_after, search.clip_error(node, true), 1e-3, &what);
+            }
+        }
+        let clipped: u64 = search.rewrite.clip_records.iter().map(|r| r.clipped_groups).sum();
+        assert!(clipped > 0, "{scheme}: some range is worth narrowing");
+    }
+}
+
+#[test]
+fn searches_never_end_worse_and_change_what_is_written() {
+    let windows = common::windows(128, 12, 32, 3);
+    for (scheme, dtype) in [("w4a16-g32", Dtype::F32), ("w3a16-g64-asym", Dtype::Bf16), ("w4a16", Dtype::F16)]
+    {
+        let tiny = Tiny { dtype, norm_dtype: dtype, mlp_bias: true, ..tiny() };
+        let checkpoint = tiny.random(4);
+        let awq = quantized(&checkpoint, &recipe("awq", scheme), &windows);
+        let rtn = quantized(&checkpoint, &recipe("rtn", scheme), &windows);
+        let (mut folds, mut clips) = (0, 0);
+        for tensor in &awq.report.tensors {
+            if let Some(record) = &tensor.scale_search {
+                assert!(record.error_after <= record.error_before, "{}", tensor.tensor);
+                assert!(record.error_after > 0.0, "{}", tensor.tensor);
+                assert_eq!(tensor.ratio, record.ratio);
+                folds += 1;
+            }
+            if let Some(record) = &tensor.clip_search {
+                assert!(record.error_after <= record.error_before, "{}", tensor.tensor);
+                clips += 1;
+            }
+        }
+        // With grouped queries the values are left alone, and so is what reads them: 6 of 7.
+        assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
+        let mut changed = 0;
+        for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {
+            // Changed where a scale was folded in, from either side, or a range was narrowed.
+            let up = tensor.tensor.replace("up_proj", "down_proj");
+            let down = awq.report.tensors.iter().find(|t| t.tensor == up && up != tensor.tensor);
+            let scaled = tensor.ratio.is_some() || down.is_some_and(|d| d.ratio.is_some());
+            let clipped = tensor.clip_search.as_ref().is_some_and(|c| c.clipped_groups > 0);
+            let name = tensor.tensor.replace(".weight", ".weight_packed");
+            let same = awq.source.bytes(&name).unwrap() == rtn.source.bytes(&name).unwrap();
+            assert_eq!(same, !scaled && !clipped, "{scheme}: {name}");
+            changed += usize::from(!same);
+        }
+        assert!(changed >= 10, "{scheme}: only {changed} of 14 linears changed");
+        assert!(rtn.report.tensors.iter().all(|t| t.scale_search.is_none() && t.clip_search.is_none()));
+    }
+}
+
+#[test]
+fn on_planted_outliers_awq_loses_far_less_than_rounding() {
+    let (calibration, held_out) = (common::windows(128, 16, 32, 5), common::windows(128, 8, 32, 6));
+    for (scheme, dtype, most) in
+        [("w4a16-g32", Dtype::F32, 0.35), ("w4a16", Dtype::Bf16, 0.35), ("w3a16-g64-asym", Dtype::Bf16, 0.65)]
+    {
+        let tiny = Tiny { dtype, norm_dtype: dtype, ..tiny() };
+        let checkpoint = planted(&tiny, 7);
+        let exact = logits(&checkpoint.model(), &held_out);
+        assert!(exact == logits(&tiny.random(7).model(), &held_out), "planting changes no float logit");
+        let divergence = |method: &str| {
+            let written = quantized(&checkpoint, &recipe(method, scheme), &calibration);
+            mean_divergence(&exact, &logits(&written.model(), &held_out), tiny.vocab)
+        };
+        let (awq, rtn) = (divergence("awq"), divergence("rtn"));
+        println!("{scheme} in {dtype}: KL {awq:.4} with AWQ, {rtn:.4} with RTN");
+        assert!(awq < most * rtn, "{scheme}: {awq} against {rtn}");
+    }
+}
+
+#[test]
+fn linears_that_stay_float_are_rewritten_exactly() {
+    let tiny = Tiny { layers: 1, kv_heads: 4, mlp_bias: true, ..tiny() };
+    let checkpoint = planted(&tiny, 8);
+    let (calibration, held_out) = (common::windows(128, 8, 32, 9), common::windows(128, 4, 32, 10));
+    let exact = logits(&checkpoint.model(), &held_out);
+    let input = checkpoint.source();
+    for (kept, siblings, producer) in [
+        ("q_proj", &["self_attn.k_proj", "self_attn.v_proj"][..], "input_layernorm"),
+        ("up_proj", &["mlp.gate_proj"][..], "post_attention_layernorm"),
+        ("down_proj", &[][..], "mlp.up_proj"),
+    ] {
+        let others =
+            ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"].into_iter();
+        let ignore = others.filter(|name| *name != kept).map(|name| Pattern::new(name).unwrap()).collect();
+        let recipe = Recipe { ignore, ..recipe("awq", "w8a16-g32") };
+        let written = quantized(&checkpoint, &recipe, &calibration);
+        let difference = relative_difference(&logits(&written.model(), &held_out), &exact);
+        println!("all float but {kept}: logits move by {difference:.1e}");
+        assert!(difference < 0.02, "{kept}: {difference:e}");
+
+        // The product of what the producer gives and what a sibling reads is what it was.
+        let name = |module: &str| format!("model.layers.0.{module}.weight");
+        let values = |source: &dyn TensorSource, module: &str| source.read_f32(&name(module)).unwrap();
+        let (before, after) = (values(&input, producer), values(&written.source, producer));
+        assert!(before != after, "{producer} was folded");
+        for sibling in siblings {
+            let (old, new) = (values(&input, sibling), values(&written.source, sibling));
+            assert!(old != new, "{sibling} was rewritten");
+            for (i, (o, n)) in old.iter().zip(&new).enumerate() {
+                let c = i % tiny.hidden;
+                let (o, n) = (f64::from(*o) * f64::from(before[c]), f64::from(*n) * f64::from(after[c]));
+                assert!((o - n).abs() <= 3e-7 * o.abs(), "{sibling} [{i}]: {o} became {n}");
+            }
+        }
+        if producer == "mlp.up_proj" {
+            // A linear's bias is divided like its rows.
+            let bias =
+                |source: &dyn TensorSource| source.read_f32("model.layers.0.mlp.up_proj.bias").unwrap();
+            let (old, new) = (bias(&input), bias(&written.source));
+            for (c, (o, n)) in old.iter().zip(&new).enumerate() {
+                let at = c * tiny.hidden;
+                let ratio = f64::from(before[at]) / f64::from(after[at]);
+                assert!((f64::from(*o) / f64::from(*n) / ratio - 1.0).abs() < 1e-6, "channel {c}");
+            }
+        }
+    }
+}
+
+#[test]
+fn without_a_calibration_batch_awq_is_refused() {
+    let checkpoint = tiny().random(1);
+    let model = checkpoint.model();
+    let plan = quant_core::recipe::Plan::new(&model, &recipe("awq", "w4a16")).unwrap();
+    let mut sink = quant_core::checkpoint::MemorySink::new(plan.outputs()).unwrap();
+    let job = quant_core::pipeline::Job {
+        model: &model,
+        plan: &plan,
+        windows: None,
+        observer: &quant_core::Silent,
+        cancel: &CancelToken::new(),
+    };
+    let error = quant_core::pipeline::quantize(&job, &mut sink).unwrap_err();
+    assert_eq!(error.category(), quant_core::Category::Usage, "{error}");
+}

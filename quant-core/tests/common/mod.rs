@@ -1,0 +1,286 @@
+//! What the tests of the whole path share: tiny random Llama checkpoints in memory, and the few
+//! lines that take one through the pipeline and run what comes out.
+//!
+//! Nothing here is trained; what the tests compare are two ways to the same numbers.
+#![allow(dead_code)] // Every test file is a crate of its own and uses a part of this.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::panic::Location;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use quant_core::calibrate::TokenWindows;
+use quant_core::checkpoint::{Dtype, MemorySink, MemorySource};
+use quant_core::model::{Decoder, Model};
+use quant_core::pipeline::{Job, QuantReport, quantize};
+use quant_core::recipe::{Plan, Recipe};
+use quant_core::{CancelToken, Silent, TensorSource};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde_json::{Map, Value, json};
+
+/// The sizes of a random Llama; `..Tiny::default()` leaves a small one with grouped queries.
+#[derive(Debug, Clone)]
+pub struct Tiny {
+    pub hidden: usize,
+    pub intermediate: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub vocab: usize,
+    pub tied: bool,
+    pub attention_bias: bool,
+    pub mlp_bias: bool,
+    /// The value of `rope_scaling`.
+    pub rope_scaling: Value,
+    /// The type of everything but norms.
+    pub dtype: Dtype,
+    pub norm_dtype: Dtype,
+}
+
+impl Default for Tiny {
+    fn default() -> Self {
+        Self {
+            hidden: 64,
+            intermediate: 96,
+            layers: 2,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            vocab: 96,
+            tied: false,
+            attention_bias: false,
+            mlp_bias: false,
+            rope_scaling: Value::Null,
+            dtype: Dtype::F32,
+            norm_dtype: Dtype::F32,
+        }
+    }
+}
+
+/// Positions that every tiny model's configuration promises.
+pub const POSITIONS: usize = 256;
+
+impl Tiny {
+    /// The fields of `config.json`.
+    pub fn config(&self) -> Map<String, Value> {
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": POSITIONS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "rope_scaling": self.rope_scaling,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+        });
+        config.as_object().expect("an object").clone()
+    }
+
+    /// Random weights: linears keep the magnitude of what they multiply, norms are `1 + 0.3 ε`.
+    pub fn random(&self, seed: u64) -> Checkpoint {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut tensors = BTreeMap::new();
+        let mut add = |name: String, shape: &[usize], mean: f32, deviation: f32| {
+            let len = shape.iter().product();
+            let values = (0..len).map(|_| mean + deviation * normal(&mut rng)).collect();
+            tensors.insert(name, (shape.to_vec(), values));
+        };
+        let fan_in = |k: usize| 1.0 / (k as f32).sqrt();
+        let (h, q, kv) = (self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        add("model.embed_tokens.weight".into(), &[self.vocab, h], 0.0, 1.0);
+        add("model.norm.weight".into(), &[h], 1.0, 0.3);
+        if !self.tied {
+            add("lm_head.weight".into(), &[self.vocab, h], 0.0, 2.0 * fan_in(h));
+        }
+        for layer in 0..self.layers {
+            for norm in ["input_layernorm", "post_attention_layernorm"] {
+                add(format!("model.layers.{layer}.{norm}.weight"), &[h], 1.0, 0.3);
+            }
+            for (name, n, k, bias) in [
+                ("self_attn.q_proj", q, h, self.attention_bias),
+                ("self_attn.k_proj", kv, h, self.attention_bias),
+                ("self_attn.v_proj", kv, h, self.attention_bias),
+                ("self_attn.o_proj", h, q, self.attention_bias),
+                ("mlp.gate_proj", self.intermediate, h, self.mlp_bias),
+                ("mlp.up_proj", self.intermediate, h, self.mlp_bias),
+                ("mlp.down_proj", h, self.intermediate, self.mlp_bias),
+            ] {
+                add(format!("model.layers.{layer}.{name}.weight"), &[n, k], 0.0, fan_in(k));
+                if bias {
+                    add(format!("model.layers.{layer}.{name}.bias"), &[n], 0.0, 0.3);
+                }
+            }
+        }
+        Checkpoint { tiny: self.clone(), tensors }
+    }
+}
+
+/// A checkpoint whose values a test may still change.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    pub tiny: Tiny,
+    /// Shape and values by name.
+    pub tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+}
+
+impl Checkpoint {
+    /// A tensor's values.
+    pub fn values(&mut self, name: &str) -> &mut [f32] {
+        &mut self.tensors.get_mut(name).expect("a tensor of the model").1
+    }
+
+    /// Multiplies some channels of a norm by `factor` and divides the columns that read them by
+    /// it. For a power of two the model's float outputs stay the same, bit for bit.
+    pub fn plant(&mut self, norm: &str, consumers: &[&str], channels: &[usize], factor: f32) {
+        for &c in channels {
+            self.values(norm)[c] *= factor;
+        }
+        let hidden = self.tiny.hidden;
+        for consumer in consumers {
+            for row in self.values(consumer).chunks_exact_mut(hidden) {
+                channels.iter().for_each(|&c| row[c] /= factor);
+            }
+        }
+    }
+
+    /// The tensors, rounded to the types that they are stored in.
+    pub fn source(&self) -> MemorySource {
+        let mut source = MemorySource::new();
+        for (name, (shape, values)) in &self.tensors {
+            let dtype = if name.contains("norm") { self.tiny.norm_dtype } else { self.tiny.dtype };
+            source.insert_f32(name, dtype, shape.clone(), values).expect("shapes and names fit");
+        }
+        source
+    }
+
+    pub fn model(&self) -> Model {
+        model(Arc::new(self.source()), &self.tiny.config())
+    }
+}
+
+pub fn model(source: Arc<dyn TensorSource>, config: &Map<String, Value>) -> Model {
+    Model::new(source, Path::new("config.json"), config).expect("the model is sound")
+}
+
+/// A standard normal number (Box and Muller).
+pub fn normal(rng: &mut StdRng) -> f32 {
+    let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
+    (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
+}
+
+/// `count` windows of uniformly random tokens.
+pub fn windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWindows {
+    let mut rng = StdRng::seed_from_u64(seed);
+    TokenWindows::cut((0..count * length).map(|_| rng.random_range(0..vocab as u32)).collect(), length)
+}
+
+pub fn decoder(model: &Model) -> Decoder {
+    Decoder::load(model, POSITIONS, &Silent, &CancelToken::new()).expect("the model loads")
+}
+
+/// Logits of every position of every window, `[windows · length, vocab]`.
+pub fn logits(model: &Model, windows: &TokenWindows) -> Vec<f32> {
+    let decoder = decoder(model);
+    let batch: Vec<&[u32]> = (0..windows.len()).map(|i| windows.window(i)).collect();
+    flat(&decoder.logits(&decoder.hidden(&batch).unwrap()).unwrap())
+}
+
+pub fn flat(tensor: &candle_core::Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The recipe of a method with a scheme, into the first container.
+pub fn recipe(method: &str, scheme: &str) -> Recipe {
+    Recipe {
+        method: quant_core::recipe::method(method).unwrap(),
+        scheme: scheme.parse().unwrap(),
+        ..Recipe::preset("rtn-w4a16").unwrap()
+    }
+}
+
+/// What a run wrote and said.
+#[derive(Debug)]
+pub struct Quantized {
+    pub source: MemorySource,
+    /// The configuration with its `quantization_config`.
+    pub config: Map<String, Value>,
+    pub report: QuantReport,
+}
+
+impl Quantized {
+    /// What was written, read back.
+    pub fn model(&self) -> Model {
+        model(Arc::new(self.source.clone()), &self.config)
+    }
+}
+
+/// Takes a model through the pipeline into memory.
+pub fn run(
+    model: &Model,
+    config: &Map<String, Value>,
+    recipe: &Recipe,
+    windows: Option<&TokenWindows>,
+) -> Quantized {
+    let plan = Plan::new(model, recipe).expect("the recipe fits");
+    let mut sink = MemorySink::new(plan.outputs()).unwrap();
+    let job = Job { model, plan: &plan, windows, observer: &Silent, cancel: &CancelToken::new() };
+    let report = quantize(&job, &mut sink).expect("the model can be quantized");
+    let mut config = config.clone();
+    config.insert("quantization_config".into(), plan.container.quantization_config(&plan.module_schemes()));
+    Quantized { source: sink.into_source().expect("everything was written"), config, report }
+}
+
+/// `max |a − b| / max |b|`.
+pub fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let largest = b.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
+    let difference = a.iter().zip(b).map(|(x, y)| f64::from(x - y).abs());
+    // A NaN must not vanish in a maximum.
+    difference.fold(0.0, |m, d| if d <= m { m } else { d }) / largest
+}
+
+/// Mean over positions of `KL(softmax exact ‖ softmax other)` in nats.
+pub fn mean_divergence(exact: &[f32], other: &[f32], vocab: usize) -> f64 {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|v| f64::from(v - max).exp()).sum();
+        row.iter().map(|v| f64::from(v - max) - sum.ln()).collect()
+    };
+    let rows = exact.chunks_exact(vocab).zip(other.chunks_exact(vocab)).map(|(e, o)| {
+        let (e, o) = (log_softmax(e), log_softmax(o));
+        e.iter().zip(&o).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+    });
+    rows.sum::<f64>() / (exact.len() / vocab) as f64
+}
+
+/// Real models and texts in `../shared/data` beside the checkout; without them the calling test's
+/// skip is noted as `tests/support` notes it (which depends on this crate): a line on stderr, and
+/// one in the file that `QUANT_SKIP_LOG` names.
+#[track_caller]
+pub fn shared_data() -> Option<PathBuf> {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data");
+    if data.is_dir() {
+        return Some(data);
+    }
+    let place = Location::caller();
+    let why = "no real models and texts in ../shared/data";
+    let line = format!("SKIPPED: {why} ({}:{})\n", place.file(), place.line());
+    eprint!("{line}");
+    if let Some(log) = std::env::var_os("QUANT_SKIP_LOG") {
+        let file = std::fs::OpenOptions::new().append(true).create(true).open(&log);
+        let noted = file.and_then(|mut file| file.write_all(line.as_bytes()));
+        assert!(noted.is_ok(), "cannot note the skip in {}", Path::new(&log).display());
+    }
+    None
+}

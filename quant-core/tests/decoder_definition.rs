@@ -1,0 +1,145 @@
+//! The model stage against its definition in double precision, for what other decoders at hand do
+//! not run: biases, heads wider or narrower than the hidden width, linear position interpolation.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::{Tiny, logits, relative_difference, windows};
+use quant_core::TensorSource;
+use quant_core::checkpoint::{Dtype, MemorySource};
+use serde_json::json;
+
+/// A Llama written down as plainly as possible.
+struct Definition {
+    tiny: Tiny,
+    tensors: BTreeMap<String, Vec<f64>>,
+}
+
+type Rows = Vec<Vec<f64>>;
+
+impl Definition {
+    fn new(tiny: &Tiny, source: &MemorySource) -> Self {
+        let widened = |name: &str| source.read_f32(name).unwrap().into_iter().map(f64::from).collect();
+        let tensors = source.names().into_iter().map(|name| (name.to_owned(), widened(name))).collect();
+        Self { tiny: tiny.clone(), tensors }
+    }
+
+    fn norm(&self, x: &[Vec<f64>], name: &str) -> Rows {
+        let weight = &self.tensors[&format!("{name}.weight")];
+        let scaled = |row: &Vec<f64>| {
+            let mean_square = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
+            row.iter().zip(weight).map(|(v, w)| v / (mean_square + 1e-5).sqrt() * w).collect()
+        };
+        x.iter().map(scaled).collect()
+    }
+
+    fn linear(&self, x: &[Vec<f64>], name: &str) -> Rows {
+        let weight = &self.tensors[&format!("{name}.weight")];
+        let bias = self.tensors.get(&format!("{name}.bias"));
+        let product = |row: &Vec<f64>| {
+            let outputs = weight.chunks_exact(row.len()).enumerate();
+            let dot = |w: &[f64]| row.iter().zip(w).map(|(a, b)| a * b).sum::<f64>();
+            outputs.map(|(n, w)| dot(w) + bias.map_or(0.0, |b| b[n])).collect()
+        };
+        x.iter().map(product).collect()
+    }
+
+    /// Turns every pair `(i, i + d/2)` of every head by `position · θ^(−2i/d) / factor`.
+    fn rope(&self, x: &mut [Vec<f64>]) {
+        let d = self.tiny.head_dim;
+        let factor = self.tiny.rope_scaling["factor"].as_f64().unwrap_or(1.0);
+        for (position, row) in x.iter_mut().enumerate() {
+            for head in row.chunks_exact_mut(d) {
+                for i in 0..d / 2 {
+                    let angle = position as f64 * 10_000_f64.powf(-2.0 * i as f64 / d as f64) / factor;
+                    let (a, b) = (head[i], head[i + d / 2]);
+                    head[i] = a * angle.cos() - b * angle.sin();
+                    head[i + d / 2] = b * angle.cos() + a * angle.sin();
+                }
+            }
+        }
+    }
+
+    fn attention(&self, q: &[Vec<f64>], k: &[Vec<f64>], v: &[Vec<f64>]) -> Rows {
+        let (d, heads) = (self.tiny.head_dim, self.tiny.heads);
+        let repeat = heads / self.tiny.kv_heads;
+        let mut out = vec![vec![0.0; heads * d]; q.len()];
+        for (t, row) in out.iter_mut().enumerate() {
+            for (head, out) in row.chunks_exact_mut(d).enumerate() {
+                let (own, shared) = (head * d, head / repeat * d);
+                let score = |s: usize| -> f64 {
+                    (0..d).map(|i| q[t][own + i] * k[s][shared + i]).sum::<f64>() / (d as f64).sqrt()
+                };
+                let weights: Vec<f64> = (0..=t).map(|s| score(s).exp()).collect();
+                let total: f64 = weights.iter().sum();
+                for (s, weight) in weights.iter().enumerate() {
+                    for (i, o) in out.iter_mut().enumerate() {
+                        *o += weight / total * v[s][shared + i];
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    fn logits(&self, tokens: &[u32]) -> Vec<f32> {
+        let embedding = &self.tensors["model.embed_tokens.weight"];
+        let h = self.tiny.hidden;
+        let mut x: Rows =
+            tokens.iter().map(|&t| embedding[t as usize * h..(t as usize + 1) * h].to_vec()).collect();
+        let add = |x: &mut Rows, y: Rows| {
+            for (x, y) in x.iter_mut().zip(y) {
+                x.iter_mut().zip(y).for_each(|(a, b)| *a += b);
+            }
+        };
+        for layer in 0..self.tiny.layers {
+            let name = |module: &str| format!("model.layers.{layer}.{module}");
+            let n = self.norm(&x, &name("input_layernorm"));
+            let mut q = self.linear(&n, &name("self_attn.q_proj"));
+            let mut k = self.linear(&n, &name("self_attn.k_proj"));
+            let v = self.linear(&n, &name("self_attn.v_proj"));
+            self.rope(&mut q);
+            self.rope(&mut k);
+            let attended = self.attention(&q, &k, &v);
+            add(&mut x, self.linear(&attended, &name("self_attn.o_proj")));
+            let n = self.norm(&x, &name("post_attention_layernorm"));
+            let mut gated = self.linear(&n, &name("mlp.gate_proj"));
+            for (gate, up) in gated.iter_mut().zip(self.linear(&n, &name("mlp.up_proj"))) {
+                gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
+            }
+            add(&mut x, self.linear(&gated, &name("mlp.down_proj")));
+        }
+        let n = self.norm(&x, "model.norm");
+        let head = if self.tiny.tied { "model.embed_tokens" } else { "lm_head" };
+        self.linear(&n, head).concat().into_iter().map(|v| v as f32).collect()
+    }
+}
+
+#[test]
+fn logits_are_those_of_the_definition() {
+    const BOUND: f64 = 5e-6;
+    let biased = Tiny { attention_bias: true, mlp_bias: true, ..Tiny::default() };
+    let half = Tiny { dtype: Dtype::F16, norm_dtype: Dtype::Bf16, ..biased.clone() };
+    let interpolated = json!({"rope_type": "linear", "factor": 4.0});
+    let mut worst = 0.0_f64;
+    for (name, tiny) in [
+        ("plain", Tiny::default()),
+        ("attention biases", Tiny { attention_bias: true, ..Tiny::default() }),
+        ("mlp biases, tied", Tiny { mlp_bias: true, tied: true, ..Tiny::default() }),
+        ("wide heads", Tiny { head_dim: 40, ..biased.clone() }),
+        ("narrow heads, 3 to 1", Tiny { head_dim: 6, heads: 6, kv_heads: 2, ..half }),
+        ("interpolated positions", Tiny { rope_scaling: interpolated, ..biased }),
+    ] {
+        for seed in 0..2 {
+            let checkpoint = tiny.random(20 + seed);
+            let windows = windows(tiny.vocab, 2, 70, seed);
+            let definition = Definition::new(&tiny, &checkpoint.source());
+            let exact = [definition.logits(windows.window(0)), definition.logits(windows.window(1))].concat();
+            let difference = relative_difference(&logits(&checkpoint.model(), &windows), &exact);
+            assert!(difference <= BOUND, "{name}, seed {seed}: {difference:e}");
+            worst = worst.max(difference);
+        }
+    }
+    println!("largest difference from double precision: {worst:.2e} of the largest logit");
+}

@@ -1,0 +1,89 @@
+//! The same inputs give the same bytes: on any number of threads and on every run, for widths that
+//! are split among threads and batches that come in pieces.
+
+mod common;
+
+use common::{Quantized, Tiny, recipe, run};
+use quant_core::calibrate::TokenWindows;
+use quant_core::checkpoint::Dtype;
+
+/// Runs on 1, 2 and 3 threads and once more on 2, and compares every tensor and the report.
+fn same_on_any_number_of_threads(tiny: &Tiny, method: &str, scheme: &str, windows: Option<&TokenWindows>) {
+    let model = tiny.random(1).model();
+    let on = |threads: usize| -> Quantized {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| run(&model, &tiny.config(), &recipe(method, scheme), windows))
+    };
+    let one = on(1);
+    let report = one.report.to_json().unwrap();
+    for threads in [2, 3, 2] {
+        let other = on(threads);
+        // Not assert_eq: it would print megabytes.
+        assert!(one.source == other.source, "{method} {scheme}: other tensors on {threads} threads");
+        assert_eq!(report, other.report.to_json().unwrap(), "{method} {scheme} on {threads} threads");
+    }
+}
+
+#[test]
+fn rounding_a_4096_wide_layer() {
+    let tiny = Tiny {
+        hidden: 4096,
+        intermediate: 256,
+        layers: 1,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        vocab: 32,
+        ..Tiny::default()
+    };
+    same_on_any_number_of_threads(&Tiny { dtype: Dtype::Bf16, ..tiny.clone() }, "rtn", "w4a16", None);
+    same_on_any_number_of_threads(&Tiny { dtype: Dtype::F16, ..tiny }, "rtn", "w3a16-g64-asym", None);
+}
+
+#[test]
+fn awq_on_layers_that_are_split() {
+    // Inputs kept as rows; weights, outputs and clip searches in several tasks each.
+    let tiny = Tiny {
+        hidden: 512,
+        intermediate: 1024,
+        layers: 1,
+        heads: 8,
+        kv_heads: 8,
+        head_dim: 64,
+        dtype: Dtype::Bf16,
+        norm_dtype: Dtype::Bf16,
+        ..Tiny::default()
+    };
+    let windows = common::windows(tiny.vocab, 3, 64, 2);
+    same_on_any_number_of_threads(&tiny, "awq", "w4a16", Some(&windows));
+}
+
+#[test]
+fn awq_on_a_4096_wide_layer() {
+    let tiny = Tiny { intermediate: 4096, layers: 1, ..Tiny::default() };
+    let windows = common::windows(tiny.vocab, 2, 48, 3);
+    same_on_any_number_of_threads(&tiny, "awq", "w4a16-g64-asym", Some(&windows));
+}
+
+#[test]
+fn awq_on_a_batch_that_comes_in_pieces() {
+    // More than 2048 tokens: two chunks; more tokens than channels: Gram matrices, in two tiles.
+    let tiny = Tiny { hidden: 128, intermediate: 256, kv_heads: 4, layers: 2, ..Tiny::default() };
+    let windows = common::windows(tiny.vocab, 36, 60, 4);
+    same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
+}
+
+#[test]
+fn another_seed_gives_other_bytes() {
+    // What proves that the comparison above can fail.
+    let tiny = Tiny::default();
+    let of = |seed: u64| {
+        let windows = common::windows(tiny.vocab, 4, 32, 5);
+        let model = tiny.random(seed).model();
+        run(&model, &tiny.config(), &recipe("awq", "w4a16-g32"), Some(&windows))
+    };
+    let (one, two) = (of(1), of(2));
+    assert!(one.source != two.source);
+    assert_ne!(one.report.to_json().unwrap(), two.report.to_json().unwrap());
+    assert!(one.source == of(1).source);
+}

@@ -1,0 +1,272 @@
+//! Folding alone leaves a block's output unchanged: the identity that every transform rests on,
+//! for random norms, biases, grouped and ungrouped queries, and any type that norms are stored in.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+use common::{Tiny, flat, normal, relative_difference, windows};
+use quant_core::CancelToken;
+use quant_core::calibrate::HiddenStates;
+use quant_core::checkpoint::Dtype;
+use quant_core::model::{Block, BlockGraph, FoldGroup, Model, NoTap, NodeId, Op};
+use quant_core::transform::{BlockTask, Rewrite, fold};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+/// What the rounding of a few products in `f32` may move the output by, of its largest value.
+const BOUND: f64 = 5e-6;
+
+/// A model's first block, ready to be folded.
+struct Bench {
+    model: Model,
+    block: Block,
+    hidden: HiddenStates,
+    norm_dtypes: BTreeMap<NodeId, Dtype>,
+    /// Some input of the block.
+    x: Tensor,
+}
+
+impl Bench {
+    fn new(tiny: &Tiny, seed: u64) -> Self {
+        Self::of(tiny.random(seed).model(), tiny, seed)
+    }
+
+    fn of(model: Model, tiny: &Tiny, seed: u64) -> Self {
+        let block = model.block(0, &model.rope(24).unwrap()).unwrap();
+        let hidden = HiddenStates::embed(&model, &windows(tiny.vocab, 1, 8, seed)).unwrap();
+        let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, tiny.norm_dtype)).collect();
+        let mut rng = StdRng::seed_from_u64(seed);
+        let values: Vec<f32> = (0..2 * 24 * tiny.hidden).map(|_| normal(&mut rng)).collect();
+        let x = Tensor::from_vec(values, (2, 24, tiny.hidden), &Device::Cpu).unwrap();
+        Self { model, block, hidden, norm_dtypes, x }
+    }
+
+    fn graph(&self) -> &BlockGraph {
+        self.block.graph()
+    }
+
+    fn groups(&self) -> Vec<FoldGroup> {
+        self.graph().fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
+    }
+
+    fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, scales: &[f32]) -> quant_core::Result<()> {
+        let prefix = self.model.architecture().in_block(0, "");
+        let task = BlockTask {
+            prefix: &prefix,
+            block: &self.block,
+            hidden: &self.hidden,
+            grids: &BTreeMap::new(),
+            norm_dtypes: &self.norm_dtypes,
+            cancel: &CancelToken::new(),
+        };
+        fold(rewrite, &task, group, scales)
+    }
+
+    /// Channels that the consumers of a group read.
+    fn channels(&self, group: &FoldGroup) -> usize {
+        self.block.linear(group.consumers[0]).weight().shape()[1]
+    }
+
+    /// Random scales folded into all of these groups.
+    fn fold_all(&self, groups: &[FoldGroup], seed: u64) -> Rewrite {
+        let mut rewrite = Rewrite::default();
+        for (i, group) in groups.iter().enumerate() {
+            let scales = random_scales(self.channels(group), seed + i as u64);
+            self.fold(&mut rewrite, group, &scales).unwrap();
+        }
+        rewrite
+    }
+
+    /// How far a rewrite moves the block's output, relative to its largest value.
+    fn change(&self, rewrite: &Rewrite) -> f64 {
+        let output = |block: &Block| {
+            // The residual stream would hide an error of the branches: it is taken away.
+            let y = block.forward(&self.x, 0, None, &mut NoTap).unwrap();
+            flat(&(y - &self.x).unwrap())
+        };
+        relative_difference(&output(&rewrite.apply(&self.block).unwrap()), &output(&self.block))
+    }
+}
+
+/// Log-uniform over `2^±6`.
+fn random_scales(channels: usize, seed: u64) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..channels).map(|_| rng.random_range(-6.0_f32..6.0).exp2()).collect()
+}
+
+fn cases() -> Vec<(&'static str, Tiny)> {
+    let biased = Tiny { attention_bias: true, mlp_bias: true, ..Tiny::default() };
+    vec![
+        ("grouped queries", Tiny::default()),
+        ("grouped queries, biases", biased.clone()),
+        ("every head its own, biases", Tiny { kv_heads: 4, ..biased.clone() }),
+        ("every head its own", Tiny { kv_heads: 4, ..Tiny::default() }),
+        ("wide heads", Tiny { kv_heads: 4, head_dim: 24, attention_bias: true, ..Tiny::default() }),
+        ("norms in bf16", Tiny { kv_heads: 4, norm_dtype: Dtype::Bf16, ..biased.clone() }),
+        ("norms in f16", Tiny { norm_dtype: Dtype::F16, dtype: Dtype::F16, ..biased }),
+    ]
+}
+
+#[test]
+fn folding_every_group_leaves_the_output_unchanged() {
+    let mut worst = 0.0_f64;
+    for (name, tiny) in cases() {
+        for seed in 0..4 {
+            let bench = Bench::new(&tiny, seed);
+            let groups = bench.groups();
+            assert_eq!(groups.len(), if tiny.kv_heads == tiny.heads { 4 } else { 3 }, "{name}");
+            let change = bench.change(&bench.fold_all(&groups, 10 * seed));
+            assert!(change <= BOUND, "{name}, seed {seed}: {change:e}");
+            worst = worst.max(change);
+        }
+    }
+    println!("largest change by folding: {worst:.2e} of the largest output");
+}
+
+#[test]
+fn folding_one_group_changes_its_weights_but_not_the_output() {
+    let (_, tiny) = cases().swap_remove(2);
+    let bench = Bench::new(&tiny, 3);
+    for group in bench.groups() {
+        let name = bench.graph().name(group.producer);
+        let rewrite = bench.fold_all(&[group.clone()], 5);
+        assert!(bench.change(&rewrite) <= BOUND, "{name}");
+        let rewritten = rewrite.apply(&bench.block).unwrap();
+        for &consumer in &group.consumers {
+            let before = bench.block.linear(consumer).weight().to_f32().unwrap();
+            let after = rewritten.linear(consumer).weight().to_f32().unwrap();
+            let factors = random_scales(bench.channels(&group), 5);
+            for (i, (b, a)) in before.iter().zip(&after).enumerate() {
+                let expected = b * factors[i % factors.len()];
+                assert!((a - expected).abs() <= 2e-7 * expected.abs(), "{name}: {a} for {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn folding_twice_composes() {
+    let (_, tiny) = cases().swap_remove(5);
+    let bench = Bench::new(&tiny, 4);
+    let groups = bench.groups();
+    let twice: Vec<FoldGroup> = groups.iter().chain(&groups).cloned().collect();
+    let change = bench.change(&bench.fold_all(&twice, 40));
+    assert!(change <= BOUND, "{change:e}");
+}
+
+#[test]
+fn a_consumer_left_out_breaks_the_identity() {
+    // What proves that the tests above can fail.
+    for kv_heads in [2, 4] {
+        let bench = Bench::new(&Tiny { kv_heads, ..Tiny::default() }, 6);
+        for group in bench.groups() {
+            for i in 0..group.consumers.len() {
+                let mut wrong = group.clone();
+                let left_out = wrong.consumers.remove(i);
+                let mut rewrite = Rewrite::default();
+                bench.fold(&mut rewrite, &wrong, &random_scales(bench.channels(&group), 9)).unwrap();
+                let change = bench.change(&rewrite);
+                assert!(change > 0.05, "without {}: {change:e}", bench.graph().name(left_out));
+            }
+        }
+    }
+}
+
+#[test]
+fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
+    for (name, tiny) in cases() {
+        let bench = Bench::new(&tiny, 0);
+        let nodes = bench.graph().nodes();
+        let readers = |value: NodeId| {
+            (0..nodes.len()).filter(|&n| nodes[n].inputs.contains(&value)).collect::<Vec<_>>()
+        };
+        let groups = bench.graph().fold_groups();
+        for (norm, ..) in bench.graph().norms() {
+            let group = groups.iter().find(|g| g.producer == norm).expect("every norm can be folded");
+            assert_eq!(group.consumers, readers(norm), "{name}");
+            assert_eq!(group.input, norm, "{name}");
+            assert!(group.consumers.iter().all(|&c| matches!(nodes[c].op, Op::Linear { .. })), "{name}");
+        }
+        // Whatever the producer, nothing else may read what its consumers read.
+        for group in &groups {
+            assert_eq!(group.consumers, readers(group.input), "{name}");
+        }
+    }
+}
+
+#[test]
+fn norms_in_a_narrow_type_are_folded_to_values_of_that_type() {
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        let tiny = Tiny { norm_dtype: dtype, ..Tiny::default() };
+        let bench = Bench::new(&tiny, 8);
+        let groups = bench.groups();
+        let rewrite = bench.fold_all(&groups, 70);
+        for (node, weight) in &rewrite.norms {
+            assert!(weight.iter().all(|&w| dtype.round(w) == w), "{dtype} {}", bench.graph().name(*node));
+        }
+        // Consumers that were multiplied by the scale asked for, not by the one that the rounded
+        // norm amounts to, would miss the output by the rounding of the type.
+        let norm = &groups[0];
+        let scales = random_scales(tiny.hidden, 70);
+        let mut naive = Rewrite::default();
+        bench.fold(&mut naive, norm, &scales).unwrap();
+        assert!(bench.change(&naive) <= BOUND, "{dtype}");
+        for &consumer in &norm.consumers {
+            naive.columns.insert(consumer, scales.clone());
+        }
+        assert!(bench.change(&naive) > 10.0 * BOUND, "{dtype}");
+    }
+}
+
+#[test]
+fn zero_tiny_and_huge_norm_weights_keep_the_identity() {
+    // Per type: a weight whose quotient by 64 underflows, and one whose quotient by 1/64 overflows.
+    for (dtype, low, high) in
+        [(Dtype::F32, 4e-37, 2e37), (Dtype::Bf16, 4e-37, 2e37), (Dtype::F16, 1e-7, 60000.0)]
+    {
+        let tiny = Tiny { norm_dtype: dtype, kv_heads: 4, ..Tiny::default() };
+        let mut checkpoint = tiny.random(9);
+        let norm_name = "model.layers.0.input_layernorm.weight";
+        let extremes =
+            [(0, 0.0_f32), (1, -0.0), (2, low), (3, -low), (4, high), (5, f32::MIN_POSITIVE / 8.0)];
+        for (channel, value) in extremes {
+            checkpoint.values(norm_name)[channel] = value;
+        }
+        // What reads the huge weight is small, so that the outputs stay finite.
+        for consumer in ["q_proj", "k_proj", "v_proj"] {
+            let name = format!("model.layers.0.self_attn.{consumer}.weight");
+            checkpoint.values(&name).chunks_exact_mut(tiny.hidden).for_each(|row| row[4] /= high);
+        }
+        let bench = Bench::of(checkpoint.model(), &tiny, 9);
+        let group = &bench.groups()[0];
+        let mut scales = random_scales(tiny.hidden, 90);
+        scales[..6].copy_from_slice(&[64.0, 64.0, 64.0, 64.0, 1.0 / 64.0, 64.0]);
+        let mut rewrite = Rewrite::default();
+        bench.fold(&mut rewrite, group, &scales).unwrap();
+
+        let (norm, columns) = (&rewrite.norms[&group.producer], &rewrite.columns[&group.consumers[0]]);
+        assert_eq!(columns[..6], [1.0; 6], "{dtype}: such channels keep their scale");
+        assert!(norm.iter().all(|w| w.is_finite()), "{dtype}");
+        assert_eq!((norm[0], norm[1]), (0.0, 0.0));
+        assert_eq!(norm[2], dtype.round(low), "{dtype}");
+        assert!(columns[6..].iter().all(|c| c.is_normal() && *c != 1.0), "{dtype}");
+        let change = bench.change(&rewrite);
+        assert!(change <= BOUND, "{dtype}: {change:e}");
+    }
+}
+
+#[test]
+fn repeated_channels_and_wrong_counts_are_refused() {
+    let bench = Bench::new(&Tiny::default(), 1);
+    let repeated = bench.graph().fold_groups().into_iter().find(|g| g.repeat == 2).unwrap();
+    let scales = vec![2.0; bench.channels(&repeated)];
+    assert!(bench.fold(&mut Rewrite::default(), &repeated, &scales).is_err());
+    for group in bench.groups() {
+        let mut rewrite = Rewrite::default();
+        let scales = vec![2.0; bench.channels(&group) - 1];
+        assert!(bench.fold(&mut rewrite, &group, &scales).is_err());
+        assert!(rewrite.columns.is_empty(), "nothing is folded by halves");
+    }
+}
