@@ -15,6 +15,11 @@ use std::process::ExitCode;
 use clap::Parser;
 use quant_core::Error;
 
+/// Blocks are evaluated in tensors of some megabytes that come and go. The system's allocator gives
+/// such pages back each time and faults them in again, which takes longer than small products.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")

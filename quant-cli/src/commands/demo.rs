@@ -19,6 +19,9 @@ const WINDOW: usize = 512;
 /// What each method is shown at: where the difference is small, and where it is large.
 const SCHEMES: [&str; 2] = ["w4a16-g128-sym", "w3a16-g64-asym"];
 
+/// Calibration windows: fewer than usual, so that all of it takes well under two minutes.
+const SAMPLES: usize = 16;
+
 /// How long it may take.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -115,9 +118,7 @@ fn produce(
     let mut recipe = Recipe::preset(quant_core::recipe::PRESETS[0].name)?;
     recipe.method = method(name)?;
     recipe.scheme = scheme.parse::<WeightScheme>()?;
-    if quick {
-        recipe.sampling.samples = 4;
-    }
+    recipe.sampling.samples = if quick { 4 } else { SAMPLES };
     let plan = Plan::new(&opened.model, &recipe)?;
     let windows = match plan.method.transform {
         Some(_) => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling)?),

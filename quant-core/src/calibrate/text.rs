@@ -18,8 +18,8 @@ const LARGEST_FILE: u64 = 1 << 30;
 /// When the file cannot be read, is not UTF-8, is larger than 1 GiB or holds no text; in JSONL the
 /// line at fault is named.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-    let metadata = file.metadata().map_err(|e| Error::io("read", path, e))?;
+    // Before it is opened: opening a pipe waits for its other end.
+    let metadata = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
     let fault = |line, reason: String| Error::Text { path: path.to_owned(), line, reason };
     if !metadata.is_file() {
         return Err(fault(None, "is not a regular file".into()));
@@ -27,6 +27,7 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     if metadata.len() > LARGEST_FILE {
         return Err(fault(None, format!("has {} bytes; at most {LARGEST_FILE} are read", metadata.len())));
     }
+    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
     let is_jsonl = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl"));
     let documents = if is_jsonl { read_jsonl(path, file)? } else { vec![read_plain(path, file)?] };
     if documents.iter().all(|d| d.trim().is_empty()) {
@@ -106,5 +107,6 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         assert!(read_documents(directory.path()).is_err());
         assert!(matches!(read_documents(&directory.path().join("none")), Err(Error::Io { .. })));
+        assert!(matches!(read_documents(Path::new("/dev/null")), Err(Error::Text { .. })));
     }
 }

@@ -40,6 +40,7 @@ pub use memory::{MemorySink, MemorySource};
 pub use overlap::refuse_overlap;
 pub use publish::Published;
 pub use shards::ShardedCheckpoint;
+pub(crate) use tensor_io::non_finite_in_whole;
 pub use tensor_io::{
     TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
     require_weight_float,

@@ -118,7 +118,7 @@ impl TensorSpec {
 ///
 /// The sink knows every [`TensorSpec`] before the first byte, so a sink that writes files can lay
 /// them out at once and accept tensors in any order.
-pub trait TensorSink {
+pub trait TensorSink: Send {
     /// Whether the tensor is complete already, from an earlier run that was interrupted.
     fn is_complete(&self, name: &str) -> bool;
 
@@ -170,5 +170,35 @@ pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[
     match first_index {
         None => Ok(()),
         Some(first_index) => Err(Error::NonFinite { path, tensor: tensor.to_owned(), count, first_index }),
+    }
+}
+
+/// A piece of a tensor was found not to be finite: the same error with count and first position of
+/// the whole tensor, which is read once more for it.
+pub(crate) fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
+    const PIECE: u64 = 8 << 20;
+    let Error::NonFinite { path, tensor, .. } = &error else { return error };
+    let Some(len) = source.info(tensor).map(TensorInfo::byte_len) else { return error };
+    let (mut total, mut first) = (0, None);
+    let mut buffer = Vec::new();
+    let mut at = 0;
+    while at < len {
+        buffer.resize(PIECE.min(len - at) as usize, 0);
+        if let Err(unreadable) = source.read_range(tensor, at, &mut buffer) {
+            return unreadable;
+        }
+        if let Err(Error::NonFinite { count, first_index, .. }) =
+            require_finite_bytes(path.clone(), tensor, dtype, &buffer)
+        {
+            total += count;
+            first.get_or_insert(first_index + at / dtype.size() as u64);
+        }
+        at += buffer.len() as u64;
+    }
+    match first {
+        Some(first_index) => {
+            Error::NonFinite { path: path.clone(), tensor: tensor.clone(), count: total, first_index }
+        }
+        None => error,
     }
 }

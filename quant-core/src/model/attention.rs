@@ -7,7 +7,7 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::math::{exp, silu};
+use super::math::{exp, silu, vectorized};
 use crate::Result;
 
 /// Query positions that one task handles.
@@ -130,9 +130,14 @@ impl CausalAttention {
             let values = view(&v[kv_head * d..], visible, d, kv_width);
             let weights = MatMut::from_row_major_slice_mut(scores.as_mut_slice(), count, visible);
             matmul(weights, Accum::Replace, queries, keys.transpose(), scale, Par::Seq);
-            for (i, row) in scores.chunks_exact_mut(visible).enumerate() {
-                softmax_prefix(row, past + i + 1);
-            }
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (i, row) in scores.chunks_exact_mut(visible).enumerate() {
+                        softmax_prefix(row, past + i + 1);
+                    }
+                },
+            );
             let weights = MatRef::from_row_major_slice(scores.as_slice(), count, visible);
             // faer 0.24's own strided row-major constructor swaps the strides of a mutable view.
             let into =
@@ -143,15 +148,27 @@ impl CausalAttention {
 }
 
 /// Softmax over the first `len` scores; the rest becomes 0.
+#[inline(always)]
 fn softmax_prefix(row: &mut [f32], len: usize) {
+    const LANES: usize = 16;
     let (seen, hidden) = row.split_at_mut(len);
     hidden.fill(0.0);
-    let max = seen.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    for s in seen.iter_mut() {
-        *s = exp(*s - max);
+    // A comparison that picks an operand vectorizes; NaN slips through it and shows in the sum.
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    for part in seen.chunks(LANES) {
+        for (m, &s) in largest.iter_mut().zip(part) {
+            *m = if s > *m { s } else { *m };
+        }
     }
-    let sum: f32 = seen.iter().sum();
-    let inverse = 1.0 / sum;
+    let max = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let mut sums = [0.0_f32; LANES];
+    for part in seen.chunks_mut(LANES) {
+        for (sum, s) in sums.iter_mut().zip(part) {
+            *s = exp(*s - max);
+            *sum += *s;
+        }
+    }
+    let inverse = 1.0 / sums.iter().sum::<f32>();
     for s in seen.iter_mut() {
         *s *= inverse;
     }
@@ -180,9 +197,14 @@ impl CustomOp2 for GatedSilu {
             .zip(gate.par_chunks(ELEMENT_TILE))
             .zip(up.par_chunks(ELEMENT_TILE))
             .for_each(|((o, g), u)| {
-                for ((o, &g), &u) in o.iter_mut().zip(g).zip(u) {
-                    *o = silu(g) * u;
-                }
+                vectorized(
+                    #[inline(always)]
+                    || {
+                        for ((o, &g), &u) in o.iter_mut().zip(g).zip(u) {
+                            *o = silu(g) * u;
+                        }
+                    },
+                );
             });
         Ok((CpuStorage::F32(out), gate_layout.shape().clone()))
     }

@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 use super::arch::{self, Architecture, NodeId};
 use super::{Block, Linear, RopeTable, WeightBody};
 use crate::checkpoint::{
-    ConfigFields, ModelDirectory, TensorSource, require_finite_bytes, require_weight_float,
+    ConfigFields, ModelDirectory, TensorSource, non_finite_in_whole, require_finite_bytes,
+    require_weight_float,
 };
 use crate::format::{self, PackedReader};
 use crate::{Error, Result};
@@ -258,7 +259,8 @@ impl Model {
         let (mut bytes, mut row) = (vec![0; row_bytes], vec![0.0; hidden]);
         for (token, places) in places {
             self.source.read_range(&name, u64::from(token) * row_bytes as u64, &mut bytes)?;
-            require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)?;
+            require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)
+                .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
             dtype.widen(&bytes, &mut row);
             for place in places {
                 out[place * hidden..(place + 1) * hidden].copy_from_slice(&row);

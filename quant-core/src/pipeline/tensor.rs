@@ -5,7 +5,7 @@ use sha2::{Digest, Sha256};
 
 use super::Job;
 use super::report::{QuantReport, TensorReport, WeightError};
-use crate::checkpoint::{Dtype, require_finite_bytes};
+use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::model::{Op, WeightBody};
 use crate::quantize::{ErrorStats, QuantizedRows, QuantizedTensor, Rows, quantize_rows, quantize_rtn};
 use crate::recipe::{Action, PlanEntry};
@@ -28,31 +28,42 @@ pub(super) fn process(
     sink: &mut dyn TensorSink,
     report: &mut QuantReport,
 ) -> Result<()> {
-    // The next tensor is read while the present one is rounded.
+    // While one tensor is rounded, the next is read and hashed and the one before is written.
     let mut ahead: Option<Result<Source>> = None;
+    let mut behind: Option<Finished> = None;
     for (i, entry) in entries.iter().enumerate() {
         job.cancel.check()?;
-        let tensor = if is_complete(entry, sink) {
-            recalled(job, entry, sink)?
-        } else if entry.action == Action::Copy {
-            copy(job, entry, sink)?
-        } else {
-            let source = ahead.take().unwrap_or_else(|| Source::read(job, entry))?;
-            let next = entries.get(i + 1).filter(|e| e.action != Action::Copy && !is_complete(e, sink));
-            let (done, read) = rayon::join(
-                || transformed(job, entry, source, rewrite),
-                || next.map(|e| Source::read(job, e)),
-            );
-            ahead = read;
-            let (tensor, outputs) = done?;
-            for (name, bytes) in outputs {
-                sink.write(&name, 0, &bytes)?;
-            }
-            tensor
-        };
-        sink.remember(&entry.tensor, &json!(tensor))?;
-        report.push(tensor);
+        if entry.action == Action::Copy || is_complete(entry, sink) {
+            flush(behind.take(), sink, report)?;
+            let tensor =
+                if is_complete(entry, sink) { recalled(job, entry, sink)? } else { copy(job, entry, sink)? };
+            flush(Some((tensor, Vec::new())), sink, report)?;
+            continue;
+        }
+        let source = ahead.take().unwrap_or_else(|| Source::read(job, entry))?;
+        let next = entries.get(i + 1).filter(|e| e.action != Action::Copy && !is_complete(e, sink));
+        let before = behind.take();
+        let (done, (read, flushed)) = rayon::join(
+            || transformed(job, entry, source, rewrite),
+            || rayon::join(|| next.map(|e| Source::read(job, e)), || flush(before, sink, report)),
+        );
+        flushed?;
+        ahead = read;
+        behind = Some(done?);
     }
+    flush(behind, sink, report)
+}
+
+/// A tensor's report and the bytes that are written for it, by name.
+type Finished = (TensorReport, Vec<(String, Vec<u8>)>);
+
+fn flush(finished: Option<Finished>, sink: &mut dyn TensorSink, report: &mut QuantReport) -> Result<()> {
+    let Some((tensor, outputs)) = finished else { return Ok(()) };
+    for (name, bytes) in outputs {
+        sink.write(&name, 0, &bytes)?;
+    }
+    sink.remember(&tensor.tensor, &json!(tensor))?;
+    report.push(tensor);
     Ok(())
 }
 
@@ -117,9 +128,11 @@ fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<T
     let (name, dtype) = (&entry.tensor, entry.info.dtype);
     let mut hash = Sha256::new();
     each_piece(job, entry, |at, piece| {
-        let (finite, ()) = rayon::join(|| finite(job, name, dtype, at, piece), || hash.update(piece));
-        finite?;
-        sink.write(name, at, piece)
+        let (written, ()) = rayon::join(
+            || finite(job, name, dtype, piece).and_then(|()| sink.write(name, at, piece)),
+            || hash.update(piece),
+        );
+        written
     })?;
     if entry.info.byte_len() == 0 {
         sink.write(name, 0, &[])?;
@@ -127,28 +140,18 @@ fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<T
     Ok(TensorReport::copied(entry, hex(&hash.finalize())))
 }
 
-/// Fails, naming the first position in the whole tensor, when a piece holds NaN or infinity.
-fn finite(job: &Job<'_>, name: &str, dtype: Dtype, at: u64, piece: &[u8]) -> Result<()> {
+/// Fails, with count and first position in the whole tensor, when a piece holds NaN or infinity.
+fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
     if !dtype.is_weight_float() {
         return Ok(());
     }
-    require_finite_bytes(job.model.source().location(name), name, dtype, piece).map_err(|e| match e {
-        Error::NonFinite { path, tensor, count, first_index } => {
-            Error::NonFinite { path, tensor, count, first_index: first_index + at / dtype.size() as u64 }
-        }
-        other => other,
-    })
+    let source = job.model.source();
+    require_finite_bytes(source.location(name), name, dtype, piece)
+        .map_err(|e| non_finite_in_whole(source.as_ref(), dtype, e))
 }
 
-type Outputs = Vec<(String, Vec<u8>)>;
-
 /// Rewrites or quantizes a tensor.
-fn transformed(
-    job: &Job<'_>,
-    entry: &PlanEntry,
-    source: Source,
-    rewrite: &Rewrite,
-) -> Result<(TensorReport, Outputs)> {
+fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewrite) -> Result<Finished> {
     let path = || job.model.source().location(&entry.tensor);
     match &entry.action {
         Action::Copy => Err(Error::Internal(format!("`{}` is copied, not transformed", entry.tensor))),

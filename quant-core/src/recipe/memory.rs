@@ -11,7 +11,8 @@ const CHUNK_TOKENS: u64 = 2048;
 impl Plan {
     /// Bytes of memory at the peak, about.
     pub fn peak_memory(&self, model: &Model) -> u64 {
-        PROGRAM + self.largest_tensor() + if self.method.transform.is_some() { self.search(model) } else { 0 }
+        let search = if self.method.transform.is_some() { self.search(model) } else { 0 };
+        search.saturating_add(PROGRAM + self.largest_tensor())
     }
 
     /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
@@ -28,10 +29,11 @@ impl Plan {
         self.entries.iter().map(of).max().unwrap_or(0)
     }
 
-    /// The block, the batch's hidden states, and what the search of one group keeps.
+    /// The block, the batch's hidden states, and what the search of one group keeps. The batch may
+    /// be asked for as large as one likes; only then can the sums leave 64 bits.
     fn search(&self, model: &Model) -> u64 {
         let architecture = model.architecture();
-        let tokens = (self.sampling.samples * self.sampling.length) as u64;
+        let tokens = (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64);
         let block: u64 =
             self.entries.iter().filter(|e| self.layer_of(e) == Some(0)).map(|e| e.info.byte_len()).sum();
         let graph = &architecture.block;
@@ -45,10 +47,11 @@ impl Plan {
                 return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
             }
             let consumers: u64 = g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum();
-            4 * tokens * (k + width(g.inspected)[0]) + 4 * consumers
+            (4 * (k + width(g.inspected)[0])).saturating_mul(tokens).saturating_add(4 * consumers)
         };
         let kept = graph.fold_groups().iter().map(group).max().unwrap_or(0);
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        block + 4 * tokens * architecture.hidden as u64 + kept + 8 * CHUNK_TOKENS * widest
+        let states = (4 * architecture.hidden as u64).saturating_mul(tokens);
+        states.saturating_add(kept).saturating_add(block + 8 * CHUNK_TOKENS * widest)
     }
 }

@@ -141,11 +141,12 @@ mod tests {
             let mut out = vec![f32::NAN; m * n];
             let body = WeightBody::F32 { shape: [n, k], values: w.clone() };
             multiply(&x, &body, m, &mut out).unwrap();
-            for i in 0..m {
-                for j in 0..n {
-                    let exact: f64 = (0..k).map(|l| f64::from(x[i * k + l]) * f64::from(w[j * k + l])).sum();
-                    approx::assert_abs_diff_eq!(f64::from(out[i * n + j]), exact, epsilon = 1e-5 * k as f64);
-                }
+            let double = |rows, v: &[f32]| {
+                ndarray::Array2::from_shape_vec((rows, k), v.iter().map(|&v| f64::from(v)).collect()).unwrap()
+            };
+            let exact = double(m, &x).dot(&double(n, &w).t());
+            for (got, exact) in out.iter().zip(&exact) {
+                approx::assert_abs_diff_eq!(f64::from(*got), *exact, epsilon = 1e-6 * k as f64);
             }
         }
     }

@@ -1,0 +1,194 @@
+"""The interop check: our numbers against transformers', and our bits against an independent reader.
+
+Three kinds of checks, each on its own line with what it measured:
+
+  float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
+  loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
+            without a missing or unexpected key: logits against our own dequantization, at most
+            2e-3 of the largest; perplexity against `quant eval`, within 0.1 %
+  bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
+            bit for bit
+
+Exits with 1 if one fails.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOAT_TOLERANCE = 1e-3
+QUANTIZED_TOLERANCE = 2e-3
+PERPLEXITY_TOLERANCE = 1e-3
+
+TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16"]
+REAL = ["books-7m", "tinystories-656k", "stories260k"]
+
+# Model, name of the case, options of `quant quantize`, whether transformers must dequantize.
+QUICK = ["--samples", "8", "--seq-len", "128"]
+QUANTIZED = [
+    ("demo", "awq-w4-g128", QUICK, False),
+    ("demo", "awq-w3-g64", ["--scheme", "w3a16-g64", *QUICK], False),
+    ("demo", "rtn-w8-channel", ["--method", "rtn", "--scheme", "w8a16-channel"], False),
+    ("demo", "awq-w4-g32-asym", ["--scheme", "w4a16-g32-asym", *QUICK], True),
+    ("demo", "rtn-w3-channel-asym", ["--method", "rtn", "--scheme", "w3a16-channel-asym"], True),
+    ("demo", "rtn-w4-ignored", ["--method", "rtn", "--ignore", "*.layers.2.*"], False),
+    ("tinystories-656k", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
+    ("stories260k", "awq-w4-g64-and-channel",
+     ["--group-size", "64", "--override", "down_proj=w4a16-channel", *QUICK], False),
+    ("sharded-bf16", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
+    ("head-dim", "rtn-w8-g64-asym", ["--method", "rtn", "--scheme", "w8a16-g64-asym"], True),
+]
+
+
+class Check:
+    def __init__(self, programs, data, scratch):
+        self.programs, self.data, self.scratch = programs, data, scratch
+        self.failures, self.count = 0, 0
+
+    def program(self, name, *arguments):
+        command = [str(self.programs / name), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} exits with {done.returncode}: {done.stderr}")
+        return done.stdout
+
+    def script(self, name, *arguments):
+        """Runs a script of this folder in this process, where torch is loaded already."""
+        output = io.StringIO()
+        argv = [name, *map(str, arguments)]
+        with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(output):
+            try:
+                importlib.import_module(name).main()
+            except SystemExit as stop:
+                if stop.code not in (None, 0):
+                    raise RuntimeError(f"{name}: {stop.code} {output.getvalue()}") from None
+        return output.getvalue()
+
+    def model(self, name):
+        """The directory of a model, or None where it is not at hand."""
+        if name == "demo":
+            return ROOT / "calibration-data/demo-model"
+        if name in REAL:
+            path = self.data / "models" / name
+            if path.exists():
+                return path
+            print(f"SKIPPED: {name} is not in {self.data}", flush=True)
+            return None
+        path = self.scratch / name
+        if not path.exists():
+            self.script("make_tiny_llama", path, "--variant", name, "--seed", 7)
+        return path
+
+    def step(self, title, work):
+        """Runs one check; `work` returns what it measured and whether that is good enough."""
+        started = time.monotonic()
+        try:
+            measured, ok = work()
+        except Exception as error:  # a check that cannot run has failed
+            measured, ok = f"{type(error).__name__}: {error}", False
+        self.count += 1
+        self.failures += not ok
+        took = time.monotonic() - started
+        print(f"{'ok    ' if ok else 'FAILED'} {title}: {measured} ({took:.1f} s)", flush=True)
+
+    def text(self, name):
+        """A text that suits a model, or the held-out text that every model can read."""
+        return ROOT / "calibration-data/heldout/narrative.txt"
+
+    def tokens(self, model, name):
+        out = self.scratch / f"{name}-tokens.json"
+        if not out.exists():
+            self.program("interop-dump", "tokens", model, self.text(name), 256, 2, out)
+        return out
+
+    def logits(self, model, name, reference_options=()):
+        """Ours and transformers' logits of the same windows."""
+        tokens = self.tokens(model, name)
+        ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
+        self.program("interop-dump", "logits", model, tokens, ours)
+        self.script("reference_logits", model, tokens, theirs, *reference_options)
+        compare = importlib.import_module("compare_logits").compare
+        return compare, load_file(theirs)["logits"], load_file(ours)["logits"]
+
+    def float_model(self, name):
+        model = self.model(name)
+        if model is None:
+            return
+
+        def work():
+            compare, theirs, ours = self.logits(model, name)
+            verdict = compare(theirs, ours, FLOAT_TOLERANCE)
+            return verdict.get("ratio", verdict), verdict["ok"]
+
+        self.step(f"float  {name}", work)
+
+    def quantized_model(self, name, case, options, dequantize):
+        model = self.model(name)
+        if model is None:
+            return
+        out = self.scratch / f"{name}-{case}"
+        reference = ["--dequantize"] if dequantize else []
+
+        def loads():
+            self.program("quant", "quantize", model, "-o", out, "--quiet", *options)
+            compare, theirs, ours = self.logits(out, f"{name}-{case}", reference)
+            verdict = compare(theirs, ours, QUANTIZED_TOLERANCE)
+            if not verdict["ok"]:
+                return verdict, False
+            window = ["--text", self.text(name), "--window", "256", "--windows", "8"]
+            theirs = json.loads(self.script("reference_perplexity", out, *window, *reference))
+            ours = json.loads(self.program("quant", "eval", out, *window, "--quiet", "--json"))
+            ours = ours["perplexity"]["mean"]
+            apart = abs(ours / theirs["perplexity"] - 1)
+            return f"logits {verdict['ratio']:.1e}, perplexity {ours:.3f} {apart:.1e} apart", \
+                apart <= PERPLEXITY_TOLERANCE
+
+        def bits():
+            ours, theirs = self.scratch / "weights.safetensors", self.scratch / "packed.safetensors"
+            self.program("interop-dump", "weights", out, ours)
+            self.script("independent_pack", out, "--out", theirs)
+            ours, theirs = load_file(ours), load_file(theirs)
+            different = [name for name, weight in theirs.items()
+                         if name not in ours or not numpy.array_equal(ours[name], weight)]
+            return different or f"{len(theirs)} linears", bool(theirs) and not different
+
+        self.step(f"loads  {name} {case}", loads)
+        self.step(f"bits   {name} {case}", bits)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, required=True, metavar="DIR",
+                        help="where `quant` and `interop-dump` are")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR",
+                        help="real models and texts; may be missing")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as directory:
+        check = Check(arguments.programs.resolve(), arguments.data, Path(directory))
+        for name in [*REAL, *TINY]:
+            if arguments.only in f"float {name}":
+                check.float_model(name)
+        for name, case, options, dequantize in QUANTIZED:
+            if arguments.only in f"{name} {case}":
+                check.quantized_model(name, case, options, dequantize)
+    print(f"{check.count - check.failures} passed, {check.failures} failed")
+    sys.exit(check.failures > 0 or check.count == 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+//! `interop-dump`: our own numbers for the interop check, as safetensors.
+//!
+//! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token
+//!   windows, float or quantized model;
+//! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its
+//!   tensor name;
+//! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::ExitCode;
+
+use quant_core::calibrate::{TextTokenizer, TokenWindows};
+use quant_core::checkpoint::{Dtype, ModelDirectory};
+use quant_core::model::{Decoder, Model};
+use quant_core::{CancelToken, Silent};
+use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match arguments[..] {
+        ["logits", model, tokens, out] => logits(model, tokens, out),
+        ["weights", model, out] => weights(model, out),
+        ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
+        _ => Err("usage: interop-dump logits|weights|tokens ...; see the source".into()),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("interop-dump: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn open(path: &str) -> Result<(ModelDirectory, Model), Failure> {
+    let directory = ModelDirectory::open(Path::new(path))?;
+    let model = Model::open(&directory)?;
+    Ok((directory, model))
+}
+
+fn save(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>, out: &str) -> Result<(), Failure> {
+    let bytes: Vec<_> =
+        tensors.iter().map(|(name, (shape, values))| (name, shape, Dtype::F32.narrow(values))).collect();
+    let views = bytes
+        .iter()
+        .map(|(name, shape, bytes)| Ok((name, TensorView::new(Stored::F32, (*shape).clone(), bytes)?)))
+        .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
+    Ok(serialize_to_file(views, None, Path::new(out))?)
+}
+
+fn logits(model: &str, tokens: &str, out: &str) -> Result<(), Failure> {
+    let windows: Vec<Vec<u32>> = serde_json::from_slice(&std::fs::read(tokens)?)?;
+    let length = windows.first().ok_or("no windows")?.len();
+    let (_, model) = open(model)?;
+    let decoder = Decoder::load(&model, length, &Silent, &CancelToken::new())?;
+    let mut values = Vec::new();
+    for window in &windows {
+        let hidden = decoder.hidden(&[window])?;
+        values.extend(decoder.logits(&hidden)?.flatten_all()?.to_vec1::<f32>()?);
+    }
+    let shape = vec![windows.len(), length, decoder.vocab()];
+    save(&BTreeMap::from([("logits".to_owned(), (shape, values))]), out)
+}
+
+fn weights(model: &str, out: &str) -> Result<(), Failure> {
+    let (_, model) = open(model)?;
+    let architecture = model.architecture().clone();
+    let rope = model.rope(1)?;
+    let mut tensors = BTreeMap::new();
+    for layer in 0..architecture.layers {
+        let block = model.block(layer, &rope)?;
+        for (node, name, shape, _) in architecture.block.linears() {
+            let values = block.linear(node).weight().to_f32()?;
+            tensors
+                .insert(format!("{}.weight", architecture.in_block(layer, name)), (shape.to_vec(), values));
+        }
+    }
+    save(&tensors, out)
+}
+
+fn tokens(model: &str, text: &str, length: &str, count: &str, out: &str) -> Result<(), Failure> {
+    let (directory, _) = open(model)?;
+    let path = directory.tokenizer_path().ok_or("no tokenizer.json")?;
+    let tokens = TextTokenizer::open(&path)?.encode(&std::fs::read_to_string(text)?)?;
+    let mut windows = TokenWindows::cut(tokens, length.parse()?);
+    windows.truncate(count.parse()?);
+    let windows: Vec<&[u32]> = (0..windows.len()).map(|i| windows.window(i)).collect();
+    Ok(std::fs::write(out, serde_json::to_vec(&windows)?)?)
+}

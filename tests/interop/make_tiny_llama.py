@@ -1,0 +1,88 @@
+"""Makes a tiny random Llama checkpoint, to compare decoders on what small real models lack.
+
+Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128.
+The tokenizer maps every byte to one token and puts <s> first.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+VOCABULARY = 272
+LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+               "original_max_position_embeddings": 64, "rope_type": "llama3"}
+LINEAR_ROPE = {"factor": 4.0, "rope_type": "linear"}
+VARIANTS = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4},
+    "tied": {"tie_word_embeddings": True},
+    "llama3-rope": {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 10000.0}},
+    "head-dim": {"head_dim": 64},
+    "sharded-bf16": {},
+    "linear-rope": {"rope_parameters": LINEAR_ROPE | {"rope_theta": 10000.0}},
+}
+
+
+def make_model(variant, seed):
+    options = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384,
+               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
+    model = LlamaForCausalLM(LlamaConfig(**options | VARIANTS[variant]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * noise)
+            else:
+                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+    return model
+
+
+def make_tokenizer():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def use_rope_scaling_key(config_file):
+    """Writes `rope_theta` and `rope_scaling` as the published Llama 3.2 checkpoints do."""
+    config = json.loads(config_file.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config_file.write_text(json.dumps(config, indent=2))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT_DIR", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", choices=VARIANTS, default="gqa")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+
+    model = make_model(arguments.variant, arguments.seed)
+    if arguments.variant == "sharded-bf16":
+        model.to(torch.bfloat16).save_pretrained(arguments.out, max_shard_size="400KB")
+    else:
+        model.save_pretrained(arguments.out)
+    make_tokenizer().save(str(arguments.out / "tokenizer.json"))
+    if arguments.variant == "llama3-rope":
+        use_rope_scaling_key(arguments.out / "config.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Loads a checkpoint with Hugging Face transformers and refuses any load that is not perfect.
+
+A load that does not raise proves nothing: transformers replaces a missing tensor by random values
+and goes on. `load` therefore fails on every key in the loading report and checks that a checkpoint
+that says it is quantized really was read through compressed-tensors.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TQDM_DISABLE"] = "1"
+
+import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+
+class CheckpointError(Exception):
+    """The checkpoint cannot serve as a reference; the message says why."""
+
+
+@contextlib.contextmanager
+def stop_on_error():
+    """Turns a CheckpointError into one line on stderr and exit code 1."""
+    try:
+        yield
+    except CheckpointError as error:
+        sys.exit(f"error: {error}")
+
+
+def load(model_dir, dequantize=False):
+    """Returns the model on the CPU in float32 with eager attention, in evaluation mode.
+
+    `dequantize` widens the weights while loading instead of at the first forward pass: the only
+    way in which compressed-tensors 0.18 to 0.20 reads asymmetric weights. It multiplies in the
+    dtype of the stored scales, so they are handed over in f32 to be as exact as the other way.
+    """
+    model_dir = Path(model_dir)
+    quantization = json.loads((model_dir / "config.json").read_text()).get("quantization_config")
+    packed = {name.removesuffix(".weight_packed")
+              for name in tensor_names(model_dir) if name.endswith(".weight_packed")}
+    check_config(quantization, packed, dequantize)
+
+    with tempfile.TemporaryDirectory() as directory:
+        source = write_for_dequantizing(model_dir, Path(directory)) if dequantize else model_dir
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch.float32, attn_implementation="eager",
+                output_loading_info=True)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"transformers cannot load {model_dir}: {error}") from error
+
+    problems = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
+    if problems:
+        raise CheckpointError(f"loading {model_dir} reports {json.dumps(problems)}")
+    check_modules(model, packed, dequantize)
+    return model.eval()
+
+
+def logits(model, tokens):
+    """Logits of one window, f32 [length, vocab]; fails on any value that is not finite."""
+    with torch.inference_mode():
+        output = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    if not torch.isfinite(output).all():
+        raise CheckpointError("a logit is not finite")
+    return output.float().contiguous()
+
+
+def tensor_names(model_dir):
+    """Names of all tensors in the safetensors files of a checkpoint."""
+    names = []
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names.extend(file.keys())
+    return names
+
+
+def write_for_dequantizing(model_dir, directory):
+    """Writes the checkpoint anew with `dequantize` set and the scales in f32."""
+    config = json.loads((model_dir / "config.json").read_text())
+    config["quantization_config"]["dequantize"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        tensors |= load_file(path)
+    wide = {name: tensor.float() if name.endswith(".weight_scale") else tensor
+            for name, tensor in tensors.items()}
+    save_file(wide, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def check_config(quantization, packed, dequantize):
+    """Refuses a quantization_config that transformers would accept and then misread."""
+    if quantization is None:
+        if packed:
+            raise CheckpointError("packed tensors, but config.json has no quantization_config")
+        if dequantize:
+            raise CheckpointError("--dequantize, but config.json has no quantization_config")
+        return
+    if not packed:
+        raise CheckpointError("config.json has a quantization_config, but no tensor is packed")
+    if quantization.get("quantization_status") != "compressed":
+        raise CheckpointError('quantization_config lacks "quantization_status": "compressed"')
+    schemes = [group["weights"] for group in quantization["config_groups"].values()]
+    if dequantize and any(scheme != schemes[0] for scheme in schemes):
+        raise CheckpointError("with --dequantize transformers applies the first config group to "
+                             "every tensor; these groups differ")
+
+
+def check_modules(model, packed, dequantize):
+    """The modules that hold packed weights must be exactly those that the checkpoint packs."""
+    held = {name for name, module in model.named_modules() if hasattr(module, "weight_packed")}
+    expected = set() if dequantize else packed
+    if held != expected:
+        raise CheckpointError(f"modules packed in only one of model and checkpoint: "
+                             f"{sorted(held ^ expected)}")

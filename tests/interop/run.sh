@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The interop check: what we write, read by programs that nobody here wrote. See README.md.
+#
+# Makes the environment it needs, builds what it runs, and needs nothing else. Real models are
+# taken from ../shared/data where that exists; without it the parts that need them are SKIPPED.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+venv=${QUANT_INTEROP_VENV:-target/interop-venv}
+bash tests/interop/setup_venv.sh "$venv"
+cargo build --quiet --locked -p quant-cli -p quant-tests --bin quant --bin interop-dump
+programs=${CARGO_TARGET_DIR:-target}/debug
+"$venv/bin/python" tests/interop/check.py --programs "$programs" --data ../shared/data "$@"

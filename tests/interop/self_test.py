@@ -1,0 +1,169 @@
+"""Tests of the checks themselves: run `python self_test.py` in the interop environment.
+
+Every scheme is packed by make_packed.py, read once by transformers and once by independent_pack.py,
+and both must give the same logits; then a file is damaged in every way that matters and the checks
+must refuse it.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import random
+import shutil
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from safetensors.torch import load_file, save_file
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def run(script, *arguments):
+    """Runs a script of this folder in this process; returns its exit code and standard output."""
+    output = io.StringIO()
+    argv = [script, *map(str, arguments)]
+    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(output):
+        try:
+            importlib.import_module(script).main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+    return code, output.getvalue()
+
+
+class Interop(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.directory.cleanup)
+        cls.root = Path(cls.directory.name)
+        numbers = random.Random(0)
+        windows = [[numbers.randrange(272) for _ in range(256)] for _ in range(2)]
+        (cls.root / "tokens.json").write_text(json.dumps(windows))
+
+    def model(self, variant):
+        path = self.root / variant
+        if not path.exists():
+            self.assertEqual(run("make_tiny_llama", path, "--variant", variant)[0], 0)
+        return path
+
+    def packed(self, variant, scheme, *options):
+        path = Path(tempfile.mkdtemp(dir=self.root)) / "packed"
+        self.assertEqual(run("make_packed", self.model(variant), path, scheme, *options)[0], 0)
+        return path
+
+    def logits(self, model, *options):
+        """Path of the logits, or None if the reference refuses the checkpoint."""
+        out = Path(tempfile.mkdtemp(dir=self.root)) / "logits.safetensors"
+        code, _ = run("reference_logits", model, self.root / "tokens.json", out, *options)
+        self.assertEqual(out.exists(), code == 0)
+        return out if code == 0 else None
+
+    def independent_logits(self, packed):
+        float_dir = packed.with_name("float")
+        self.assertEqual(run("independent_pack", packed, "--checkpoint", float_dir)[0], 0)
+        return self.logits(float_dir)
+
+    def assert_same(self, a, b, same=True, tolerance=2e-3):
+        code, output = run("compare_logits", a, b, "--tolerance", tolerance)
+        self.assertEqual(code == 0, same, output)
+        self.assertEqual(json.loads(output)["ok"], same)
+
+    def assert_read_alike(self, packed, *options):
+        self.assert_same(self.independent_logits(packed), self.logits(packed, *options))
+
+    def test_symmetric(self):
+        for scheme in ["3,32", "3,128", "3,0", "4,32", "4,64", "4,128", "4,0", "8,128", "8,0"]:
+            with self.subTest(scheme):
+                self.assert_read_alike(self.packed("gqa", f"{scheme},sym"))
+
+    def test_asymmetric(self):
+        for scheme in ["3,64", "4,32", "4,128", "4,0", "8,128", "8,0"]:
+            with self.subTest(scheme):
+                self.assert_read_alike(self.packed("gqa", f"{scheme},asym"), "--dequantize")
+
+    def test_variants(self):
+        for variant in ["mha", "tied", "llama3-rope", "head-dim", "sharded-bf16", "linear-rope"]:
+            with self.subTest(variant):
+                self.assert_read_alike(self.packed(variant, "4,128,sym"))
+        self.assert_read_alike(self.packed("sharded-bf16", "4,64,asym"), "--dequantize")
+
+    def test_mixed_groups(self):
+        mixed = self.packed("gqa", "4,128,sym", "--override", r".*down_proj=8,0,sym")
+        self.assert_read_alike(mixed)
+        self.assertIsNone(self.logits(mixed, "--dequantize"))
+
+    def test_rounding_error_is_plausible(self):
+        for bits, low, high in [(3, 0.1, 0.3), (4, 0.05, 0.15), (8, 0.002, 0.01)]:
+            packed = self.packed("gqa", f"{bits},128,sym")
+            code, output = run("independent_pack", packed, "--original", self.model("gqa"))
+            errors = [json.loads(line)["relative_rms_error"] for line in output.splitlines()]
+            self.assertEqual((code, len(errors)), (0, 14))
+            self.assertTrue(all(low < error < high for error in errors), errors)
+
+    def test_perplexity(self):
+        text = self.root / "text.txt"
+        text.write_text("Every byte of this text is one token. " * 30)
+        options = ["--text", text, "--window", 128, "--windows", 4]
+        packed = self.packed("gqa", "4,128,sym")
+        self.independent_logits(packed)
+        scores = [json.loads(run("reference_perplexity", model, *options)[1])
+                  for model in [packed, packed.with_name("float")]]
+        self.assertEqual((scores[0]["windows"], scores[0]["tokens_scored"]), (4, 4 * 127))
+        self.assertAlmostEqual(scores[0]["perplexity"] / scores[1]["perplexity"], 1, delta=1e-4)
+
+    def test_decoder_settings_matter(self):
+        original = self.model("llama3-rope")
+        reference = self.logits(original)
+        for key, value in [("rope_scaling", None), ("rope_theta", 5e5), ("rms_norm_eps", 0.05)]:
+            with self.subTest(key):
+                changed = self.root / f"other-{key}"
+                shutil.copytree(original, changed)
+                edit_config(changed, lambda config: config.update({key: value}))
+                self.assert_same(reference, self.logits(changed), same=False)
+
+    def test_damage_is_noticed(self):
+        refused = {
+            "a scale is missing": lambda t, c: t.pop(f"{LAYER}.weight_scale"),
+            "a packed weight is missing": lambda t, c: t.pop(f"{LAYER}.weight_packed"),
+            "a norm is missing": lambda t, c: t.pop("model.norm.weight"),
+            "a tensor too many": lambda t, c: t.update(extra=t["model.norm.weight"].clone()),
+            "a shape is wrong": lambda t, c: t.update(
+                {f"{LAYER}.weight_scale": t[f"{LAYER}.weight_scale"][:, :1].repeat(1, 2)}),
+            "not a number": lambda t, c: t["model.norm.weight"].fill_(float("nan")),
+            "status missing": lambda t, c: c["quantization_config"].pop("quantization_status"),
+            "lm_head not ignored": lambda t, c: c["quantization_config"].update(ignore=[]),
+            "no quantization_config": lambda t, c: c.pop("quantization_config"),
+        }
+        for damage, edit in refused.items():
+            with self.subTest(damage):
+                packed = self.packed("gqa", "4,128,sym")
+                damage_checkpoint(packed, edit)
+                self.assertIsNone(self.logits(packed))
+        self.assertIsNone(self.logits(self.packed("gqa", "4,128,asym")))
+
+    def test_perturbed_scale_is_noticed(self):
+        packed = self.packed("gqa", "4,128,sym")
+        expected = self.independent_logits(packed)
+        damage_checkpoint(packed, lambda t, c: t[f"{LAYER}.weight_scale"].mul_(1.05))
+        self.assert_same(expected, self.logits(packed), same=False)
+
+
+def edit_config(model, edit):
+    config = json.loads((model / "config.json").read_text())
+    edit(config)
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def damage_checkpoint(model, edit):
+    tensors = load_file(model / "model.safetensors")
+    edit_config(model, lambda config: edit(tensors, config))
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Makes the virtual environment of the interop check: setup_venv.sh [DIR]
+#
+# DIR defaults to target/interop-venv under the repository root; PYTHON names the interpreter
+# (default python3). A finished environment carries a stamp, the hash of requirements.txt and
+# this script: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
+#
+# torch's Linux wheel depends on some 4 GB of GPU libraries and links against them, though a CPU
+# run never calls them. The reduced install satisfies the linker with links to torch's own
+# libc10.so and binds symbols lazily, so that a symbol that nobody calls is never looked up.
+# If the result cannot import and compute, the full set is installed instead.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+directory=${1:-$(dirname "$(dirname "$here")")/target/interop-venv}
+requirements=$here/requirements.txt
+python=$directory/bin/python
+stamp_file=$directory/interop-stamp
+
+stamp=$(cat "$requirements" "$here/setup_venv.sh" | "${PYTHON:-python3}" -c \
+    'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+
+is_ready() {
+    [[ -f $stamp_file && $(<"$stamp_file") == "$stamp" ]] && "$python" -c '' 2>/dev/null
+}
+
+install() {
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        "$@" --requirement "$requirements"
+}
+
+add_stand_ins() {
+    local packages libraries name
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    libraries=$packages/torch/lib
+    [[ -f $libraries/libtorch_cuda.so ]] || return 0
+    for name in libcublas.so.13 libcublasLt.so.13 libcudnn.so.9 libcufft.so.12 libcufile.so.0 \
+        libcusolver.so.12 libcusparse.so.12 libcusparseLt.so.0 libnccl.so.2 libnvrtc.so.13; do
+        ln -s libc10.so "$libraries/$name"
+    done
+    echo 'import os, sys; sys.setdlopenflags(os.RTLD_LAZY)' >"$packages/lazy_binding.pth"
+}
+
+works() {
+    "$python" - <<'PYTHON'
+import accelerate, compressed_tensors.quantization, numpy, tokenizers, torch, transformers
+
+matrix = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
+expected = numpy.matmul(matrix.numpy(), matrix.numpy())
+assert numpy.allclose((matrix @ matrix).numpy(), expected, rtol=1e-5)
+from transformers import LlamaForCausalLM
+PYTHON
+}
+
+create() {
+    rm -rf "$directory"
+    "${PYTHON:-python3}" -m venv "$directory"
+}
+
+mkdir -p "$(dirname "$directory")"
+if command -v flock >/dev/null; then
+    exec 9>"$directory.lock"
+    flock 9
+fi
+
+if is_ready; then
+    echo "interop environment ready: $directory"
+    exit 0
+fi
+
+SECONDS=0
+create
+install --no-deps
+add_stand_ins
+if works; then
+    kind=reduced
+else
+    echo "the reduced install does not work here; installing torch with all its dependencies" >&2
+    create
+    install
+    works
+    kind=full
+fi
+echo "$stamp" >"$stamp_file"
+echo "interop environment ($kind) made in ${SECONDS} s: $directory"
