@@ -10,6 +10,11 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod files;
+pub mod models;
+pub mod program;
+pub mod refusal;
+
 use std::io::Write;
 use std::panic::Location;
 use std::path::{Path, PathBuf};

@@ -1,0 +1,303 @@
+//! The `quant` program as a user runs it: built, started, watched, signalled.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use rustix::process::{Pid, kill_process};
+
+pub use rustix::process::Signal;
+
+/// No run of a test takes longer: one that does hangs.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// The `quant` binary of the same profile as the tests, at most as old as its sources.
+///
+/// It belongs to another package, so cargo does not promise that it is there: when it is missing or
+/// a source has changed since, it is built.
+///
+/// # Panics
+/// When it cannot be built.
+pub fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let test = std::env::current_exe().expect("a test has a path");
+        // target/<profile>/deps/<test>-<hash>
+        let folder = test.parent().and_then(Path::parent).expect("a test lies in target/<profile>/deps");
+        let program = folder.join(format!("quant{}", std::env::consts::EXE_SUFFIX));
+        if !is_fresh(&program, &folder.join("quant.d")) {
+            build(folder);
+        }
+        assert!(program.is_file(), "{} was not built", program.display());
+        program
+    })
+}
+
+/// Whether no source that the binary was made of, as cargo noted them beside it, is newer.
+fn is_fresh(program: &Path, notes: &Path) -> bool {
+    let modified = |path: &Path| path.metadata().and_then(|m| m.modified()).ok();
+    let (Some(built), Ok(notes)) = (modified(program), std::fs::read_to_string(notes)) else { return false };
+    // `/path/of/quant: /path/of/a.rs /path/of/b.rs`, with spaces in paths escaped by `\`.
+    let Some((_, sources)) = notes.split_once(": ") else { return false };
+    let sources = sources.replace("\\ ", "\0");
+    let mut sources = sources.split_whitespace().map(|s| PathBuf::from(s.replace('\0', " ")));
+    sources.all(|s| modified(&s).is_some_and(|at: SystemTime| at <= built))
+}
+
+fn build(folder: &Path) {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["build", "--quiet", "--package", "quant-cli"]).current_dir(crate::workspace_root());
+    match folder.file_name().and_then(OsStr::to_str) {
+        Some("debug") | None => {}
+        Some(profile) => {
+            command.args(["--profile", profile]);
+        }
+    }
+    if let Some(target) = folder.parent() {
+        command.arg("--target-dir").arg(target);
+    }
+    let status = command.status().expect("cargo can be run");
+    assert!(status.success(), "cargo could not build quant-cli");
+}
+
+/// How a run of the program ended, and what it said.
+#[derive(Debug, Clone)]
+pub struct Run {
+    /// The arguments, for messages.
+    pub arguments: String,
+    /// The exit status.
+    pub status: ExitStatus,
+    /// The result.
+    pub stdout: String,
+    /// Progress, notes and errors.
+    pub stderr: String,
+}
+
+impl Run {
+    /// The exit code; a run that a signal ended has none.
+    pub fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// Itself, if it ended with 0.
+    ///
+    /// # Panics
+    /// When it ended otherwise.
+    #[track_caller]
+    pub fn succeeded(self) -> Self {
+        assert_eq!(self.code(), Some(0), "{self}");
+        self
+    }
+
+    /// Its stdout as JSON.
+    ///
+    /// # Panics
+    /// When it failed or printed something else.
+    #[track_caller]
+    pub fn json(self) -> serde_json::Value {
+        let run = self.succeeded();
+        serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("{e}: {run}"))
+    }
+}
+
+impl std::fmt::Display for Run {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let signal = self.status.signal();
+        write!(
+            f,
+            "quant {}\ncode {:?}, signal {signal:?}\n--- stdout\n{}--- stderr\n{}---",
+            self.arguments,
+            self.code(),
+            self.stdout,
+            self.stderr
+        )
+    }
+}
+
+/// Arguments of different kinds in one list.
+///
+/// ```
+/// let model = std::path::Path::new("m");
+/// let all = quant_tests::args!["plan", model, "--json"];
+/// assert_eq!(all.len(), 3);
+/// ```
+#[macro_export]
+macro_rules! args {
+    ($($argument:expr),* $(,)?) => {
+        ::std::vec::Vec::<::std::ffi::OsString>::from([$(::std::ffi::OsString::from($argument)),*])
+    };
+}
+
+/// The program with these arguments, without what the environment could change in it.
+pub fn command<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Command {
+    let mut command = Command::new(program());
+    command.args(arguments).stdin(Stdio::null());
+    command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
+    command
+}
+
+/// Runs the program to its end.
+///
+/// # Panics
+/// When it cannot be started, or takes longer than a test may.
+#[track_caller]
+pub fn quant<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Run {
+    Running::start(command(arguments)).wait()
+}
+
+/// A run that goes on while the test does something else.
+#[derive(Debug)]
+pub struct Running {
+    arguments: String,
+    child: Child,
+    stdout: JoinHandle<String>,
+    stderr: JoinHandle<String>,
+    started: Instant,
+}
+
+impl Running {
+    /// Starts a command with its output captured.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    #[track_caller]
+    pub fn start(mut command: Command) -> Self {
+        let arguments: Vec<String> =
+            command.get_args().map(OsString::from).map(|a| a.to_string_lossy().into_owned()).collect();
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("quant starts");
+        let stdout = drain(child.stdout.take());
+        let stderr = drain(child.stderr.take());
+        Self { arguments: arguments.join(" "), child, stdout, stderr, started: Instant::now() }
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends it a signal.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    #[track_caller]
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).expect("a child takes signals");
+    }
+
+    /// Whether it has ended.
+    ///
+    /// # Panics
+    /// When the system does not tell.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().expect("a child can be waited for").is_some()
+    }
+
+    /// Waits until something is so; false when the run ends before.
+    ///
+    /// # Panics
+    /// When it takes longer than a test may.
+    #[track_caller]
+    pub fn wait_until(&mut self, mut is_so: impl FnMut() -> bool) -> bool {
+        loop {
+            if is_so() {
+                return true;
+            }
+            if self.has_ended() {
+                return false;
+            }
+            self.check_limit();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// When it takes longer than a test may.
+    #[track_caller]
+    pub fn wait(mut self) -> Run {
+        let status = loop {
+            match self.child.try_wait().expect("a child can be waited for") {
+                Some(status) => break status,
+                None => self.check_limit(),
+            }
+            std::thread::sleep(Duration::from_millis(3));
+        };
+        let text = |reader: JoinHandle<String>| reader.join().expect("a reader does not panic");
+        Run { arguments: self.arguments, status, stdout: text(self.stdout), stderr: text(self.stderr) }
+    }
+
+    #[track_caller]
+    fn check_limit(&mut self) {
+        if self.started.elapsed() > LIMIT {
+            let _ = self.child.kill();
+            panic!("quant {} hangs", self.arguments);
+        }
+    }
+}
+
+fn drain(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut pipe) = pipe {
+            let _ = pipe.read_to_end(&mut bytes);
+        }
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+/// Whether another file system can be mounted here, as a test needs that fills a disk.
+pub fn can_mount() -> bool {
+    let Ok(point) = tempfile::tempdir() else { return false };
+    SmallDisk::mount(point.path(), 1 << 20).is_some()
+}
+
+/// A file system of its own, in memory; unmounted when dropped.
+#[derive(Debug)]
+pub struct SmallDisk {
+    point: PathBuf,
+}
+
+impl SmallDisk {
+    /// Mounts one of so many bytes, if the system lets us.
+    pub fn mount(point: &Path, bytes: u64) -> Option<Self> {
+        let size = format!("size={bytes}");
+        let mut command = Command::new("mount");
+        command.args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(point);
+        let mounted = command.stderr(Stdio::null()).status().is_ok_and(|s| s.success());
+        mounted.then(|| Self { point: point.to_owned() })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.point
+    }
+
+    /// Takes all room that is left, until the file is removed; its path.
+    ///
+    /// # Panics
+    /// When the file cannot be made.
+    pub fn fill(&self) -> PathBuf {
+        use std::io::Write;
+        let path = self.point.join("filler");
+        let mut file = File::create(&path).expect("the filler can be created");
+        // Larger pieces first, then what is left of a page.
+        for piece in [vec![1u8; 1 << 16], vec![1; 512], vec![1]] {
+            while file.write_all(&piece).is_ok() {}
+        }
+        path
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.point).status();
+    }
+}

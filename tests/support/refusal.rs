@@ -1,0 +1,71 @@
+//! What every refusal of the program must be: the right exit code, a message that says what, where
+//! and what next, nothing at the target, and what was there untouched.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use crate::files::snapshot;
+use crate::program::{Run, quant};
+
+/// Checks how a run told of its refusal.
+///
+/// # Panics
+/// When it did not as it should.
+#[track_caller]
+pub fn check_message(case: &str, run: &Run, code: i32, says: &[&str]) {
+    assert_eq!(run.code(), Some(code), "{case}: {run}");
+    assert_eq!(run.stdout, "", "{case}: an error leaves stdout alone: {run}");
+    let at = run.stderr.find("error: ");
+    let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error told: {run}"))..];
+    assert!(message.trim_end().lines().count() >= 2, "{case}: says not what to do next: {run}");
+    assert!(!run.stderr.contains("panicked"), "{case}: {run}");
+    for text in says {
+        assert!(message.contains(text), "{case}: does not say `{text}`: {run}");
+    }
+}
+
+/// Runs `quant quantize MODEL -o OUT` with more options, expecting a refusal, twice: where nothing
+/// is, and with `--force` where something is. Neither leaves a trace.
+///
+/// # Panics
+/// When one of them does anything else.
+#[track_caller]
+pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32, says: &[&str]) {
+    let scratch = tempfile::tempdir().expect("a directory");
+    let out = scratch.path().join("out");
+    let run = |force: Option<&str>| {
+        let fixed = [OsStr::new("quantize"), model.as_os_str(), OsStr::new("-o"), out.as_os_str()];
+        quant(fixed.into_iter().chain(options.iter().copied().chain(force).map(OsStr::new)))
+    };
+    check_message(case, &run(None), code, says);
+    assert_eq!(snapshot(scratch.path()).len(), 0, "{case}: something was left");
+
+    old_checkpoint(&out);
+    let before = snapshot(scratch.path());
+    check_message(case, &run(Some("--force")), code, says);
+    assert_eq!(snapshot(scratch.path()), before, "{case}: what was there has changed");
+}
+
+/// Puts something at a target that must survive: it looks like a checkpoint, so that `--force`
+/// would replace it.
+///
+/// # Panics
+/// When it cannot be written.
+#[track_caller]
+pub fn old_checkpoint(at: &Path) {
+    std::fs::create_dir_all(at.join("notes")).expect("a directory");
+    for (name, text) in [
+        ("config.json", "the old configuration"),
+        ("model.safetensors", "the old weights"),
+        ("notes/mine.txt", "something of the user's own"),
+    ] {
+        std::fs::write(at.join(name), text).expect("a file");
+    }
+}
+
+/// Where a run prepares its output.
+pub fn job_of(out: &Path) -> PathBuf {
+    let mut name = out.file_name().unwrap_or_default().to_owned();
+    name.push(".job");
+    out.with_file_name(name)
+}

@@ -1,0 +1,456 @@
+//! Broken, hostile and unsupported model directories: each gives its exit code and a message that
+//! names file and field, and leaves nothing behind.
+
+use std::path::Path;
+use std::process::Command;
+
+use quant_tests::models::{
+    RawTensor, TinyLlama, byte_tokenizer, edit_config, safetensors, safetensors_with_header,
+};
+use quant_tests::program::quant;
+use quant_tests::refusal::{check_message, refuses_to_quantize};
+use quant_tests::{args, demo_model};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const RTN: [&str; 4] = ["--method", "rtn", "--scheme", "w4a16-g32"];
+const AWQ: [&str; 8] = ["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"];
+
+/// A fault, and what is said of it.
+type Fault = (&'static str, fn(&Path), &'static [&'static str]);
+
+/// A fresh model with a fault in it.
+fn broken(fault: fn(&Path)) -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    TinyLlama::default().write(directory.path());
+    fault(directory.path());
+    directory
+}
+
+/// Faults that show in headers and configuration: every verb refuses them alike.
+fn refused_by_all_verbs(faults: &[Fault]) {
+    for (case, fault, says) in faults {
+        let model = broken(*fault);
+        refuses_to_quantize(case, model.path(), &RTN, 4, says);
+        for arguments in [
+            args!["plan", model.path(), "--group-size", "32", "--json"],
+            args!["inspect", model.path()],
+            args!["eval", model.path(), "--text", "builtin-heldout", "--window", "64", "--windows", "1"],
+            args!["bench", model.path(), "--prefill", "1", "--decode", "1", "--repeat", "1"],
+        ] {
+            check_message(case, &quant(arguments), 4, says);
+        }
+    }
+}
+
+fn cut(model: &Path, len: usize) {
+    let path = model.join(WEIGHTS);
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes.truncate(len);
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn overwrite(model: &Path, name: &str, bytes: impl AsRef<[u8]>) {
+    std::fs::write(model.join(name), bytes).unwrap();
+}
+
+/// A file of one tensor with this description.
+fn described_as(model: &Path, entry: Value, data: &[u8]) {
+    let header = json!({ "model.norm.weight": entry }).to_string();
+    overwrite(model, WEIGHTS, safetensors_with_header(&header, data));
+}
+
+/// Divides the model into two shards with an index.
+fn shard(model: &Path, edit_map: fn(&mut serde_json::Map<String, Value>)) {
+    let tensors = TinyLlama::default().tensors();
+    let (first, second) = tensors.split_at(tensors.len() / 2);
+    let mut map = serde_json::Map::new();
+    for (name, part) in [("a.safetensors", first), ("b.safetensors", second)] {
+        overwrite(model, name, safetensors(part));
+        map.extend(part.iter().map(|t| (t.name.clone(), json!(name))));
+    }
+    edit_map(&mut map);
+    overwrite(model, INDEX, json!({ "metadata": {}, "weight_map": map }).to_string());
+    std::fs::remove_file(model.join(WEIGHTS)).unwrap();
+}
+
+fn fifo(path: &Path) {
+    let _ = std::fs::remove_file(path);
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[test]
+fn weights() {
+    refused_by_all_verbs(&[
+        ("no weights", |m| std::fs::remove_file(m.join(WEIGHTS)).unwrap(), &["holds no checkpoint", WEIGHTS]),
+        ("an empty file", |m| cut(m, 0), &[WEIGHTS, "0 bytes, too short"]),
+        ("seven bytes", |m| cut(m, 7), &[WEIGHTS, "7 bytes, too short"]),
+        ("cut within the header", |m| cut(m, 200), &[WEIGHTS, "the header claims", "192"]),
+        ("cut within a tensor", |m| cut(m, 60_000), &[WEIGHTS, "truncated within tensor `model.", "60000"]),
+        (
+            "a header longer than the file",
+            |m| overwrite(m, WEIGHTS, [1_000_000u64.to_le_bytes().as_slice(), b"{}"].concat()),
+            &[WEIGHTS, "the header claims 1000000 bytes, the file has 2"],
+        ),
+        (
+            "a header of 2^64 bytes",
+            |m| overwrite(m, WEIGHTS, [u64::MAX.to_le_bytes().as_slice(), b"{}"].concat()),
+            &[WEIGHTS, "the header claims 18446744073709551615 bytes"],
+        ),
+        (
+            "a header that is no JSON",
+            |m| overwrite(m, WEIGHTS, safetensors_with_header("{\"a\":", &[])),
+            &[WEIGHTS, "not valid JSON"],
+        ),
+        (
+            "a shape whose product overflows",
+            |m| {
+                let entry =
+                    json!({ "dtype": "F16", "shape": [1u64 << 40, 1u64 << 40], "data_offsets": [0, 2] });
+                described_as(m, entry, &[0; 2]);
+            },
+            &[WEIGHTS, "`model.norm.weight`", "overflows"],
+        ),
+        (
+            "a shape larger than its bytes",
+            |m| {
+                let entry = json!({ "dtype": "F16", "shape": [64], "data_offsets": [0, 2] });
+                described_as(m, entry, &[0; 2]);
+            },
+            &[WEIGHTS, "`model.norm.weight`", "takes 128 bytes", "span 2"],
+        ),
+        (
+            "a tensor described twice",
+            |m| {
+                let entry = r#"{"dtype":"F16","shape":[1],"data_offsets":[0,2]}"#;
+                let header = format!(r#"{{"twice":{entry},"twice":{entry}}}"#);
+                overwrite(m, WEIGHTS, safetensors_with_header(&header, &[0; 2]));
+            },
+            &[WEIGHTS, "`twice` is described twice"],
+        ),
+        (
+            "an unknown dtype",
+            |m| {
+                described_as(m, json!({ "dtype": "F12", "shape": [1], "data_offsets": [0, 2] }), &[0; 2]);
+            },
+            &[WEIGHTS, "`model.norm.weight`", "F12"],
+        ),
+        (
+            "a tensor that is missing",
+            |m| {
+                let mut tensors = TinyLlama::default().tensors();
+                tensors.retain(|t| t.name != "model.layers.1.mlp.up_proj.weight");
+                overwrite(m, WEIGHTS, safetensors(&tensors));
+            },
+            &["tensor `model.layers.1.mlp.up_proj.weight` is missing"],
+        ),
+        (
+            "integers where floats should be",
+            |m| {
+                let mut tensors = TinyLlama::default().tensors();
+                tensors[1].dtype = "I16".into();
+                overwrite(m, WEIGHTS, safetensors(&tensors));
+            },
+            &[WEIGHTS, "`model.layers.0.self_attn.q_proj.weight`", "I16"],
+        ),
+        ("a pipe in the place of the weights", |m| fifo(&m.join(WEIGHTS)), &[WEIGHTS, "not a regular file"]),
+        (
+            "pickle only",
+            |m| std::fs::rename(m.join(WEIGHTS), m.join("pytorch_model.bin")).unwrap(),
+            &["only as pickle", "pytorch_model.bin", "safe_serialization=True"],
+        ),
+    ]);
+}
+
+#[test]
+fn shards() {
+    refused_by_all_verbs(&[
+        (
+            "a shard that is missing",
+            |m| {
+                shard(m, |_| ());
+                std::fs::remove_file(m.join("b.safetensors")).unwrap();
+            },
+            &[INDEX, "1 of 2 shards are missing: b.safetensors"],
+        ),
+        (
+            "all shards missing: all are listed",
+            |m| {
+                shard(m, |_| ());
+                std::fs::remove_file(m.join("a.safetensors")).unwrap();
+                std::fs::remove_file(m.join("b.safetensors")).unwrap();
+            },
+            &[INDEX, "2 of 2 shards are missing: a.safetensors, b.safetensors"],
+        ),
+        (
+            "an empty shard",
+            |m| {
+                shard(m, |_| ());
+                overwrite(m, "b.safetensors", "");
+            },
+            &["b.safetensors", "0 bytes"],
+        ),
+        (
+            "a shard outside the directory",
+            |m| shard(m, |map| drop(map.insert("x".into(), json!("../secret.safetensors")))),
+            &[INDEX, "`weight_map`", "../secret.safetensors", "leads out of the model directory"],
+        ),
+        (
+            "an absolute shard",
+            |m| shard(m, |map| drop(map.insert("x".into(), json!("/etc/x.safetensors")))),
+            &[INDEX, "`weight_map`", "absolute"],
+        ),
+        (
+            "a link out of the directory",
+            |m| {
+                shard(m, |_| ());
+                std::fs::remove_file(m.join("b.safetensors")).unwrap();
+                std::os::unix::fs::symlink(demo_model().join(WEIGHTS), m.join("b.safetensors")).unwrap();
+            },
+            &[INDEX, "b.safetensors", "leaves the model directory"],
+        ),
+        (
+            "a tensor that no shard holds",
+            |m| shard(m, |map| drop(map.insert("x".into(), json!("a.safetensors")))),
+            &[INDEX, "`x` is not in a.safetensors"],
+        ),
+        (
+            "a tensor in two shards",
+            |m| {
+                shard(m, |_| ());
+                overwrite(m, "a.safetensors", safetensors(&TinyLlama::default().tensors()));
+            },
+            &[INDEX, "a.safetensors", "b.safetensors"],
+        ),
+        ("an index that is no JSON", |m| overwrite(m, INDEX, "{"), &[INDEX, "line 1"]),
+        (
+            "a pipe in the place of a shard",
+            |m| {
+                shard(m, |_| ());
+                fifo(&m.join("a.safetensors"));
+            },
+            &[INDEX, "a.safetensors", "not a regular file"],
+        ),
+    ]);
+}
+
+#[test]
+fn configuration() {
+    const CONFIG: &str = "config.json";
+    refused_by_all_verbs(&[
+        ("no configuration", |m| std::fs::remove_file(m.join(CONFIG)).unwrap(), &[CONFIG, "is missing"]),
+        ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not acceptable JSON"]),
+        ("no object", |m| overwrite(m, CONFIG, "[]"), &[CONFIG, "one JSON object"]),
+        ("a key twice", |m| overwrite(m, CONFIG, r#"{"a":1,"a":2}"#), &[CONFIG, "`a`"]),
+        ("over 1 MiB", |m| overwrite(m, CONFIG, vec![b' '; (1 << 20) + 1]), &[CONFIG, "1048577", "1048576"]),
+        ("a pipe", |m| fifo(&m.join(CONFIG)), &[CONFIG, "not a regular file"]),
+        (
+            "sizes that disagree with the shapes",
+            |m| edit_config(m, &json!({ "intermediate_size": 128 })),
+            &[WEIGHTS, "`model.layers.0.mlp.gate_proj.weight`", "[96, 64]", "[128, 64]"],
+        ),
+        (
+            "a vocabulary that disagrees",
+            |m| edit_config(m, &json!({ "vocab_size": 255 })),
+            &["`model.embed_tokens.weight`", "[256, 64]", "[255, 64]"],
+        ),
+        (
+            "more blocks than there are tensors",
+            |m| edit_config(m, &json!({ "num_hidden_layers": 1u64 << 31 })),
+            &[CONFIG, "`num_hidden_layers`", "2147483648"],
+        ),
+        (
+            "more blocks than a machine word",
+            |m| edit_config(m, &json!({ "num_hidden_layers": u64::MAX })),
+            &[CONFIG, "`num_hidden_layers`", "18446744073709551615"],
+        ),
+        (
+            "a vocabulary of 2^40",
+            |m| edit_config(m, &json!({ "vocab_size": 1u64 << 40 })),
+            &[CONFIG, "`vocab_size`", "1099511627776"],
+        ),
+        (
+            "sizes whose product overflows",
+            |m| {
+                edit_config(
+                    m,
+                    &json!({ "num_attention_heads": 1u64 << 31, "num_key_value_heads": 1u64 << 31,
+                                        "head_dim": 1u64 << 31 }),
+                )
+            },
+            &["q_proj"],
+        ),
+        (
+            "a number as text",
+            |m| edit_config(m, &json!({ "hidden_size": "4096" })),
+            &[CONFIG, "`hidden_size`", "the text \"4096\""],
+        ),
+        ("a float", |m| edit_config(m, &json!({ "hidden_size": 64.5 })), &[CONFIG, "`hidden_size`", "64.5"]),
+        ("negative", |m| edit_config(m, &json!({ "vocab_size": -1 })), &[CONFIG, "`vocab_size`", "negative"]),
+        ("zero", |m| edit_config(m, &json!({ "num_attention_heads": 0 })), &["`num_attention_heads` is 0"]),
+        (
+            "a field missing",
+            |m| edit_config(m, &json!({ "hidden_size": null })),
+            &["`hidden_size` is missing"],
+        ),
+        (
+            "heads that do not divide",
+            |m| edit_config(m, &json!({ "num_attention_heads": 3, "num_key_value_heads": 2 })),
+            &["`num_key_value_heads` is 2"],
+        ),
+        (
+            "an unknown architecture",
+            |m| edit_config(m, &json!({ "architectures": ["MambaForCausalLM"] })),
+            &[CONFIG, "`MambaForCausalLM`", "LlamaForCausalLM"],
+        ),
+        (
+            "a quantization that nobody knows",
+            |m| edit_config(m, &json!({ "quantization_config": { "quant_method": "mystery" } })),
+            &[CONFIG, "quantization_config", "mystery"],
+        ),
+    ]);
+}
+
+/// Values that are not finite: tensor, count and first position are named, in quantizing with and
+/// without a forward pass.
+#[test]
+fn values_that_are_not_finite() {
+    let poisoned = |name: &str, places: &[(usize, f32)]| {
+        let model = tempfile::tempdir().unwrap();
+        let mut tensors = TinyLlama::default().tensors();
+        let tensor: &mut RawTensor = tensors.iter_mut().find(|t| t.name == name).unwrap();
+        places.iter().for_each(|&(at, value)| tensor.set_f16(at, value));
+        TinyLlama::default().write_with(model.path(), &tensors);
+        model
+    };
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    for (name, places, says) in [
+        (
+            "model.layers.1.mlp.down_proj.weight",
+            vec![(3, nan), (500, nan)],
+            "2 non-finite value(s), the first at index 3",
+        ),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            vec![(77, -inf)],
+            "1 non-finite value(s), the first at index 77",
+        ),
+        (
+            "model.layers.0.post_attention_layernorm.weight",
+            vec![(5, inf), (6, nan)],
+            "2 non-finite value(s), the first at index 5",
+        ),
+        ("model.norm.weight", vec![(63, nan)], "1 non-finite value(s), the first at index 63"),
+        // Row 32, the space, stands in every text; row 255 in none.
+        (
+            "model.embed_tokens.weight",
+            vec![(32 * 64 + 7, nan), (255 * 64, inf)],
+            "2 non-finite value(s), the first at index 2055",
+        ),
+        ("lm_head.weight", vec![(0, inf)], "1 non-finite value(s), the first at index 0"),
+    ] {
+        let model = poisoned(name, &places);
+        let says = [WEIGHTS, &format!("tensor `{name}`"), says];
+        refuses_to_quantize(name, model.path(), &RTN, 6, &says);
+        refuses_to_quantize(name, model.path(), &AWQ, 6, &says);
+        let run = quant(args![
+            "eval",
+            model.path(),
+            "--text",
+            "builtin-heldout",
+            "--window",
+            "64",
+            "--windows",
+            "1"
+        ]);
+        check_message(name, &run, 6, &says);
+        // Headers alone cannot tell.
+        quant(args!["plan", model.path(), "--group-size", "32"]).succeeded();
+    }
+}
+
+/// The count is the whole tensor's, also where the tensor is streamed in pieces.
+#[test]
+fn values_that_are_not_finite_in_a_large_tensor() {
+    let large = TinyLlama { vocab: 80_000, layers: 1, ..TinyLlama::default() };
+    let mut tensors = large.tensors();
+    let last = 80_000 * 64 - 1;
+    for at in [1, 70_000 * 64, last] {
+        tensors[0].set_f16(at, f32::NAN);
+    }
+    let model = tempfile::tempdir().unwrap();
+    large.write_with(model.path(), &tensors);
+    let says = ["`model.embed_tokens.weight`", "3 non-finite value(s), the first at index 1"];
+    refuses_to_quantize("a large embedding", model.path(), &RTN, 6, &says);
+    refuses_to_quantize("a large embedding", model.path(), &AWQ, 6, &says);
+}
+
+#[test]
+fn what_was_quantized_already() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (model, once) = (scratch.path().join("model"), scratch.path().join("once"));
+    TinyLlama::default().write(&model);
+    let rtn = RTN.map(std::ffi::OsString::from);
+    quant(args!["quantize", &model, "-o", &once].into_iter().chain(rtn)).succeeded();
+    let says = ["config.json is already quantized (compressed-tensors)"];
+    refuses_to_quantize("already quantized", &once, &RTN, 4, &says);
+    check_message("plan", &quant(args!["plan", &once, "--group-size", "32"]), 4, &says);
+}
+
+#[test]
+fn tokenizers() {
+    let faults: &[Fault] = &[
+        (
+            "no tokenizer",
+            |m| std::fs::remove_file(m.join("tokenizer.json")).unwrap(),
+            &["tokenizer.json: is missing"],
+        ),
+        ("not JSON", |m| overwrite(m, "tokenizer.json", "{"), &["tokenizer.json", "is not a tokenizer"]),
+        ("empty", |m| overwrite(m, "tokenizer.json", ""), &["tokenizer.json", "is not a tokenizer"]),
+        ("a pipe", |m| fifo(&m.join("tokenizer.json")), &["tokenizer.json"]),
+        (
+            "tokens outside the embedding",
+            |m| TinyLlama { vocab: 100, ..TinyLlama::default() }.write(m),
+            &["tokenizer.json", "the embedding has 100 rows"],
+        ),
+        (
+            "merges that the vocabulary lacks",
+            |m| {
+                let mut tokenizer = byte_tokenizer();
+                tokenizer["model"]["merges"] = json!([["zz", "qq"]]);
+                overwrite(m, "tokenizer.json", tokenizer.to_string());
+            },
+            &["tokenizer.json"],
+        ),
+    ];
+    for (case, fault, says) in faults {
+        let model = broken(*fault);
+        refuses_to_quantize(case, model.path(), &AWQ, 4, says);
+        let run = quant(args!["eval", model.path(), "--text", "builtin-heldout", "--window", "64"]);
+        check_message(case, &run, 4, says);
+    }
+    // Rounding to nearest reads no text, so it needs no tokenizer.
+    let model = broken(|m| std::fs::remove_file(m.join("tokenizer.json")).unwrap());
+    let out = model.path().with_extension("out");
+    quant(args!["quantize", model.path(), "-o", &out].into_iter().chain(RTN.map(Into::into))).succeeded();
+    std::fs::remove_dir_all(out).unwrap();
+}
+
+#[test]
+fn paths_that_are_no_model() {
+    let scratch = tempfile::tempdir().unwrap();
+    let file = scratch.path().join("file");
+    std::fs::write(&file, "text").unwrap();
+    let nowhere = scratch.path().join("nowhere");
+    for (case, path, says) in [
+        ("a file", file.as_path(), ["file", "not a directory"]),
+        ("nothing", &nowhere, ["nowhere", "does not exist"]),
+    ] {
+        refuses_to_quantize(case, path, &RTN, 4, &says);
+        for verb in ["plan", "inspect", "bench"] {
+            check_message(case, &quant(args![verb, path]), 4, &says);
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! Requests that make no sense, and texts that are no texts: refused before anything is computed,
+//! with what to ask for instead.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use quant_tests::files::snapshot;
+use quant_tests::models::TinyLlama;
+use quant_tests::program::{Running, command, quant};
+use quant_tests::refusal::{check_message, job_of, old_checkpoint, refuses_to_quantize};
+use quant_tests::{args, demo_model};
+use tempfile::TempDir;
+
+fn model() -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    TinyLlama::default().write(directory.path());
+    directory
+}
+
+/// What is asked for, and what is said of it; refused by `plan` and `quantize` alike.
+#[test]
+fn recipes() {
+    let model = model();
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["--scheme", "w5a16"], &["scheme `w5a16`", "w3a16, w4a16 or w8a16"]),
+        (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
+        (&["--scheme", "w4a16-g0"], &["`g0`"]),
+        (&["--scheme", ""], &["scheme ``"]),
+        (&["--method", "magic"], &["unknown method `magic`", "known methods: awq, rtn"]),
+        (&["--format", "gguf9"], &["unknown format `gguf9`", "known formats: compressed-tensors"]),
+        (&["--preset", "best"], &["unknown preset `best`", "known presets: awq-w4a16"]),
+        (&["--group-size", "0"], &["group size `0`", "`channel`"]),
+        (&["--group-size", "many"], &["group size `many`"]),
+        (
+            &["--scheme", "w4a16-g32", "--group-size", "64"],
+            &["--scheme w4a16-g32 contradicts", "say it once"],
+        ),
+        (&["--scheme", "w4a16-g32-sym", "--asymmetric"], &["--scheme w4a16-g32-sym contradicts"]),
+        (&["--scheme", "w4a16-g32-asym", "--symmetric"], &["--scheme w4a16-g32-asym contradicts"]),
+        (
+            &["--group-size", "32", "--ignore", "dwn_proj"],
+            &["--ignore `dwn_proj` matches no linear", "did you mean down_proj"],
+        ),
+        (
+            &["--group-size", "32", "--override", "mlp.downproj=w8a16"],
+            &["--override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
+        ),
+        (&["--group-size", "32", "--ignore", "*.layers.7.*"], &["`*.layers.7.*`", "`quant plan MODEL`"]),
+        (&["--group-size", "32", "--ignore", "lm_head"], &["--ignore `lm_head` matches no linear"]),
+        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),
+        (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
+        (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
+        (&["--group-size", "32", "--override", "down_proj"], &["`down_proj` has no `=`", "PATTERN=SCHEME"]),
+        (&["--group-size", "32", "--override", "down_proj=w9a16"], &["scheme `w9a16`"]),
+        (
+            &["--group-size", "64"],
+            &[
+                "does not divide the input width of 2 tensor(s)",
+                "\n  model.layers.0.mlp.down_proj.weight: width 96, group size 64",
+                "\n  model.layers.1.mlp.down_proj.weight: width 96, group size 64",
+                "--override '*.down_proj=w4a16-channel'",
+            ],
+        ),
+        (
+            &[],
+            &[
+                "does not divide the input width of 14 tensor(s)",
+                "model.layers.0.self_attn.q_proj.weight: width 64, group size 128",
+                "model.layers.1.mlp.down_proj.weight: width 96, group size 128",
+            ],
+        ),
+        (
+            &["--group-size", "32", "--override", "up_proj=w8a16-g48"],
+            &["model.layers.0.mlp.up_proj.weight: width 64, group size 48"],
+        ),
+    ];
+    for (options, says) in cases {
+        let case = options.join(" ");
+        refuses_to_quantize(&case, model.path(), options, 2, says);
+        let plan = args!["plan", model.path()].into_iter().chain(options.iter().map(Into::into));
+        check_message(&case, &quant(plan), 2, says);
+    }
+    // The advice that one of them gives is good.
+    let advice = "*.down_proj=w4a16-channel";
+    quant(args!["plan", model.path(), "--group-size", "64", "--override", advice]).succeeded();
+}
+
+/// What the argument parser itself refuses.
+#[test]
+fn arguments() {
+    let model = model();
+    let m = model.path();
+    let cases = [
+        (args!["plan", m, "--gruop-size", "32"], "unexpected argument '--gruop-size'"),
+        (args!["plan", m, "--gruop-size", "32"], "similar argument exists: '--group-size'"),
+        (args!["plan", m, "--symmetric", "--asymmetric"], "cannot be used with"),
+        (args!["plan", m, "--threads", "0"], "expected a number from 1 to 1024"),
+        (args!["plan", m, "--threads=-1"], "expected a number from 1 to 1024"),
+        (args!["plan", m, "--threads", "two"], "expected a number from 1 to 1024"),
+        (args!["plan"], "<MODEL>"),
+        (args!["quantize", m], "--output <OUTPUT>"),
+        (args!["quantize", m, "-o", ""], "--output <OUTPUT>"),
+        (args!["quantize", m, "-o", "/nonexistent/x", "--samples=-1"], "--samples"),
+        (args!["eval", m], "--text"),
+        (args!["eval", m, "--text", "x", "--windows", "0"], "--windows"),
+        (args!["eval", m, "--text", "x", "--window", "64", "--profile", "gptq-64"], "cannot be used with"),
+        (args!["completions", "basic"], "possible values: bash"),
+        (args!["dmo"], "unrecognized subcommand 'dmo'"),
+        (args!["eval", m, "--text", "builtin-heldout", "--window", "1"], "windows of 1 tokens score nothing"),
+        (args!["eval", m, "--text", "builtin-heldout", "--window", "0"], "windows of 0 tokens score nothing"),
+        (args!["eval", m, "--text", "builtin-heldout", "--profile", "best"], "unknown profile `best`"),
+        (args!["bench", m, "--prefill", "0"], "nothing to measure"),
+        (args!["bench", m, "--decode", "99999999999"], "are too many"),
+    ];
+    for (arguments, says) in cases {
+        check_message(says, &quant(arguments), 2, &[says]);
+    }
+    let run = quant(args![]);
+    assert_eq!(run.code(), Some(2), "{run}");
+    assert!(run.stderr.contains("Usage:"), "{run}");
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for arguments in [args!["--help"], args!["-h"], args!["help"], args!["quantize", "--help"]] {
+        let run = quant(arguments).succeeded();
+        assert!(run.stdout.contains("Usage:") && run.stderr.is_empty(), "{run}");
+    }
+    let run = quant(args!["--version"]).succeeded();
+    assert_eq!(run.stdout.trim(), concat!("quant ", env!("CARGO_PKG_VERSION")));
+}
+
+/// Numbers beyond all reason end in a message, not in an overflow.
+#[test]
+fn absurd_numbers() {
+    let model = model();
+    let m = model.path();
+    let most = u64::MAX.to_string();
+    for (samples, length) in [(most.as_str(), "2"), ("1", &most), (&most, &most)] {
+        let options = ["--group-size", "32", "--samples", samples, "--seq-len", length];
+        refuses_to_quantize("absurd sampling", m, &options, 4, &["builtin", "windows"]);
+        quant(args!["plan", m].into_iter().chain(options.map(Into::into))).succeeded();
+    }
+    let options = ["--group-size", "32", "--samples", "0"];
+    refuses_to_quantize("no sample", m, &options, 2, &["0 windows of 512 tokens"]);
+    let options = ["--group-size", "32", "--seq-len", "1"];
+    refuses_to_quantize("too short samples", m, &options, 2, &["64 windows of 1 tokens"]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &most]);
+    check_message("window", &run, 4, &["builtin-heldout", "0 windows of 18446744073709551615"]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &most]);
+    check_message("windows", &run, 4, &["windows of 64; 18446744073709551615 are needed"]);
+    let run = quant(args!["bench", m, "--prefill", &most, "--decode", &most]);
+    check_message("bench", &run, 2, &["are too many"]);
+    let run = quant(args!["plan", m, "--group-size", &most]);
+    check_message("group size", &run, 2, &["14 tensor(s)", &most]);
+}
+
+/// Texts for calibration and evaluation.
+#[test]
+fn texts() {
+    let model = model();
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe.txt");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let write = |name: &str, bytes: &[u8]| std::fs::write(folder.path().join(name), bytes).unwrap();
+    write("empty.txt", b"");
+    write("blank.txt", b" \n\t\n");
+    write("short.txt", b"a hundred bytes are wanted");
+    write("latin.txt", b"caf\xe9");
+    write("no-text.jsonl", b"{\"text\": \"good\"}\n\n{\"txt\": \"bad\"}\n");
+    write("number.jsonl", b"{\"text\": 3}\n");
+    write("cut.jsonl", b"{\"text\": \"good\"}\n{\"text\": \"ba");
+    write("empty.jsonl", b"");
+    let cases: &[(&str, &[&str])] = &[
+        ("empty.txt", &["empty.txt: holds no text"]),
+        ("blank.txt", &["blank.txt: holds no text"]),
+        ("short.txt", &["short.txt: gives 26 tokens, that is 0 windows of 50; 1 are needed"]),
+        ("latin.txt", &["latin.txt: is not UTF-8 at byte 3"]),
+        ("no-text.jsonl", &["no-text.jsonl:3: has no string field `text`"]),
+        ("number.jsonl", &["number.jsonl:1: has no string field `text`"]),
+        ("cut.jsonl", &["cut.jsonl:2: is not JSON"]),
+        ("empty.jsonl", &["empty.jsonl: holds no text"]),
+        ("pipe.txt", &["pipe.txt: is not a regular file"]),
+        (".", &["is not a regular file"]),
+        ("nowhere.txt", &["nowhere.txt: is neither a file nor a known set (builtin, builtin-heldout, "]),
+    ];
+    for (name, says) in cases {
+        let path = folder.path().join(name);
+        let options = ["--group-size", "32", "--samples", "1", "--seq-len", "50"];
+        let options = [&options[..], &["--calibration", path.to_str().unwrap()]].concat();
+        refuses_to_quantize(name, model.path(), &options, 4, says);
+        check_message(name, &quant(args!["eval", model.path(), "--text", &path, "--window", "50"]), 4, says);
+    }
+    let options = ["--group-size", "32", "--calibration", "c4"];
+    refuses_to_quantize(
+        "a public set",
+        model.path(),
+        &options,
+        5,
+        &["`c4`", "allenai/c4", "give the file's path"],
+    );
+}
+
+/// Where the output may not be.
+#[test]
+fn outputs() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("models/tiny");
+    TinyLlama::default().write(&model);
+    old_checkpoint(&at("there"));
+    std::fs::create_dir(at("empty")).unwrap();
+    std::fs::create_dir(at("home")).unwrap();
+    std::fs::write(at("home/diary.txt"), "dear diary").unwrap();
+    std::fs::write(at("file"), "a file").unwrap();
+    std::os::unix::fs::symlink(&model, at("link")).unwrap();
+    std::os::unix::fs::symlink(at("gone"), at("dangling")).unwrap();
+    std::fs::create_dir(at("taken.job")).unwrap();
+    std::fs::write(at("taken.job/thesis.tex"), "years of work").unwrap();
+    let before = snapshot(scratch.path());
+
+    let cases: &[(&str, bool, i32, &[&str])] = &[
+        ("models/tiny", false, 2, &["overlaps the input"]),
+        ("models/tiny", true, 2, &["overlaps the input"]),
+        ("models/../models/./tiny/", true, 2, &["overlaps the input"]),
+        ("models/tiny/out", true, 2, &["overlaps the input", "a directory of its own"]),
+        ("models", true, 2, &["overlaps the input"]),
+        ("link", true, 2, &["overlaps the input"]),
+        ("link/out", true, 2, &["overlaps the input"]),
+        ("there", false, 2, &["there exists already", "--force"]),
+        ("empty", false, 2, &["empty exists already", "--force"]),
+        ("file", false, 2, &["file exists already", "--force"]),
+        ("file", true, 2, &["file is not a directory"]),
+        ("file/out", true, 5, &["file/out", "Not a directory"]),
+        ("home", true, 2, &["holds files but no model", "--force does not replace it"]),
+        ("dangling", true, 2, &["dangling", "a symbolic link that leads nowhere"]),
+        ("taken", true, 2, &["taken.job", "thesis.tex"]),
+    ];
+    for (output, force, code, says) in cases {
+        let mut arguments =
+            args!["quantize", &model, "-o", at(output), "--method", "rtn", "--group-size", "32"];
+        arguments.extend(force.then(|| "--force".into()));
+        check_message(output, &quant(arguments), *code, says);
+        assert_eq!(snapshot(scratch.path()), before, "{output}: something has changed");
+    }
+    let run = quant(args!["quantize", &model, "-o", "/", "--method", "rtn", "--group-size", "32"]);
+    check_message("/", &run, 2, &["/ cannot be an output directory"]);
+    let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
+    check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
+    assert_eq!(snapshot(scratch.path()), before);
+
+    // What may be replaced is replaced, whole.
+    for output in ["there", "empty"] {
+        let out = at(output);
+        let options = ["--method", "rtn", "--group-size", "32", "--force"].map(std::ffi::OsString::from);
+        quant(args!["quantize", &model, "-o", &out].into_iter().chain(options)).succeeded();
+        assert!(out.join("quant_manifest.json").is_file() && !out.join("notes").exists());
+        assert!(!job_of(&out).exists());
+    }
+}
+
+/// A reader that has seen enough (`| head -1`) is no failure.
+#[test]
+fn a_closed_stdout_ends_quietly() {
+    let demo = demo_model();
+    let cases = [
+        args!["plan", &demo, "--all"],
+        args!["plan", &demo, "--json"],
+        args!["inspect", &demo],
+        args!["completions", "bash"],
+        args!["--help"],
+    ];
+    for arguments in cases {
+        let mut command = command(&arguments);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // Closed before anything is written.
+        drop(child.stdout.take());
+        let mut said = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""), "{arguments:?}");
+    }
+    // A full disk behind it is one.
+    let mut command = command(args!["inspect", &demo]);
+    command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
+    let output = command.spawn().unwrap().wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
+}
+
+/// `--quiet` and `--json` keep to their streams.
+#[test]
+fn streams() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama::default().write(&model);
+    let fixed = |out: &Path| args!["quantize", &model, "-o", out, "--method", "rtn", "--group-size", "32"];
+    let silent = quant(fixed(&scratch.path().join("a")).into_iter().chain(args!["--quiet"])).succeeded();
+    assert_eq!((silent.stdout.as_str(), silent.stderr.as_str()), ("", ""));
+    let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
+    assert_eq!(json.wait().json()["schema"], "quant-summary/1");
+    // With a file, both: the table on stdout, the JSON beside it.
+    let report = scratch.path().join("report.json");
+    let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();
+    assert!(run.stdout.contains("llama: 2 blocks"), "{run}");
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap();
+    assert_eq!(report["schema"], "quant-inspect/1");
+}

@@ -1,0 +1,122 @@
+//! A full disk ends a run with 5, says where and how much, and harms nothing that was there.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+
+use quant_tests::files::{hashes, snapshot};
+use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::{Running, SmallDisk, can_mount, command, program, quant};
+use quant_tests::refusal::{check_message, job_of, old_checkpoint};
+use quant_tests::{args, demo_model, skip};
+
+const RTN: [&str; 2] = ["--method", "rtn"];
+
+fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
+    let mut arguments = args!["quantize", model, "-o", out];
+    arguments.extend(options.iter().map(OsString::from));
+    arguments
+}
+
+/// A small disk with an old checkpoint on it, for one test.
+fn small_disk(point: &Path, bytes: u64) -> SmallDisk {
+    let disk = SmallDisk::mount(point, bytes).expect("what could be mounted once can be mounted again");
+    old_checkpoint(&disk.path().join("old"));
+    disk
+}
+
+#[test]
+fn too_small_a_disk_is_told_before_anything_is_written() {
+    if !can_mount() {
+        return skip("no file system can be mounted here");
+    }
+    let point = tempfile::tempdir().unwrap();
+    let disk = small_disk(point.path(), 4 << 20);
+    let before = snapshot(disk.path());
+    for (name, options) in [("new", &RTN[..]), ("old", &[&RTN[..], &["--force"]].concat())] {
+        let out = disk.path().join(name);
+        let run = quant(quantize(&demo_model(), &out, options));
+        check_message(name, &run, 5, &[&out.display().to_string(), "needs ", " bytes, ", " are free"]);
+        // In numbers that can be acted on: 6.6 MB and 2 %, and less than the disk has.
+        let numbers: Vec<u64> = run.stderr.split([' ', ',']).filter_map(|w| w.parse().ok()).collect();
+        let [needed, free] = numbers[..] else { panic!("{run}") };
+        assert!((6_600_000..7_000_000).contains(&needed) && free < 4 << 20, "{run}");
+        assert_eq!(snapshot(disk.path()), before, "{name}: the disk has changed");
+    }
+}
+
+/// Room for the weights alone: tokenizer and report no longer fit at the end of the run.
+#[test]
+fn a_disk_that_is_full_at_the_end() {
+    if !can_mount() {
+        return skip("no file system can be mounted here");
+    }
+    let point = tempfile::tempdir().unwrap();
+    let weights = 6_649_696;
+    let disk = small_disk(point.path(), weights + weights / 50 + 32 * 1024);
+    let before = hashes(&disk.path().join("old"));
+    let out = disk.path().join("old");
+    let run = quant(quantize(&demo_model(), &out, &[&RTN[..], &["--force"]].concat()));
+    check_message("full at the end", &run, 5, &["old.job", "needs ", " bytes, ", " are free"]);
+    assert_eq!(hashes(&out), before);
+}
+
+/// The disk fills up while the search runs. What was finished is kept, and with room again the run
+/// goes on to the same bytes as one that was never disturbed.
+#[test]
+fn a_disk_that_fills_up_meanwhile() {
+    if !can_mount() {
+        return skip("no file system can be mounted here");
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    write_cut_demo_model(&model, 3);
+    let awq = ["--samples", "2", "--seq-len", "128"];
+    let undisturbed = scratch.path().join("undisturbed");
+    quant(quantize(&model, &undisturbed, &awq)).succeeded();
+
+    let point = tempfile::tempdir().unwrap();
+    let disk = small_disk(point.path(), 32 << 20);
+    let (old, before) = (disk.path().join("old"), hashes(&disk.path().join("old")));
+    let forced = [&awq[..], &["--force"]].concat();
+    let mut run = Running::start(command(quantize(&model, &old, &forced)));
+    let journal = job_of(&old).join("journal.jsonl");
+    let begun =
+        || std::fs::read_to_string(&journal).is_ok_and(|j| j.contains("\"tensor\":\"model.layers.0."));
+    assert!(run.wait_until(begun), "{}", run.wait());
+    let filler = disk.fill();
+    let run = run.wait();
+    check_message(
+        "filled up",
+        &run,
+        5,
+        &[&job_of(&old).display().to_string(), "needs ", " bytes, 0 are free"],
+    );
+    assert_eq!(hashes(&old), before);
+
+    // Still full: the same again, and still nothing is lost.
+    let run = quant(quantize(&model, &old, &[&forced[..], &["--resume"]].concat()));
+    assert_eq!(run.code(), Some(5), "{run}");
+    assert_eq!(hashes(&old), before);
+
+    std::fs::remove_file(filler).unwrap();
+    let run = quant(quantize(&model, &old, &[&forced[..], &["--resume"]].concat())).succeeded();
+    assert!(run.stderr.contains("resumed: "), "{run}");
+    assert_eq!(hashes(&old), hashes(&undisturbed));
+    assert!(!job_of(&old).exists());
+}
+
+/// A limit on the size of files (`ulimit -f`) kills a program that does not look out for it.
+#[test]
+fn a_limit_on_file_sizes() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("old");
+    old_checkpoint(&out);
+    let before = hashes(&out);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -f 1000 && exec \"$@\"", "sh"]).arg(program());
+    limited.args(quantize(&demo_model(), &out, &[&RTN[..], &["--force"]].concat()));
+    let run = Running::start(limited).wait();
+    check_message("limited", &run, 5, &["old.job/out/model.safetensors", "File too large"]);
+    assert_eq!(hashes(&out), before);
+}
