@@ -11,5 +11,6 @@ pub mod dist;
 pub mod interop;
 pub mod nightly;
 pub mod plant;
+pub mod quality;
 pub mod support;
 pub mod synth;

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, synth};
+use xtask::{bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, quality, synth};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Checks, test models and benchmarks of this workspace")]
@@ -27,6 +27,8 @@ enum Command {
     Synth(synth::Args),
     /// Plant outlier channels in a real Llama checkpoint without changing its logits
     Plant(plant::Args),
+    /// Measure what each method costs on the real models, plain and with planted outliers
+    Quality(quality::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Command::Dist(args) => dist::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
+        Command::Quality(args) => quality::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

@@ -1,0 +1,217 @@
+//! `cargo xtask quality`: what each method costs on the real models, plain and with planted outliers.
+//!
+//! Every row is a model, a calibration text, an evaluation text and a group size. Float, RTN and AWQ
+//! run on the same tokens, so differences are paired. Two claims are held:
+//!
+//! * at 3 bits, AWQ's mean KL to float, pooled over the rows by tokens, is below RTN's;
+//! * on planted outliers at 4 bits, AWQ removes at least 40 % of the perplexity that RTN loses,
+//!   pooled over the rows.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::bench_rtn::quant_binary;
+use crate::plant;
+use crate::support::record::{Record, table, typed_command};
+use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
+
+/// Share of RTN's loss on planted outliers that AWQ must remove.
+const REMOVED: f64 = 0.4;
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Evaluation windows of a row
+    #[arg(long, default_value_t = 60)]
+    pub windows: usize,
+    /// Calibration windows
+    #[arg(long, default_value_t = 32)]
+    pub samples: usize,
+    /// Measure this program instead of building ours
+    #[arg(long)]
+    pub quant: Option<PathBuf>,
+    /// Fail when a claim does not hold
+    #[arg(long)]
+    pub check: bool,
+}
+
+/// A row of the tables.
+struct Row {
+    model: &'static str,
+    calibration: &'static str,
+    evaluation: &'static str,
+    window: usize,
+    group: &'static str,
+    /// Options that the group size needs on this model.
+    options: &'static [&'static str],
+}
+
+const BOOKS: (&str, &str, &str) = ("books-7m", "books_calib.txt", "books_valid.txt");
+const WIKI: (&str, &str, &str) = ("books-7m", "c4_calib.txt", "wiki.test.raw");
+const STORIES: (&str, &str, &str) =
+    ("tinystories-656k", "tinystories_calib.jsonl", "tinystories_valid.txt");
+const SMALL: (&str, &str, &str) = ("stories260k", "tinystories_calib.jsonl", "tinystories_valid.txt");
+
+const fn row(
+    (model, calibration, evaluation): (&'static str, &'static str, &'static str),
+    window: usize,
+    group: &'static str,
+    options: &'static [&'static str],
+) -> Row {
+    Row { model, calibration, evaluation, window, group, options }
+}
+
+const ROWS: [Row; 9] = [
+    row(BOOKS, 512, "32", &[]),
+    row(BOOKS, 512, "64", &[]),
+    row(BOOKS, 512, "128", &[]),
+    row(WIKI, 512, "128", &[]),
+    row(STORIES, 512, "32", &[]),
+    row(STORIES, 512, "64", &[]),
+    row(STORIES, 512, "128", &[]),
+    row(SMALL, 256, "channel", &[]),
+    // 172 columns divide by no group.
+    row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
+];
+
+/// What a method does to a row.
+struct Outcome {
+    float: f64,
+    perplexity: f64,
+    kl: f64,
+    kl_error: f64,
+    tokens: f64,
+}
+
+/// Measures and writes the record.
+pub fn run(args: &Args) -> Result<()> {
+    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let quant = quant_binary(args.quant.as_deref())?;
+    let scratch = target_dir().join("quality");
+    std::fs::create_dir_all(&scratch)?;
+    let mut body = String::new();
+    let mut csv = vec!["outliers,bits,model,evaluation,group,method,float,perplexity,kl,kl_se".to_owned()];
+    let mut broken = Vec::new();
+    for (planted, bits) in [(false, 4), (false, 3), (true, 4), (true, 3)] {
+        let mut rows = Vec::new();
+        let mut kl = [0.0; 2];
+        let mut lost = [0.0; 2];
+        let mut tokens = 0.0;
+        for row in &ROWS {
+            let model = if planted { plant_model(&data, row.model)? } else { data.join("models").join(row.model) };
+            let mut cells = vec![row.model.to_owned(), row.evaluation.to_owned(), row.group.to_owned()];
+            for (i, method) in ["rtn", "awq"].into_iter().enumerate() {
+                let out = scratch.join("out");
+                remove_dir(&out)?;
+                let o = measure(args, &quant, &data, row, &model, method, bits, &out)?;
+                if i == 0 {
+                    cells.push(format!("{:.3}", o.float));
+                    tokens += o.tokens;
+                }
+                kl[i] += o.kl * o.tokens;
+                lost[i] += (o.perplexity / o.float).ln() * o.tokens;
+                cells.push(format!("{:.3}", o.perplexity));
+                cells.push(format!("{:.5} ± {:.5}", o.kl, o.kl_error));
+                let kind = if planted { "planted" } else { "none" };
+                csv.push(format!(
+                    "{kind},{bits},{},{},{},{method},{},{},{},{}",
+                    row.model, row.evaluation, row.group, o.float, o.perplexity, o.kl, o.kl_error
+                ));
+            }
+            println!("{}", cells.join("  "));
+            rows.push(cells);
+        }
+        let [rtn, awq] = kl.map(|k| k / tokens);
+        let removed = 1.0 - lost[1] / lost[0];
+        let title = if planted { "planted outliers" } else { "as they are" };
+        let header = ["model", "text", "group", "float", "RTN", "RTN KL", "AWQ", "AWQ KL"];
+        body += &format!("## {bits} bits, models {title}\n\n{}\n", table(&header, &rows));
+        body += &format!(
+            "Pooled over {tokens:.0} tokens: mean KL {rtn:.5} (RTN), {awq:.5} (AWQ); log-perplexity lost \
+             {:.5} (RTN), {:.5} (AWQ), of which AWQ removes {:.0} %.\n\n",
+            lost[0] / tokens,
+            lost[1] / tokens,
+            100.0 * removed
+        );
+        if !planted && bits == 3 && awq >= rtn {
+            broken.push(format!("3 bits: AWQ's pooled KL {awq:.5} is not below RTN's {rtn:.5}"));
+        }
+        if planted && bits == 4 && removed < REMOVED {
+            broken.push(format!("planted outliers: AWQ removes {:.0} % of RTN's loss", 100.0 * removed));
+        }
+    }
+    let record = Record {
+        benchmark: "quality",
+        title: "RTN and AWQ on the real models".into(),
+        command: typed_command(),
+        body: format!(
+            "Symmetric grids; {} calibration windows and {} evaluation windows of 512 tokens (256 on \
+             stories260k); embeddings and head float. KL to float over the full vocabulary in nats a \
+             token, ± its standard error over windows. Planted: 4 channels of every norm times 32, the \
+             columns that read them divided by 32.\n\n{body}",
+            args.samples, args.windows
+        ),
+        csv,
+    };
+    println!("recorded in {}", record.write()?.display());
+    if args.check && !broken.is_empty() {
+        bail!("{}", broken.join("; "));
+    }
+    broken.iter().for_each(|b| println!("does not hold: {b}"));
+    Ok(())
+}
+
+/// The planted copy of a model, made once.
+fn plant_model(data: &Path, name: &str) -> Result<PathBuf> {
+    let out = target_dir().join("planted").join(name);
+    if !out.is_dir() {
+        std::fs::create_dir_all(target_dir().join("planted"))?;
+        let model = data.join("models").join(name);
+        plant::plant(&plant::Args { model, out: out.clone(), channels: 4, factor: 32, seed: 0 })?;
+    }
+    Ok(out)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn measure(
+    args: &Args,
+    quant: &Path,
+    data: &Path,
+    row: &Row,
+    model: &Path,
+    method: &str,
+    bits: u32,
+    out: &Path,
+) -> Result<Outcome> {
+    let text = |name: &str| data.join("text").join(name);
+    let scheme = format!("w{bits}a16");
+    let mut command = Command::new(quant);
+    command.arg("quantize").arg(model).arg("-o").arg(out).args(["--quiet", "--method", method]);
+    command.args(["--scheme", &scheme, "--group-size", row.group]);
+    command.args(row.options.iter().map(|o| o.replace("BITS", &scheme)));
+    command.arg("--calibration").arg(text(row.calibration));
+    command.args(["--samples", &args.samples.to_string(), "--seq-len", &row.window.to_string()]);
+    output(&mut command)?;
+
+    let mut command = Command::new(quant);
+    command.arg("eval").arg(out).arg("--reference").arg(model).args(["--quiet", "--json", "--text"]);
+    command.arg(text(row.evaluation));
+    command.args(["--window", &row.window.to_string(), "--windows", &args.windows.to_string()]);
+    let result: Value = serde_json::from_str(&output(&mut command)?)?;
+    let number = |path: &str| {
+        let value = result.pointer(path).and_then(Value::as_f64);
+        value.with_context(|| format!("`quant eval --json` gives no {path}"))
+    };
+    let outcome = Outcome {
+        float: number("/reference/perplexity/mean")?,
+        perplexity: number("/model/perplexity/mean")?,
+        kl: number("/kl/mean")?,
+        kl_error: number("/kl/standard_error")?,
+        tokens: number("/model/tokens_scored")?,
+    };
+    ensure!(outcome.perplexity.is_finite() && outcome.kl.is_finite(), "{model:?}: not finite");
+    Ok(outcome)
+}
