@@ -1,0 +1,75 @@
+//! Bytes that must not change unless someone means it: hashes of what rounding to nearest makes of
+//! the demo model, and of what `plan` says of it, kept in `tests/goldens/`.
+//!
+//! A change that means to alter them runs `QUANT_BLESS=1 cargo test -p quant-tests --test goldens`
+//! and commits the difference. AWQ has no goldens: its search runs in `f32`, whose sums differ in
+//! the last bits between instruction sets; that its bytes do not depend on threads or runs is
+//! checked in `end_to_end.rs`. Rounding to nearest is exact everywhere.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use quant_tests::files::{hashes, sha256};
+use quant_tests::program::quant;
+use quant_tests::{args, demo_model, workspace_root};
+
+/// Set to anything, it makes the tests write their goldens instead of comparing them.
+const BLESS: &str = "QUANT_BLESS";
+
+fn golden_path(name: &str) -> PathBuf {
+    workspace_root().join("tests/goldens").join(format!("{name}.txt"))
+}
+
+/// Compares lines of `hash  name` with the golden file, or writes it.
+#[track_caller]
+fn check(name: &str, found: &str) {
+    let path = golden_path(name);
+    if std::env::var_os(BLESS).is_some() {
+        std::fs::write(path, found).unwrap();
+        return;
+    }
+    let golden = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    assert_eq!(found, golden, "{name}: if this is meant, run again with {BLESS}=1");
+}
+
+#[test]
+fn rounding_to_nearest() {
+    for scheme in ["w4a16-g128-sym", "w3a16-g64-asym", "w8a16-channel-sym"] {
+        let scratch = tempfile::tempdir().unwrap();
+        let out = scratch.path().join("out");
+        quant(args!["quantize", demo_model(), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
+        let files = hashes(&out);
+        let of = |name: &str| format!("{}  {name}\n", files[name]);
+        check(scheme, &["model.safetensors", "config.json", "quant_report.json"].map(of).concat());
+    }
+}
+
+#[test]
+fn plans() {
+    let cases: [(&str, &[&str]); 3] = [
+        ("default", &[]),
+        ("w3a16-g64-asym", &["--method", "rtn", "--scheme", "w3a16-g64-asym"]),
+        ("mixed", &["--override", "down_proj=w8a16-g32", "--ignore", "*.layers.0.*"]),
+    ];
+    let lines = cases.map(|(name, options)| {
+        let arguments = args!["plan", demo_model(), "--json"];
+        let run = quant(arguments.into_iter().chain(options.iter().map(OsString::from))).succeeded();
+        format!("{}  {name}\n", sha256(run.stdout.as_bytes()))
+    });
+    check("plans", &lines.concat());
+}
+
+/// The hashes above say that something changed, not what: these numbers say whether it matters.
+#[test]
+fn sizes() {
+    let mut found = String::new();
+    for scheme in ["w3a16-g64-asym", "w4a16-g32-sym", "w4a16-g128-sym", "w8a16-channel-asym"] {
+        let plan = quant(args!["plan", demo_model(), "--scheme", scheme, "--json"]).json();
+        found.push_str(&format!(
+            "{scheme} {} {:.4}\n",
+            plan["output_bytes"],
+            plan["bits_per_quantized_weight"].as_f64().unwrap()
+        ));
+    }
+    check("sizes", &found);
+}

@@ -1,0 +1,84 @@
+//! NaN and infinity in a checkpoint: exit code 6, and tensor, count and first position are named.
+
+use quant_tests::args;
+use quant_tests::models::{RawTensor, TinyLlama};
+use quant_tests::program::quant;
+use quant_tests::refusal::{check_message, refuses_to_quantize};
+
+const WEIGHTS: &str = "model.safetensors";
+const RTN: [&str; 4] = ["--method", "rtn", "--scheme", "w4a16-g32"];
+const AWQ: [&str; 8] = ["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"];
+
+/// Values that are not finite: tensor, count and first position are named, in quantizing with and
+/// without a forward pass.
+#[test]
+fn values_that_are_not_finite() {
+    let poisoned = |name: &str, places: &[(usize, f32)]| {
+        let model = tempfile::tempdir().unwrap();
+        let mut tensors = TinyLlama::default().tensors();
+        let tensor: &mut RawTensor = tensors.iter_mut().find(|t| t.name == name).unwrap();
+        places.iter().for_each(|&(at, value)| tensor.set_f16(at, value));
+        TinyLlama::default().write_with(model.path(), &tensors);
+        model
+    };
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    for (name, places, says) in [
+        (
+            "model.layers.1.mlp.down_proj.weight",
+            vec![(3, nan), (500, nan)],
+            "2 non-finite value(s), the first at index 3",
+        ),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            vec![(77, -inf)],
+            "1 non-finite value(s), the first at index 77",
+        ),
+        (
+            "model.layers.0.post_attention_layernorm.weight",
+            vec![(5, inf), (6, nan)],
+            "2 non-finite value(s), the first at index 5",
+        ),
+        ("model.norm.weight", vec![(63, nan)], "1 non-finite value(s), the first at index 63"),
+        // Row 32, the space, stands in every text; row 255 in none.
+        (
+            "model.embed_tokens.weight",
+            vec![(32 * 64 + 7, nan), (255 * 64, inf)],
+            "2 non-finite value(s), the first at index 2055",
+        ),
+        ("lm_head.weight", vec![(0, inf)], "1 non-finite value(s), the first at index 0"),
+    ] {
+        let model = poisoned(name, &places);
+        let says = [WEIGHTS, &format!("tensor `{name}`"), says];
+        refuses_to_quantize(name, model.path(), &RTN, 6, &says);
+        refuses_to_quantize(name, model.path(), &AWQ, 6, &says);
+        let run = quant(args![
+            "eval",
+            model.path(),
+            "--text",
+            "builtin-heldout",
+            "--window",
+            "64",
+            "--windows",
+            "1"
+        ]);
+        check_message(name, &run, 6, &says);
+        // Headers alone cannot tell.
+        quant(args!["plan", model.path(), "--group-size", "32"]).succeeded();
+    }
+}
+
+/// The count is the whole tensor's, also where the tensor is streamed in pieces.
+#[test]
+fn values_that_are_not_finite_in_a_large_tensor() {
+    let large = TinyLlama { vocab: 80_000, layers: 1, ..TinyLlama::default() };
+    let mut tensors = large.tensors();
+    let last = 80_000 * 64 - 1;
+    for at in [1, 70_000 * 64, last] {
+        tensors[0].set_f16(at, f32::NAN);
+    }
+    let model = tempfile::tempdir().unwrap();
+    large.write_with(model.path(), &tensors);
+    let says = ["`model.embed_tokens.weight`", "3 non-finite value(s), the first at index 1"];
+    refuses_to_quantize("a large embedding", model.path(), &RTN, 6, &says);
+    refuses_to_quantize("a large embedding", model.path(), &AWQ, 6, &says);
+}

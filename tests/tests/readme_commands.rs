@@ -1,0 +1,152 @@
+//! The documents' commands are run, and their options compared with the program's, so that neither
+//! can drift from the other.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use quant_tests::models::TinyLlama;
+use quant_tests::program::quant;
+use quant_tests::{args, workspace_root};
+
+fn document(name: &str) -> String {
+    std::fs::read_to_string(workspace_root().join(name)).unwrap()
+}
+
+/// The commands of a document's `console` blocks, without prompt and comment.
+fn commands(text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut in_block = false;
+    for line in text.lines() {
+        if line.starts_with("```") {
+            in_block = line == "```console";
+        } else if let Some(command) = line.strip_prefix("$ ").filter(|_| in_block) {
+            found.push(command.split(" #").next().unwrap_or_default().trim().to_owned());
+        }
+    }
+    found
+}
+
+/// What stands behind a placeholder of the documents in a test.
+fn substitute(word: &str, scratch: &Path) -> String {
+    let name = match word {
+        "MODEL" => "model",
+        "OUT" => "out",
+        "FILE" => "text.txt",
+        other => return other.to_owned(),
+    };
+    scratch.join(name).to_string_lossy().into_owned()
+}
+
+/// A model that the default scheme fits, and a text that fills the default window.
+fn prepare(scratch: &Path) {
+    let model = TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() };
+    model.write(&scratch.join("model"));
+    std::fs::write(scratch.join("text.txt"), "All work and no play. ".repeat(200)).unwrap();
+}
+
+#[test]
+fn the_readme_s_commands_run() {
+    let scratch = tempfile::tempdir().unwrap();
+    prepare(scratch.path());
+    let all = commands(&document("README.md"));
+    assert_eq!(all[..2], ["cargo run --release -- demo", "cargo test --workspace"], "the first screen");
+    let mut verbs = BTreeSet::new();
+    for command in &all {
+        let words: Vec<String> = command.split(' ').map(|w| substitute(w, scratch.path())).collect();
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        match words[..] {
+            // The program that `cargo run` would run, on fewer windows.
+            ["cargo", "run", "--release", "--", "demo"] => {
+                let run = quant(args!["demo", "--quick"]).succeeded();
+                for row in ["float (f16)", "rtn ", "awq "] {
+                    assert!(run.stdout.contains(row), "no row `{row}`: {run}");
+                }
+                verbs.insert("demo".to_owned());
+            }
+            // This very run.
+            ["cargo", "test", "--workspace"] => {}
+            ["quant", verb, ..] => {
+                let run = quant(&words[1..]).succeeded();
+                assert!(!run.stdout.is_empty(), "{run}");
+                verbs.insert(verb.to_owned());
+            }
+            _ => panic!("README.md: nothing here knows how to run `{command}`"),
+        }
+    }
+    assert_eq!(verbs, BTreeSet::from(["demo", "eval", "plan", "quantize"].map(str::to_owned)));
+    assert!(scratch.path().join("out/quant_manifest.json").is_file());
+}
+
+/// All `--flags` in a text.
+fn flags(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
+    let is_flag = |w: &&str| w.len() > 3 && w.starts_with("--") && !w[2..].starts_with('-');
+    words.filter(is_flag).map(str::to_owned).collect()
+}
+
+/// The flags that begin a line of `quant VERB --help`.
+fn flags_of(verb: &str) -> BTreeSet<String> {
+    let help = quant(args![verb, "--help"]).succeeded().stdout;
+    let own = help.lines().filter(|l| l.trim_start().starts_with('-'));
+    let names = own.flat_map(|l| l.split_whitespace().take_while(|w| w.starts_with('-')).map(str::to_owned));
+    let long = names.flat_map(|n| flags(&n)).filter(|f| f != "--help");
+    long.collect()
+}
+
+/// The flags that every verb takes stand in a section of their own.
+#[test]
+fn the_options_of_every_verb_are_documented() {
+    let text = document("docs/cli.md");
+    let section = |title: &str| {
+        let start = text.find(&format!("\n## {title}\n")).unwrap_or_else(|| panic!("no section `{title}`"));
+        let body = &text[start + 4 + title.len()..];
+        body[..body.find("\n## ").unwrap_or(body.len())].to_owned()
+    };
+    let common = flags(&section("For every verb"));
+    assert_eq!(common, BTreeSet::from(["--quiet", "--threads"].map(str::to_owned)));
+    for verb in ["demo", "plan", "quantize", "eval", "inspect", "bench", "completions"] {
+        let body = section(verb);
+        let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{verb}`"));
+        let documented: BTreeSet<String> = flags(usage).union(&common).cloned().collect();
+        assert_eq!(documented, flags_of(verb), "docs/cli.md and `quant {verb} --help` differ");
+        // Nor does the text speak of what there is not.
+        let unknown: Vec<_> = flags(&body).difference(&documented).cloned().collect();
+        assert!(unknown.is_empty(), "docs/cli.md, {verb}: {unknown:?}");
+    }
+}
+
+#[test]
+fn the_options_in_the_readme_exist() {
+    let all = flags_of("quantize");
+    let text = document("README.md");
+    let table: String = text.lines().filter(|l| l.starts_with("| `--")).collect();
+    let named = flags(&table);
+    assert!(named.len() >= 6 && named.is_subset(&all), "{named:?}");
+    // And so do the values that it gives them.
+    let model = tempfile::tempdir().unwrap();
+    TinyLlama { hidden: 128, intermediate: 256, heads: 4, ..TinyLlama::default() }.write(model.path());
+    for line in text.lines().filter(|l| l.starts_with("| `--") && !l.contains("`--ignore`")) {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let option = cells[1].trim_matches('`');
+        for value in cells[2].split('`').skip(1).step_by(2) {
+            let value = if value.starts_with('-') { format!("w4a16{value}") } else { value.to_owned() };
+            quant(args!["plan", model.path(), option, &value]).succeeded();
+        }
+    }
+}
+
+/// Exit codes are promised in two places: the document's are all that the program's help lists,
+/// and those that belong to gates, which are not built yet.
+#[test]
+fn the_exit_codes_agree() {
+    let first_number = |cell: &str| cell.trim().parse::<u8>().ok();
+    let text = document("docs/cli.md");
+    let documented: BTreeSet<u8> =
+        text.lines().filter_map(|l| first_number(l.strip_prefix('|')?.split('|').next()?)).collect();
+    let help = quant(args!["--help"]).succeeded().stdout;
+    let (_, codes) = help.split_once("Exit codes:").unwrap();
+    let told: BTreeSet<u8> =
+        codes.lines().filter_map(|l| first_number(l.split_whitespace().next()?)).collect();
+    assert_eq!(told, BTreeSet::from([0, 2, 4, 5, 6, 70, 75]));
+    assert_eq!(documented, told.union(&BTreeSet::from([1, 3])).copied().collect());
+}
