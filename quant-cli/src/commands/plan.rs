@@ -1,5 +1,6 @@
 //! `quant plan MODEL`: what would happen to every tensor.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use quant_core::Result;
@@ -130,26 +131,26 @@ fn text(plan: &Plan, peak: u64, all: bool) -> String {
             bytes(after),
         ]
     };
-    let mut rows: Vec<Vec<String>> = Vec::new();
+    // One line a kind, in the order in which the kinds first appear.
     let mut kinds: Vec<(String, &PlanEntry, u64, u64, u64)> = Vec::new();
+    let mut places = HashMap::new();
     for entry in &plan.entries {
         let name = if all { entry.tensor.clone() } else { kind(&entry.tensor) };
         let (before, after) = (entry.info.byte_len(), entry.output_bytes());
-        let same = |k: &&mut (String, &PlanEntry, u64, u64, u64)| {
-            k.0 == name && k.1.info == entry.info && outcome(&k.1.action) == outcome(&entry.action)
-        };
-        match kinds.iter_mut().find(same) {
-            Some(kind) => {
-                kind.2 += 1;
-                kind.3 += before;
-                kind.4 += after;
-            }
-            None => kinds.push((name, entry, 1, before, after)),
+        let key = (name.clone(), entry.info.dtype, &entry.info.shape, outcome(&entry.action));
+        let place = *places.entry(key).or_insert(kinds.len());
+        if place == kinds.len() {
+            kinds.push((name, entry, 0, 0, 0));
         }
+        let kind = &mut kinds[place];
+        kind.2 += 1;
+        kind.3 += before;
+        kind.4 += after;
     }
-    for (name, entry, count, before, after) in kinds {
-        rows.push(row(name, entry, count, before, after));
-    }
+    let rows: Vec<_> = kinds
+        .into_iter()
+        .map(|(name, entry, count, before, after)| row(name, entry, count, before, after))
+        .collect();
     let mut text = table(&header, &rows);
     text.push('\n');
     for s in &plan.selectors {

@@ -69,7 +69,7 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
         let rewrite = match (&mut hidden, layer) {
             // Past the last block that is left to do, hidden states are of no use.
             (Some(batch), Some(layer)) if Some(layer) <= last_incomplete => {
-                batch.block(job, layer, is_complete(entries, sink), Some(layer) < last_incomplete)?
+                batch.block(job, layer, entries, is_complete(entries, sink), Some(layer) < last_incomplete)?
             }
             _ => Rewrite::default(),
         };
@@ -86,7 +86,7 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
 
 /// The entries before the blocks, of each block, and after them.
 fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
-    let layer_of = |entry: &PlanEntry| plan.layer_of(entry);
+    let layer_of = |entry: &PlanEntry| entry.layer;
     let first = plan.entries.iter().position(|e| layer_of(e).is_some()).unwrap_or(plan.entries.len());
     let mut spans = vec![0..first];
     let mut at = first;
@@ -114,7 +114,14 @@ struct Batch {
 
 impl Batch {
     /// Searches block `layer` unless its result is there already, and moves on to the next one.
-    fn block(&mut self, job: &Job<'_>, layer: usize, complete: bool, advance: bool) -> Result<Rewrite> {
+    fn block(
+        &mut self,
+        job: &Job<'_>,
+        layer: usize,
+        entries: &[PlanEntry],
+        complete: bool,
+        advance: bool,
+    ) -> Result<Rewrite> {
         let block = job.model.block(layer, &self.rope)?;
         let mut rewrite = Rewrite::default();
         if !complete {
@@ -123,7 +130,7 @@ impl Batch {
                 prefix: &prefix,
                 block: &block,
                 hidden: &self.states,
-                grids: &grids(job.plan, layer),
+                grids: &grids(entries),
                 norm_dtypes: &norm_dtypes(job.model, layer)?,
                 cancel: job.cancel,
             };
@@ -136,14 +143,12 @@ impl Batch {
     }
 }
 
-fn grids(plan: &Plan, wanted: usize) -> BTreeMap<NodeId, Grid> {
+fn grids(entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
     let of = |entry: &PlanEntry| match entry.action {
-        Action::Quantize { layer, node, scheme, scale_dtype, .. } if layer == wanted => {
-            Some((node, Grid { scheme, scale_dtype }))
-        }
+        Action::Quantize { node, scheme, scale_dtype, .. } => Some((node, Grid { scheme, scale_dtype })),
         _ => None,
     };
-    plan.entries.iter().filter_map(of).collect()
+    entries.iter().filter_map(of).collect()
 }
 
 fn norm_dtypes(model: &Model, layer: usize) -> Result<BTreeMap<NodeId, crate::checkpoint::Dtype>> {

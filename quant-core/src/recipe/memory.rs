@@ -34,8 +34,7 @@ impl Plan {
     fn search(&self, model: &Model) -> u64 {
         let architecture = model.architecture();
         let tokens = (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64);
-        let block: u64 =
-            self.entries.iter().filter(|e| self.layer_of(e) == Some(0)).map(|e| e.info.byte_len()).sum();
+        let block: u64 = self.entries.iter().filter(|e| e.layer == Some(0)).map(|e| e.info.byte_len()).sum();
         let graph = &architecture.block;
         let width = |id: usize| match &graph.nodes()[id].op {
             Op::Linear { shape, .. } => shape.map(|s| s as u64),

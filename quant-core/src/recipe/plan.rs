@@ -41,6 +41,8 @@ pub enum Action {
 pub struct PlanEntry {
     /// Its name in the input.
     pub tensor: String,
+    /// The block it belongs to.
+    pub layer: Option<usize>,
     /// Its type and shape in the input.
     pub info: TensorInfo,
     /// What happens to it.
@@ -84,8 +86,6 @@ pub struct Plan {
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
     pub float_modules: Vec<String>,
-    /// What the names of each block's tensors begin with.
-    block_prefixes: Vec<String>,
 }
 
 impl Plan {
@@ -135,7 +135,7 @@ impl Plan {
                     (action, same)
                 }
             };
-            entries.push(PlanEntry { tensor, info, action, outputs });
+            entries.push(PlanEntry { tensor, layer: Some(layer), info, action, outputs });
         }
         if !offenders.is_empty() {
             return Err(Error::GroupSizeDoesNotDivide(offenders));
@@ -151,7 +151,6 @@ impl Plan {
             entries,
             selectors,
             float_modules,
-            block_prefixes: (0..architecture.layers).map(|l| architecture.in_block(l, "")).collect(),
         };
         plan.add_float_tensors(model, &folds)?;
         plan.sort(model);
@@ -187,7 +186,8 @@ impl Plan {
                 None => Action::Copy,
             };
             let outputs = vec![TensorSpec { name: name.to_owned(), info: info.clone() }];
-            self.entries.push(PlanEntry { tensor: name.to_owned(), info, action, outputs });
+            let layer = architecture.layer_of(name);
+            self.entries.push(PlanEntry { tensor: name.to_owned(), layer, info, action, outputs });
         }
         Ok(())
     }
@@ -196,15 +196,13 @@ impl Plan {
     /// finds each block in one place.
     fn sort(&mut self, model: &Model) {
         let embedding = model.embedding_name();
-        let place = |entry: &PlanEntry| match self.layer_of(entry) {
+        let layers = model.architecture().layers;
+        let place = |entry: &PlanEntry| match entry.layer {
             Some(index) => index + 1,
             None if entry.tensor == embedding => 0,
-            None => self.block_prefixes.len() + 1,
+            None => layers + 1,
         };
-        let mut entries: Vec<_> =
-            self.entries.iter().cloned().map(|e| ((place(&e), e.tensor.clone()), e)).collect();
-        entries.sort_by(|a, b| a.0.cmp(&b.0));
-        self.entries = entries.into_iter().map(|(_, e)| e).collect();
+        self.entries.sort_by(|a, b| (place(a), &a.tensor).cmp(&(place(b), &b.tensor)));
     }
 
     /// Every tensor that will be written, in order.
@@ -228,11 +226,6 @@ impl Plan {
         let weights: usize = quantized().map(|e| e.info.elements()).sum();
         let bytes: u64 = quantized().map(PlanEntry::output_bytes).sum();
         bytes as f64 * 8.0 / weights.max(1) as f64
-    }
-
-    /// The block that an entry belongs to.
-    pub fn layer_of(&self, entry: &PlanEntry) -> Option<usize> {
-        self.block_prefixes.iter().position(|p| entry.tensor.starts_with(p.as_str()))
     }
 
     /// The schemes of all modules, as a container's configuration needs them.

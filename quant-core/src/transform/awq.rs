@@ -122,6 +122,7 @@ fn search_scales(
             reason: "no candidate scale gives a finite output".into(),
         });
     }
+    tracing::debug!(producer, ratio = best.1, error_before, error_after = best.0, "scales chosen");
     let record = FoldRecord {
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),

@@ -62,6 +62,7 @@ pub(super) fn search(
         before += part.before;
         after += part.after;
     }
+    tracing::debug!(module, clipped, groups = bounds.len(), "ranges chosen");
     let count = (n * groups * input.rows().max(1)) as f64;
     let record = ClipRecord {
         module,

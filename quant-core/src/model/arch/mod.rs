@@ -53,6 +53,15 @@ impl Architecture {
     pub fn in_block(&self, index: usize, name: &str) -> String {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
     }
+
+    /// The block that a tensor belongs to, by its name.
+    pub fn layer_of(&self, tensor: &str) -> Option<usize> {
+        let (before, after) = self.block_prefix.split_once("{}")?;
+        let (index, _) = tensor.strip_prefix(before)?.split_once(after)?;
+        // `07` and `+7` parse as 7, but no tensor of a block is called so.
+        let layer = index.parse().ok().filter(|l: &usize| *l < self.layers && l.to_string() == index)?;
+        Some(layer)
+    }
 }
 
 /// A family this version can read.
