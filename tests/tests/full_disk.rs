@@ -6,7 +6,7 @@ use std::process::Command;
 
 use quant_tests::files::{hashes, snapshot};
 use quant_tests::models::write_cut_demo_model;
-use quant_tests::program::{Running, SmallDisk, can_mount, command, program, quant};
+use quant_tests::program::{Running, Signal, SmallDisk, can_mount, command, program, quant};
 use quant_tests::refusal::{check_message, job_of, old_checkpoint};
 use quant_tests::{args, demo_model, skip};
 
@@ -52,7 +52,9 @@ fn a_disk_that_is_full_at_the_end() {
         return skip("no file system can be mounted here");
     }
     let point = tempfile::tempdir().unwrap();
-    let weights = 6_649_696;
+    let elsewhere = tempfile::tempdir().unwrap();
+    quant(quantize(&demo_model(), &elsewhere.path().join("out"), &RTN)).succeeded();
+    let weights = elsewhere.path().join("out/model.safetensors").metadata().unwrap().len();
     let disk = small_disk(point.path(), weights + weights / 50 + 32 * 1024);
     let before = hashes(&disk.path().join("old"));
     let out = disk.path().join("old");
@@ -84,7 +86,9 @@ fn a_disk_that_fills_up_meanwhile() {
     let begun =
         || std::fs::read_to_string(&journal).is_ok_and(|j| j.contains("\"tensor\":\"model.layers.0."));
     assert!(run.wait_until(begun), "{}", run.wait());
+    run.signal(Signal::STOP);
     let filler = disk.fill();
+    run.signal(Signal::CONT);
     let run = run.wait();
     check_message(
         "filled up",

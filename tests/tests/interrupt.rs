@@ -16,21 +16,61 @@ use tempfile::TempDir;
 /// A search that lasts seconds, block by block.
 const AWQ: [&str; 4] = ["--samples", "2", "--seq-len", "128"];
 
-/// The model that all tests here quantize, and what becomes of it when nothing disturbs.
-struct Undisturbed {
-    _scratch: TempDir,
+/// A model of three blocks, and room for what becomes of it; each test has its own.
+struct Bench {
+    scratch: TempDir,
     model: PathBuf,
-    files: BTreeMap<String, String>,
 }
 
-fn undisturbed() -> &'static Undisturbed {
-    static ONCE: OnceLock<Undisturbed> = OnceLock::new();
-    ONCE.get_or_init(|| {
+impl Bench {
+    fn new() -> Self {
         let scratch = tempfile::tempdir().unwrap();
-        let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
+        let model = scratch.path().join("model");
         write_cut_demo_model(&model, 3);
-        quant(quantize(&model, &out, &AWQ)).succeeded();
-        Undisturbed { model, files: hashes(&out), _scratch: scratch }
+        Self { scratch, model }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    /// A run that has finished a block and works on the next one.
+    fn midway(&self, out: &Path, options: &[&str]) -> Running {
+        let mut run = Running::start(command(quantize(&self.model, out, options)));
+        let journal = job_of(out).join("journal.jsonl");
+        let block_done = || {
+            let text = std::fs::read_to_string(&journal).unwrap_or_default();
+            text.contains("\"tensor\":\"model.layers.0.self_attn.v_proj.weight_packed\"")
+        };
+        if !run.wait_until(block_done) {
+            panic!("ended before a block was finished: {}", run.wait());
+        }
+        run
+    }
+
+    fn resume(&self, out: &Path, options: &[&str]) -> Run {
+        quant(quantize(&self.model, out, &[options, &["--resume"]].concat()))
+    }
+
+    #[track_caller]
+    fn assert_resumes(&self, out: &Path, options: &[&str]) {
+        let run = self.resume(out, options).succeeded();
+        let note = run.stderr.lines().find_map(|l| l.strip_prefix("note: resumed: "));
+        let note = note.unwrap_or_else(|| panic!("not resumed: {run}"));
+        let complete: usize = note.split(' ').next().unwrap().parse().unwrap();
+        assert!(complete > 10, "a block's tensors were complete: {run}");
+        assert_eq!(&hashes(out), undisturbed());
+        assert!(!job_of(out).exists());
+    }
+}
+
+/// The files that such a model becomes when nothing disturbs.
+fn undisturbed() -> &'static BTreeMap<String, String> {
+    static ONCE: OnceLock<BTreeMap<String, String>> = OnceLock::new();
+    ONCE.get_or_init(|| {
+        let bench = Bench::new();
+        quant(quantize(&bench.model, &bench.at("out"), &AWQ)).succeeded();
+        hashes(&bench.at("out"))
     })
 }
 
@@ -40,45 +80,18 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
     arguments
 }
 
-/// A run that has finished a block and works on the next one.
-fn midway(out: &Path, options: &[&str]) -> Running {
-    let mut run = Running::start(command(quantize(&undisturbed().model, out, options)));
-    let journal = job_of(out).join("journal.jsonl");
-    let block_done = || {
-        let text = std::fs::read_to_string(&journal).unwrap_or_default();
-        text.contains("\"tensor\":\"model.layers.0.self_attn.v_proj.weight_packed\"")
-    };
-    assert!(run.wait_until(block_done), "{}", run.wait());
-    run
-}
-
-fn resume(out: &Path, options: &[&str]) -> Run {
-    quant(quantize(&undisturbed().model, out, &[options, &["--resume"]].concat()))
-}
-
-#[track_caller]
-fn assert_resumes(out: &Path, options: &[&str]) {
-    let run = resume(out, options).succeeded();
-    let note =
-        run.stderr.lines().find(|l| l.starts_with("note: resumed: ")).unwrap_or_else(|| panic!("{run}"));
-    let complete: usize = note["note: resumed: ".len()..].split(' ').next().unwrap().parse().unwrap();
-    assert!(complete > 10, "a block's tensors were complete: {run}");
-    assert_eq!(hashes(out), undisturbed().files);
-    assert!(!job_of(out).exists());
-}
-
 #[test]
 fn each_signal_stops_where_nothing_is_lost() {
     for (signal, force) in [(Signal::INT, false), (Signal::TERM, true), (Signal::HUP, false)] {
-        let scratch = tempfile::tempdir().unwrap();
-        let out = scratch.path().join("out");
+        let bench = Bench::new();
+        let out = bench.at("out");
         let mut options = AWQ.to_vec();
         if force {
             old_checkpoint(&out);
             options.push("--force");
         }
         let before = out.exists().then(|| snapshot(&out));
-        let run = midway(&out, &options);
+        let run = bench.midway(&out, &options);
         run.signal(signal);
         check_message("interrupted", &run.wait(), 75, &["interrupted", "--resume"]);
         assert_eq!(out.exists().then(|| snapshot(&out)), before, "{signal:?}");
@@ -99,7 +112,7 @@ fn each_signal_stops_where_nothing_is_lost() {
             ),
             (["--method", "rtn"], vec!["fingerprint.method: was \"awq\", is \"rtn\""]),
         ] {
-            let run = resume(&out, &[&options[..], &other].concat());
+            let run = bench.resume(&out, &[&options[..], &other].concat());
             check_message("other settings", &run, 2, &[&differs[..], &["without --resume"]].concat());
         }
         assert_eq!(out.exists().then(|| snapshot(&out)), before);
@@ -110,49 +123,46 @@ fn each_signal_stops_where_nothing_is_lost() {
         };
         assert_eq!(but_lock(kept), but_lock(left), "a refused run leaves the job as it was");
 
-        assert_resumes(&out, &options);
+        bench.assert_resumes(&out, &options);
     }
 }
 
 #[test]
 fn a_second_signal_ends_it_at_once() {
-    let scratch = tempfile::tempdir().unwrap();
-    let out = scratch.path().join("out");
-    // The first alone may have ended it before the second came: then once more.
-    let ended_at_once = (0..8).any(|_| {
-        let run = midway(&out, &AWQ);
-        run.signal(Signal::INT);
-        std::thread::sleep(std::time::Duration::from_millis(2));
-        run.signal(Signal::INT);
-        let run = run.wait();
-        assert!(!out.exists());
-        assert!(matches!(run.code(), Some(130 | 75)), "{run}");
-        run.code() == Some(130)
-    });
-    assert!(ended_at_once);
-    assert_resumes(&out, &AWQ);
+    let bench = Bench::new();
+    let out = bench.at("out");
+    let run = bench.midway(&out, &AWQ);
+    // Held up while they are sent, it finds two at once, and no time to stop because of the first.
+    run.signal(Signal::STOP);
+    run.signal(Signal::INT);
+    run.signal(Signal::TERM);
+    run.signal(Signal::CONT);
+    let run = run.wait();
+    assert!(matches!(run.code(), Some(130 | 143)), "{run}");
+    assert_eq!((run.stdout.as_str(), out.exists()), ("", false));
+    bench.assert_resumes(&out, &AWQ);
 }
 
 #[test]
 fn killed_midway() {
-    let scratch = tempfile::tempdir().unwrap();
+    let bench = Bench::new();
     for name in ["resumed", "anew"] {
-        let out = scratch.path().join(name);
-        let run = midway(&out, &AWQ);
+        let out = bench.at(name);
+        let run = bench.midway(&out, &AWQ);
         run.signal(Signal::KILL);
         assert_eq!(run.wait().code(), None);
         assert!(!out.exists() && job_of(&out).exists());
         if name == "resumed" {
-            // Even if the last line of the journal was torn, and a finished tensor damaged since.
+            // Even if the last line of the journal was torn.
             let journal = job_of(&out).join("journal.jsonl");
             let mut text = std::fs::read_to_string(&journal).unwrap();
             text.push_str("{\"tensor\":\"model.la");
             std::fs::write(journal, text).unwrap();
-            assert_resumes(&out, &AWQ);
+            bench.assert_resumes(&out, &AWQ);
         } else {
-            let run = quant(quantize(&undisturbed().model, &out, &AWQ)).succeeded();
+            let run = quant(quantize(&bench.model, &out, &AWQ)).succeeded();
             assert!(!run.stderr.contains("resumed"), "{run}");
-            assert_eq!(hashes(&out), undisturbed().files);
+            assert_eq!(&hashes(&out), undisturbed());
             assert!(!job_of(&out).exists());
         }
     }
@@ -161,9 +171,9 @@ fn killed_midway() {
 /// What was damaged between the runs is noticed and made again.
 #[test]
 fn a_job_that_was_damaged_meanwhile() {
-    let scratch = tempfile::tempdir().unwrap();
-    let out = scratch.path().join("out");
-    let run = midway(&out, &AWQ);
+    let bench = Bench::new();
+    let out = bench.at("out");
+    let run = bench.midway(&out, &AWQ);
     run.signal(Signal::KILL);
     run.wait();
     let weights = job_of(&out).join("out/model.safetensors");
@@ -173,34 +183,39 @@ fn a_job_that_was_damaged_meanwhile() {
     let place = header + bytes[header..].iter().position(|b| *b != 0).unwrap();
     bytes[place] ^= 1;
     std::fs::write(weights, bytes).unwrap();
-    let run = resume(&out, &AWQ).succeeded();
+    let run = bench.resume(&out, &AWQ).succeeded();
     assert!(run.stderr.contains("did not hold what the journal says and are written again"), "{run}");
-    assert_eq!(hashes(&out), undisturbed().files);
+    assert_eq!(&hashes(&out), undisturbed());
 }
 
 #[test]
 fn two_runs_on_one_output() {
-    let scratch = tempfile::tempdir().unwrap();
-    let out = scratch.path().join("out");
-    let first = midway(&out, &AWQ);
+    let bench = Bench::new();
+    let out = bench.at("out");
+    let first = bench.midway(&out, &AWQ);
     let holder = format!("process {}", first.id());
+    // Held up, so that it does not finish meanwhile.
+    first.signal(Signal::STOP);
     for options in [&AWQ[..], &["--method", "rtn"], &["--method", "rtn", "--force"]] {
-        let run = quant(quantize(&undisturbed().model, &out, options));
+        let run = quant(quantize(&bench.model, &out, options));
         check_message("the second", &run, 5, &["out.job", "another process", &holder]);
     }
+    first.signal(Signal::CONT);
     // The first one never noticed.
     let run = first.wait().succeeded();
     assert!(run.stderr.is_empty() || !run.stderr.contains("error"), "{run}");
-    assert_eq!(hashes(&out), undisturbed().files);
+    assert_eq!(&hashes(&out), undisturbed());
 }
 
 /// Without a block to finish, a run ends soon after its signal all the same.
 #[test]
 fn evaluation_and_measurement_stop_too() {
-    let model = &undisturbed().model;
-    let heldout = ["--text", "builtin-heldout", "--window", "512"].map(OsString::from);
+    let bench = Bench::new();
+    let (model, text) = (&bench.model, bench.at("long.txt"));
+    let line = "The kettle was on, the window was open, and nobody had yet thought of Monday.\n";
+    std::fs::write(&text, line.repeat(20_000)).unwrap();
     for arguments in [
-        args!["eval", model].into_iter().chain(heldout).collect::<Vec<_>>(),
+        args!["eval", model, "--text", &text, "--window", "512"],
         args!["bench", model, "--prefill", "64", "--decode", "100000"],
     ] {
         let run = Running::start(command(arguments));

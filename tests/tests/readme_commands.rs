@@ -41,7 +41,7 @@ fn substitute(word: &str, scratch: &Path) -> String {
 fn prepare(scratch: &Path) {
     let model = TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() };
     model.write(&scratch.join("model"));
-    std::fs::write(scratch.join("text.txt"), "All work and no play. ".repeat(200)).unwrap();
+    std::fs::write(scratch.join("text.txt"), "Rain in the morning. ".repeat(200)).unwrap();
 }
 
 #[test]
