@@ -80,7 +80,7 @@ fn split(text: &'static str) -> impl Iterator<Item = &'static str> {
     .filter(|document| !document.trim().is_empty())
 }
 
-/// A public text set that can be fetched from a hub.
+/// A public text set on a hub.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PublicSet {
@@ -98,7 +98,7 @@ pub struct PublicSet {
     pub field: String,
     /// The licence as the set's authors state it.
     pub licence: String,
-    /// SHA-256 of the file in lower-case hex; empty until the first download records it.
+    /// SHA-256 of the file in lower-case hex; empty until a file has been fetched and hashed.
     pub sha256: String,
 }
 

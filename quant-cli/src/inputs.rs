@@ -78,7 +78,8 @@ pub fn texts(source: &str) -> Result<(Vec<String>, PathBuf)> {
             what: format!("the text set `{source}`"),
             reason: "this build does not download".into(),
             remedy: format!(
-                "fetch {} of the data set {} yourself and give the file's path ({})",
+                "fetch {} of the data set {} yourself, unpack it to plain text or .jsonl, and give that file's path \
+                 (licence: {})",
                 set.file, set.hub_id, set.licence
             ),
         }),

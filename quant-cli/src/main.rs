@@ -35,8 +35,7 @@ fn main() -> ExitCode {
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    eprintln!("error: {error}");
-    eprintln!("  {}", error.remedy());
+    output::tell(&format!("error: {error}\n  {}", error.remedy()));
     ExitCode::from(error.category().exit_code())
 }
 

@@ -14,6 +14,11 @@ pub fn print(text: &str) -> Result<()> {
     written.map_err(|e| Error::io("write", "standard output", e))
 }
 
+/// Tells the user something on stderr. Nobody may be reading it; that must not stop the work.
+pub fn tell(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
 /// Whether a run ended because nobody reads its output any more.
 pub fn is_closed_pipe(error: &Error) -> bool {
     matches!(error, Error::Io { path, source, .. }
@@ -128,7 +133,7 @@ mod tests {
         ] {
             assert_eq!(bytes(count), text);
         }
-        assert_eq!(duration(3.14), "3.1 s");
+        assert_eq!(duration(3.12), "3.1 s");
         assert_eq!(duration(200.2), "3 min 20 s");
         assert_eq!(duration(7500.0), "2 h 5 min");
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use quant_core::{Event, Observer};
 
-use crate::output::duration;
+use crate::output::{duration, tell};
 
 /// Without a terminal, a line is printed at most this often.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
@@ -55,8 +55,8 @@ impl Progress {
         }
         let state = self.lock();
         match state.as_ref().and_then(|s| s.bar.as_ref()) {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+            Some(bar) => bar.suspend(|| tell(text)),
+            None => tell(text),
         }
     }
 
@@ -136,14 +136,14 @@ impl Stage {
         if mode == Mode::Lines && self.told.elapsed() >= LINE_INTERVAL && self.done < self.units {
             self.told = Instant::now();
             let left = elapsed / self.done as f64 * (self.units - self.done) as f64;
-            eprintln!(
+            tell(&format!(
                 "{}: {} {} of {}, {rate}{} left",
                 self.name,
                 self.unit,
                 self.done,
                 self.units,
                 duration(left)
-            );
+            ));
         }
     }
 }

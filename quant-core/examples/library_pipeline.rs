@@ -91,7 +91,7 @@ fn run(cancel: &CancelToken) -> Result<()> {
         Some(out) => {
             // A directory appears whole and verified, or not at all.
             refuse_overlap(&model_path, &out)?;
-            let fingerprint = pipeline::fingerprint(&job, directory.path());
+            let fingerprint = pipeline::fingerprint(&job, &directory);
             let options = WriteOptions { fingerprint, ..WriteOptions::default() };
             let mut writer = CheckpointWriter::create(&out, plan.outputs(), options)?;
             let report = pipeline::quantize(&job, &mut writer)?;

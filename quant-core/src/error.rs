@@ -377,7 +377,9 @@ impl Error {
             Self::MissingTensor { .. } | Self::TensorShape { .. } => {
                 "config.json and the weights must come from the same model; fetch both again".into()
             }
-            Self::TensorDtype { .. } => "convert the checkpoint to float32, float16 or bfloat16".into(),
+            Self::TensorDtype { .. } => {
+                "convert the checkpoint to float32, float16 or bfloat16, or fetch it again".into()
+            }
             Self::Config { .. } => "correct config.json, or fetch it again".into(),
             Self::UnknownArchitecture { known, .. } => {
                 format!("this version knows {}", known.join(", "))
@@ -409,7 +411,9 @@ impl Error {
             Self::Tensor(_) | Self::Internal(_) => {
                 "this is a bug: please report it with the command that led here".into()
             }
-            Self::Interrupted => "run the same command again with --resume to go on".into(),
+            Self::Interrupted => {
+                "run the same command again; `quant quantize` goes on where it stopped with --resume".into()
+            }
         }
     }
 }

@@ -198,7 +198,7 @@ fn texts() {
         model.path(),
         &options,
         5,
-        &["`c4`", "allenai/c4", "give the file's path"],
+        &["`c4`", "allenai/c4", "give that file's path"],
     );
 }
 

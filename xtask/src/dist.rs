@@ -27,7 +27,9 @@ pub fn run(args: &Args) -> Result<()> {
     if !args.no_build {
         // With an explicit --target the flags spare build scripts and procedural macros.
         let mut build = cargo(&["build", "--release", "--locked", "-p", "quant-cli", "--target", &target]);
-        shell::run(build.env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
+        // Random seeds come from the system call alone: an empty root has no /dev/urandom to fall back on.
+        let flags = "-C target-feature=+crt-static --cfg getrandom_backend=\"linux_getrandom\"";
+        shell::run(build.env("RUSTFLAGS", flags))?;
     }
     let binary = target_dir().join(&target).join("release/quant");
     let size = binary.metadata().with_context(|| format!("{} is missing", binary.display()))?.len();

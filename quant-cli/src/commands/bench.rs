@@ -32,7 +32,7 @@ pub struct Args {
 #[derive(Serialize)]
 struct Report {
     schema: &'static str,
-    model: PathBuf,
+    model: String,
     threads: usize,
     prefill: Rate,
     decode: Rate,
@@ -89,7 +89,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let report = Report {
         schema: "quant-bench/1",
-        model: args.model.clone(),
+        model: args.model.display().to_string(),
         threads: rayon::current_num_threads(),
         prefill: Rate::new(args.prefill, prefill),
         decode: Rate::new(args.decode, decode),

@@ -40,7 +40,7 @@ pub struct Args {
 struct Report {
     schema: &'static str,
     version: &'static str,
-    model: PathBuf,
+    model: String,
     text: String,
     seconds: f64,
     tokens_per_second: f64,
@@ -82,7 +82,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let report = Report {
         schema: "quant-eval/1",
         version: env!("CARGO_PKG_VERSION"),
-        model: args.model.clone(),
+        model: args.model.display().to_string(),
         text: args.text.clone(),
         seconds,
         tokens_per_second: text.windows.tokens().len() as f64 / seconds,

@@ -42,7 +42,7 @@ pub struct Args {
 #[derive(Serialize)]
 pub struct Summary {
     schema: &'static str,
-    output: PathBuf,
+    output: String,
     method: String,
     format: String,
     bytes_before: u64,
@@ -68,7 +68,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let (published, report) = quantize(&opened, &recipe, args, session)?;
     let summary = Summary {
         schema: "quant-summary/1",
-        output: published.path.clone(),
+        output: published.path.display().to_string(),
         method: report.method.clone(),
         format: report.format.clone(),
         bytes_before: report.bytes_before,
@@ -127,7 +127,7 @@ pub fn write(
     let options = WriteOptions {
         force,
         resume,
-        fingerprint: pipeline::fingerprint(job, opened.directory.path()),
+        fingerprint: pipeline::fingerprint(job, &opened.directory),
         ..WriteOptions::default()
     };
     let mut writer = CheckpointWriter::create(output, job.plan.outputs(), options)?;
@@ -172,6 +172,6 @@ fn text(summary: &Summary) -> String {
             worst.tensor
         ));
     }
-    text.push_str(&format!("written to {}\n", summary.output.display()));
+    text.push_str(&format!("written to {}\n", summary.output));
     text
 }

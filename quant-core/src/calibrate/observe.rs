@@ -122,7 +122,7 @@ impl SampledRows {
     /// Adds rows `[tokens, channels]`, the first of which is token `first` of the batch.
     pub fn add(&mut self, first: usize, x: &[f32]) {
         for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
-            if (first + i) % self.stride == 0 {
+            if (first + i).is_multiple_of(self.stride) {
                 self.values.extend_from_slice(row);
             }
         }

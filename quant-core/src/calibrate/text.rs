@@ -36,9 +36,16 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     Ok(documents)
 }
 
+/// The UTF-8 byte-order mark that some editors put first.
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
 fn read_plain(path: &Path, file: File) -> Result<String> {
     let mut bytes = Vec::new();
     file.take(LARGEST_FILE).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    // A byte-order mark is no text.
+    if bytes.starts_with(BOM) {
+        bytes.drain(..BOM.len());
+    }
     String::from_utf8(bytes).map_err(|e| Error::Text {
         path: path.to_owned(),
         line: None,
@@ -51,10 +58,11 @@ fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
     for (index, line) in BufReader::new(file.take(LARGEST_FILE)).split(b'\n').enumerate() {
         let fault = |reason: String| Error::Text { path: path.to_owned(), line: Some(index + 1), reason };
         let line = line.map_err(|e| Error::io("read", path, e))?;
+        let line = if index == 0 { line.strip_prefix(BOM).unwrap_or(&line) } else { &line };
         if line.iter().all(u8::is_ascii_whitespace) {
             continue;
         }
-        let value: Value = serde_json::from_slice(&line).map_err(|e| fault(format!("is not JSON: {e}")))?;
+        let value: Value = serde_json::from_slice(line).map_err(|e| fault(format!("is not JSON: {e}")))?;
         match value.get("text").and_then(Value::as_str) {
             Some(text) => documents.push(text.to_owned()),
             None => return Err(fault("has no string field `text`".into())),

@@ -222,6 +222,7 @@ mod tests {
     }
 
     /// The definition, one score at a time, in double precision.
+    #[allow(clippy::needless_range_loop)]
     fn naive(q: &Tensor, k: &Tensor, v: &Tensor, repeat: usize, d: usize) -> Vec<f64> {
         let (q, k, v) =
             (q.to_vec3::<f32>().unwrap(), k.to_vec3::<f32>().unwrap(), v.to_vec3::<f32>().unwrap());

@@ -56,9 +56,15 @@ impl Model {
             }),
         };
         let graph = Arc::new(architecture.block.clone());
-        let model = Self { architecture, graph, source, path: path.to_owned(), quantization };
+        let mut model = Self { architecture, graph, source, path: path.to_owned(), quantization };
+        model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
+    }
+
+    /// The configuration file, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Family and sizes.
@@ -99,6 +105,33 @@ impl Model {
         let only_head =
             a.tied && self.source.info(&a.embedding).is_none() && self.source.info(&head).is_some();
         if only_head { head } else { a.embedding.clone() }
+    }
+
+    /// Whether the head is the embedding: the configuration says so, and no other head is stored.
+    /// Readers do not tie two tensors that differ.
+    fn shares_head(&self) -> Result<bool> {
+        let a = &self.architecture;
+        let head = self.head_weight();
+        if !a.tied || self.source.info(&head).is_none() || self.source.info(&a.embedding).is_none() {
+            return Ok(a.tied);
+        }
+        let len = self.source.require(&head)?.byte_len();
+        if self.source.info(&head) != self.source.info(&a.embedding) {
+            return Ok(false);
+        }
+        let piece = len.min(8 << 20);
+        let (mut one, mut other) = (vec![0; piece as usize], vec![0; piece as usize]);
+        let mut at = 0;
+        while at < len {
+            let part = piece.min(len - at) as usize;
+            self.source.read_range(&head, at, &mut one[..part])?;
+            self.source.read_range(&a.embedding, at, &mut other[..part])?;
+            if one[..part] != other[..part] {
+                return Ok(false);
+            }
+            at += part as u64;
+        }
+        Ok(true)
     }
 
     fn head_weight(&self) -> String {

@@ -37,9 +37,10 @@ impl RopeScaling {
     pub fn from_config(config: &ConfigFields<'_>) -> Result<(f64, Self)> {
         let parameters = config.optional_object("rope_parameters")?;
         let scaling = config.optional_object("rope_scaling")?;
-        let nested = parameters.as_ref().or(scaling.as_ref());
-        let own_theta = match &parameters {
-            Some(p) => p.optional_f64("rope_theta")?,
+        // Where both are there, transformers takes the older one.
+        let nested = scaling.as_ref().or(parameters.as_ref());
+        let own_theta = match nested {
+            Some(fields) => fields.optional_f64("rope_theta")?,
             None => None,
         };
         let theta = match own_theta {
@@ -53,11 +54,17 @@ impl RopeScaling {
         // Before transformers 4.43 the key was `type`.
         let kind = match fields.optional_str("rope_type")? {
             Some(kind) => kind,
-            None => fields.optional_str("type")?.unwrap_or("default"),
+            None => match fields.optional_str("type")? {
+                Some(kind) => kind,
+                None if fields.get("factor").is_some() => {
+                    return Err(fields.error("rope_type", "is missing beside a factor"));
+                }
+                None => "default",
+            },
         };
         let positive = |key: &str| {
             let value = fields.require_f64(key)?;
-            if value > 0.0 {
+            if (value as f32).is_normal() && value > 0.0 {
                 Ok(value)
             } else {
                 Err(fields.error(key, format!("is {value}; it must be positive")))

@@ -1,9 +1,8 @@
 //! What stands beside the weights: the configuration that readers need, the files that belong to
 //! the model, the report.
 
-use std::path::Path;
-
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
@@ -53,7 +52,7 @@ pub fn add_companions(
 /// What a run depends on, for [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions): an
 /// interrupted job is resumed only by the same one. The contents of the input are checked tensor by
 /// tensor when it is.
-pub fn fingerprint(job: &Job<'_>, model_path: &Path) -> Value {
+pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
     let schemes = job.plan.module_schemes();
     let schemes: serde_json::Map<String, Value> = schemes
         .quantized
@@ -63,7 +62,7 @@ pub fn fingerprint(job: &Job<'_>, model_path: &Path) -> Value {
     let calibration = job.plan.method.transform.and(job.windows).map(|w| super::report::calibration(job, w));
     json!({
         "version": env!("CARGO_PKG_VERSION"),
-        "model": model_path.display().to_string(),
+        "config_sha256": super::tensor::hex(&Sha256::digest(json!(directory.config()).to_string())),
         "method": job.plan.method.name,
         "format": job.plan.container.name(),
         "schemes": schemes,

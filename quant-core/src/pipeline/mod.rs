@@ -88,7 +88,8 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
 fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
     let layer_of = |entry: &PlanEntry| entry.layer;
     let first = plan.entries.iter().position(|e| layer_of(e).is_some()).unwrap_or(plan.entries.len());
-    let mut spans = vec![0..first];
+    let mut spans = Vec::with_capacity(layers + 2);
+    spans.push(0..first);
     let mut at = first;
     for layer in 0..layers {
         let end = plan.entries[at..].iter().position(|e| layer_of(e) != Some(layer));

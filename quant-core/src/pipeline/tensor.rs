@@ -170,7 +170,7 @@ fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewri
         }
         Action::Quantize { node, module, scheme, scale_dtype, .. } => {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
-            let plain = rewrite.columns.get(node).is_none() && rewrite.rows.get(node).is_none();
+            let plain = !rewrite.columns.contains_key(node) && !rewrite.rows.contains_key(node);
             let clip = rewrite.clips.get(node).map(Vec::as_slice);
             let (quantized, error) = if plain && clip.is_none() {
                 let quantized = round_bytes(&source.bytes, entry, shape, *scheme, *scale_dtype)

@@ -1,10 +1,10 @@
-//! How much memory a plan will need at its peak: an upper estimate, from shapes alone.
+//! How much memory a plan will need at its peak: an estimate from shapes alone.
 
 use super::{Action, Plan};
 use crate::model::{FoldGroup, Model, Op};
 
 /// What the program itself, its threads and the tokenizer take.
-const PROGRAM: u64 = 64 << 20;
+const PROGRAM: u64 = 112 << 20;
 /// Tokens that go through a block at a time.
 const CHUNK_TOKENS: u64 = 2048;
 

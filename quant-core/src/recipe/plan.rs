@@ -1,6 +1,6 @@
 //! The plan: every tensor's fate, settled before any compute.
 
-use super::{Pattern, Recipe, WeightScheme};
+use super::{Recipe, WeightScheme};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
@@ -187,6 +187,13 @@ impl Plan {
             };
             let outputs = vec![TensorSpec { name: name.to_owned(), info: info.clone() }];
             let layer = architecture.layer_of(name);
+            if layer.is_none() && architecture.is_in_some_block(name) {
+                return Err(Error::Config {
+                    path: model.path().to_owned(),
+                    field: "num_hidden_layers".into(),
+                    reason: format!("is {}, but the checkpoint holds `{name}`", architecture.layers),
+                });
+            }
             self.entries.push(PlanEntry { tensor: name.to_owned(), layer, info, action, outputs });
         }
         Ok(())
@@ -246,37 +253,45 @@ impl Plan {
     }
 }
 
-/// The last override that selects a module wins; `--ignore` wins over all.
-fn scheme_of(recipe: &Recipe, module: &str) -> Option<WeightScheme> {
-    if recipe.ignore.iter().any(|p| p.matches(module)) {
-        return None;
-    }
-    let own = recipe.overrides.iter().rev().find(|(p, _)| p.matches(module));
-    Some(own.map_or(recipe.scheme, |(_, scheme)| *scheme))
+/// Position of the selector that decides over a module, the ignored patterns first: `--ignore` wins
+/// over all, then the last override that matches.
+fn decisive(recipe: &Recipe, module: &str) -> Option<usize> {
+    let ignored = recipe.ignore.iter().position(|p| p.matches(module));
+    let overridden = || recipe.overrides.iter().rposition(|(p, _)| p.matches(module));
+    ignored.or_else(|| overridden().map(|i| i + recipe.ignore.len()))
 }
 
+fn scheme_of(recipe: &Recipe, module: &str) -> Option<WeightScheme> {
+    match decisive(recipe, module) {
+        None => Some(recipe.scheme),
+        Some(i) => i.checked_sub(recipe.ignore.len()).map(|i| recipe.overrides[i].1),
+    }
+}
+
+/// What each selector decides over. One that matches nothing, or whose every match is taken by
+/// another, asks for something that would not happen.
 fn select(recipe: &Recipe, names: &[&str]) -> Result<Vec<SelectorMatches>> {
     let ignored = recipe.ignore.iter().map(|p| ("--ignore", p, "float".to_owned()));
     let overridden = recipe.overrides.iter().map(|(p, s)| ("--override", p, s.to_string()));
-    ignored
-        .chain(overridden)
-        .map(|(option, pattern, outcome)| matches_of(option, pattern, outcome, names))
-        .collect()
-}
-
-fn matches_of(
-    option: &'static str,
-    pattern: &Pattern,
-    outcome: String,
-    names: &[&str],
-) -> Result<SelectorMatches> {
-    let modules: Vec<String> = names.iter().filter(|n| pattern.matches(n)).map(|n| (*n).to_owned()).collect();
-    if modules.is_empty() {
-        return Err(Error::PatternMatchesNothing {
-            option,
-            pattern: pattern.text().to_owned(),
-            nearest: pattern.nearest(names),
-        });
+    let mut selectors = Vec::new();
+    for (index, (option, pattern, outcome)) in ignored.chain(overridden).enumerate() {
+        let matched: Vec<&str> = names.iter().copied().filter(|n| pattern.matches(n)).collect();
+        if matched.is_empty() {
+            return Err(Error::PatternMatchesNothing {
+                option,
+                pattern: pattern.text().to_owned(),
+                nearest: pattern.nearest(names),
+            });
+        }
+        let modules: Vec<String> =
+            matched.into_iter().filter(|n| decisive(recipe, n) == Some(index)).map(str::to_owned).collect();
+        if modules.is_empty() {
+            return Err(Error::usage(
+                format!("{option} {pattern} has no effect: other patterns decide over all it matches"),
+                "remove it; --ignore wins over --override, and a later --override over an earlier one",
+            ));
+        }
+        selectors.push(SelectorMatches { option, pattern: pattern.text().to_owned(), outcome, modules });
     }
-    Ok(SelectorMatches { option, pattern: pattern.text().to_owned(), outcome, modules })
+    Ok(selectors)
 }

@@ -69,7 +69,12 @@ impl WeightScheme {
             .and_then(|b| b.parse().ok())
             .filter(|b| Self::BITS.contains(b))
             .ok_or_else(|| unknown(head))?;
+        let (mut symmetry, mut granularity) = (false, false);
         for part in parts {
+            let said = if matches!(part, "sym" | "asym") { &mut symmetry } else { &mut granularity };
+            if std::mem::replace(said, true) {
+                return Err(unknown(part));
+            }
             match part {
                 "sym" => scheme.symmetric = true,
                 "asym" => scheme.symmetric = false,

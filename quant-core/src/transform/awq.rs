@@ -110,7 +110,11 @@ fn search_scales(
         task.cancel.check()?;
         let ratio = point as f32 / GRID as f32;
         let scales = scales(means, &relative, ratio);
-        let error = objective.error(task, &scales)?;
+        let error = match objective.error(task, &scales) {
+            // Scaled weights may need a scale that its type cannot hold: then they are not better.
+            Err(Error::Numeric { .. }) => continue,
+            other => other?,
+        };
         // A NaN is never below; the earlier candidate wins ties.
         if error < best.0 {
             best = (error, Some(ratio), Some(scales));

@@ -48,6 +48,12 @@ impl Family for Llama {
         if activation != "silu" {
             return Err(config.error("hidden_act", format!("is `{activation}`; this family uses `silu`")));
         }
+        let norm_eps = config.optional_f64("rms_norm_eps")?.unwrap_or(1e-6);
+        if !(0.0..1.0).contains(&norm_eps) {
+            return Err(
+                config.error("rms_norm_eps", format!("is {norm_eps}; expected 0 or a small positive number"))
+            );
+        }
         let (rope_theta, rope_scaling) = RopeScaling::from_config(config)?;
         let attention_bias = config.optional_bool("attention_bias")?.unwrap_or(false);
         let mlp_bias = config.optional_bool("mlp_bias")?.unwrap_or(false);
@@ -60,7 +66,7 @@ impl Family for Llama {
             kv_heads,
             head_dim,
             max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
-            norm_eps: config.optional_f64("rms_norm_eps")?.unwrap_or(1e-6),
+            norm_eps,
             rope_theta,
             rope_scaling,
             tied: config.optional_bool("tie_word_embeddings")?.unwrap_or(false),

@@ -54,6 +54,11 @@ impl Architecture {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
     }
 
+    /// Whether a tensor is named as if it belonged to a block, whether or not there is such a block.
+    pub fn is_in_some_block(&self, tensor: &str) -> bool {
+        self.block_prefix.split_once("{}").is_some_and(|(before, _)| tensor.starts_with(before))
+    }
+
     /// The block that a tensor belongs to, by its name.
     pub fn layer_of(&self, tensor: &str) -> Option<usize> {
         let (before, after) = self.block_prefix.split_once("{}")?;
