@@ -183,4 +183,30 @@ mod tests {
         assert!(ratio.windows(2).all(|w| w[0] <= w[1] + 1e-5), "{ratio:?}");
         assert!(ratio.iter().any(|r| *r > 1.1 && *r < 7.9));
     }
+
+    fn read(config: serde_json::Value) -> Result<(f64, RopeScaling)> {
+        let path = std::path::Path::new("config.json");
+        RopeScaling::from_config(&ConfigFields::new(path, config.as_object().unwrap()))
+    }
+
+    #[test]
+    fn the_older_key_wins_as_in_transformers() {
+        use serde_json::json;
+        let linear = json!({"rope_type": "linear", "factor": 4.0});
+        let plain = json!({"rope_type": "default", "rope_theta": 20000.0});
+        let (theta, scaling) =
+            read(json!({"rope_theta": 7e5, "rope_parameters": plain, "rope_scaling": linear})).unwrap();
+        assert_eq!((theta, scaling), (7e5, RopeScaling::Linear { factor: 4.0 }));
+        assert_eq!(read(json!({"rope_parameters": plain})).unwrap(), (20000.0, RopeScaling::None));
+        let own = json!({"type": "linear", "factor": 2.0, "rope_theta": 5e5});
+        assert_eq!(read(json!({"rope_scaling": own})).unwrap(), (5e5, RopeScaling::Linear { factor: 2.0 }));
+        assert_eq!(read(json!({"rope_scaling": null})).unwrap(), (10_000.0, RopeScaling::None));
+        for bad in [
+            json!({"factor": 8.0}),
+            json!({"rope_type": "yarn"}),
+            json!({"rope_type": "linear", "factor": 1e-300}),
+        ] {
+            assert!(read(json!({"rope_scaling": bad})).is_err(), "{bad}");
+        }
+    }
 }

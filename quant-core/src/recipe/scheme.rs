@@ -114,3 +114,34 @@ impl fmt::Display for WeightScheme {
         f.write_str(if self.symmetric { "-sym" } else { "-asym" })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back_as_they_are_written() {
+        for text in ["w4a16-g128-sym", "w3a16-channel-asym", "w8a16-g32-sym"] {
+            assert_eq!(text.parse::<WeightScheme>().unwrap().to_string(), text);
+        }
+        let base: WeightScheme = "w4a16-g64-asym".parse().unwrap();
+        assert_eq!(base.refine("w8a16-channel").unwrap().to_string(), "w8a16-channel-asym");
+    }
+
+    #[test]
+    fn what_is_not_understood_or_said_twice_is_refused() {
+        for text in [
+            "",
+            "w5a16",
+            "w4a8",
+            "4a16",
+            "w4a16-",
+            "w4a16-g0",
+            "w4a16-gx",
+            "w4a16-g64-channel",
+            "w4a16-sym-asym",
+        ] {
+            assert!(text.parse::<WeightScheme>().is_err(), "{text}");
+        }
+    }
+}
