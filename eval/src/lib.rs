@@ -1,7 +1,7 @@
 //! The last stage of the path: what quantization cost, measured on a text, with an uncertainty.
 //!
 //! [`profile`] fixes how a text becomes windows and which tokens are scored, so that two numbers
-//! with the same profile can be compared; [`perplexity`] scores one model, [`divergence`] a model
+//! with the same profile can be compared; [`mod@perplexity`] scores one model, [`divergence`] a model
 //! against its reference on the same positions; [`statistics`] says how far the numbers can be
 //! trusted.
 #![forbid(unsafe_code)]

@@ -20,7 +20,7 @@ pub(super) const SCHEMA: &str = "quant-report/1";
 /// What a run did.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QuantReport {
-    /// [`SCHEMA`].
+    /// The version of the schema, `quant-report/1`.
     pub schema: String,
     /// The version of this crate.
     pub version: String,
