@@ -7,7 +7,7 @@ use super::Job;
 use super::report::{QuantReport, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::model::{Op, WeightBody};
-use crate::quantize::{ErrorStats, QuantizedRows, QuantizedTensor, Rows, quantize_rows, quantize_rtn};
+use crate::quantize::{ErrorStats, Rows, quantize_rtn, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::Rewrite;
 use crate::{Error, Result, TensorSink};
@@ -173,10 +173,11 @@ fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewri
             let plain = !rewrite.columns.contains_key(node) && !rewrite.rows.contains_key(node);
             let clip = rewrite.clips.get(node).map(Vec::as_slice);
             let (quantized, error) = if plain && clip.is_none() {
-                let quantized = round_bytes(&source.bytes, entry, shape, *scheme, *scale_dtype)
+                let rows = Rows::Bytes(&source.bytes, entry.info.dtype);
+                let quantized = quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
                     .map_err(|e| e.within(&entry.tensor, Some(path())))?;
                 let mut stats = ErrorStats::default();
-                stats.add_rows(Rows::Bytes(&source.bytes, entry.info.dtype), &quantized, 0..shape[0])?;
+                stats.add_rows(rows, &quantized, 0..shape[0])?;
                 (quantized, stats)
             } else {
                 let body = WeightBody::raw(shape, entry.info.dtype, source.bytes)?;
@@ -217,30 +218,4 @@ fn rewritten(
         Op::Linear { .. } => Some(rewrite.bias(node, values)),
         _ => None,
     })
-}
-
-/// Rounds a weight straight from its bytes.
-fn round_bytes(
-    bytes: &[u8],
-    entry: &PlanEntry,
-    [n, k]: [usize; 2],
-    scheme: crate::recipe::WeightScheme,
-    scale_dtype: Dtype,
-) -> Result<QuantizedTensor, crate::quantize::RowsError> {
-    let groups = n * (k / scheme.granularity.group_size(k));
-    let mut tensor = QuantizedTensor {
-        shape: [n, k],
-        scheme,
-        codes: vec![0; n * k],
-        scales: vec![0.0; groups],
-        scale_dtype,
-        zeros: (!scheme.symmetric).then(|| vec![0; groups]),
-    };
-    let out = QuantizedRows {
-        codes: &mut tensor.codes,
-        scales: &mut tensor.scales,
-        zeros: tensor.zeros.as_deref_mut(),
-    };
-    quantize_rows(Rows::Bytes(bytes, entry.info.dtype), k, scheme, scale_dtype, None, out)?;
-    Ok(tensor)
 }

@@ -11,5 +11,5 @@ mod tensor;
 
 pub use error_stats::ErrorStats;
 pub use rows::{Rows, RowsError};
-pub use rtn::{QuantizedRows, fake_quantize, quantize_rows, quantize_rtn};
+pub use rtn::{QuantizedRows, fake_quantize, quantize_rows, quantize_rtn, quantize_tensor};
 pub use tensor::QuantizedTensor;

@@ -46,26 +46,37 @@ pub fn quantize_rtn(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<QuantizedTensor> {
+    quantize_tensor(Rows::Floats(weights), shape, scheme, scale_dtype, clip).map_err(|e| e.within(name, None))
+}
+
+/// Quantizes a whole weight `[n, k]`, from values or straight from a file's bytes.
+///
+/// # Errors
+/// As [`quantize_rows`].
+pub fn quantize_tensor(
+    rows: Rows<'_>,
+    shape: [usize; 2],
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+    clip: Option<&[f32]>,
+) -> Result<QuantizedTensor, RowsError> {
     let [n, k] = shape;
-    let run = || {
-        let groups = n * (k / group_size(scheme, k)?);
-        let mut tensor = QuantizedTensor {
-            shape,
-            scheme,
-            codes: vec![0; n * k],
-            scales: vec![0.0; groups],
-            scale_dtype,
-            zeros: (!scheme.symmetric).then(|| vec![0; groups]),
-        };
-        let out = QuantizedRows {
-            codes: &mut tensor.codes,
-            scales: &mut tensor.scales,
-            zeros: tensor.zeros.as_deref_mut(),
-        };
-        quantize_rows(Rows::Floats(weights), k, scheme, scale_dtype, clip, out)?;
-        Ok(tensor)
+    let groups = n * (k / group_size(scheme, k)?);
+    let mut tensor = QuantizedTensor {
+        shape,
+        scheme,
+        codes: vec![0; n * k],
+        scales: vec![0.0; groups],
+        scale_dtype,
+        zeros: (!scheme.symmetric).then(|| vec![0; groups]),
     };
-    run().map_err(|e: RowsError| e.within(name, None))
+    let out = QuantizedRows {
+        codes: &mut tensor.codes,
+        scales: &mut tensor.scales,
+        zeros: tensor.zeros.as_deref_mut(),
+    };
+    quantize_rows(rows, k, scheme, scale_dtype, clip, out)?;
+    Ok(tensor)
 }
 
 /// Quantizes rows of width `columns` into the caller's slices: [`quantize_rtn`] for a weight that is
