@@ -26,6 +26,7 @@ mod progress;
 pub mod quantize;
 pub mod recipe;
 pub mod transform;
+mod vector;
 
 pub use checkpoint::{TensorSink, TensorSource};
 pub use error::{Category, Error, Result};

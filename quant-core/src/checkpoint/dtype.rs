@@ -91,6 +91,7 @@ impl Dtype {
     /// # Panics
     /// When the type is not F16, BF16 or F32, or `bytes.len() != out.len() * self.size()`: callers
     /// check both when they open a tensor.
+    #[inline(always)]
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.size(), "byte length does not match element count");
         match self {

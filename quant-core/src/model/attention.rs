@@ -7,8 +7,9 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::math::{exp, silu, vectorized};
+use super::math::{exp, silu};
 use crate::Result;
+use crate::vector::vectorized;
 
 /// Query positions that one task handles.
 const QUERY_TILE: usize = 64;

@@ -1,13 +1,6 @@
 //! Elementwise functions written so that the compiler vectorizes them: same result on every
 //! machine, whatever its libm.
 
-/// Runs a loop compiled for the widest vectors of the machine. No operation is fused or reordered
-/// by it, so the result is the same on all of them.
-#[inline(always)]
-pub(crate) fn vectorized<R>(work: impl FnOnce() -> R) -> R {
-    pulp::Arch::new().dispatch(work)
-}
-
 /// `eˣ` within 2 units in the last place for `x ≤ 88`; 0 below −87.3, as softmax and sigmoid want.
 ///
 /// Range reduction by `ln 2` in two parts and a degree-6 polynomial on `±ln 2 / 2`.

@@ -7,7 +7,7 @@ use super::Job;
 use super::report::{QuantReport, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::model::{Op, WeightBody};
-use crate::quantize::{ErrorStats, Rows, quantize_rtn, quantize_tensor};
+use crate::quantize::{Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::Rewrite;
 use crate::{Error, Result, TensorSink};
@@ -174,18 +174,14 @@ fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewri
             let clip = rewrite.clips.get(node).map(Vec::as_slice);
             let (quantized, error) = if plain && clip.is_none() {
                 let rows = Rows::Bytes(&source.bytes, entry.info.dtype);
-                let quantized = quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
-                    .map_err(|e| e.within(&entry.tensor, Some(path())))?;
-                let mut stats = ErrorStats::default();
-                stats.add_rows(rows, &quantized, 0..shape[0])?;
-                (quantized, stats)
+                quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
+                    .map_err(|e| e.within(&entry.tensor, Some(path())))?
             } else {
                 let body = WeightBody::raw(shape, entry.info.dtype, source.bytes)?;
                 let values = rewrite.weight(*node, &body)?;
                 drop(body);
-                let quantized = quantize_rtn(&entry.tensor, &values, shape, *scheme, *scale_dtype, clip)?;
-                let stats = ErrorStats::of(&values, &quantized)?;
-                (quantized, stats)
+                quantize_tensor(Rows::Floats(&values), shape, *scheme, *scale_dtype, clip)
+                    .map_err(|e| e.within(&entry.tensor, None))?
             };
             let outputs = job.plan.container.pack(module, &quantized)?;
             let fold = rewrite.folds.iter().find(|f| f.consumers.contains(module));

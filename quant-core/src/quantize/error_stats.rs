@@ -1,18 +1,15 @@
 //! What rounding cost: the error between weights and what their codes mean.
 
-use std::ops::Range;
-
 use quant_kernels_cpu::dequantize_rows;
 use rayon::prelude::*;
 
-use super::rows::{Rows, RowsError};
 use super::tensor::QuantizedTensor;
 use crate::{Error, Result};
 
 /// Sums over the weights of a tensor, in `f64`.
 ///
-/// Each row is summed by itself and rows are added in order, so the result depends neither on the
-/// number of threads nor on how a tensor is cut into calls of [`add_rows`](Self::add_rows).
+/// Each row is summed by itself and rows are added in order, so the result does not depend on the
+/// number of threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ErrorStats {
     /// Weights compared.
@@ -26,69 +23,73 @@ pub struct ErrorStats {
 }
 
 impl ErrorStats {
-    /// The error of a whole tensor against the weights `[n, k]` it came from.
+    /// The error of a tensor against the weights `[n, k]` it came from.
     ///
     /// # Errors
     /// [`Error::Internal`] when the two do not have the same shape.
     pub fn of(weights: &[f32], tensor: &QuantizedTensor) -> Result<Self> {
-        let mut stats = Self::default();
-        stats.add_rows(Rows::Floats(weights), tensor, 0..tensor.shape[0])?;
-        Ok(stats)
-    }
-
-    /// Adds the error of some rows of `tensor`; `original` holds just these.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] when they do not fit each other.
-    pub fn add_rows(
-        &mut self,
-        original: Rows<'_>,
-        tensor: &QuantizedTensor,
-        rows: Range<usize>,
-    ) -> Result<()> {
         let [n, k] = tensor.shape;
         let view = tensor.view()?;
-        let misfit = |e: RowsError| Error::Internal(format!("rows to compare: {e}"));
-        if rows.start > rows.end || rows.end > n || original.count(k).map_err(misfit)? != rows.len() {
-            return Err(misfit(RowsError::Layout(format!("{rows:?} of {n} rows were asked for"))));
+        if weights.len() != n * k {
+            let reason = format!("{} weights are compared with [{n}, {k}]", weights.len());
+            return Err(Error::Internal(reason));
         }
-        let parts: Vec<Self> = (0..rows.len())
-            .into_par_iter()
+        let rows: Vec<Self> = weights
+            .par_chunks(k.max(1))
+            .enumerate()
             .map_init(
-                || (vec![0.0; k], vec![0.0; k]),
-                |(exact, rounded), r| {
-                    original.load(r, exact);
-                    dequantize_rows(&view, rows.start + r..rows.start + r + 1, rounded);
+                || vec![0.0; k],
+                |rounded, (r, exact)| {
+                    dequantize_rows(&view, r..r + 1, rounded);
                     Self::of_row(exact, rounded)
                 },
             )
             .collect();
-        for part in parts {
-            self.count += part.count;
-            self.signal += part.signal;
-            self.noise += part.noise;
-            self.max_error = self.max_error.max(part.max_error);
-        }
-        Ok(())
+        Ok(rows.iter().fold(Self::default(), Self::plus))
     }
 
-    fn of_row(exact: &[f32], rounded: &[f32]) -> Self {
-        // Four running sums, in a fixed pattern, so that they can stand in vector registers.
-        const LANES: usize = 4;
-        let (mut signal, mut noise, mut max) = ([0.0; LANES], [0.0; LANES], [0.0f64; LANES]);
-        for (w, v) in exact.chunks(LANES).zip(rounded.chunks(LANES)) {
-            for (i, (&w, &v)) in w.iter().zip(v).enumerate() {
-                let (w, error) = (f64::from(w), f64::from(w) - f64::from(v));
-                signal[i] += w * w;
-                noise[i] += error * error;
-                max[i] = if error.abs() > max[i] { error.abs() } else { max[i] };
+    /// The error of both. In floating point the order counts: the whole is the sum of its rows from
+    /// the first to the last.
+    #[must_use]
+    pub(crate) fn plus(self, other: &Self) -> Self {
+        Self {
+            count: self.count + other.count,
+            signal: self.signal + other.signal,
+            noise: self.noise + other.noise,
+            max_error: self.max_error.max(other.max_error),
+        }
+    }
+
+    /// The error of one row, summed in a fixed pattern of running sums that can stand in vector
+    /// registers.
+    #[inline(always)]
+    pub(crate) fn of_row(exact: &[f32], rounded: &[f32]) -> Self {
+        const LANES: usize = 16;
+        let (mut signal, mut noise, mut max) = ([0.0; LANES], [0.0; LANES], [0.0f32; LANES]);
+        let mut step = |i: usize, w: f32, v: f32| {
+            let (w, v) = (f64::from(w), f64::from(v));
+            let error = w - v;
+            signal[i] += w * w;
+            noise[i] += error * error;
+            // Rounded once, which keeps the order of magnitudes.
+            let size = (error as f32).abs();
+            max[i] = if size > max[i] { size } else { max[i] };
+        };
+        let (exact_lanes, exact_rest) = exact.as_chunks::<LANES>();
+        let (rounded_lanes, rounded_rest) = rounded.as_chunks::<LANES>();
+        for (w, v) in exact_lanes.iter().zip(rounded_lanes) {
+            for i in 0..LANES {
+                step(i, w[i], v[i]);
             }
+        }
+        for (i, (&w, &v)) in exact_rest.iter().zip(rounded_rest).enumerate() {
+            step(i, w, v);
         }
         Self {
             count: exact.len() as u64,
             signal: signal.iter().sum(),
             noise: noise.iter().sum(),
-            max_error: max.into_iter().fold(0.0, f64::max),
+            max_error: f64::from(max.into_iter().fold(0.0, f32::max)),
         }
     }
 
@@ -109,7 +110,7 @@ impl ErrorStats {
 mod tests {
     use super::*;
     use crate::checkpoint::Dtype;
-    use crate::quantize::quantize_rtn;
+    use crate::quantize::{Rows, quantize_rtn, quantize_tensor};
     use crate::recipe::WeightScheme;
 
     fn wave(n: usize, k: usize) -> Vec<f32> {
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn neither_threads_nor_cuts_change_a_bit() {
+    fn threads_do_not_change_a_bit() {
         let weights = wave(67, 384);
         let tensor =
             quantize_rtn("t", &weights, [67, 384], WeightScheme::default(), Dtype::F16, None).unwrap();
@@ -168,25 +169,29 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             assert_eq!(pool.install(|| ErrorStats::of(&weights, &tensor)).unwrap(), whole);
         }
-        let mut parts = ErrorStats::default();
+    }
+
+    #[test]
+    fn what_quantizing_reports_is_the_same() {
+        let clip: Vec<f32> = (0..67 * 3).map(|g| 0.004 * (g % 7) as f32).collect();
+        let weights = wave(67, 384);
         let bytes = Dtype::F32.narrow(&weights);
-        for rows in [0..1, 1..40, 40..40, 40..67] {
-            let part = &bytes[rows.start * 384 * 4..rows.end * 384 * 4];
-            parts.add_rows(Rows::Bytes(part, Dtype::F32), &tensor, rows).unwrap();
+        for scheme in ["w3a16", "w4a16", "w8a16-asym"] {
+            for clip in [None, Some(&clip[..])] {
+                let rows = Rows::Bytes(&bytes, Dtype::F32);
+                let (tensor, reported) =
+                    quantize_tensor(rows, [67, 384], scheme.parse().unwrap(), Dtype::Bf16, clip).unwrap();
+                assert_eq!(reported, ErrorStats::of(&weights, &tensor).unwrap(), "{scheme}");
+            }
         }
-        assert_eq!(parts, whole);
     }
 
     #[test]
     fn misfits_are_errors() {
         let tensor =
             quantize_rtn("t", &wave(2, 128), [2, 128], WeightScheme::default(), Dtype::F16, None).unwrap();
-        let mut stats = ErrorStats::default();
-        let one_row = wave(1, 128);
-        for rows in [0..2, 2..3, 1..usize::MAX, Range { start: 2, end: 1 }] {
-            assert!(stats.add_rows(Rows::Floats(&one_row), &tensor, rows).is_err());
+        for weights in [wave(1, 128), wave(2, 127), wave(3, 128)] {
+            assert!(ErrorStats::of(&weights, &tensor).is_err());
         }
-        assert!(ErrorStats::of(&one_row[1..], &tensor).is_err());
-        assert_eq!(stats, ErrorStats::default());
     }
 }

@@ -73,6 +73,7 @@ pub struct Extent {
 
 impl Extent {
     /// The range of these weights, or `None` when one is NaN or infinite.
+    #[inline(always)]
     pub fn of(weights: &[f32]) -> Option<Self> {
         // Comparisons that pick an operand, unlike `f32::min`, are single instructions. NaN slips
         // through them, but like infinity it leaves NaN in a sum of products with 0.
@@ -265,6 +266,7 @@ impl Grid {
     }
 
     /// The value of a code.
+    #[inline(always)]
     pub fn value(self, code: u8) -> f32 {
         (i32::from(code) - i32::from(self.zero)) as f32 * self.scale
     }
@@ -272,6 +274,7 @@ impl Grid {
     /// The codes of weights: [`code`](Self::code) of each, many at a time.
     ///
     /// Stops at the end of the shorter slice.
+    #[inline(always)]
     pub fn encode(self, weights: &[f32], codes: &mut [u8]) {
         let limits = self.limits();
         for (code, &w) in codes.iter_mut().zip(weights) {
@@ -280,7 +283,18 @@ impl Grid {
         }
     }
 
+    /// The values of codes: [`value`](Self::value) of each, many at a time.
+    ///
+    /// Stops at the end of the shorter slice.
+    #[inline(always)]
+    pub fn decode(self, codes: &[u8], values: &mut [f32]) {
+        for (value, &code) in values.iter_mut().zip(codes) {
+            *value = self.value(code);
+        }
+    }
+
     /// Replaces every weight by the value of its code.
+    #[inline(always)]
     pub fn fake_quantize(self, weights: &mut [f32]) {
         let limits = self.limits();
         for w in weights {
@@ -290,6 +304,7 @@ impl Grid {
 }
 
 /// Clamps weights to `[−bound, bound]`. A bound of infinity changes nothing.
+#[inline(always)]
 pub fn clip(weights: &mut [f32], bound: f32) {
     for w in weights {
         let v = if *w > bound { bound } else { *w };

@@ -42,6 +42,7 @@ impl Rows<'_> {
 
     /// Widens row `row` into `out`, which is as long as a row. Callers checked with
     /// [`count`](Self::count) that it exists.
+    #[inline(always)]
     pub(crate) fn load(&self, row: usize, out: &mut [f32]) {
         let k = out.len();
         match self {

@@ -7,12 +7,14 @@
 
 use rayon::prelude::*;
 
+use super::error_stats::ErrorStats;
 use super::grid::{self, Extent, GridRule};
 use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
 use crate::Result;
 use crate::checkpoint::Dtype;
 use crate::recipe::WeightScheme;
+use crate::vector::vectorized;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
 /// matrix.
@@ -46,10 +48,13 @@ pub fn quantize_rtn(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<QuantizedTensor> {
-    quantize_tensor(Rows::Floats(weights), shape, scheme, scale_dtype, clip).map_err(|e| e.within(name, None))
+    quantize_tensor(Rows::Floats(weights), shape, scheme, scale_dtype, clip)
+        .map(|(tensor, _)| tensor)
+        .map_err(|e| e.within(name, None))
 }
 
-/// Quantizes a whole weight `[n, k]`, from values or straight from a file's bytes.
+/// Quantizes a whole weight `[n, k]`, from values or straight from a file's bytes, and says what
+/// was lost by it: equal bit for bit to [`ErrorStats::of`].
 ///
 /// # Errors
 /// As [`quantize_rows`].
@@ -59,7 +64,7 @@ pub fn quantize_tensor(
     scheme: WeightScheme,
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
-) -> Result<QuantizedTensor, RowsError> {
+) -> Result<(QuantizedTensor, ErrorStats), RowsError> {
     let [n, k] = shape;
     let groups = n * (k / group_size(scheme, k)?);
     let mut tensor = QuantizedTensor {
@@ -75,15 +80,16 @@ pub fn quantize_tensor(
         scales: &mut tensor.scales,
         zeros: tensor.zeros.as_deref_mut(),
     };
-    quantize_rows(rows, k, scheme, scale_dtype, clip, out)?;
-    Ok(tensor)
+    let stats = quantize_rows(rows, k, scheme, scale_dtype, clip, out)?;
+    Ok((tensor, stats))
 }
 
-/// Quantizes rows of width `columns` into the caller's slices: [`quantize_rtn`] for a weight that is
-/// taken in parts, straight from its bytes.
+/// Quantizes rows of width `columns` into the caller's slices: [`quantize_tensor`] for a weight that
+/// is taken in parts. What comes back is the error of these rows, against the weights before
+/// clipping.
 ///
 /// # Errors
-/// As `quantize_rtn`; also [`RowsError::Layout`] when slices do not fit each other. Of several
+/// As [`quantize_rtn`]; also [`RowsError::Layout`] when slices do not fit each other. Of several
 /// faults, non-finite weights are reported first, with the count over all rows given. `out` then
 /// holds nothing of use.
 pub fn quantize_rows(
@@ -93,7 +99,7 @@ pub fn quantize_rows(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
     out: QuantizedRows<'_>,
-) -> Result<(), RowsError> {
+) -> Result<ErrorStats, RowsError> {
     let work = Work::new(columns, scheme, scale_dtype, clip, rows.count(columns)?)?;
     let groups = work.rows * work.groups();
     check_len("codes", out.codes.len(), work.rows * columns)?;
@@ -106,32 +112,33 @@ pub fn quantize_rows(
     let tasks: Vec<_> =
         codes.zip(scales).map(|(c, s)| (c, s, zeros.as_mut().and_then(Iterator::next))).collect();
 
-    let outcomes: Vec<Faults> = tasks
+    let (faults, stats): (Vec<Faults>, Vec<Vec<ErrorStats>>) = tasks
         .into_par_iter()
         .enumerate()
         .map_init(
-            || vec![0.0; columns],
-            |row, (task, (codes, scales, mut zeros))| {
+            || (vec![0.0; columns], vec![0.0; columns]),
+            |(row, rounded), (task, (codes, scales, mut zeros))| {
                 let mut faults = Faults::default();
-                for (r, codes) in codes.chunks_exact_mut(columns).enumerate() {
-                    rows.load(task * work.task_rows() + r, row);
-                    let parts = row.chunks_exact_mut(work.group_size);
-                    for (g, (part, codes)) in parts.zip(codes.chunks_exact_mut(work.group_size)).enumerate() {
-                        let at = (task * work.task_rows() + r, g);
-                        let Some(grid) = work.fit(part, at, &mut faults) else { continue };
-                        grid.encode(part, codes);
-                        let i = r * work.groups() + g;
-                        scales[i] = grid.scale();
-                        if let Some(zeros) = &mut zeros {
-                            zeros[i] = grid.zero();
-                        }
-                    }
-                }
-                faults
+                let stats = codes.chunks_exact_mut(columns).enumerate().map(|(r, codes)| {
+                    let groups = r * work.groups()..(r + 1) * work.groups();
+                    let out = QuantizedRows {
+                        codes,
+                        scales: &mut scales[groups.clone()],
+                        zeros: zeros.as_mut().map(|z| &mut z[groups]),
+                    };
+                    let at = task * work.task_rows() + r;
+                    vectorized(
+                        #[inline(always)]
+                        || work.quantize_row(rows, at, out, (row, rounded), &mut faults),
+                    )
+                });
+                let stats = stats.collect();
+                (faults, stats)
             },
         )
-        .collect();
-    Faults::verdict(outcomes)
+        .unzip();
+    Faults::verdict(faults)?;
+    Ok(stats.iter().flatten().fold(ErrorStats::default(), |sum, row| sum.plus(row)))
 }
 
 /// Replaces weights, row-major in rows of width `columns`, by what quantizing them to `scheme` and
@@ -154,12 +161,17 @@ pub fn fake_quantize(
         .enumerate()
         .map(|(task, rows)| {
             let mut faults = Faults::default();
-            for (i, part) in rows.chunks_exact_mut(work.group_size).enumerate() {
-                let at = (task * work.task_rows() + i / work.groups(), i % work.groups());
-                if let Some(grid) = work.fit(part, at, &mut faults) {
-                    grid.fake_quantize(part);
-                }
-            }
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (i, part) in rows.chunks_exact_mut(work.group_size).enumerate() {
+                        let at = (task * work.task_rows() + i / work.groups(), i % work.groups());
+                        if let Some(grid) = work.fit(part, at, &mut faults) {
+                            grid.fake_quantize(part);
+                        }
+                    }
+                },
+            );
             faults
         })
         .collect();
@@ -203,7 +215,37 @@ impl<'a> Work<'a> {
         (TASK_ELEMENTS / self.columns).max(1)
     }
 
+    /// Codes, scales and zeros of row `at`, and the row's error. `buffers` are as long as a row.
+    #[inline(always)]
+    fn quantize_row(
+        &self,
+        rows: Rows<'_>,
+        at: usize,
+        mut out: QuantizedRows<'_>,
+        (row, rounded): (&mut [f32], &mut [f32]),
+        faults: &mut Faults,
+    ) -> ErrorStats {
+        rows.load(at, row);
+        let size = self.group_size;
+        for (g, (part, codes)) in row.chunks_exact_mut(size).zip(out.codes.chunks_exact_mut(size)).enumerate()
+        {
+            let Some(grid) = self.fit(part, (at, g), faults) else { continue };
+            grid.encode(part, codes);
+            grid.decode(codes, &mut rounded[g * size..(g + 1) * size]);
+            out.scales[g] = grid.scale();
+            if let Some(zeros) = &mut out.zeros {
+                zeros[g] = grid.zero();
+            }
+        }
+        if self.clip.is_some() {
+            // What clipping took off is lost too.
+            rows.load(at, row);
+        }
+        ErrorStats::of_row(row, rounded)
+    }
+
     /// Clips a group and finds its grid, or notes why it has none.
+    #[inline(always)]
     fn fit(&self, part: &mut [f32], at: (usize, usize), faults: &mut Faults) -> Option<grid::Grid> {
         // Looked at before clipping, which would turn infinity into a bound.
         let Some(mut extent) = Extent::of(part) else {
