@@ -11,8 +11,8 @@ use std::path::Path;
 use std::str::FromStr;
 
 use quant_core::calibrate::{TextTokenizer, TokenWindows};
+use quant_core::digest::sha256_hex;
 use quant_core::{Error, Result};
-use sha2::{Digest, Sha256};
 
 /// A rule for scoring a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,21 +105,9 @@ impl EvaluationText {
             });
         }
         cut.truncate(wanted);
-        let mut hash = Sha256::new();
-        for token in cut.tokens() {
-            hash.update(token.to_le_bytes());
-        }
-        Ok(Self {
-            windows: cut,
-            profile,
-            text_sha256: hex(&Sha256::digest(text)),
-            tokens_sha256: hex(&hash.finalize()),
-        })
+        let (text_sha256, tokens_sha256) = (sha256_hex(text), cut.sha256());
+        Ok(Self { windows: cut, profile, text_sha256, tokens_sha256 })
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@
 
 pub mod calibrate;
 pub mod checkpoint;
+pub mod digest;
 mod error;
 pub mod format;
 pub mod model;

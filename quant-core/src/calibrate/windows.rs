@@ -12,7 +12,10 @@
 
 use std::path::Path;
 
+use sha2::{Digest, Sha256};
+
 use super::TextTokenizer;
+use crate::digest::hex;
 use crate::{Error, Result};
 
 /// How many windows of what length, and the seed of their selection.
@@ -89,6 +92,15 @@ impl TokenWindows {
             });
         }
         Ok(all.select(sampling.samples, sampling.seed))
+    }
+
+    /// The SHA-256 of all tokens, each as a little-endian `u32`, in hexadecimal digits.
+    pub fn sha256(&self) -> String {
+        let mut hash = Sha256::new();
+        for token in &self.tokens {
+            hash.update(token.to_le_bytes());
+        }
+        hex(&hash.finalize())
     }
 
     /// Draws `count` of the windows without replacement and keeps them in order.

@@ -14,10 +14,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::file_system::{FileSystem, StagedFile, failure, replace_file};
+use crate::digest::{Digest256, from_hex, hex};
 use crate::{Error, Result};
-
-/// A SHA-256.
-pub(crate) type Hash = [u8; 32];
 
 /// The journal of a job, open for appending.
 pub(crate) struct Journal {
@@ -30,8 +28,8 @@ pub(crate) struct Journal {
 /// What a journal says.
 #[derive(Debug, Default)]
 pub(crate) struct Entries {
-    /// Complete tensors, with the hash of their bytes.
-    pub(crate) tensors: BTreeMap<String, Hash>,
+    /// Complete tensors, with the BLAKE3 of their bytes.
+    pub(crate) tensors: BTreeMap<String, Digest256>,
     /// Records by key.
     pub(crate) records: BTreeMap<String, Value>,
 }
@@ -39,7 +37,7 @@ pub(crate) struct Entries {
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
-    Tensor { tensor: String, sha256: String },
+    Tensor { tensor: String, blake3: String },
     Record { record: String, value: Value },
 }
 
@@ -70,8 +68,8 @@ impl Journal {
             // Without its end a line may be torn, however well it parses.
             let Some(line) = line.strip_suffix(b"\n") else { continue };
             match serde_json::from_slice(line) {
-                Ok(Line::Tensor { tensor, sha256 }) => {
-                    if let Some(hash) = from_hex(&sha256) {
+                Ok(Line::Tensor { tensor, blake3 }) => {
+                    if let Some(hash) = from_hex(&blake3) {
                         entries.tensors.insert(tensor, hash);
                     }
                 }
@@ -106,32 +104,11 @@ fn lines(entries: &Entries) -> Result<Vec<u8>> {
     let tensors = entries
         .tensors
         .iter()
-        .map(|(tensor, hash)| Line::Tensor { tensor: tensor.clone(), sha256: hex(hash) });
+        .map(|(tensor, hash)| Line::Tensor { tensor: tensor.clone(), blake3: hex(hash) });
     let mut text = Vec::new();
     for line in records.chain(tensors) {
         serde_json::to_writer(&mut text, &line).map_err(|e| Error::Internal(format!("journal: {e}")))?;
         text.push(b'\n');
     }
     Ok(text)
-}
-
-/// Lower-case hexadecimal digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    const DIGITS: [char; 16] =
-        ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f'];
-    bytes.iter().flat_map(|b| [DIGITS[usize::from(b >> 4)], DIGITS[usize::from(b & 15)]]).collect()
-}
-
-/// The hash that 64 hexadecimal digits write.
-pub(crate) fn from_hex(text: &str) -> Option<Hash> {
-    let digits = text.as_bytes();
-    if digits.len() != 64 {
-        return None;
-    }
-    let mut hash = [0; 32];
-    for (byte, pair) in hash.iter_mut().zip(digits.chunks_exact(2)) {
-        let value = |d: u8| char::from(d).to_digit(16);
-        *byte = u8::try_from(value(pair[0])? << 4 | value(pair[1])?).ok()?;
-    }
-    Some(hash)
 }

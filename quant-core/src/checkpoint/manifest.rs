@@ -5,7 +5,7 @@
 
 use serde_json::{Value, json};
 
-use super::journal::{Hash, hex};
+use crate::digest::{Digest256, hex};
 
 /// The manifest's file name.
 pub(crate) const MANIFEST: &str = "quant_manifest.json";
@@ -18,11 +18,11 @@ pub struct PublishedFile {
     /// Its length.
     pub bytes: u64,
     /// Its SHA-256.
-    pub sha256: [u8; 32],
+    pub sha256: Digest256,
 }
 
 impl PublishedFile {
-    pub(crate) fn new(name: impl Into<String>, bytes: u64, sha256: Hash) -> Self {
+    pub(crate) fn new(name: impl Into<String>, bytes: u64, sha256: Digest256) -> Self {
         Self { name: name.into(), bytes, sha256 }
     }
 

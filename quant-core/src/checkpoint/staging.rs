@@ -9,9 +9,10 @@ use serde_json::{Value, json};
 use super::file_system::{FileSystem, StagedFile, failure, remove_if_present};
 use super::input_file::read_exact_at;
 use super::job::{Job, parent_of};
-use super::journal::{Journal, hex};
+use super::journal::Journal;
 use super::layout::ShardFile;
 use super::{ShardLayout, WriteOptions};
+use crate::digest::hex;
 use crate::{Error, Result};
 
 /// A shard in the job directory.

@@ -1,6 +1,7 @@
 //! Writing, last stage of the path: what was written is read back before anyone may see it.
 
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
@@ -8,12 +9,12 @@ use sha2::{Digest, Sha256};
 use super::file_system::FileSystem;
 use super::header::Header;
 use super::input_file::{open_regular, read_exact_at};
-use super::journal::Hash;
-use super::layout::ShardFile;
+use super::layout::{PlacedTensor, ShardFile};
 use super::manifest::PublishedFile;
+use crate::digest::Digest256;
 use crate::{CancelToken, Error, Result};
 
-/// Bytes read at once: enough that hashing them on two threads is worth the hand-over.
+/// Bytes read at once: enough that hashing them beside reading the next is worth the hand-over.
 const CHUNK: usize = 4 << 20;
 
 /// Reads a shard back: its header byte for byte and through the strict reader, then each tensor
@@ -25,7 +26,7 @@ pub(crate) fn verify_shard(
     fs: &dyn FileSystem,
     directory: &Path,
     shard: &ShardFile,
-    written: impl Fn(&str) -> Option<Hash>,
+    written: impl Fn(&str) -> Option<Digest256> + Sync,
     cancel: &CancelToken,
 ) -> Result<PublishedFile> {
     let path = directory.join(&shard.name);
@@ -50,17 +51,21 @@ pub(crate) fn verify_shard(
     if !as_planned {
         return Err(differs("the header does not describe the tensors that were written".into()));
     }
-    // Header and tensors follow each other without a gap, so one pass gives both hashes.
     let mut whole = Sha256::new();
-    whole.update(&header);
-    for tensor in &shard.tensors {
+    let mut tensors = TensorDigests::of(&shard.tensors);
+    let mut changed = None;
+    each_chunk(&file, &path, 0..len, |chunk| {
         cancel.check()?;
-        let hash =
-            hash_range(&file, &path, tensor.offset, tensor.info.byte_len(), |part| whole.update(part))?;
-        if written(&tensor.name) != Some(hash) {
-            return Err(differs(format!("tensor `{}` does not read back as it was written", tensor.name)));
+        let matches = |tensor: &PlacedTensor, digest| written(&tensor.name) == Some(digest);
+        rayon::join(|| whole.update(chunk), || changed = tensors.take(chunk, matches));
+        match changed {
+            Some(tensor) => {
+                let name = &tensor.name;
+                Err(differs(format!("tensor `{name}` does not read back as it was written")))
+            }
+            None => Ok(()),
         }
-    }
+    })?;
     Ok(PublishedFile::new(&shard.name, shard.bytes, whole.finalize().into()))
 }
 
@@ -73,30 +78,99 @@ pub(crate) fn verify_file(fs: &dyn FileSystem, directory: &Path, expected: &Publ
     let file = open_regular(&path, &path)?;
     fs.forget_cached(&file);
     let len = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
-    if len != expected.bytes || hash_range(&file, &path, 0, len, |_| {})? != expected.sha256 {
+    let mut hash = Sha256::new();
+    each_chunk(&file, &path, 0..len, |chunk| {
+        hash.update(chunk);
+        Ok(())
+    })?;
+    if len != expected.bytes || Digest256::from(hash.finalize()) != expected.sha256 {
         return Err(Error::Verification { path, reason: "does not read back as it was written".into() });
     }
     Ok(())
 }
 
-/// SHA-256 of a range of a file, whose parts `also` sees too.
-pub(crate) fn hash_range(
+/// The BLAKE3 of a tensor in a file.
+pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> Result<Digest256> {
+    let mut hash = blake3::Hasher::new();
+    each_chunk(file, path, tensor.offset..tensor.offset + tensor.info.byte_len(), |chunk| {
+        hash.update(chunk);
+        Ok(())
+    })?;
+    Ok(hash.finalize().into())
+}
+
+/// Hands over a range of a file chunk by chunk; while one is used, the next is read.
+fn each_chunk(
     file: &File,
     path: &Path,
-    offset: u64,
-    len: u64,
-    mut also: impl FnMut(&[u8]) + Send,
-) -> Result<Hash> {
-    let mut hash = Sha256::new();
-    let mut buffer = vec![0; usize::try_from(len).map_or(CHUNK, |l| l.min(CHUNK))];
-    let mut done = 0;
-    while done < len {
-        let part = usize::try_from(len - done).map_or(CHUNK, |l| l.min(CHUNK));
-        let part = &mut buffer[..part];
-        read_exact_at(file, path, offset + done, part)?;
-        let part = &*part;
-        rayon::join(|| hash.update(part), || also(part));
-        done += part.len() as u64;
+    range: Range<u64>,
+    mut take: impl FnMut(&[u8]) -> Result<()> + Send,
+) -> Result<()> {
+    let read = |buffer: &mut Vec<u8>, at: u64| {
+        let len = usize::try_from(range.end - at).map_or(CHUNK, |left| left.min(CHUNK));
+        buffer.resize(len, 0);
+        read_exact_at(file, path, at, buffer)
+    };
+    let (mut chunk, mut next) = (Vec::new(), Vec::new());
+    let mut at = range.start;
+    read(&mut chunk, at)?;
+    while !chunk.is_empty() {
+        at += chunk.len() as u64;
+        let (taken, ahead) = rayon::join(|| take(&chunk), || read(&mut next, at));
+        taken?;
+        ahead?;
+        std::mem::swap(&mut chunk, &mut next);
     }
-    Ok(hash.finalize().into())
+    Ok(())
+}
+
+/// The digests of tensors that stand one after the other in a file which comes in pieces.
+struct TensorDigests<'a> {
+    /// Those that are not over yet.
+    tensors: &'a [PlacedTensor],
+    /// Of the first of them.
+    running: blake3::Hasher,
+    /// Where the next piece stands in the file.
+    at: u64,
+}
+
+impl<'a> TensorDigests<'a> {
+    fn of(tensors: &'a [PlacedTensor]) -> Self {
+        Self { tensors, running: blake3::Hasher::new(), at: 0 }
+    }
+
+    /// Takes the next piece; of the tensors that end in it, the first that does not match.
+    fn take(
+        &mut self,
+        mut piece: &[u8],
+        matches: impl Fn(&PlacedTensor, Digest256) -> bool,
+    ) -> Option<&'a PlacedTensor> {
+        while let Some((tensor, rest)) = self.tensors.split_first() {
+            self.advance(&mut piece, tensor.offset);
+            let end = tensor.offset + tensor.info.byte_len();
+            if self.at < tensor.offset {
+                return None;
+            }
+            let part = self.advance(&mut piece, end);
+            self.running.update(part);
+            if self.at < end {
+                return None;
+            }
+            self.tensors = rest;
+            let digest = std::mem::take(&mut self.running).finalize().into();
+            if !matches(tensor, digest) {
+                return Some(tensor);
+            }
+        }
+        None
+    }
+
+    /// Takes off what stands before `to`.
+    fn advance<'p>(&mut self, piece: &mut &'p [u8], to: u64) -> &'p [u8] {
+        let len = usize::try_from(to.saturating_sub(self.at)).map_or(piece.len(), |l| l.min(piece.len()));
+        let (part, rest) = piece.split_at(len);
+        *piece = rest;
+        self.at += len as u64;
+        part
+    }
 }

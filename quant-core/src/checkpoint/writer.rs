@@ -10,22 +10,23 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
-use sha2::{Digest, Sha256};
+use sha2::Digest;
 
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::header_error::printable;
 use super::input_file::{listed, relative_name_fault};
 use super::job::{Job, differences, job_path, parent_of};
-use super::journal::{Entries, Hash, Journal};
+use super::journal::{Entries, Journal};
 use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::overlap::resolve;
 use super::publish::{Published, check_target, move_into_place};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
-use super::verify::{hash_range, verify_file, verify_shard};
+use super::verify::{tensor_digest, verify_file, verify_shard};
 use super::{ShardLayout, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec};
+use crate::digest::Digest256;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
 
 /// How a checkpoint is written.
@@ -90,9 +91,9 @@ impl fmt::Debug for CheckpointWriter {
 /// How far a tensor is.
 struct Progress {
     written: u64,
-    running: Sha256,
+    running: blake3::Hasher,
     /// Of all its bytes, once they are written.
-    hash: Option<Hash>,
+    hash: Option<Digest256>,
     journaled: bool,
     /// Complete since an earlier run; may be written anew.
     resumed: bool,
@@ -181,7 +182,7 @@ impl CheckpointWriter {
         for (name, hash) in claimed.tensors {
             let Some((shard, tensor)) = layout.place(&name) else { continue };
             let Staged { path, file, .. } = &shards[shard];
-            if hash_range(file.file(), path, tensor.offset, tensor.info.byte_len(), |_| {})? == hash {
+            if tensor_digest(file.file(), path, tensor)? == hash {
                 held.insert(name, hash);
             } else {
                 lost.push(name);
@@ -322,7 +323,8 @@ impl CheckpointWriter {
         observer.event(&Event::StageStarted { stage: "verify", unit: "file", units });
         let mut files = Vec::new();
         for shard in self.layout.shards() {
-            let hash_of = |name: &str| self.tensors.get(name).and_then(|p| p.hash);
+            let tensors = &self.tensors;
+            let hash_of = |name: &str| tensors.get(name).and_then(|p| p.hash);
             files.push(verify_shard(&*self.fs, out, shard, hash_of, cancel)?);
             observer.event(&Event::UnitDone { detail: shard.name.clone() });
         }
@@ -344,7 +346,7 @@ impl CheckpointWriter {
 
     fn write_beside(&self, name: &str, bytes: &[u8]) -> Result<PublishedFile> {
         write_new(&*self.fs, &self.job.out().join(name), bytes)?;
-        Ok(PublishedFile::new(name, bytes.len() as u64, Sha256::digest(bytes).into()))
+        Ok(PublishedFile::new(name, bytes.len() as u64, sha2::Sha256::digest(bytes).into()))
     }
 
     fn sync_dir(&self, path: &Path) -> Result<()> {
@@ -422,7 +424,7 @@ impl TensorSink for CheckpointWriter {
 impl Progress {
     fn new(len: u64) -> Self {
         let mut progress =
-            Self { written: 0, running: Sha256::new(), hash: None, journaled: false, resumed: false };
+            Self { written: 0, running: blake3::Hasher::new(), hash: None, journaled: false, resumed: false };
         // A tensor without bytes is complete as it is.
         progress.advance(&[], len);
         progress
@@ -432,7 +434,7 @@ impl Progress {
         self.running.update(bytes);
         self.written += bytes.len() as u64;
         if self.written == len && self.hash.is_none() {
-            self.hash = Some(std::mem::take(&mut self.running).finalize().into());
+            self.hash = Some(self.running.finalize().into());
         }
     }
 }

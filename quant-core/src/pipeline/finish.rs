@@ -2,10 +2,10 @@
 //! the model, the report.
 
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
+use crate::digest::sha256_hex;
 use crate::recipe::Plan;
 use crate::{Error, Result};
 
@@ -62,7 +62,7 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
     let calibration = job.plan.method.transform.and(job.windows).map(|w| super::report::calibration(job, w));
     json!({
         "version": env!("CARGO_PKG_VERSION"),
-        "config_sha256": super::tensor::hex(&Sha256::digest(json!(directory.config()).to_string())),
+        "config_sha256": sha256_hex(json!(directory.config()).to_string()),
         "method": job.plan.method.name,
         "format": job.plan.container.name(),
         "schemes": schemes,

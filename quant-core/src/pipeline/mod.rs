@@ -4,6 +4,7 @@
 //! whatever the number of layers. Methods without a transform need not even the block: their
 //! linears stream through one at a time.
 
+mod conveyor;
 mod finish;
 mod report;
 mod tensor;
@@ -14,6 +15,7 @@ use std::ops::Range;
 pub use finish::{REPORT, add_companions, fingerprint, quantized_config};
 pub use report::{CalibrationReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
+use self::conveyor::Conveyor;
 use crate::calibrate::{HiddenStates, TokenWindows};
 use crate::model::{Model, NodeId};
 use crate::recipe::{Action, Plan, PlanEntry};
@@ -46,7 +48,7 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
     let layers = job.model.architecture().layers;
     let spans = spans(job.plan, layers);
     job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units: layers as u64 });
-    let mut report = QuantReport::new(job)?;
+    let mut conveyor = Conveyor::new(job, sink)?;
     let mut hidden = match (job.plan.method.transform, job.windows) {
         (None, _) => None,
         (Some(transform), Some(windows)) => Some(Batch {
@@ -62,24 +64,27 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
         }
     };
     let last_incomplete =
-        (0..layers).rev().find(|&l| !is_complete(&job.plan.entries[spans[l + 1].clone()], sink));
+        (0..layers).rev().find(|&l| !conveyor.is_complete(&job.plan.entries[spans[l + 1].clone()]));
     for (index, span) in spans.iter().enumerate() {
         let entries = &job.plan.entries[span.clone()];
         let layer = index.checked_sub(1).filter(|l| *l < layers);
-        let rewrite = match (&mut hidden, layer) {
+        let Some(batch) = &mut hidden else {
+            conveyor.take(span.clone(), layer, &Rewrite::default(), job.plan.entries.len())?;
+            continue;
+        };
+        // A search takes long: what was done before it should survive it.
+        conveyor.drain()?;
+        let rewrite = match layer {
             // Past the last block that is left to do, hidden states are of no use.
-            (Some(batch), Some(layer)) if Some(layer) <= last_incomplete => {
-                batch.block(job, layer, entries, is_complete(entries, sink), Some(layer) < last_incomplete)?
+            Some(layer) if Some(layer) <= last_incomplete => {
+                let advance = Some(layer) < last_incomplete;
+                batch.block(job, layer, entries, conveyor.is_complete(entries), advance)?
             }
             _ => Rewrite::default(),
         };
-        tensor::process(job, entries, &rewrite, sink, &mut report)?;
-        sink.commit()?;
-        if let Some(layer) = layer {
-            job.observer.event(&Event::UnitDone { detail: format!("block {layer}") });
-        }
+        conveyor.take(span.clone(), layer, &rewrite, span.end)?;
     }
-    report.finish();
+    let report = conveyor.finish()?;
     job.observer.event(&Event::StageDone);
     Ok(report)
 }
@@ -99,11 +104,6 @@ fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
     }
     spans.push(at..plan.entries.len());
     spans
-}
-
-/// Whether everything that these entries write is there from an earlier run.
-fn is_complete(entries: &[PlanEntry], sink: &dyn TensorSink) -> bool {
-    entries.iter().all(|e| tensor::is_complete(e, sink))
 }
 
 /// The calibration batch on its way through the blocks.

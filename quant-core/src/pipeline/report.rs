@@ -4,12 +4,12 @@
 //! it is the same bytes every time.
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use super::Job;
 use crate::Result;
 use crate::calibrate::TokenWindows;
 use crate::checkpoint::TensorInfo;
+use crate::digest::sha256_hex;
 use crate::quantize::ErrorStats;
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::{ClipRecord, FoldRecord};
@@ -193,8 +193,7 @@ impl QuantReport {
         let mut lines: Vec<String> =
             self.tensors.iter().map(|t| format!("{} {}\n", t.tensor, t.source_sha256)).collect();
         lines.sort_unstable();
-        let digest = Sha256::digest(lines.concat());
-        self.source = SourceDigest { tensors: lines.len() as u64, sha256: super::tensor::hex(&digest) };
+        self.source = SourceDigest { tensors: lines.len() as u64, sha256: sha256_hex(lines.concat()) };
     }
 
     /// The report as pretty JSON with a final newline.
@@ -210,14 +209,10 @@ impl QuantReport {
 }
 
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
-    let mut hash = Sha256::new();
-    for token in windows.tokens() {
-        hash.update(token.to_le_bytes());
-    }
     CalibrationReport {
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,
-        tokens_sha256: super::tensor::hex(&hash.finalize()),
+        tokens_sha256: windows.sha256(),
     }
 }

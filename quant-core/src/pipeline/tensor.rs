@@ -1,11 +1,11 @@
-//! One tensor's way from the source to the sink.
+//! What happens to one tensor between the source and the sink.
 
-use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::Job;
-use super::report::{QuantReport, TensorReport, WeightError};
+use super::report::{TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
+use crate::digest::{hex, sha256_hex};
 use crate::model::{Op, WeightBody};
 use crate::quantize::{Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
@@ -15,78 +15,42 @@ use crate::{Error, Result, TensorSink};
 /// Tensors that are only copied go through in pieces of this many bytes.
 const COPY_BYTES: usize = 8 << 20;
 
-/// Whether all that an entry writes, and what was to be reported of it, is there already.
-pub(super) fn is_complete(entry: &PlanEntry, sink: &dyn TensorSink) -> bool {
-    sink.recall(&entry.tensor).is_some() && entry.outputs.iter().all(|o| sink.is_complete(&o.name))
-}
-
-/// Takes entries of one span to the sink, in order.
-pub(super) fn process(
-    job: &Job<'_>,
-    entries: &[PlanEntry],
-    rewrite: &Rewrite,
-    sink: &mut dyn TensorSink,
-    report: &mut QuantReport,
-) -> Result<()> {
-    // While one tensor is rounded, the next is read and hashed and the one before is written.
-    let mut ahead: Option<Result<Source>> = None;
-    let mut behind: Option<Finished> = None;
-    for (i, entry) in entries.iter().enumerate() {
-        job.cancel.check()?;
-        if entry.action == Action::Copy || is_complete(entry, sink) {
-            flush(behind.take(), sink, report)?;
-            let tensor =
-                if is_complete(entry, sink) { recalled(job, entry, sink)? } else { copy(job, entry, sink)? };
-            flush(Some((tensor, Vec::new())), sink, report)?;
-            continue;
-        }
-        let source = ahead.take().unwrap_or_else(|| Source::read(job, entry))?;
-        let next = entries.get(i + 1).filter(|e| e.action != Action::Copy && !is_complete(e, sink));
-        let before = behind.take();
-        let (done, (read, flushed)) = rayon::join(
-            || transformed(job, entry, source, rewrite),
-            || rayon::join(|| next.map(|e| Source::read(job, e)), || flush(before, sink, report)),
-        );
-        flushed?;
-        ahead = read;
-        behind = Some(done?);
-    }
-    flush(behind, sink, report)
-}
-
-/// A tensor's report and the bytes that are written for it, by name.
-type Finished = (TensorReport, Vec<(String, Vec<u8>)>);
-
-fn flush(finished: Option<Finished>, sink: &mut dyn TensorSink, report: &mut QuantReport) -> Result<()> {
-    let Some((tensor, outputs)) = finished else { return Ok(()) };
-    for (name, bytes) in outputs {
-        sink.write(&name, 0, &bytes)?;
-    }
-    sink.remember(&tensor.tensor, &json!(tensor))?;
-    report.push(tensor);
-    Ok(())
-}
-
-/// A tensor's bytes and their hash.
-struct Source {
+/// A tensor's bytes and their SHA-256.
+pub(super) struct Source {
     bytes: Vec<u8>,
     sha256: String,
 }
 
 impl Source {
-    fn read(job: &Job<'_>, entry: &PlanEntry) -> Result<Self> {
-        let bytes = job.model.source().read(&entry.tensor)?;
-        let sha256 = hex(&Sha256::digest(&bytes));
+    /// Reads a tensor into a buffer that served another, whose pages are there already.
+    pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Self> {
+        let len = usize::try_from(entry.info.byte_len())
+            .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
+        bytes.resize(len, 0);
+        job.model.source().read_range(&entry.tensor, 0, &mut bytes)?;
+        let sha256 = sha256_hex(&bytes);
         Ok(Self { bytes, sha256 })
     }
 }
 
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
+/// A tensor that only has to be written.
+pub(super) struct Finished {
+    pub(super) report: TensorReport,
+    /// The bytes that are written for it, by name.
+    pub(super) outputs: Vec<(String, Vec<u8>)>,
+    /// A buffer that is free again.
+    pub(super) spare: Vec<u8>,
+}
+
+impl Finished {
+    /// A tensor of which nothing is left to write.
+    pub(super) fn written(report: TensorReport) -> Self {
+        Self { report, outputs: Vec::new(), spare: Vec::new() }
+    }
 }
 
 /// What an earlier run reported of a tensor that it finished, if the input is still the same.
-fn recalled(job: &Job<'_>, entry: &PlanEntry, sink: &dyn TensorSink) -> Result<TensorReport> {
+pub(super) fn recalled(job: &Job<'_>, entry: &PlanEntry, sink: &dyn TensorSink) -> Result<TensorReport> {
     let remembered = sink.recall(&entry.tensor);
     let tensor: TensorReport = remembered
         .and_then(|value| serde_json::from_value(value).ok())
@@ -105,26 +69,34 @@ fn recalled(job: &Job<'_>, entry: &PlanEntry, sink: &dyn TensorSink) -> Result<T
     Ok(tensor)
 }
 
+/// Hands over a tensor's bytes piece by piece; while one is used, the next is read.
 fn each_piece(
     job: &Job<'_>,
     entry: &PlanEntry,
-    mut take: impl FnMut(u64, &[u8]) -> Result<()>,
+    mut take: impl FnMut(u64, &[u8]) -> Result<()> + Send,
 ) -> Result<()> {
     let len = entry.info.byte_len();
-    let mut buffer = vec![0; COPY_BYTES.min(len as usize)];
+    let read = |piece: &mut Vec<u8>, at: u64| {
+        piece.resize(COPY_BYTES.min((len - at) as usize), 0);
+        job.model.source().read_range(&entry.tensor, at, piece)
+    };
+    let (mut piece, mut next) = (Vec::new(), Vec::new());
     let mut at = 0;
-    while at < len {
+    read(&mut piece, at)?;
+    while !piece.is_empty() {
         job.cancel.check()?;
-        let piece = &mut buffer[..COPY_BYTES.min((len - at) as usize)];
-        job.model.source().read_range(&entry.tensor, at, piece)?;
-        take(at, piece)?;
-        at += piece.len() as u64;
+        let after = at + piece.len() as u64;
+        let (taken, ahead) = rayon::join(|| take(at, &piece), || read(&mut next, after));
+        taken?;
+        ahead?;
+        std::mem::swap(&mut piece, &mut next);
+        at = after;
     }
     Ok(())
 }
 
 /// Streams a tensor through unchanged, refusing NaN and infinity.
-fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<TensorReport> {
+pub(super) fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<TensorReport> {
     let (name, dtype) = (&entry.tensor, entry.info.dtype);
     let mut hash = Sha256::new();
     each_piece(job, entry, |at, piece| {
@@ -151,7 +123,12 @@ fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
 }
 
 /// Rewrites or quantizes a tensor.
-fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewrite) -> Result<Finished> {
+pub(super) fn transformed(
+    job: &Job<'_>,
+    entry: &PlanEntry,
+    source: Source,
+    rewrite: &Rewrite,
+) -> Result<Finished> {
     let path = || job.model.source().location(&entry.tensor);
     match &entry.action {
         Action::Copy => Err(Error::Internal(format!("`{}` is copied, not transformed", entry.tensor))),
@@ -165,15 +142,18 @@ fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewri
                 }
                 None => source.bytes,
             };
-            let tensor = TensorReport::rewritten(entry, source.sha256);
-            Ok((tensor, vec![(entry.tensor.clone(), bytes)]))
+            let report = TensorReport::rewritten(entry, source.sha256);
+            let outputs = vec![(entry.tensor.clone(), bytes)];
+            Ok(Finished { report, outputs, spare: Vec::new() })
         }
         Action::Quantize { node, module, scheme, scale_dtype, .. } => {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
             let plain = !rewrite.columns.contains_key(node) && !rewrite.rows.contains_key(node);
             let clip = rewrite.clips.get(node).map(Vec::as_slice);
+            let mut spare = Vec::new();
             let (quantized, error) = if plain && clip.is_none() {
-                let rows = Rows::Bytes(&source.bytes, entry.info.dtype);
+                spare = source.bytes;
+                let rows = Rows::Bytes(&spare, entry.info.dtype);
                 quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
                     .map_err(|e| e.within(&entry.tensor, Some(path())))?
             } else {
@@ -187,8 +167,9 @@ fn transformed(job: &Job<'_>, entry: &PlanEntry, source: Source, rewrite: &Rewri
             let fold = rewrite.folds.iter().find(|f| f.consumers.contains(module));
             let clip = rewrite.clip_records.iter().find(|c| c.module == *module);
             let error = WeightError::from(error);
-            let tensor = TensorReport::quantized(entry, source.sha256, error, fold.cloned(), clip.cloned());
-            Ok((tensor, outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect()))
+            let report = TensorReport::quantized(entry, source.sha256, error, fold.cloned(), clip.cloned());
+            let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();
+            Ok(Finished { report, outputs, spare })
         }
     }
 }

@@ -90,7 +90,7 @@ fn published_is_complete_and_listed() {
         assert_eq!(listed["bytes"], fs::metadata(target.join(&file.name)).unwrap().len());
         use sha2::Digest;
         let hash = sha2::Sha256::digest(fs::read(target.join(&file.name)).unwrap());
-        assert_eq!(listed["sha256"], crate::checkpoint::journal::hex(&hash));
+        assert_eq!(listed["sha256"], crate::digest::hex(&hash));
     }
     let index: Value =
         serde_json::from_slice(&fs::read(target.join("model.safetensors.index.json")).unwrap()).unwrap();
