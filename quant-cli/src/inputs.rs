@@ -84,15 +84,8 @@ pub fn texts(source: &str) -> Result<(Vec<String>, PathBuf)> {
             ),
         }),
         None => {
-            let names: Vec<&str> = public.iter().map(|s| s.name.as_str()).collect();
-            Err(Error::Text {
-                path: path.to_owned(),
-                line: None,
-                reason: format!(
-                    "is neither a file nor a known set ({BUILTIN}, {HELDOUT_NAME}, {})",
-                    names.join(", ")
-                ),
-            })
+            let known = [BUILTIN, HELDOUT_NAME].into_iter().chain(public.iter().map(|s| s.name.as_str()));
+            Err(Error::UnknownText { name: source.to_owned(), known: known.map(str::to_owned).collect() })
         }
     }
 }

@@ -25,7 +25,14 @@ fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    // A panic is a bug of ours; it must end in its own exit code, with a line that says so.
+    // A panic of the tokenizer library on a crafted file is caught and told as an error.
+    let usual_hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !quant_core::calibrate::panic_is_handled() {
+            usual_hook(panic);
+        }
+    }));
+    // Any other panic is a bug of ours; it must end in its own exit code, with a line that says so.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli)));
     let error = match outcome {
         Ok(Ok(())) => return ExitCode::SUCCESS,
@@ -49,7 +56,6 @@ fn run(cli: &cli::Cli) -> quant_core::Result<()> {
         .num_threads(threads)
         .build()
         .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
-    let session =
-        commands::Session { progress: progress::Progress::new(cli.quiet), cancel, quiet: cli.quiet };
+    let session = commands::Session { progress: progress::Progress::new(cli.quiet), cancel };
     pool.install(|| commands::run(&cli.command, &session))
 }

@@ -40,6 +40,22 @@ pub struct JsonOption {
 }
 
 impl JsonOption {
+    /// Fails when the file cannot be written, before work is done whose result would be lost.
+    pub fn check(&self) -> Result<()> {
+        let Some(path) = self.json.as_deref().filter(|p| *p != Path::new("-")) else { return Ok(()) };
+        // Opened without truncation: if the work fails, what was there stays.
+        let new = !path.exists();
+        std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map_err(|e| Error::io("write", path, e))?;
+        if new {
+            std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
+        }
+        Ok(())
+    }
+
     /// Prints the table, or the JSON, or both in their places.
     pub fn emit<T: Serialize>(&self, value: &T, table: impl FnOnce() -> String) -> Result<()> {
         match &self.json {

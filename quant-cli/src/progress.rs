@@ -39,7 +39,7 @@ struct Stage {
 impl Progress {
     /// Progress for this process: silent when asked for.
     pub fn new(quiet: bool) -> Self {
-        let dumb = std::env::var_os("TERM").is_some_and(|t| t == "dumb");
+        let dumb = std::env::var_os("TERM").is_some_and(|t| t.is_empty() || t == "dumb");
         let mode = match (quiet, std::io::stderr().is_terminal() && !dumb) {
             (true, _) => Mode::Quiet,
             (false, true) => Mode::Bar,

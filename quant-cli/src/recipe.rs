@@ -41,9 +41,9 @@ pub struct RecipeOptions {
     /// Tokens of a calibration window [default: 512]
     #[arg(long, value_name = "L", help_heading = "Calibration")]
     pub seq_len: Option<usize>,
-    /// Seed of the windows' selection
-    #[arg(long, value_name = "S", default_value_t = 0, help_heading = "Calibration")]
-    pub seed: u64,
+    /// Seed of the windows' selection [default: 0]
+    #[arg(long, value_name = "S", help_heading = "Calibration")]
+    pub seed: Option<u64>,
 }
 
 impl RecipeOptions {
@@ -66,13 +66,29 @@ impl RecipeOptions {
         recipe.ignore = self.ignore.iter().map(|p| Pattern::new(p)).collect::<Result<_>>()?;
         recipe.overrides =
             self.overrides.iter().map(|o| parse_override(o, recipe.scheme)).collect::<Result<_>>()?;
+        if recipe.method.transform.is_none() {
+            let sampling = [("--samples", self.samples.is_some()), ("--seq-len", self.seq_len.is_some())];
+            let given =
+                sampling.into_iter().chain([("--seed", self.seed.is_some())]).find(|(_, given)| *given);
+            if let Some((option, _)) = given {
+                return Err(self.needs_no_text(&recipe, option));
+            }
+        }
         let usual = Sampling::default();
         recipe.sampling = Sampling {
             samples: self.samples.unwrap_or(usual.samples),
             length: self.seq_len.unwrap_or(usual.length),
-            seed: self.seed,
+            seed: self.seed.unwrap_or(usual.seed),
         };
         Ok(recipe)
+    }
+
+    /// The error that an option about the calibration text has nothing to act on.
+    pub fn needs_no_text(&self, recipe: &Recipe, option: &str) -> Error {
+        Error::usage(
+            format!("{option} has no effect: method `{}` uses no calibration text", recipe.method.name),
+            "leave it out, or choose another --method",
+        )
     }
 
     /// `--scheme w4a16-g64 --group-size 128` asks for two things at once.

@@ -231,6 +231,14 @@ pub enum Error {
         /// How to do without.
         remedy: String,
     },
+    /// A text was named that is neither a file nor a set.
+    #[error("{name} is neither a file nor a set of texts")]
+    UnknownText {
+        /// The name.
+        name: String,
+        /// The sets there are.
+        known: Vec<String>,
+    },
     /// The disk has too little room.
     #[error("{} needs {needed} bytes, {free} are free", path.display())]
     DiskFull {
@@ -328,7 +336,8 @@ impl Error {
             | Self::AlreadyQuantized { .. }
             | Self::UnsupportedQuantization { .. }
             | Self::Tokenizer { .. }
-            | Self::Text { .. } => Category::Input,
+            | Self::Text { .. }
+            | Self::UnknownText { .. } => Category::Input,
             Self::Io { .. }
             | Self::Unavailable { .. }
             | Self::DiskFull { .. }
@@ -395,6 +404,9 @@ impl Error {
                 "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field, or \
                  fewer or shorter windows (--samples, --seq-len, --window)"
                     .into()
+            }
+            Self::UnknownText { known, .. } => {
+                format!("give the path of a text file or .jsonl, or one of {}", known.join(", "))
             }
             Self::Io { .. } => "check the path, its permissions and the disk".into(),
             Self::DiskFull { .. } => "free some space, or write elsewhere".into(),

@@ -46,18 +46,21 @@ pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32
     assert_eq!(snapshot(scratch.path()), before, "{case}: what was there has changed");
 }
 
-/// Puts something at a target that must survive: it looks like a checkpoint, so that `--force`
-/// would replace it.
+/// Puts something at a target that must survive: its manifest says that it was written by this
+/// program, so that `--force` would replace it.
 ///
 /// # Panics
 /// When it cannot be written.
 #[track_caller]
 pub fn old_checkpoint(at: &Path) {
-    std::fs::create_dir_all(at.join("notes")).expect("a directory");
+    std::fs::create_dir_all(at).expect("a directory");
+    let manifest =
+        r#"{ "files": [{ "name": "config.json" }, { "name": "model.safetensors" }, { "name": "old.txt" }] }"#;
     for (name, text) in [
         ("config.json", "the old configuration"),
         ("model.safetensors", "the old weights"),
-        ("notes/mine.txt", "something of the user's own"),
+        ("old.txt", "something that a new run does not write"),
+        ("quant_manifest.json", manifest),
     ] {
         std::fs::write(at.join(name), text).expect("a file");
     }

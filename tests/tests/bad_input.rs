@@ -311,6 +311,38 @@ fn configuration() {
     ]);
 }
 
+/// A configuration that counts fewer blocks than there are would leave weights out.
+#[test]
+fn blocks_that_are_not_counted() {
+    let model = broken(|m| edit_config(m, &json!({ "num_hidden_layers": 1 })));
+    let says = ["`num_hidden_layers` is 1", "holds `model.layers.1."];
+    refuses_to_quantize("a block too many", model.path(), &RTN, 4, &says);
+    check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
+}
+
+/// Where embedding and head are said to be one and two different ones are stored, both are used, as
+/// other readers do.
+#[test]
+fn tied_heads_that_differ() {
+    let perplexity = |tied: bool, head: bool| {
+        let model = tempfile::tempdir().unwrap();
+        TinyLlama::default().write(model.path());
+        edit_config(model.path(), &json!({ "tie_word_embeddings": tied }));
+        if !head {
+            let tied = TinyLlama { tied: true, ..TinyLlama::default() };
+            let tensors = TinyLlama::default().tensors();
+            let tensors: Vec<_> = tensors.into_iter().filter(|t| t.name != "lm_head.weight").collect();
+            tied.write_with(model.path(), &tensors);
+        }
+        let text = ["--text", "builtin-heldout", "--window", "64", "--windows", "2", "--json"];
+        let arguments = args!["eval", model.path()].into_iter().chain(text.map(Into::into));
+        quant(arguments).succeeded().json()["perplexity"]["mean"].as_f64().unwrap()
+    };
+    let (stored, one) = (perplexity(false, true), perplexity(true, false));
+    assert_eq!(perplexity(true, true), stored);
+    assert!((one - stored).abs() > 1e-3, "{one} and {stored} tell nothing");
+}
+
 #[test]
 fn what_was_quantized_already() {
     let scratch = tempfile::tempdir().unwrap();
@@ -358,7 +390,8 @@ fn tokenizers() {
     // Rounding to nearest reads no text, so it needs no tokenizer.
     let model = broken(|m| std::fs::remove_file(m.join("tokenizer.json")).unwrap());
     let out = model.path().with_extension("out");
-    quant(args!["quantize", model.path(), "-o", &out].into_iter().chain(RTN.map(Into::into))).succeeded();
+    let run = quant(args!["quantize", model.path(), "-o", &out].into_iter().chain(RTN.map(Into::into)));
+    assert!(run.succeeded().stderr.contains("warning: the model has no tokenizer.json"));
     std::fs::remove_dir_all(out).unwrap();
 }
 

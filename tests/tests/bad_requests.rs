@@ -47,7 +47,13 @@ fn recipes() {
             &["--override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
         ),
         (&["--group-size", "32", "--ignore", "*.layers.7.*"], &["`*.layers.7.*`", "`quant plan MODEL`"]),
-        (&["--group-size", "32", "--ignore", "lm_head"], &["--ignore `lm_head` matches no linear"]),
+        (&["--group-size", "32", "--override", "lm_head=w8a16"], &["--override `lm_head` matches no linear"]),
+        (
+            &["--group-size", "32", "--ignore", "*.mlp.*", "--override", "down_proj=w8a16"],
+            &["--override down_proj has no effect", "--ignore wins"],
+        ),
+        (&["--method", "rtn", "--samples", "4"], &["--samples has no effect", "uses no calibration text"]),
+        (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
         (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),
         (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
         (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
@@ -84,6 +90,16 @@ fn recipes() {
     // The advice that one of them gives is good.
     let advice = "*.down_proj=w4a16-channel";
     quant(args!["plan", model.path(), "--group-size", "64", "--override", advice]).succeeded();
+    // What the head gets anyway may be asked for.
+    quant(args!["plan", model.path(), "--group-size", "32", "--ignore", "lm_head"]).succeeded();
+    let options = ["--method", "rtn", "--group-size", "32", "--calibration", "builtin"];
+    refuses_to_quantize(
+        "a text for rtn",
+        model.path(),
+        &options,
+        2,
+        &["--calibration builtin has no effect"],
+    );
 }
 
 /// What the argument parser itself refuses.
@@ -183,7 +199,7 @@ fn texts() {
         ("empty.jsonl", &["empty.jsonl: holds no text"]),
         ("pipe.txt", &["pipe.txt: is not a regular file"]),
         (".", &["is not a regular file"]),
-        ("nowhere.txt", &["nowhere.txt: is neither a file nor a known set (builtin, builtin-heldout, "]),
+        ("nowhere.txt", &["nowhere.txt is neither a file nor a set", "one of builtin, builtin-heldout, "]),
     ];
     for (name, says) in cases {
         let path = folder.path().join(name);
@@ -209,6 +225,10 @@ fn outputs() {
     let at = |name: &str| scratch.path().join(name);
     let model = at("models/tiny");
     TinyLlama::default().write(&model);
+    // Somebody else's model, and an output that somebody added to.
+    TinyLlama::default().write(&at("models/other"));
+    old_checkpoint(&at("visited"));
+    std::fs::write(at("visited/notes.txt"), "which of these is the good one?").unwrap();
     old_checkpoint(&at("there"));
     std::fs::create_dir(at("empty")).unwrap();
     std::fs::create_dir(at("home")).unwrap();
@@ -233,7 +253,9 @@ fn outputs() {
         ("file", false, 2, &["file exists already", "--force"]),
         ("file", true, 2, &["file is not a directory"]),
         ("file/out", true, 5, &["file/out", "Not a directory"]),
-        ("home", true, 2, &["holds files but no model", "--force does not replace it"]),
+        ("home", true, 2, &["was not written by quant", "--force does not replace it"]),
+        ("models/other", true, 2, &["was not written by quant", "--force does not replace it"]),
+        ("visited", true, 2, &["visited holds `notes.txt`, which quant did not write"]),
         ("dangling", true, 2, &["dangling", "a symbolic link that leads nowhere"]),
         ("taken", true, 2, &["taken.job", "thesis.tex"]),
     ];
@@ -248,6 +270,10 @@ fn outputs() {
     check_message("/", &run, 2, &["/ cannot be an output directory"]);
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
+    // Told before the evaluation, not after it.
+    let nowhere = format!("--json={}", at("nowhere/x.json").display());
+    let run = quant(args!["eval", &model, "--text", "no such text", &nowhere]);
+    check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
     assert_eq!(snapshot(scratch.path()), before);
 
     // What may be replaced is replaced, whole.
@@ -255,7 +281,7 @@ fn outputs() {
         let out = at(output);
         let options = ["--method", "rtn", "--group-size", "32", "--force"].map(std::ffi::OsString::from);
         quant(args!["quantize", &model, "-o", &out].into_iter().chain(options)).succeeded();
-        assert!(out.join("quant_manifest.json").is_file() && !out.join("notes").exists());
+        assert!(out.join("quant_manifest.json").is_file() && !out.join("old.txt").exists());
         assert!(!job_of(&out).exists());
     }
 }
@@ -288,6 +314,25 @@ fn a_closed_stdout_ends_quietly() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
 }
 
+/// Nobody reads what is told about the work: the work goes on.
+#[test]
+fn a_closed_or_full_stderr_stops_nothing() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama::default().write(&model);
+    let run = |name: &str, stderr: Stdio| {
+        let out = scratch.path().join(name);
+        let mut command =
+            command(args!["quantize", &model, "-o", &out, "--method", "rtn", "--group-size", "32"]);
+        let mut child = command.stdout(Stdio::null()).stderr(stderr).spawn().unwrap();
+        drop(child.stderr.take());
+        assert_eq!(child.wait().unwrap().code(), Some(0), "{name}");
+        assert!(out.join("quant_manifest.json").is_file(), "{name}");
+    };
+    run("closed", Stdio::piped());
+    run("full", std::fs::File::create("/dev/full").unwrap().into());
+}
+
 /// `--quiet` and `--json` keep to their streams.
 #[test]
 fn streams() {
@@ -296,7 +341,8 @@ fn streams() {
     TinyLlama::default().write(&model);
     let fixed = |out: &Path| args!["quantize", &model, "-o", out, "--method", "rtn", "--group-size", "32"];
     let silent = quant(fixed(&scratch.path().join("a")).into_iter().chain(args!["--quiet"])).succeeded();
-    assert_eq!((silent.stdout.as_str(), silent.stderr.as_str()), ("", ""));
+    assert_eq!(silent.stderr, "");
+    assert!(silent.stdout.contains("written to "), "the result is no progress: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
     assert_eq!(json.wait().json()["schema"], "quant-summary/1");
     // With a file, both: the table on stdout, the JSON beside it.

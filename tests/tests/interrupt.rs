@@ -110,11 +110,14 @@ fn each_signal_stops_where_nothing_is_lost() {
                     "w4a16-g64-sym",
                 ],
             ),
-            (["--method", "rtn"], vec!["fingerprint.method: was \"awq\", is \"rtn\""]),
         ] {
             let run = bench.resume(&out, &[&options[..], &other].concat());
             check_message("other settings", &run, 2, &[&differs[..], &["without --resume"]].concat());
         }
+        let mut rtn = vec!["--method", "rtn"];
+        rtn.extend(force.then_some("--force"));
+        let differs = ["fingerprint.method: was \"awq\", is \"rtn\"", "without --resume"];
+        check_message("another method", &bench.resume(&out, &rtn), 2, &differs);
         assert_eq!(out.exists().then(|| snapshot(&out)), before);
         let kept = hashes(&job_of(&out));
         let but_lock = |mut files: BTreeMap<String, String>| {

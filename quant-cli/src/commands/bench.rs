@@ -56,6 +56,7 @@ impl Rate {
 
 /// Measures.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    args.json.check()?;
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
         return Err(Error::usage(
             "nothing to measure",

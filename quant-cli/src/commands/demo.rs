@@ -59,6 +59,7 @@ struct Row {
 
 /// Shows it.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    args.json.check()?;
     let started = Instant::now();
     let scratch = tempfile::tempdir().map_err(|e| Error::io("create", std::env::temp_dir(), e))?;
     let model = scratch.path().join("demo-model");

@@ -57,6 +57,7 @@ enum Outcome {
 
 /// Evaluates.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    args.json.check()?;
     let profile = match args.window {
         Some(window) => Profile::gptq(window)?,
         None => args.profile.parse()?,
@@ -131,10 +132,14 @@ fn same_tokenizer(model: &Opened, reference: &Opened) -> Result<()> {
     if read(model)? == read(reference)? {
         return Ok(());
     }
-    Err(Error::Tokenizer {
-        path: model.directory.path().join("tokenizer.json"),
-        reason: format!("is not that of the reference {}", reference.directory.path().display()),
-    })
+    Err(Error::usage(
+        format!(
+            "{} and the reference {} have different tokenizers",
+            model.directory.path().display(),
+            reference.directory.path().display()
+        ),
+        "compare a model with the one it was made from: token by token only these say the same",
+    ))
 }
 
 fn show(report: &Report) -> String {

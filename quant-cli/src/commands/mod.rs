@@ -19,8 +19,6 @@ pub struct Session {
     pub progress: Progress,
     /// Pulled by signals.
     pub cancel: CancelToken,
-    /// Whether notes are unwanted.
-    pub quiet: bool,
 }
 
 /// Runs a verb.

@@ -25,8 +25,9 @@ pub struct Args {
     #[command(flatten)]
     recipe: RecipeOptions,
     /// Calibration text: a file (plain text, or .jsonl with a `text` field) or the name of a set
-    #[arg(long, value_name = "FILE|NAME", default_value = inputs::BUILTIN, help_heading = "Calibration")]
-    pub calibration: String,
+    /// [default: builtin]
+    #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
+    pub calibration: Option<String>,
     /// Replace OUT if it exists; the old one stays until the new one is complete
     #[arg(long)]
     pub force: bool,
@@ -63,7 +64,13 @@ struct Worst {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let started = Instant::now();
     let recipe = args.recipe.recipe()?;
+    if let (Some(text), None) = (&args.calibration, recipe.method.transform) {
+        return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
+    }
     let opened = inputs::open(&args.model, session)?;
+    if opened.directory.tokenizer_path().is_none() {
+        session.progress.note("warning: the model has no tokenizer.json, and so the result will have none");
+    }
     refuse_overlap(&args.model, &args.output)?;
     let (published, report) = quantize(&opened, &recipe, args, session)?;
     let summary = Summary {
@@ -81,10 +88,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if args.json {
         return output::print(&output::json(&summary)?);
     }
-    if !session.quiet {
-        output::print(&text(&summary))?;
-    }
-    Ok(())
+    output::print(&text(&summary))
 }
 
 fn quantize(
@@ -101,7 +105,10 @@ fn quantize(
         session.progress.note(&format!("note: {warning}"));
     }
     let windows = match plan.method.transform {
-        Some(_) => Some(inputs::calibration(opened, &args.calibration, plan.sampling)?),
+        Some(_) => {
+            let text = args.calibration.as_deref().unwrap_or(inputs::BUILTIN);
+            Some(inputs::calibration(opened, text, plan.sampling)?)
+        }
         None => None,
     };
     session.cancel.check()?;
@@ -128,6 +135,7 @@ pub fn write(
         force,
         resume,
         fingerprint: pipeline::fingerprint(job, &opened.directory),
+        companion_bytes: pipeline::companion_bytes(&opened.directory, job.plan)?,
         ..WriteOptions::default()
     };
     let mut writer = CheckpointWriter::create(output, job.plan.outputs(), options)?;

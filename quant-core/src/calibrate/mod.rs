@@ -11,5 +11,5 @@ mod windows;
 
 pub use observe::{AbsMean, HiddenStates, SampledRows, gram};
 pub use text::read_documents;
-pub use tokenizer::TextTokenizer;
+pub use tokenizer::{TextTokenizer, panic_is_handled};
 pub use windows::{Sampling, TokenWindows};

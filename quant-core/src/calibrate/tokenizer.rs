@@ -1,5 +1,6 @@
 //! `tokenizer.json`, guarded: it comes with the model and is as hostile as its weights.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -9,6 +10,16 @@ use crate::{Error, Result};
 
 /// Larger tokenizer files are refused before they are parsed.
 const LARGEST_FILE: u64 = 256 << 20;
+
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a panic of this thread would be caught here and told as an error, so that a program's
+/// panic hook need not print it.
+pub fn panic_is_handled() -> bool {
+    GUARDED.get()
+}
 
 /// A model's tokenizer.
 #[derive(Debug)]
@@ -61,8 +72,10 @@ impl TextTokenizer {
 
     /// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
     fn guarded<T>(path: &Path, work: impl FnOnce() -> T) -> Result<T> {
-        catch_unwind(AssertUnwindSafe(work))
-            .map_err(|_| Self::fault(path, "makes the tokenizer library panic".into()))
+        let outer = GUARDED.replace(true);
+        let outcome = catch_unwind(AssertUnwindSafe(work));
+        GUARDED.set(outer);
+        outcome.map_err(|_| Self::fault(path, "makes the tokenizer library panic".into()))
     }
 
     fn fault(path: &Path, reason: String) -> Error {

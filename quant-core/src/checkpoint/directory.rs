@@ -3,6 +3,7 @@
 //! Only data is read from it: `config.json`, weights, and by others the tokenizer. Scripts that lie
 //! beside them are neither run nor carried along.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -133,8 +134,14 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
 
 fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
+    let mut folded = BTreeSet::new();
     for name in root.entries()?.iter().filter(|n| is_sidecar(n)) {
         match root.lookup(name)? {
+            // The copy may go where the two names are one.
+            Lookup::File(_) if !folded.insert(name.to_lowercase()) => warnings.push(format!(
+                "{} differs from another file's name in case alone, it is left out",
+                printable(name)
+            )),
             Lookup::File(_) => found.push(root.join(name)),
             Lookup::Absent => {}
             Lookup::Dangling => warnings.push(format!("{} is a link that leads nowhere", printable(name))),

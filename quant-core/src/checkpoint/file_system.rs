@@ -46,7 +46,7 @@ pub(crate) trait FileSystem: Send + Sync {
 }
 
 /// A file in the staging directory.
-pub(crate) trait StagedFile: Send {
+pub(crate) trait StagedFile: Send + Sync {
     /// Writes all bytes at an offset.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// Gives the file this length and takes the room for it from the disk.

@@ -37,9 +37,16 @@ pub(crate) fn manifest_bytes(files: &[PublishedFile], tool_version: &str) -> Vec
     let files: Vec<Value> =
         files.iter().map(|f| json!({ "name": f.name, "bytes": f.bytes, "sha256": f.sha256_hex() })).collect();
     let manifest = json!({
-        "schema_version": 1,
+        "schema": "quant-manifest/1",
         "tool": { "name": "quant", "version": tool_version },
         "files": files,
     });
     format!("{manifest:#}\n").into_bytes()
+}
+
+/// The names that a manifest lists, or `None` when it is none.
+pub(crate) fn manifest_files(manifest: &[u8]) -> Option<Vec<String>> {
+    let manifest: Value = serde_json::from_slice(manifest).ok()?;
+    let files = manifest.get("files")?.as_array()?;
+    files.iter().map(|file| Some(file.get("name")?.as_str()?.to_owned())).collect()
 }

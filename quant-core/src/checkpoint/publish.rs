@@ -4,15 +4,19 @@
 //! except on file systems that cannot exchange two directories, where the old target stands aside
 //! for the moment between two renames and is put back by the next run if that moment was the last.
 
-use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use super::file_system::{FileSystem, failure, is_unsupported};
+use super::header_error::printable;
+use super::input_file::read_capped;
 use super::job::{Job, parent_of};
-use super::manifest::{MANIFEST, PublishedFile};
+use super::manifest::{MANIFEST, PublishedFile, manifest_files};
 use crate::{Error, Result};
+
+/// A manifest of more bytes than this was not written here.
+const MANIFEST_CAP: u64 = 64 << 20;
 
 /// What was published.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,8 +36,8 @@ pub struct Published {
 /// Whether the target is there, once it is known that it may be written.
 ///
 /// # Errors
-/// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it is nothing that this program
-/// could have written, so that a mistyped path does not cost a home directory.
+/// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this
+/// program did not write, so that a mistyped path costs neither a home directory nor the original.
 pub(crate) fn check_target(target: &Path, force: bool) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
@@ -43,32 +47,49 @@ pub(crate) fn check_target(target: &Path, force: bool) -> Result<bool> {
     if !force {
         return Err(Error::OutputExists { path: target.to_owned() });
     }
-    let reason = if !metadata.is_dir() {
-        "is not a directory"
-    } else if !is_replaceable(target).map_err(|e| Error::io("list", target, e))? {
-        "holds files but no model, so --force does not replace it"
-    } else {
-        return Ok(true);
-    };
+    let reason = if metadata.is_dir() { not_replaceable(target)? } else { Some("is not a directory".into()) };
+    let Some(reason) = reason else { return Ok(true) };
     Err(Error::usage(
         format!("{} {reason}", target.display()),
         "choose another output, or remove it yourself",
     ))
 }
 
-fn is_replaceable(directory: &Path) -> io::Result<bool> {
-    let mut empty = true;
-    for entry in fs::read_dir(directory)? {
-        let name = entry?.file_name();
-        let is_model = name == OsStr::new(MANIFEST)
-            || name == OsStr::new("config.json")
-            || Path::new(&name).extension() == Some(OsStr::new("safetensors"));
-        if is_model {
-            return Ok(true);
-        }
-        empty = false;
+/// Why a directory is not replaced, if it holds anything but what its manifest lists: whatever else
+/// is there, somebody may miss.
+fn not_replaceable(directory: &Path) -> Result<Option<String>> {
+    let fail = |e| Error::io("list", directory, e);
+    let mut present = Vec::new();
+    for entry in fs::read_dir(directory).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        present.push((entry.file_name(), entry.file_type().map_err(fail)?.is_file()));
     }
-    Ok(empty)
+    if present.is_empty() {
+        return Ok(None);
+    }
+    let manifest = directory.join(MANIFEST);
+    let listed = match read_capped(&manifest, &manifest, MANIFEST_CAP) {
+        Ok(Ok(bytes)) => manifest_files(&bytes),
+        Ok(Err(_)) => None,
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            let reason =
+                format!("was not written by quant (it has no {MANIFEST}), so --force does not replace it");
+            return Ok(Some(reason));
+        }
+        Err(e) => return Err(e),
+    };
+    let Some(listed) = listed else {
+        return Ok(Some(format!("has a {MANIFEST} that cannot be read, so --force does not replace it")));
+    };
+    present.sort_unstable();
+    let foreign = present.iter().find(|(name, is_file)| {
+        let is_listed = name.to_str().is_some_and(|n| n == MANIFEST || listed.iter().any(|l| l == n));
+        !(is_listed && *is_file)
+    });
+    Ok(foreign.map(|(name, _)| {
+        let name = printable(&name.to_string_lossy());
+        format!("holds `{name}`, which quant did not write, so --force does not replace it")
+    }))
 }
 
 /// Gives the prepared directory its final name; whether it replaced an old one.

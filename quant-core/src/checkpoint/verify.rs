@@ -100,7 +100,7 @@ pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> 
 }
 
 /// Hands over a range of a file chunk by chunk; while one is used, the next is read.
-fn each_chunk(
+pub(crate) fn each_chunk(
     file: &File,
     path: &Path,
     range: Range<u64>,

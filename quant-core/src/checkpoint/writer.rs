@@ -15,7 +15,7 @@ use sha2::Digest;
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::header_error::printable;
-use super::input_file::{listed, relative_name_fault};
+use super::input_file::{listed, open_regular, relative_name_fault};
 use super::job::{Job, differences, job_path, parent_of};
 use super::journal::{Entries, Journal};
 use super::layout::DEFAULT_SHARD_BYTES;
@@ -24,7 +24,7 @@ use super::overlap::resolve;
 use super::publish::{Published, check_target, move_into_place};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
-use super::verify::{tensor_digest, verify_file, verify_shard};
+use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
 use super::{ShardLayout, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec};
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
@@ -38,6 +38,9 @@ pub struct WriteOptions {
     pub resume: bool,
     /// Bytes of tensor data in one shard, at most; a larger tensor gets a shard of its own.
     pub max_shard_bytes: u64,
+    /// Bytes of the files that will be added beside the shards, as far as they are known: they
+    /// count when the room on the disk is looked at.
+    pub companion_bytes: u64,
     /// What the tensors are computed from: a resumed job must have been started with the same.
     pub fingerprint: Value,
     /// The version that the manifest names.
@@ -51,6 +54,7 @@ impl Default for WriteOptions {
             force: false,
             resume: false,
             max_shard_bytes: DEFAULT_SHARD_BYTES,
+            companion_bytes: 0,
             fingerprint: Value::Null,
             tool_version: env!("CARGO_PKG_VERSION").into(),
         }
@@ -124,7 +128,7 @@ impl CheckpointWriter {
         check_target(&target, options.force)?;
         let layout = ShardLayout::plan(&tensors, options.max_shard_bytes)?;
         drop(tensors);
-        check_space(&*fs, &target, &job, layout.file_bytes())?;
+        check_space(&*fs, &target, &job, layout.file_bytes().saturating_add(options.companion_bytes))?;
         create_parents(&*fs, parent_of(&target))?;
         let job = Job::acquire(&*fs, &target)?;
         // Taking over the job may have put an old target back.
@@ -238,6 +242,38 @@ impl CheckpointWriter {
     /// [`Error::Internal`] when the name is no plain file name or is taken; [`Error::DiskFull`],
     /// [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.check_file_name(name)?;
+        let file = self.write_beside(name, bytes)?;
+        self.files.insert(name.to_owned(), file);
+        Ok(())
+    }
+
+    /// Adds a copy of a file under its own name, piece by piece.
+    ///
+    /// # Errors
+    /// As [`Self::add_file`], and when `original` cannot be read.
+    pub fn add_copy(&mut self, original: &Path) -> Result<()> {
+        let name = original.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.check_file_name(&name)?;
+        let source = open_regular(original, original)?;
+        let len = source.metadata().map_err(|e| Error::io("read", original, e))?.len();
+        let path = self.job.out().join(&name);
+        let fail = |action, e| failure(&*self.fs, action, &path, len, e);
+        let copy = self.fs.create_file(&path).map_err(|e| fail("create", e))?;
+        let mut hash = sha2::Sha256::new();
+        let mut at = 0;
+        each_chunk(&source, original, 0..len, |piece| {
+            hash.update(piece);
+            copy.write_at(at, piece).map_err(|e| fail("write", e))?;
+            at += piece.len() as u64;
+            Ok(())
+        })?;
+        copy.sync_data().map_err(|e| fail("sync", e))?;
+        self.files.insert(name.clone(), PublishedFile::new(name, len, hash.finalize().into()));
+        Ok(())
+    }
+
+    fn check_file_name(&self, name: &str) -> Result<()> {
         let refused = |reason: &str| Error::Internal(format!("file name `{}` {reason}", printable(name)));
         if let Some(reason) = relative_name_fault(name) {
             return Err(refused(reason));
@@ -252,8 +288,6 @@ impl CheckpointWriter {
         if taken.into_iter().any(|t| t.to_lowercase() == folded) {
             return Err(refused("is taken"));
         }
-        let file = self.write_beside(name, bytes)?;
-        self.files.insert(name.to_owned(), file);
         Ok(())
     }
 

@@ -30,6 +30,20 @@ fn pretty(value: &Value) -> Result<String> {
     Ok(text)
 }
 
+/// Bytes that [`add_companions`] is going to take: what is copied to the byte, the report by what a
+/// tensor usually needs.
+///
+/// # Errors
+/// When a file of the model cannot be looked at.
+pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
+    const REPORT_OF_A_TENSOR: u64 = 1024;
+    let mut bytes = quantized_config(directory, plan)?.len() as u64;
+    for path in directory.sidecar_files() {
+        bytes += std::fs::metadata(&path).map_err(|e| Error::io("read", &path, e))?.len();
+    }
+    Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)
+}
+
 /// Adds everything but the weights to a checkpoint that is being written.
 ///
 /// # Errors
@@ -42,9 +56,7 @@ pub fn add_companions(
 ) -> Result<()> {
     writer.add_file("config.json", quantized_config(directory, plan)?.as_bytes())?;
     for path in directory.sidecar_files() {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
-        writer.add_file(&name, &bytes)?;
+        writer.add_copy(&path)?;
     }
     writer.add_file(REPORT, report.to_json()?.as_bytes())
 }

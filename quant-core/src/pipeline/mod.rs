@@ -12,7 +12,7 @@ mod tensor;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-pub use finish::{REPORT, add_companions, fingerprint, quantized_config};
+pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use report::{CalibrationReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
 use self::conveyor::Conveyor;

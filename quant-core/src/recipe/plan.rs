@@ -107,7 +107,7 @@ impl Plan {
             })
             .collect();
         let names: Vec<&str> = modules.iter().map(|(_, _, name, _)| name.as_str()).collect();
-        let selectors = select(recipe, &names)?;
+        let selectors = select(recipe, &names, &architecture.head)?;
 
         let mut offenders = Vec::new();
         let mut entries = Vec::new();
@@ -253,6 +253,8 @@ impl Plan {
     }
 }
 
+const IGNORE: &str = "--ignore";
+
 /// Position of the selector that decides over a module, the ignored patterns first: `--ignore` wins
 /// over all, then the last override that matches.
 fn decisive(recipe: &Recipe, module: &str) -> Option<usize> {
@@ -270,12 +272,19 @@ fn scheme_of(recipe: &Recipe, module: &str) -> Option<WeightScheme> {
 
 /// What each selector decides over. One that matches nothing, or whose every match is taken by
 /// another, asks for something that would not happen.
-fn select(recipe: &Recipe, names: &[&str]) -> Result<Vec<SelectorMatches>> {
-    let ignored = recipe.ignore.iter().map(|p| ("--ignore", p, "float".to_owned()));
+///
+/// The head stays float anyway, so ignoring it by name is asking for what happens.
+fn select(recipe: &Recipe, names: &[&str], head: &str) -> Result<Vec<SelectorMatches>> {
+    let ignored = recipe.ignore.iter().map(|p| (IGNORE, p, "float".to_owned()));
     let overridden = recipe.overrides.iter().map(|(p, s)| ("--override", p, s.to_string()));
     let mut selectors = Vec::new();
     for (index, (option, pattern, outcome)) in ignored.chain(overridden).enumerate() {
         let matched: Vec<&str> = names.iter().copied().filter(|n| pattern.matches(n)).collect();
+        if matched.is_empty() && option == IGNORE && pattern.matches(head) {
+            let (pattern, modules) = (pattern.text().to_owned(), vec![head.to_owned()]);
+            selectors.push(SelectorMatches { option, pattern, outcome, modules });
+            continue;
+        }
         if matched.is_empty() {
             return Err(Error::PatternMatchesNothing {
                 option,

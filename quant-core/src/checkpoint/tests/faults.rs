@@ -377,7 +377,12 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
 }
 
 fn old() -> Option<Files> {
-    Some(vec![("config.json".into(), b"old".to_vec()), ("sub/weights".into(), b"old too".to_vec())])
+    let manifest = r#"{ "files": [{ "name": "config.json" }, { "name": "weights" }] }"#;
+    Some(vec![
+        ("config.json".into(), b"old".to_vec()),
+        ("quant_manifest.json".into(), manifest.into()),
+        ("weights".into(), b"old too".to_vec()),
+    ])
 }
 
 #[test]

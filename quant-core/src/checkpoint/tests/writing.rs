@@ -117,21 +117,41 @@ fn existing_target_needs_force() {
     let before = snapshot(&target);
     assert!(matches!(create(&target, options()), Err(Error::OutputExists { .. })));
     assert!(!job(&target).exists(), "nothing was created");
-    fs::write(target.join("extra.txt"), "old").unwrap();
+    fs::write(target.join("config.json"), "old").unwrap();
     let writer = create(&target, forced()).unwrap();
-    assert!(target.join("extra.txt").exists(), "the old stays until the end");
+    assert_eq!(fs::read(target.join("config.json")).unwrap(), b"old", "the old stays until the end");
     assert!(finish(writer).unwrap().replaced);
     assert_eq!(snapshot(&target), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
 #[test]
-fn force_does_not_replace_what_is_no_model() {
+fn force_replaces_only_what_was_written_here() {
     let (_dir, target) = place();
     fs::create_dir(&target).unwrap();
-    fs::write(target.join("thesis.tex"), "years of work").unwrap();
-    assert!(usage_message(create(&target, forced())).contains("no model"));
-    fs::remove_file(target.join("thesis.tex")).unwrap();
+    // An original model is worth more than anything made of it.
+    fs::write(target.join("config.json"), "{}").unwrap();
+    fs::write(target.join("model.safetensors"), "years of work").unwrap();
+    assert!(usage_message(create(&target, forced())).contains("was not written by quant"));
+    fs::remove_dir_all(&target).unwrap();
+    fs::create_dir(&target).unwrap();
+    finish(create(&target, forced()).unwrap()).unwrap();
+
+    fs::write(target.join("notes.txt"), "mine").unwrap();
+    assert!(usage_message(create(&target, forced())).contains("holds `notes.txt`, which quant did not"));
+    fs::remove_file(target.join("notes.txt")).unwrap();
+    fs::create_dir(target.join("more")).unwrap();
+    assert!(usage_message(create(&target, forced())).contains("holds `more`"));
+    fs::remove_dir(target.join("more")).unwrap();
+    // A directory in the place of a file that is listed.
+    fs::remove_file(target.join("config.json")).unwrap();
+    fs::create_dir(target.join("config.json")).unwrap();
+    assert!(usage_message(create(&target, forced())).contains("holds `config.json`"));
+    fs::remove_dir(target.join("config.json")).unwrap();
+    let manifest = fs::read(target.join("quant_manifest.json")).unwrap();
+    fs::write(target.join("quant_manifest.json"), &manifest[..40]).unwrap();
+    assert!(usage_message(create(&target, forced())).contains("cannot be read"));
+    fs::write(target.join("quant_manifest.json"), manifest).unwrap();
     finish(create(&target, forced()).unwrap()).unwrap();
 
     let (_dir, target) = place();
