@@ -35,6 +35,10 @@ pub struct RecipeOptions {
     /// Linears with a scheme of their own; the last that matches wins
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
     pub overrides: Vec<String>,
+    /// How candidate scales are compared: fast (on growing shares of the batch) or reference (each
+    /// on the whole batch) [default: fast]
+    #[arg(long, value_name = "fast|reference", help_heading = "Recipe")]
+    pub search: Option<String>,
     /// Calibration windows [default: 64]
     #[arg(long, value_name = "N", help_heading = "Calibration")]
     pub samples: Option<usize>,
@@ -67,12 +71,19 @@ impl RecipeOptions {
         recipe.overrides =
             self.overrides.iter().map(|o| parse_override(o, recipe.scheme)).collect::<Result<_>>()?;
         if recipe.method.transform.is_none() {
-            let sampling = [("--samples", self.samples.is_some()), ("--seq-len", self.seq_len.is_some())];
-            let given =
-                sampling.into_iter().chain([("--seed", self.seed.is_some())]).find(|(_, given)| *given);
+            let given = [
+                ("--samples", self.samples.is_some()),
+                ("--seq-len", self.seq_len.is_some()),
+                ("--seed", self.seed.is_some()),
+                ("--search", self.search.is_some()),
+            ];
+            let given = given.into_iter().find(|(_, given)| *given);
             if let Some((option, _)) = given {
                 return Err(self.needs_no_text(&recipe, option));
             }
+        }
+        if let Some(search) = &self.search {
+            recipe.search = search.parse()?;
         }
         let usual = Sampling::default();
         recipe.sampling = Sampling {
@@ -86,7 +97,10 @@ impl RecipeOptions {
     /// The error that an option about the calibration text has nothing to act on.
     pub fn needs_no_text(&self, recipe: &Recipe, option: &str) -> Error {
         Error::usage(
-            format!("{option} has no effect: method `{}` uses no calibration text", recipe.method.name),
+            format!(
+                "{option} has no effect: method `{}` searches nothing on a calibration text",
+                recipe.method.name
+            ),
             "leave it out, or choose another --method",
         )
     }

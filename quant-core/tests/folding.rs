@@ -6,12 +6,11 @@ mod common;
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
-use common::{Tiny, flat, normal, relative_difference, windows};
+use common::{Tiny, flat, normal, relative_difference};
 use quant_core::CancelToken;
-use quant_core::calibrate::HiddenStates;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Block, BlockGraph, FoldGroup, Model, NoTap, NodeId, Op};
-use quant_core::transform::{BlockTask, Rewrite, fold};
+use quant_core::transform::{BlockTask, Rewrite, Search, fold};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -22,7 +21,6 @@ const BOUND: f64 = 5e-6;
 struct Bench {
     model: Model,
     block: Block,
-    hidden: HiddenStates,
     norm_dtypes: BTreeMap<NodeId, Dtype>,
     /// Some input of the block.
     x: Tensor,
@@ -35,12 +33,11 @@ impl Bench {
 
     fn of(model: Model, tiny: &Tiny, seed: u64) -> Self {
         let block = model.block(0, &model.rope(24).unwrap()).unwrap();
-        let hidden = HiddenStates::embed(&model, &windows(tiny.vocab, 1, 8, seed)).unwrap();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, tiny.norm_dtype)).collect();
         let mut rng = StdRng::seed_from_u64(seed);
         let values: Vec<f32> = (0..2 * 24 * tiny.hidden).map(|_| normal(&mut rng)).collect();
         let x = Tensor::from_vec(values, (2, 24, tiny.hidden), &Device::Cpu).unwrap();
-        Self { model, block, hidden, norm_dtypes, x }
+        Self { model, block, norm_dtypes, x }
     }
 
     fn graph(&self) -> &BlockGraph {
@@ -56,9 +53,9 @@ impl Bench {
         let task = BlockTask {
             prefix: &prefix,
             block: &self.block,
-            hidden: &self.hidden,
             grids: &BTreeMap::new(),
             norm_dtypes: &self.norm_dtypes,
+            search: Search::Reference,
             cancel: &CancelToken::new(),
         };
         fold(rewrite, &task, group, scales)

@@ -298,8 +298,8 @@ fn tied_embeddings_under_the_head_s_name() {
     tied.write_with(&at("renamed"), &tensors);
     let mut verdicts = Vec::new();
     for (method, options) in [
-        ("rtn", ["--method", "rtn", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"]),
-        ("awq", ["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"]),
+        ("rtn", &["--method", "rtn", "--scheme", "w4a16-g32"][..]),
+        ("awq", &["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"]),
     ] {
         for model in ["usual", "renamed"] {
             let out = at(&format!("{model}-{method}"));

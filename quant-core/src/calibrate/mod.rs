@@ -9,7 +9,7 @@ mod text;
 mod tokenizer;
 mod windows;
 
-pub use observe::{AbsMean, HiddenStates, SampledRows, gram};
+pub use observe::{AbsMean, BatchTap, HiddenStates, SampledRows, gram};
 pub use text::read_documents;
 pub use tokenizer::{TextTokenizer, panic_is_handled};
 pub use windows::{Sampling, TokenWindows};

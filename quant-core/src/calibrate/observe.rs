@@ -8,12 +8,27 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::TokenWindows;
-use crate::model::{Block, Model, NoTap};
+use crate::model::{Block, Model, NoTap, Tap};
 use crate::{CancelToken, Result};
 
 /// Tokens that go through a block at a time: enough for full speed, few enough that a block's
 /// intermediate values stay small.
 const CHUNK_TOKENS: usize = 2048;
+
+/// A [`Tap`] on a batch that comes in pieces.
+pub trait BatchTap: Tap {
+    /// The inputs to come are those of a new piece, whose first token is `first` of the batch.
+    fn piece(&mut self, _first: usize) {}
+
+    /// The same tap, as a block knows it.
+    fn as_tap(&mut self) -> &mut dyn Tap;
+}
+
+impl BatchTap for NoTap {
+    fn as_tap(&mut self) -> &mut dyn Tap {
+        self
+    }
+}
 
 /// The hidden states of the calibration batch before some block, `[windows, length, hidden]`.
 #[derive(Debug)]
@@ -44,6 +59,11 @@ impl HiddenStates {
         self.windows * self.length
     }
 
+    /// Windows, and tokens of each.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.windows, self.length]
+    }
+
     /// Windows in one chunk: at least one.
     fn chunk_windows(&self) -> usize {
         (CHUNK_TOKENS / self.length).max(1)
@@ -64,12 +84,27 @@ impl HiddenStates {
     /// # Errors
     /// When the block fails or the token pulls.
     pub fn advance(&mut self, block: &Block, cancel: &CancelToken) -> Result<()> {
-        let size = self.chunk_windows() * self.length * self.hidden;
-        for chunk in self.values.chunks_mut(size.max(1)) {
+        self.advance_watched(block, cancel, &mut NoTap)
+    }
+
+    /// The same, while a tap watches; it is told the first token of every piece.
+    ///
+    /// # Errors
+    /// As [`advance`](Self::advance), and when the tap stops the run. Some of the states may then
+    /// be replaced already.
+    pub fn advance_watched(
+        &mut self,
+        block: &Block,
+        cancel: &CancelToken,
+        tap: &mut dyn BatchTap,
+    ) -> Result<()> {
+        let piece = self.chunk_windows() * self.length;
+        for (i, chunk) in self.values.chunks_mut((piece * self.hidden).max(1)).enumerate() {
             cancel.check()?;
+            tap.piece(i * piece);
             let windows = chunk.len() / (self.length * self.hidden);
             let before = Tensor::from_slice(chunk, (windows, self.length, self.hidden), &Device::Cpu)?;
-            let after = block.forward(&before, 0, None, &mut NoTap)?;
+            let after = block.forward(&before, 0, None, tap.as_tap())?;
             chunk.copy_from_slice(&after.flatten_all()?.to_vec1::<f32>()?);
         }
         Ok(())

@@ -124,23 +124,22 @@ impl Batch {
         advance: bool,
     ) -> Result<Rewrite> {
         let block = job.model.block(layer, &self.rope)?;
-        let mut rewrite = Rewrite::default();
         if !complete {
             let prefix = job.model.architecture().in_block(layer, "");
             let task = BlockTask {
                 prefix: &prefix,
                 block: &block,
-                hidden: &self.states,
                 grids: &grids(entries),
                 norm_dtypes: &norm_dtypes(job.model, layer)?,
+                search: job.plan.search,
                 cancel: job.cancel,
             };
-            rewrite = self.transform.search(&task)?;
+            return self.transform.search(&task, &mut self.states);
         }
         if advance {
             self.states.advance(&block, job.cancel)?;
         }
-        Ok(rewrite)
+        Ok(Rewrite::default())
     }
 }
 

@@ -12,7 +12,7 @@ use crate::checkpoint::TensorInfo;
 use crate::digest::sha256_hex;
 use crate::quantize::ErrorStats;
 use crate::recipe::{Action, PlanEntry};
-use crate::transform::{ClipRecord, FoldRecord};
+use crate::transform::{ClipRecord, FoldRecord, Search};
 
 /// The version of the report's schema; it grows with every change that a reader could notice.
 pub(super) const SCHEMA: &str = "quant-report/1";
@@ -54,6 +54,8 @@ pub struct SourceDigest {
 /// The calibration batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CalibrationReport {
+    /// How candidates were compared.
+    pub search: Search,
     /// Windows.
     pub samples: usize,
     /// Tokens of one window.
@@ -210,6 +212,7 @@ impl QuantReport {
 
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
     CalibrationReport {
+        search: job.plan.search,
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,

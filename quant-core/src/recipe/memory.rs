@@ -2,6 +2,7 @@
 
 use super::{Action, Plan};
 use crate::model::{FoldGroup, Model, Op};
+use crate::transform::{Search, kept_bytes};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
@@ -11,7 +12,7 @@ const CHUNK_TOKENS: u64 = 2048;
 impl Plan {
     /// Bytes of memory at the peak, about.
     pub fn peak_memory(&self, model: &Model) -> u64 {
-        let search = if self.method.transform.is_some() { self.search(model) } else { 0 };
+        let search = if self.method.transform.is_some() { self.search_memory(model) } else { 0 };
         search.saturating_add(PROGRAM + self.largest_tensor())
     }
 
@@ -29,9 +30,9 @@ impl Plan {
         self.entries.iter().map(of).max().unwrap_or(0)
     }
 
-    /// The block, the batch's hidden states, and what the search of one group keeps. The batch may
+    /// The block, the batch's hidden states, and what the search keeps. The batch may
     /// be asked for as large as one likes; only then can the sums leave 64 bits.
-    fn search(&self, model: &Model) -> u64 {
+    fn search_memory(&self, model: &Model) -> u64 {
         let architecture = model.architecture();
         let tokens = (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64);
         let block: u64 = self.entries.iter().filter(|e| e.layer == Some(0)).map(|e| e.info.byte_len()).sum();
@@ -40,15 +41,28 @@ impl Plan {
             Op::Linear { shape, .. } => shape.map(|s| s as u64),
             _ => [0, 0],
         };
-        let group = |g: &FoldGroup| {
+        let groups = graph.fold_groups();
+        let rounded = |g: &FoldGroup| -> u64 {
+            4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
+        };
+        let whole = |g: &FoldGroup| {
             let [n, k] = width(g.consumers[0]);
             if g.consumers.len() == 1 {
                 return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
             }
-            let consumers: u64 = g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum();
-            (4 * (k + width(g.inspected)[0])).saturating_mul(tokens).saturating_add(4 * consumers)
+            (4 * (k + width(g.inspected)[0])).saturating_mul(tokens).saturating_add(rounded(g))
         };
-        let kept = graph.fold_groups().iter().map(group).max().unwrap_or(0);
+        let kept = match self.search {
+            // One group after the other.
+            Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
+            // All are gathered in one pass; then the rows of a round are copied.
+            Search::Fast => {
+                let kept = |g: &FoldGroup| kept_bytes(graph, g, self.sampling, width(g.consumers[0]));
+                let all = groups.iter().map(kept).fold(0, u64::saturating_add);
+                let one = groups.iter().map(|g| rounded(g).saturating_add(kept(g) / 2)).max().unwrap_or(0);
+                all.saturating_add(one)
+            }
+        };
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         let states = (4 * architecture.hidden as u64).saturating_mul(tokens);
         states.saturating_add(kept).saturating_add(block + 8 * CHUNK_TOKENS * widest)

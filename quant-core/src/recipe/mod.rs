@@ -13,6 +13,7 @@ pub use plan::{Action, Plan, PlanEntry, SelectorMatches};
 pub use scheme::{Granularity, WeightScheme};
 
 use crate::calibrate::Sampling;
+use crate::transform::Search;
 use crate::{Error, Result};
 
 /// How the numbers of a quantized weight are found.
@@ -81,6 +82,8 @@ pub struct Recipe {
     pub overrides: Vec<(Pattern, WeightScheme)>,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
+    /// How candidates of a search are compared, for methods with one.
+    pub search: Search,
 }
 
 impl Recipe {
@@ -100,6 +103,7 @@ impl Recipe {
             ignore: Vec::new(),
             overrides: Vec::new(),
             sampling: Sampling::default(),
+            search: Search::default(),
         })
     }
 }

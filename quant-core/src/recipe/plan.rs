@@ -7,6 +7,7 @@ use crate::error::Indivisible;
 use crate::format::{Container, ModuleSchemes};
 use crate::model::{Model, NodeId, Op};
 use crate::recipe::Method;
+use crate::transform::Search;
 use crate::{Error, Result};
 
 /// What happens to a tensor of the input.
@@ -80,6 +81,8 @@ pub struct Plan {
     pub container: &'static dyn Container,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
+    /// How candidates of a search are compared, for methods with one.
+    pub search: Search,
     /// All tensors.
     pub entries: Vec<PlanEntry>,
     /// What the patterns of the recipe selected.
@@ -148,6 +151,7 @@ impl Plan {
             method: recipe.method,
             container: recipe.container,
             sampling: recipe.sampling,
+            search: recipe.search,
             entries,
             selectors,
             float_modules,

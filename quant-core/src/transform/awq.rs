@@ -13,24 +13,24 @@
 //! magnitude relative to their group's largest ("duo scaling"), and the exponent `r` from a grid of
 //! 20, `0, 1/20 … 19/20`, by the error of the module's output (§3.2 of the paper; duo scaling as in
 //! AutoAWQ). No scaling at all is a candidate too, so the search never ends worse than it began.
+//! How candidates are compared is [`Search`]'s matter: all on the whole batch, or in a
+//! [race](super::race).
 //! Then each group's range is narrowed where that lowers the linear's own output error
 //! ([`clip`](super::clip)).
 //!
 //! Groups whose channels are repeated (values under grouped-query attention) are left alone, as in
 //! the reference.
 
-use std::collections::BTreeMap;
-
-use candle_core::Tensor;
-
-use super::objective::Objective;
-use super::{BlockTask, FoldRecord, Rewrite, Transform, clip, fold};
-use crate::calibrate::{AbsMean, SampledRows};
-use crate::model::{BlockGraph, FoldGroup, NodeId, Tap, WeightBody};
+use super::candidates::{Candidate, Choice, choose_exactly};
+use super::objective::{Input, Objective};
+use super::watch::{Kept, Watch};
+use super::{BlockTask, FoldRecord, Rewrite, Search, Transform, clip, fold, race};
+use crate::calibrate::HiddenStates;
+use crate::model::{BlockGraph, FoldGroup, NodeId, WeightBody};
 use crate::{Error, Result};
 
 /// Points of the exponent's grid.
-const GRID: usize = 20;
+pub(super) const GRID: usize = 20;
 
 /// The AWQ search.
 #[derive(Debug, Clone, Copy)]
@@ -46,22 +46,41 @@ impl Transform for Awq {
         groups(graph).into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
     }
 
-    fn search(&self, task: &BlockTask<'_>) -> Result<Rewrite> {
+    fn search(&self, task: &BlockTask<'_>, hidden: &mut HiddenStates) -> Result<Rewrite> {
         let groups: Vec<FoldGroup> = groups(task.block.graph())
             .into_iter()
             .filter(|g| g.consumers.iter().any(|c| task.grids.contains_key(c)))
             .collect();
-        let mut watch = Watch::new(task, &groups);
-        watch.run()?;
+        let mut watch = Watch::new(task, &groups, hidden.shape());
+        match task.search {
+            Search::Fast => hidden.advance_watched(task.block, task.cancel, &mut watch)?,
+            Search::Reference => watch.look(hidden)?,
+        }
 
         // Every group is searched on the unscaled block, then all scales are folded.
         let mut rewrite = Rewrite::default();
         let mut chosen = Vec::with_capacity(groups.len());
         for group in &groups {
-            let means = watch.means[&group.input].means();
-            let (record, scales) = search_scales(task, group, &means)?;
+            let candidates = candidates(task, group, &watch.means[&group.input].means())?;
+            let choice = match watch.kept.remove(&group.input) {
+                Some(Kept::Sample(sample)) => race::choose(task, group, &sample, &candidates),
+                Some(Kept::Gram(sum)) => {
+                    let tokens = hidden.tokens();
+                    let input = Input::gram(sum, candidates[0].scales.len());
+                    let objective = Objective::Linear { node: group.inspected, input, tokens };
+                    choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
+                }
+                None => {
+                    let objective = Objective::new(task, hidden, group)?;
+                    choose_exactly(&candidates, hidden.tokens(), |c| objective.error(task, &c.scales))
+                }
+            };
+            let (record, scales) = chosen_scales(task, group, candidates, choice)?;
             chosen.push(scales);
             rewrite.folds.push(record);
+        }
+        if task.search == Search::Reference {
+            hidden.advance(task.block, task.cancel)?;
         }
         for (group, scales) in groups.iter().zip(chosen) {
             if let Some(scales) = scales {
@@ -89,53 +108,50 @@ impl Transform for Awq {
     }
 }
 
-/// Finds a group's scales; `None` where no scaling is best.
-fn search_scales(
-    task: &BlockTask<'_>,
-    group: &FoldGroup,
-    means: &[f32],
-) -> Result<(FoldRecord, Option<Vec<f32>>)> {
-    let producer = task.module(group.producer);
+/// No scaling, and the points of the grid.
+fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<Vec<Candidate>> {
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Numeric {
-            tensor: producer,
+            tensor: task.module(group.producer),
             reason: format!("the calibration text drives channel {channel} of its output to NaN or infinity"),
         });
     }
     let relative = relative_weights(task, group)?;
-    let objective = Objective::new(task, group)?;
-    let error_before = objective.error(task, &vec![1.0; means.len()])?;
-    let mut best = (error_before, None, None);
-    for point in 0..GRID {
-        task.cancel.check()?;
+    let points = (0..GRID).map(|point| {
         let ratio = point as f32 / GRID as f32;
-        let scales = scales(means, &relative, ratio);
-        let error = match objective.error(task, &scales) {
-            // Scaled weights may need a scale that its type cannot hold: then they are not better.
-            Err(Error::Numeric { .. }) => continue,
-            other => other?,
-        };
-        // A NaN is never below; the earlier candidate wins ties.
-        if error < best.0 {
-            best = (error, Some(ratio), Some(scales));
+        Candidate { ratio: Some(ratio), scales: scales(means, &relative, ratio) }
+    });
+    Ok(std::iter::once(Candidate { ratio: None, scales: vec![1.0; means.len()] }).chain(points).collect())
+}
+
+/// The record of a choice, and the scales; `None` where no scaling is best.
+fn chosen_scales(
+    task: &BlockTask<'_>,
+    group: &FoldGroup,
+    mut candidates: Vec<Candidate>,
+    choice: Result<Choice>,
+) -> Result<(FoldRecord, Option<Vec<f32>>)> {
+    let producer = task.module(group.producer);
+    let choice = choice.map_err(|e| match e {
+        Error::Numeric { tensor, reason } if tensor.is_empty() => {
+            Error::Numeric { tensor: producer.clone(), reason }
         }
-    }
-    if !best.0.is_finite() {
-        return Err(Error::Numeric {
-            tensor: producer,
-            reason: "no candidate scale gives a finite output".into(),
-        });
-    }
-    tracing::debug!(producer, ratio = best.1, error_before, error_after = best.0, "scales chosen");
+        other => other,
+    })?;
+    let Candidate { ratio, scales } = candidates.swap_remove(choice.best);
+    let Choice { error_before, error_after, tokens, tried, .. } = choice;
+    tracing::debug!(producer, ratio, error_before, error_after, tokens, "scales chosen");
     let record = FoldRecord {
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),
         inspected: task.module(group.inspected),
-        ratio: best.1,
+        ratio,
         error_before,
-        error_after: best.0,
+        error_after,
+        tokens,
+        tried,
     };
-    Ok((record, best.2))
+    Ok((record, ratio.map(|_| scales)))
 }
 
 /// The family of scales at exponent `ratio`, centred geometrically.
@@ -182,67 +198,4 @@ fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>>
         }
     }
     Ok(sums.into_iter().map(|s| (s / rows.max(1) as f64) as f32).collect())
-}
-
-/// Statistics of the inputs that the search needs, gathered in one pass of the float block.
-struct Watch<'a> {
-    task: &'a BlockTask<'a>,
-    first: usize,
-    /// By the node whose value the consumers read.
-    means: BTreeMap<NodeId, AbsMean>,
-    sampled: BTreeMap<NodeId, SampledRows>,
-    /// The values seen in the current chunk: linears share inputs, which count once.
-    seen: Vec<NodeId>,
-}
-
-impl<'a> Watch<'a> {
-    fn new(task: &'a BlockTask<'a>, groups: &[FoldGroup]) -> Self {
-        let graph = task.block.graph();
-        let width = |node: NodeId| task.block.linear(node).weight().shape()[1];
-        let means = groups.iter().map(|g| (g.input, AbsMean::new(width(g.consumers[0])))).collect();
-        let sampled = task
-            .grids
-            .keys()
-            .filter(|&&node| !graph.feeds_queries_or_keys(node))
-            .map(|&node| {
-                let rows = SampledRows::new(width(node), task.hidden.tokens(), clip::TOKENS);
-                (graph.nodes()[node].inputs[0], rows)
-            })
-            .collect();
-        Self { task, first: 0, means, sampled, seen: Vec::new() }
-    }
-
-    fn run(&mut self) -> Result<()> {
-        let task = self.task;
-        for chunk in task.hidden.chunks() {
-            task.cancel.check()?;
-            let (first, hidden) = chunk?;
-            self.first = first;
-            self.seen.clear();
-            task.block.forward(&hidden, 0, None, self)?;
-        }
-        Ok(())
-    }
-}
-
-impl Tap for Watch<'_> {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
-        let value = self.task.block.graph().nodes()[linear].inputs[0];
-        if self.seen.contains(&value) {
-            return Ok(());
-        }
-        self.seen.push(value);
-        let (means, sampled) = (self.means.get_mut(&value), self.sampled.get_mut(&value));
-        if means.is_none() && sampled.is_none() {
-            return Ok(());
-        }
-        let x = x.flatten_all()?.to_vec1::<f32>()?;
-        if let Some(means) = means {
-            means.add(&x);
-        }
-        if let Some(sampled) = sampled {
-            sampled.add(self.first, &x);
-        }
-        Ok(())
-    }
 }

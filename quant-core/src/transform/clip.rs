@@ -96,12 +96,7 @@ fn group_input(input: &SampledRows, k: usize, first: usize, group_size: usize) -
     }
     let mut sum = vec![0.0; group_size * group_size];
     gram(&columns, group_size, &mut sum);
-    for i in 0..group_size {
-        for j in i + 1..group_size {
-            sum[i * group_size + j] = sum[j * group_size + i];
-        }
-    }
-    Input::Gram(sum)
+    Input::gram(sum, group_size)
 }
 
 /// Tries all bounds for one group of some rows `[rows, k]`.

@@ -6,17 +6,22 @@
 //! quantizer applies the rewrite to each weight as it reads it.
 
 mod awq;
+mod candidates;
 mod clip;
 mod fold;
 mod objective;
+mod race;
 mod rewrite;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
 pub use awq::Awq;
+pub use candidates::{Search, TriedScales};
 pub use fold::fold;
 pub use rewrite::{ClipRecord, FoldRecord, Rewrite};
+pub(crate) use watch::kept_bytes;
 
 use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
@@ -40,12 +45,12 @@ pub struct BlockTask<'a> {
     pub prefix: &'a str,
     /// The float block.
     pub block: &'a Block,
-    /// What enters it.
-    pub hidden: &'a HiddenStates,
     /// The grids of the linears that will be quantized.
     pub grids: &'a BTreeMap<NodeId, Grid>,
     /// The types that norms are stored in.
     pub norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
+    /// How candidates are compared.
+    pub search: Search,
     /// Checked between pieces of work.
     pub cancel: &'a CancelToken,
 }
@@ -62,9 +67,10 @@ pub trait Transform: Debug + Send + Sync {
     /// Norms and linears whose stored parameters the search may change, beyond rounding.
     fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId>;
 
-    /// Finds the rewrite of one block.
+    /// Finds the rewrite of one block, and moves `hidden`, what enters the block, on to what comes
+    /// out of it while its weights are float.
     ///
     /// # Errors
     /// When the block fails, numbers are not finite, or the token pulls.
-    fn search(&self, task: &BlockTask<'_>) -> Result<Rewrite>;
+    fn search(&self, task: &BlockTask<'_>, hidden: &mut HiddenStates) -> Result<Rewrite>;
 }

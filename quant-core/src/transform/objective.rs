@@ -1,4 +1,5 @@
-//! What a candidate costs: the error it leaves in the output that the search watches.
+//! What a candidate costs on the whole batch: the error it leaves in the output that the search
+//! watches. The fast search is held to it.
 //!
 //! Two objectives, as in the reference algorithm: where one linear reads the scaled channels, the
 //! error of its output; where several do, the error of the module in which they meet.
@@ -9,7 +10,7 @@ use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{BlockTask, Grid};
-use crate::calibrate::gram;
+use crate::calibrate::{HiddenStates, gram};
 use crate::model::{Block, FoldGroup, NoTap, NodeId, WeightBody};
 use crate::quantize::fake_quantize;
 use crate::{Error, Result};
@@ -36,11 +37,11 @@ pub(super) enum Input {
 
 impl Input {
     /// Gathers the values of a node over the batch, in the smaller form.
-    fn gather(task: &BlockTask<'_>, node: NodeId, k: usize) -> Result<Self> {
-        let tokens = task.hidden.tokens();
+    fn gather(task: &BlockTask<'_>, hidden: &HiddenStates, node: NodeId, k: usize) -> Result<Self> {
+        let tokens = hidden.tokens();
         let mut rows = Vec::new();
         let mut sum = if tokens > k { vec![0.0; k * k] } else { Vec::new() };
-        for chunk in task.hidden.chunks() {
+        for chunk in hidden.chunks() {
             task.cancel.check()?;
             let known = [(task.block.graph().input(), chunk?.1)];
             let values = task.block.evaluate(&known, &[node], &mut NoTap)?;
@@ -50,12 +51,17 @@ impl Input {
         if tokens <= k {
             return Ok(Self::Rows(rows));
         }
+        Ok(Self::gram(sum, k))
+    }
+
+    /// From the sum of [`gram`], whose upper triangle is filled in.
+    pub(super) fn gram(mut sum: Vec<f32>, k: usize) -> Self {
         for i in 0..k {
             for j in i + 1..k {
                 sum[i * k + j] = sum[j * k + i];
             }
         }
-        Ok(Self::Gram(sum))
+        Self::Gram(sum)
     }
 
     /// `Σ (X dᵀ)²` over tokens, for each row `d` of `difference` `[rows, k]`.
@@ -90,15 +96,15 @@ impl Input {
 
 impl Objective {
     /// Prepares the objective of a group on the float block.
-    pub(super) fn new(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Self> {
+    pub(super) fn new(task: &BlockTask<'_>, hidden: &HiddenStates, group: &FoldGroup) -> Result<Self> {
         let graph = task.block.graph();
         if let [node] = group.consumers[..] {
             let k = task.block.linear(node).weight().shape()[1];
-            let input = Input::gather(task, group.input, k)?;
-            return Ok(Self::Linear { node, input, tokens: task.hidden.tokens() });
+            let input = Input::gather(task, hidden, group.input, k)?;
+            return Ok(Self::Linear { node, input, tokens: hidden.tokens() });
         }
         let mut batch = Vec::new();
-        for chunk in task.hidden.chunks() {
+        for chunk in hidden.chunks() {
             task.cancel.check()?;
             let known = [(graph.input(), chunk?.1)];
             let x = task.block.evaluate(&known, &[group.input], &mut NoTap)?.swap_remove(0);
@@ -147,7 +153,7 @@ impl Objective {
                 Ok(sum / (*tokens as f64 * n as f64))
             }
             Self::Module { consumers, input, inspected, batch } => {
-                let block = candidate(task, consumers, scales)?;
+                let block = candidate_block(task, consumers, scales)?;
                 let (mut sum, mut count) = (0.0, 0);
                 for (x, y) in batch {
                     task.cancel.check()?;
@@ -162,7 +168,7 @@ impl Objective {
 }
 
 /// The block with the quantized consumers rounded as they would be under these scales.
-fn candidate(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
+pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
     let mut block = task.block.clone();
     for &node in consumers {
         let Some(&grid) = task.grids.get(&node) else { continue };

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::TriedScales;
 use crate::Result;
 use crate::model::{Block, Linear, NodeId, WeightBody};
 
@@ -25,6 +26,10 @@ pub struct FoldRecord {
     pub error_before: f64,
     /// The same with the scales that won.
     pub error_after: f64,
+    /// Tokens of the batch that both errors were measured on.
+    pub tokens: u64,
+    /// All candidates, no scaling first.
+    pub tried: Vec<TriedScales>,
 }
 
 /// The result of a clip search for one linear.

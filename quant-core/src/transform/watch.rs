@@ -1,0 +1,138 @@
+//! What the search needs of a block's inputs, gathered in one pass of the float block.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
+use super::awq::GRID;
+use super::race::{Sample, mixes_tokens};
+use super::{BlockTask, Search, clip};
+use crate::Result;
+use crate::calibrate::{AbsMean, BatchTap, HiddenStates, SampledRows, Sampling, gram};
+use crate::model::{BlockGraph, FoldGroup, NodeId, Tap};
+
+/// Statistics of linears' inputs.
+pub(super) struct Watch<'a> {
+    task: &'a BlockTask<'a>,
+    first: usize,
+    /// By the node whose value the consumers read.
+    pub(super) means: BTreeMap<NodeId, AbsMean>,
+    /// For the clip search.
+    pub(super) sampled: BTreeMap<NodeId, SampledRows>,
+    /// For the fast scale search.
+    pub(super) kept: BTreeMap<NodeId, Kept>,
+    /// The values seen in the current piece: linears share inputs, which count once.
+    seen: Vec<NodeId>,
+}
+
+/// What the fast search keeps of a group's input.
+pub(super) enum Kept {
+    /// The lower triangle of the Gram matrix of all tokens.
+    Gram(Vec<f32>),
+    /// Tokens for a race.
+    Sample(Sample),
+}
+
+impl<'a> Watch<'a> {
+    pub(super) fn new(task: &'a BlockTask<'a>, groups: &[FoldGroup], [windows, length]: [usize; 2]) -> Self {
+        let graph = task.block.graph();
+        let width = |node: NodeId| task.block.linear(node).weight().shape()[1];
+        let means = groups.iter().map(|g| (g.input, AbsMean::new(width(g.consumers[0])))).collect();
+        let sampled = task
+            .grids
+            .keys()
+            .filter(|&&node| !graph.feeds_queries_or_keys(node))
+            .map(|&node| {
+                let rows = SampledRows::new(width(node), windows * length, clip::TOKENS);
+                (graph.nodes()[node].inputs[0], rows)
+            })
+            .collect();
+        let keep = |group: &FoldGroup| {
+            let k = width(group.consumers[0]);
+            let n = task.block.linear(group.inspected).weight().shape()[0];
+            let kept = if group.consumers.len() == 1
+                && gram_is_cheaper((windows * length) as f64, n as f64, k as f64)
+            {
+                Kept::Gram(vec![0.0; k * k])
+            } else {
+                Kept::Sample(Sample::new(windows, length, k, mixes_tokens(graph, group)))
+            };
+            (group.input, kept)
+        };
+        let kept = match task.search {
+            Search::Fast => groups.iter().map(keep).collect(),
+            Search::Reference => BTreeMap::new(),
+        };
+        Self { task, first: 0, means, sampled, kept, seen: Vec::new() }
+    }
+
+    /// Watches a pass that leaves the batch where it is.
+    pub(super) fn look(&mut self, hidden: &HiddenStates) -> Result<()> {
+        for chunk in hidden.chunks() {
+            self.task.cancel.check()?;
+            let (first, x) = chunk?;
+            self.piece(first);
+            self.task.block.forward(&x, 0, None, self)?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that the fast search keeps of a group's input on such a batch. `[n, k]` is the shape of the
+/// group's first linear.
+pub(crate) fn kept_bytes(graph: &BlockGraph, group: &FoldGroup, batch: Sampling, [n, k]: [u64; 2]) -> u64 {
+    let tokens = (batch.samples as u64).saturating_mul(batch.length as u64);
+    let single = group.consumers.len() == 1;
+    if single && gram_is_cheaper(tokens as f64, n as f64, k as f64) {
+        return 4 * k * k;
+    }
+    let rows = Sample::most_tokens(batch.samples as u64, batch.length as u64, mixes_tokens(graph, group));
+    rows.saturating_mul(4 * k)
+}
+
+/// Whether a single linear `[n, k]` is judged with fewer operations by its input's Gram matrix than
+/// by a race. Both are estimates: the matrix costs `t k²`, a candidate then `2 n k²`; a race runs
+/// every candidate on an eighth of the tokens, about, at `2 n k` each.
+fn gram_is_cheaper(t: f64, n: f64, k: f64) -> bool {
+    let candidates = GRID as f64 + 1.0;
+    t * k * k + candidates * 2.0 * n * k * k <= candidates * t / 8.0 * 2.0 * n * k
+}
+
+impl BatchTap for Watch<'_> {
+    fn piece(&mut self, first: usize) {
+        self.first = first;
+        self.seen.clear();
+    }
+
+    fn as_tap(&mut self) -> &mut dyn Tap {
+        self
+    }
+}
+
+impl Tap for Watch<'_> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+        let value = self.task.block.graph().nodes()[linear].inputs[0];
+        if self.seen.contains(&value) {
+            return Ok(());
+        }
+        self.seen.push(value);
+        let (means, sampled) = (self.means.get_mut(&value), self.sampled.get_mut(&value));
+        if means.is_none() && sampled.is_none() {
+            return Ok(());
+        }
+        let k = x.dim(candle_core::D::Minus1)?;
+        let x = x.flatten_all()?.to_vec1::<f32>()?;
+        if let Some(means) = means {
+            means.add(&x);
+        }
+        if let Some(sampled) = sampled {
+            sampled.add(self.first, &x);
+        }
+        match self.kept.get_mut(&value) {
+            Some(Kept::Gram(sum)) => gram(&x, k, sum),
+            Some(Kept::Sample(sample)) => sample.add(self.first, &x),
+            _ => {}
+        }
+        Ok(())
+    }
+}
