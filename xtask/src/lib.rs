@@ -12,5 +12,6 @@ pub mod interop;
 pub mod nightly;
 pub mod plant;
 pub mod quality;
+pub mod search_agreement;
 pub mod support;
 pub mod synth;

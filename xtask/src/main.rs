@@ -4,7 +4,9 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, quality, synth};
+use xtask::{
+    bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, quality, search_agreement, synth,
+};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Checks, test models and benchmarks of this workspace")]
@@ -29,6 +31,8 @@ enum Command {
     Plant(plant::Args),
     /// Measure what each method costs on the real models, plain and with planted outliers
     Quality(quality::Args),
+    /// Compare AWQ's fast search with the reference: choices, their cost, time
+    SearchAgreement(search_agreement::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -44,6 +48,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
+        Command::SearchAgreement(args) => search_agreement::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

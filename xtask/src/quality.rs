@@ -14,8 +14,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::bench_rtn::quant_binary;
-use crate::plant;
 use crate::support::record::{Record, table, typed_command};
+use crate::support::rows::{ROWS, Row};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Share of RTN's loss on planted outliers that AWQ must remove.
@@ -37,44 +37,6 @@ pub struct Args {
     #[arg(long)]
     pub check: bool,
 }
-
-/// A row of the tables.
-struct Row {
-    model: &'static str,
-    calibration: &'static str,
-    evaluation: &'static str,
-    window: usize,
-    group: &'static str,
-    /// Options that the group size needs on this model.
-    options: &'static [&'static str],
-}
-
-const BOOKS: (&str, &str, &str) = ("books-7m", "books_calib.txt", "books_valid.txt");
-const WIKI: (&str, &str, &str) = ("books-7m", "c4_calib.txt", "wiki.test.raw");
-const STORIES: (&str, &str, &str) = ("tinystories-656k", "tinystories_calib.jsonl", "tinystories_valid.txt");
-const SMALL: (&str, &str, &str) = ("stories260k", "tinystories_calib.jsonl", "tinystories_valid.txt");
-
-const fn row(
-    (model, calibration, evaluation): (&'static str, &'static str, &'static str),
-    window: usize,
-    group: &'static str,
-    options: &'static [&'static str],
-) -> Row {
-    Row { model, calibration, evaluation, window, group, options }
-}
-
-const ROWS: [Row; 9] = [
-    row(BOOKS, 512, "32", &[]),
-    row(BOOKS, 512, "64", &[]),
-    row(BOOKS, 512, "128", &[]),
-    row(WIKI, 512, "128", &[]),
-    row(STORIES, 512, "32", &[]),
-    row(STORIES, 512, "64", &[]),
-    row(STORIES, 512, "128", &[]),
-    row(SMALL, 256, "channel", &[]),
-    // 172 columns divide by no group.
-    row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
-];
 
 /// What a method does to a row.
 struct Outcome {
@@ -100,9 +62,8 @@ pub fn run(args: &Args) -> Result<()> {
         let mut lost = [0.0; 2];
         let mut tokens = 0.0;
         for row in &ROWS {
-            let model =
-                if planted { plant_model(&data, row.model)? } else { data.join("models").join(row.model) };
-            let mut cells = vec![row.model.to_owned(), row.evaluation.to_owned(), row.group.to_owned()];
+            let model = row.model(&data, planted)?;
+            let mut cells = vec![row.name.to_owned(), row.evaluation.to_owned(), row.group.to_owned()];
             for (i, method) in ["rtn", "awq"].into_iter().enumerate() {
                 let out = scratch.join("out");
                 remove_dir(&out)?;
@@ -118,7 +79,7 @@ pub fn run(args: &Args) -> Result<()> {
                 let kind = if planted { "planted" } else { "none" };
                 csv.push(format!(
                     "{kind},{bits},{},{},{},{method},{},{},{},{}",
-                    row.model, row.evaluation, row.group, o.float, o.perplexity, o.kl, o.kl_error
+                    row.name, row.evaluation, row.group, o.float, o.perplexity, o.kl, o.kl_error
                 ));
             }
             println!("{}", cells.join("  "));
@@ -164,17 +125,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The planted copy of a model, made once.
-fn plant_model(data: &Path, name: &str) -> Result<PathBuf> {
-    let out = target_dir().join("planted").join(name);
-    if !out.is_dir() {
-        std::fs::create_dir_all(target_dir().join("planted"))?;
-        let model = data.join("models").join(name);
-        plant::plant(&plant::Args { model, out: out.clone(), channels: 4, factor: 32, seed: 0 })?;
-    }
-    Ok(out)
-}
-
 #[allow(clippy::too_many_arguments)]
 fn measure(
     args: &Args,
@@ -186,19 +136,17 @@ fn measure(
     bits: u32,
     out: &Path,
 ) -> Result<Outcome> {
-    let text = |name: &str| data.join("text").join(name);
-    let scheme = format!("w{bits}a16");
-    let mut command = Command::new(quant);
-    command.arg("quantize").arg(model).arg("-o").arg(out).args(["--quiet", "--method", method]);
-    command.args(["--scheme", &scheme, "--group-size", row.group]);
-    command.args(row.options.iter().map(|o| o.replace("BITS", &scheme)));
-    command.arg("--calibration").arg(text(row.calibration));
-    command.args(["--samples", &args.samples.to_string(), "--seq-len", &row.window.to_string()]);
+    let mut command = row.quantize(quant, model, bits, out);
+    command.args(["--method", method]);
+    if method != "rtn" {
+        command.arg("--calibration").arg(row.calibration(data));
+        command.args(["--samples", &args.samples.to_string(), "--seq-len", &row.window.to_string()]);
+    }
     output(&mut command)?;
 
     let mut command = Command::new(quant);
     command.arg("eval").arg(out).arg("--reference").arg(model).args(["--quiet", "--json", "--text"]);
-    command.arg(text(row.evaluation));
+    command.arg(data.join("text").join(row.evaluation));
     command.args(["--window", &row.window.to_string(), "--windows", &args.windows.to_string()]);
     let result: Value = serde_json::from_str(&output(&mut command)?)?;
     let number = |path: &str| {

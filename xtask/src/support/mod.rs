@@ -5,6 +5,7 @@ pub mod llama;
 pub mod measure;
 pub mod noise;
 pub mod record;
+pub mod rows;
 pub mod shards;
 pub mod shell;
 pub mod steps;

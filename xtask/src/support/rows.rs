@@ -1,0 +1,83 @@
+//! The real models with their texts: the rows of every table of quality.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Result;
+
+use super::shell::target_dir;
+use crate::plant;
+
+/// A row of the tables.
+pub struct Row {
+    /// The model's name.
+    pub name: &'static str,
+    calibration: &'static str,
+    /// The file of the evaluation text.
+    pub evaluation: &'static str,
+    /// Tokens of a window.
+    pub window: usize,
+    /// The group size, or `channel`.
+    pub group: &'static str,
+    /// Options that the group size needs on this model.
+    options: &'static [&'static str],
+}
+
+const BOOKS: (&str, &str, &str) = ("books-7m", "books_calib.txt", "books_valid.txt");
+const WIKI: (&str, &str, &str) = ("books-7m", "c4_calib.txt", "wiki.test.raw");
+const STORIES: (&str, &str, &str) = ("tinystories-656k", "tinystories_calib.jsonl", "tinystories_valid.txt");
+const SMALL: (&str, &str, &str) = ("stories260k", "tinystories_calib.jsonl", "tinystories_valid.txt");
+
+const fn row(
+    (name, calibration, evaluation): (&'static str, &'static str, &'static str),
+    window: usize,
+    group: &'static str,
+    options: &'static [&'static str],
+) -> Row {
+    Row { name, calibration, evaluation, window, group, options }
+}
+
+/// The rows that figures are reported on.
+pub const ROWS: [Row; 9] = [
+    row(BOOKS, 512, "32", &[]),
+    row(BOOKS, 512, "64", &[]),
+    row(BOOKS, 512, "128", &[]),
+    row(WIKI, 512, "128", &[]),
+    row(STORIES, 512, "32", &[]),
+    row(STORIES, 512, "64", &[]),
+    row(STORIES, 512, "128", &[]),
+    row(SMALL, 256, "channel", &[]),
+    // 172 columns divide by no group.
+    row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
+];
+
+impl Row {
+    /// The model's directory, or that of its copy with planted outliers, made once.
+    pub fn model(&self, data: &Path, planted: bool) -> Result<PathBuf> {
+        let model = data.join("models").join(self.name);
+        if !planted {
+            return Ok(model);
+        }
+        let out = target_dir().join("planted").join(self.name);
+        if !out.is_dir() {
+            std::fs::create_dir_all(target_dir().join("planted"))?;
+            plant::plant(&plant::Args { model, out: out.clone(), channels: 4, factor: 32, seed: 0 })?;
+        }
+        Ok(out)
+    }
+
+    /// The calibration text.
+    pub fn calibration(&self, data: &Path) -> PathBuf {
+        data.join("text").join(self.calibration)
+    }
+
+    /// `quant quantize` of the row's model, without method or calibration.
+    pub fn quantize(&self, quant: &Path, model: &Path, bits: u32, out: &Path) -> Command {
+        let scheme = format!("w{bits}a16");
+        let mut command = Command::new(quant);
+        command.arg("quantize").arg(model).arg("-o").arg(out).arg("--quiet");
+        command.args(["--scheme", &scheme, "--group-size", self.group]);
+        command.args(self.options.iter().map(|o| o.replace("BITS", &scheme)));
+        command
+    }
+}
