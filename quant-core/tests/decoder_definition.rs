@@ -5,7 +5,7 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::{Tiny, logits, relative_difference, windows};
+use common::{Kind, Tiny, logits, relative_difference, windows};
 use quant_core::TensorSource;
 use quant_core::checkpoint::{Dtype, MemorySource};
 use serde_json::json;
@@ -32,6 +32,13 @@ impl Definition {
             row.iter().zip(weight).map(|(v, w)| v / (mean_square + 1e-5).sqrt() * w).collect()
         };
         x.iter().map(scaled).collect()
+    }
+
+    /// The norm of every head by itself, with one weight for all.
+    fn head_norm(&self, x: &[Vec<f64>], name: &str) -> Rows {
+        let heads =
+            |row: &Vec<f64>| -> Rows { row.chunks(self.tiny.head_dim).map(<[f64]>::to_vec).collect() };
+        x.iter().map(|row| self.norm(&heads(row), name).concat()).collect()
     }
 
     fn linear(&self, x: &[Vec<f64>], name: &str) -> Rows {
@@ -71,7 +78,8 @@ impl Definition {
                 let score = |s: usize| -> f64 {
                     (0..d).map(|i| q[t][own + i] * k[s][shared + i]).sum::<f64>() / (d as f64).sqrt()
                 };
-                let weights: Vec<f64> = (0..=t).map(|s| score(s).exp()).collect();
+                let sees = |s: usize| t - s < self.tiny.family.window();
+                let weights: Vec<f64> = (0..=t).map(|s| if sees(s) { score(s).exp() } else { 0.0 }).collect();
                 let total: f64 = weights.iter().sum();
                 for (s, weight) in weights.iter().enumerate() {
                     for (i, o) in out.iter_mut().enumerate() {
@@ -99,6 +107,10 @@ impl Definition {
             let mut q = self.linear(&n, &name("self_attn.q_proj"));
             let mut k = self.linear(&n, &name("self_attn.k_proj"));
             let v = self.linear(&n, &name("self_attn.v_proj"));
+            if self.tiny.family == Kind::Qwen3 {
+                q = self.head_norm(&q, &name("self_attn.q_norm"));
+                k = self.head_norm(&k, &name("self_attn.k_norm"));
+            }
             self.rope(&mut q);
             self.rope(&mut k);
             let attended = self.attention(&q, &k, &v);
@@ -129,6 +141,11 @@ fn logits_are_those_of_the_definition() {
         ("mlp biases, tied", Tiny { mlp_bias: true, tied: true, ..Tiny::default() }),
         ("wide heads", Tiny { head_dim: 40, ..biased.clone() }),
         ("narrow heads, 3 to 1", Tiny { head_dim: 6, heads: 6, kv_heads: 2, ..half }),
+        ("mistral", Tiny { family: Kind::Mistral(Some(5)), ..Tiny::default() }),
+        ("mistral without a window", Tiny { family: Kind::Mistral(None), ..Tiny::default() }),
+        ("qwen2", Tiny { family: Kind::Qwen2, tied: true, ..Tiny::default() }),
+        ("qwen3", Tiny { family: Kind::Qwen3, head_dim: 24, ..Tiny::default() }),
+        ("qwen3, biases", Tiny { family: Kind::Qwen3, attention_bias: true, ..Tiny::default() }),
         ("interpolated positions", Tiny { rope_scaling: interpolated, ..biased }),
     ] {
         for seed in 0..2 {

@@ -32,7 +32,8 @@ FLOAT_TOLERANCE = 1e-3
 QUANTIZED_TOLERANCE = 2e-3
 PERPLEXITY_TOLERANCE = 1e-3
 
-TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16"]
+TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
+        "mistral", "qwen2", "qwen3"]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
 # Model, name of the case, options of `quant quantize`, whether transformers must dequantize.
@@ -48,6 +49,9 @@ QUANTIZED = [
     ("stories260k", "awq-w4-g64-and-channel",
      ["--group-size", "64", "--override", "down_proj=w4a16-channel", *QUICK], False),
     ("sharded-bf16", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
+    ("mistral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
+    ("qwen2", "awq-w4-g64-asym", ["--scheme", "w4a16-g64-asym", *QUICK], True),
+    ("qwen3", "awq-w4-g128", QUICK, False),
     ("head-dim", "rtn-w8-g64-asym", ["--method", "rtn", "--scheme", "w8a16-g64-asym"], True),
 ]
 
@@ -88,7 +92,7 @@ class Check:
             return None
         path = self.scratch / name
         if not path.exists():
-            self.script("make_tiny_llama", path, "--variant", name, "--seed", 7)
+            self.script("make_tiny", path, "--variant", name, "--seed", 7)
         return path
 
     def step(self, title, work):

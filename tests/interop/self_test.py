@@ -48,7 +48,7 @@ class Interop(unittest.TestCase):
     def model(self, variant):
         path = self.root / variant
         if not path.exists():
-            self.assertEqual(run("make_tiny_llama", path, "--variant", variant)[0], 0)
+            self.assertEqual(run("make_tiny", path, "--variant", variant)[0], 0)
         return path
 
     def packed(self, variant, scheme, *options):

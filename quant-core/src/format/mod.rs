@@ -69,11 +69,18 @@ pub trait PackedReader: Send + Sync {
     /// The scheme of a module, or `None` if it is stored float.
     fn scheme(&self, module: &str) -> Option<WeightScheme>;
 
+    /// Whether a module of shape `[n, k]` is stored as its scheme implies, without its weights
+    /// being read.
+    ///
+    /// # Errors
+    /// When its tensors are missing, or their types or shapes are not what the scheme and `shape`
+    /// imply.
+    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()>;
+
     /// The quantized weight of a module of shape `[n, k]`.
     ///
     /// # Errors
-    /// When its tensors are missing, or their types, shapes or contents are not what the scheme
-    /// and `shape` imply.
+    /// As [`check`](Self::check), and when contents are not what they should be.
     fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor>;
 }
 

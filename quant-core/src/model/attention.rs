@@ -2,6 +2,8 @@
 //!
 //! Both run on plain slices in fixed pieces, so results do not depend on the number of threads.
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Shape, Tensor};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -20,7 +22,7 @@ const ELEMENT_TILE: usize = 1 << 14;
 ///
 /// `q` is `[batch, queries, heads · head_dim]`; `k` and `v` are `[batch, keys, kv_heads ·
 /// head_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
-/// share one key/value head.
+/// share one key/value head. With a `window`, a query sees that many positions, its own included.
 ///
 /// # Errors
 /// When shapes do not fit.
@@ -30,8 +32,9 @@ pub(crate) fn causal_attention(
     v: &Tensor,
     repeat: usize,
     head_dim: usize,
+    window: Option<usize>,
 ) -> Result<Tensor> {
-    let op = CausalAttention { repeat, head_dim };
+    let op = CausalAttention { repeat, head_dim, window };
     Ok(q.contiguous()?.apply_op3_no_bwd(&k.contiguous()?, &v.contiguous()?, &op)?)
 }
 
@@ -53,6 +56,7 @@ fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'
 struct CausalAttention {
     repeat: usize,
     head_dim: usize,
+    window: Option<usize>,
 }
 
 impl CustomOp3 for CausalAttention {
@@ -118,7 +122,10 @@ impl CausalAttention {
         let d = self.head_dim;
         let kv_width = q_width / self.repeat;
         let count = q.len() / q_width;
-        let visible = past + count;
+        // Keys before `first` are out of every query's window.
+        let start = |position: usize| self.window.map_or(0, |w| (position + 1).saturating_sub(w));
+        let first = start(past);
+        let visible = past + count - first;
         let scale = 1.0 / (d as f32).sqrt();
         scores.resize(count * visible, 0.0);
         for head in 0..q_width / d {
@@ -127,15 +134,17 @@ impl CausalAttention {
                 MatRef::from_row_major_slice_with_stride(data, rows, width, at)
             };
             let queries = view(&q[head * d..], count, d, q_width);
-            let keys = view(&k[kv_head * d..], visible, d, kv_width);
-            let values = view(&v[kv_head * d..], visible, d, kv_width);
+            let at = first * kv_width + kv_head * d;
+            let keys = view(&k[at..], visible, d, kv_width);
+            let values = view(&v[at..], visible, d, kv_width);
             let weights = MatMut::from_row_major_slice_mut(scores.as_mut_slice(), count, visible);
             matmul(weights, Accum::Replace, queries, keys.transpose(), scale, Par::Seq);
             vectorized(
                 #[inline(always)]
                 || {
                     for (i, row) in scores.chunks_exact_mut(visible).enumerate() {
-                        softmax_prefix(row, past + i + 1);
+                        let position = past + i;
+                        softmax_range(row, start(position) - first..position + 1 - first);
                     }
                 },
             );
@@ -148,12 +157,14 @@ impl CausalAttention {
     }
 }
 
-/// Softmax over the first `len` scores; the rest becomes 0.
+/// Softmax over the scores in `seen`; the others become 0.
 #[inline(always)]
-fn softmax_prefix(row: &mut [f32], len: usize) {
+fn softmax_range(row: &mut [f32], seen: Range<usize>) {
     const LANES: usize = 16;
-    let (seen, hidden) = row.split_at_mut(len);
-    hidden.fill(0.0);
+    let (row, after) = row.split_at_mut(seen.end);
+    let (before, seen) = row.split_at_mut(seen.start);
+    before.fill(0.0);
+    after.fill(0.0);
     // A comparison that picks an operand vectorizes; NaN slips through it and shows in the sum.
     let mut largest = [f32::NEG_INFINITY; LANES];
     for part in seen.chunks(LANES) {
@@ -224,7 +235,7 @@ mod tests {
 
     /// The definition, one score at a time, in double precision.
     #[allow(clippy::needless_range_loop)]
-    fn naive(q: &Tensor, k: &Tensor, v: &Tensor, repeat: usize, d: usize) -> Vec<f64> {
+    fn naive(q: &Tensor, k: &Tensor, v: &Tensor, repeat: usize, d: usize, window: usize) -> Vec<f64> {
         let (q, k, v) =
             (q.to_vec3::<f32>().unwrap(), k.to_vec3::<f32>().unwrap(), v.to_vec3::<f32>().unwrap());
         let mut out = Vec::new();
@@ -237,7 +248,8 @@ mod tests {
                         .map(|s| {
                             let dot: f64 =
                                 (0..d).map(|i| at(&q[b][t], head, i) * at(&k[b][s], head / repeat, i)).sum();
-                            (dot / (d as f64).sqrt()).exp()
+                            let sees = past + t - s < window;
+                            if sees { (dot / (d as f64).sqrt()).exp() } else { 0.0 }
                         })
                         .collect();
                     let total: f64 = weights.iter().sum();
@@ -263,10 +275,13 @@ mod tests {
         ] {
             let q = wave((batch, queries, kv_heads * repeat * d), 0.1);
             let (k, v) = (wave((batch, keys, kv_heads * d), 0.7), wave((batch, keys, kv_heads * d), 1.9));
-            let out = causal_attention(&q, &k, &v, repeat, d).unwrap();
-            let out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            for (got, exact) in out.iter().zip(naive(&q, &k, &v, repeat, d)) {
-                approx::assert_abs_diff_eq!(f64::from(*got), exact, epsilon = 1e-5);
+            for window in [None, Some(1), Some(3), Some(64), Some(keys), Some(usize::MAX)] {
+                let out = causal_attention(&q, &k, &v, repeat, d, window).unwrap();
+                let out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let exact = naive(&q, &k, &v, repeat, d, window.unwrap_or(usize::MAX));
+                for (got, exact) in out.iter().zip(exact) {
+                    approx::assert_abs_diff_eq!(f64::from(*got), exact, epsilon = 1e-5);
+                }
             }
         }
     }
@@ -274,8 +289,8 @@ mod tests {
     #[test]
     fn misfits_are_errors() {
         let (q, k) = (wave((1, 3, 8), 0.0), wave((1, 2, 8), 0.0));
-        assert!(causal_attention(&q, &k, &k, 1, 4).is_err());
-        assert!(causal_attention(&k, &q, &k, 1, 4).is_err());
+        assert!(causal_attention(&q, &k, &k, 1, 4, None).is_err());
+        assert!(causal_attention(&k, &q, &k, 1, 4, None).is_err());
         assert!(gated_silu(&q, &k).is_err());
     }
 }

@@ -176,20 +176,23 @@ impl Run<'_> {
 
     fn compute(&mut self, id: NodeId, inputs: Vec<Tensor>) -> Result<Tensor> {
         match (&self.block.graph.nodes()[id].op, inputs.as_slice()) {
-            (Op::RmsNorm { .. }, [x]) => {
-                Ok(candle_nn::ops::rms_norm(&x.contiguous()?, self.block.norm(id), self.block.norm_eps)?)
+            (Op::RmsNorm { width, .. }, [x]) => {
+                let (batch, positions, features) = x.dims3()?;
+                let x = x.contiguous()?.reshape((batch, positions, features / width, *width))?;
+                let y = candle_nn::ops::rms_norm(&x, self.block.norm(id), self.block.norm_eps)?;
+                Ok(y.reshape((batch, positions, features))?)
             }
             (Op::Linear { .. }, [x]) => {
                 self.tap.linear_input(id, x)?;
                 self.block.linear(id).forward(x)
             }
             (Op::Rope, [x]) => self.block.rope.apply(x, self.start),
-            (Op::Attention { repeat, head_dim }, [q, k, v]) => match self.cache.as_deref_mut() {
+            (Op::Attention { repeat, head_dim, window }, [q, k, v]) => match self.cache.as_deref_mut() {
                 Some(cache) => {
                     let (k, v) = cache::append(cache, k, v)?;
-                    causal_attention(q, &k, &v, *repeat, *head_dim)
+                    causal_attention(q, &k, &v, *repeat, *head_dim, *window)
                 }
-                None => causal_attention(q, k, v, *repeat, *head_dim),
+                None => causal_attention(q, k, v, *repeat, *head_dim, *window),
             },
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
             (Op::Add, [a, b]) => Ok((a + b)?),

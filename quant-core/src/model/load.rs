@@ -189,7 +189,23 @@ impl Model {
             }
             require_weight_float(self.source.location(&name), &name, info.dtype)?;
         }
+        let Some(quantization) = &self.quantization else { return Ok(()) };
+        for (module, shape) in self.linear_modules() {
+            if quantization.reader.scheme(&module).is_some() {
+                quantization.reader.check(self.source.as_ref(), &module, shape)?;
+            }
+        }
         Ok(())
+    }
+
+    /// All linears by name with their shapes `[n, k]`, the head included unless it is tied.
+    fn linear_modules(&self) -> Vec<(String, [usize; 2])> {
+        let a = &self.architecture;
+        let head = (!a.tied).then(|| (a.head.clone(), [a.vocab, a.hidden]));
+        let in_blocks = (0..a.layers).flat_map(|layer| {
+            self.graph.linears().map(move |(_, name, shape, _)| (a.in_block(layer, name), shape))
+        });
+        in_blocks.chain(head).collect()
     }
 
     /// A float matrix in its file's dtype, checked to be finite.

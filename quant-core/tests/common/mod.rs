@@ -20,6 +20,35 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Map, Value, json};
 
+/// Whose block a tiny model has.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    Llama,
+    /// With this sliding window.
+    Mistral(Option<usize>),
+    Qwen2,
+    Qwen3,
+}
+
+impl Kind {
+    fn architecture(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mistral(_) => "MistralForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    /// Positions that a query sees, its own included.
+    pub fn window(self) -> usize {
+        match self {
+            Self::Mistral(Some(window)) => window,
+            _ => usize::MAX,
+        }
+    }
+}
+
 /// The sizes of a random Llama; `..Tiny::default()` leaves a small one with grouped queries.
 #[derive(Debug, Clone)]
 pub struct Tiny {
@@ -31,6 +60,8 @@ pub struct Tiny {
     pub head_dim: usize,
     pub vocab: usize,
     pub tied: bool,
+    pub family: Kind,
+    /// Of all four linears of attention; Qwen2 has those of queries, keys and values anyway.
     pub attention_bias: bool,
     pub mlp_bias: bool,
     /// The value of `rope_scaling`.
@@ -51,6 +82,7 @@ impl Default for Tiny {
             head_dim: 16,
             vocab: 96,
             tied: false,
+            family: Kind::Llama,
             attention_bias: false,
             mlp_bias: false,
             rope_scaling: Value::Null,
@@ -66,8 +98,8 @@ pub const POSITIONS: usize = 256;
 impl Tiny {
     /// The fields of `config.json`.
     pub fn config(&self) -> Map<String, Value> {
-        let config = json!({
-            "architectures": ["LlamaForCausalLM"],
+        let mut config = json!({
+            "architectures": [self.family.architecture()],
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -84,6 +116,9 @@ impl Tiny {
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
         });
+        if let Kind::Mistral(window) = self.family {
+            config["sliding_window"] = json!(window);
+        }
         config.as_object().expect("an object").clone()
     }
 
@@ -107,10 +142,16 @@ impl Tiny {
             for norm in ["input_layernorm", "post_attention_layernorm"] {
                 add(format!("model.layers.{layer}.{norm}.weight"), &[h], 1.0, 0.3);
             }
+            if self.family == Kind::Qwen3 {
+                for norm in ["q_norm", "k_norm"] {
+                    add(format!("model.layers.{layer}.self_attn.{norm}.weight"), &[self.head_dim], 1.0, 0.3);
+                }
+            }
+            let qkv_bias = self.attention_bias || self.family == Kind::Qwen2;
             for (name, n, k, bias) in [
-                ("self_attn.q_proj", q, h, self.attention_bias),
-                ("self_attn.k_proj", kv, h, self.attention_bias),
-                ("self_attn.v_proj", kv, h, self.attention_bias),
+                ("self_attn.q_proj", q, h, qkv_bias),
+                ("self_attn.k_proj", kv, h, qkv_bias),
+                ("self_attn.v_proj", kv, h, qkv_bias),
                 ("self_attn.o_proj", h, q, self.attention_bias),
                 ("mlp.gate_proj", self.intermediate, h, self.mlp_bias),
                 ("mlp.up_proj", self.intermediate, h, self.mlp_bias),

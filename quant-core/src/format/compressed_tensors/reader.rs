@@ -289,16 +289,19 @@ fn brief(value: &Value) -> String {
     }
 }
 
+impl Reader {
+    fn quantized(&self, module: &str) -> Result<WeightScheme> {
+        self.scheme(module).ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))
+    }
+}
+
 impl PackedReader for Reader {
     fn scheme(&self, module: &str) -> Option<WeightScheme> {
         if self.ignored.get(module).is_some() { None } else { self.targets.get(module) }
     }
 
-    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
-        let scheme = self
-            .scheme(module)
-            .ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))?;
-        let [n, k] = shape;
+    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
+        let scheme = self.quantized(module)?;
         let scale_name = scale_name(module);
         let scale_dtype = source.require(&scale_name)?.dtype;
         require_weight_float(source.location(&scale_name), &scale_name, scale_dtype)?;
@@ -311,7 +314,7 @@ impl PackedReader for Reader {
             }
         })?;
         for spec in &specs {
-            check(source, spec, module)?;
+            check_spec(source, spec, module)?;
         }
         let mut foreign = vec![group_index_name(module)];
         if scheme.symmetric {
@@ -323,8 +326,15 @@ impl PackedReader for Reader {
                 reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
             });
         }
-        check_weight_shape(source, module, shape)?;
+        check_weight_shape(source, module, shape)
+    }
 
+    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        self.check(source, module, shape)?;
+        let scheme = self.quantized(module)?;
+        let [n, k] = shape;
+        let scale_name = scale_name(module);
+        let scale_dtype = source.require(&scale_name)?.dtype;
         let groups = k / scheme.granularity.group_size(k);
         let mut scales = vec![0.0; n * groups];
         scale_dtype.widen(&source.read(&scale_name)?, &mut scales);
@@ -341,7 +351,7 @@ impl PackedReader for Reader {
 }
 
 /// Checks a tensor's type and shape against what the scheme implies.
-fn check(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
+fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
     let TensorInfo { dtype, shape } = source.require(&spec.name)?;
     // Written as I64, but I32 is met in the wild and means the same.
     let accepted = *dtype == spec.info.dtype || (spec.name == shape_name(module) && *dtype == Dtype::I32);

@@ -15,11 +15,11 @@ pub type NodeId = usize;
 pub enum Op {
     /// The hidden state that enters the block.
     Input,
-    /// Root-mean-square norm times a weight of `width`.
+    /// Root-mean-square norm of every `width` features in a row, times a weight of `width`.
     RmsNorm {
         /// Module name inside the block.
         name: String,
-        /// Features.
+        /// Features that are normed together: all of the input's, or those of a head.
         width: usize,
     },
     /// `x Wᵀ (+ b)`.
@@ -39,6 +39,8 @@ pub enum Op {
         repeat: usize,
         /// Width of a head.
         head_dim: usize,
+        /// Positions that a query sees, its own included; all before it without one.
+        window: Option<usize>,
     },
     /// `silu(gate) · up` of inputs `[gate, up]`.
     GatedSilu,
@@ -143,7 +145,7 @@ impl BlockGraph {
     pub fn feeds_queries_or_keys(&self, id: NodeId) -> bool {
         self.users(id).any(|(user, port)| match self.nodes[user].op {
             Op::Attention { .. } => port < 2,
-            Op::Rope => self.feeds_queries_or_keys(user),
+            Op::Rope | Op::RmsNorm { .. } => self.feeds_queries_or_keys(user),
             _ => false,
         })
     }

@@ -1,4 +1,5 @@
-//! Llama 1, 2, 3 and everything that shares their block.
+//! Llama 1, 2, 3 and the families that share their block but for a detail: Mistral's sliding window,
+//! the biases of Qwen2, the query and key norms of Qwen3.
 
 use super::{Architecture, BlockGraph, Family, GraphBuilder, Op};
 use crate::Result;
@@ -8,6 +9,40 @@ use crate::model::rope::RopeScaling;
 /// The family of `LlamaForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Llama;
+
+/// The family of `MistralForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mistral;
+
+/// The family of `Qwen2ForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Qwen2;
+
+/// The family of `Qwen3ForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Qwen3;
+
+/// Where a family departs from the others.
+struct Details {
+    family: &'static str,
+    /// Key and value heads where the configuration is silent; `None` means as many as query heads.
+    kv_heads: Option<usize>,
+    /// Width of a head where the configuration is silent; `None` means the hidden size's share.
+    head_dim: Option<usize>,
+    block: BlockDetails,
+}
+
+/// Where a family's block departs from the others.
+#[derive(Debug, Clone, Copy, Default)]
+struct BlockDetails {
+    qkv_bias: bool,
+    o_bias: bool,
+    mlp_bias: bool,
+    /// Whether every head of queries and keys is normed before it is turned.
+    head_norms: bool,
+    /// Positions that a query sees, its own included.
+    window: Option<usize>,
+}
 
 impl Family for Llama {
     fn name(&self) -> &'static str {
@@ -19,64 +54,163 @@ impl Family for Llama {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let hidden = config.require_positive("hidden_size")?;
-        let intermediate = config.require_positive("intermediate_size")?;
-        let heads = config.require_positive("num_attention_heads")?;
-        let kv_heads = config.optional_positive("num_key_value_heads")?.unwrap_or(heads);
-        if heads % kv_heads != 0 {
-            return Err(config.error(
-                "num_key_value_heads",
-                format!("is {kv_heads}, which does not divide the {heads} heads"),
-            ));
-        }
-        let head_dim = match config.optional_positive("head_dim")? {
-            Some(width) => width,
-            None if hidden % heads == 0 => hidden / heads,
-            None => {
-                return Err(config.error(
-                    "num_attention_heads",
-                    format!(
-                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"
-                    ),
-                ));
-            }
-        };
-        if head_dim % 2 != 0 {
-            return Err(config.error("head_dim", format!("is {head_dim}; rotary embedding needs it even")));
-        }
-        let activation = config.optional_str("hidden_act")?.unwrap_or("silu");
-        if activation != "silu" {
-            return Err(config.error("hidden_act", format!("is `{activation}`; this family uses `silu`")));
-        }
-        let norm_eps = config.optional_f64("rms_norm_eps")?.unwrap_or(1e-6);
-        if !(0.0..1.0).contains(&norm_eps) {
-            return Err(
-                config.error("rms_norm_eps", format!("is {norm_eps}; expected 0 or a small positive number"))
-            );
-        }
-        let (rope_theta, rope_scaling) = RopeScaling::from_config(config)?;
         let attention_bias = config.optional_bool("attention_bias")?.unwrap_or(false);
         let mlp_bias = config.optional_bool("mlp_bias")?.unwrap_or(false);
-        Ok(Architecture {
-            family: self.name(),
-            hidden,
-            vocab: config.require_positive("vocab_size")?,
-            layers: config.require_positive("num_hidden_layers")?,
-            heads,
-            kv_heads,
-            head_dim,
-            max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
-            norm_eps,
-            rope_theta,
-            rope_scaling,
-            tied: config.optional_bool("tie_word_embeddings")?.unwrap_or(false),
-            embedding: "model.embed_tokens.weight".into(),
-            final_norm: "model.norm.weight".into(),
-            head: "lm_head".into(),
-            block_prefix: "model.layers.{}.",
-            block: block(hidden, intermediate, heads, kv_heads, head_dim, attention_bias, mlp_bias),
-        })
+        let block =
+            BlockDetails { qkv_bias: attention_bias, o_bias: attention_bias, mlp_bias, ..Default::default() };
+        describe(config, &Details { family: self.name(), kv_heads: None, head_dim: None, block })
     }
+}
+
+impl Family for Mistral {
+    fn name(&self) -> &'static str {
+        "mistral"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["MistralForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        // Readers take a missing window for that of the first release, and `null` for none.
+        let window = match config.map().contains_key("sliding_window") {
+            true => config.optional_positive("sliding_window")?,
+            false => Some(4096),
+        };
+        let block = BlockDetails { window, ..Default::default() };
+        describe(config, &Details { family: self.name(), kv_heads: Some(8), head_dim: None, block })
+    }
+}
+
+impl Family for Qwen2 {
+    fn name(&self) -> &'static str {
+        "qwen2"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Qwen2ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let block = BlockDetails { qkv_bias: true, window: qwen_window(config)?, ..Default::default() };
+        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: None, block })
+    }
+}
+
+impl Family for Qwen3 {
+    fn name(&self) -> &'static str {
+        "qwen3"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Qwen3ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let attention_bias = config.optional_bool("attention_bias")?.unwrap_or(false);
+        let block = BlockDetails {
+            qkv_bias: attention_bias,
+            o_bias: attention_bias,
+            head_norms: true,
+            window: qwen_window(config)?,
+            ..Default::default()
+        };
+        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), block })
+    }
+}
+
+/// The sliding window of a Qwen model, which is off unless switched on, and then in the blocks from
+/// `max_window_layers` on, or those that `layer_types` names. All blocks or none can be had here.
+fn qwen_window(config: &ConfigFields<'_>) -> Result<Option<usize>> {
+    const SLIDING: &str = "sliding_attention";
+    const FULL: &str = "full_attention";
+    let on = config.optional_bool("use_sliding_window")?.unwrap_or(false);
+    let window = config.optional_positive("sliding_window")?.unwrap_or(4096);
+    let layers = config.require_positive("num_hidden_layers")?;
+    let some = |key: &str| {
+        config.error(key, "asks for a sliding window in some blocks only, which is not supported")
+    };
+    if let Some(types) = config.optional_str_list("layer_types")? {
+        if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
+            return Err(config.error("layer_types", format!("holds `{other}`, which is not known")));
+        }
+        let sliding = types.iter().filter(|t| **t == SLIDING).count();
+        return match sliding {
+            0 => Ok(None),
+            n if n == types.len() => Ok(Some(window)),
+            _ => Err(some("layer_types")),
+        };
+    }
+    if !on {
+        return Ok(None);
+    }
+    match config.optional_usize("max_window_layers")?.unwrap_or(28) {
+        0 => Ok(Some(window)),
+        first if first >= layers => Ok(None),
+        _ => Err(some("max_window_layers")),
+    }
+}
+
+/// The architecture that a configuration of such a family implies.
+fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture> {
+    let hidden = config.require_positive("hidden_size")?;
+    let intermediate = config.require_positive("intermediate_size")?;
+    let heads = config.require_positive("num_attention_heads")?;
+    let kv_heads = match config.optional_positive("num_key_value_heads")? {
+        Some(kv_heads) => kv_heads,
+        // `null` means all of them in every family; only a missing key has a family's own default.
+        None if config.map().contains_key("num_key_value_heads") => heads,
+        None => details.kv_heads.unwrap_or(heads),
+    };
+    if heads % kv_heads != 0 {
+        return Err(config.error(
+            "num_key_value_heads",
+            format!("is {kv_heads}, which does not divide the {heads} heads"),
+        ));
+    }
+    let head_dim = match config.optional_positive("head_dim")?.or(details.head_dim) {
+        Some(width) => width,
+        None if hidden % heads == 0 => hidden / heads,
+        None => {
+            return Err(config.error(
+                "num_attention_heads",
+                format!("is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"),
+            ));
+        }
+    };
+    if head_dim % 2 != 0 {
+        return Err(config.error("head_dim", format!("is {head_dim}; rotary embedding needs it even")));
+    }
+    let activation = config.optional_str("hidden_act")?.unwrap_or("silu");
+    if activation != "silu" {
+        return Err(config.error("hidden_act", format!("is `{activation}`; this family uses `silu`")));
+    }
+    let norm_eps = config.optional_f64("rms_norm_eps")?.unwrap_or(1e-6);
+    if !(0.0..1.0).contains(&norm_eps) {
+        return Err(
+            config.error("rms_norm_eps", format!("is {norm_eps}; expected 0 or a small positive number"))
+        );
+    }
+    let (rope_theta, rope_scaling) = RopeScaling::from_config(config)?;
+    Ok(Architecture {
+        family: details.family,
+        hidden,
+        vocab: config.require_positive("vocab_size")?,
+        layers: config.require_positive("num_hidden_layers")?,
+        heads,
+        kv_heads,
+        head_dim,
+        max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
+        norm_eps,
+        rope_theta,
+        rope_scaling,
+        tied: config.optional_bool("tie_word_embeddings")?.unwrap_or(false),
+        embedding: "model.embed_tokens.weight".into(),
+        final_norm: "model.norm.weight".into(),
+        head: "lm_head".into(),
+        block_prefix: "model.layers.{}.",
+        block: block(hidden, intermediate, heads, kv_heads, head_dim, details.block),
+    })
 }
 
 fn block(
@@ -85,28 +219,32 @@ fn block(
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    attention_bias: bool,
-    mlp_bias: bool,
+    details: BlockDetails,
 ) -> BlockGraph {
+    let BlockDetails { qkv_bias, o_bias, mlp_bias, head_norms, window } = details;
     let linear =
         |name: &str, shape: [usize; 2], bias: bool| Op::Linear { name: name.to_owned(), shape, bias };
-    let norm = |name: &str| Op::RmsNorm { name: name.to_owned(), width: hidden };
+    let norm = |name: &str, width: usize| Op::RmsNorm { name: name.to_owned(), width };
     let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
 
     let mut g = GraphBuilder::default();
     let input = g.add(Op::Input, &[]);
 
-    let x = g.add(norm("input_layernorm"), &[input]);
-    let q = g.add(linear("self_attn.q_proj", [q_width, hidden], attention_bias), &[x]);
-    let k = g.add(linear("self_attn.k_proj", [kv_width, hidden], attention_bias), &[x]);
-    let v = g.add(linear("self_attn.v_proj", [kv_width, hidden], attention_bias), &[x]);
+    let x = g.add(norm("input_layernorm", hidden), &[input]);
+    let mut q = g.add(linear("self_attn.q_proj", [q_width, hidden], qkv_bias), &[x]);
+    let mut k = g.add(linear("self_attn.k_proj", [kv_width, hidden], qkv_bias), &[x]);
+    let v = g.add(linear("self_attn.v_proj", [kv_width, hidden], qkv_bias), &[x]);
+    if head_norms {
+        q = g.add(norm("self_attn.q_norm", head_dim), &[q]);
+        k = g.add(norm("self_attn.k_norm", head_dim), &[k]);
+    }
     let q = g.add(Op::Rope, &[q]);
     let k = g.add(Op::Rope, &[k]);
-    let attended = g.add(Op::Attention { repeat: heads / kv_heads, head_dim }, &[q, k, v]);
-    let o = g.add(linear("self_attn.o_proj", [hidden, q_width], attention_bias), &[attended]);
+    let attended = g.add(Op::Attention { repeat: heads / kv_heads, head_dim, window }, &[q, k, v]);
+    let o = g.add(linear("self_attn.o_proj", [hidden, q_width], o_bias), &[attended]);
     let middle = g.add(Op::Add, &[input, o]);
 
-    let x = g.add(norm("post_attention_layernorm"), &[middle]);
+    let x = g.add(norm("post_attention_layernorm", hidden), &[middle]);
     let gate = g.add(linear("mlp.gate_proj", [intermediate, hidden], mlp_bias), &[x]);
     let up = g.add(linear("mlp.up_proj", [intermediate, hidden], mlp_bias), &[x]);
     let product = g.add(Op::GatedSilu, &[gate, up]);
@@ -145,18 +283,25 @@ mod tests {
                 (s("mlp.up_proj"), vec![s("mlp.down_proj")], s("mlp.down_proj"), 1),
             ]
         };
-        assert_eq!(groups(&block(64, 96, 8, 8, 8, false, false)), expected(1));
-        assert_eq!(groups(&block(64, 96, 8, 2, 8, true, true)), expected(4));
+        let plain = BlockDetails::default();
+        let biased = BlockDetails { qkv_bias: true, o_bias: true, mlp_bias: true, ..plain };
+        let normed = BlockDetails { head_norms: true, window: Some(16), ..plain };
+        assert_eq!(groups(&block(64, 96, 8, 8, 8, plain)), expected(1));
+        assert_eq!(groups(&block(64, 96, 8, 2, 8, biased)), expected(4));
+        // Norms of heads neither scale nor let a scale through.
+        assert_eq!(groups(&block(64, 96, 8, 2, 8, normed)), expected(4));
     }
 
     #[test]
     fn clipping_leaves_queries_and_keys_alone() {
-        let graph = block(64, 96, 8, 2, 8, false, false);
-        let spared: Vec<_> = graph
-            .linears()
-            .filter(|(id, ..)| graph.feeds_queries_or_keys(*id))
-            .map(|(_, name, ..)| name)
-            .collect();
-        assert_eq!(spared, ["self_attn.q_proj", "self_attn.k_proj"]);
+        for head_norms in [false, true] {
+            let graph = block(64, 96, 8, 2, 8, BlockDetails { head_norms, ..BlockDetails::default() });
+            let spared: Vec<_> = graph
+                .linears()
+                .filter(|(id, ..)| graph.feeds_queries_or_keys(*id))
+                .map(|(_, name, ..)| name)
+                .collect();
+            assert_eq!(spared, ["self_attn.q_proj", "self_attn.k_proj"]);
+        }
     }
 }

@@ -85,7 +85,7 @@ pub trait Family: Send + Sync {
 }
 
 /// The families this version knows.
-pub static FAMILIES: &[&dyn Family] = &[&llama::Llama];
+pub static FAMILIES: &[&dyn Family] = &[&llama::Llama, &llama::Mistral, &llama::Qwen2, &llama::Qwen3];
 
 /// Reads the family and sizes from a configuration.
 ///

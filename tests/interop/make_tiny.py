@@ -1,4 +1,4 @@
-"""Makes a tiny random Llama checkpoint, to compare decoders on what small real models lack.
+"""Makes a tiny random checkpoint of a family, to compare decoders on what small real models lack.
 
 Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128.
 The tokenizer maps every byte to one token and puts <s> first.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 VOCABULARY = 272
@@ -25,19 +25,27 @@ VARIANTS = {
     "head-dim": {"head_dim": 64},
     "sharded-bf16": {},
     "linear-rope": {"rope_parameters": LINEAR_ROPE | {"rope_theta": 10000.0}},
+    # The windows of the check are longer than this one.
+    "mistral": {"model_type": "mistral", "sliding_window": 48},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
 }
 
 
 def make_model(variant, seed):
-    options = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384,
+    options = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384,
                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
-    model = LlamaForCausalLM(LlamaConfig(**options | VARIANTS[variant]))
+    options |= VARIANTS[variant]
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
+            if name.endswith(".bias"):
+                parameter.copy_(0.3 * noise)
+            elif parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
