@@ -58,6 +58,7 @@ impl RecipeOptions {
             recipe.method = method(name)?;
         }
         recipe.container = format::container(&self.format)?;
+        recipe.scheme.symmetric = recipe.container.symmetric_by_default();
         if let Some(size) = &self.group_size {
             recipe.scheme.granularity = granularity(size)?;
         }

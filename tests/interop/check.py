@@ -52,6 +52,12 @@ QUANTIZED = [
     ("mistral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2", "awq-w4-g64-asym", ["--scheme", "w4a16-g64-asym", *QUICK], True),
     ("qwen3", "awq-w4-g128", QUICK, False),
+    ("demo", "format-awq-g128", ["--format", "awq", *QUICK], False),
+    ("books-7m", "format-awq-g64-sym", ["--format", "awq", "--group-size", "64", "--symmetric", *QUICK], False),
+    ("qwen2", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], False),
+    ("sharded-bf16", "format-awq-rtn", ["--format", "awq", "--method", "rtn"], False),
+    ("tied", "format-awq-ignored",
+     ["--format", "awq", "--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.*"], False),
     ("head-dim", "rtn-w8-g64-asym", ["--method", "rtn", "--scheme", "w8a16-g64-asym"], True),
 ]
 
@@ -162,7 +168,9 @@ class Check:
         def bits():
             ours, theirs = self.scratch / "weights.safetensors", self.scratch / "packed.safetensors"
             self.program("interop-dump", "weights", out, ours)
-            self.script("independent_pack", out, "--out", theirs)
+            config = json.loads((out / "config.json").read_text())
+            is_awq = config["quantization_config"]["quant_method"] == "awq"
+            self.script("independent_awq" if is_awq else "independent_pack", out, "--out", theirs)
             ours, theirs = load_file(ours), load_file(theirs)
             different = [name for name, weight in theirs.items()
                          if name not in ours or not numpy.array_equal(ours[name], weight)]

@@ -43,24 +43,33 @@ def load(model_dir, dequantize=False):
     """
     model_dir = Path(model_dir)
     quantization = json.loads((model_dir / "config.json").read_text()).get("quantization_config")
-    packed = {name.removesuffix(".weight_packed")
-              for name in tensor_names(model_dir) if name.endswith(".weight_packed")}
+    suffix = f".{packed_attribute(quantization)}"
+    packed = {name.removesuffix(suffix)
+              for name in tensor_names(model_dir) if name.endswith(suffix)}
     check_config(quantization, packed, dequantize)
 
     with tempfile.TemporaryDirectory() as directory:
         source = write_for_dequantizing(model_dir, Path(directory)) if dequantize else model_dir
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch.float32, attn_implementation="eager",
-                output_loading_info=True)
+            # gptqmodel greets on stdout, which is for results.
+            with contextlib.redirect_stdout(sys.stderr):
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    source, dtype=torch.float32, attn_implementation="eager",
+                    output_loading_info=True)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"transformers cannot load {model_dir}: {error}") from error
 
     problems = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
     if problems:
         raise CheckpointError(f"loading {model_dir} reports {json.dumps(problems)}")
-    check_modules(model, packed, dequantize)
+    check_modules(model, packed, packed_attribute(quantization), dequantize)
     return model.eval()
+
+
+def packed_attribute(quantization):
+    """What a module's packed codes are called."""
+    is_awq = quantization is not None and quantization.get("quant_method") == "awq"
+    return "qweight" if is_awq else "weight_packed"
 
 
 def logits(model, tokens):
@@ -105,6 +114,10 @@ def check_config(quantization, packed, dequantize):
         return
     if not packed:
         raise CheckpointError("config.json has a quantization_config, but no tensor is packed")
+    if quantization["quant_method"] == "awq":
+        if dequantize:
+            raise CheckpointError("--dequantize is for compressed-tensors")
+        return
     if quantization.get("quantization_status") != "compressed":
         raise CheckpointError('quantization_config lacks "quantization_status": "compressed"')
     schemes = [group["weights"] for group in quantization["config_groups"].values()]
@@ -113,9 +126,9 @@ def check_config(quantization, packed, dequantize):
                              "every tensor; these groups differ")
 
 
-def check_modules(model, packed, dequantize):
+def check_modules(model, packed, attribute, dequantize):
     """The modules that hold packed weights must be exactly those that the checkpoint packs."""
-    held = {name for name, module in model.named_modules() if hasattr(module, "weight_packed")}
+    held = {name for name, module in model.named_modules() if hasattr(module, attribute)}
     expected = set() if dequantize else packed
     if held != expected:
         raise CheckpointError(f"modules packed in only one of model and checkpoint: "

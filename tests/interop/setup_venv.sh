@@ -27,6 +27,10 @@ is_ready() {
 install() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         "$@" --requirement "$requirements"
+    # Only its source is published; it is plain Python, and building it looks at the torch that is
+    # there, so it comes after the rest and without an environment of its own.
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        --no-deps --no-build-isolation gptqmodel==7.7.0
 }
 
 add_stand_ins() {
@@ -43,7 +47,7 @@ add_stand_ins() {
 
 works() {
     "$python" - <<'PYTHON'
-import accelerate, compressed_tensors.quantization, numpy, tokenizers, torch, transformers
+import accelerate, compressed_tensors.quantization, gptqmodel, numpy, tokenizers, torch, transformers
 
 matrix = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
 expected = numpy.matmul(matrix.numpy(), matrix.numpy())

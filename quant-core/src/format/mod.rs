@@ -3,6 +3,7 @@
 //! Everything an engine's layout dictates (keys, nibble order, packing direction) lives behind
 //! [`Container`]; adding one is a file here and a line in [`CONTAINERS`].
 
+mod awq;
 mod bits;
 mod compressed_tensors;
 
@@ -13,6 +14,7 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::WeightScheme;
 use crate::{Error, Result};
 
+pub use awq::AutoAwq;
 pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 
@@ -32,6 +34,24 @@ pub trait Container: std::fmt::Debug + Send + Sync {
 
     /// One line for help and tables.
     fn summary(&self) -> &'static str;
+
+    /// Whether grids are symmetric where the user says nothing.
+    fn symmetric_by_default(&self) -> bool {
+        true
+    }
+
+    /// The type that scales of a weight of some type are stored in.
+    fn scale_dtype(&self, weight: Dtype) -> Dtype {
+        weight
+    }
+
+    /// Whether these schemes can stand in one checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] naming modules that cannot.
+    fn check(&self, _schemes: &ModuleSchemes<'_>) -> Result<()> {
+        Ok(())
+    }
 
     /// The tensors that a linear of this shape becomes, before it is quantized.
     ///
@@ -85,7 +105,7 @@ pub trait PackedReader: Send + Sync {
 }
 
 /// The containers this version writes and reads.
-pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors];
+pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq];
 
 /// The container of that name.
 ///

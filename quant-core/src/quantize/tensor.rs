@@ -44,6 +44,27 @@ impl QuantizedTensor {
         .map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
     }
 
+    /// Whether a container can write it as it is.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the parts do not fit each other, zeros do not go with the scheme, a
+    /// code has too many bits (it would change its neighbours), or a scale is not exact in its type.
+    pub(crate) fn require_storable(&self, module: &str) -> Result<()> {
+        let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
+        self.view()?;
+        if self.zeros.is_none() != self.scheme.symmetric {
+            return Err(inconsistent("zeros do not go with the scheme's symmetry"));
+        }
+        let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
+        if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
+            return Err(inconsistent("a code has more bits than the scheme"));
+        }
+        if self.scales.iter().any(|&s| self.scale_dtype.round(s) != s) {
+            return Err(inconsistent("a scale is not exact in the type it is stored in"));
+        }
+        Ok(())
+    }
+
     /// The whole matrix as `f32`, `[n, k]` row-major.
     ///
     /// # Errors

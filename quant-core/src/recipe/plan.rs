@@ -126,7 +126,7 @@ impl Plan {
                         offenders.push(Indivisible { tensor, columns: k, group_size });
                         continue;
                     }
-                    let scale_dtype = info.dtype;
+                    let scale_dtype = recipe.container.scale_dtype(info.dtype);
                     let outputs = recipe.container.layout(&module, [n, k], scheme, scale_dtype)?;
                     (Action::Quantize { layer, node, module, scheme, scale_dtype }, outputs)
                 }
@@ -156,6 +156,7 @@ impl Plan {
             selectors,
             float_modules,
         };
+        plan.container.check(&plan.module_schemes())?;
         plan.add_float_tensors(model, &folds)?;
         plan.sort(model);
         Ok(plan)

@@ -86,22 +86,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let [n, k] = tensor.shape;
     let bits = tensor.scheme.bits;
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
-    let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
-
-    tensor.view()?;
-    if tensor.zeros.is_none() != tensor.scheme.symmetric {
-        return Err(inconsistent("zeros do not go with the scheme's symmetry"));
-    }
-    // A code too large would change its neighbours, and a scale that its type does not hold would
-    // be written as another one.
-    let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= tensor.scheme.max_code();
-    if !fits(&tensor.codes) || !tensor.zeros.as_deref().is_none_or(fits) {
-        return Err(inconsistent("a code has more bits than the scheme"));
-    }
-    if tensor.scales.iter().any(|&s| tensor.scale_dtype.round(s) != s) {
-        return Err(inconsistent("a scale is not exact in the type it is stored in"));
-    }
-
+    tensor.require_storable(module)?;
     let mut bytes = vec![pack_rows(&tensor.codes, k, bits), tensor.scale_dtype.narrow(&tensor.scales)];
     if let Some(zeros) = &tensor.zeros {
         bytes.push(pack_zeros(zeros, n, bits));

@@ -1,0 +1,196 @@
+//! The tensors of one linear, and their bytes.
+//!
+//! For a module `X` with weight `[n, k]` in groups of `g` (`g = k` per channel), all transposed:
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.qweight` | I32 | `[k, n/8]` | codes of eight outputs a word |
+//! | `X.qzeros` | I32 | `[k/g, n/8]` | zeros, packed alike |
+//! | `X.scales` | F16 | `[k/g, n]` | scales |
+//!
+//! Nibble `j` (bits `4j` to `4j + 3`) of word `c` holds output `8c + ORDER[j]`.
+
+use super::{BITS, METHOD, ROWS_A_WORD};
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::error::Indivisible;
+use crate::quantize::QuantizedTensor;
+use crate::recipe::WeightScheme;
+use crate::{Error, Result};
+
+/// Which of a word's eight outputs stands in each nibble, the lowest first: the order in which the
+/// format's first kernels took them apart.
+const ORDER: [usize; ROWS_A_WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+/// The zero that a symmetric grid of four bits has.
+const MIDDLE: u8 = 8;
+
+pub(super) fn codes_name(module: &str) -> String {
+    format!("{module}.qweight")
+}
+
+pub(super) fn zeros_name(module: &str) -> String {
+    format!("{module}.qzeros")
+}
+
+pub(super) fn scales_name(module: &str) -> String {
+    format!("{module}.scales")
+}
+
+/// See [`Container::layout`](crate::format::Container::layout).
+pub(super) fn layout(
+    module: &str,
+    [n, k]: [usize; 2],
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+) -> Result<Vec<TensorSpec>> {
+    let unusable = |what: String| {
+        Error::usage(
+            format!("`{module}.weight`: {what}"),
+            "leave it float with --ignore, or write --format compressed-tensors",
+        )
+    };
+    if scheme.bits != BITS {
+        return Err(unusable(format!("the {METHOD} format packs {BITS} bits, not {}", scheme.bits)));
+    }
+    if scale_dtype != Dtype::F16 {
+        return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));
+    }
+    if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+        return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+    }
+    if !n.is_multiple_of(ROWS_A_WORD) {
+        return Err(unusable(format!(
+            "the {METHOD} format packs {ROWS_A_WORD} outputs a word, which does not divide its {n}"
+        )));
+    }
+    let group_size = scheme.granularity.group_size(k);
+    if group_size == 0 || !k.is_multiple_of(group_size) {
+        let tensor = format!("{module}.weight");
+        return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
+    }
+    let (groups, words) = (k / group_size, n / ROWS_A_WORD);
+    Ok(vec![
+        TensorSpec::new(codes_name(module), Dtype::I32, [k, words]),
+        TensorSpec::new(zeros_name(module), Dtype::I32, [groups, words]),
+        TensorSpec::new(scales_name(module), Dtype::F16, [groups, n]),
+    ])
+}
+
+/// See [`Container::pack`](crate::format::Container::pack).
+pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+    let [n, k] = tensor.shape;
+    let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
+    tensor.require_storable(module)?;
+    let groups = tensor.scales.len() / n.max(1);
+    let zeros = match &tensor.zeros {
+        Some(zeros) => pack_transposed(zeros, n, groups),
+        None => pack_transposed(&vec![MIDDLE; n * groups], n, groups),
+    };
+    let scales: Vec<f32> = (0..groups)
+        .flat_map(|g| (0..n).map(move |o| (o, g)))
+        .map(|(o, g)| tensor.scales[o * groups + g])
+        .collect();
+    let bytes = [pack_transposed(&tensor.codes, n, k), zeros, tensor.scale_dtype.narrow(&scales)];
+    Ok(specs.into_iter().zip(bytes).collect())
+}
+
+/// Codes `[n, columns]` as the little-endian bytes of words `[columns, n/8]`.
+fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
+    let words = n / ROWS_A_WORD;
+    let mut bytes = vec![0; columns * words * 4];
+    // Eight rows at a time stay in the cache while they are walked side by side.
+    for (c, rows) in codes.chunks_exact((ROWS_A_WORD * columns).max(1)).enumerate() {
+        let row: [&[u8]; ROWS_A_WORD] = ORDER.map(|o| &rows[o * columns..(o + 1) * columns]);
+        for i in 0..columns {
+            let word = row.iter().rev().fold(0_u32, |word, row| word << 4 | u32::from(row[i]));
+            let at = (i * words + c) * 4;
+            bytes[at..at + 4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// The codes `[n, columns]` from the bytes of words `[columns, n/8]`.
+pub(super) fn unpack_transposed(bytes: &[u8], n: usize, columns: usize) -> Vec<u8> {
+    let words = n / ROWS_A_WORD;
+    let mut codes = vec![0; n * columns];
+    for (c, rows) in codes.chunks_exact_mut((ROWS_A_WORD * columns).max(1)).enumerate() {
+        for i in 0..columns {
+            let at = (i * words + c) * 4;
+            let word = u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+            for (j, o) in ORDER.into_iter().enumerate() {
+                rows[o * columns + i] = (word >> (4 * j)) as u8 & 15;
+            }
+        }
+    }
+    codes
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::quantize::quantize_rtn;
+
+    #[test]
+    fn a_word_by_hand() {
+        // Output o has code o in its first column and 15 − o in its second.
+        let codes: Vec<u8> = (0..8).flat_map(|o| [o, 15 - o]).collect();
+        let words: Vec<u32> = pack_transposed(&codes, 8, 2)
+            .chunks_exact(4)
+            .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect();
+        assert_eq!(words, [0x7531_6420, 0x8ace_9bdf]);
+    }
+
+    #[test]
+    fn tensors_of_a_linear() {
+        let weights: Vec<f32> = (0..16 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+        for (scheme, symmetric) in [("w4a16-g32-sym", true), ("w4a16-g32-asym", false)] {
+            let tensor =
+                quantize_rtn("x", &weights, [16, 64], scheme.parse().unwrap(), Dtype::F16, None).unwrap();
+            let parts = pack("x", &tensor).unwrap();
+            let shapes: Vec<_> =
+                parts.iter().map(|(s, b)| (s.name.as_str(), s.info.shape.clone(), b.len())).collect();
+            assert_eq!(
+                shapes,
+                [
+                    ("x.qweight", vec![64, 2], 64 * 2 * 4),
+                    ("x.qzeros", vec![2, 2], 2 * 2 * 4),
+                    ("x.scales", vec![2, 16], 2 * 16 * 2),
+                ]
+            );
+            assert_eq!(parts[1].1.iter().all(|&b| b == 0x88), symmetric);
+            assert_eq!(unpack_transposed(&parts[0].1, 16, 64), tensor.codes);
+            // The second group's scale of output 3.
+            let at = (16 + 3) * 2;
+            let stored = half::f16::from_le_bytes([parts[2].1[at], parts[2].1[at + 1]]).to_f32();
+            assert_eq!(stored, tensor.scales[3 * 2 + 1]);
+        }
+    }
+
+    #[test]
+    fn what_the_format_cannot_hold() {
+        let said = |shape, scheme: &str, dtype| {
+            layout("x", shape, scheme.parse().unwrap(), dtype).unwrap_err().to_string()
+        };
+        assert!(said([16, 64], "w3a16-g32", Dtype::F16).contains("packs 4 bits, not 3"));
+        assert!(said([16, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
+        assert!(said([12, 64], "w4a16-g32", Dtype::F16).contains("does not divide its 12"));
+        assert!(said([16, 60], "w4a16-g32", Dtype::F16).contains("does not divide"));
+        assert!(said([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_codes_come_back(eights in 0_usize..5, columns in 0_usize..40, seed in any::<u64>()) {
+            let n = 8 * eights;
+            let codes: Vec<u8> =
+                (0..n * columns).map(|i| (seed.rotate_left(i as u32 % 64) as u8 ^ i as u8) & 15).collect();
+            let bytes = pack_transposed(&codes, n, columns);
+            prop_assert_eq!(bytes.len() * 2, codes.len());
+            prop_assert_eq!(unpack_transposed(&bytes, n, columns), codes);
+        }
+    }
+}

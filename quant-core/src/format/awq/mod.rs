@@ -1,0 +1,114 @@
+//! AutoAWQ `gemm`: the container that vLLM, SGLang and transformers read as `awq`.
+//!
+//! Four bits, one group size for the whole model, scales in F16, always a zero point; a symmetric
+//! grid is stored with zero 8. [`layout`] packs and unpacks, [`reader`] tells what a configuration
+//! means. `docs/formats/awq.md` draws the bytes.
+
+mod layout;
+mod reader;
+
+use serde_json::{Value, json};
+
+use super::{Container, ModuleSchemes, PackedReader};
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::{Granularity, WeightScheme};
+use crate::{Error, Result};
+
+/// `quant_method`.
+const METHOD: &str = "awq";
+/// `version`: the layout that engines kept.
+const VERSION: &str = "gemm";
+/// The only width.
+const BITS: u8 = 4;
+/// Outputs whose codes share a word: rows of a weight come in multiples of it.
+const ROWS_A_WORD: usize = 8;
+/// Group sizes that vLLM's kernels take.
+const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
+
+/// The container that vLLM, SGLang and transformers read as `awq`.
+#[derive(Debug, Clone, Copy)]
+pub struct AutoAwq;
+
+impl Container for AutoAwq {
+    fn name(&self) -> &'static str {
+        METHOD
+    }
+
+    fn summary(&self) -> &'static str {
+        "AutoAWQ gemm for vLLM, SGLang and transformers: 4 bits, one group size, asymmetric unless told otherwise"
+    }
+
+    fn symmetric_by_default(&self) -> bool {
+        false
+    }
+
+    fn scale_dtype(&self, _weight: Dtype) -> Dtype {
+        Dtype::F16
+    }
+
+    fn layout(
+        &self,
+        module: &str,
+        shape: [usize; 2],
+        scheme: WeightScheme,
+        scale_dtype: Dtype,
+    ) -> Result<Vec<TensorSpec>> {
+        layout::layout(module, shape, scheme, scale_dtype)
+    }
+
+    fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+        layout::pack(module, tensor)
+    }
+
+    /// One scheme for all: the configuration has room for no second.
+    fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
+        let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
+        match schemes.quantized.iter().find(|(_, other)| other != scheme) {
+            None => Ok(()),
+            Some((module, other)) => Err(Error::usage(
+                format!(
+                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format has one scheme for all"
+                ),
+                "leave modules float with --ignore, or write --format compressed-tensors",
+            )),
+        }
+    }
+
+    fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
+        let group_size = match schemes.quantized.first().map(|(_, scheme)| scheme.granularity) {
+            Some(Granularity::Group(size)) => json!(size),
+            _ => json!(-1),
+        };
+        json!({
+            "quant_method": METHOD,
+            "bits": BITS,
+            "group_size": group_size,
+            "zero_point": true,
+            "version": VERSION,
+            "modules_to_not_convert": schemes.float,
+        })
+    }
+
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        let mut notes = Vec::new();
+        if let Some((_, WeightScheme { granularity: Granularity::Group(size), .. })) =
+            schemes.quantized.first()
+            && !MARLIN_GROUPS.contains(size)
+        {
+            notes.push(format!("vLLM's kernels read groups of 32, 64 or 128, not of {size}"));
+        }
+        if schemes.float.len() > 1 {
+            notes.push(
+                "readers match `modules_to_not_convert` anywhere in a name, and vLLM needs the linears that it \
+                 fuses (queries, keys and values; gate and up) all quantized or all float"
+                    .to_owned(),
+            );
+        }
+        notes
+    }
+
+    fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+        Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
+    }
+}

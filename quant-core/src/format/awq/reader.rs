@@ -1,0 +1,187 @@
+//! Reads `gemm` checkpoints back, ours or others', into logical order.
+
+use serde_json::Value;
+
+use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
+use super::{BITS, METHOD, VERSION};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite};
+use crate::format::PackedReader;
+use crate::quantize::QuantizedTensor;
+use crate::recipe::{Granularity, WeightScheme};
+use crate::{Error, Result};
+
+/// The module that readers leave float whatever the configuration says.
+const HEAD: &str = "lm_head";
+
+/// Which modules are quantized, all by one scheme.
+#[derive(Debug)]
+pub(super) struct Reader {
+    granularity: Granularity,
+    /// Parts of the names of modules that stay float.
+    float: Vec<String>,
+}
+
+impl Reader {
+    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another
+    /// method.
+    ///
+    /// # Errors
+    /// A reason that names the key, when it says what this reader does not implement.
+    pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
+        let Some(map) = config.as_object() else { return Ok(None) };
+        if map.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
+            return Ok(None);
+        }
+        let get = |key: &str| map.get(key).filter(|v| !v.is_null());
+        let refuse = |key: &str, reason: &str| Err(format!("`quantization_config.{key}` {reason}"));
+        match get("version").map(|v| v.as_str().map(str::to_lowercase)) {
+            None => {}
+            Some(Some(version)) if version == VERSION => {}
+            Some(_) => return refuse("version", "is not gemm, the only one that can be read"),
+        }
+        if get("bits").and_then(Value::as_u64) != Some(u64::from(BITS)) {
+            return refuse("bits", "is not 4");
+        }
+        if get("zero_point").is_some_and(|z| z.as_bool() != Some(true)) {
+            return refuse("zero_point", "is not true");
+        }
+        let granularity = match get("group_size").map(Value::as_i64) {
+            Some(Some(-1)) => Granularity::Channel,
+            Some(Some(size)) if size > 0 => Granularity::Group(usize::try_from(size).unwrap_or(usize::MAX)),
+            _ => return refuse("group_size", "is neither a positive number nor -1"),
+        };
+        let float = match get("modules_to_not_convert") {
+            None => Vec::new(),
+            Some(Value::Array(names)) => {
+                let names: Option<Vec<_>> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
+                match names {
+                    Some(names) => names,
+                    None => return refuse("modules_to_not_convert", "holds something that is no text"),
+                }
+            }
+            Some(_) => return refuse("modules_to_not_convert", "is not an array"),
+        };
+        Ok(Some(Self { granularity, float }))
+    }
+
+    fn quantized(&self, module: &str) -> Result<WeightScheme> {
+        self.scheme(module).ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))
+    }
+}
+
+impl PackedReader for Reader {
+    fn scheme(&self, module: &str) -> Option<WeightScheme> {
+        let float = module == HEAD || self.float.iter().any(|part| module.contains(part.as_str()));
+        (!float).then_some(WeightScheme { bits: BITS, granularity: self.granularity, symmetric: false })
+    }
+
+    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
+        let scheme = self.quantized(module)?;
+        let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
+            Error::UnsupportedQuantization {
+                path: source.location(&codes_name(module)),
+                reason: format!("`{module}` cannot be {scheme}: {e}"),
+            }
+        })?;
+        for spec in specs {
+            let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
+            let path = source.location(&spec.name);
+            if dtype != spec.info.dtype {
+                let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
+                return Err(Error::TensorDtype { path, tensor: spec.name, expected, got });
+            }
+            if shape != spec.info.shape {
+                return Err(Error::TensorShape {
+                    path,
+                    tensor: spec.name,
+                    expected: spec.info.shape,
+                    got: shape,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        self.check(source, module, shape)?;
+        let scheme = self.quantized(module)?;
+        let [n, k] = shape;
+        let groups = k / scheme.granularity.group_size(k);
+        let name = scales_name(module);
+        let mut stored = vec![0.0; n * groups];
+        Dtype::F16.widen(&source.read(&name)?, &mut stored);
+        require_finite(source.location(&name), &name, &stored)?;
+        let scales = (0..n).flat_map(|o| (0..groups).map(move |g| (o, g))).map(|(o, g)| stored[g * n + o]);
+        let tensor = QuantizedTensor {
+            shape,
+            scheme,
+            codes: unpack_transposed(&source.read(&codes_name(module))?, n, k),
+            scales: scales.collect(),
+            scale_dtype: Dtype::F16,
+            zeros: Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)),
+        };
+        tensor.view()?;
+        Ok(tensor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::checkpoint::MemorySource;
+    use crate::format::awq::AutoAwq;
+    use crate::format::{Container, ModuleSchemes};
+    use crate::quantize::quantize_rtn;
+
+    fn config() -> Value {
+        json!({ "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true, "version": "GEMM",
+                "modules_to_not_convert": ["layers.3"] })
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        let weights: Vec<f32> = (0..24 * 96).map(|i| (i as f32 * 0.61).sin() + 0.1).collect();
+        for (scheme, size) in [("w4a16-g32-asym", 32), ("w4a16-g32-sym", 32), ("w4a16-channel-asym", -1)] {
+            let tensor =
+                quantize_rtn("m", &weights, [24, 96], scheme.parse().unwrap(), Dtype::F16, None).unwrap();
+            let mut source = MemorySource::new();
+            for (spec, bytes) in AutoAwq.pack("m", &tensor).unwrap() {
+                source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes).unwrap();
+            }
+            let schemes = ModuleSchemes { quantized: vec![("m", tensor.scheme)], float: vec!["lm_head"] };
+            let config = AutoAwq.quantization_config(&schemes);
+            assert_eq!(config["group_size"], size);
+            let reader = Reader::new(&config).unwrap().unwrap();
+            assert!(reader.scheme("lm_head").is_none());
+            let back = reader.read(&source, "m", [24, 96]).unwrap();
+            assert_eq!((&back.codes, &back.scales), (&tensor.codes, &tensor.scales));
+            assert_eq!(back.dequantize().unwrap(), tensor.dequantize().unwrap(), "{scheme}");
+            assert!(reader.check(&source, "m", [24, 64]).is_err());
+            assert!(reader.check(&source, "n", [24, 96]).is_err());
+        }
+    }
+
+    #[test]
+    fn configurations() {
+        let reader = Reader::new(&config()).unwrap().unwrap();
+        assert!(reader.scheme("model.layers.3.mlp.up_proj").is_none());
+        assert_eq!(reader.scheme("model.layers.2.mlp.up_proj").unwrap().to_string(), "w4a16-g32-asym");
+        assert!(Reader::new(&json!({ "quant_method": "gptq" })).unwrap().is_none());
+        for (key, value) in [
+            ("version", json!("gemv")),
+            ("bits", json!(8)),
+            ("zero_point", json!(false)),
+            ("group_size", json!(0)),
+            ("group_size", json!("all")),
+            ("modules_to_not_convert", json!("lm_head")),
+            ("modules_to_not_convert", json!([1])),
+        ] {
+            let mut config = config();
+            config[key] = value;
+            let reason = Reader::new(&config).unwrap_err();
+            assert!(reason.contains(&format!("`quantization_config.{key}`")), "{reason}");
+        }
+    }
+}
