@@ -395,7 +395,8 @@ impl Error {
             }
             Self::AlreadyQuantized { .. } => "quantize from the original float checkpoint".into(),
             Self::UnsupportedQuantization { .. } => {
-                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized checkpoints".into()
+                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized and AWQ gemm checkpoints"
+                    .into()
             }
             Self::Tokenizer { .. } => {
                 "the model directory needs the tokenizer.json that belongs to it".into()

@@ -28,7 +28,7 @@ fn recipes() {
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
         (&["--scheme", ""], &["scheme ``"]),
         (&["--method", "magic"], &["unknown method `magic`", "known methods: awq, rtn"]),
-        (&["--format", "gguf9"], &["unknown format `gguf9`", "known formats: compressed-tensors"]),
+        (&["--format", "gguf9"], &["unknown format `gguf9`", "known formats: compressed-tensors, awq"]),
         (&["--preset", "best"], &["unknown preset `best`", "known presets: awq-w4a16"]),
         (&["--group-size", "0"], &["group size `0`", "`channel`"]),
         (&["--group-size", "many"], &["group size `many`"]),
@@ -53,6 +53,17 @@ fn recipes() {
             &["--override down_proj has no effect", "--ignore wins"],
         ),
         (&["--method", "rtn", "--samples", "4"], &["--samples has no effect", "searches nothing"]),
+        (
+            &["--format", "awq", "--scheme", "w3a16-g32"],
+            &[
+                "`model.layers.0.self_attn.q_proj.weight`: the awq format packs 4 bits, not 3",
+                "--format compressed-tensors",
+            ],
+        ),
+        (
+            &["--format", "awq", "--group-size", "32", "--override", "down_proj=w4a16-channel"],
+            &["down_proj` is to be w4a16-channel-asym", "one scheme for all"],
+        ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
         (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),

@@ -34,13 +34,20 @@ fn check(name: &str, found: &str) {
 
 #[test]
 fn rounding_to_nearest() {
-    for scheme in ["w4a16-g128-sym", "w3a16-g64-asym", "w8a16-channel-sym"] {
+    for (scheme, format) in [
+        ("w4a16-g128-sym", "compressed-tensors"),
+        ("w3a16-g64-asym", "compressed-tensors"),
+        ("w8a16-channel-sym", "compressed-tensors"),
+        ("w4a16-g64-asym", "awq"),
+    ] {
         let scratch = tempfile::tempdir().unwrap();
         let out = scratch.path().join("out");
-        quant(args!["quantize", demo_model(), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
+        let options = ["--method", "rtn", "--scheme", scheme, "--format", format].map(OsString::from);
+        quant(args!["quantize", demo_model(), "-o", &out].into_iter().chain(options)).succeeded();
         let files = hashes(&out);
         let of = |name: &str| format!("{}  {name}\n", files[name]);
-        check(scheme, &["model.safetensors", "config.json", "quant_report.json"].map(of).concat());
+        let name = if format == "awq" { format!("awq-{scheme}") } else { scheme.to_owned() };
+        check(&name, &["model.safetensors", "config.json", "quant_report.json"].map(of).concat());
     }
 }
 
