@@ -103,10 +103,10 @@ impl Sample {
                 .min(windows)
                 .saturating_mul(length);
         }
-        // Strides are powers of two, so up to twice the share is taken.
         let tokens = windows.saturating_mul(length);
-        let share = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64).saturating_mul(2);
-        share.saturating_add(windows.saturating_mul(HEAD as u64)).min(tokens)
+        let wanted = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64);
+        let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
+        (tokens / stride).saturating_add(windows.saturating_mul(HEAD as u64)).min(tokens)
     }
 
     /// Takes what it wants of the rows `[tokens, channels]`, the first of which is token `first` of
@@ -414,6 +414,7 @@ mod tests {
         let counts: Vec<usize> = rounds(&share, 32, 512).iter().map(Vec::len).collect();
         // The heads come on top of the first.
         assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
+        assert!(counts.iter().sum::<usize>().abs_diff(Sample::most_tokens(32, 512, false) as usize) < 64);
         let first = &rounds(&share, 32, 512)[0];
         assert_eq!(first[..6], [0, 1, 2, 3, 4, 20]);
     }
