@@ -1,5 +1,7 @@
 //! The options that say what is quantized how, shared by `plan` and `quantize`.
 
+use std::path::PathBuf;
+
 use quant_core::Result;
 use quant_core::calibrate::Sampling;
 use quant_core::recipe::{Granularity, METHODS, PRESETS, Pattern, Recipe, WeightScheme, method};
@@ -8,18 +10,21 @@ use quant_core::{Error, format};
 /// What to do with a model.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RecipeOptions {
-    /// Named combination of method and scheme
-    #[arg(long, default_value = PRESETS[0].name, help_heading = "Recipe", long_help = preset_help())]
-    pub preset: String,
+    /// Named combination of method and scheme [default: awq-w4a16]
+    #[arg(long, help_heading = "Recipe", long_help = preset_help())]
+    pub preset: Option<String>,
+    /// Recipe file (TOML), which the options below refine
+    #[arg(long, value_name = "FILE", conflicts_with = "preset", help_heading = "Recipe")]
+    pub recipe: Option<PathBuf>,
     /// How the numbers are found; the preset's when not given
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
     /// Numeric format: w3a16, w4a16 or w8a16, optionally with -g128, -channel, -sym, -asym
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
-    /// Container to write
-    #[arg(long, default_value = format::CONTAINERS[0].name(), help_heading = "Recipe", long_help = format_help())]
-    pub format: String,
+    /// Container to write [default: compressed-tensors]
+    #[arg(long, help_heading = "Recipe", long_help = format_help())]
+    pub format: Option<String>,
     /// Weights of a row that share a scale, or `channel` for all of it
     #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
     pub group_size: Option<String>,
@@ -53,12 +58,20 @@ pub struct RecipeOptions {
 impl RecipeOptions {
     /// The recipe that these options ask for.
     pub fn recipe(&self) -> Result<Recipe> {
-        let mut recipe = Recipe::preset(&self.preset)?;
+        let mut recipe = match &self.recipe {
+            Some(path) => Recipe::read(path)?,
+            None => Recipe::preset(self.preset.as_deref().unwrap_or(PRESETS[0].name))?,
+        };
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
         }
-        recipe.container = format::container(&self.format)?;
-        recipe.scheme.symmetric = recipe.container.symmetric_by_default();
+        if let Some(name) = &self.format {
+            recipe.container = format::container(name)?;
+            // A preset leaves symmetry to the container; a file has said it.
+            if self.recipe.is_none() {
+                recipe.scheme.symmetric = recipe.container.symmetric_by_default();
+            }
+        }
         if let Some(size) = &self.group_size {
             recipe.scheme.granularity = granularity(size)?;
         }
@@ -68,9 +81,12 @@ impl RecipeOptions {
         if let Some(scheme) = &self.scheme {
             recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
         }
-        recipe.ignore = self.ignore.iter().map(|p| Pattern::new(p)).collect::<Result<_>>()?;
-        recipe.overrides =
-            self.overrides.iter().map(|o| parse_override(o, recipe.scheme)).collect::<Result<_>>()?;
+        for pattern in &self.ignore {
+            recipe.ignore.push(Pattern::new(pattern)?);
+        }
+        for option in &self.overrides {
+            recipe.overrides.push(parse_override(option, recipe.scheme)?);
+        }
         if recipe.method.transform.is_none() {
             let given = [
                 ("--samples", self.samples.is_some()),
@@ -86,11 +102,11 @@ impl RecipeOptions {
         if let Some(search) = &self.search {
             recipe.search = search.parse()?;
         }
-        let usual = Sampling::default();
-        recipe.sampling = Sampling {
-            samples: self.samples.unwrap_or(usual.samples),
-            length: self.seq_len.unwrap_or(usual.length),
-            seed: self.seed.unwrap_or(usual.seed),
+        let sampling = &mut recipe.sampling;
+        *sampling = Sampling {
+            samples: self.samples.unwrap_or(sampling.samples),
+            length: self.seq_len.unwrap_or(sampling.length),
+            seed: self.seed.unwrap_or(sampling.seed),
         };
         Ok(recipe)
     }

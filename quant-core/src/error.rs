@@ -231,6 +231,14 @@ pub enum Error {
         /// How to do without.
         remedy: String,
     },
+    /// A recipe file cannot be used.
+    #[error("{}: {reason}", path.display())]
+    Recipe {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, with the line or the key.
+        reason: String,
+    },
     /// A text was named that is neither a file nor a set.
     #[error("{name} is neither a file nor a set of texts")]
     UnknownText {
@@ -320,6 +328,7 @@ impl Error {
     pub fn category(&self) -> Category {
         match self {
             Self::Usage { .. }
+            | Self::Recipe { .. }
             | Self::PatternMatchesNothing { .. }
             | Self::GroupSizeDoesNotDivide(_)
             | Self::OutputExists { .. }
@@ -405,6 +414,9 @@ impl Error {
                 "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field, or \
                  fewer or shorter windows (--samples, --seq-len, --window)"
                     .into()
+            }
+            Self::Recipe { .. } => {
+                "correct the recipe; `quant plan --print-recipe awq-w4a16` prints one to start from".into()
             }
             Self::UnknownText { known, .. } => {
                 format!("give the path of a text file or .jsonl, or one of {}", known.join(", "))

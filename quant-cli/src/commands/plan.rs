@@ -3,20 +3,24 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use quant_core::Result;
-use quant_core::recipe::{Action, Plan, PlanEntry};
+use quant_core::recipe::{Action, Plan, PlanEntry, Recipe};
+use quant_core::{Error, Result};
 use serde::Serialize;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{JsonOption, bytes, table};
+use crate::output::{self, JsonOption, bytes, table};
 use crate::recipe::RecipeOptions;
 
 /// What to plan.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory
-    pub model: PathBuf,
+    #[arg(required_unless_present = "print_recipe")]
+    pub model: Option<PathBuf>,
+    /// Print a preset as a recipe file, and nothing else
+    #[arg(long, value_name = "PRESET", conflicts_with = "model")]
+    print_recipe: Option<String>,
     #[command(flatten)]
     recipe: RecipeOptions,
     /// Show every tensor, not one line a kind
@@ -68,8 +72,12 @@ struct OutputJson<'a> {
 
 /// Prints the plan.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    if let Some(preset) = &args.print_recipe {
+        return output::print(&Recipe::preset(preset)?.to_toml());
+    }
+    let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
     let recipe = args.recipe.recipe()?;
-    let opened = inputs::open(&args.model, session)?;
+    let opened = inputs::open(model, session)?;
     let plan = Plan::new(&opened.model, &recipe)?;
     let peak = plan.peak_memory(&opened.model);
     args.json.emit(&json(&plan, peak), || text(&plan, peak, args.all))

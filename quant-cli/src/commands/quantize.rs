@@ -106,7 +106,8 @@ fn quantize(
     }
     let windows = match plan.method.transform {
         Some(_) => {
-            let text = args.calibration.as_deref().unwrap_or(inputs::BUILTIN);
+            let named = args.calibration.as_deref().or(recipe.calibration.as_deref());
+            let text = named.unwrap_or(inputs::BUILTIN);
             Some(inputs::calibration(opened, text, plan.sampling)?)
         }
         None => None,

@@ -3,6 +3,7 @@
 //! A [`Recipe`] is the request; [`Plan::new`] holds it against a model before any compute and
 //! settles every tensor's fate, with the bytes it will take. Every later stage obeys the plan.
 
+mod file;
 mod memory;
 mod pattern;
 mod plan;
@@ -84,6 +85,8 @@ pub struct Recipe {
     pub sampling: Sampling,
     /// How candidates of a search are compared, for methods with one.
     pub search: Search,
+    /// The calibration text, a file or the name of a set, where the recipe names one.
+    pub calibration: Option<String>,
 }
 
 impl Recipe {
@@ -104,6 +107,7 @@ impl Recipe {
             overrides: Vec::new(),
             sampling: Sampling::default(),
             search: Search::default(),
+            calibration: None,
         })
     }
 }

@@ -1,0 +1,293 @@
+//! A recipe as a file: TOML that says what a [`Recipe`] holds.
+//!
+//! ```toml
+//! format = "compressed-tensors"
+//!
+//! [[transform]]
+//! kind = "awq"
+//!
+//! [quantize]
+//! scheme = "w4a16-g128-sym"
+//! ignore = ["*.layers.0.*"]
+//!
+//! [[quantize.override]]
+//! pattern = "down_proj"
+//! scheme = "w8a16-g128-sym"
+//!
+//! [calibration]
+//! text = "builtin"
+//! samples = 64
+//! length = 512
+//! seed = 0
+//! ```
+//!
+//! Transforms run in the order in which they stand, then weights are rounded. A key that is not
+//! known is an error, as is one that would have no effect.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{METHODS, Method, Pattern, Recipe};
+use crate::calibrate::Sampling;
+use crate::transform::Search;
+use crate::{Error, Result, format};
+
+/// A recipe file is read up to this size.
+const MAX_BYTES: u64 = 1 << 20;
+/// The rounding that every method ends with.
+const ROUNDING: &str = "rtn";
+
+/// What a recipe file holds.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RecipeFile {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    format: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    transform: Vec<TransformEntry>,
+    quantize: QuantizeEntry,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    calibration: Option<CalibrationEntry>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TransformEntry {
+    kind: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    search: Option<Search>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct QuantizeEntry {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    method: Option<String>,
+    scheme: String,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    ignore: Vec<String>,
+    #[serde(default, rename = "override", skip_serializing_if = "Vec::is_empty")]
+    overrides: Vec<OverrideEntry>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OverrideEntry {
+    pattern: String,
+    scheme: String,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CalibrationEntry {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    samples: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    length: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
+}
+
+impl Recipe {
+    /// Reads a recipe file. A calibration text that it names and that lies beside it is given by
+    /// its path.
+    ///
+    /// # Errors
+    /// [`Error::Recipe`] naming the file and, where the text itself is at fault, the line;
+    /// [`Error::Io`] when it cannot be read.
+    pub fn read(path: &Path) -> Result<Self> {
+        let broken = |reason: String| Error::Recipe { path: path.to_owned(), reason };
+        let file = std::fs::File::open(path).map_err(|e| Error::io("read", path, e))?;
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut std::io::Read::take(file, MAX_BYTES + 1), &mut text)
+            .map_err(|e| Error::io("read", path, e))?;
+        if text.len() as u64 > MAX_BYTES {
+            return Err(broken(format!("has more than {MAX_BYTES} bytes")));
+        }
+        let mut recipe = Self::parse(&text).map_err(|e| match e {
+            Error::Usage { message, .. } => broken(message),
+            other => other,
+        })?;
+        if let (Some(text), Some(folder)) = (&mut recipe.calibration, path.parent()) {
+            let beside = folder.join(&*text);
+            if beside.is_file() {
+                *text = beside.to_string_lossy().into_owned();
+            }
+        }
+        Ok(recipe)
+    }
+
+    /// The recipe that a TOML text describes.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the line or the key.
+    pub fn parse(text: &str) -> Result<Self> {
+        const REMEDY: &str = "`quant plan --print-recipe awq-w4a16` prints a recipe to start from";
+        let file: RecipeFile = toml::from_str(text).map_err(|e| {
+            let line = e.span().map(|span| text[..span.start].matches('\n').count() + 1);
+            let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
+            Error::usage(format!("{place}{}", e.message()), REMEDY)
+        })?;
+        let method = file.method()?;
+        let container = match &file.format {
+            Some(name) => format::container(name)?,
+            None => format::CONTAINERS[0],
+        };
+        let base = super::WeightScheme { symmetric: container.symmetric_by_default(), ..Default::default() };
+        let scheme = base.refine(&file.quantize.scheme)?;
+        let pattern = |text: &String| Pattern::new(text);
+        let overrides = file.quantize.overrides.iter();
+        let usual = Sampling::default();
+        let calibration = file.calibration.as_ref();
+        if let (Some(_), None) = (calibration, method.transform) {
+            return Err(Error::usage("[calibration] has no effect: no transform uses a text", REMEDY));
+        }
+        Ok(Self {
+            method,
+            scheme,
+            container,
+            ignore: file.quantize.ignore.iter().map(pattern).collect::<Result<_>>()?,
+            overrides: overrides
+                .map(|o| Ok((Pattern::new(&o.pattern)?, scheme.refine(&o.scheme)?)))
+                .collect::<Result<_>>()?,
+            sampling: Sampling {
+                samples: calibration.and_then(|c| c.samples).unwrap_or(usual.samples),
+                length: calibration.and_then(|c| c.length).unwrap_or(usual.length),
+                seed: calibration.and_then(|c| c.seed).unwrap_or(usual.seed),
+            },
+            search: file.transform.first().and_then(|t| t.search).unwrap_or_default(),
+            calibration: calibration.and_then(|c| c.text.clone()),
+        })
+    }
+
+    /// The recipe as a file, every default spelled out: [`parse`](Self::parse) gives it back.
+    pub fn to_toml(&self) -> String {
+        let transformed = self.method.transform.is_some();
+        let file = RecipeFile {
+            format: Some(self.container.name().into()),
+            transform: (transformed
+                .then(|| TransformEntry { kind: self.method.name.into(), search: Some(self.search) }))
+            .into_iter()
+            .collect(),
+            quantize: QuantizeEntry {
+                method: Some(ROUNDING.into()),
+                scheme: self.scheme.to_string(),
+                ignore: self.ignore.iter().map(|p| p.text().to_owned()).collect(),
+                overrides: (self.overrides.iter())
+                    .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })
+                    .collect(),
+            },
+            calibration: transformed.then(|| CalibrationEntry {
+                text: self.calibration.clone(),
+                samples: Some(self.sampling.samples),
+                length: Some(self.sampling.length),
+                seed: Some(self.sampling.seed),
+            }),
+        };
+        // Nothing in it is a kind of value that TOML lacks.
+        toml::to_string(&file).unwrap_or_default()
+    }
+}
+
+impl RecipeFile {
+    /// The method that transforms and rounding make together.
+    fn method(&self) -> Result<&'static Method> {
+        if let Some(other) = self.quantize.method.as_deref().filter(|m| *m != ROUNDING) {
+            return Err(Error::usage(
+                format!("quantize.method `{other}` is not known"),
+                format!("it is {ROUNDING}; what comes before it is a [[transform]]"),
+            ));
+        }
+        let known = || METHODS.iter().filter(|m| m.transform.is_some());
+        match &self.transform[..] {
+            [] => super::method(ROUNDING),
+            [one] => known().find(|m| m.name == one.kind).ok_or_else(|| {
+                let names: Vec<_> = known().map(|m| m.name).collect();
+                Error::usage(
+                    format!("transform.kind `{}` is not known; there is {}", one.kind, names.join(", ")),
+                    "see `quant plan --print-recipe awq-w4a16`",
+                )
+            }),
+            [_, second, ..] => Err(Error::usage(
+                format!("a second transform (`{}`) cannot follow yet", second.kind),
+                "leave one of them out",
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::PRESETS;
+    use super::*;
+
+    #[test]
+    fn presets_come_back() {
+        for preset in PRESETS {
+            let recipe = Recipe::preset(preset.name).unwrap();
+            let text = recipe.to_toml();
+            let back = Recipe::parse(&text).unwrap();
+            assert_eq!(back.to_toml(), text, "{}", preset.name);
+            assert_eq!((back.method.name, back.scheme), (recipe.method.name, recipe.scheme));
+            assert_eq!((back.sampling, back.search), (recipe.sampling, recipe.search));
+        }
+    }
+
+    #[test]
+    fn everything_that_can_be_said() {
+        let recipe = Recipe::parse(
+            r#"
+            format = "awq"
+            [[transform]]
+            kind = "awq"
+            search = "reference"
+            [quantize]
+            method = "rtn"
+            scheme = "w4a16-g64"
+            ignore = ["*.layers.0.*", "v_proj"]
+            [[quantize.override]]
+            pattern = "down_proj"
+            scheme = "w4a16-channel"
+            [calibration]
+            text = "pile-val"
+            samples = 3
+            length = 100
+            seed = 7
+            "#,
+        )
+        .unwrap();
+        assert_eq!(recipe.container.name(), "awq");
+        assert_eq!(recipe.scheme.to_string(), "w4a16-g64-asym", "the container's default");
+        assert_eq!((recipe.method.name, recipe.search), ("awq", Search::Reference));
+        assert_eq!(recipe.ignore.len(), 2);
+        assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel-asym");
+        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7 });
+        assert_eq!(recipe.calibration.as_deref(), Some("pile-val"));
+        assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_its_place() {
+        for (text, says) in [
+            ("", "quantize"),
+            ("[quantize]\nscheme = 4", "line 2: invalid type"),
+            ("[quantize]\nscheme = \"w4a16\"\nscehme = 1", "line 3: unknown field `scehme`"),
+            ("[quantize]\nscheme = \"w5a16\"", "w5a16"),
+            ("[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"", "quantize.method `gptq`"),
+            ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "transform.kind `magic`"),
+            ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
+            ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
+            ("format = \"gguf9\"\n[quantize]\nscheme = \"w4a16\"", "unknown format `gguf9`"),
+            (
+                "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"",
+                "a second transform",
+            ),
+        ] {
+            let error = Recipe::parse(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+    }
+}
