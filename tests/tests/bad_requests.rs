@@ -230,6 +230,26 @@ fn texts() {
     );
 }
 
+/// A model that is named, not lying here: this program downloads only when it is built so.
+#[test]
+fn models_of_a_hub() {
+    let says =
+        ["no such directory", "does not download", "`hf download org/tiny --revision v1`", "--features hub"];
+    refuses_to_quantize("a hub's model", Path::new("org/tiny@v1"), &[], 5, &says);
+    for arguments in [
+        args!["plan", "org/tiny@v1"],
+        args!["eval", "org/tiny@v1", "--text", "builtin-heldout"],
+        args!["eval", demo_model(), "--reference", "org/tiny@v1", "--text", "builtin-heldout"],
+        args!["inspect", "org/tiny@v1"],
+        args!["bench", "org/tiny@v1"],
+    ] {
+        check_message("a hub's model", &quant(arguments), 5, &says);
+    }
+    for path in ["org/tiny/more", "./org/tiny", "tiny", "org/tiny@"] {
+        check_message(path, &quant(args!["inspect", path]), 4, &[path, "does not exist"]);
+    }
+}
+
 /// Where the output may not be.
 #[test]
 fn outputs() {

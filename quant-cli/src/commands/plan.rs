@@ -15,7 +15,7 @@ use crate::recipe::RecipeOptions;
 /// What to plan.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory
+    /// Model directory, or org/name[@revision] on a hub
     pub model: PathBuf,
     #[command(flatten)]
     recipe: RecipeOptions,
