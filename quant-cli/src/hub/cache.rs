@@ -164,11 +164,11 @@ impl RepositoryCache {
 
     /// Takes a file out of the cache, so that it is fetched anew.
     pub fn remove(&self, link: &Path) -> Result<()> {
-        if let Ok(real) = link.canonicalize() {
-            if let Some(tag) = self.tag_of(&real) {
-                remove_file(&self.mark(&tag))?;
-                remove_file(&real)?;
-            }
+        if let Ok(real) = link.canonicalize()
+            && let Some(tag) = self.tag_of(&real)
+        {
+            remove_file(&self.mark(&tag))?;
+            remove_file(&real)?;
         }
         remove_file(link)
     }

@@ -69,3 +69,36 @@ fn hold_to_first_hash(
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use quant_core::CancelToken;
+
+    use super::*;
+    use crate::progress::Progress;
+
+    /// The SHA-256 of `abc`.
+    const ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+    #[test]
+    fn the_manifest_s_hash_wins_over_the_first_one() {
+        let scratch = tempfile::tempdir().unwrap();
+        let session = Session { progress: Progress::new(true), cancel: CancelToken::new() };
+        let cache = RepositoryCache::new(scratch.path(), "datasets", "a/b");
+        let path = scratch.path().join("file");
+        let mut set = quant_calibration_data::public_sets().unwrap().remove(0);
+        let mut hold = |content: &str, manifest: &str| {
+            std::fs::write(&path, content).unwrap();
+            manifest.clone_into(&mut set.sha256);
+            hold_to_first_hash(&set, &cache, &path, &session).map_err(|e| e.to_string())
+        };
+        let error = hold("abd", ABC).unwrap_err();
+        assert!(error.contains(&format!("it was {ABC}")) && error.contains("a52d159f"), "{error}");
+        hold("abc", ABC).unwrap();
+        assert!(!cache.sums_path().exists(), "the manifest has it");
+        hold("abd", "").unwrap();
+        hold("abd", "").unwrap();
+        assert!(hold("abc", "").is_err(), "the first one was another");
+        hold("abc", ABC).unwrap();
+    }
+}

@@ -98,6 +98,7 @@ impl User {
     /// What the same options make of the directory.
     fn expected(&self) -> BTreeMap<String, String> {
         let out = self.at("expected");
+        let _ = std::fs::remove_dir_all(&out);
         Running::start(self.command("http://127.0.0.1:1", quantize("model", &out))).wait().succeeded();
         hashes(&out)
     }
