@@ -9,6 +9,7 @@ use quant_core::model::Model;
 use quant_core::{Error, Result};
 
 use crate::commands::Session;
+use crate::hub;
 
 /// The name of the built-in calibration corpus.
 pub const BUILTIN: &str = "builtin";
@@ -23,9 +24,10 @@ pub struct Opened {
     pub model: Model,
 }
 
-/// Opens a model directory and tells of what is odd about it.
+/// Opens a model directory, fetched first where a hub's name for it was given, and tells of what is
+/// odd about it.
 pub fn open(path: &Path, session: &Session) -> Result<Opened> {
-    let directory = ModelDirectory::open(path)?;
+    let directory = ModelDirectory::open(&hub::model_directory(path, session)?)?;
     for warning in directory.warnings() {
         session.progress.note(&format!("warning: {warning}"));
     }
@@ -43,8 +45,13 @@ pub fn tokenizer(directory: &ModelDirectory) -> Result<TextTokenizer> {
 }
 
 /// The calibration windows of `source`: a file, or the name of a set.
-pub fn calibration(opened: &Opened, source: &str, sampling: Sampling) -> Result<TokenWindows> {
-    let (texts, origin) = texts(source)?;
+pub fn calibration(
+    opened: &Opened,
+    source: &str,
+    sampling: Sampling,
+    session: &Session,
+) -> Result<TokenWindows> {
+    let (texts, origin) = texts(source, session)?;
     let windows = TokenWindows::sample(&tokenizer(&opened.directory)?, &texts, sampling, &origin)?;
     check(&opened.model, &windows)?;
     Ok(windows)
@@ -59,7 +66,7 @@ pub fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
 }
 
 /// The documents of a file or a named set, and what to call it in messages.
-pub fn texts(source: &str) -> Result<(Vec<String>, PathBuf)> {
+pub fn texts(source: &str, session: &Session) -> Result<(Vec<String>, PathBuf)> {
     let built_in = match source {
         BUILTIN => Some(CORPUS),
         HELDOUT_NAME => Some(HELDOUT),
@@ -74,15 +81,7 @@ pub fn texts(source: &str) -> Result<(Vec<String>, PathBuf)> {
     }
     let public = public_sets().map_err(|e| Error::Internal(format!("the manifest of sets: {e}")))?;
     match public.iter().find(|s| s.name == source) {
-        Some(set) => Err(Error::Unavailable {
-            what: format!("the text set `{source}`"),
-            reason: "this build does not download".into(),
-            remedy: format!(
-                "fetch {} of the data set {} yourself, unpack it to plain text or .jsonl, and give that file's path \
-                 (licence: {})",
-                set.file, set.hub_id, set.licence
-            ),
-        }),
+        Some(set) => Ok((hub::documents(set, session)?, source.into())),
         None => {
             let known = [BUILTIN, HELDOUT_NAME].into_iter().chain(public.iter().map(|s| s.name.as_str()));
             Err(Error::UnknownText { name: source.to_owned(), known: known.map(str::to_owned).collect() })

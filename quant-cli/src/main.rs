@@ -4,6 +4,7 @@
 
 mod cli;
 mod commands;
+mod hub;
 mod inputs;
 mod output;
 mod progress;
@@ -22,8 +23,9 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
+    // What hf-hub would log, we tell ourselves, with a remedy.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     // A panic of the tokenizer library on a crafted file is caught and told as an error.
     let usual_hook = std::panic::take_hook();

@@ -114,6 +114,43 @@ fn recipes() {
     );
 }
 
+/// A recipe file does what the same options do, and says where it is wrong.
+#[test]
+fn recipe_files() {
+    let model = model();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.toml");
+    let plan = |options: &[&std::ffi::OsStr]| {
+        let arguments = args!["plan", model.path(), "--json"].into_iter();
+        quant(arguments.chain(options.iter().map(|o| (*o).to_owned())))
+    };
+    let recipe: &[&std::ffi::OsStr] = &["--recipe".as_ref(), file.as_ref()];
+    std::fs::write(
+        &file,
+        "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w3a16-g32\"\nignore = [\"o_proj\"]\n\
+         [[quantize.override]]\npattern = \"up_proj\"\nscheme = \"w8a16\"\n[calibration]\nsamples = 4\n",
+    )
+    .unwrap();
+    let options =
+        ["--scheme", "w3a16-g32", "--ignore", "o_proj", "--override", "up_proj=w8a16", "--samples", "4"];
+    let same = plan(&options.map(AsRef::as_ref)).succeeded();
+    assert_eq!(plan(recipe).succeeded().stdout, same.stdout);
+    // Options refine it.
+    let refined = plan(&[recipe, &["--override".as_ref(), "v_proj=w8a16".as_ref()]].concat()).succeeded();
+    assert_eq!(refined.json()["selectors"].as_array().unwrap().len(), 3);
+    let printed = quant(args!["plan", "--print-recipe", "rtn-w8a16"]).succeeded();
+    std::fs::write(&file, printed.stdout).unwrap();
+    let preset = ["--preset", "rtn-w8a16", "--group-size", "32"].map(AsRef::as_ref);
+    let grouped = [recipe, &["--group-size".as_ref(), "32".as_ref()]].concat();
+    assert_eq!(plan(&grouped).succeeded().stdout, plan(&preset).succeeded().stdout);
+
+    std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
+    check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
+    std::fs::remove_file(&file).unwrap();
+    check_message("no file", &plan(recipe), 5, &["mine.toml"]);
+    check_message("no model", &quant(args!["plan"]), 2, &["<MODEL>"]);
+}
+
 /// What the argument parser itself refuses.
 #[test]
 fn arguments() {
@@ -228,6 +265,26 @@ fn texts() {
         5,
         &["`c4`", "allenai/c4", "give that file's path"],
     );
+}
+
+/// A model that is named, not lying here: this program downloads only when it is built so.
+#[test]
+fn models_of_a_hub() {
+    let says =
+        ["no such directory", "does not download", "`hf download org/tiny --revision v1`", "--features hub"];
+    refuses_to_quantize("a hub's model", Path::new("org/tiny@v1"), &[], 5, &says);
+    for arguments in [
+        args!["plan", "org/tiny@v1"],
+        args!["eval", "org/tiny@v1", "--text", "builtin-heldout"],
+        args!["eval", demo_model(), "--reference", "org/tiny@v1", "--text", "builtin-heldout"],
+        args!["inspect", "org/tiny@v1"],
+        args!["bench", "org/tiny@v1"],
+    ] {
+        check_message("a hub's model", &quant(arguments), 5, &says);
+    }
+    for path in ["org/tiny/more", "./org/tiny", "tiny", "org/tiny@"] {
+        check_message(path, &quant(args!["inspect", path]), 4, &[path, "does not exist"]);
+    }
 }
 
 /// Where the output may not be.

@@ -286,6 +286,27 @@ fn shards_on_both_sides() {
 }
 
 /// Some tied checkpoints hold the shared matrix only under the head's name.
+/// A snapshot in a Hugging Face cache consists of links, the files that go along included.
+#[test]
+fn a_cache_is_read_through_its_links() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let (plain, cache) = (at("plain"), at("models--a--b"));
+    TinyLlama::default().write(&plain);
+    std::fs::write(plain.join("LICENSE"), "as you like").unwrap();
+    copy_files(&plain, &cache.join("blobs"));
+    let snapshot = cache.join("snapshots/0123");
+    std::fs::create_dir_all(&snapshot).unwrap();
+    for name in hashes(&plain).keys() {
+        std::os::unix::fs::symlink(format!("../../blobs/{name}"), snapshot.join(name)).unwrap();
+    }
+    let options = ["--method", "rtn", "--group-size", "32"];
+    quantize(&plain, &at("expected"), &options);
+    quantize(&snapshot, &at("out"), &options);
+    assert!(at("out/LICENSE").is_file());
+    assert_eq!(hashes(&at("out")), hashes(&at("expected")));
+}
+
 #[test]
 fn tied_embeddings_under_the_head_s_name() {
     let scratch = tempfile::tempdir().unwrap();
@@ -303,7 +324,7 @@ fn tied_embeddings_under_the_head_s_name() {
     ] {
         for model in ["usual", "renamed"] {
             let out = at(&format!("{model}-{method}"));
-            quantize(&at(model), &out, &options);
+            quantize(&at(model), &out, options);
             let names: Vec<String> =
                 read_safetensors(&out.join("model.safetensors")).into_iter().map(|t| t.name).collect();
             let has = |name: &str| names.iter().any(|n| n == name);

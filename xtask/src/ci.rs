@@ -21,7 +21,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, fmt, clippy, doc, deny, interop
+    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -33,6 +33,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
     steps.step("test", || test(&[]));
+    steps.step("hub", hub);
     steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
     steps.step("clippy", || {
         execute(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
@@ -43,6 +44,17 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("deny", || deny(&["licenses", "bans", "sources"]));
     steps.step("interop", interop::run);
     steps.finish()
+}
+
+/// The program with the feature `hub`: linted, and tested against a hub of its own. It has some two
+/// hundred dependencies more, so only its own package is built with it.
+fn hub() -> Result<()> {
+    let with = ["--package", "quant-cli", "--features", "hub"];
+    let linted = execute(cargo(&["clippy"]).args(with).args(["--all-targets", "--", "-D", "warnings"]));
+    let tested = execute(cargo(&["test"]).args(with));
+    // It has put its binary where the other tests look for theirs, which has no such feature.
+    let restored = execute(&mut cargo(&["build", "--package", "quant-cli"]));
+    linted.and(tested).and(restored)
 }
 
 /// The workspace's tests; fails also when some were skipped although what they need is there.

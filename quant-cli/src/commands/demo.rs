@@ -122,7 +122,7 @@ fn produce(
     recipe.sampling.samples = if quick { 4 } else { SAMPLES };
     let plan = Plan::new(&opened.model, &recipe)?;
     let windows = match plan.method.transform {
-        Some(_) => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling)?),
+        Some(_) => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling, session)?),
         None => None,
     };
     let job = Job {

@@ -15,7 +15,7 @@ use crate::output::{JsonOption, table};
 /// What to evaluate on what.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized
+    /// Model directory, float or quantized, or org/name[@revision] on a hub
     pub model: PathBuf,
     /// Compare with this model on the same tokens, such as the float one it was made from
     #[arg(long, value_name = "MODEL")]
@@ -108,7 +108,7 @@ pub fn text(
             profile.window
         ));
     }
-    let (documents, origin) = inputs::texts(source)?;
+    let (documents, origin) = inputs::texts(source, session)?;
     let tokenizer = inputs::tokenizer(&opened.directory)?;
     let windows = windows.map(|n| usize::try_from(n).unwrap_or(usize::MAX));
     // Documents of a set are joined as the rows of WikiText are: by an empty line.

@@ -10,6 +10,7 @@ use quant_core::{Category, Error, Result};
 use serde::Serialize;
 
 use super::Session;
+use crate::hub;
 use crate::inputs::{self, Opened};
 use crate::output::{self, bytes, duration};
 use crate::recipe::RecipeOptions;
@@ -17,7 +18,7 @@ use crate::recipe::RecipeOptions;
 /// What to quantize, and where to write it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory
+    /// Model directory, or org/name[@revision] on a hub
     pub model: PathBuf,
     /// Directory to write; it appears when all is done and verified
     #[arg(long, short)]
@@ -67,11 +68,15 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let (Some(text), None) = (&args.calibration, recipe.method.transform) {
         return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
     }
+    // Found later for a model that is here; nothing is fetched for a run that cannot write.
+    if hub::is_named(&args.model) && !args.force && args.output.exists() {
+        return Err(Error::OutputExists { path: args.output.clone() });
+    }
     let opened = inputs::open(&args.model, session)?;
     if opened.directory.tokenizer_path().is_none() {
         session.progress.note("warning: the model has no tokenizer.json, and so the result will have none");
     }
-    refuse_overlap(&args.model, &args.output)?;
+    refuse_overlap(opened.directory.path(), &args.output)?;
     let (published, report) = quantize(&opened, &recipe, args, session)?;
     let summary = Summary {
         schema: "quant-summary/1",
@@ -108,7 +113,7 @@ fn quantize(
         Some(_) => {
             let named = args.calibration.as_deref().or(recipe.calibration.as_deref());
             let text = named.unwrap_or(inputs::BUILTIN);
-            Some(inputs::calibration(opened, text, plan.sampling)?)
+            Some(inputs::calibration(opened, text, plan.sampling, session)?)
         }
         None => None,
     };

@@ -10,6 +10,6 @@ mod tokenizer;
 mod windows;
 
 pub use observe::{AbsMean, BatchTap, HiddenStates, SampledRows, gram};
-pub use text::read_documents;
-pub use tokenizer::{TextTokenizer, panic_is_handled};
+pub use text::{read_documents, read_json_lines};
+pub use tokenizer::{TextTokenizer, guard_panics, panic_is_handled};
 pub use windows::{Sampling, TokenWindows};

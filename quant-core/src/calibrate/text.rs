@@ -10,6 +10,8 @@ use crate::{Error, Result};
 
 /// Text files above this are refused: everything is tokenized in memory.
 const LARGEST_FILE: u64 = 1 << 30;
+/// A longer line of JSON is refused.
+const LONGEST_LINE: u64 = 64 << 20;
 
 /// Reads the documents of a text file: a `.jsonl` file holds one object with a `text` field a
 /// line; any other file is one document as it stands.
@@ -54,19 +56,47 @@ fn read_plain(path: &Path, file: File) -> Result<String> {
 }
 
 fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
+    read_json_lines(BufReader::new(file.take(LARGEST_FILE)), "text", path, usize::MAX)
+}
+
+/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or
+/// the documents hold `limit` bytes: the one that would go beyond is left out, and what follows is
+/// not read. `origin` names the input in messages.
+///
+/// # Errors
+/// When the input fails, or a line is no such object, or has more than 64 MiB; the line is named.
+pub fn read_json_lines(
+    mut input: impl BufRead,
+    field: &str,
+    origin: &Path,
+    limit: usize,
+) -> Result<Vec<String>> {
     let mut documents = Vec::new();
-    for (index, line) in BufReader::new(file.take(LARGEST_FILE)).split(b'\n').enumerate() {
-        let fault = |reason: String| Error::Text { path: path.to_owned(), line: Some(index + 1), reason };
-        let line = line.map_err(|e| Error::io("read", path, e))?;
-        let line = if index == 0 { line.strip_prefix(BOM).unwrap_or(&line) } else { &line };
+    let (mut line, mut bytes) = (Vec::new(), 0);
+    for number in 1.. {
+        let fault = |reason: String| Error::Text { path: origin.to_owned(), line: Some(number), reason };
+        line.clear();
+        // Packed inputs can hold a line of any length in a few bytes.
+        let read = (&mut input).take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
+        if read.map_err(|e| Error::io("read", origin, e))? == 0 {
+            break;
+        }
+        if line.len() as u64 > LONGEST_LINE {
+            return Err(fault(format!("is longer than {LONGEST_LINE} bytes")));
+        }
+        let line = if number == 1 { line.strip_prefix(BOM).unwrap_or(&line) } else { &line };
         if line.iter().all(u8::is_ascii_whitespace) {
             continue;
         }
         let value: Value = serde_json::from_slice(line).map_err(|e| fault(format!("is not JSON: {e}")))?;
-        match value.get("text").and_then(Value::as_str) {
-            Some(text) => documents.push(text.to_owned()),
-            None => return Err(fault("has no string field `text`".into())),
+        let Some(text) = value.get(field).and_then(Value::as_str) else {
+            return Err(fault(format!("has no string field `{field}`")));
+        };
+        bytes += text.len();
+        if bytes > limit {
+            break;
         }
+        documents.push(text.to_owned());
     }
     Ok(documents)
 }
@@ -104,6 +134,21 @@ mod tests {
                 other => panic!("{other}"),
             }
         }
+    }
+
+    #[test]
+    fn json_lines_stop_at_the_limit() {
+        let input = "{\"t\": \"abc\"}\n{\"t\": \"de\"}\n{\"t\": \"f\"}\nno JSON";
+        let read = |limit| read_json_lines(input.as_bytes(), "t", Path::new("x"), limit);
+        assert_eq!(read(3).unwrap(), ["abc"]);
+        assert_eq!(read(4).unwrap(), ["abc"]);
+        assert_eq!(read(5).unwrap(), ["abc", "de"]);
+        assert!(matches!(read(usize::MAX), Err(Error::Text { line: Some(4), .. })));
+        assert!(read(0).unwrap().is_empty());
+        // A line without end must not take the memory.
+        let endless = BufReader::new(std::io::repeat(b' '));
+        let error = read_json_lines(endless, "t", Path::new("x"), 3).unwrap_err();
+        assert!(error.to_string().contains("longer than"), "{error}");
     }
 
     #[test]

@@ -21,6 +21,15 @@ pub fn panic_is_handled() -> bool {
     GUARDED.get()
 }
 
+/// What `work` returns, or nothing when it panics: for libraries that panic on crafted files.
+/// Meanwhile [`panic_is_handled`].
+pub fn guard_panics<T>(work: impl FnOnce() -> T) -> Option<T> {
+    let outer = GUARDED.replace(true);
+    let outcome = catch_unwind(AssertUnwindSafe(work));
+    GUARDED.set(outer);
+    outcome.ok()
+}
+
 /// A model's tokenizer.
 #[derive(Debug)]
 pub struct TextTokenizer {
@@ -72,10 +81,7 @@ impl TextTokenizer {
 
     /// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
     fn guarded<T>(path: &Path, work: impl FnOnce() -> T) -> Result<T> {
-        let outer = GUARDED.replace(true);
-        let outcome = catch_unwind(AssertUnwindSafe(work));
-        GUARDED.set(outer);
-        outcome.map_err(|_| Self::fault(path, "makes the tokenizer library panic".into()))
+        guard_panics(work).ok_or_else(|| Self::fault(path, "makes the tokenizer library panic".into()))
     }
 
     fn fault(path: &Path, reason: String) -> Error {

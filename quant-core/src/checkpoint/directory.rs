@@ -15,7 +15,7 @@ use super::input_file::{Lookup, Root, read_capped};
 use super::{ConfigFields, ShardedCheckpoint, strict_json};
 use crate::{Error, Result};
 
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 /// The longest configuration that is read; real ones have some kilobytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -45,8 +45,17 @@ pub struct ModelDirectory {
     config: Map<String, Value>,
     config_path: PathBuf,
     source: Arc<ShardedCheckpoint>,
-    sidecars: Vec<PathBuf>,
+    sidecars: Vec<Sidecar>,
     warnings: Vec<String>,
+}
+
+/// A file that goes along with the weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sidecar {
+    /// In the model directory.
+    pub path: PathBuf,
+    /// Where it really is: in a Hugging Face cache the former is a link.
+    pub real: PathBuf,
 }
 
 impl ModelDirectory {
@@ -99,13 +108,14 @@ impl ModelDirectory {
 
     /// `tokenizer.json`, if there is one that may be read.
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
-        self.sidecars.iter().find(|p| p.file_name() == Some(OsStr::new(TOKENIZER))).cloned()
+        let paths = self.sidecars.iter().map(|s| &s.path);
+        paths.into_iter().find(|p| p.file_name() == Some(OsStr::new(TOKENIZER))).cloned()
     }
 
     /// Files to carry along to a converted model, sorted by name: tokenizer, generation settings,
     /// chat template, licence texts; never code or weights.
-    pub fn sidecar_files(&self) -> Vec<PathBuf> {
-        self.sidecars.clone()
+    pub fn sidecar_files(&self) -> &[Sidecar] {
+        &self.sidecars
     }
 
     /// What is odd about the directory without making it unreadable, each fit for a line of text.
@@ -132,7 +142,7 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
     }
 }
 
-fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>> {
     let mut found = Vec::new();
     let mut folded = BTreeSet::new();
     for name in root.entries()?.iter().filter(|n| is_sidecar(n)) {
@@ -142,7 +152,7 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<PathBuf>
                 "{} differs from another file's name in case alone, it is left out",
                 printable(name)
             )),
-            Lookup::File(_) => found.push(root.join(name)),
+            Lookup::File(real) => found.push(Sidecar { path: root.join(name), real }),
             Lookup::Absent => {}
             Lookup::Dangling => warnings.push(format!("{} is a link that leads nowhere", printable(name))),
             Lookup::Refused(reason) => warnings.push(format!("{} {reason}, it is left out", printable(name))),
@@ -151,7 +161,8 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<PathBuf>
     Ok(found)
 }
 
-fn is_sidecar(name: &str) -> bool {
+/// Whether a file of this name goes along with a model.
+pub(crate) fn is_sidecar(name: &str) -> bool {
     if SIDECARS.contains(&name) {
         return true;
     }

@@ -20,6 +20,7 @@ mod manifest;
 mod memory;
 mod overlap;
 mod publish;
+mod repository;
 mod shard_index;
 mod shards;
 mod staging;
@@ -31,7 +32,7 @@ mod verify;
 mod writer;
 
 pub use config_fields::ConfigFields;
-pub use directory::ModelDirectory;
+pub use directory::{ModelDirectory, Sidecar};
 pub use dtype::Dtype;
 pub use header_error::HeaderError;
 pub use layout::ShardLayout;
@@ -39,6 +40,7 @@ pub use manifest::PublishedFile;
 pub use memory::{MemorySink, MemorySource};
 pub use overlap::refuse_overlap;
 pub use publish::Published;
+pub use repository::{WantedFiles, shards_of_index, wanted_files};
 pub use shards::ShardedCheckpoint;
 pub(crate) use tensor_io::non_finite_in_whole;
 pub use tensor_io::{

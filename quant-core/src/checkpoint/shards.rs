@@ -64,7 +64,7 @@ impl ShardedCheckpoint {
         let Some(index) = weight_file(root, INDEX)? else {
             return match single {
                 Some(real) => Self::open_single(root, &real),
-                None => Err(nothing_to_read(root)?),
+                None => Err(nothing_to_read(root.path(), &root.entries()?)),
             };
         };
         Self::open_sharded(root, &index, single.as_deref())
@@ -216,7 +216,7 @@ impl From<Error> for ShardFault {
 }
 
 /// One of the two files a checkpoint begins with, if it is there.
-fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
+pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
     let reason = match root.lookup(name)? {
         Lookup::File(real) => return Ok(Some(real)),
         Lookup::Absent => return Ok(None),
@@ -323,14 +323,14 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     Ok(vec![format!("not part of the checkpoint, ignored: {}", listed(stray, 8))])
 }
 
-fn nothing_to_read(root: &Root) -> Result<Error> {
-    let entries = root.entries()?;
-    let path = root.path().to_owned();
+/// Why a directory with these entries holds nothing we read.
+pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
+    let path = path.to_owned();
     let other: Vec<&str> =
         entries.iter().filter(|e| e.ends_with(".safetensors")).map(String::as_str).collect();
     if !other.is_empty() {
         let reason = format!("there is neither {SINGLE} nor {INDEX}, only {}", listed(other, 8));
-        return Ok(Error::NoCheckpoint { path, reason });
+        return Error::NoCheckpoint { path, reason };
     }
     let pickles: Vec<String> = entries
         .iter()
@@ -340,7 +340,7 @@ fn nothing_to_read(root: &Root) -> Result<Error> {
         .collect();
     if pickles.is_empty() {
         let reason = format!("there is neither {SINGLE} nor {INDEX}");
-        return Ok(Error::NoCheckpoint { path, reason });
+        return Error::NoCheckpoint { path, reason };
     }
-    Ok(Error::PickleOnly { path, files: pickles })
+    Error::PickleOnly { path, files: pickles }
 }

@@ -25,7 +25,7 @@ use super::publish::{Published, check_target, move_into_place};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
 use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
-use super::{ShardLayout, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec};
+use super::{ShardLayout, ShardedCheckpoint, Sidecar, TensorSink, TensorSource, TensorSpec};
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
 
@@ -248,14 +248,15 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Adds a copy of a file under its own name, piece by piece.
+    /// Adds a copy of a file that goes along with the weights, piece by piece.
     ///
     /// # Errors
-    /// As [`Self::add_file`], and when `original` cannot be read.
-    pub fn add_copy(&mut self, original: &Path) -> Result<()> {
+    /// As [`Self::add_file`], and when the file cannot be read.
+    pub fn add_copy(&mut self, sidecar: &Sidecar) -> Result<()> {
+        let original = &sidecar.path;
         let name = original.file_name().unwrap_or_default().to_string_lossy().into_owned();
         self.check_file_name(&name)?;
-        let source = open_regular(original, original)?;
+        let source = open_regular(&sidecar.real, original)?;
         let len = source.metadata().map_err(|e| Error::io("read", original, e))?.len();
         let path = self.job.out().join(&name);
         let fail = |action, e| failure(&*self.fs, action, &path, len, e);

@@ -38,8 +38,9 @@ fn pretty(value: &Value) -> Result<String> {
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     const REPORT_OF_A_TENSOR: u64 = 1024;
     let mut bytes = quantized_config(directory, plan)?.len() as u64;
-    for path in directory.sidecar_files() {
-        bytes += std::fs::metadata(&path).map_err(|e| Error::io("read", &path, e))?.len();
+    for sidecar in directory.sidecar_files() {
+        let metadata = std::fs::metadata(&sidecar.real);
+        bytes += metadata.map_err(|e| Error::io("read", &sidecar.path, e))?.len();
     }
     Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)
 }
@@ -55,8 +56,8 @@ pub fn add_companions(
     writer: &mut CheckpointWriter,
 ) -> Result<()> {
     writer.add_file("config.json", quantized_config(directory, plan)?.as_bytes())?;
-    for path in directory.sidecar_files() {
-        writer.add_copy(&path)?;
+    for sidecar in directory.sidecar_files() {
+        writer.add_copy(sidecar)?;
     }
     writer.add_file(REPORT, report.to_json()?.as_bytes())
 }

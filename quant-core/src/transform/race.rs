@@ -350,14 +350,14 @@ struct Batch {
 impl Batch {
     fn new(task: &BlockTask<'_>, group: &FoldGroup, sample: &Sample, rows: Vec<f32>) -> Result<Self> {
         let k = sample.channels;
-        let (length, at_once) = match sample.share {
-            Share::Windows { .. } => (sample.length, (CHUNK_TOKENS / sample.length).max(1) * sample.length),
-            Share::Tokens { .. } => (0, CHUNK_TOKENS),
+        // Whole windows, or tokens that have nothing to do with each other.
+        let (windows, length) = match sample.share {
+            Share::Windows { .. } => ((CHUNK_TOKENS / sample.length).max(1), sample.length),
+            Share::Tokens { .. } => (1, CHUNK_TOKENS),
         };
-        let chunks = rows.chunks((at_once * k).max(1)).map(|rows| {
-            let tokens = rows.len() / k;
-            let shape = if length == 0 { (1, tokens, k) } else { (tokens / length, length, k) };
-            let x = Tensor::from_slice(rows, shape, &Device::Cpu)?;
+        let chunks = rows.chunks((windows * length * k).max(1)).map(|rows| {
+            let length = length.min(rows.len() / k);
+            let x = Tensor::from_slice(rows, (rows.len() / (length * k), length, k), &Device::Cpu)?;
             let y = watched(task.block, group.input, group.inspected, &x)?;
             Ok((x, y))
         });

@@ -79,7 +79,7 @@ fn sidecars_are_those_on_the_list() {
     let names: Vec<_> = opened
         .sidecar_files()
         .iter()
-        .map(|p| p.file_name().unwrap().to_owned().into_string().unwrap())
+        .map(|s| s.path.file_name().unwrap().to_owned().into_string().unwrap())
         .collect();
     let expected = [
         "LICENSE",

@@ -1,0 +1,353 @@
+//! One repository's part of the Hugging Face cache: where things lie, and whether they are what the
+//! hub said they are.
+//!
+//! ```text
+//! models--org--name/
+//!   blobs/<etag>                    what was downloaded; the tag of a hub is a hash of the content
+//!   snapshots/<commit>/<file>       links to blobs
+//!   refs/<revision>                 the commit that a branch or tag stood for when it was fetched
+//!   .quant/checked/<etag>           ours: size and time of a blob whose hash was right
+//!   .quant/sha256sums               ours: the hashes of data files when they were first fetched
+//! ```
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use quant_core::{CancelToken, Error, Result};
+use sha1::Sha1;
+use sha2::{Digest as _, Sha256};
+
+/// A hash that a hub gives for a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Digest {
+    /// Of the content: large files.
+    Sha256(String),
+    /// As git hashes a file, with its length before it: small files.
+    Git(String),
+}
+
+impl Digest {
+    /// The hash that a tag is, judged by its length; tags of other servers may be anything.
+    pub fn from_tag(tag: &str) -> Option<Self> {
+        let is_hex = tag.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        match tag.len() {
+            64 if is_hex => Some(Self::Sha256(tag.to_owned())),
+            40 if is_hex => Some(Self::Git(tag.to_owned())),
+            _ => None,
+        }
+    }
+
+    /// The same hash of a file's content.
+    fn of(&self, path: &Path, size: u64, cancel: &CancelToken) -> Result<Self> {
+        Ok(match self {
+            Self::Sha256(_) => Self::Sha256(sha256_of(path, cancel)?),
+            Self::Git(_) => {
+                let mut hash = Sha1::new();
+                hash.update(format!("blob {size}\0"));
+                each_chunk(path, cancel, |bytes| hash.update(bytes))?;
+                Self::Git(hex(&hash.finalize()))
+            }
+        })
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Self::Sha256(hex) => format!("SHA-256 {hex}"),
+            Self::Git(hex) => format!("git hash {hex}"),
+        }
+    }
+}
+
+/// What a hub says of a file.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Announced {
+    /// Its bytes.
+    pub size: Option<u64>,
+    /// Its hash.
+    pub digest: Option<Digest>,
+}
+
+/// What a look at a file found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is what the hub said.
+    Sound,
+    /// The hub said nothing that could be checked.
+    Unknown,
+    /// It is something else.
+    Wrong {
+        /// What the hub said.
+        announced: String,
+        /// What is there.
+        found: String,
+    },
+}
+
+/// One repository in the cache.
+#[derive(Debug, Clone)]
+pub struct RepositoryCache {
+    root: PathBuf,
+}
+
+impl RepositoryCache {
+    /// `kind` is `models` or `datasets`, `repository` is `org/name`.
+    pub fn new(cache: &Path, kind: &str, repository: &str) -> Self {
+        Self { root: cache.join(format!("{kind}--{}", repository.replace('/', "--"))) }
+    }
+
+    /// The directory of a commit.
+    pub fn snapshot(&self, commit: &str) -> PathBuf {
+        self.root.join("snapshots").join(commit)
+    }
+
+    /// The commit that a revision stood for when it was last fetched.
+    pub fn commit_of(&self, revision: &str) -> Option<String> {
+        if is_commit(revision) {
+            return Some(revision.to_owned());
+        }
+        let commit = fs::read_to_string(self.root.join("refs").join(revision)).ok()?;
+        Some(commit.trim().to_owned()).filter(|c| is_commit(c))
+    }
+
+    /// Notes what a revision stands for: the last step, so that whoever works offline later finds
+    /// the commit whole.
+    pub fn remember_revision(&self, revision: &str, commit: &str) -> Result<()> {
+        // What is there already may lie in a cache that only others can write.
+        if self.commit_of(revision).as_deref() == Some(commit) {
+            return Ok(());
+        }
+        write_whole(&self.root.join("refs").join(revision), commit)
+    }
+
+    /// Compares a file of a snapshot with what the hub said of it and with its blob's tag.
+    ///
+    /// Hashing takes time, so it is done once for each blob as it is: a blob whose size or time has
+    /// changed since is hashed again.
+    pub fn check(&self, link: &Path, announced: &Announced, cancel: &CancelToken) -> Result<Verdict> {
+        let failed = |e| Error::io("open", link, e);
+        let real = link.canonicalize().map_err(failed)?;
+        let metadata = fs::metadata(&real).map_err(failed)?;
+        let size = metadata.len();
+        if let Some(expected) = announced.size.filter(|&s| s != size) {
+            return Ok(Verdict::Wrong {
+                announced: format!("{expected} bytes"),
+                found: format!("{size} bytes"),
+            });
+        }
+        let tag = self.tag_of(&real);
+        let mut digests = Vec::from_iter(announced.digest.clone());
+        digests.extend(
+            tag.as_deref().and_then(Digest::from_tag).filter(|d| Some(d) != announced.digest.as_ref()),
+        );
+        if digests.is_empty() {
+            return Ok(Verdict::Unknown);
+        }
+        let mark = tag.map(|tag| self.mark(&tag));
+        let stamp = stamp(size, metadata.modified().ok(), &digests);
+        if mark.as_ref().is_some_and(|m| fs::read_to_string(m).is_ok_and(|s| s == stamp)) {
+            return Ok(Verdict::Sound);
+        }
+        for digest in &digests {
+            let found = digest.of(&real, size, cancel)?;
+            if found != *digest {
+                return Ok(Verdict::Wrong { announced: digest.describe(), found: found.describe() });
+            }
+        }
+        if let Some(mark) = mark {
+            // Someone else's cache may be read-only; then it is hashed again next time.
+            let _ = write_whole(&mark, &stamp);
+        }
+        Ok(Verdict::Sound)
+    }
+
+    /// Takes a file out of the cache, so that it is fetched anew.
+    pub fn remove(&self, link: &Path) -> Result<()> {
+        if let Ok(real) = link.canonicalize()
+            && let Some(tag) = self.tag_of(&real)
+        {
+            remove_file(&self.mark(&tag))?;
+            remove_file(&real)?;
+        }
+        remove_file(link)
+    }
+
+    /// Where the hash of a data file is noted when it is first fetched: lines as `sha256sum` writes
+    /// them.
+    pub fn sums_path(&self) -> PathBuf {
+        self.root.join(".quant").join("sha256sums")
+    }
+
+    /// The hash noted for a data file.
+    pub fn recorded_sum(&self, file: &str) -> Result<Option<String>> {
+        let path = self.sums_path();
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("read", path, e)),
+        };
+        let mut lines = text.lines().filter_map(|l| l.split_once("  "));
+        Ok(lines.find(|(_, name)| *name == file).map(|(sum, _)| sum.to_owned()))
+    }
+
+    /// Notes the hash of a data file that has none yet.
+    pub fn record_sum(&self, file: &str, sum: &str) -> Result<()> {
+        let path = self.sums_path();
+        let before = fs::read_to_string(&path).unwrap_or_default();
+        write_whole(&path, &format!("{before}{sum}  {file}\n"))
+    }
+
+    /// The tag of a blob of this repository.
+    fn tag_of(&self, real: &Path) -> Option<String> {
+        let blobs = self.root.join("blobs").canonicalize().ok()?;
+        (real.parent() == Some(&blobs)).then(|| real.file_name()?.to_str().map(str::to_owned))?
+    }
+
+    fn mark(&self, tag: &str) -> PathBuf {
+        self.root.join(".quant").join("checked").join(tag)
+    }
+}
+
+/// Whether a revision is a whole commit hash.
+pub fn is_commit(revision: &str) -> bool {
+    revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+/// The SHA-256 of a file in hexadecimal digits.
+pub fn sha256_of(path: &Path, cancel: &CancelToken) -> Result<String> {
+    let mut hash = Sha256::new();
+    each_chunk(path, cancel, |bytes| hash.update(bytes))?;
+    Ok(hex(&hash.finalize()))
+}
+
+fn each_chunk(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
+    let failed = |e| Error::io("read", path, e);
+    let mut file = File::open(path).map_err(failed)?;
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        cancel.check()?;
+        match file.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(n) => take(&buffer[..n]),
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn stamp(size: u64, modified: Option<SystemTime>, digests: &[Digest]) -> String {
+    let since = modified.and_then(|t| t.duration_since(SystemTime::UNIX_EPOCH).ok()).unwrap_or_default();
+    let digests: Vec<_> = digests.iter().map(Digest::describe).collect();
+    format!("{size} bytes, {} ns, {}\n", since.as_nanos(), digests.join(", "))
+}
+
+/// Writes a small file in one step: another process sees the old one or the new one.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let failed = |e| Error::io("write", path, e);
+    let folder = path.parent().unwrap_or(path);
+    fs::create_dir_all(folder).map_err(failed)?;
+    // Not a temporary file of the usual kind, which nobody else could read: caches are shared.
+    let mut draft = path.as_os_str().to_owned();
+    draft.push(format!(".{}.incomplete", std::process::id()));
+    let outcome = fs::write(&draft, text).and_then(|()| fs::rename(&draft, path));
+    if outcome.is_err() {
+        let _ = fs::remove_file(&draft);
+    }
+    outcome.map_err(failed)
+}
+
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// `abc` as the two hashes have it; the second is what `git hash-object` prints.
+    const SHA256: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+    const GIT: &str = "f2ba8f84ab5c1bce84a7b441cb1959cfc7093b7f";
+
+    /// A cache with one blob of this tag and content, and the link to it.
+    fn cached(cache: &Path, tag: &str, content: &str) -> (RepositoryCache, PathBuf) {
+        let repository = RepositoryCache::new(cache, "models", "a/b");
+        let snapshot = repository.snapshot(GIT);
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::create_dir_all(repository.root.join("blobs")).unwrap();
+        fs::write(repository.root.join("blobs").join(tag), content).unwrap();
+        let link = snapshot.join("file");
+        symlink(format!("../../blobs/{tag}"), &link).unwrap();
+        (repository, link)
+    }
+
+    #[test]
+    fn a_blob_is_held_to_its_tag_and_to_what_was_announced() {
+        let told = |size, digest| Announced { size, digest };
+        let sha = || Some(Digest::Sha256(SHA256.into()));
+        let none = Announced::default();
+        for (tag, content, announced, wrong) in [
+            (SHA256, "abc", none.clone(), ""),
+            (GIT, "abc", none.clone(), ""),
+            (GIT, "abc", told(Some(3), sha()), ""),
+            ("odd", "abc", told(None, sha()), ""),
+            (SHA256, "abd", none.clone(), "SHA-256"),
+            (GIT, "abd", none.clone(), "git hash"),
+            (GIT, "abc", told(Some(4), None), "4 bytes"),
+            ("odd", "abd", told(Some(3), sha()), "SHA-256"),
+        ] {
+            let scratch = tempfile::tempdir().unwrap();
+            let (cache, link) = cached(scratch.path(), tag, content);
+            match cache.check(&link, &announced, &CancelToken::new()).unwrap() {
+                Verdict::Sound => assert_eq!(wrong, "", "{tag} {content}"),
+                Verdict::Wrong { announced, .. } => {
+                    assert!(announced.starts_with(wrong) && !wrong.is_empty())
+                }
+                Verdict::Unknown => panic!("{tag} {content}"),
+            }
+        }
+        let scratch = tempfile::tempdir().unwrap();
+        let (cache, link) = cached(scratch.path(), "odd", "abc");
+        assert_eq!(cache.check(&link, &none, &CancelToken::new()).unwrap(), Verdict::Unknown);
+    }
+
+    #[test]
+    fn what_changes_after_it_was_checked_is_checked_again() {
+        let scratch = tempfile::tempdir().unwrap();
+        let (cache, link) = cached(scratch.path(), SHA256, "abc");
+        let look = || cache.check(&link, &Announced::default(), &CancelToken::new());
+        assert_eq!(look().unwrap(), Verdict::Sound);
+        // It is not hashed again: a run that is asked to stop would notice while it hashes.
+        let stopped = CancelToken::new();
+        stopped.cancel();
+        assert_eq!(cache.check(&link, &Announced::default(), &stopped).unwrap(), Verdict::Sound);
+        fs::write(&link, "abd").unwrap();
+        assert!(matches!(look().unwrap(), Verdict::Wrong { .. }));
+        cache.remove(&link).unwrap();
+        assert!(link.symlink_metadata().is_err() && !cache.root.join("blobs").join(SHA256).exists());
+    }
+
+    #[test]
+    fn revisions_and_sums_are_remembered() {
+        let scratch = tempfile::tempdir().unwrap();
+        let cache = RepositoryCache::new(scratch.path(), "datasets", "a/b");
+        assert_eq!(cache.commit_of("refs/pr/1"), None);
+        cache.remember_revision("refs/pr/1", GIT).unwrap();
+        assert_eq!(cache.commit_of("refs/pr/1").as_deref(), Some(GIT));
+        assert_eq!(cache.commit_of(GIT).as_deref(), Some(GIT));
+        assert_eq!(cache.recorded_sum("x/y.gz").unwrap(), None);
+        cache.record_sum("x/y.gz", SHA256).unwrap();
+        cache.record_sum("z", GIT).unwrap();
+        assert_eq!(cache.recorded_sum("x/y.gz").unwrap().as_deref(), Some(SHA256));
+        assert_eq!(cache.recorded_sum("z").unwrap().as_deref(), Some(GIT));
+    }
+}

@@ -1,0 +1,165 @@
+//! What a hub's refusals and a network's failures mean for the user.
+
+use std::path::Path;
+
+use hf_hub::HFError;
+use quant_core::Error;
+
+/// What was being asked for when something failed.
+#[derive(Debug, Clone)]
+pub struct Request<'a> {
+    /// `model` or `data set`.
+    pub kind: &'static str,
+    /// `org/name`.
+    pub repository: &'a str,
+    /// The branch, tag or commit.
+    pub revision: &'a str,
+    /// The file, where it is about one.
+    pub file: Option<&'a str>,
+    /// The server's address.
+    pub endpoint: &'a str,
+    /// The cache.
+    pub cache: &'a Path,
+}
+
+impl Request<'_> {
+    /// An error about what was asked for.
+    pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<String>) -> Error {
+        let file = self.file.map(|f| format!("the file {} of ", printable(f))).unwrap_or_default();
+        let revision = self.revision;
+        let what = format!("{file}the {} {} (revision {revision})", self.kind, self.repository);
+        Error::Unavailable { what, reason: reason.into(), remedy: remedy.into() }
+    }
+
+    /// A file of the list that is not there.
+    pub fn no_such_file(&self) -> Error {
+        self.unavailable(
+            "the repository has no such file at this revision",
+            format!("look at what it holds on {}/{}", self.page(), self.repository),
+        )
+    }
+
+    /// Nothing has come for so long.
+    pub fn stalled(&self, seconds: u64) -> Error {
+        self.unavailable(
+            format!("{} has sent nothing for {seconds} s", self.endpoint),
+            "run the same command again, files that are complete are kept; HF_HUB_DOWNLOAD_TIMEOUT=SECONDS waits longer",
+        )
+    }
+
+    /// What arrived is not what was announced.
+    pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
+        self.unavailable(
+            format!("the hub announced {announced}, what arrived has {found}; it was removed from the cache"),
+            "run the same command again; if it arrives wrong again, something on the way changes it: a proxy, a \
+             mirror, a failing disk",
+        )
+    }
+
+    /// An error of hf-hub about this request.
+    pub fn explain(&self, error: HFError) -> Error {
+        let page = format!("{}/{}", self.page(), self.repository);
+        match error {
+            HFError::AuthRequired { context } | HFError::Forbidden { context } | HFError::Http { context }
+                if matches!(context.status.as_u16(), 401 | 403) =>
+            {
+                self.unavailable(
+                    format!(
+                        "the server refuses access with {}{}",
+                        context.status,
+                        said(context.server_message.as_deref())
+                    ),
+                    format!(
+                        "check the name; if the repository is private or gated, accept its licence on {page} and set \
+                         HF_TOKEN to a token of your account"
+                    ),
+                )
+            }
+            HFError::RepoNotFound { context, .. }
+            | HFError::RevisionNotFound { context, .. }
+            | HFError::EntryNotFound { context, .. } => self.not_found(context.and_then(|c| c.error_code)),
+            HFError::Http { context } if context.status.as_u16() == 404 => self.not_found(context.error_code),
+            HFError::Http { context } | HFError::Conflict { context } | HFError::RateLimited { context, .. } => {
+                self.unavailable(
+                    format!("the server answers {}{}", context.status, said(context.server_message.as_deref())),
+                    "wait a while and run the same command again; files that are complete are kept",
+                )
+            }
+            HFError::Request { source, .. } => {
+                let action = if source.is_connect() { "cannot be reached" } else { "did not answer as it should" };
+                let reason = format!("{} {action}: {}", self.endpoint, causes(&source));
+                self.unavailable(reason, self.after_network_failure())
+            }
+            HFError::Xet { source, .. } => {
+                let reason = format!("the transfer failed: {}", causes(&*source));
+                self.unavailable(reason, self.after_network_failure())
+            }
+            HFError::Url(e) => self.unavailable(
+                format!("the server's address {} is not a URL: {e}", self.endpoint),
+                "set HF_ENDPOINT to an address such as https://huggingface.co, or unset it",
+            ),
+            HFError::Io(e) => Error::io("write", self.cache, e),
+            HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
+            other => self.unavailable(
+                format!("the server's answer is not understood: {}", printable(&other.to_string())),
+                "check HF_ENDPOINT; what answers there may not be a hub",
+            ),
+        }
+    }
+
+    fn not_found(&self, code: Option<String>) -> Error {
+        let page = format!("{}/{}", self.page(), self.repository);
+        let (reason, remedy) = match (code.as_deref(), self.file) {
+            (Some("RepoNotFound"), _) => (
+                "there is no such repository, or it is private".to_owned(),
+                "check the name, org/name; for a private repository set HF_TOKEN".to_owned(),
+            ),
+            (Some("RevisionNotFound"), _) => (
+                "the repository has no such branch, tag or commit".into(),
+                format!("look at its branches and tags on {page}"),
+            ),
+            (_, Some(_)) => return self.no_such_file(),
+            (_, None) => (
+                "there is no such repository, or it has no such branch, tag or commit".into(),
+                format!("check the name, org/name@revision, on {page}"),
+            ),
+        };
+        self.unavailable(reason, remedy)
+    }
+
+    fn after_network_failure(&self) -> &'static str {
+        "check the network, the proxy and HF_ENDPOINT, and run the same command again: files that are complete are \
+         kept; HF_HUB_OFFLINE=1 uses what the cache holds"
+    }
+
+    /// The address below which a repository's page is.
+    fn page(&self) -> String {
+        match self.kind {
+            "model" => self.endpoint.to_owned(),
+            _ => format!("{}/datasets", self.endpoint),
+        }
+    }
+}
+
+/// An error with all that led to it, each cause once.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        next = cause.source();
+    }
+    printable(&text)
+}
+
+fn said(message: Option<&str>) -> String {
+    message.filter(|m| !m.is_empty()).map(|m| format!(" ({})", printable(m))).unwrap_or_default()
+}
+
+/// A server's words, short and without what a terminal would obey.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(400).collect()
+}
