@@ -73,8 +73,8 @@ pub fn compare(
     };
     let delta_nll = estimate(|p| p.model_nll - p.reference_nll);
     Ok(Divergence {
-        model: Perplexity::from_windows(text, &column(|p| p.model_nll)),
-        reference: Perplexity::from_windows(text, &column(|p| p.reference_nll)),
+        model: Perplexity::from_windows(text, &column(|p| p.model_nll))?,
+        reference: Perplexity::from_windows(text, &column(|p| p.reference_nll))?,
         delta_nll,
         perplexity_ratio: delta_nll.exp(),
         kl: estimate(|p| p.kl),

@@ -1,7 +1,7 @@
 //! Perplexity of one model.
 
 use quant_core::model::Decoder;
-use quant_core::{CancelToken, Observer, Result};
+use quant_core::{CancelToken, Error, Observer, Result};
 use serde::Serialize;
 
 use crate::log_softmax::log_sum_exp;
@@ -31,20 +31,30 @@ pub struct Perplexity {
 
 impl Perplexity {
     /// From every window's negative log-likelihoods.
-    pub(crate) fn from_windows(text: &EvaluationText, nll: &[Vec<f64>]) -> Self {
+    ///
+    /// # Errors
+    /// When the perplexity is too large for a number.
+    pub(crate) fn from_windows(text: &EvaluationText, nll: &[Vec<f64>]) -> Result<Self> {
         let totals: Vec<f64> = nll.iter().map(|w| w.iter().sum()).collect();
         let counts: Vec<usize> = nll.iter().map(Vec::len).collect();
         let estimate = Estimate::clustered(&totals, &counts);
-        Self {
+        let perplexity = estimate.exp();
+        if !perplexity.mean.is_finite() {
+            return Err(Error::Numeric {
+                tensor: "logits".into(),
+                reason: format!("{:.1} nats a token are a perplexity beyond all numbers", estimate.mean),
+            });
+        }
+        Ok(Self {
             profile: text.profile.id(),
             windows: nll.len(),
             tokens_scored: counts.iter().sum(),
             nll: estimate,
-            perplexity: estimate.exp(),
+            perplexity,
             window_nll: totals.iter().zip(&counts).map(|(t, &n)| t / n as f64).collect(),
             text_sha256: text.text_sha256.clone(),
             tokens_sha256: text.tokens_sha256.clone(),
-        }
+        })
     }
 }
 
@@ -62,5 +72,5 @@ pub fn perplexity(
         log_sum_exp(logits[0]) - f64::from(logits[0][next as usize])
     })?;
     require_finite(nll.iter().flatten().copied())?;
-    Ok(Perplexity::from_windows(text, &nll))
+    Perplexity::from_windows(text, &nll)
 }

@@ -231,6 +231,16 @@ pub enum Error {
         /// How to do without.
         remedy: String,
     },
+    /// A tensor of the input has the name of one that would be written for another.
+    #[error("{}: tensor `{tensor}` has the name of what is written for `{module}`", path.display())]
+    NameTaken {
+        /// The shard that holds it.
+        path: PathBuf,
+        /// The name.
+        tensor: String,
+        /// The tensor that is to be quantized.
+        module: String,
+    },
     /// A recipe file cannot be used.
     #[error("{}: {reason}", path.display())]
     Recipe {
@@ -343,6 +353,7 @@ impl Error {
             | Self::Config { .. }
             | Self::UnknownArchitecture { .. }
             | Self::AlreadyQuantized { .. }
+            | Self::NameTaken { .. }
             | Self::UnsupportedQuantization { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. }
@@ -404,7 +415,8 @@ impl Error {
             }
             Self::AlreadyQuantized { .. } => "quantize from the original float checkpoint".into(),
             Self::UnsupportedQuantization { .. } => {
-                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized and AWQ gemm checkpoints"
+                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized and AWQ gemm checkpoints; \
+                 `quant quantize` starts from the original float checkpoint"
                     .into()
             }
             Self::Tokenizer { .. } => {
@@ -413,6 +425,11 @@ impl Error {
             Self::Text { .. } => {
                 "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field, or \
                  fewer or shorter windows (--samples, --seq-len, --window)"
+                    .into()
+            }
+            Self::NameTaken { .. } => {
+                "the checkpoint is half quantized, or not what it seems: fetch the original again, or leave the \
+                 other tensor float with --ignore"
                     .into()
             }
             Self::Recipe { .. } => {

@@ -4,6 +4,8 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use serde_json::json;
+
 use crate::files::snapshot;
 use crate::program::{Run, quant};
 
@@ -54,14 +56,15 @@ pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32
 #[track_caller]
 pub fn old_checkpoint(at: &Path) {
     std::fs::create_dir_all(at).expect("a directory");
-    let manifest =
-        r#"{ "files": [{ "name": "config.json" }, { "name": "model.safetensors" }, { "name": "old.txt" }] }"#;
-    for (name, text) in [
+    let files = [
         ("config.json", "the old configuration"),
         ("model.safetensors", "the old weights"),
         ("old.txt", "something that a new run does not write"),
-        ("quant_manifest.json", manifest),
-    ] {
+    ];
+    let listed: Vec<_> =
+        files.iter().map(|(name, text)| json!({ "name": name, "bytes": text.len() })).collect();
+    let manifest = json!({ "files": listed }).to_string();
+    for (name, text) in files.into_iter().chain([("quant_manifest.json", manifest.as_str())]) {
         std::fs::write(at.join(name), text).expect("a file");
     }
 }

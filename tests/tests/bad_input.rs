@@ -4,7 +4,9 @@
 use std::path::Path;
 use std::process::Command;
 
-use quant_tests::models::{TinyLlama, byte_tokenizer, edit_config, safetensors, safetensors_with_header};
+use quant_tests::models::{
+    RawTensor, TinyLlama, byte_tokenizer, edit_config, safetensors, safetensors_with_header,
+};
 use quant_tests::program::quant;
 use quant_tests::refusal::{check_message, refuses_to_quantize};
 use quant_tests::{args, demo_model};
@@ -304,11 +306,47 @@ fn configuration() {
             &[CONFIG, "`MambaForCausalLM`", "LlamaForCausalLM"],
         ),
         (
+            "two families at once",
+            |m| edit_config(m, &json!({ "model_type": "mistral" })),
+            &[CONFIG, "`model_type`", "`LlamaForCausalLM`"],
+        ),
+        (
             "a quantization that nobody knows",
             |m| edit_config(m, &json!({ "quantization_config": { "quant_method": "mystery" } })),
             &[CONFIG, "quantization_config", "mystery"],
         ),
     ]);
+}
+
+/// A tensor that has the name of what would be written for another.
+#[test]
+fn names_that_are_taken() {
+    let model = broken(|m| {
+        let mut tensors = TinyLlama::default().tensors();
+        tensors.push(RawTensor::f16("model.layers.0.mlp.up_proj.weight_scale", &[1], [1.0]));
+        TinyLlama::default().write_with(m, &tensors);
+    });
+    let says = [
+        "model.safetensors",
+        "`model.layers.0.mlp.up_proj.weight_scale`",
+        "`model.layers.0.mlp.up_proj.weight`",
+    ];
+    refuses_to_quantize("a name that is taken", model.path(), &RTN, 4, &says);
+    check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
+}
+
+/// Numbers that leave all range are an error, not an infinite perplexity.
+#[test]
+fn a_perplexity_beyond_all_numbers() {
+    let model = broken(|m| {
+        let mut tensors = TinyLlama::default().tensors();
+        let last = tensors.iter().position(|t| t.name == "model.norm.weight").unwrap();
+        tensors[last] = RawTensor::f16("model.norm.weight", &[64], std::iter::repeat_n(1e4, 64));
+        TinyLlama::default().write_with(m, &tensors);
+    });
+    let text = ["--text", "builtin-heldout", "--window", "64", "--windows", "2"];
+    let run = quant(args!["eval", model.path()].into_iter().chain(text.map(Into::into)));
+    check_message("overflow", &run, 6, &["nats a token"]);
 }
 
 /// A configuration that counts fewer blocks than there are would leave weights out.

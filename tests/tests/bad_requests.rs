@@ -47,7 +47,11 @@ fn recipes() {
             &["--override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
         ),
         (&["--group-size", "32", "--ignore", "*.layers.7.*"], &["`*.layers.7.*`", "`quant plan MODEL`"]),
-        (&["--group-size", "32", "--override", "lm_head=w8a16"], &["--override `lm_head` matches no linear"]),
+        (
+            &["--group-size", "32", "--override", "lm_head=w8a16"],
+            &["--override lm_head has no effect", "`lm_head` always stays float"],
+        ),
+        (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens are no calibration batch"]),
         (
             &["--group-size", "32", "--ignore", "*.mlp.*", "--override", "down_proj=w8a16"],
             &["--override down_proj has no effect", "--ignore wins"],

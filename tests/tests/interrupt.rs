@@ -186,6 +186,12 @@ fn a_job_that_was_damaged_meanwhile() {
     let place = header + bytes[header..].iter().position(|b| *b != 0).unwrap();
     bytes[place] ^= 1;
     std::fs::write(weights, bytes).unwrap();
+    // And what was noted of one of them makes no sense any more.
+    let journal = job_of(&out).join("journal.jsonl");
+    let notes = std::fs::read_to_string(&journal).unwrap();
+    let damaged = notes.replacen("\"relative_rms\":", "\"relative_rms\":\"much\",\"was\":", 1);
+    assert_ne!(damaged, notes);
+    std::fs::write(&journal, damaged).unwrap();
     let run = bench.resume(&out, &AWQ).succeeded();
     assert!(run.stderr.contains("did not hold what the journal says and are written again"), "{run}");
     assert_eq!(&hashes(&out), undisturbed());

@@ -106,6 +106,14 @@ fn quantize(
     if !args.force && args.output.exists() {
         return Err(Error::OutputExists { path: args.output.clone() });
     }
+    let positions = opened.model.architecture().max_positions;
+    if plan.method.transform.is_some() && plan.sampling.length > positions {
+        session.progress.note(&format!(
+            "warning: calibration windows of {} tokens are longer than the {positions} positions the model was \
+             made for; --seq-len {positions} stays inside",
+            plan.sampling.length
+        ));
+    }
     for warning in plan.warnings() {
         session.progress.note(&format!("note: {warning}"));
     }

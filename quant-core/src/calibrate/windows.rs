@@ -29,6 +29,22 @@ pub struct Sampling {
     pub seed: u64,
 }
 
+impl Sampling {
+    /// Whether there is anything to calibrate on.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for no windows, or windows of fewer than two tokens.
+    pub fn check(self) -> Result<()> {
+        if self.samples > 0 && self.length >= 2 {
+            return Ok(());
+        }
+        Err(Error::usage(
+            format!("{} windows of {} tokens are no calibration batch", self.samples, self.length),
+            "ask for at least one window of at least two tokens",
+        ))
+    }
+}
+
 impl Default for Sampling {
     /// 64 windows of 512 tokens, seed 0.
     fn default() -> Self {
@@ -64,15 +80,7 @@ impl TokenWindows {
         sampling: Sampling,
         origin: &Path,
     ) -> Result<Self> {
-        if sampling.samples == 0 || sampling.length < 2 {
-            return Err(Error::usage(
-                format!(
-                    "{} windows of {} tokens are no calibration batch",
-                    sampling.samples, sampling.length
-                ),
-                "ask for at least one window of at least two tokens",
-            ));
-        }
+        sampling.check()?;
         let mut stream = Vec::new();
         for document in documents {
             stream.extend(tokenizer.encode(document)?);

@@ -3,6 +3,8 @@
 //! It is written last and holds length and SHA-256 of every other file, so that anyone can tell a
 //! complete copy from a damaged one. It depends on nothing but these files and the version.
 
+use std::collections::HashMap;
+
 use serde_json::{Value, json};
 
 use crate::digest::{Digest256, hex};
@@ -44,9 +46,9 @@ pub(crate) fn manifest_bytes(files: &[PublishedFile], tool_version: &str) -> Vec
     format!("{manifest:#}\n").into_bytes()
 }
 
-/// The names that a manifest lists, or `None` when it is none.
-pub(crate) fn manifest_files(manifest: &[u8]) -> Option<Vec<String>> {
+/// Names and lengths of the files that a manifest lists, or `None` when it is none.
+pub(crate) fn manifest_files(manifest: &[u8]) -> Option<HashMap<String, u64>> {
     let manifest: Value = serde_json::from_slice(manifest).ok()?;
     let files = manifest.get("files")?.as_array()?;
-    files.iter().map(|file| Some(file.get("name")?.as_str()?.to_owned())).collect()
+    files.iter().map(|f| Some((f.get("name")?.as_str()?.to_owned(), f.get("bytes")?.as_u64()?))).collect()
 }

@@ -37,7 +37,7 @@ pub struct Published {
 ///
 /// # Errors
 /// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this
-/// program did not write, so that a mistyped path costs neither a home directory nor the original.
+/// program did not write or that was changed since (as far as lengths tell), so that a mistyped path costs neither a home directory nor the original.
 pub(crate) fn check_target(target: &Path, force: bool) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
@@ -62,7 +62,8 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     let mut present = Vec::new();
     for entry in fs::read_dir(directory).map_err(fail)? {
         let entry = entry.map_err(fail)?;
-        present.push((entry.file_name(), entry.file_type().map_err(fail)?.is_file()));
+        let metadata = entry.metadata().map_err(fail)?;
+        present.push((entry.file_name(), metadata.is_file().then_some(metadata.len())));
     }
     if present.is_empty() {
         return Ok(None);
@@ -82,14 +83,25 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         return Ok(Some(format!("has a {MANIFEST} that cannot be read, so --force does not replace it")));
     };
     present.sort_unstable();
-    let foreign = present.iter().find(|(name, is_file)| {
-        let is_listed = name.to_str().is_some_and(|n| n == MANIFEST || listed.iter().any(|l| l == n));
-        !(is_listed && *is_file)
-    });
-    Ok(foreign.map(|(name, _)| {
-        let name = printable(&name.to_string_lossy());
-        format!("holds `{name}`, which quant did not write, so --force does not replace it")
-    }))
+    for (name, len) in &present {
+        let printed = printable(&name.to_string_lossy());
+        match name.to_str().filter(|n| *n != MANIFEST).map(|n| listed.get(n)) {
+            // The manifest itself, or a file as long as it was when it was written.
+            _ if name == MANIFEST && len.is_some() => {}
+            Some(Some(written)) if Some(*written) == *len => {}
+            Some(Some(_)) if len.is_some() => {
+                return Ok(Some(format!(
+                    "holds `{printed}`, which was changed since quant wrote it, so --force does not replace it"
+                )));
+            }
+            _ => {
+                return Ok(Some(format!(
+                    "holds `{printed}`, which quant did not write, so --force does not replace it"
+                )));
+            }
+        }
+    }
+    Ok(None)
 }
 
 /// Gives the prepared directory its final name; whether it replaced an old one.

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::Job;
 use super::report::QuantReport;
-use super::tensor::{Finished, Source, copy, recalled, transformed};
+use super::tensor::{Finished, Source, copy, recalled, remembered, transformed};
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::Rewrite;
 use crate::{Event, Result, TensorSink};
@@ -20,7 +20,8 @@ pub(super) struct Conveyor<'a, 'j> {
     job: &'a Job<'j>,
     sink: &'a mut dyn TensorSink,
     report: QuantReport,
-    ahead: Option<Result<Source>>,
+    /// The next entry's position and what was read of it.
+    ahead: Option<(usize, Result<Source>)>,
     behind: Option<Behind>,
     spare: Vec<u8>,
 }
@@ -47,7 +48,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     /// from an earlier run.
     pub(super) fn is_complete(&self, entries: &[PlanEntry]) -> bool {
         entries.iter().all(|entry| {
-            self.sink.recall(&entry.tensor).is_some()
+            remembered(entry, self.sink).is_some()
                 && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
         })
     }
@@ -82,8 +83,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             return Ok(Finished::written(copy(job, entry, self.sink)?));
         }
         let source = match self.ahead.take() {
-            Some(source) => source?,
-            None => Source::read(job, entry, std::mem::take(&mut self.spare))?,
+            Some((ahead, source)) if ahead == index => source?,
+            _ => Source::read(job, entry, std::mem::take(&mut self.spare))?,
         };
         let next = entries[..horizon]
             .get(index + 1)
@@ -97,7 +98,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         flushed?;
         self.tell(end);
         let mut done = done?;
-        self.ahead = ahead;
+        self.ahead = ahead.map(|source| (index + 1, source));
         self.spare = std::mem::take(&mut done.spare);
         Ok(done)
     }

@@ -36,10 +36,11 @@ fn pretty(value: &Value) -> Result<String> {
 /// # Errors
 /// When a file of the model cannot be looked at.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
-    const REPORT_OF_A_TENSOR: u64 = 1024;
+    const REPORT_OF_A_TENSOR: u64 = 4096;
     let mut bytes = quantized_config(directory, plan)?.len() as u64;
     for sidecar in directory.sidecar_files() {
-        let metadata = std::fs::metadata(&sidecar.real);
+        // Opened, so that one that may not be read is told now and not after the work.
+        let metadata = std::fs::File::open(&sidecar.real).and_then(|file| file.metadata());
         bytes += metadata.map_err(|e| Error::io("read", &sidecar.path, e))?.len();
     }
     Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)

@@ -49,12 +49,16 @@ impl Finished {
     }
 }
 
+/// What an earlier run noted of a tensor, unless the note was damaged since.
+pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
+    let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
+    (tensor.tensor == entry.tensor).then_some(tensor)
+}
+
 /// What an earlier run reported of a tensor that it finished, if the input is still the same.
 pub(super) fn recalled(job: &Job<'_>, entry: &PlanEntry, sink: &dyn TensorSink) -> Result<TensorReport> {
-    let remembered = sink.recall(&entry.tensor);
-    let tensor: TensorReport = remembered
-        .and_then(|value| serde_json::from_value(value).ok())
-        .ok_or_else(|| Error::Internal(format!("the record of `{}` cannot be read", entry.tensor)))?;
+    let tensor = remembered(entry, sink)
+        .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
     let mut hash = Sha256::new();
     each_piece(job, entry, |_, piece| {
         hash.update(piece);

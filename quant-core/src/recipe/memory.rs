@@ -6,7 +6,7 @@ use crate::transform::{Search, kept_bytes};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
-/// Tokens that go through a block at a time.
+/// Tokens that go through a block at a time, unless one window has more.
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
@@ -65,6 +65,8 @@ impl Plan {
         };
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         let states = (4 * architecture.hidden as u64).saturating_mul(tokens);
-        states.saturating_add(kept).saturating_add(block + 8 * CHUNK_TOKENS * widest)
+        let chunk = CHUNK_TOKENS.max(self.sampling.length as u64).min(tokens.max(1));
+        let running = (8 * widest).saturating_mul(chunk);
+        states.saturating_add(kept).saturating_add(running).saturating_add(block)
     }
 }

@@ -1,5 +1,7 @@
 //! The plan: every tensor's fate, settled before any compute.
 
+use std::collections::HashMap;
+
 use super::{Recipe, WeightScheme};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
@@ -159,7 +161,29 @@ impl Plan {
         plan.container.check(&plan.module_schemes())?;
         plan.add_float_tensors(model, &folds)?;
         plan.sort(model);
+        plan.check_names(model)?;
+        if plan.method.transform.is_some() {
+            plan.sampling.check()?;
+        }
         Ok(plan)
+    }
+
+    /// Fails when two tensors would be written under one name.
+    fn check_names(&self, model: &Model) -> Result<()> {
+        let mut writers: HashMap<&str, &PlanEntry> = HashMap::new();
+        for entry in &self.entries {
+            for output in &entry.outputs {
+                let Some(other) = writers.insert(&output.name, entry) else { continue };
+                let quantized = |e: &PlanEntry| matches!(e.action, Action::Quantize { .. });
+                let (copied, module) = if quantized(entry) { (other, entry) } else { (entry, other) };
+                return Err(Error::NameTaken {
+                    path: model.source().location(&copied.tensor),
+                    tensor: output.name.clone(),
+                    module: module.tensor.clone(),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Adds everything that is not a linear's weight: embedding, norms, biases, head, and tensors
@@ -289,6 +313,12 @@ fn select(recipe: &Recipe, names: &[&str], head: &str) -> Result<Vec<SelectorMat
             let (pattern, modules) = (pattern.text().to_owned(), vec![head.to_owned()]);
             selectors.push(SelectorMatches { option, pattern, outcome, modules });
             continue;
+        }
+        if matched.is_empty() && pattern.matches(head) {
+            return Err(Error::usage(
+                format!("{option} {pattern} has no effect: the head `{head}` always stays float"),
+                "leave it out",
+            ));
         }
         if matched.is_empty() {
             return Err(Error::PatternMatchesNothing {

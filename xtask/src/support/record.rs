@@ -59,7 +59,11 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
 
 /// The command that was typed, for a record.
 pub fn typed_command() -> String {
-    let args: Vec<String> = std::env::args().skip(1).collect();
+    let mut args: Vec<String> = std::env::args().skip(1).collect();
+    // Where a program lay that was built before says nothing to others.
+    if let Some(at) = args.iter().position(|a| a == "--quant") {
+        args.drain(at..(at + 2).min(args.len()));
+    }
     format!("cargo xtask {}", args.join(" "))
 }
 

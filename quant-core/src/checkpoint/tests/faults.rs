@@ -377,7 +377,8 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
 }
 
 fn old() -> Option<Files> {
-    let manifest = r#"{ "files": [{ "name": "config.json" }, { "name": "weights" }] }"#;
+    let manifest =
+        r#"{ "files": [{ "name": "config.json", "bytes": 3 }, { "name": "weights", "bytes": 7 }] }"#;
     Some(vec![
         ("config.json".into(), b"old".to_vec()),
         ("quant_manifest.json".into(), manifest.into()),

@@ -117,9 +117,8 @@ fn existing_target_needs_force() {
     let before = snapshot(&target);
     assert!(matches!(create(&target, options()), Err(Error::OutputExists { .. })));
     assert!(!job(&target).exists(), "nothing was created");
-    fs::write(target.join("config.json"), "old").unwrap();
     let writer = create(&target, forced()).unwrap();
-    assert_eq!(fs::read(target.join("config.json")).unwrap(), b"old", "the old stays until the end");
+    assert_eq!(snapshot(&target), before, "the old stays until the end");
     assert!(finish(writer).unwrap().replaced);
     assert_eq!(snapshot(&target), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -140,6 +139,10 @@ fn force_replaces_only_what_was_written_here() {
     fs::write(target.join("notes.txt"), "mine").unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `notes.txt`, which quant did not"));
     fs::remove_file(target.join("notes.txt")).unwrap();
+    let config = fs::read(target.join("config.json")).unwrap();
+    fs::write(target.join("config.json"), "{ \"mine\": true }").unwrap();
+    assert!(usage_message(create(&target, forced())).contains("`config.json`, which was changed since"));
+    fs::write(target.join("config.json"), config).unwrap();
     fs::create_dir(target.join("more")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `more`"));
     fs::remove_dir(target.join("more")).unwrap();

@@ -72,11 +72,7 @@ impl Family for Mistral {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        // Readers take a missing window for that of the first release, and `null` for none.
-        let window = match config.map().contains_key("sliding_window") {
-            true => config.optional_positive("sliding_window")?,
-            false => Some(4096),
-        };
+        let window = sliding_window(config, true)?;
         let block = BlockDetails { window, ..Default::default() };
         describe(config, &Details { family: self.name(), kv_heads: Some(8), head_dim: None, block })
     }
@@ -92,7 +88,11 @@ impl Family for Qwen2 {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let block = BlockDetails { qkv_bias: true, window: qwen_window(config)?, ..Default::default() };
+        let block = BlockDetails {
+            qkv_bias: true,
+            window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
+            ..Default::default()
+        };
         describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: None, block })
     }
 }
@@ -112,42 +112,56 @@ impl Family for Qwen3 {
             qkv_bias: attention_bias,
             o_bias: attention_bias,
             head_norms: true,
-            window: qwen_window(config)?,
+            window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
             ..Default::default()
         };
         describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), block })
     }
 }
 
-/// The sliding window of a Qwen model, which is off unless switched on, and then in the blocks from
-/// `max_window_layers` on, or those that `layer_types` names. All blocks or none can be had here.
-fn qwen_window(config: &ConfigFields<'_>) -> Result<Option<usize>> {
+/// The sliding window of all blocks, if there is one. `on`: whether the family's configuration has
+/// it switched on.
+///
+/// Readers take a missing `sliding_window` for that of the first release, and `null` for none.
+/// `layer_types` says of every block whether it slides; without it, all do, but for the first
+/// `max_window_layers` of families that know the key. Only all blocks or none can be had here.
+fn sliding_window(config: &ConfigFields<'_>, on: bool) -> Result<Option<usize>> {
     const SLIDING: &str = "sliding_attention";
     const FULL: &str = "full_attention";
-    let on = config.optional_bool("use_sliding_window")?.unwrap_or(false);
-    let window = config.optional_positive("sliding_window")?.unwrap_or(4096);
+    let window = match config.map().contains_key("sliding_window") {
+        true => config.optional_positive("sliding_window")?,
+        false => Some(4096),
+    };
+    let window = window.filter(|_| on);
     let layers = config.require_positive("num_hidden_layers")?;
     let some = |key: &str| {
         config.error(key, "asks for a sliding window in some blocks only, which is not supported")
     };
     if let Some(types) = config.optional_str_list("layer_types")? {
+        if types.len() != layers {
+            return Err(
+                config.error("layer_types", format!("has {} entries for {layers} blocks", types.len()))
+            );
+        }
         if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
             return Err(config.error("layer_types", format!("holds `{other}`, which is not known")));
         }
-        let sliding = types.iter().filter(|t| **t == SLIDING).count();
-        return match sliding {
-            0 => Ok(None),
-            n if n == types.len() => Ok(Some(window)),
+        return match (types.iter().filter(|t| **t == SLIDING).count(), window) {
+            (0, _) => Ok(None),
+            (_, None) => Err(config.error("layer_types", "asks for a sliding window, and there is none")),
+            (n, Some(window)) if n == layers => Ok(Some(window)),
             _ => Err(some("layer_types")),
         };
     }
-    if !on {
-        return Ok(None);
-    }
-    match config.optional_usize("max_window_layers")?.unwrap_or(28) {
-        0 => Ok(Some(window)),
-        first if first >= layers => Ok(None),
-        _ => Err(some("max_window_layers")),
+    let first = match config.map().contains_key("use_sliding_window") {
+        true => config.optional_usize("max_window_layers")?.unwrap_or(28),
+        false => 0,
+    };
+    match window {
+        None => Ok(None),
+        Some(_) if first >= layers => Ok(None),
+        Some(window) if first == 0 => Ok(Some(window)),
+        Some(_) => Err(some("max_window_layers")),
     }
 }
 
@@ -290,6 +304,38 @@ mod tests {
         assert_eq!(groups(&block(64, 96, 8, 2, 8, biased)), expected(4));
         // Norms of heads neither scale nor let a scale through.
         assert_eq!(groups(&block(64, 96, 8, 2, 8, normed)), expected(4));
+    }
+
+    #[test]
+    fn sliding_windows() {
+        let window = |text: &str, on: bool| {
+            let mut map = serde_json::from_str::<serde_json::Map<_, _>>(text).unwrap();
+            map.insert("num_hidden_layers".into(), 2.into());
+            let path = std::path::Path::new("config.json");
+            sliding_window(&ConfigFields::new(path, &map), on).map_err(|e| e.to_string())
+        };
+        assert_eq!(window("{}", true), Ok(Some(4096)));
+        assert_eq!(window("{}", false), Ok(None));
+        assert_eq!(window(r#"{ "sliding_window": null }"#, true), Ok(None));
+        assert_eq!(window(r#"{ "sliding_window": 16 }"#, true), Ok(Some(16)));
+        let qwen = |first: usize| {
+            format!(r#"{{ "use_sliding_window": true, "sliding_window": 16, "max_window_layers": {first} }}"#)
+        };
+        assert_eq!(window(&qwen(0), true), Ok(Some(16)));
+        assert_eq!(window(&qwen(2), true), Ok(None));
+        assert!(window(&qwen(1), true).unwrap_err().contains("`max_window_layers`"));
+        let types = |types: &str| format!(r#"{{ "sliding_window": 16, "layer_types": {types} }}"#);
+        assert_eq!(window(&types(r#"["full_attention", "full_attention"]"#), true), Ok(None));
+        assert_eq!(window(&types(r#"["sliding_attention", "sliding_attention"]"#), true), Ok(Some(16)));
+        for (text, on, says) in [
+            (r#"["sliding_attention", "sliding_attention"]"#, false, "there is none"),
+            (r#"["sliding_attention", "full_attention"]"#, true, "some blocks only"),
+            (r#"["full_attention"]"#, true, "1 entries for 2 blocks"),
+            (r#"["full_attention", "linear_attention"]"#, true, "`linear_attention`"),
+        ] {
+            let said = window(&types(text), on).unwrap_err();
+            assert!(said.contains("`layer_types`") && said.contains(says), "{said}");
+        }
     }
 
     #[test]

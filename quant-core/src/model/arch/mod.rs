@@ -99,7 +99,16 @@ pub fn describe(config: &ConfigFields<'_>) -> Result<Architecture> {
     };
     let family = FAMILIES.iter().find(|f| f.architectures().contains(&found.as_str()));
     match family {
-        Some(family) => family.describe(config),
+        Some(family) => {
+            // Readers go by either; where the two disagree, they would not run the same model.
+            match config.optional_str("model_type")? {
+                Some(kind) if kind != family.name() => Err(config.error(
+                    "model_type",
+                    format!("is `{kind}`, and `architectures` says `{found}`, which is `{}`", family.name()),
+                )),
+                _ => family.describe(config),
+            }
+        }
         None => Err(Error::UnknownArchitecture {
             path: config.path().to_owned(),
             found,
