@@ -2,7 +2,8 @@
 //!
 //! Baseline and program alternate within one run: read, hash and write the same number of bytes
 //! with fsync on one thread; then `quant quantize --method rtn`. The record holds medians, their
-//! ratio and the program's peak memory, for each thread count asked for.
+//! ratio and the program's peak memory, for each thread count asked for, and the arithmetic alone:
+//! rounding and packing in memory, by the example `rtn_throughput`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,7 +14,7 @@ use crate::support::llama::Shape;
 use crate::support::measure::{self, Usage, median, read_hash_write, safetensors_of};
 use crate::support::noise::Float;
 use crate::support::record::{Record, table, typed_command};
-use crate::support::shell::{self, cargo, directory_bytes, remove_dir, target_dir};
+use crate::support::shell::{self, cargo, directory_bytes, output, remove_dir, target_dir};
 use crate::synth;
 
 /// Wall time over the baseline's that the project promises not to exceed.
@@ -77,7 +78,21 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     remove_dir(&out)?;
-    report(args, input_bytes, output_bytes, &runs)
+    let most = args.threads.iter().max().copied().unwrap_or(1).to_string();
+    let arithmetic = output(&mut cargo(&[
+        "run",
+        "--release",
+        "--quiet",
+        "--locked",
+        "-p",
+        "quant-core",
+        "--example",
+        "rtn_throughput",
+        "--",
+        &most,
+    ]))?;
+    println!("\n{arithmetic}");
+    report(args, input_bytes, output_bytes, &runs, &arithmetic)
 }
 
 fn quantize(quant: &Path, model: &Path, out: &Path, threads: usize) -> Result<Usage> {
@@ -87,7 +102,7 @@ fn quantize(quant: &Path, model: &Path, out: &Path, threads: usize) -> Result<Us
     measure::run(&mut command)
 }
 
-fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run]) -> Result<()> {
+fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run], arithmetic: &str) -> Result<()> {
     let mut rows = Vec::new();
     let mut broken = Vec::new();
     for &threads in &args.threads {
@@ -123,10 +138,12 @@ fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run]) -> Res
              many bytes as the output has, fsync; one thread, warm page cache. Program: `quant quantize \
              MODEL -o OUT --method rtn --force --quiet --threads T`, same cache. Baseline and program alternate, \
              {} repetitions; medians, the ratio is the median of the pairs' ratios, memory is the largest \
-             seen.\n\n{table}",
+             seen.\n\n{table}\nThe arithmetic alone, from the bytes of a weight to packed words and errors:\n\n\
+             ```text\n{}\n```\n",
             input_bytes as f64 / 1e9,
             output_bytes as f64 / 1e9,
-            args.repeat
+            args.repeat,
+            arithmetic.trim_end()
         ),
         csv: csv(args.layers, runs),
     };

@@ -29,6 +29,9 @@ pub struct Args {
     /// Tokens of a window
     #[arg(long, default_value_t = 512)]
     pub seq_len: usize,
+    /// Which sets of rows: 4 or 3 bits, or 4 bits with planted outliers
+    #[arg(long, value_delimiter = ',', default_values = ["4", "3", "4-planted"])]
+    pub sets: Vec<String>,
     /// Measure this program instead of building ours
     #[arg(long)]
     pub quant: Option<PathBuf>,
@@ -55,7 +58,10 @@ pub fn run(args: &Args) -> Result<()> {
         vec!["outliers,bits,model,group_size,producer,fast_ratio,reference_ratio,regret,gain".to_owned()];
     let mut regrets = Vec::new();
     let (mut same, mut seconds) = (0, [0.0; 2]);
-    for (planted, bits) in [(false, 4), (false, 3), (true, 4)] {
+    for (name, planted, bits) in [("4", false, 4), ("3", false, 3), ("4-planted", true, 4)] {
+        if !args.sets.iter().any(|s| s == name) {
+            continue;
+        }
         for row in &ROWS {
             let model = row.model(&data, planted)?;
             let mut found = Vec::new();
