@@ -14,7 +14,7 @@ use crate::output::{JsonOption, table};
 /// What to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name[@revision] on a hub
+    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// Tokens of the prompt, read at once
     #[arg(long, value_name = "N", default_value_t = 512)]

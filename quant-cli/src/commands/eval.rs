@@ -15,7 +15,7 @@ use crate::output::{JsonOption, table};
 /// What to evaluate on what.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name[@revision] on a hub
+    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// Compare with this model on the same tokens, such as the float one it was made from
     #[arg(long, value_name = "MODEL")]

@@ -12,7 +12,7 @@ use crate::output::{JsonOption, bytes, table};
 /// What to look at.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name[@revision] on a hub
+    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     #[command(flatten)]
     json: JsonOption,

@@ -15,7 +15,7 @@ use crate::recipe::RecipeOptions;
 /// What to plan.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, or org/name[@revision] on a hub
+    /// Model directory, or org/name or org/name@revision on a hub
     #[arg(required_unless_present = "print_recipe")]
     pub model: Option<PathBuf>,
     /// Print a preset as a recipe file, and nothing else

@@ -18,7 +18,7 @@ use crate::recipe::RecipeOptions;
 /// What to quantize, and where to write it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, or org/name[@revision] on a hub
+    /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// Directory to write; it appears when all is done and verified
     #[arg(long, short)]
