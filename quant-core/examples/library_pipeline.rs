@@ -72,7 +72,7 @@ fn run(cancel: &CancelToken) -> Result<()> {
     // so that what cannot be done fails here.
     let sampling = Sampling { samples: 16, length: 128, seed: 0 };
     let recipe = Recipe { sampling, ..Recipe::preset("awq-w4a16")? };
-    let plan = Plan::new(&model, &recipe)?;
+    let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
     let documents = read_documents(&text_path)?;
     let windows = TokenWindows::sample(&tokenizer, &documents, plan.sampling, &text_path)?;
 

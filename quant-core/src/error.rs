@@ -192,6 +192,16 @@ pub enum Error {
         /// What is not supported, with the key.
         reason: String,
     },
+    /// A quantized weight cannot be written in another container without changing it.
+    #[error("{}: `{module}` cannot be repacked without loss: {reason}", path.display())]
+    NotRepackable {
+        /// The file that holds it.
+        path: PathBuf,
+        /// The linear.
+        module: String,
+        /// What the container cannot hold.
+        reason: String,
+    },
     /// `tokenizer.json` is missing or unusable, or does not fit the model.
     #[error("{}: {reason}", path.display())]
     Tokenizer {
@@ -355,6 +365,7 @@ impl Error {
             | Self::AlreadyQuantized { .. }
             | Self::NameTaken { .. }
             | Self::UnsupportedQuantization { .. }
+            | Self::NotRepackable { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. }
             | Self::UnknownText { .. } => Category::Input,
@@ -413,11 +424,18 @@ impl Error {
             Self::UnknownArchitecture { known, .. } => {
                 format!("this version knows {}", known.join(", "))
             }
-            Self::AlreadyQuantized { .. } => "quantize from the original float checkpoint".into(),
-            Self::UnsupportedQuantization { .. } => {
-                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized and AWQ gemm checkpoints; \
-                 `quant quantize` starts from the original float checkpoint"
+            Self::AlreadyQuantized { .. } => {
+                "quantize from the original float checkpoint, or give nothing but --format to write the same \
+                 numbers in another container"
                     .into()
+            }
+            Self::UnsupportedQuantization { .. } => {
+                "compressed-tensors pack-quantized and AWQ gemm checkpoints can be read; \
+                 `quant quantize` also starts from the original float checkpoint"
+                    .into()
+            }
+            Self::NotRepackable { .. } => {
+                "quantize the original float checkpoint for this container".into()
             }
             Self::Tokenizer { .. } => {
                 "the model directory needs the tokenizer.json that belongs to it".into()

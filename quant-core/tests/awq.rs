@@ -67,7 +67,7 @@ impl Search {
             search,
             cancel: &CancelToken::new(),
         };
-        let rewrite = Awq.search(&task, &mut hidden).unwrap();
+        let rewrite = Awq.search(&[task], &mut hidden).unwrap().remove(0);
         // The search has moved the batch on to the next block, whatever it looked at.
         let mut next = embed();
         next.advance(&block, &CancelToken::new()).unwrap();
@@ -356,7 +356,8 @@ fn linears_that_stay_float_are_rewritten_exactly() {
 fn without_a_calibration_batch_awq_is_refused() {
     let checkpoint = tiny().random(1);
     let model = checkpoint.model();
-    let plan = quant_core::recipe::Plan::new(&model, &recipe("awq", "w4a16")).unwrap();
+    let recipe = recipe("awq", "w4a16");
+    let plan = quant_core::recipe::Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
     let mut sink = quant_core::checkpoint::MemorySink::new(plan.outputs()).unwrap();
     let job = quant_core::pipeline::Job {
         model: &model,

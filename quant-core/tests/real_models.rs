@@ -36,7 +36,7 @@ fn check(name: &str, path: &Path, recipe: &Recipe) {
             let module = architecture.in_block(layer, linear);
             let tensor = format!("{module}.weight");
             let own = recipe.overrides.iter().find(|(pattern, _)| pattern.matches(&module));
-            let scheme = own.map_or(recipe.scheme, |(_, scheme)| *scheme);
+            let scheme = own.map_or(recipe.scheme, |(_, scheme)| *scheme).with_default_symmetry(true);
             assert_eq!(read_back.module_scheme(&module), Some(scheme), "{name}: {module}");
 
             let dtype = source.info(&tensor).unwrap().dtype;

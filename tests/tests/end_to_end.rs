@@ -261,7 +261,8 @@ fn shards_on_both_sides() {
     // The command line has no option for the size of shards; the library has.
     let directory = ModelDirectory::open(&demo_model()).unwrap();
     let model = Model::open(&directory).unwrap();
-    let plan = Plan::new(&model, &Recipe::preset("rtn-w4a16").unwrap()).unwrap();
+    let recipe = Recipe::preset("rtn-w4a16").unwrap();
+    let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
     let options = WriteOptions { max_shard_bytes: 1_000_000, ..WriteOptions::default() };
     let mut writer = CheckpointWriter::create(&at("many"), plan.outputs(), options).unwrap();
     let job =

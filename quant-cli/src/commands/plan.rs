@@ -34,12 +34,17 @@ pub struct Args {
 struct PlanJson<'a> {
     schema: &'static str,
     method: &'a str,
-    format: &'a str,
     input_bytes: u64,
-    output_bytes: u64,
-    bits_per_quantized_weight: f64,
     peak_memory_bytes: u64,
     selectors: Vec<SelectorJson<'a>>,
+    formats: Vec<FormatJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct FormatJson<'a> {
+    format: &'a str,
+    output_bytes: u64,
+    bits_per_quantized_weight: f64,
     warnings: Vec<String>,
     tensors: Vec<TensorJson<'a>>,
 }
@@ -78,9 +83,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
     let recipe = args.recipe.recipe()?;
     let opened = inputs::open(model, session)?;
-    let plan = Plan::new(&opened.model, &recipe)?;
-    let peak = plan.peak_memory(&opened.model);
-    args.json.emit(&json(&plan, peak), || text(&plan, peak, args.all))
+    let plans = args.recipe.plans(&opened.model, &recipe)?;
+    let peak = Plan::peak_memory(&plans, &opened.model);
+    args.json.emit(&json(&plans, peak), || text(&plans, peak, args.all))
 }
 
 fn outcome(action: &Action) -> String {
@@ -88,22 +93,35 @@ fn outcome(action: &Action) -> String {
         Action::Copy => "as it is".into(),
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
+        Action::Repack { scheme, .. } => format!("{scheme}, the same numbers"),
     }
 }
 
-fn json(plan: &Plan, peak_memory_bytes: u64) -> PlanJson<'_> {
-    let selectors = plan.selectors.iter().map(|s| SelectorJson {
+fn json(plans: &[Plan], peak_memory_bytes: u64) -> PlanJson<'_> {
+    let first = plans.first();
+    let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: s.option,
         pattern: &s.pattern,
         outcome: &s.outcome,
         modules: &s.modules,
     });
+    PlanJson {
+        schema: "quant-plan/2",
+        method: first.map_or("", |plan| plan.method.name),
+        input_bytes: first.map_or(0, Plan::input_bytes),
+        peak_memory_bytes,
+        selectors: selectors.collect(),
+        formats: plans.iter().map(format_json).collect(),
+    }
+}
+
+fn format_json(plan: &Plan) -> FormatJson<'_> {
     let tensors = plan.entries.iter().map(|e| TensorJson {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
         shape: &e.info.shape,
         action: outcome(&e.action),
-        bytes_before: e.info.byte_len(),
+        bytes_before: e.input_bytes(),
         bytes_after: e.output_bytes(),
         outputs: e
             .outputs
@@ -111,21 +129,42 @@ fn json(plan: &Plan, peak_memory_bytes: u64) -> PlanJson<'_> {
             .map(|o| OutputJson { tensor: &o.name, dtype: o.info.dtype.name(), shape: &o.info.shape })
             .collect(),
     });
-    PlanJson {
-        schema: "quant-plan/1",
-        method: plan.method.name,
+    FormatJson {
         format: plan.container.name(),
-        input_bytes: plan.input_bytes(),
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
-        peak_memory_bytes,
-        selectors: selectors.collect(),
         warnings: plan.warnings(),
         tensors: tensors.collect(),
     }
 }
 
-fn text(plan: &Plan, peak: u64, all: bool) -> String {
+fn text(plans: &[Plan], peak: u64, all: bool) -> String {
+    let mut text = String::new();
+    for plan in plans {
+        if plans.len() > 1 {
+            text.push_str(&format!("{}:\n\n", plan.container.name()));
+        }
+        text.push_str(&plan_text(plan, all));
+        text.push('\n');
+    }
+    for s in plans.first().into_iter().flat_map(|plan| &plan.selectors) {
+        text.push_str(&format!(
+            "{} {}: {} linear(s) get {}\n",
+            s.option,
+            s.pattern,
+            s.modules.len(),
+            s.outcome
+        ));
+        for module in s.modules.iter().filter(|_| all) {
+            text.push_str(&format!("  {module}\n"));
+        }
+    }
+    text.push_str(&format!("about {} of memory\n", bytes(peak)));
+    text
+}
+
+/// The tensors of a plan, and what they come to.
+fn plan_text(plan: &Plan, all: bool) -> String {
     let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
     let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
         let shape: Vec<String> = e.info.shape.iter().map(usize::to_string).collect();
@@ -144,7 +183,7 @@ fn text(plan: &Plan, peak: u64, all: bool) -> String {
     let mut places = HashMap::new();
     for entry in &plan.entries {
         let name = if all { entry.tensor.clone() } else { kind(&entry.tensor) };
-        let (before, after) = (entry.info.byte_len(), entry.output_bytes());
+        let (before, after) = (entry.input_bytes(), entry.output_bytes());
         let key = (name.clone(), entry.info.dtype, &entry.info.shape, outcome(&entry.action));
         let place = *places.entry(key).or_insert(kinds.len());
         if place == kinds.len() {
@@ -161,26 +200,13 @@ fn text(plan: &Plan, peak: u64, all: bool) -> String {
         .collect();
     let mut text = table(&header, &rows);
     text.push('\n');
-    for s in &plan.selectors {
-        text.push_str(&format!(
-            "{} {}: {} linear(s) get {}\n",
-            s.option,
-            s.pattern,
-            s.modules.len(),
-            s.outcome
-        ));
-        for module in s.modules.iter().filter(|_| all) {
-            text.push_str(&format!("  {module}\n"));
-        }
-    }
     text.push_str(&format!(
-        "{} with {}: {} → {} ({:.2} bits a quantized weight), about {} of memory\n",
+        "{} with {}: {} → {} ({:.2} bits a quantized weight)\n",
         plan.method.name,
         plan.container.name(),
         bytes(plan.input_bytes()),
         bytes(plan.output_bytes()),
         plan.bits_per_quantized_weight(),
-        bytes(peak),
     ));
     for warning in plan.warnings() {
         text.push_str(&format!("note: {warning}\n"));

@@ -124,6 +124,11 @@ impl AbsMean {
         Self { sums: vec![0.0; channels], tokens: 0 }
     }
 
+    /// Features of the input.
+    pub fn channels(&self) -> usize {
+        self.sums.len()
+    }
+
     /// Adds rows `[tokens, channels]`.
     pub fn add(&mut self, x: &[f32]) {
         for row in x.chunks_exact(self.sums.len().max(1)) {

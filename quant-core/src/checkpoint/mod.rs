@@ -47,4 +47,4 @@ pub use tensor_io::{
     TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
     require_weight_float,
 };
-pub use writer::{CheckpointWriter, WriteOptions};
+pub use writer::{CheckpointWriter, Prepared, WriteOptions};

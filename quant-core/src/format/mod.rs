@@ -89,18 +89,38 @@ pub trait PackedReader: Send + Sync {
     /// The scheme of a module, or `None` if it is stored float.
     fn scheme(&self, module: &str) -> Option<WeightScheme>;
 
+    /// The type that a quantized module's scales are stored in.
+    ///
+    /// # Errors
+    /// When there are none.
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype>;
+
+    /// The tensors that hold a module of shape `[n, k]`, each there with the type and shape that the
+    /// scheme implies.
+    ///
+    /// # Errors
+    /// When one is missing, or its type or shape is another.
+    fn tensors(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>>;
+
     /// Whether a module of shape `[n, k]` is stored as its scheme implies, without its weights
     /// being read.
     ///
     /// # Errors
-    /// When its tensors are missing, or their types or shapes are not what the scheme and `shape`
-    /// imply.
-    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()>;
+    /// As [`tensors`](Self::tensors).
+    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
+        self.tensors(source, module, shape).map(drop)
+    }
+
+    /// The zeros of a module of shape `[n, k]`, `[n, groups]`, where its scheme has any.
+    ///
+    /// # Errors
+    /// As [`tensors`](Self::tensors).
+    fn zeros(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<Option<Vec<u8>>>;
 
     /// The quantized weight of a module of shape `[n, k]`.
     ///
     /// # Errors
-    /// As [`check`](Self::check), and when contents are not what they should be.
+    /// As [`tensors`](Self::tensors), and when contents are not what they should be.
     fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor>;
 }
 
@@ -116,6 +136,23 @@ pub fn container(name: &str) -> Result<&'static dyn Container> {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
         Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
     })
+}
+
+/// The containers of those names, each once.
+///
+/// # Errors
+/// As [`container`], and when there is no name or one stands twice.
+pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
+    const REMEDY: &str = "name each container once";
+    if names.is_empty() {
+        return Err(Error::usage("no format is given", REMEDY));
+    }
+    for (i, name) in names.iter().enumerate() {
+        if names[..i].contains(name) {
+            return Err(Error::usage(format!("format `{name}` is named twice"), REMEDY));
+        }
+    }
+    names.iter().map(|name| container(name)).collect()
 }
 
 /// A reader for a checkpoint whose `config.json` has this `quantization_config`.

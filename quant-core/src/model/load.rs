@@ -11,10 +11,11 @@ use serde_json::{Map, Value};
 use super::arch::{self, Architecture, NodeId};
 use super::{Block, Linear, RopeTable, WeightBody};
 use crate::checkpoint::{
-    ConfigFields, ModelDirectory, TensorSource, non_finite_in_whole, require_finite_bytes,
-    require_weight_float,
+    ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole,
+    require_finite_bytes, require_weight_float,
 };
 use crate::format::{self, PackedReader};
+use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
 
 /// A checkpoint whose configuration and tensors agree.
@@ -190,7 +191,7 @@ impl Model {
             require_weight_float(self.source.location(&name), &name, info.dtype)?;
         }
         let Some(quantization) = &self.quantization else { return Ok(()) };
-        for (module, shape) in self.linear_modules() {
+        for (_, module, shape) in self.linear_modules() {
             if quantization.reader.scheme(&module).is_some() {
                 quantization.reader.check(self.source.as_ref(), &module, shape)?;
             }
@@ -198,14 +199,40 @@ impl Model {
         Ok(())
     }
 
-    /// All linears by name with their shapes `[n, k]`, the head included unless it is tied.
-    fn linear_modules(&self) -> Vec<(String, [usize; 2])> {
+    /// All linears in model order, each with its block, its name and its shape `[n, k]`; the head
+    /// included unless it is tied.
+    pub(crate) fn linear_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
-        let head = (!a.tied).then(|| (a.head.clone(), [a.vocab, a.hidden]));
+        let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
         let in_blocks = (0..a.layers).flat_map(|layer| {
-            self.graph.linears().map(move |(_, name, shape, _)| (a.in_block(layer, name), shape))
+            self.graph.linears().map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
         });
         in_blocks.chain(head).collect()
+    }
+
+    fn packed_reader(&self) -> Result<&dyn PackedReader> {
+        let quantization = self.quantization.as_ref();
+        quantization.map(|q| &*q.reader).ok_or_else(|| Error::Internal("the model is not quantized".into()))
+    }
+
+    /// The tensors that hold a quantized linear of shape `[n, k]`.
+    pub(crate) fn packed_tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
+        self.packed_reader()?.tensors(self.source.as_ref(), module, shape)
+    }
+
+    /// The type that the scales of a quantized linear are stored in.
+    pub(crate) fn packed_scale_dtype(&self, module: &str) -> Result<Dtype> {
+        self.packed_reader()?.scale_dtype(self.source.as_ref(), module)
+    }
+
+    /// The zeros of a quantized linear, `[n, groups]`, where it has any.
+    pub(crate) fn packed_zeros(&self, module: &str, shape: [usize; 2]) -> Result<Option<Vec<u8>>> {
+        self.packed_reader()?.zeros(self.source.as_ref(), module, shape)
+    }
+
+    /// A quantized linear.
+    pub(crate) fn packed(&self, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        self.packed_reader()?.read(self.source.as_ref(), module, shape)
     }
 
     /// A float matrix in its file's dtype, checked to be finite.

@@ -11,7 +11,7 @@ use crate::calibrate::TokenWindows;
 use crate::checkpoint::TensorInfo;
 use crate::digest::sha256_hex;
 use crate::quantize::ErrorStats;
-use crate::recipe::{Action, PlanEntry};
+use crate::recipe::PlanEntry;
 use crate::transform::{ClipRecord, FoldRecord, Search};
 
 /// The version of the report's schema; it grows with every change that a reader could notice.
@@ -92,7 +92,7 @@ impl From<ErrorStats> for WeightError {
 pub struct TensorReport {
     /// Its name in the input.
     pub tensor: String,
-    /// `copied`, `rewritten` or `quantized`.
+    /// `copied`, `rewritten`, `quantized` or `repacked`.
     pub action: String,
     /// Its type in the input.
     pub dtype: String,
@@ -123,10 +123,8 @@ pub struct TensorReport {
 impl TensorReport {
     fn new(entry: &PlanEntry, action: &str, source_sha256: String) -> Self {
         let TensorInfo { dtype, shape } = &entry.info;
-        let (scheme, columns) = match &entry.action {
-            Action::Quantize { scheme, .. } => (Some(*scheme), shape.last().copied().unwrap_or(0)),
-            _ => (None, 0),
-        };
+        let scheme = entry.quantized().map(|(_, scheme)| scheme);
+        let columns = shape.last().copied().unwrap_or(0);
         Self {
             tensor: entry.tensor.clone(),
             action: action.to_owned(),
@@ -139,7 +137,7 @@ impl TensorReport {
             weight_error: None,
             scale_search: None,
             clip_search: None,
-            bytes_before: entry.info.byte_len(),
+            bytes_before: entry.input_bytes(),
             bytes_after: entry.output_bytes(),
             source_sha256,
         }
@@ -151,6 +149,10 @@ impl TensorReport {
 
     pub(super) fn rewritten(entry: &PlanEntry, source_sha256: String) -> Self {
         Self::new(entry, "rewritten", source_sha256)
+    }
+
+    pub(super) fn repacked(entry: &PlanEntry, source_sha256: String) -> Self {
+        Self::new(entry, "repacked", source_sha256)
     }
 
     pub(super) fn quantized(

@@ -10,10 +10,13 @@ const PROGRAM: u64 = 112 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Bytes of memory at the peak, about.
-    pub fn peak_memory(&self, model: &Model) -> u64 {
-        let search = if self.method.transform.is_some() { self.search_memory(model) } else { 0 };
-        search.saturating_add(PROGRAM + self.largest_tensor())
+    /// Bytes of memory at the peak, about, of one run of all these plans for a model.
+    pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
+        let searched = plans.iter().filter(|p| p.method.transform.is_some());
+        // What is gathered of the batch serves all.
+        let search = searched.map(|p| p.search_memory(model)).max().unwrap_or(0);
+        let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
+        search.saturating_add(PROGRAM + tensors)
     }
 
     /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy

@@ -67,10 +67,14 @@ pub trait Transform: Debug + Send + Sync {
     /// Norms and linears whose stored parameters the search may change, beyond rounding.
     fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId>;
 
-    /// Finds the rewrite of one block, and moves `hidden`, what enters the block, on to what comes
-    /// out of it while its weights are float.
+    /// Finds a rewrite of one block for each task, and moves `hidden`, what enters the block, on to
+    /// what comes out of it while its weights are float.
+    ///
+    /// Tasks are of the same block and differ in the grids of the same linears, as several
+    /// containers ask for them: what is gathered of the batch serves all. A task's rewrite does not
+    /// depend on the others.
     ///
     /// # Errors
     /// When the block fails, numbers are not finite, or the token pulls.
-    fn search(&self, task: &BlockTask<'_>, hidden: &mut HiddenStates) -> Result<Rewrite>;
+    fn search(&self, tasks: &[BlockTask<'_>], hidden: &mut HiddenStates) -> Result<Vec<Rewrite>>;
 }

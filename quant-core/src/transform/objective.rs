@@ -4,6 +4,8 @@
 //! Two objectives, as in the reference algorithm: where one linear reads the scaled channels, the
 //! error of its output; where several do, the error of the module in which they meet.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
@@ -22,7 +24,7 @@ const ROW_TILE: usize = 64;
 pub(super) enum Objective {
     /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, from `X` or, where tokens outnumber channels, from its
     /// Gram matrix, which gives the same number: `tr(D XᵀX Dᵀ)`.
-    Linear { node: NodeId, input: Input, tokens: usize },
+    Linear { node: NodeId, input: Arc<Input>, tokens: usize },
     /// A module: its output is recomputed with the candidate's weights.
     Module { consumers: Vec<NodeId>, input: NodeId, inspected: NodeId, batch: Vec<(Tensor, Tensor)> },
 }
@@ -100,7 +102,7 @@ impl Objective {
         let graph = task.block.graph();
         if let [node] = group.consumers[..] {
             let k = task.block.linear(node).weight().shape()[1];
-            let input = Input::gather(task, hidden, group.input, k)?;
+            let input = Arc::new(Input::gather(task, hidden, group.input, k)?);
             return Ok(Self::Linear { node, input, tokens: hidden.tokens() });
         }
         let mut batch = Vec::new();

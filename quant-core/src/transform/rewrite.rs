@@ -99,6 +99,11 @@ impl Rewrite {
         Ok(())
     }
 
+    /// Whether a linear's weight is another one, clipping aside.
+    pub fn changes(&self, node: NodeId) -> bool {
+        self.columns.contains_key(&node) || self.rows.contains_key(&node)
+    }
+
     /// A linear's whole rewritten weight, before clipping, `[n, k]`.
     ///
     /// # Errors
@@ -132,7 +137,7 @@ impl Rewrite {
         }
         let graph = block.graph().clone();
         for (node, _, shape, _) in graph.linears() {
-            if !self.columns.contains_key(&node) && !self.rows.contains_key(&node) {
+            if !self.changes(node) {
                 continue;
             }
             let linear = block.linear(node);

@@ -1,10 +1,12 @@
 //! What the search needs of a block's inputs, gathered in one pass of the float block.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 
 use super::awq::GRID;
+use super::objective::Input;
 use super::race::{Sample, mixes_tokens};
 use super::{BlockTask, Search, clip};
 use crate::Result;
@@ -15,18 +17,27 @@ use crate::model::{BlockGraph, FoldGroup, NodeId, Tap};
 pub(super) struct Watch<'a> {
     task: &'a BlockTask<'a>,
     first: usize,
-    /// By the node whose value the consumers read.
-    pub(super) means: BTreeMap<NodeId, AbsMean>,
-    /// For the clip search.
-    pub(super) sampled: BTreeMap<NodeId, SampledRows>,
-    /// For the fast scale search.
-    pub(super) kept: BTreeMap<NodeId, Kept>,
+    means: BTreeMap<NodeId, AbsMean>,
+    sampled: BTreeMap<NodeId, SampledRows>,
+    kept: BTreeMap<NodeId, Kept>,
     /// The values seen in the current piece: linears share inputs, which count once.
     seen: Vec<NodeId>,
 }
 
+/// What a pass has told.
+pub(super) struct Watched {
+    /// By the node whose value the consumers read.
+    pub(super) means: BTreeMap<NodeId, AbsMean>,
+    /// For the clip search.
+    pub(super) sampled: BTreeMap<NodeId, SampledRows>,
+    /// For races.
+    pub(super) samples: BTreeMap<NodeId, Sample>,
+    /// For what is judged by its input's Gram matrix.
+    pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
+}
+
 /// What the fast search keeps of a group's input.
-pub(super) enum Kept {
+enum Kept {
     /// The lower triangle of the Gram matrix of all tokens.
     Gram(Vec<f32>),
     /// Tokens for a race.
@@ -75,6 +86,22 @@ impl<'a> Watch<'a> {
             self.task.block.forward(&x, 0, None, self)?;
         }
         Ok(())
+    }
+
+    /// Ends the pass.
+    pub(super) fn finish(self) -> Watched {
+        let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
+        for (node, kept) in self.kept {
+            match kept {
+                Kept::Sample(sample) => {
+                    samples.insert(node, sample);
+                }
+                Kept::Gram(sum) => {
+                    grams.insert(node, Arc::new(Input::gram(sum, self.means[&node].channels())));
+                }
+            }
+        }
+        Watched { means: self.means, sampled: self.sampled, samples, grams }
     }
 }
 

@@ -273,7 +273,7 @@ pub fn run(
     recipe: &Recipe,
     windows: Option<&TokenWindows>,
 ) -> Quantized {
-    let plan = Plan::new(model, recipe).expect("the recipe fits");
+    let plan = Plan::new(model, recipe, recipe.containers[0]).expect("the recipe fits");
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let job = Job { model, plan: &plan, windows, observer: &Silent, cancel: &CancelToken::new() };
     let report = quantize(&job, &mut sink).expect("the model can be quantized");

@@ -3,15 +3,12 @@
 use serde_json::Value;
 
 use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
-use super::{BITS, METHOD, VERSION};
-use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite};
+use super::{BITS, HEAD, METHOD, VERSION};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::PackedReader;
 use crate::quantize::QuantizedTensor;
 use crate::recipe::{Granularity, WeightScheme};
 use crate::{Error, Result};
-
-/// The module that readers leave float whatever the configuration says.
-const HEAD: &str = "lm_head";
 
 /// Which modules are quantized, all by one scheme.
 #[derive(Debug)]
@@ -75,7 +72,11 @@ impl PackedReader for Reader {
         (!float).then_some(WeightScheme { bits: BITS, granularity: self.granularity, symmetric: false })
     }
 
-    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        Ok(source.require(&scales_name(module))?.dtype)
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
         let scheme = self.quantized(module)?;
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
@@ -83,23 +84,24 @@ impl PackedReader for Reader {
                 reason: format!("`{module}` cannot be {scheme}: {e}"),
             }
         })?;
-        for spec in specs {
+        for spec in &specs {
             let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
             let path = source.location(&spec.name);
+            let tensor = spec.name.clone();
             if dtype != spec.info.dtype {
                 let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
-                return Err(Error::TensorDtype { path, tensor: spec.name, expected, got });
+                return Err(Error::TensorDtype { path, tensor, expected, got });
             }
             if shape != spec.info.shape {
-                return Err(Error::TensorShape {
-                    path,
-                    tensor: spec.name,
-                    expected: spec.info.shape,
-                    got: shape,
-                });
+                return Err(Error::TensorShape { path, tensor, expected: spec.info.shape.clone(), got: shape });
             }
         }
-        Ok(())
+        Ok(specs)
+    }
+
+    fn zeros(&self, source: &dyn TensorSource, module: &str, [n, k]: [usize; 2]) -> Result<Option<Vec<u8>>> {
+        let groups = k / self.quantized(module)?.granularity.group_size(k);
+        Ok(Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)))
     }
 
     fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
@@ -118,7 +120,7 @@ impl PackedReader for Reader {
             codes: unpack_transposed(&source.read(&codes_name(module))?, n, k),
             scales: scales.collect(),
             scale_dtype: Dtype::F16,
-            zeros: Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)),
+            zeros: self.zeros(source, module, shape)?,
         };
         tensor.view()?;
         Ok(tensor)

@@ -300,7 +300,11 @@ impl PackedReader for Reader {
         if self.ignored.get(module).is_some() { None } else { self.targets.get(module) }
     }
 
-    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        Ok(source.require(&scale_name(module))?.dtype)
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
         let scheme = self.quantized(module)?;
         let scale_name = scale_name(module);
         let scale_dtype = source.require(&scale_name)?.dtype;
@@ -326,7 +330,17 @@ impl PackedReader for Reader {
                 reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
             });
         }
-        check_weight_shape(source, module, shape)
+        check_weight_shape(source, module, shape)?;
+        Ok(specs)
+    }
+
+    fn zeros(&self, source: &dyn TensorSource, module: &str, [n, k]: [usize; 2]) -> Result<Option<Vec<u8>>> {
+        let scheme = self.quantized(module)?;
+        if scheme.symmetric {
+            return Ok(None);
+        }
+        let groups = k / scheme.granularity.group_size(k);
+        unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits).map(Some)
     }
 
     fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
@@ -339,10 +353,7 @@ impl PackedReader for Reader {
         let mut scales = vec![0.0; n * groups];
         scale_dtype.widen(&source.read(&scale_name)?, &mut scales);
         require_finite(source.location(&scale_name), &scale_name, &scales)?;
-        let zeros = match scheme.symmetric {
-            true => None,
-            false => Some(unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits)?),
-        };
+        let zeros = self.zeros(source, module, shape)?;
         let codes = read_codes(source, &packed_name(module), shape, scheme.bits)?;
         let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros };
         tensor.view()?;
