@@ -115,7 +115,8 @@ impl RecipeOptions {
         if model.quant_method().is_none() {
             return Plan::all(model, recipe);
         }
-        let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, asymmetric, .. } = self;
+        let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, asymmetric, .. } =
+            self;
         let Self { ignore, overrides, search, samples, seq_len, seed, .. } = self;
         let other = [preset, method, scheme, group_size, search].iter().any(|o| o.is_some())
             || [symmetric, asymmetric].iter().any(|flag| **flag)

@@ -168,7 +168,8 @@ fn the_head_is_quantized_where_that_is_asked_for() {
         }
         run(&source, &config, &recipe, None)
     };
-    let head = |q: &Quantized| q.report.tensors.iter().find(|t| t.tensor == "lm_head.weight").cloned().unwrap();
+    let head =
+        |q: &Quantized| q.report.tensors.iter().find(|t| t.tensor == "lm_head.weight").cloned().unwrap();
     assert_eq!(head(&with(&[])).action, "copied");
     // What selects linears of blocks is about them.
     assert_eq!(head(&with(&[("*", "w8a16-g32")])).action, "copied");
@@ -177,22 +178,55 @@ fn the_head_is_quantized_where_that_is_asked_for() {
     let ignored = quantized.config["quantization_config"]["ignore"].as_array().unwrap();
     assert!(ignored.is_empty(), "{ignored:?}");
     // At 8 bits the logits hardly move from those with a float head.
-    let difference = common::relative_difference(
-        &logits(&quantized.model(), &batch),
-        &logits(&with(&[]).model(), &batch),
-    );
+    let difference =
+        common::relative_difference(&logits(&quantized.model(), &batch), &logits(&with(&[]).model(), &batch));
     assert!(difference > 0.0 && difference < 0.02, "{difference}");
 
-    let tied = Tiny { tied: true, ..checkpoint.tiny.clone() }.random(6);
-    let mut asked = recipe("rtn", "w4a16-g32");
-    asked.overrides.push((Pattern::new("lm_head").unwrap(), "w8a16".parse().unwrap()));
-    let error = Plan::new(&tied.model(), &asked, asked.containers[0]).unwrap_err();
-    assert!(error.to_string().contains("shares its weight with the embedding"), "{error}");
-    let awq = Recipe { containers: vec![named("awq")], ..asked };
-    let mut awq = awq;
-    awq.overrides[0].1 = "w4a16-g32".parse().unwrap();
-    let error = Plan::new(&source, &awq, awq.containers[0]).unwrap_err();
-    assert!(error.to_string().contains("keep it float"), "{error}");
+    for outer in ["lm_head", "embed_tokens"] {
+        let mut awq = in_container("awq", "rtn", "w4a16-g32");
+        awq.overrides.push((Pattern::new(outer).unwrap(), "w4a16-g32".parse().unwrap()));
+        let error = Plan::new(&source, &awq, awq.containers[0]).unwrap_err();
+        assert!(error.to_string().contains("keep it float"), "{error}");
+    }
+}
+
+/// A head that is the embedding is parted from it, whichever name the two are stored under.
+#[test]
+fn a_shared_head_is_parted_from_the_embedding() {
+    let tiny = Tiny { tied: true, ..tiny(Dtype::F16) };
+    let batch = windows(96, 2, 24, 7);
+    let asked = |patterns: &[&str]| {
+        let mut recipe = recipe("rtn", "w4a16-g32");
+        let scheme = "w8a16-g32".parse().unwrap();
+        recipe.overrides.extend(patterns.iter().map(|p| (Pattern::new(p).unwrap(), scheme)));
+        recipe
+    };
+    let checkpoint = tiny.random(9);
+    let error = Plan::new(&checkpoint.model(), &asked(&["embed_tokens"]), named("compressed-tensors"));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("shares its weight with the head"), "{error}");
+    let float_head = run(&checkpoint.model(), &tiny.config(), &asked(&[]), None);
+    for renamed in [false, true] {
+        let mut checkpoint = checkpoint.clone();
+        if renamed {
+            let tensor = checkpoint.tensors.remove("model.embed_tokens.weight").unwrap();
+            checkpoint.tensors.insert("lm_head.weight".into(), tensor);
+        }
+        for patterns in [&["lm_head"][..], &["lm_head", "embed_tokens"]] {
+            let mut written = run(&checkpoint.model(), &tiny.config(), &asked(patterns), None);
+            assert!(written.source.info("lm_head.weight").is_none());
+            let float = written.source.info("model.embed_tokens.weight").is_some();
+            assert_eq!(float, patterns.len() == 1, "{:?}", written.source.names());
+            written.config.insert("tie_word_embeddings".into(), false.into());
+            let model = written.model();
+            let difference =
+                common::relative_difference(&logits(&model, &batch), &logits(&float_head.model(), &batch));
+            assert!(difference > 0.0 && difference < 0.03, "{difference}");
+            assert_eq!(written.report.bytes_before, float_head.report.bytes_before);
+            let again = repacked(&written, "compressed-tensors");
+            assert_eq!((&again.source, &again.config), (&written.source, &written.config));
+        }
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ mod load;
 mod math;
 mod rope;
 
-pub use arch::{Architecture, BlockGraph, FoldGroup, Node, NodeId, Op};
+pub use arch::{Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, Op};
 pub use block::{Block, NoTap, Tap};
 pub use cache::KvCache;
 pub use decoder::Decoder;

@@ -66,8 +66,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     fn is_written(&self, entry: &PlanEntry) -> bool {
-        remembered(entry, self.sink).is_some()
-            && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
+        remembered(entry, self.sink).is_some() && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
 
     /// Takes the entries of one span, those of block `layer` if it is one. Reads ahead up to the end
@@ -104,9 +103,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             Some((ahead, source)) if ahead == index => source?,
             _ => Source::read(job, entry, std::mem::take(&mut self.spare))?,
         };
-        let next = entries[..horizon]
-            .get(index + 1)
-            .filter(|e| e.action != Action::Copy && !self.is_written(e));
+        let next =
+            entries[..horizon].get(index + 1).filter(|e| e.action != Action::Copy && !self.is_written(e));
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(

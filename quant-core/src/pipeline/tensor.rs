@@ -40,7 +40,7 @@ impl Source {
         let len = usize::try_from(entry.info.byte_len())
             .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
         bytes.resize(len, 0);
-        job.model.source().read_range(&entry.tensor, 0, &mut bytes)?;
+        job.model.source().read_range(&entry.stored, 0, &mut bytes)?;
         let sha256 = sha256_hex(&bytes);
         Ok(Self { contents: Contents::Bytes(bytes), sha256 })
     }
@@ -48,7 +48,9 @@ impl Source {
     fn bytes(self) -> Result<(Vec<u8>, String)> {
         match self.contents {
             Contents::Bytes(bytes) => Ok((bytes, self.sha256)),
-            Contents::Packed(_) => Err(Error::Internal("a packed weight stands where a float one should".into())),
+            Contents::Packed(_) => {
+                Err(Error::Internal("a packed weight stands where a float one should".into()))
+            }
         }
     }
 }
@@ -128,17 +130,20 @@ fn each_piece(
 
 /// Streams a tensor through unchanged, refusing NaN and infinity.
 pub(super) fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<TensorReport> {
-    let (name, dtype) = (&entry.tensor, entry.info.dtype);
+    let (name, dtype) = (&entry.stored, entry.info.dtype);
+    let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
+        return Err(Error::Internal(format!("`{name}` is copied nowhere")));
+    };
     let mut hash = Sha256::new();
     each_piece(job, name, entry.info.byte_len(), |at, piece| {
         let (written, ()) = rayon::join(
-            || finite(job, name, dtype, piece).and_then(|()| sink.write(name, at, piece)),
+            || finite(job, name, dtype, piece).and_then(|()| sink.write(output, at, piece)),
             || hash.update(piece),
         );
         written
     })?;
     if entry.info.byte_len() == 0 {
-        sink.write(name, 0, &[])?;
+        sink.write(output, 0, &[])?;
     }
     Ok(TensorReport::copied(entry, hex(&hash.finalize())))
 }
@@ -167,8 +172,10 @@ pub(super) fn transformed(
             let Source { contents: Contents::Packed(tensor), sha256 } = source else {
                 return Err(Error::Internal(format!("`{}` was not read as packed", entry.tensor)));
             };
-            let tensor = tensor.restated(*scheme, *scale_dtype).map_err(|reason| {
-                Error::NotRepackable { path: path(), module: module.clone(), reason }
+            let tensor = tensor.restated(*scheme, *scale_dtype).map_err(|reason| Error::NotRepackable {
+                path: path(),
+                module: module.clone(),
+                reason,
             })?;
             let outputs = job.plan.container.pack(module, &tensor)?;
             let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();

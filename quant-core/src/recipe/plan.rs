@@ -8,7 +8,7 @@ use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::{Container, ModuleSchemes};
-use crate::model::{Model, NodeId, Op};
+use crate::model::{FusedLinears, Model, NodeId, Op};
 use crate::recipe::Method;
 use crate::transform::Search;
 use crate::{Error, Result};
@@ -52,8 +52,11 @@ pub enum Action {
 /// One tensor of the input, what happens to it, and what is written in its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanEntry {
-    /// Its name in the input; for a weight that is repacked, the name it would have as float.
+    /// Its name as a float tensor of the model.
     pub tensor: String,
+    /// The tensor of the input that holds it, where one does: another one for a head that is the
+    /// embedding there.
+    pub stored: String,
     /// The block it belongs to.
     pub layer: Option<usize>,
     /// Its type and shape in the input; for a weight that is repacked, the type of its scales and
@@ -72,7 +75,7 @@ impl PlanEntry {
             Action::Repack { sources, .. } => {
                 sources.iter().map(|s| (s.name.as_str(), s.info.byte_len())).collect()
             }
-            _ => vec![(self.tensor.as_str(), self.info.byte_len())],
+            _ => vec![(self.stored.as_str(), self.info.byte_len())],
         }
     }
 
@@ -97,12 +100,16 @@ impl PlanEntry {
     }
 }
 
-/// A linear whose fate is known, before its tensors are.
+/// A weight whose fate is known, before its tensors are.
 struct Draft {
     layer: Option<usize>,
     node: Option<NodeId>,
     module: String,
     shape: [usize; 2],
+    /// Where it stands in the input.
+    stored: String,
+    /// Its name where it stays float.
+    name: String,
     scheme: Option<SchemeRequest>,
     /// What happens to its weight if it is not quantized.
     float: Action,
@@ -115,12 +122,11 @@ enum Drafted {
 
 impl Draft {
     fn entry(self, model: &Model, container: &dyn Container) -> Result<Drafted> {
-        let Self { layer, node, module, shape, scheme, float } = self;
-        let tensor = format!("{module}.weight");
-        let info = model.source().require(&tensor)?.clone();
+        let Self { layer, node, module, shape, stored, name: tensor, scheme, float } = self;
+        let info = model.source().require(&stored)?.clone();
         let Some(request) = scheme else {
             let outputs = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
-            return Ok(Drafted::Entry(PlanEntry { tensor, layer, info, action: float, outputs }));
+            return Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action: float, outputs }));
         };
         let scheme = request.with_default_symmetry(container.symmetric_by_default());
         let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
@@ -130,7 +136,7 @@ impl Draft {
         let scale_dtype = container.scale_dtype(info.dtype);
         let outputs = container.layout(&module, shape, scheme, scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
-        Ok(Drafted::Entry(PlanEntry { tensor, layer, info, action, outputs }))
+        Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action, outputs }))
     }
 }
 
@@ -151,6 +157,12 @@ pub struct Plan {
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
     pub float_modules: Vec<String>,
+    /// The head's module.
+    pub(super) head: String,
+    /// The embedding's module.
+    pub(super) embedding: String,
+    /// Linears that engines run as one.
+    pub(super) fused: Vec<FusedLinears>,
 }
 
 impl Plan {
@@ -173,27 +185,42 @@ impl Plan {
             .collect();
         let names: Vec<&str> = modules.iter().map(|(_, _, name, _)| name.as_str()).collect();
         let selection = Selection::new(recipe, &names);
-        let selectors = selection.matches(&names, &[&architecture.head])?;
+        let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
+        let selectors = selection.matches(&names, &[&embedding, &head])?;
 
         let folds = recipe.method.transform.map(|t| t.folded_nodes(graph)).unwrap_or_default();
         let mut drafts = Vec::new();
         for (layer, node, module, shape) in modules {
             let scheme = selection.in_block(&module);
-            let float =
-                if folds.contains(&node) { Action::Rewrite { layer, node } } else { Action::Copy };
-            drafts.push(Draft { layer: Some(layer), node: Some(node), module, shape, scheme, float });
+            let float = if folds.contains(&node) { Action::Rewrite { layer, node } } else { Action::Copy };
+            let name = format!("{module}.weight");
+            let stored = name.clone();
+            let (layer, node) = (Some(layer), Some(node));
+            drafts.push(Draft { layer, node, module, shape, stored, name, scheme, float });
         }
-        let (head, scheme) = (architecture.head.clone(), selection.outside(&architecture.head));
-        if architecture.tied && scheme.is_some() {
+        let head_scheme = selection.outside(&head);
+        // A head that is quantized is no longer the embedding.
+        let shared = architecture.tied && head_scheme.is_none();
+        let outer = |module: String, stored, name, scheme| {
+            let (shape, float) = ([architecture.vocab, architecture.hidden], Action::Copy);
+            Draft { layer: None, node: None, module, shape, stored, name, scheme, float }
+        };
+        let stored = model.embedding_name();
+        let name = if shared { stored.clone() } else { architecture.embedding.clone() };
+        let embedding_scheme = selection.outside(&embedding);
+        if shared && embedding_scheme.is_some() {
             return Err(Error::usage(
-                format!("`{head}` cannot be quantized: the model shares its weight with the embedding"),
-                "leave the override out; the weight stays float in both places",
+                format!(
+                    "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
+                ),
+                format!("quantize the head too, for example --override {head}=w8a16, which parts the two"),
             ));
         }
-        if !architecture.tied {
-            let shape = [architecture.vocab, architecture.hidden];
-            let float = Action::Copy;
-            drafts.push(Draft { layer: None, node: None, module: head.clone(), shape, scheme, float });
+        let embedding = outer(embedding, stored.clone(), name, embedding_scheme);
+        if !shared {
+            let name = format!("{head}.weight");
+            let stored = if architecture.tied { stored } else { name.clone() };
+            drafts.push(outer(head.clone(), stored, name, head_scheme));
         }
 
         let mut offenders = Vec::new();
@@ -211,8 +238,12 @@ impl Plan {
                 Drafted::Indivisible(offender) => offenders.push(offender),
             }
         }
-        if architecture.tied {
+        if shared {
             float_modules.push(head);
+        }
+        match embedding.entry(model, container)? {
+            Drafted::Entry(entry) => entries.push(entry),
+            Drafted::Indivisible(offender) => offenders.push(offender),
         }
         if !offenders.is_empty() {
             return Err(Error::GroupSizeDoesNotDivide(offenders));
@@ -228,6 +259,9 @@ impl Plan {
             entries,
             selectors,
             float_modules,
+            head: architecture.head.clone(),
+            embedding: architecture.embedding_module(),
+            fused: architecture.fused_modules(),
         };
         if plan.method.transform.is_some() {
             plan.sampling.check()?;
@@ -261,7 +295,7 @@ impl Plan {
                 let quantized = entry.quantized().is_some();
                 let (copied, module) = if quantized { (other, entry) } else { (entry, other) };
                 return Err(Error::NameTaken {
-                    path: model.source().location(&copied.tensor),
+                    path: model.source().location(&copied.stored),
                     tensor: output.name.clone(),
                     module: module.tensor.clone(),
                 });
@@ -270,8 +304,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Adds everything that is not a linear's weight: embedding, norms, biases, head, and tensors
-    /// we know nothing of.
+    /// Adds everything that no entry is made from: norms, biases, and tensors we know nothing of.
     fn add_float_tensors(&mut self, model: &Model, folds: &[NodeId]) -> Result<()> {
         let architecture = model.architecture();
         let mut rewritten = std::collections::BTreeMap::new();
@@ -288,7 +321,10 @@ impl Plan {
             }
         }
         let sources = self.entries.iter().flat_map(PlanEntry::sources);
-        let planned: std::collections::BTreeSet<String> = sources.map(|(name, _)| name.to_owned()).collect();
+        let mut planned: std::collections::BTreeSet<String> =
+            sources.map(|(name, _)| name.to_owned()).collect();
+        // Of a head that is the embedding there may be a copy, which goes when the two part.
+        planned.extend(self.quantizes(&self.head).then(|| format!("{}.weight", self.head)));
         for name in model.source().names() {
             if planned.contains(name) {
                 continue;
@@ -307,7 +343,8 @@ impl Plan {
                     reason: format!("is {}, but the checkpoint holds `{name}`", architecture.layers),
                 });
             }
-            self.entries.push(PlanEntry { tensor: name.to_owned(), layer, info, action, outputs });
+            let (tensor, stored) = (name.to_owned(), name.to_owned());
+            self.entries.push(PlanEntry { tensor, stored, layer, info, action, outputs });
         }
         Ok(())
     }
@@ -315,11 +352,11 @@ impl Plan {
     /// Blocks in order between what stands before and after them, so that a reader that streams
     /// finds each block in one place.
     fn sort(&mut self, model: &Model) {
-        let embedding = model.embedding_name();
+        let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;
         let place = |entry: &PlanEntry| match entry.layer {
             Some(index) => index + 1,
-            None if entry.tensor == embedding => 0,
+            None if embedding.contains(&entry.tensor) => 0,
             None => layers + 1,
         };
         self.entries.sort_by(|a, b| (place(a), &a.tensor).cmp(&(place(b), &b.tensor)));
@@ -332,7 +369,8 @@ impl Plan {
 
     /// Bytes of all tensors of the input.
     pub fn input_bytes(&self) -> u64 {
-        self.entries.iter().map(PlanEntry::input_bytes).sum()
+        let sources = self.entries.iter().flat_map(PlanEntry::sources);
+        sources.collect::<std::collections::BTreeMap<_, _>>().values().sum()
     }
 
     /// Bytes of all tensors that will be written.
@@ -350,10 +388,24 @@ impl Plan {
 
     /// The schemes of all modules, as a container's configuration needs them.
     pub fn module_schemes(&self) -> ModuleSchemes<'_> {
+        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized);
         ModuleSchemes {
-            quantized: self.entries.iter().filter_map(PlanEntry::quantized).collect(),
+            quantized: quantized().filter(|(module, _)| *module != self.embedding).collect(),
             float: self.float_modules.iter().map(String::as_str).collect(),
+            fused: &self.fused,
+            head: self.quantizes(&self.head).then_some(self.head.as_str()),
+            embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),
         }
+    }
+
+    /// Whether a module is stored quantized.
+    fn quantizes(&self, module: &str) -> bool {
+        self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
+    }
+
+    /// Whether the head is written apart from the embedding that it is in the input.
+    pub fn unties(&self) -> bool {
+        self.quantizes(&self.head)
     }
 
     /// Notes for the user: what readers cannot load, and what else is worth knowing.

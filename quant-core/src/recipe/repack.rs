@@ -36,9 +36,11 @@ impl Plan {
         let mut entries = Vec::new();
         let mut float_modules = Vec::new();
         let symmetric = has_only_middle_zeros(model)?;
-        for (layer, module, shape) in model.linear_modules() {
+        let architecture = model.architecture();
+        let embedding = architecture.embedding_module();
+        for (layer, module, shape) in model.weight_modules() {
             let Some(stored) = model.module_scheme(&module) else {
-                float_modules.push(module);
+                float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
             let scheme = WeightScheme { symmetric: stored.symmetric || symmetric, ..stored };
@@ -51,14 +53,15 @@ impl Plan {
             let outputs = container.layout(&module, shape, scheme, scale_dtype)?;
             entries.push(PlanEntry {
                 tensor: format!("{module}.weight"),
+                stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
                 layer,
                 info: TensorInfo { dtype: stored_dtype, shape: shape.to_vec() },
                 action: Action::Repack { module, scheme, scale_dtype, sources },
                 outputs,
             });
         }
-        if model.architecture().tied {
-            float_modules.push(model.architecture().head.clone());
+        if architecture.tied {
+            float_modules.push(architecture.head.clone());
         }
         let plan = Self {
             method: &REPACK,
@@ -68,6 +71,9 @@ impl Plan {
             entries,
             selectors: Vec::new(),
             float_modules,
+            head: architecture.head.clone(),
+            embedding,
+            fused: architecture.fused_modules(),
         };
         plan.complete(model, &[])
     }
@@ -76,7 +82,7 @@ impl Plan {
 /// Whether there are stored zeros, and all of them say what a symmetric grid implies.
 fn has_only_middle_zeros(model: &Model) -> Result<bool> {
     let mut any = false;
-    for (_, module, shape) in model.linear_modules() {
+    for (_, module, shape) in model.weight_modules() {
         let Some(scheme) = model.module_scheme(&module) else { continue };
         let Some(zeros) = model.packed_zeros(&module, shape)? else { continue };
         any = true;

@@ -66,9 +66,10 @@ impl Container for AutoAwq {
     /// One scheme for all: the configuration has room for no second. The head stays float: readers
     /// look for no other.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
-        if schemes.quantized.iter().any(|(module, _)| *module == HEAD) {
+        let head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
             return Err(Error::usage(
-                format!("`{HEAD}` is to be quantized, but readers of the {METHOD} format keep it float"),
+                format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
                 "leave it float, or write --format compressed-tensors",
             ));
         }
@@ -89,13 +90,15 @@ impl Container for AutoAwq {
             Some(Granularity::Group(size)) => json!(size),
             _ => json!(-1),
         };
+        let float: Vec<&str> =
+            schemes.float.iter().copied().chain(schemes.fused_of(&schemes.float)).collect();
         json!({
             "quant_method": METHOD,
             "bits": BITS,
             "group_size": group_size,
             "zero_point": true,
             "version": VERSION,
-            "modules_to_not_convert": schemes.float,
+            "modules_to_not_convert": float,
         })
     }
 

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
 use super::{BITS, HEAD, METHOD, VERSION};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
-use crate::format::PackedReader;
+use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::recipe::{Granularity, WeightScheme};
 use crate::{Error, Result};
@@ -60,10 +60,6 @@ impl Reader {
         };
         Ok(Some(Self { granularity, float }))
     }
-
-    fn quantized(&self, module: &str) -> Result<WeightScheme> {
-        self.scheme(module).ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))
-    }
 }
 
 impl PackedReader for Reader {
@@ -76,8 +72,8 @@ impl PackedReader for Reader {
         Ok(source.require(&scales_name(module))?.dtype)
     }
 
-    fn tensors(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
-        let scheme = self.quantized(module)?;
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        let PackedWeight { module, shape, scheme } = weight;
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
@@ -93,20 +89,26 @@ impl PackedReader for Reader {
                 return Err(Error::TensorDtype { path, tensor, expected, got });
             }
             if shape != spec.info.shape {
-                return Err(Error::TensorShape { path, tensor, expected: spec.info.shape.clone(), got: shape });
+                return Err(Error::TensorShape {
+                    path,
+                    tensor,
+                    expected: spec.info.shape.clone(),
+                    got: shape,
+                });
             }
         }
         Ok(specs)
     }
 
-    fn zeros(&self, source: &dyn TensorSource, module: &str, [n, k]: [usize; 2]) -> Result<Option<Vec<u8>>> {
-        let groups = k / self.quantized(module)?.granularity.group_size(k);
+    fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        let PackedWeight { module, shape: [n, k], scheme } = weight;
+        let groups = k / scheme.granularity.group_size(k);
         Ok(Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)))
     }
 
-    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
-        self.check(source, module, shape)?;
-        let scheme = self.quantized(module)?;
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        self.tensors(source, weight)?;
+        let PackedWeight { module, shape, scheme } = weight;
         let [n, k] = shape;
         let groups = k / scheme.granularity.group_size(k);
         let name = scales_name(module);
@@ -120,7 +122,7 @@ impl PackedReader for Reader {
             codes: unpack_transposed(&source.read(&codes_name(module))?, n, k),
             scales: scales.collect(),
             scale_dtype: Dtype::F16,
-            zeros: self.zeros(source, module, shape)?,
+            zeros: self.zeros(source, weight)?,
         };
         tensor.view()?;
         Ok(tensor)
@@ -152,16 +154,21 @@ mod tests {
             for (spec, bytes) in AutoAwq.pack("m", &tensor).unwrap() {
                 source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes).unwrap();
             }
-            let schemes = ModuleSchemes { quantized: vec![("m", tensor.scheme)], float: vec!["lm_head"] };
+            let schemes = ModuleSchemes {
+                quantized: vec![("m", tensor.scheme)],
+                float: vec!["lm_head"],
+                ..Default::default()
+            };
             let config = AutoAwq.quantization_config(&schemes);
             assert_eq!(config["group_size"], size);
             let reader = Reader::new(&config).unwrap().unwrap();
             assert!(reader.scheme("lm_head").is_none());
-            let back = reader.read(&source, "m", [24, 96]).unwrap();
+            let of = |module, shape| PackedWeight { module, shape, scheme: reader.scheme("m").unwrap() };
+            let back = reader.read(&source, of("m", [24, 96])).unwrap();
             assert_eq!((&back.codes, &back.scales), (&tensor.codes, &tensor.scales));
             assert_eq!(back.dequantize().unwrap(), tensor.dequantize().unwrap(), "{scheme}");
-            assert!(reader.check(&source, "m", [24, 64]).is_err());
-            assert!(reader.check(&source, "n", [24, 96]).is_err());
+            assert!(reader.tensors(&source, of("m", [24, 64])).is_err());
+            assert!(reader.tensors(&source, of("n", [24, 96])).is_err());
         }
     }
 
