@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use quant_core::format::engines::{ENGINES, Engine, Outline, RANKS, READ};
 use quant_core::recipe::{Action, Plan, PlanEntry, Recipe};
 use quant_core::{Error, Result};
 use serde::Serialize;
@@ -46,7 +47,24 @@ struct FormatJson<'a> {
     output_bytes: u64,
     bits_per_quantized_weight: f64,
     warnings: Vec<String>,
+    engines: Vec<EngineJson>,
     tensors: Vec<TensorJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct EngineJson {
+    engine: &'static str,
+    version: &'static str,
+    /// When its sources were read.
+    read: &'static str,
+    ranks: Vec<VerdictJson>,
+}
+
+#[derive(Serialize)]
+struct VerdictJson {
+    ranks: usize,
+    loads: &'static str,
+    reason: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -85,7 +103,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let opened = inputs::open(model, session)?;
     let plans = args.recipe.plans(&opened.model, &recipe)?;
     let peak = Plan::peak_memory(&plans, &opened.model);
-    args.json.emit(&json(&plans, peak), || text(&plans, peak, args.all))
+    let outlines: Vec<Outline> = plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect();
+    args.json.emit(&json(&plans, &outlines, peak), || text(&plans, &outlines, peak, args.all))
 }
 
 fn outcome(action: &Action) -> String {
@@ -97,7 +116,7 @@ fn outcome(action: &Action) -> String {
     }
 }
 
-fn json(plans: &[Plan], peak_memory_bytes: u64) -> PlanJson<'_> {
+fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> PlanJson<'a> {
     let first = plans.first();
     let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: s.option,
@@ -111,11 +130,11 @@ fn json(plans: &[Plan], peak_memory_bytes: u64) -> PlanJson<'_> {
         input_bytes: first.map_or(0, Plan::input_bytes),
         peak_memory_bytes,
         selectors: selectors.collect(),
-        formats: plans.iter().map(format_json).collect(),
+        formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline)).collect(),
     }
 }
 
-fn format_json(plan: &Plan) -> FormatJson<'_> {
+fn format_json<'a>(plan: &'a Plan, outline: &Outline) -> FormatJson<'a> {
     let tensors = plan.entries.iter().map(|e| TensorJson {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
@@ -134,17 +153,29 @@ fn format_json(plan: &Plan) -> FormatJson<'_> {
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
         warnings: plan.warnings(),
+        engines: ENGINES.iter().map(|engine| engine_json(engine, outline)).collect(),
         tensors: tensors.collect(),
     }
 }
 
-fn text(plans: &[Plan], peak: u64, all: bool) -> String {
+fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
+    let verdict = |&ranks: &usize| {
+        let verdict = engine.loads(outline, ranks)?;
+        Some(VerdictJson { ranks, loads: verdict.word(), reason: verdict.reason().map(str::to_owned) })
+    };
+    let ranks = RANKS.iter().filter_map(verdict).collect();
+    EngineJson { engine: engine.name, version: engine.version, read: READ, ranks }
+}
+
+fn text(plans: &[Plan], outlines: &[Outline], peak: u64, all: bool) -> String {
     let mut text = String::new();
-    for plan in plans {
+    for (plan, outline) in plans.iter().zip(outlines) {
         if plans.len() > 1 {
             text.push_str(&format!("{}:\n\n", plan.container.name()));
         }
         text.push_str(&plan_text(plan, all));
+        text.push('\n');
+        text.push_str(&engines_text(outline));
         text.push('\n');
     }
     for s in plans.first().into_iter().flat_map(|plan| &plan.selectors) {
@@ -160,6 +191,38 @@ fn text(plans: &[Plan], peak: u64, all: bool) -> String {
         }
     }
     text.push_str(&format!("about {} of memory\n", bytes(peak)));
+    text
+}
+
+/// Which engines load it, on how many ranks, and why not on more.
+fn engines_text(outline: &Outline) -> String {
+    let mut reasons = Vec::new();
+    let rows: Vec<Vec<String>> = ENGINES
+        .iter()
+        .map(|engine| {
+            let title = format!("{} {}", engine.name, engine.version);
+            // A reason is told once, where it first applies.
+            let mut told: Option<String> = None;
+            let words = RANKS.iter().map(|&ranks| {
+                let Some(verdict) = engine.loads(outline, ranks) else { return "–".to_owned() };
+                let reason = verdict.reason().map(str::to_owned);
+                if reason.is_some() && reason != told {
+                    reasons.push(format!("{title}, {ranks} rank(s): {}", reason.clone().unwrap_or_default()));
+                    told = reason;
+                }
+                verdict.word().to_owned()
+            });
+            std::iter::once(title.clone()).chain(words).collect()
+        })
+        .collect();
+    let header: Vec<String> =
+        std::iter::once("loads in; ranks:".to_owned()).chain(RANKS.map(|r| r.to_string())).collect();
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let mut text = table(&header, &rows);
+    for reason in reasons {
+        text.push_str(&format!("{reason}\n"));
+    }
+    text.push_str(&format!("(from these versions' sources, read on {READ}; see docs/formats/engines.md)\n"));
     text
 }
 

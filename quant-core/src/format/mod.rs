@@ -6,6 +6,7 @@
 mod awq;
 mod bits;
 mod compressed_tensors;
+pub mod engines;
 
 use serde_json::Value;
 

@@ -106,8 +106,8 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     }
     if any(|s| !s.bits.is_power_of_two()) {
         notes.push(
-            "3-bit weights need compressed-tensors 0.18 or later: vLLM 0.33, which pins 0.17, and \
-             llama.cpp's converter do not read them",
+            "3-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM 0.33 on \
+             CUDA; SGLang and llama.cpp's converter do not read them",
         );
     }
     if any(|s| s.granularity == Granularity::Channel) {

@@ -150,6 +150,15 @@ impl BlockGraph {
         })
     }
 
+    /// Whether a linear's output becomes a query, a key or a value.
+    pub fn feeds_attention(&self, id: NodeId) -> bool {
+        self.users(id).any(|(user, _)| match self.nodes[user].op {
+            Op::Attention { .. } => true,
+            Op::Rope | Op::RmsNorm { .. } => self.feeds_attention(user),
+            _ => false,
+        })
+    }
+
     /// Every producer that can be rescaled, in order of evaluation.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         (0..self.nodes.len()).filter_map(|id| self.fold_group(id)).collect()
