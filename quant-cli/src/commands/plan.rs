@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 use quant_core::format::engines::{ENGINES, Engine, Outline, RANKS, READ};
-use quant_core::recipe::{Action, Plan, PlanEntry, Recipe};
+use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{self, JsonOption, bytes, table};
+use crate::output::{self, JsonOption, bytes, duration, table};
 use crate::recipe::RecipeOptions;
 
 /// What to plan.
@@ -37,6 +37,8 @@ struct PlanJson<'a> {
     method: &'a str,
     input_bytes: u64,
     peak_memory_bytes: u64,
+    /// An estimate: it rests on a measurement of the machine and differs from run to run.
+    seconds: f64,
     selectors: Vec<SelectorJson<'a>>,
     formats: Vec<FormatJson<'a>>,
 }
@@ -104,7 +106,15 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let plans = args.recipe.plans(&opened.model, &recipe)?;
     let peak = Plan::peak_memory(&plans, &opened.model);
     let outlines: Vec<Outline> = plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect();
-    args.json.emit(&json(&plans, &outlines, peak), || text(&plans, &outlines, peak, args.all))
+    let needs = Needs { memory: peak, seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?) };
+    args.json.emit(&json(&plans, &outlines, needs), || text(&plans, &outlines, needs, args.all))
+}
+
+/// What a run will need, about.
+#[derive(Clone, Copy)]
+struct Needs {
+    memory: u64,
+    seconds: f64,
 }
 
 fn outcome(action: &Action) -> String {
@@ -116,7 +126,7 @@ fn outcome(action: &Action) -> String {
     }
 }
 
-fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> PlanJson<'a> {
+fn json<'a>(plans: &'a [Plan], outlines: &[Outline], needs: Needs) -> PlanJson<'a> {
     let first = plans.first();
     let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: s.option,
@@ -128,7 +138,8 @@ fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> 
         schema: "quant-plan/2",
         method: first.map_or("", |plan| plan.method.name),
         input_bytes: first.map_or(0, Plan::input_bytes),
-        peak_memory_bytes,
+        peak_memory_bytes: needs.memory,
+        seconds: needs.seconds,
         selectors: selectors.collect(),
         formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline)).collect(),
     }
@@ -167,7 +178,7 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
     EngineJson { engine: engine.name, version: engine.version, read: READ, ranks }
 }
 
-fn text(plans: &[Plan], outlines: &[Outline], peak: u64, all: bool) -> String {
+fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, all: bool) -> String {
     let mut text = String::new();
     for (plan, outline) in plans.iter().zip(outlines) {
         if plans.len() > 1 {
@@ -190,39 +201,45 @@ fn text(plans: &[Plan], outlines: &[Outline], peak: u64, all: bool) -> String {
             text.push_str(&format!("  {module}\n"));
         }
     }
-    text.push_str(&format!("about {} of memory\n", bytes(peak)));
+    text.push_str(&format!(
+        "about {} of memory, and {} on this machine\n",
+        bytes(needs.memory),
+        duration(needs.seconds)
+    ));
     text
 }
 
-/// Which engines load it, on how many ranks, and why not on more.
+/// Which engines load it, on how many ranks, and why not.
 fn engines_text(outline: &Outline) -> String {
-    let mut reasons = Vec::new();
-    let rows: Vec<Vec<String>> = ENGINES
-        .iter()
-        .map(|engine| {
-            let title = format!("{} {}", engine.name, engine.version);
-            // A reason is told once, where it first applies.
-            let mut told: Option<String> = None;
-            let words = RANKS.iter().map(|&ranks| {
-                let Some(verdict) = engine.loads(outline, ranks) else { return "–".to_owned() };
-                let reason = verdict.reason().map(str::to_owned);
-                if reason.is_some() && reason != told {
-                    reasons.push(format!("{title}, {ranks} rank(s): {}", reason.clone().unwrap_or_default()));
-                    told = reason;
+    // Engines with one reason are named together, and a reason is told where it first applies.
+    let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
+    let mut rows = Vec::new();
+    for engine in ENGINES {
+        let mut row = vec![format!("{} {}", engine.name, engine.version)];
+        let mut last = None;
+        for ranks in RANKS {
+            let verdict = engine.loads(outline, ranks);
+            row.push(verdict.as_ref().map_or("–", |v| v.word()).to_owned());
+            let reason = verdict.and_then(|v| v.reason().map(str::to_owned));
+            if let Some(reason) = reason.clone().filter(|_| reason != last) {
+                match reasons.iter_mut().find(|(known, from, _)| *known == reason && *from == ranks) {
+                    Some((_, _, engines)) => engines.push(engine.name),
+                    None => reasons.push((reason, ranks, vec![engine.name])),
                 }
-                verdict.word().to_owned()
-            });
-            std::iter::once(title.clone()).chain(words).collect()
-        })
-        .collect();
-    let header: Vec<String> =
-        std::iter::once("loads in; ranks:".to_owned()).chain(RANKS.map(|r| r.to_string())).collect();
-    let header: Vec<&str> = header.iter().map(String::as_str).collect();
-    let mut text = table(&header, &rows);
-    for reason in reasons {
-        text.push_str(&format!("{reason}\n"));
+            }
+            last = reason;
+        }
+        rows.push(row);
     }
-    text.push_str(&format!("(from these versions' sources, read on {READ}; see docs/formats/engines.md)\n"));
+    let header: Vec<String> =
+        RANKS.iter().map(|ranks| if *ranks == 1 { "1 rank".to_owned() } else { ranks.to_string() }).collect();
+    let header: Vec<&str> = std::iter::once("loads in").chain(header.iter().map(String::as_str)).collect();
+    let mut text = table(&header, &rows);
+    for (reason, ranks, engines) in reasons {
+        let from = if ranks == 1 { String::new() } else { format!(", {ranks} ranks") };
+        text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
+    }
+    text.push_str(&format!("as read in the sources of these versions on {READ}: docs/formats/engines.md\n"));
     text
 }
 

@@ -10,12 +10,14 @@ mod plan;
 mod repack;
 mod scheme;
 mod select;
+mod time;
 
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
 pub use scheme::{Granularity, SchemeRequest, WeightScheme};
 pub use select::SelectorMatches;
+pub use time::Rates;
 
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};

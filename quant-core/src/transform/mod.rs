@@ -23,6 +23,11 @@ pub use fold::fold;
 pub use rewrite::{ClipRecord, FoldRecord, Rewrite};
 pub(crate) use watch::kept_bytes;
 
+/// Scales that a search tries for a group: no scaling, and the points of the grid.
+pub(crate) const SCALE_CANDIDATES: usize = awq::GRID + 1;
+/// Bounds that the clip search tries for a group.
+pub(crate) const CLIP_CANDIDATES: usize = clip::CANDIDATES;
+
 use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
 use crate::model::{Block, BlockGraph, NodeId};
