@@ -59,6 +59,20 @@ QUANTIZED = [
     ("tied", "format-awq-ignored",
      ["--format", "awq", "--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.*"], False),
     ("head-dim", "rtn-w8-g64-asym", ["--method", "rtn", "--scheme", "w8a16-g64-asym"], True),
+    ("demo", "rtn-head-alike", ["--method", "rtn", "--override", "lm_head=w4a16"], False),
+    ("demo", "rtn-head-w8-and-fused",
+     ["--method", "rtn", "--override", "lm_head=w8a16", "--override", "re:.*(gate|up)_proj=w8a16-g64"], False),
+    ("qwen2", "rtn-embedding", ["--method", "rtn", "--group-size", "64", "--override", "embed_tokens=w8a16"],
+     False),
+    ("tied", "rtn-head-parted",
+     ["--method", "rtn", "--group-size", "32", "--override", "lm_head=w8a16",
+      "--override", "embed_tokens=w8a16-channel"], False),
+]
+# Model, name of the case, options, the format that the result is written in once more.
+REPACKED = [
+    ("demo", "awq-from-compressed-tensors", ["--method", "rtn"], "awq"),
+    ("demo", "compressed-tensors-from-awq", ["--method", "rtn", "--format", "awq", "--symmetric"],
+     "compressed-tensors"),
 ]
 
 
@@ -144,7 +158,7 @@ class Check:
 
         self.step(f"float  {name}", work)
 
-    def quantized_model(self, name, case, options, dequantize):
+    def quantized_model(self, name, case, options, dequantize, repack=None):
         model = self.model(name)
         if model is None:
             return
@@ -152,7 +166,10 @@ class Check:
         reference = ["--dequantize"] if dequantize else []
 
         def loads():
-            self.program("quant", "quantize", model, "-o", out, "--quiet", *options)
+            first = self.scratch / f"{name}-{case}-first" if repack else out
+            self.program("quant", "quantize", model, "-o", first, "--quiet", *options)
+            if repack:
+                self.program("quant", "quantize", first, "-o", out, "--quiet", "--format", repack)
             compare, theirs, ours = self.logits(out, f"{name}-{case}", reference)
             verdict = compare(theirs, ours, QUANTIZED_TOLERANCE)
             if not verdict["ok"]:
@@ -198,6 +215,9 @@ def main():
         for name, case, options, dequantize in QUANTIZED:
             if arguments.only in f"{name} {case}":
                 check.quantized_model(name, case, options, dequantize)
+        for name, case, options, repack in REPACKED:
+            if arguments.only in f"{name} {case}":
+                check.quantized_model(name, case, options, False, repack)
     print(f"{check.count - check.failures} passed, {check.failures} failed")
     sys.exit(check.failures > 0 or check.count == 0)
 

@@ -80,6 +80,11 @@ fn weights(model: &str, out: &str) -> Result<(), Failure> {
                 .insert(format!("{}.weight", architecture.in_block(layer, name)), (shape.to_vec(), values));
         }
     }
+    let outer = [architecture.vocab, architecture.hidden].to_vec();
+    let embedding = model.embedding()?;
+    tensors.insert(architecture.embedding.clone(), (outer.clone(), embedding.to_f32()?));
+    let head = model.head(&embedding)?;
+    tensors.insert(format!("{}.weight", architecture.head), (outer, head.weight().to_f32()?));
     save(&tensors, out)
 }
 

@@ -55,6 +55,7 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     let written = read_safetensors(&out.join("model.safetensors"));
     let found: BTreeMap<&str, Value> =
         written.iter().map(|t| (t.name.as_str(), json!([t.dtype, t.shape]))).collect();
+    let (plan, summary) = (&plan["formats"][0], &summary["outputs"][0]);
     let entries = plan["tensors"].as_array().unwrap();
     let outputs = entries.iter().flat_map(|e| e["outputs"].as_array().unwrap());
     let planned: BTreeMap<&str, Value> =
@@ -362,7 +363,7 @@ fn results_for_machines() {
     TinyLlama::default().write(&model);
     let short = ["--text", "builtin-heldout", "--window", "64", "--windows", "1"].map(OsString::from);
     for (arguments, schema) in [
-        (args!["plan", &model, "--group-size", "32"], "quant-plan/1"),
+        (args!["plan", &model, "--group-size", "32"], "quant-plan/2"),
         (args!["inspect", &model], "quant-inspect/1"),
         (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/1"),
         (args!["bench", &model, "--prefill", "8", "--decode", "4"], "quant-bench/1"),
@@ -377,7 +378,7 @@ fn results_for_machines() {
                 "--group-size",
                 "32"
             ],
-            "quant-summary/1",
+            "quant-summary/2",
         ),
     ] {
         assert_eq!(quant(arguments.into_iter().chain(args!["--json"])).json()["schema"], schema);

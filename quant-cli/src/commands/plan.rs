@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{self, JsonOption, bytes, duration, table};
+use crate::output::{self, JsonOption, bytes, table};
 use crate::recipe::RecipeOptions;
 
 /// What to plan.
@@ -37,8 +37,6 @@ struct PlanJson<'a> {
     method: &'a str,
     input_bytes: u64,
     peak_memory_bytes: u64,
-    /// An estimate: it rests on a measurement of the machine and differs from run to run.
-    seconds: f64,
     selectors: Vec<SelectorJson<'a>>,
     formats: Vec<FormatJson<'a>>,
 }
@@ -106,8 +104,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let plans = args.recipe.plans(&opened.model, &recipe)?;
     let peak = Plan::peak_memory(&plans, &opened.model);
     let outlines: Vec<Outline> = plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect();
-    let needs = Needs { memory: peak, seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?) };
-    args.json.emit(&json(&plans, &outlines, needs), || text(&plans, &outlines, needs, args.all))
+    // The time rests on a measurement, so it is told to people and kept out of what machines compare.
+    let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
+    let needs = Needs { memory: peak, seconds };
+    args.json.emit(&json(&plans, &outlines, peak), || text(&plans, &outlines, needs, args.all))
 }
 
 /// What a run will need, about.
@@ -126,7 +126,7 @@ fn outcome(action: &Action) -> String {
     }
 }
 
-fn json<'a>(plans: &'a [Plan], outlines: &[Outline], needs: Needs) -> PlanJson<'a> {
+fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> PlanJson<'a> {
     let first = plans.first();
     let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: s.option,
@@ -138,8 +138,7 @@ fn json<'a>(plans: &'a [Plan], outlines: &[Outline], needs: Needs) -> PlanJson<'
         schema: "quant-plan/2",
         method: first.map_or("", |plan| plan.method.name),
         input_bytes: first.map_or(0, Plan::input_bytes),
-        peak_memory_bytes: needs.memory,
-        seconds: needs.seconds,
+        peak_memory_bytes,
         selectors: selectors.collect(),
         formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline)).collect(),
     }
@@ -202,9 +201,9 @@ fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, all: bool) -> String
         }
     }
     text.push_str(&format!(
-        "about {} of memory, and {} on this machine\n",
+        "about {} of memory and {} on this machine\n",
         bytes(needs.memory),
-        duration(needs.seconds)
+        about(needs.seconds)
     ));
     text
 }
@@ -292,6 +291,16 @@ fn plan_text(plan: &Plan, all: bool) -> String {
         text.push_str(&format!("note: {warning}\n"));
     }
     text
+}
+
+/// A duration with no more digits than an estimate deserves.
+fn about(seconds: f64) -> String {
+    match seconds {
+        s if s < 1.5 => "a second".into(),
+        s if s < 90.0 => format!("{s:.0} s"),
+        s if s < 5400.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.0} h", s / 3600.0),
+    }
 }
 
 /// `model.layers.3.mlp.up_proj.weight` → `model.layers.*.mlp.up_proj.weight`.
