@@ -79,6 +79,17 @@ impl TextTokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// The tokens of a text that holds its special tokens already, each with the bytes of the text that
+    /// it stands for, from and to.
+    ///
+    /// # Errors
+    /// When the tokenizer fails on the text.
+    pub fn encode_rendered(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+        let encoded = Self::guarded(&self.path, || self.tokenizer.encode(text, false))?;
+        let encoding = encoded.map_err(|e| Self::fault(&self.path, format!("fails on the text: {e}")))?;
+        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
     /// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
     fn guarded<T>(path: &Path, work: impl FnOnce() -> T) -> Result<T> {
         guard_panics(work).ok_or_else(|| Self::fault(path, "makes the tokenizer library panic".into()))

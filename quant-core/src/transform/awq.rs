@@ -51,28 +51,28 @@ impl Transform for Awq {
             .into_iter()
             .filter(|g| g.consumers.iter().any(|c| task.grids.contains_key(c)))
             .collect();
-        let mut watch = Watch::new(task, &groups, hidden.shape());
+        let mut watch = Watch::new(task, &groups, hidden.layout().clone());
         match task.search {
             Search::Fast => hidden.advance_watched(task.block, task.cancel, &mut watch)?,
-            Search::Reference => watch.look(hidden)?,
+            Search::Reference => hidden.watch(task.block, task.cancel, &mut watch)?,
         }
 
         // Every group is searched on the unscaled block, then all scales are folded.
-        let mut rewrite = Rewrite::default();
+        let mut rewrite = Rewrite { tokens: std::mem::take(&mut watch.tokens), ..Rewrite::default() };
+        let tokens = hidden.layout().counted();
         let mut chosen = Vec::with_capacity(groups.len());
         for group in &groups {
             let candidates = candidates(task, group, &watch.means[&group.input].means())?;
             let choice = match watch.kept.remove(&group.input) {
                 Some(Kept::Sample(sample)) => race::choose(task, group, &sample, &candidates),
                 Some(Kept::Gram(sum)) => {
-                    let tokens = hidden.tokens();
                     let input = Input::gram(sum, candidates[0].scales.len());
                     let objective = Objective::Linear { node: group.inspected, input, tokens };
                     choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
                 }
                 None => {
                     let objective = Objective::new(task, hidden, group)?;
-                    choose_exactly(&candidates, hidden.tokens(), |c| objective.error(task, &c.scales))
+                    choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
                 }
             };
             let (record, scales) = chosen_scales(task, group, candidates, choice)?;

@@ -11,8 +11,9 @@
 //! Where the watched output depends on a token's own input alone (an MLP, a single linear), rounds
 //! take every 16th token, then every 8th and so on, of all windows. The first tokens of a window,
 //! on which models are known to place outsized activations, are all taken and counted once, the
-//! others by the inverse of their share. Through attention whole windows are taken, in an order
-//! that spreads over the batch.
+//! others by the inverse of their share; where documents share a window, each has such first tokens.
+//! Through attention whole windows are taken, in an order that spreads over the batch. Tokens that do
+//! not count (masked prompts, padding) are context for attention there, and nothing elsewhere.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -20,8 +21,9 @@ use rayon::prelude::*;
 use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
 use super::objective::candidate_block;
-use crate::model::{BlockGraph, FoldGroup, NoTap, NodeId, Op};
-use crate::{Error, Result};
+use crate::calibrate::{BatchLayout, Packing, Sampling};
+use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, Op, Segments};
+use crate::{CancelToken, Error, Result};
 
 /// Share of the batch that a race uses at most…
 const SHARE: usize = 4;
@@ -70,32 +72,37 @@ enum Share {
 /// The part of a group's input that a race may use, `[tokens, channels]`, filled in order of tokens.
 #[derive(Debug)]
 pub(super) struct Sample {
-    windows: usize,
-    length: usize,
+    layout: BatchLayout,
     channels: usize,
     share: Share,
     rows: Vec<f32>,
     places: Vec<Place>,
+    /// The window of the last token that was added, and how many of it after heads were before.
+    window: usize,
+    tails: usize,
 }
 
 /// Where a kept token belongs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Place {
+    token: usize,
     round: usize,
     unit: usize,
     head: bool,
+    /// Whether its error is measured; attention needs the others too.
+    counts: bool,
 }
 
 impl Sample {
-    /// A sample, empty yet, of an input with `channels` features of `windows` windows of `length`
-    /// tokens.
-    pub(super) fn new(windows: usize, length: usize, channels: usize, mixes_tokens: bool) -> Self {
-        let share = if mixes_tokens { Share::windows(windows) } else { Share::tokens(windows, length) };
-        Self { windows, length, channels, share, rows: Vec::new(), places: Vec::new() }
+    /// A sample, empty yet, of an input with `channels` features of such a batch.
+    pub(super) fn new(layout: BatchLayout, channels: usize, mixes_tokens: bool) -> Self {
+        let share = if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout) };
+        Self { layout, channels, share, rows: Vec::new(), places: Vec::new(), window: 0, tails: 0 }
     }
 
-    /// Tokens that a sample takes of a batch, at most.
-    pub(super) fn most_tokens(windows: u64, length: u64, mixes_tokens: bool) -> u64 {
+    /// Tokens that a sample takes of a batch, about, and at most where windows are cut from a stream.
+    pub(super) fn most_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
+        let (windows, length) = (batch.samples as u64, batch.length as u64);
         if mixes_tokens {
             return windows
                 .div_ceil(SHARE as u64)
@@ -106,16 +113,51 @@ impl Sample {
         let tokens = windows.saturating_mul(length);
         let wanted = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64);
         let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
-        (tokens / stride).saturating_add(windows.saturating_mul(HEAD as u64)).min(tokens)
+        let heads = match batch.packing {
+            // Documents have heads of their own; they are taken to be of 32 tokens at least.
+            Packing::Documents => tokens / (32 / HEAD as u64),
+            Packing::Auto | Packing::Stream => 0,
+        };
+        let heads = heads.saturating_add(windows.saturating_mul(HEAD as u64));
+        (tokens / stride).saturating_add(heads).min(tokens)
     }
 
     /// Takes what it wants of the rows `[tokens, channels]`, the first of which is token `first` of
     /// the batch.
     pub(super) fn add(&mut self, first: usize, x: &[f32]) {
         for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
-            if let Some(place) = self.share.place(first + i, self.length) {
+            if let Some(place) = self.place(first + i) {
                 self.rows.extend_from_slice(row);
                 self.places.push(place);
+            }
+        }
+    }
+
+    /// Where the next token belongs, if it is wanted.
+    fn place(&mut self, token: usize) -> Option<Place> {
+        let length = self.layout.length();
+        let (window, position) = (token / length, token % length);
+        let counts = self.layout.counts(token);
+        let place = |round, unit, head| Some(Place { token, round, unit, head, counts });
+        match &self.share {
+            Share::Windows { ranks, until } => {
+                place(until.iter().position(|&n| ranks[window] < n)?, window, false)
+            }
+            Share::Tokens { stride, rounds, units_per_window } => {
+                if window != self.window {
+                    (self.window, self.tails) = (window, 0);
+                }
+                if !counts {
+                    return None;
+                }
+                if self.layout.place(token) < HEAD {
+                    return place(0, window * units_per_window, true);
+                }
+                let tail = self.tails;
+                self.tails += 1;
+                let round = (0..*rounds).find(|r| tail.is_multiple_of(stride >> r))?;
+                let part = (position - HEAD) * units_per_window / (length - HEAD).max(1);
+                place(round, window * units_per_window + part, false)
             }
         }
     }
@@ -129,8 +171,8 @@ impl Sample {
 
     fn units(&self) -> usize {
         match &self.share {
-            Share::Windows { .. } => self.windows,
-            Share::Tokens { units_per_window, .. } => self.windows * units_per_window,
+            Share::Windows { .. } => self.layout.windows(),
+            Share::Tokens { units_per_window, .. } => self.layout.windows() * units_per_window,
         }
     }
 
@@ -166,8 +208,8 @@ impl Share {
         Self::Windows { ranks, until }
     }
 
-    fn tokens(windows: usize, length: usize) -> Self {
-        let tokens = windows * length;
+    fn tokens(layout: &BatchLayout) -> Self {
+        let (windows, length, tokens) = (layout.windows(), layout.length(), layout.counted());
         let power = |wanted: usize| (tokens / wanted.max(1)).max(1).min(length.max(1));
         let floor_power = |n: usize| 1_usize << n.ilog2();
         let last = floor_power(power((tokens / SHARE).max(ENOUGH_TOKENS)));
@@ -175,24 +217,6 @@ impl Share {
         let rounds = (stride / last).ilog2() as usize + 1;
         let units_per_window = UNITS.div_ceil(windows.max(1)).min(length.saturating_sub(HEAD).max(1));
         Self::Tokens { stride, rounds, units_per_window }
-    }
-
-    fn place(&self, token: usize, length: usize) -> Option<Place> {
-        let (window, position) = (token / length, token % length);
-        match self {
-            Self::Windows { ranks, until } => {
-                let round = until.iter().position(|&n| ranks[window] < n)?;
-                Some(Place { round, unit: window, head: false })
-            }
-            Self::Tokens { stride, rounds, units_per_window } => {
-                let Some(tail) = position.checked_sub(HEAD) else {
-                    return Some(Place { round: 0, unit: window * units_per_window, head: true });
-                };
-                let round = (0..*rounds).find(|r| tail.is_multiple_of(stride >> r))?;
-                let part = tail * units_per_window / (length - HEAD).max(1);
-                Some(Place { round, unit: window * units_per_window + part, head: false })
-            }
-        }
     }
 }
 
@@ -232,7 +256,7 @@ pub(super) fn choose(
     sample: &Sample,
     candidates: &[Candidate],
 ) -> Result<Choice> {
-    let tokens = sample.windows * sample.length;
+    let tokens = sample.layout.counted();
     let width = task.block.linear(group.inspected).weight().shape()[0];
     let units = sample.units();
     let lane = |index| Lane { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
@@ -245,8 +269,8 @@ pub(super) fn choose(
             break;
         }
         let (rows, places) = sample.round(round);
-        let batch = Batch::new(task, group, sample, rows)?;
-        for place in &places {
+        let batch = Batch::new(task, group, sample, rows, &places)?;
+        for place in places.iter().filter(|p| p.counts) {
             seen.units[place.unit] = true;
             *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
         }
@@ -261,7 +285,7 @@ pub(super) fn choose(
                 Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                 other => other?,
             };
-            for (place, error) in places.iter().zip(errors) {
+            for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
                 let sums = if place.head { &mut lane.heads } else { &mut lane.tails };
                 sums[place.unit] += error;
             }
@@ -343,23 +367,49 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
 
 /// Rows of one round with the outputs of the float module.
 struct Batch {
-    /// `[windows, length, channels]`, or `[1, tokens, channels]`.
-    chunks: Vec<(Tensor, Tensor)>,
+    chunks: Vec<Chunk>,
+}
+
+/// `[windows, length, channels]`, or `[1, tokens, channels]`.
+struct Chunk {
+    x: Tensor,
+    y: Tensor,
+    /// Where the segments of windows begin, if they have several.
+    starts: Option<Vec<u32>>,
+}
+
+impl Chunk {
+    fn segments(&self) -> Segments<'_> {
+        self.starts.as_deref().map_or_else(Segments::whole, Segments::new)
+    }
 }
 
 impl Batch {
-    fn new(task: &BlockTask<'_>, group: &FoldGroup, sample: &Sample, rows: Vec<f32>) -> Result<Self> {
+    fn new(
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        sample: &Sample,
+        rows: Vec<f32>,
+        places: &[Place],
+    ) -> Result<Self> {
         let k = sample.channels;
         // Whole windows, or tokens that have nothing to do with each other.
         let (windows, length) = match sample.share {
-            Share::Windows { .. } => ((CHUNK_TOKENS / sample.length).max(1), sample.length),
+            Share::Windows { .. } => ((CHUNK_TOKENS / sample.layout.length()).max(1), sample.layout.length()),
             Share::Tokens { .. } => (1, CHUNK_TOKENS),
         };
-        let chunks = rows.chunks((windows * length * k).max(1)).map(|rows| {
+        let size = windows * length;
+        let chunks = rows.chunks((size * k).max(1)).zip(places.chunks(size)).map(|(rows, places)| {
+            task.cancel.check()?;
             let length = length.min(rows.len() / k);
             let x = Tensor::from_slice(rows, (rows.len() / (length * k), length, k), &Device::Cpu)?;
-            let y = watched(task.block, group.input, group.inspected, &x)?;
-            Ok((x, y))
+            let starts = match sample.share {
+                Share::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
+                Share::Tokens { .. } => None,
+            };
+            let mut chunk = Chunk { y: x.clone(), x, starts };
+            chunk.y = watched(task.block, group, &chunk, task.cancel)?;
+            Ok(chunk)
         });
         Ok(Self { chunks: chunks.collect::<Result<_>>()? })
     }
@@ -369,17 +419,18 @@ impl Batch {
     fn errors(&self, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<Vec<f64>> {
         let block = candidate_block(task, &group.consumers, scales)?;
         let mut errors = Vec::new();
-        for (x, y) in &self.chunks {
+        for chunk in &self.chunks {
             task.cancel.check()?;
-            let rounded = watched(&block, group.input, group.inspected, x)?;
-            token_errors(&rounded, y, &mut errors)?;
+            token_errors(&watched(&block, group, chunk, task.cancel)?, &chunk.y, &mut errors)?;
         }
         Ok(errors)
     }
 }
 
-fn watched(block: &crate::model::Block, input: NodeId, inspected: NodeId, x: &Tensor) -> Result<Tensor> {
-    Ok(block.evaluate(&[(input, x.clone())], &[inspected], &mut NoTap)?.swap_remove(0))
+fn watched(block: &Block, group: &FoldGroup, chunk: &Chunk, cancel: &CancelToken) -> Result<Tensor> {
+    let known = [(group.input, chunk.x.clone())];
+    let values = block.evaluate_packed(&known, &[group.inspected], chunk.segments(), &mut CancelTap(cancel));
+    Ok(values?.swap_remove(0))
 }
 
 /// Appends `Σ (a − b)²` of every token.
@@ -397,54 +448,90 @@ fn token_errors(a: &Tensor, b: &Tensor, errors: &mut Vec<f64>) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn rounds(share: &Share, windows: usize, length: usize) -> Vec<Vec<usize>> {
+    /// A sample of one channel, all tokens added.
+    fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
+        let tokens = layout.tokens();
+        let mut sample = Sample::new(layout, 1, mixes_tokens);
+        sample.add(0, &vec![1.0; tokens]);
+        sample
+    }
+
+    fn rounds(sample: &Sample) -> Vec<Vec<usize>> {
         let mut rounds: Vec<Vec<usize>> = Vec::new();
-        for token in 0..windows * length {
-            if let Some(place) = share.place(token, length) {
-                rounds.resize(rounds.len().max(place.round + 1), Vec::new());
-                rounds[place.round].push(token);
-            }
+        for place in &sample.places {
+            rounds.resize(rounds.len().max(place.round + 1), Vec::new());
+            rounds[place.round].push(place.token);
         }
         rounds
     }
 
+    fn batch(samples: usize, length: usize, packing: Packing) -> Sampling {
+        Sampling { samples, length, packing, ..Sampling::default() }
+    }
+
     #[test]
     fn tokens_double_up_to_a_quarter() {
-        let share = Share::tokens(32, 512);
-        let counts: Vec<usize> = rounds(&share, 32, 512).iter().map(Vec::len).collect();
+        let rounds = rounds(&sample(BatchLayout::plain(32, 512), false));
+        let counts: Vec<usize> = rounds.iter().map(Vec::len).collect();
         // The heads come on top of the first.
         assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
-        assert!(counts.iter().sum::<usize>().abs_diff(Sample::most_tokens(32, 512, false) as usize) < 64);
-        let first = &rounds(&share, 32, 512)[0];
-        assert_eq!(first[..6], [0, 1, 2, 3, 4, 20]);
+        let most = Sample::most_tokens(batch(32, 512, Packing::Stream), false) as usize;
+        assert!(counts.iter().sum::<usize>().abs_diff(most) < 64);
+        assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
     #[test]
     fn small_batches_are_used_whole() {
         for (windows, length) in [(1, 2), (2, 128), (8, 512), (3, 1000), (1, 1), (700, 3)] {
-            let share = Share::tokens(windows, length);
-            let all: usize = rounds(&share, windows, length).iter().map(Vec::len).sum();
+            let all: usize =
+                rounds(&sample(BatchLayout::plain(windows, length), false)).iter().map(Vec::len).sum();
             assert_eq!(all, windows * length, "{windows} × {length}");
         }
-        let share = Share::windows(5);
-        assert_eq!(rounds(&share, 5, 10).iter().map(Vec::len).sum::<usize>(), 50);
+        let whole = sample(BatchLayout::plain(5, 10), true);
+        assert_eq!(rounds(&whole).iter().map(Vec::len).sum::<usize>(), 50);
     }
 
     #[test]
     fn windows_spread_over_the_batch() {
-        let share = Share::windows(32);
-        let Share::Windows { until, .. } = &share else { panic!() };
+        let spread = sample(BatchLayout::plain(32, 1), true);
+        let Share::Windows { until, .. } = &spread.share else { panic!() };
         assert_eq!(until, &[4, 8]);
-        let taken = rounds(&share, 32, 1);
-        assert_eq!(taken, [vec![0, 8, 16, 24], vec![4, 12, 20, 28]]);
-        let taken = rounds(&Share::windows(13), 13, 1);
-        assert_eq!(taken.concat().len(), 8);
+        assert_eq!(rounds(&spread), [vec![0, 8, 16, 24], vec![4, 12, 20, 28]]);
+        let taken = rounds(&sample(BatchLayout::plain(13, 13), true));
+        assert_eq!(taken.concat().len(), 8 * 13);
+    }
+
+    /// Of a batch whose prompts are masked, and whose windows hold several documents, as many tokens
+    /// are taken as count; every document has a head, and no token comes that does not count.
+    #[test]
+    fn masked_tokens_do_not_race() {
+        use crate::calibrate::TokenUse::{Context, Counted};
+        let (windows, length) = (64, 512);
+        let uses: Vec<_> =
+            (0..windows * length).map(|t| if t % 128 < 64 { Context } else { Counted }).collect();
+        let starts: Vec<u32> = (0..windows * length).map(|t| (t % length / 96 * 96) as u32).collect();
+        let layout = BatchLayout::new(windows, length, Some(&starts), Some(&uses));
+        let tokens = sample(layout.clone(), false);
+        assert!(tokens.places.iter().all(|p| p.counts && layout.counts(p.token)));
+        let heads = (0..layout.tokens()).filter(|&t| layout.counts(t) && layout.place(t) < HEAD).count();
+        assert_eq!(tokens.places.iter().filter(|p| p.head).count(), heads);
+        let quarter = layout.counted() / 4;
+        assert!(
+            (quarter..quarter + heads + windows).contains(&tokens.places.len()),
+            "{}",
+            tokens.places.len()
+        );
+        let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
+        assert!(tokens.places.len() as u64 <= most);
+        assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
+        // Attention needs what stands before.
+        let whole = sample(layout, true);
+        assert_eq!(whole.places.iter().filter(|p| p.counts).count(), whole.places.len() / 2);
     }
 
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
-        let mut sample = Sample::new(32, 512, 1, false);
-        sample.add(0, &vec![1.0; 32 * 512]);
+        let sample = sample(BatchLayout::plain(32, 512), false);
         let mut seen = Seen { units: vec![false; 32], heads: 0, tails: 0 };
         for place in &sample.places {
             *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
