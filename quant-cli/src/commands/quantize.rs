@@ -25,8 +25,8 @@ pub struct Args {
     pub output: PathBuf,
     #[command(flatten)]
     recipe: RecipeOptions,
-    /// Calibration text: a file (plain text, or .jsonl with a `text` field) or the name of a set
-    /// [default: builtin]
+    /// Calibration text: a file (plain text, or .jsonl with a `text` field, or with `messages`, which
+    /// go through the model's chat template) or the name of a set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
     /// Replace OUT if it exists; the old one stays until the new one is complete
@@ -50,6 +50,8 @@ pub struct Summary {
     bytes_before: u64,
     bytes_after: u64,
     bits_per_quantized_weight: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    calibration: Option<Calibration>,
     worst_tensor: Option<Worst>,
     seconds: f64,
     peak_memory_bytes: Option<u64>,
@@ -59,6 +61,14 @@ pub struct Summary {
 struct Worst {
     tensor: String,
     relative_rms: f64,
+}
+
+/// Tokens of the calibration text, and how many of them linears were judged by; where not all were.
+#[derive(Serialize)]
+struct Calibration {
+    tokens: u64,
+    tokens_counted: u64,
+    padding: u64,
 }
 
 /// Quantizes.
@@ -86,6 +96,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         bytes_before: report.bytes_before,
         bytes_after: report.bytes_after,
         bits_per_quantized_weight: report.bits_per_quantized_weight,
+        calibration: calibration(&report),
         worst_tensor: worst(&report),
         seconds: started.elapsed().as_secs_f64(),
         peak_memory_bytes: output::peak_memory(),
@@ -179,6 +190,17 @@ fn worst(report: &QuantReport) -> Option<Worst> {
     Some(Worst { tensor: tensor.tensor.clone(), relative_rms })
 }
 
+/// What of the calibration batch counted, if it was not all.
+fn calibration(report: &QuantReport) -> Option<Calibration> {
+    let batch = report.calibration.as_ref()?;
+    let (tokens, padding) = (batch.tokens, batch.padding);
+    // What linears themselves saw; all see the same, but a run that found all done saw nothing.
+    let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).min();
+    let tokens_counted = seen.unwrap_or(batch.tokens_counted);
+    let notable = tokens_counted < tokens || padding > 0;
+    notable.then_some(Calibration { tokens, tokens_counted, padding })
+}
+
 fn text(summary: &Summary) -> String {
     let mut text = format!(
         "{} → {} ({:.2} bits a quantized weight) in {}\n",
@@ -187,6 +209,14 @@ fn text(summary: &Summary) -> String {
         summary.bits_per_quantized_weight,
         duration(summary.seconds),
     );
+    if let Some(Calibration { tokens, tokens_counted, padding }) = summary.calibration {
+        let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
+        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
+        text.push_str(&match padding {
+            0 => "\n".to_owned(),
+            some => format!("; {some} positions stayed empty\n"),
+        });
+    }
     if let Some(worst) = &summary.worst_tensor {
         text.push_str(&format!(
             "largest weight error: {:.2} % in {}\n",
