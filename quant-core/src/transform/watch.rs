@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::awq::GRID;
-use super::race::{Sample, mixes_tokens};
+use super::sample::{Sample, mixes_tokens};
 use super::{BlockTask, Search, clip};
 use crate::Result;
 use crate::calibrate::{AbsMean, BatchLayout, BatchTap, Mask, Packing, SampledRows, Sampling, gram};

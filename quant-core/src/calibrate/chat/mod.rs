@@ -6,8 +6,10 @@ mod python;
 mod render;
 mod template;
 
+use std::ops::Range;
 use std::path::Path;
 
+use rayon::prelude::*;
 use serde_json::Value;
 
 pub use self::template::ChatTemplate;
@@ -18,6 +20,8 @@ use crate::{CancelToken, Error, Result};
 /// More messages of one conversation are refused: finding what the assistant wrote renders it once a
 /// message.
 const MOST_MESSAGES: usize = 1024;
+/// Conversations that are rendered between two looks at the token that stops a run.
+const AT_ONCE: usize = 64;
 
 /// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally
 /// with the `tools` that its template is given.
@@ -68,7 +72,7 @@ pub struct RenderedChat {
     pub text: String,
     /// What the assistant wrote, in bytes of the text, in order and without overlap; nothing unless it
     /// was asked for.
-    pub assistant: Vec<std::ops::Range<usize>>,
+    pub assistant: Vec<Range<usize>>,
 }
 
 impl TokenWindows {
@@ -92,12 +96,18 @@ impl TokenWindows {
         sampling.check()?;
         let mut documents = Vec::with_capacity(conversations.len());
         let mut answered = false;
-        for conversation in conversations {
+        for some in conversations.chunks(AT_ONCE) {
             cancel.check()?;
-            let chat = template.render(conversation, sampling.mask, origin)?;
-            let document = document(tokenizer, &chat, sampling.mask)?;
-            answered |= document.uses.as_ref().is_some_and(|u| u.contains(&TokenUse::Counted));
-            documents.push(document);
+            let made: Vec<Result<Document>> = some
+                .par_iter()
+                .map(|c| document(tokenizer, &template.render(c, sampling.mask, origin)?, sampling.mask))
+                .collect();
+            // In order: of several faults the first is told, whichever was found first.
+            for document in made {
+                let document = document?;
+                answered |= document.uses.as_ref().is_some_and(|u| u.contains(&TokenUse::Counted));
+                documents.push(document);
+            }
         }
         if sampling.mask == Mask::Prompts && !answered {
             return Err(Error::Chat {
@@ -124,20 +134,20 @@ impl RenderedChat {
     /// # Errors
     /// When the tokenizer fails on the text.
     pub fn tokenize(&self, tokenizer: &TextTokenizer) -> Result<(Vec<u32>, Vec<bool>)> {
-        let (tokens, places) = tokenizer.encode_rendered(&self.text)?;
+        let tokens = tokenizer.encode_rendered(&self.text)?;
         let mut assistant = vec![false; tokens.len()];
         let mut after = 0;
         for span in &self.assistant {
             // Spans and tokens stand in order; a token may reach into two spans.
-            let within = |&(from, to): &(usize, usize)| from < span.end && span.start < to;
-            let Some(first) = places[after..].iter().position(within).map(|i| after + i) else { continue };
-            let beyond = places[first..].iter().position(|&(from, _)| from >= span.end);
-            let end = beyond.map_or(places.len(), |i| first + i);
-            let last = places[first..end].iter().rposition(within).map_or(first, |i| first + i);
+            let within = |(_, at): &(u32, Range<usize>)| at.start < span.end && span.start < at.end;
+            let Some(first) = tokens[after..].iter().position(within).map(|i| after + i) else { continue };
+            let beyond = tokens[first..].iter().position(|(_, at)| at.start >= span.end);
+            let end = beyond.map_or(tokens.len(), |i| first + i);
+            let last = tokens[first..end].iter().rposition(within).map_or(first, |i| first + i);
             assistant[first..=last].fill(true);
             after = last;
         }
-        Ok((tokens, assistant))
+        Ok((tokens.into_iter().map(|(token, _)| token).collect(), assistant))
     }
 }
 

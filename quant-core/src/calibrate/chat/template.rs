@@ -22,7 +22,7 @@ const LARGEST_CONFIG: u64 = 64 << 20;
 /// Steps that rendering one conversation may take.
 const FUEL: u64 = 10_000_000;
 /// Macros and blocks in each other.
-const DEPTH: usize = 64;
+const DEPTH: usize = 200;
 /// The special tokens that a template may ask for.
 const TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
