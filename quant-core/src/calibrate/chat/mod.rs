@@ -76,8 +76,8 @@ pub struct RenderedChat {
 }
 
 impl TokenWindows {
-    /// Samples windows of conversations by the rule of [`windows`](super::windows); `origin` names
-    /// their file in messages.
+    /// Samples windows of conversations by the rule of [`sample`](Self::sample); `origin` names their
+    /// file in messages.
     ///
     /// [`Packing::Auto`] means [`Packing::Documents`] here. The template writes the special tokens, so
     /// the tokenizer adds none.
