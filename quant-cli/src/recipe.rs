@@ -55,6 +55,13 @@ pub struct RecipeOptions {
     /// Seed of the windows' selection [default: 0]
     #[arg(long, value_name = "S", help_heading = "Calibration")]
     pub seed: Option<u64>,
+    /// How documents become windows: stream (joined and cut) or documents (whole where they fit, and
+    /// none sees another); auto means documents for conversations, stream for text [default: auto]
+    #[arg(long, value_name = "auto|stream|documents", help_heading = "Calibration")]
+    pub packing: Option<String>,
+    /// Tokens that the search leaves out: none, or the prompts of conversations [default: none]
+    #[arg(long, value_name = "none|prompts", help_heading = "Calibration")]
+    pub mask: Option<String>,
 }
 
 impl RecipeOptions {
@@ -90,6 +97,8 @@ impl RecipeOptions {
                 ("--samples", self.samples.is_some()),
                 ("--seq-len", self.seq_len.is_some()),
                 ("--seed", self.seed.is_some()),
+                ("--packing", self.packing.is_some()),
+                ("--mask", self.mask.is_some()),
                 ("--search", self.search.is_some()),
             ];
             let given = given.into_iter().find(|(_, given)| *given);
@@ -105,6 +114,8 @@ impl RecipeOptions {
             samples: self.samples.unwrap_or(sampling.samples),
             length: self.seq_len.unwrap_or(sampling.length),
             seed: self.seed.unwrap_or(sampling.seed),
+            packing: self.packing.as_deref().map_or(Ok(sampling.packing), str::parse)?,
+            mask: self.mask.as_deref().map_or(Ok(sampling.mask), str::parse)?,
         };
         Ok(recipe)
     }

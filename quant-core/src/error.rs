@@ -220,6 +220,18 @@ pub enum Error {
         /// What is wrong, with counts.
         reason: String,
     },
+    /// A chat template, or a conversation that it is to render, cannot be used.
+    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    Chat {
+        /// The template, or the file of conversations.
+        path: PathBuf,
+        /// The line, counted from 1, where one can be named.
+        line: Option<usize>,
+        /// What is wrong.
+        reason: String,
+        /// What to do about it.
+        remedy: String,
+    },
 
     /// The operating system refused an operation on a file.
     #[error("cannot {action} {}: {source}", path.display())]
@@ -368,6 +380,7 @@ impl Error {
             | Self::NotRepackable { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. }
+            | Self::Chat { .. }
             | Self::UnknownText { .. } => Category::Input,
             Self::Io { .. }
             | Self::Unavailable { .. }
@@ -383,7 +396,9 @@ impl Error {
     /// What the user can do about it.
     pub fn remedy(&self) -> String {
         match self {
-            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } => remedy.clone(),
+            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } | Self::Chat { remedy, .. } => {
+                remedy.clone()
+            }
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
                 "`quant plan MODEL` lists the names that can be matched".into()
             }
@@ -441,7 +456,8 @@ impl Error {
                 "the model directory needs the tokenizer.json that belongs to it".into()
             }
             Self::Text { .. } => {
-                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field, or \
+                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
+                 calibration, or `messages`), or \
                  fewer or shorter windows (--samples, --seq-len, --window)"
                     .into()
             }

@@ -29,8 +29,8 @@ pub struct Args {
     pub output: PathBuf,
     #[command(flatten)]
     recipe: RecipeOptions,
-    /// Calibration text: a file (plain text, or .jsonl with a `text` field) or the name of a set
-    /// [default: builtin]
+    /// Calibration text: a file (plain text, or .jsonl with a `text` field, or with `messages`, which
+    /// go through the model's chat template) or the name of a set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
     /// Replace OUT if it exists; the old one stays until the new one is complete
@@ -50,6 +50,8 @@ pub struct Summary {
     schema: &'static str,
     method: String,
     bytes_before: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    calibration: Option<Calibration>,
     outputs: Vec<Output>,
     seconds: f64,
     peak_memory_bytes: Option<u64>,
@@ -68,6 +70,14 @@ struct Output {
 struct Worst {
     tensor: String,
     relative_rms: f64,
+}
+
+/// Tokens of the calibration text, and how many of them linears were judged by; where not all were.
+#[derive(Serialize)]
+struct Calibration {
+    tokens: u64,
+    tokens_counted: u64,
+    padding: u64,
 }
 
 /// Quantizes.
@@ -92,6 +102,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         schema: "quant-summary/2",
         method: written.first().map(|(_, report)| report.method.clone()).unwrap_or_default(),
         bytes_before: written.first().map_or(0, |(_, report)| report.bytes_before),
+        calibration: written.first().and_then(|(_, report)| calibration(report)),
         outputs: written.iter().map(|(published, report)| Output::new(published, report)).collect(),
         seconds: started.elapsed().as_secs_f64(),
         peak_memory_bytes: output::peak_memory(),
@@ -267,8 +278,27 @@ impl Output {
     }
 }
 
+/// What of the calibration batch counted, if it was not all.
+fn calibration(report: &QuantReport) -> Option<Calibration> {
+    let batch = report.calibration.as_ref()?;
+    let (tokens, padding) = (batch.tokens, batch.padding);
+    // What linears themselves saw; all see the same, but a run that found all done saw nothing.
+    let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).min();
+    let tokens_counted = seen.unwrap_or(batch.tokens_counted);
+    let notable = tokens_counted < tokens || padding > 0;
+    notable.then_some(Calibration { tokens, tokens_counted, padding })
+}
+
 fn text(summary: &Summary) -> String {
     let mut text = String::new();
+    if let Some(Calibration { tokens, tokens_counted, padding }) = summary.calibration {
+        let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
+        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
+        text.push_str(&match padding {
+            0 => "\n".to_owned(),
+            some => format!("; {some} positions stayed empty\n"),
+        });
+    }
     for output in &summary.outputs {
         let format = match summary.outputs.len() {
             1 => String::new(),

@@ -3,7 +3,7 @@
 use sha2::{Digest, Sha256};
 
 use super::Job;
-use super::report::{TensorReport, WeightError};
+use super::report::{Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::model::{Op, WeightBody};
@@ -217,8 +217,9 @@ pub(super) fn transformed(
             let outputs = job.plan.container.pack(module, &quantized)?;
             let fold = rewrite.folds.iter().find(|f| f.consumers.contains(module));
             let clip = rewrite.clip_records.iter().find(|c| c.module == *module);
-            let error = WeightError::from(error);
-            let report = TensorReport::quantized(entry, sha256, error, fold.cloned(), clip.cloned());
+            let tokens = node.and_then(|node| rewrite.tokens.get(&node)).copied();
+            let search = Searched { fold: fold.cloned(), clip: clip.cloned(), tokens };
+            let report = TensorReport::quantized(entry, sha256, WeightError::from(error), search);
             let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();
             Ok(Finished { report, outputs, spare })
         }

@@ -19,6 +19,8 @@
 //! samples = 64
 //! length = 512
 //! seed = 0
+//! packing = "auto"
+//! mask = "none"
 //! ```
 //!
 //! Transforms run in the order in which they stand, then weights are rounded. A key that is not
@@ -29,7 +31,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{METHODS, Method, Pattern, Recipe, SchemeRequest};
-use crate::calibrate::Sampling;
+use crate::calibrate::{Mask, Packing, Sampling};
 use crate::transform::Search;
 use crate::{Error, Result, format};
 
@@ -97,6 +99,10 @@ struct CalibrationEntry {
     length: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    packing: Option<Packing>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mask: Option<Mask>,
 }
 
 impl Recipe {
@@ -165,6 +171,8 @@ impl Recipe {
                 samples: calibration.and_then(|c| c.samples).unwrap_or(usual.samples),
                 length: calibration.and_then(|c| c.length).unwrap_or(usual.length),
                 seed: calibration.and_then(|c| c.seed).unwrap_or(usual.seed),
+                packing: calibration.and_then(|c| c.packing).unwrap_or(usual.packing),
+                mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
             },
             search: file.transform.first().and_then(|t| t.search).unwrap_or_default(),
             calibration: calibration.and_then(|c| c.text.clone()),
@@ -196,6 +204,8 @@ impl Recipe {
                 samples: Some(self.sampling.samples),
                 length: Some(self.sampling.length),
                 seed: Some(self.sampling.seed),
+                packing: Some(self.sampling.packing),
+                mask: Some(self.sampling.mask),
             }),
         };
         // Nothing in it is a kind of value that TOML lacks.
@@ -267,6 +277,8 @@ mod tests {
             samples = 3
             length = 100
             seed = 7
+            packing = "documents"
+            mask = "prompts"
             "#,
         )
         .unwrap();
@@ -275,7 +287,8 @@ mod tests {
         assert_eq!((recipe.method.name, recipe.search), ("awq", Search::Reference));
         assert_eq!(recipe.ignore.len(), 2);
         assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
-        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7 });
+        let (packing, mask) = (Packing::Documents, Mask::Prompts);
+        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7, packing, mask });
         assert_eq!(recipe.calibration.as_deref(), Some("pile-val"));
         assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
     }
@@ -303,6 +316,10 @@ mod tests {
             ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),
             ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is named twice"),
             ("format = 4\n[quantize]\nscheme = \"w4a16\"", "an array of such names"),
+            (
+                "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nmask = \"users\"",
+                "line 6: unknown variant `users`",
+            ),
             ("format = \"gguf9\"\n[quantize]\nscheme = \"w4a16\"", "unknown format `gguf9`"),
             (
                 "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"",

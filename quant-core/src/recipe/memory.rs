@@ -1,6 +1,7 @@
 //! How much memory a plan will need at its peak: an estimate from shapes alone.
 
 use super::{Action, Plan};
+use crate::calibrate::{Mask, Packing};
 use crate::model::{FoldGroup, Model, Op};
 use crate::transform::{Search, kept_bytes};
 
@@ -67,9 +68,24 @@ impl Plan {
             }
         };
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        let states = (4 * architecture.hidden as u64).saturating_mul(tokens);
-        let chunk = CHUNK_TOKENS.max(self.sampling.length as u64).min(tokens.max(1));
-        let running = (8 * widest).saturating_mul(chunk);
+        // Where documents begin and which tokens count is noted of each, twice while it is made.
+        let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
+        let noted = if plain { 0 } else { 16 };
+        let states = (4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
+        let length = self.sampling.length as u64;
+        let running = match self.search {
+            // A longer window goes through attention whole, and through the rest in pieces.
+            Search::Fast if length > CHUNK_TOKENS => {
+                let attended: u64 = graph
+                    .linears()
+                    .filter(|(id, ..)| graph.feeds_attention(*id))
+                    .map(|(.., [n, _], _)| 2 * n as u64)
+                    .sum::<u64>()
+                    + 2 * architecture.hidden as u64;
+                (4 * attended).saturating_mul(length).saturating_add(8 * widest * CHUNK_TOKENS)
+            }
+            _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
+        };
         states.saturating_add(kept).saturating_add(running).saturating_add(block)
     }
 }

@@ -52,10 +52,10 @@ impl Transform for Awq {
             .into_iter()
             .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
             .collect();
-        let mut watch = Watch::new(first, &groups, hidden.shape());
+        let mut watch = Watch::new(first, &groups, hidden.layout().clone());
         match first.search {
             Search::Fast => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
-            Search::Reference => watch.look(hidden)?,
+            Search::Reference => hidden.watch(first.block, first.cancel, &mut watch)?,
         }
         let watched = watch.finish();
         let searched = tasks.iter().map(|task| scaled(task, &groups, &watched, hidden));
@@ -77,7 +77,8 @@ fn scaled(
     hidden: &HiddenStates,
 ) -> Result<Rewrite> {
     // Every group is searched on the unscaled block, then all scales are folded.
-    let mut rewrite = Rewrite::default();
+    let mut rewrite = Rewrite { tokens: watched.tokens.clone(), ..Rewrite::default() };
+    let tokens = hidden.layout().counted();
     let mut chosen = Vec::with_capacity(groups.len());
     for group in groups {
         let candidates = candidates(task, group, &watched.means[&group.input].means())?;
@@ -87,11 +88,11 @@ fn scaled(
             let objective = match watched.grams.get(&group.input) {
                 Some(gram) => {
                     let (node, input) = (group.inspected, gram.clone());
-                    Objective::Linear { node, input, tokens: hidden.tokens() }
+                    Objective::Linear { node, input, tokens }
                 }
                 None => Objective::new(task, hidden, group)?,
             };
-            choose_exactly(&candidates, hidden.tokens(), |c| objective.error(task, &c.scales))
+            choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
         };
         let (record, scales) = chosen_scales(task, group, candidates, choice)?;
         chosen.push(scales);

@@ -12,6 +12,7 @@ mod fold;
 mod objective;
 mod race;
 mod rewrite;
+mod sample;
 mod watch;
 
 use std::collections::BTreeMap;

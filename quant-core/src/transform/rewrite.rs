@@ -50,6 +50,8 @@ pub struct ClipRecord {
 /// What to do to one block's float weights before they are rounded.
 #[derive(Debug, Clone, Default)]
 pub struct Rewrite {
+    /// How many tokens that count the search saw go through each linear.
+    pub tokens: BTreeMap<NodeId, u64>,
     /// New weights of norms, exact in the type they are stored in.
     pub norms: BTreeMap<NodeId, Vec<f32>>,
     /// Factors for the columns of linears.
