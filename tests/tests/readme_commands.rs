@@ -150,3 +150,15 @@ fn the_exit_codes_agree() {
     assert_eq!(told, BTreeSet::from([0, 2, 4, 5, 6, 70, 75]));
     assert_eq!(documented, told.union(&BTreeSet::from([1, 3])).copied().collect());
 }
+
+/// The schema in the documentation is the one that the program prints.
+#[test]
+fn the_schema_of_recipes_is_the_programs() {
+    let printed = quant(args!["plan", "--print-recipe-schema"]).succeeded().stdout;
+    let path = workspace_root().join("docs/recipe.schema.json");
+    if std::env::var_os("QUANT_BLESS").is_some() {
+        std::fs::write(&path, &printed).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(printed == committed, "run this test with QUANT_BLESS=1, and look at the difference");
+}

@@ -17,11 +17,14 @@ use crate::recipe::RecipeOptions;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
-    #[arg(required_unless_present = "print_recipe")]
+    #[arg(required_unless_present_any = ["print_recipe", "print_recipe_schema"])]
     pub model: Option<PathBuf>,
     /// Print a preset as a recipe file, and nothing else
     #[arg(long, value_name = "PRESET", conflicts_with = "model")]
     print_recipe: Option<String>,
+    /// Print the JSON schema of recipe files, for editors, and nothing else
+    #[arg(long, conflicts_with_all = ["model", "print_recipe"])]
+    print_recipe_schema: bool,
     #[command(flatten)]
     recipe: RecipeOptions,
     /// Show every tensor, not one line a kind
@@ -97,6 +100,9 @@ struct OutputJson<'a> {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let Some(preset) = &args.print_recipe {
         return output::print(&Recipe::preset(preset)?.to_toml());
+    }
+    if args.print_recipe_schema {
+        return output::print(&Recipe::schema());
     }
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
     let recipe = args.recipe.recipe()?;

@@ -19,7 +19,7 @@ use super::TokenUse;
 use crate::{Error, Result};
 
 /// How documents become windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Packing {
     /// `documents` for conversations, `stream` for plain text.
@@ -33,7 +33,7 @@ pub enum Packing {
 }
 
 /// Which tokens a search looks at.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mask {
     /// All of them.

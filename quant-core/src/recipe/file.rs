@@ -28,9 +28,10 @@
 
 use std::path::Path;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{METHODS, Method, Pattern, Recipe, SchemeRequest};
+use super::{METHODS, Method, Pattern, Recipe, SchemeRequest, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
 use crate::transform::Search;
 use crate::{Error, Result, format};
@@ -38,69 +39,96 @@ use crate::{Error, Result, format};
 /// A recipe file is read up to this size.
 const MAX_BYTES: u64 = 1 << 20;
 /// The rounding that every method ends with.
-const ROUNDING: &str = "rtn";
+pub(super) const ROUNDING: &str = "rtn";
 
-/// What a recipe file holds.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+/// How `quant quantize --recipe` treats a model.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct RecipeFile {
+#[schemars(title = "quant recipe")]
+pub(super) struct RecipeFile {
+    /// The container to write, or several, each of which goes into a directory of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     format: Option<Formats>,
+    /// Rewrites of the float weights before they are rounded, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     transform: Vec<TransformEntry>,
+    /// How weights are rounded.
     quantize: QuantizeEntry,
+    /// The text that transforms search on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     calibration: Option<CalibrationEntry>,
 }
 
 /// One container, or several.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "format is the name of a container, or an array of such names")]
 enum Formats {
-    One(String),
-    Several(Vec<String>),
+    /// One container.
+    One(#[schemars(schema_with = "schema::container")] String),
+    /// Several containers, each once.
+    Several(#[schemars(schema_with = "schema::containers")] Vec<String>),
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct TransformEntry {
+    /// The method.
+    #[schemars(schema_with = "schema::transform")]
     kind: String,
+    /// How candidates are compared: on growing shares of the batch, or each on the whole of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     search: Option<Search>,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct QuantizeEntry {
+    /// How codes are found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::rounding")]
     method: Option<String>,
+    /// Bits, granularity and symmetry; without `-sym` or `-asym` the container's symmetry.
+    #[schemars(schema_with = "schema::scheme")]
     scheme: String,
+    /// Linears that stay float: names, globs, or `re:` and a regular expression.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     ignore: Vec<String>,
+    /// Linears with a scheme of their own; of several that match, the last counts.
     #[serde(default, rename = "override", skip_serializing_if = "Vec::is_empty")]
     overrides: Vec<OverrideEntry>,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct OverrideEntry {
+    /// A name, a glob, or `re:` and a regular expression.
     pattern: String,
+    /// What its linears get; what it leaves out comes from `quantize.scheme`.
+    #[schemars(schema_with = "schema::scheme")]
     scheme: String,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct CalibrationEntry {
+    /// A file, beside the recipe or by its path, or the name of a set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<String>,
+    /// Windows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
     samples: Option<usize>,
+    /// Tokens of a window.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
     length: Option<usize>,
+    /// Seed of the windows' selection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
+    /// How documents become windows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     packing: Option<Packing>,
+    /// Which tokens of conversations count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mask: Option<Mask>,
 }

@@ -8,6 +8,7 @@ mod memory;
 mod pattern;
 mod plan;
 mod repack;
+mod schema;
 mod scheme;
 mod select;
 mod time;

@@ -16,7 +16,7 @@ pub(super) struct Candidate {
 }
 
 /// How the candidates of a scale search are compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Search {
     /// All candidates on a share of the batch, the better ones on more of it, until one is left or

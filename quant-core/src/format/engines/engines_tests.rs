@@ -151,6 +151,7 @@ fn head_and_embedding() {
     model.embedding = model.head;
     assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);
     assert_eq!(words("SGLang", &model), ["no"; 4]);
+    assert_eq!(words("transformers", &model)[0], "no");
     model.embedding = Some("w8a16-g128-asym".parse().unwrap());
     assert_eq!(words("vLLM, CUDA", &model), ["no"; 4]);
 }

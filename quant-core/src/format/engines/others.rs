@@ -19,6 +19,9 @@ fn all_schemes(outline: &Outline) -> Vec<WeightScheme> {
 
 /// transformers, with the compressed-tensors package or with gptqmodel.
 pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
+    if outline.embedding.is_some() {
+        return No("its models initialize an embedding that is not there: AttributeError".into());
+    }
     let schemes = all_schemes(outline);
     if is_awq(outline) {
         let narrow = (outline.layers.iter().flat_map(|l| &l.parts))

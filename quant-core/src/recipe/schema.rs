@@ -1,0 +1,110 @@
+//! The JSON schema of recipe files, for editors that complete and check TOML.
+//!
+//! Names of containers, methods and widths come from the registries, so a new one is in the schema
+//! at once.
+
+use schemars::{Schema, SchemaGenerator, json_schema};
+use serde_json::Value;
+
+use super::file::{ROUNDING, RecipeFile};
+use super::{METHODS, Recipe, WeightScheme};
+use crate::format::CONTAINERS;
+
+impl Recipe {
+    /// The JSON schema of recipe files, with a final newline.
+    pub fn schema() -> String {
+        let schema = schemars::schema_for!(RecipeFile);
+        format!("{:#}\n", schema.as_value())
+    }
+}
+
+fn one_of(names: impl Iterator<Item = (&'static str, &'static str)>) -> Schema {
+    let choices = names.map(|(name, summary)| json_schema!({ "const": name, "description": summary }).into());
+    json_schema!({ "type": "string", "oneOf": choices.collect::<Vec<Value>>() })
+}
+
+pub(super) fn container(_: &mut SchemaGenerator) -> Schema {
+    one_of(CONTAINERS.iter().map(|c| (c.name(), c.summary())))
+}
+
+pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "array", "items": container(generator), "minItems": 1, "uniqueItems": true })
+}
+
+pub(super) fn transform(_: &mut SchemaGenerator) -> Schema {
+    one_of(METHODS.iter().filter(|m| m.transform.is_some()).map(|m| (m.name, m.summary)))
+}
+
+pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
+    one_of(METHODS.iter().filter(|m| m.name == ROUNDING).map(|m| (m.name, m.summary)))
+}
+
+pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
+    let bits: Vec<String> = WeightScheme::BITS.iter().map(u8::to_string).collect();
+    let granularity = "(-(g[1-9][0-9]*|channel))?";
+    let symmetry = "(-a?sym)?";
+    // The two may stand in either order.
+    let pattern = format!("^w({})a16({granularity}{symmetry}|{symmetry}{granularity})$", bits.join("|"),);
+    json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym"] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::{PRESETS, SchemeRequest};
+
+    fn schema() -> Value {
+        serde_json::from_str(&Recipe::schema()).unwrap()
+    }
+
+    #[test]
+    fn it_knows_every_key_that_a_recipe_prints() {
+        let schema = schema();
+        let properties = |value: &Value| -> Vec<String> {
+            value["properties"].as_object().unwrap().keys().cloned().collect()
+        };
+        for preset in PRESETS {
+            let printed: toml::Table = Recipe::preset(preset.name).unwrap().to_toml().parse().unwrap();
+            for (key, value) in &printed {
+                assert!(properties(&schema).contains(key), "{key}");
+                let entry = match key.as_str() {
+                    "quantize" => "QuantizeEntry",
+                    "calibration" => "CalibrationEntry",
+                    _ => continue,
+                };
+                let known = properties(&schema["$defs"][entry]);
+                for inner in value.as_table().unwrap().keys() {
+                    assert!(known.contains(inner), "{key}.{inner}");
+                }
+            }
+        }
+        assert_eq!(schema["additionalProperties"], false);
+        assert!(Recipe::schema().contains("\"compressed-tensors\""));
+    }
+
+    #[test]
+    fn its_pattern_of_schemes_is_the_parser() {
+        let mut generator = SchemaGenerator::default();
+        let pattern = scheme(&mut generator).as_value()["pattern"].as_str().unwrap().to_owned();
+        let pattern = regex::Regex::new(&pattern).unwrap();
+        for text in [
+            "w4a16",
+            "w3a16-g64",
+            "w8a16-channel-asym",
+            "w4a16-sym-g32",
+            "w4a16-asym",
+            "w5a16",
+            "w4a8",
+            "w4a16-",
+            "w4a16-g0",
+            "w4a16-gx",
+            "w4a16-g64-channel",
+            "w4a16-sym-asym",
+            "x",
+            "w4a16-g64-sym-",
+            "W4A16",
+        ] {
+            assert_eq!(pattern.is_match(text), text.parse::<SchemeRequest>().is_ok(), "{text}");
+        }
+    }
+}
