@@ -69,9 +69,8 @@ pub fn compare(
         positions.iter().map(|w| w.iter().map(of).collect()).collect()
     };
     let counts: Vec<usize> = positions.iter().map(Vec::len).collect();
-    let totals = |of: fn(&Position) -> f64| -> Vec<f64> {
-        positions.iter().map(|w| w.iter().map(of).sum()).collect()
-    };
+    let totals =
+        |of: fn(&Position) -> f64| -> Vec<f64> { positions.iter().map(|w| w.iter().map(of).sum()).collect() };
     let estimate = |of: fn(&Position) -> f64| Estimate::clustered(&totals(of), &counts);
     let delta_nll = estimate(|p| p.model_nll - p.reference_nll);
     Ok(Divergence {

@@ -59,9 +59,8 @@ pub fn run(args: &Args) -> Result<()> {
     let peer = Peer::install()?;
     let quant = quant_binary(args.quant.as_deref())?;
     let model = synthetic_model(args.layers)?;
-    let scratch = target_dir().join("peers-awq");
-    std::fs::create_dir_all(&scratch)?;
-    let out = scratch.join("speed");
+    let out = target_dir().join("bench/peers-awq-out");
+    std::fs::create_dir_all(target_dir().join("bench"))?;
     let dtypes: Vec<&str> = std::iter::once(FLOAT32)
         .chain(args.dtypes.iter().map(String::as_str).filter(|d| *d != FLOAT32))
         .collect();
