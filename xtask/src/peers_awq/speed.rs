@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, ensure};
 
@@ -23,6 +24,7 @@ const GROUP: &str = "128";
 /// Any text will do: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";
 const FLOAT32: &str = "float32";
+const DAY: f64 = 86_400.0;
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -71,10 +73,12 @@ pub fn run(args: &Args) -> Result<()> {
     let mut steps: BTreeMap<String, f64> = BTreeMap::new();
     for round in 1..=args.repeat {
         remove_dir(&out)?;
+        let start = time_of_day();
         let (usage, log) = measure::run_with_output(&mut command(args, &quant, &model, &out))?;
+        let end = time_of_day();
         println!("ours: {:.1} s, peak {:.0} MB", usage.seconds, mb(usage.peak_bytes));
         csv.push(format!("{round},ours,{:.3},,,{}", usage.seconds, usage.peak_bytes));
-        for (step, seconds) in time_until_steps(&log)? {
+        for (step, seconds) in time_until_steps(&log, start, end)? {
             *steps.entry(step).or_default() += seconds / args.repeat as f64;
         }
         ours.push(usage);
@@ -146,7 +150,8 @@ pub fn run(args: &Args) -> Result<()> {
              taken round by round. Peer: {}, its default recipe; its imports alone take {:.0} MB. Seconds: ours \
              the whole process, reading and writing within; the peer's its call to `oneshot` alone, in \
              memory.\n\n{table_of_times}\n{summary}\n\nWhere our time goes, by the log: seconds until each \
-             step was done since the one before, summed over the blocks.\n\n{}",
+             step was done since the one before, summed over the blocks. The first step of a block, the scales of \
+             its input_layernorm, includes reading it, its forward pass and packing the block before.\n\n{}",
             args.layers,
             args.samples,
             args.seq_len,
@@ -178,14 +183,22 @@ fn command(args: &Args, quant: &Path, model: &Path, out: &Path) -> Command {
     command
 }
 
-/// Seconds between the lines of the program's log, by what a line tells of, summed over blocks.
-fn time_until_steps(log: &str) -> Result<BTreeMap<String, f64>> {
+/// Seconds of the day in UTC, by which the program's log tells the time.
+fn time_of_day() -> f64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    since.as_secs_f64().rem_euclid(DAY)
+}
+
+/// Seconds from line to line of the program's log, by what the later one tells of, summed over
+/// blocks; `start` and `end` are those of the process.
+fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<String, f64>> {
     let mut steps = BTreeMap::new();
-    let mut before: Option<f64> = None;
+    let mut before = start;
     for line in log.lines() {
-        let Some((what, name)) = ["scales chosen producer=", "ranges chosen module="]
-            .iter()
-            .find_map(|what| Some((*what, line.split_once(what)?.1)))
+        let Some((what, name)) =
+            [("scales of", "scales chosen producer="), ("clipping of", "ranges chosen module=")]
+                .iter()
+                .find_map(|(what, text)| Some((what, line.split_once(text)?.1)))
         else {
             continue;
         };
@@ -193,14 +206,11 @@ fn time_until_steps(log: &str) -> Result<BTreeMap<String, f64>> {
             name.split(['"', ' ']).find(|n| !n.is_empty()).context("a line of the log names nothing")?;
         let name = name.rsplit('.').next().unwrap_or(name);
         let now = seconds_of_day(line).with_context(|| format!("no time in `{line}`"))?;
-        if let Some(before) = before {
-            let step =
-                format!("{} {name}", if what.starts_with("scales") { "scales of" } else { "clipping of" });
-            *steps.entry(step).or_default() += (now - before).rem_euclid(86_400.0);
-        }
-        before = Some(now);
+        *steps.entry(format!("{what} {name}")).or_default() += (now - before).rem_euclid(DAY);
+        before = now;
     }
     ensure!(!steps.is_empty(), "the program logged no steps");
+    steps.insert("end".to_owned(), (end - before).rem_euclid(DAY));
     Ok(steps)
 }
 
@@ -235,11 +245,9 @@ mod tests {
 2026-02-01T00:00:01.000000Z DEBUG quant_core::transform::awq: scales chosen producer="model.layers.1.input_layernorm" ratio=0.3
 2026-02-01T00:00:01.250000Z DEBUG quant_core::transform::clip: ranges chosen module="model.layers.1.self_attn.v_proj" clipped=25
 "#;
-        let steps: Vec<_> = time_until_steps(log).unwrap().into_iter().collect();
-        assert_eq!(
-            steps,
-            [("clipping of v_proj".to_owned(), 0.75), ("scales of input_layernorm".to_owned(), 2.0)]
-        );
-        assert!(time_until_steps("nothing").is_err());
+        let steps: Vec<_> = time_until_steps(log, DAY - 2.5, 2.0).unwrap().into_iter().collect();
+        let expected = [("clipping of v_proj", 0.75), ("end", 0.75), ("scales of input_layernorm", 3.0)];
+        assert_eq!(steps, expected.map(|(step, seconds)| (step.to_owned(), seconds)));
+        assert!(time_until_steps("nothing", 0.0, 1.0).is_err());
     }
 }
