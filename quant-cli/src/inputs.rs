@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use quant_calibration_data::{CORPUS, HELDOUT, documents, public_sets};
-use quant_core::calibrate::{Sampling, TextTokenizer, TokenWindows, read_documents};
+use quant_core::calibrate::{
+    ChatTemplate, Corpus, Sampling, TextTokenizer, TokenWindows, read_corpus, read_documents,
+};
 use quant_core::checkpoint::ModelDirectory;
 use quant_core::model::Model;
 use quant_core::{Error, Result};
@@ -51,8 +53,19 @@ pub fn calibration(
     sampling: Sampling,
     session: &Session,
 ) -> Result<TokenWindows> {
-    let (texts, origin) = texts(source, session)?;
-    let windows = TokenWindows::sample(&tokenizer(&opened.directory)?, &texts, sampling, &origin)?;
+    let path = Path::new(source);
+    let corpus = match is_set(source) || !path.exists() {
+        true => Corpus::Texts(texts(source, session)?.0),
+        false => read_corpus(path)?,
+    };
+    let windows = match &corpus {
+        Corpus::Texts(texts) => TokenWindows::sample(&tokenizer(&opened.directory)?, texts, sampling, path)?,
+        Corpus::Chats(chats) => {
+            let template = ChatTemplate::open(&opened.directory)?;
+            let tokenizer = tokenizer(&opened.directory)?;
+            TokenWindows::sample_chats(&tokenizer, &template, chats, sampling, path, &session.cancel)?
+        }
+    };
     check(&opened.model, &windows)?;
     Ok(windows)
 }
@@ -63,6 +76,11 @@ pub fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
         Some(&largest) => model.check_token(largest),
         None => Ok(()),
     }
+}
+
+/// Whether this is the name of a text that ships with the program.
+fn is_set(source: &str) -> bool {
+    matches!(source, BUILTIN | HELDOUT_NAME)
 }
 
 /// The documents of a file or a named set, and what to call it in messages.

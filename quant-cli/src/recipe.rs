@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use quant_core::Result;
 use quant_core::calibrate::Sampling;
-use quant_core::recipe::{Granularity, METHODS, PRESETS, Pattern, Recipe, WeightScheme, method};
+use quant_core::model::Model;
+use quant_core::recipe::{Granularity, METHODS, PRESETS, Pattern, Plan, Recipe, SchemeRequest, method};
 use quant_core::{Error, format};
 
 /// What to do with a model.
@@ -22,13 +23,13 @@ pub struct RecipeOptions {
     /// Numeric format: w3a16, w4a16 or w8a16, optionally with -g128, -channel, -sym, -asym
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
-    /// Container to write [default: compressed-tensors]
+    /// Container to write [default: compressed-tensors]; several go into OUT/FORMAT each
     #[arg(long, help_heading = "Recipe", long_help = format_help())]
-    pub format: Option<String>,
+    pub format: Vec<String>,
     /// Weights of a row that share a scale, or `channel` for all of it
     #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
     pub group_size: Option<String>,
-    /// Grids symmetric about zero (the default)
+    /// Grids symmetric about zero (the container's default where neither is given)
     #[arg(long, conflicts_with = "asymmetric", help_heading = "Recipe")]
     pub symmetric: bool,
     /// Grids with a zero point
@@ -37,7 +38,8 @@ pub struct RecipeOptions {
     /// Linears that stay float: a name (down_proj), a glob (*.layers.0.*) or re:EXPRESSION
     #[arg(long, value_name = "PATTERN", help_heading = "Recipe")]
     pub ignore: Vec<String>,
-    /// Linears with a scheme of their own; the last that matches wins
+    /// Linears with a scheme of their own; the last that matches wins, and lm_head=SCHEME quantizes
+    /// the head
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
     pub overrides: Vec<String>,
     /// How candidate scales are compared: fast (on growing shares of the batch) or reference (each
@@ -53,6 +55,13 @@ pub struct RecipeOptions {
     /// Seed of the windows' selection [default: 0]
     #[arg(long, value_name = "S", help_heading = "Calibration")]
     pub seed: Option<u64>,
+    /// How documents become windows: stream (joined and cut) or documents (whole where they fit, and
+    /// none sees another); auto means documents for conversations, stream for text [default: auto]
+    #[arg(long, value_name = "auto|stream|documents", help_heading = "Calibration")]
+    pub packing: Option<String>,
+    /// Tokens that the search leaves out: none, or the prompts of conversations [default: none]
+    #[arg(long, value_name = "none|prompts", help_heading = "Calibration")]
+    pub mask: Option<String>,
 }
 
 impl RecipeOptions {
@@ -65,18 +74,14 @@ impl RecipeOptions {
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
         }
-        if let Some(name) = &self.format {
-            recipe.container = format::container(name)?;
-            // A preset leaves symmetry to the container; a file has said it.
-            if self.recipe.is_none() {
-                recipe.scheme.symmetric = recipe.container.symmetric_by_default();
-            }
+        if !self.format.is_empty() {
+            recipe.containers = format::containers(&self.format)?;
         }
         if let Some(size) = &self.group_size {
             recipe.scheme.granularity = granularity(size)?;
         }
         if self.symmetric || self.asymmetric {
-            recipe.scheme.symmetric = self.symmetric;
+            recipe.scheme.symmetric = Some(self.symmetric);
         }
         if let Some(scheme) = &self.scheme {
             recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
@@ -92,6 +97,8 @@ impl RecipeOptions {
                 ("--samples", self.samples.is_some()),
                 ("--seq-len", self.seq_len.is_some()),
                 ("--seed", self.seed.is_some()),
+                ("--packing", self.packing.is_some()),
+                ("--mask", self.mask.is_some()),
                 ("--search", self.search.is_some()),
             ];
             let given = given.into_iter().find(|(_, given)| *given);
@@ -107,8 +114,31 @@ impl RecipeOptions {
             samples: self.samples.unwrap_or(sampling.samples),
             length: self.seq_len.unwrap_or(sampling.length),
             seed: self.seed.unwrap_or(sampling.seed),
+            packing: self.packing.as_deref().map_or(Ok(sampling.packing), str::parse)?,
+            mask: self.mask.as_deref().map_or(Ok(sampling.mask), str::parse)?,
         };
         Ok(recipe)
+    }
+
+    /// What happens to a model: as the recipe says where it is float, and as `--format` says where
+    /// it is quantized already.
+    pub fn plans(&self, model: &Model, recipe: &Recipe) -> Result<Vec<Plan>> {
+        if model.quant_method().is_none() {
+            return Plan::all(model, recipe);
+        }
+        let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, asymmetric, .. } =
+            self;
+        let Self { ignore, overrides, search, samples, seq_len, seed, .. } = self;
+        let other = [preset, method, scheme, group_size, search].iter().any(|o| o.is_some())
+            || [symmetric, asymmetric].iter().any(|flag| **flag)
+            || !(ignore.is_empty() && overrides.is_empty())
+            || [samples, seq_len].iter().any(|o| o.is_some())
+            || seed.is_some()
+            || file.is_some();
+        if other || format.is_empty() {
+            model.require_float()?;
+        }
+        recipe.containers.iter().map(|container| Plan::repack(model, *container)).collect()
     }
 
     /// The error that an option about the calibration text has nothing to act on.
@@ -123,12 +153,13 @@ impl RecipeOptions {
     }
 
     /// `--scheme w4a16-g64 --group-size 128` asks for two things at once.
-    fn refuse_contradiction(&self, text: &str, scheme: WeightScheme) -> Result<WeightScheme> {
+    fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,
             None => false,
         };
-        let symmetry = (self.symmetric && !scheme.symmetric) || (self.asymmetric && scheme.symmetric);
+        let said = (self.symmetric || self.asymmetric).then_some(self.symmetric);
+        let symmetry = said.is_some() && said != scheme.symmetric;
         if group || symmetry {
             return Err(Error::usage(
                 format!("--scheme {text} contradicts --group-size, --symmetric or --asymmetric"),
@@ -150,7 +181,7 @@ fn granularity(text: &str) -> Result<Granularity> {
     }
 }
 
-fn parse_override(text: &str, base: WeightScheme) -> Result<(Pattern, WeightScheme)> {
+fn parse_override(text: &str, base: SchemeRequest) -> Result<(Pattern, SchemeRequest)> {
     let Some((pattern, scheme)) = text.rsplit_once('=') else {
         return Err(Error::usage(
             format!("override `{text}` has no `=`"),
@@ -180,5 +211,7 @@ fn method_help() -> String {
 }
 
 fn format_help() -> String {
-    listed("Container to write", format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned())))
+    let what = "Container to write [default: compressed-tensors]; given several times, each goes into \
+                OUT/FORMAT, and the calibration text goes through the model once for all";
+    listed(what, format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned())))
 }

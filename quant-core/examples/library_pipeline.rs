@@ -70,9 +70,9 @@ fn run(cancel: &CancelToken) -> Result<()> {
 
     // The recipe is the request, the plan what every tensor gets: it is settled before any compute,
     // so that what cannot be done fails here.
-    let sampling = Sampling { samples: 16, length: 128, seed: 0 };
+    let sampling = Sampling { samples: 16, length: 128, ..Sampling::default() };
     let recipe = Recipe { sampling, ..Recipe::preset("awq-w4a16")? };
-    let plan = Plan::new(&model, &recipe)?;
+    let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
     let documents = read_documents(&text_path)?;
     let windows = TokenWindows::sample(&tokenizer, &documents, plan.sampling, &text_path)?;
 

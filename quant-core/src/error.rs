@@ -192,6 +192,16 @@ pub enum Error {
         /// What is not supported, with the key.
         reason: String,
     },
+    /// A quantized weight cannot be written in another container without changing it.
+    #[error("{}: `{module}` cannot be repacked without loss: {reason}", path.display())]
+    NotRepackable {
+        /// The file that holds it.
+        path: PathBuf,
+        /// The linear.
+        module: String,
+        /// What the container cannot hold.
+        reason: String,
+    },
     /// `tokenizer.json` is missing or unusable, or does not fit the model.
     #[error("{}: {reason}", path.display())]
     Tokenizer {
@@ -209,6 +219,18 @@ pub enum Error {
         line: Option<usize>,
         /// What is wrong, with counts.
         reason: String,
+    },
+    /// A chat template, or a conversation that it is to render, cannot be used.
+    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    Chat {
+        /// The template, or the file of conversations.
+        path: PathBuf,
+        /// The line, counted from 1, where one can be named.
+        line: Option<usize>,
+        /// What is wrong.
+        reason: String,
+        /// What to do about it.
+        remedy: String,
     },
 
     /// The operating system refused an operation on a file.
@@ -355,8 +377,10 @@ impl Error {
             | Self::AlreadyQuantized { .. }
             | Self::NameTaken { .. }
             | Self::UnsupportedQuantization { .. }
+            | Self::NotRepackable { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. }
+            | Self::Chat { .. }
             | Self::UnknownText { .. } => Category::Input,
             Self::Io { .. }
             | Self::Unavailable { .. }
@@ -372,7 +396,9 @@ impl Error {
     /// What the user can do about it.
     pub fn remedy(&self) -> String {
         match self {
-            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } => remedy.clone(),
+            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } | Self::Chat { remedy, .. } => {
+                remedy.clone()
+            }
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
                 "`quant plan MODEL` lists the names that can be matched".into()
             }
@@ -413,17 +439,25 @@ impl Error {
             Self::UnknownArchitecture { known, .. } => {
                 format!("this version knows {}", known.join(", "))
             }
-            Self::AlreadyQuantized { .. } => "quantize from the original float checkpoint".into(),
-            Self::UnsupportedQuantization { .. } => {
-                "`quant eval` and `quant inspect` read compressed-tensors pack-quantized and AWQ gemm checkpoints; \
-                 `quant quantize` starts from the original float checkpoint"
+            Self::AlreadyQuantized { .. } => {
+                "quantize from the original float checkpoint, or give nothing but --format to write the same \
+                 numbers in another container"
                     .into()
+            }
+            Self::UnsupportedQuantization { .. } => {
+                "compressed-tensors pack-quantized and AWQ gemm checkpoints can be read; \
+                 `quant quantize` also starts from the original float checkpoint"
+                    .into()
+            }
+            Self::NotRepackable { .. } => {
+                "quantize the original float checkpoint for this container".into()
             }
             Self::Tokenizer { .. } => {
                 "the model directory needs the tokenizer.json that belongs to it".into()
             }
             Self::Text { .. } => {
-                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field, or \
+                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
+                 calibration, or `messages`), or \
                  fewer or shorter windows (--samples, --seq-len, --window)"
                     .into()
             }

@@ -67,7 +67,7 @@ impl Search {
             search,
             cancel: &CancelToken::new(),
         };
-        let rewrite = Awq.search(&task, &mut hidden).unwrap();
+        let rewrite = Awq.search(&[task], &mut hidden).unwrap().remove(0);
         // The search has moved the batch on to the next block, whatever it looked at.
         let mut next = embed();
         next.advance(&block, &CancelToken::new()).unwrap();
@@ -84,12 +84,23 @@ impl Search {
 
     /// A node's values over the whole batch, `[tokens · width]`, with the inputs of the block.
     fn values(&self, block: &Block, known: Option<(NodeId, &[Tensor])>, node: NodeId) -> Vec<Tensor> {
-        let chunks = self.hidden.chunks().map(|c| c.unwrap().1);
-        let known: Vec<(NodeId, Tensor)> = match known {
-            Some((id, values)) => values.iter().map(|v| (id, v.clone())).collect(),
-            None => chunks.map(|v| (block.graph().input(), v)).collect(),
-        };
-        known.into_iter().map(|k| block.evaluate(&[k], &[node], &mut NoTap).unwrap().remove(0)).collect()
+        let chunks = self.hidden.chunks().enumerate().map(|(i, chunk)| {
+            let (first, x) = chunk.unwrap();
+            let segments = self.hidden.segments(first, &x);
+            let known = match known {
+                Some((id, values)) => (id, values[i].clone()),
+                None => (block.graph().input(), x),
+            };
+            block.evaluate_packed(&[known], &[node], segments, &mut NoTap).unwrap().remove(0)
+        });
+        chunks.collect()
+    }
+
+    /// Rows of all chunks, of tokens that count.
+    fn counted(&self, chunks: &[Tensor]) -> Vec<f32> {
+        let width = chunks[0].dims3().unwrap().2;
+        let rows: Vec<f32> = chunks.iter().flat_map(flat).collect();
+        self.hidden.layout().counted_rows(0, width, &rows).into_owned()
     }
 
     /// `Q(W · s) / s` by the public quantizer.
@@ -117,8 +128,7 @@ impl Search {
         let x = self.values(&self.block, None, group.input);
         let exact = self.values(&self.block, Some((group.input, &x)), group.inspected);
         let rounded = self.values(&block, Some((group.input, &x)), group.inspected);
-        let (exact, rounded): (Vec<f32>, Vec<f32>) =
-            (exact.iter().flat_map(flat).collect(), rounded.iter().flat_map(flat).collect());
+        let (exact, rounded) = (self.counted(&exact), self.counted(&rounded));
         let sum: f64 = exact.iter().zip(&rounded).map(|(a, b)| f64::from(a - b).powi(2)).sum();
         sum / exact.len() as f64
     }
@@ -135,7 +145,7 @@ impl Search {
         let rounded = quantize_rtn("w", &exact, [n, k], grid.scheme, grid.scale_dtype, bounds).unwrap();
         let rounded = rounded.dequantize().unwrap();
         let input = self.block.graph().nodes()[node].inputs[0];
-        let mut x: Vec<f32> = self.values(&self.block, None, input).iter().flat_map(flat).collect();
+        let mut x = self.counted(&self.values(&self.block, None, input));
         if let Some(scales) = self.rewrite.columns.get(&node) {
             x.iter_mut().enumerate().for_each(|(i, v)| *v /= scales[i % k]);
         }
@@ -171,51 +181,99 @@ fn recorded_errors_are_those_of_the_definition_by_every_route() {
     ] {
         let checkpoint = planted(&Tiny { layers: 1, kv_heads: 4, attention_bias: true, ..tiny() }, 1);
         let windows = common::windows(128, count, length, 2);
-        let search = Search::by(mode, &checkpoint, scheme, &windows);
-        assert_eq!(search.rewrite.folds.len(), 4);
-        for (group, record) in search.groups().iter().zip(&search.rewrite.folds) {
-            let what = format!("{scheme}, {} tokens, {}", count * length, record.producer);
-            let module = |node| format!("block.{}", search.block.graph().name(node));
-            assert_eq!(record.producer, module(group.producer));
-            assert_eq!(record.inspected, module(group.inspected));
-            let ones = vec![1.0; search.block.linear(group.consumers[0]).weight().shape()[1]];
-            assert_near(record.error_before, search.group_error(group, &ones), 1e-3, &what);
-            // Norms are in f32 here: what was folded is what was searched, but for its last bit,
-            // which decides a tie of rounding now and then.
-            let scales = search.rewrite.columns.get(&group.consumers[0]).unwrap_or(&ones);
-            assert_eq!(record.ratio.is_some(), *scales != ones, "{what}");
-            assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
-            assert!(record.error_after <= record.error_before, "{what}");
-        }
-        assert_eq!(search.rewrite.clip_records.len(), 5, "all but queries and keys");
-        for record in &search.rewrite.clip_records {
-            let what = format!("{scheme}, {} tokens, clip of {}", count * length, record.module);
-            let name = record.module.strip_prefix("block.").unwrap();
-            let (node, ..) = search.block.graph().linears().find(|l| l.1 == name).unwrap();
-            assert!(record.error_after <= record.error_before, "{what}");
-            assert_eq!(record.clipped_groups > 0, search.rewrite.clips.contains_key(&node), "{what}");
-            if windows.tokens().len() < 1024 {
-                assert_near(record.error_before, search.clip_error(node, false), 1e-3, &what);
-                assert_near(record.error_after, search.clip_error(node, true), 1e-3, &what);
-            }
-        }
-        let clipped: u64 = search.rewrite.clip_records.iter().map(|r| r.clipped_groups).sum();
-        assert!(clipped > 0, "{scheme}: some range is worth narrowing");
+        records_are_right(&Search::by(mode, &checkpoint, scheme, &windows), scheme);
     }
+}
+
+/// The same where prompts are masked and documents share windows: what counts are the tokens that
+/// count, by whichever route, and fast and reference search find the same.
+#[test]
+fn masked_and_packed_batches_are_judged_by_what_counts() {
+    for (family, scheme, count, length) in [
+        (common::Kind::Llama, "w4a16-g32", 4, 30),
+        (common::Kind::Llama, "w4a16-channel", 8, 90),
+        (common::Kind::Mistral(Some(7)), "w3a16-g64-asym", 6, 60),
+    ] {
+        let tiny = Tiny { layers: 1, kv_heads: 4, family, ..tiny() };
+        let checkpoint = planted(&tiny, 1);
+        let windows = common::masked_windows(128, count, length, 2);
+        let [fast, reference] = [SearchMode::Fast, SearchMode::Reference]
+            .map(|mode| Search::by(mode, &checkpoint, scheme, &windows));
+        records_are_right(&fast, scheme);
+        records_are_right(&reference, scheme);
+        let counted = fast.hidden.layout().counted() as u64;
+        assert!(counted < (count * length) as u64 * 2 / 3, "{counted}");
+        for (fast, reference) in fast.rewrite.folds.iter().zip(&reference.rewrite.folds) {
+            assert_eq!((fast.tokens, reference.tokens), (counted, counted), "{}", fast.producer);
+            assert_near(fast.error_before, reference.error_before, 1e-3, &fast.producer);
+            assert_near(fast.error_after, reference.error_after, 1e-3, &fast.producer);
+        }
+        for search in [&fast, &reference] {
+            assert_eq!(search.rewrite.tokens.len(), 7, "every linear is counted");
+            assert!(search.rewrite.tokens.values().all(|t| *t == counted));
+        }
+        // Other tokens, other numbers: the mask reaches the search.
+        let plain = common::windows(128, count, length, 2);
+        assert_eq!(plain.tokens(), windows.tokens());
+        let plain = Search::by(SearchMode::Reference, &checkpoint, scheme, &plain);
+        for (masked, plain) in reference.rewrite.folds.iter().zip(&plain.rewrite.folds) {
+            assert_ne!(masked.error_before, plain.error_before, "{}", masked.producer);
+        }
+    }
+}
+
+/// Holds what a search recorded against its definition.
+fn records_are_right(search: &Search, scheme: &str) {
+    let tokens = search.hidden.layout().counted();
+    assert_eq!(search.rewrite.folds.len(), 4);
+    for (group, record) in search.groups().iter().zip(&search.rewrite.folds) {
+        let what = format!("{scheme}, {tokens} tokens, {}", record.producer);
+        let module = |node| format!("block.{}", search.block.graph().name(node));
+        assert_eq!(record.producer, module(group.producer));
+        assert_eq!(record.inspected, module(group.inspected));
+        let ones = vec![1.0; search.block.linear(group.consumers[0]).weight().shape()[1]];
+        assert_near(record.error_before, search.group_error(group, &ones), 1e-3, &what);
+        // Norms are in f32 here: what was folded is what was searched, but for its last bit,
+        // which decides a tie of rounding now and then.
+        let scales = search.rewrite.columns.get(&group.consumers[0]).unwrap_or(&ones);
+        assert_eq!(record.ratio.is_some(), *scales != ones, "{what}");
+        assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
+        assert!(record.error_after <= record.error_before, "{what}");
+    }
+    assert_eq!(search.rewrite.clip_records.len(), 5, "all but queries and keys");
+    for record in &search.rewrite.clip_records {
+        let what = format!("{scheme}, {tokens} tokens, clip of {}", record.module);
+        let name = record.module.strip_prefix("block.").unwrap();
+        let (node, ..) = search.block.graph().linears().find(|l| l.1 == name).unwrap();
+        assert!(record.error_after <= record.error_before, "{what}");
+        assert_eq!(record.clipped_groups > 0, search.rewrite.clips.contains_key(&node), "{what}");
+        if tokens < 1024 {
+            assert_near(record.error_before, search.clip_error(node, false), 1e-3, &what);
+            assert_near(record.error_after, search.clip_error(node, true), 1e-3, &what);
+        }
+    }
+    let clipped: u64 = search.rewrite.clip_records.iter().map(|r| r.clipped_groups).sum();
+    assert!(clipped > 0, "{scheme}: some range is worth narrowing");
 }
 
 /// On a share of a large batch the fast search finds scales as good as those of the reference, up to
 /// what chance leaves open.
 #[test]
 fn a_race_ends_near_the_best() {
-    let windows = common::windows(128, 64, 256, 5);
-    for (seed, scheme) in [(1, "w4a16-g32"), (2, "w3a16-g32-asym")] {
+    for (seed, scheme, masked) in
+        [(1, "w4a16-g32", false), (2, "w3a16-g32-asym", false), (3, "w4a16-g32", true)]
+    {
+        let windows = match masked {
+            false => common::windows(128, 64, 256, 5),
+            true => common::masked_windows(128, 128, 256, 5),
+        };
+        let counted = windows.layout().counted() as u64;
         let checkpoint = planted(&Tiny { layers: 1, kv_heads: 4, ..tiny() }, seed);
         let fast = Search::by(SearchMode::Fast, &checkpoint, scheme, &windows);
         let reference = Search::by(SearchMode::Reference, &checkpoint, scheme, &windows);
         for (fast, reference) in fast.rewrite.folds.iter().zip(&reference.rewrite.folds) {
             let what = format!("{scheme}, {}", fast.producer);
-            assert_eq!(reference.tokens, 64 * 256, "{what}");
+            assert_eq!(reference.tokens, counted, "{what}");
             assert_eq!(reference.tried.len(), 21, "{what}");
             let whole = |ratio| reference.tried.iter().find(|t| t.ratio == ratio).unwrap().error;
             assert_eq!(whole(reference.ratio), reference.error_after, "{what}");
@@ -233,7 +291,7 @@ fn a_race_ends_near_the_best() {
         let shares: Vec<(bool, u64)> = (fast.rewrite.folds.iter())
             .map(|f| (f.consumers.len() > 1, f.tried.iter().map(|t| t.tokens).sum()))
             .collect();
-        let whole = 21 * 64 * 256;
+        let whole = 21 * counted;
         assert!(shares.iter().all(|&(raced, tokens)| if raced {
             tokens < whole / 4
         } else {
@@ -356,7 +414,8 @@ fn linears_that_stay_float_are_rewritten_exactly() {
 fn without_a_calibration_batch_awq_is_refused() {
     let checkpoint = tiny().random(1);
     let model = checkpoint.model();
-    let plan = quant_core::recipe::Plan::new(&model, &recipe("awq", "w4a16")).unwrap();
+    let recipe = recipe("awq", "w4a16");
+    let plan = quant_core::recipe::Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
     let mut sink = quant_core::checkpoint::MemorySink::new(plan.outputs()).unwrap();
     let job = quant_core::pipeline::Job {
         model: &model,

@@ -71,6 +71,34 @@ fn awq_on_a_batch_that_comes_in_pieces() {
     let tiny = Tiny { hidden: 128, intermediate: 256, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
+    // And with masked prompts, and documents that share windows.
+    let windows = common::masked_windows(tiny.vocab, 36, 100, 4);
+    same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
+}
+
+#[test]
+fn the_report_counts_the_tokens_of_every_linear() {
+    let tiny = Tiny::default();
+    let model = tiny.random(1).model();
+    let of = |windows: &TokenWindows| {
+        run(&model, &tiny.config(), &recipe("awq", "w4a16-g32"), Some(windows)).report
+    };
+    let masked = common::masked_windows(tiny.vocab, 5, 60, 4);
+    let [counted, context, padding] = masked.uses().map(|n| n as u64);
+    assert!(counted > 0 && context > 0 && padding > 0);
+    let report = of(&masked);
+    let quantized: Vec<_> = report.tensors.iter().filter(|t| t.action == "quantized").collect();
+    assert_eq!(quantized.len(), 2 * 7);
+    assert!(quantized.iter().all(|t| t.calibration_tokens == Some(counted)));
+    let others = report.tensors.iter().filter(|t| t.action != "quantized");
+    assert!(others.into_iter().all(|t| t.calibration_tokens.is_none()));
+    let batch = report.calibration.unwrap();
+    assert_eq!((batch.tokens, batch.tokens_counted, batch.padding), (counted + context, counted, padding));
+    assert!(batch.layout_sha256.is_some());
+    // The same tokens in the same windows without a mask are another batch.
+    let plain = of(&common::windows(tiny.vocab, 5, 60, 4)).calibration.unwrap();
+    assert_eq!(plain.tokens_sha256, batch.tokens_sha256);
+    assert_eq!((plain.tokens_counted, plain.layout_sha256), (300, None));
 }
 
 #[test]

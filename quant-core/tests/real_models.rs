@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use common::{decoder, flat, recipe, run, shared_data, windows};
 use quant_core::TensorSource;
 use quant_core::checkpoint::ModelDirectory;
+use quant_core::format::PackedWeight;
 use quant_core::model::Model;
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
@@ -36,13 +37,15 @@ fn check(name: &str, path: &Path, recipe: &Recipe) {
             let module = architecture.in_block(layer, linear);
             let tensor = format!("{module}.weight");
             let own = recipe.overrides.iter().find(|(pattern, _)| pattern.matches(&module));
-            let scheme = own.map_or(recipe.scheme, |(_, scheme)| *scheme);
+            let scheme = own.map_or(recipe.scheme, |(_, scheme)| *scheme).with_default_symmetry(true);
             assert_eq!(read_back.module_scheme(&module), Some(scheme), "{name}: {module}");
 
             let dtype = source.info(&tensor).unwrap().dtype;
             let values = source.read_f32(&tensor).unwrap();
             let expected = quantize_rtn(&tensor, &values, shape, scheme, dtype, None).unwrap();
-            let found = reader.read(&written.source, &module, shape).unwrap();
+            let stated = reader.scheme(&module).expect("the module is quantized");
+            let weight = PackedWeight { module: &module, shape, scheme: stated };
+            let found = reader.read(&written.source, weight).unwrap();
             assert!(found == expected, "{name}: {module} is not what rounding gives");
             assert!(written.source.info(&tensor).is_none(), "{name}: {tensor} is still there");
             weights.insert(tensor);

@@ -1,6 +1,6 @@
 """The interop check: our numbers against transformers', and our bits against an independent reader.
 
-Three kinds of checks, each on its own line with what it measured:
+Four kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -8,6 +8,8 @@ Three kinds of checks, each on its own line with what it measured:
             2e-3 of the largest; perplexity against `quant eval`, within 0.1 %
   bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
             bit for bit
+  chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
+            what transformers makes of them
 
 Exits with 1 if one fails.
 """
@@ -17,6 +19,7 @@ import contextlib
 import importlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOAT_TOLERANCE = 1e-3
 QUANTIZED_TOLERANCE = 2e-3
 PERPLEXITY_TOLERANCE = 1e-3
+
+# Templates under chat/, each in the style of a family.
+CHAT = ["turns", "headers", "brackets", "generation"]
 
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
         "mistral", "qwen2", "qwen3"]
@@ -59,6 +65,20 @@ QUANTIZED = [
     ("tied", "format-awq-ignored",
      ["--format", "awq", "--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.*"], False),
     ("head-dim", "rtn-w8-g64-asym", ["--method", "rtn", "--scheme", "w8a16-g64-asym"], True),
+    ("demo", "rtn-head-alike", ["--method", "rtn", "--override", "lm_head=w4a16"], False),
+    ("demo", "rtn-head-w8-and-fused",
+     ["--method", "rtn", "--override", "lm_head=w8a16", "--override", "re:.*(gate|up)_proj=w8a16-g64"], False),
+    ("qwen2", "rtn-embedding", ["--method", "rtn", "--group-size", "64", "--override", "embed_tokens=w8a16"],
+     False),
+    ("tied", "rtn-head-parted",
+     ["--method", "rtn", "--group-size", "32", "--override", "lm_head=w8a16",
+      "--override", "embed_tokens=w8a16-channel"], False),
+]
+# Model, name of the case, options, the format that the result is written in once more.
+REPACKED = [
+    ("demo", "awq-from-compressed-tensors", ["--method", "rtn"], "awq"),
+    ("demo", "compressed-tensors-from-awq", ["--method", "rtn", "--format", "awq", "--symmetric"],
+     "compressed-tensors"),
 ]
 
 
@@ -144,7 +164,7 @@ class Check:
 
         self.step(f"float  {name}", work)
 
-    def quantized_model(self, name, case, options, dequantize):
+    def quantized_model(self, name, case, options, dequantize, repack=None):
         model = self.model(name)
         if model is None:
             return
@@ -152,7 +172,10 @@ class Check:
         reference = ["--dequantize"] if dequantize else []
 
         def loads():
-            self.program("quant", "quantize", model, "-o", out, "--quiet", *options)
+            first = self.scratch / f"{name}-{case}-first" if repack else out
+            self.program("quant", "quantize", model, "-o", first, "--quiet", *options)
+            if repack:
+                self.program("quant", "quantize", first, "-o", out, "--quiet", "--format", repack)
             compare, theirs, ours = self.logits(out, f"{name}-{case}", reference)
             verdict = compare(theirs, ours, QUANTIZED_TOLERANCE)
             if not verdict["ok"]:
@@ -179,6 +202,27 @@ class Check:
         self.step(f"loads  {name} {case}", loads)
         self.step(f"bits   {name} {case}", bits)
 
+    def chat(self, style):
+        def work():
+            model = self.scratch / f"chat-{style}"
+            shutil.copytree(self.model("demo"), model)
+            here = ROOT / "tests/interop/chat"
+            shutil.copy(here / f"{style}.jinja", model / "chat_template.jinja")
+            tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+            (model / "tokenizer_config.json").write_text(json.dumps(tokens))
+            ours, theirs = self.scratch / "ours.json", self.scratch / "theirs.json"
+            self.program("interop-dump", "chats", model, here / "chats.jsonl", ours)
+            self.script("reference_chat", model, here / "chats.jsonl", theirs)
+            ours, theirs = json.loads(ours.read_text()), json.loads(theirs.read_text())
+            for number, (our, their) in enumerate(zip(ours, theirs, strict=True), 1):
+                for key in ("text", "tokens", "assistant"):
+                    if our[key] != their[key]:
+                        return f"line {number}, {key}: {our[key]!r}, not {their[key]!r}", False
+            masked = sum(sum(line["assistant"]) for line in ours)
+            return f"{len(ours)} conversations, {masked} tokens of the assistant", masked > 0
+
+        self.step(f"chat   {style}", work)
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
@@ -198,6 +242,12 @@ def main():
         for name, case, options, dequantize in QUANTIZED:
             if arguments.only in f"{name} {case}":
                 check.quantized_model(name, case, options, dequantize)
+        for name, case, options, repack in REPACKED:
+            if arguments.only in f"{name} {case}":
+                check.quantized_model(name, case, options, False, repack)
+        for style in CHAT:
+            if arguments.only in f"chat {style}":
+                check.chat(style)
     print(f"{check.count - check.failures} passed, {check.failures} failed")
     sys.exit(check.failures > 0 or check.count == 0)
 

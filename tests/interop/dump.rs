@@ -4,6 +4,8 @@
 //!   windows, float or quantized model;
 //! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its
 //!   tensor name;
+//! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, tokens and the assistant's part of every
+//!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text.
 #![forbid(unsafe_code)]
 
@@ -11,7 +13,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
 
-use quant_core::calibrate::{TextTokenizer, TokenWindows};
+use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
 use quant_core::model::{Decoder, Model};
 use quant_core::{CancelToken, Silent};
@@ -25,8 +27,9 @@ fn main() -> ExitCode {
     let outcome = match arguments[..] {
         ["logits", model, tokens, out] => logits(model, tokens, out),
         ["weights", model, out] => weights(model, out),
+        ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
-        _ => Err("usage: interop-dump logits|weights|tokens ...; see the source".into()),
+        _ => Err("usage: interop-dump logits|weights|tokens|chats ...; see the source".into()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -80,6 +83,11 @@ fn weights(model: &str, out: &str) -> Result<(), Failure> {
                 .insert(format!("{}.weight", architecture.in_block(layer, name)), (shape.to_vec(), values));
         }
     }
+    let outer = [architecture.vocab, architecture.hidden].to_vec();
+    let embedding = model.embedding()?;
+    tensors.insert(architecture.embedding.clone(), (outer.clone(), embedding.to_f32()?));
+    let head = model.head(&embedding)?;
+    tensors.insert(format!("{}.weight", architecture.head), (outer, head.weight().to_f32()?));
     save(&tensors, out)
 }
 
@@ -91,4 +99,19 @@ fn tokens(model: &str, text: &str, length: &str, count: &str, out: &str) -> Resu
     windows.truncate(count.parse()?);
     let windows: Vec<&[u32]> = (0..windows.len()).map(|i| windows.window(i)).collect();
     Ok(std::fs::write(out, serde_json::to_vec(&windows)?)?)
+}
+
+fn chats_of(model: &str, chats: &str, out: &str) -> Result<(), Failure> {
+    let (directory, _) = open(model)?;
+    let template = ChatTemplate::open(&directory)?;
+    let tokenizer = TextTokenizer::open(&directory.tokenizer_path().ok_or("no tokenizer.json")?)?;
+    let origin = Path::new(chats);
+    let Corpus::Chats(conversations) = read_corpus(origin)? else { return Err("no conversations".into()) };
+    let mut lines = Vec::new();
+    for conversation in &conversations {
+        let chat = template.render(conversation, Mask::Prompts, origin)?;
+        let (tokens, assistant) = chat.tokenize(&tokenizer)?;
+        lines.push(serde_json::json!({ "text": chat.text, "tokens": tokens, "assistant": assistant }));
+    }
+    Ok(std::fs::write(out, serde_json::to_vec(&lines)?)?)
 }

@@ -68,12 +68,13 @@ def matches(module, target):
 
 
 def scheme_of(module, quantization):
-    """The `weights` of the group that applies: exact name, then `re:`, then the class "Linear"."""
+    """The `weights` of the group that applies: exact name, then `re:`, then the class."""
+    its_class = "Embedding" if module.endswith("embed_tokens") else "Linear"
     if any(matches(module, entry) for entry in quantization["ignore"]):
         raise ValueError(f"{module} is packed, but ignored in quantization_config")
-    found = [(0 if target == module else 2 if target == "Linear" else 1, target, group["weights"])
+    found = [(0 if target == module else 2 if target == its_class else 1, target, group["weights"])
              for group in quantization["config_groups"].values() for target in group["targets"]
-             if target == "Linear" or matches(module, target)]
+             if target == its_class or matches(module, target)]
     if not found:
         raise ValueError(f"{module} is packed, but no config group targets it")
     return min(found, key=lambda entry: entry[:2])[2]

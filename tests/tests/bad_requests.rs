@@ -48,8 +48,8 @@ fn recipes() {
         ),
         (&["--group-size", "32", "--ignore", "*.layers.7.*"], &["`*.layers.7.*`", "`quant plan MODEL`"]),
         (
-            &["--group-size", "32", "--override", "lm_head=w8a16"],
-            &["--override lm_head has no effect", "`lm_head` always stays float"],
+            &["--group-size", "32", "--format", "awq", "--override", "lm_head=w4a16"],
+            &["`lm_head` is to be quantized", "keep it float"],
         ),
         (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens are no calibration batch"]),
         (
@@ -70,6 +70,10 @@ fn recipes() {
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
+        (&["--packing", "bfd"], &["unknown packing `bfd`", "auto, stream, documents"]),
+        (&["--mask", "users"], &["unknown mask `users`", "none, prompts"]),
+        (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),
+        (&["--method", "rtn", "--mask", "prompts"], &["--mask has no effect"]),
         (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),
         (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
         (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
@@ -417,7 +421,7 @@ fn streams() {
     assert_eq!(silent.stderr, "");
     assert!(silent.stdout.contains("written to "), "the result is no progress: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
-    assert_eq!(json.wait().json()["schema"], "quant-summary/1");
+    assert_eq!(json.wait().json()["schema"], "quant-summary/2");
     // With a file, both: the table on stdout, the JSON beside it.
     let report = scratch.path().join("report.json");
     let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();

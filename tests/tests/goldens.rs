@@ -74,8 +74,8 @@ fn sizes() {
         let plan = quant(args!["plan", demo_model(), "--scheme", scheme, "--json"]).json();
         found.push_str(&format!(
             "{scheme} {} {:.4}\n",
-            plan["output_bytes"],
-            plan["bits_per_quantized_weight"].as_f64().unwrap()
+            plan["formats"][0]["output_bytes"],
+            plan["formats"][0]["bits_per_quantized_weight"].as_f64().unwrap()
         ));
     }
     check("sizes", &found);

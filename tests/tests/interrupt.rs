@@ -104,6 +104,10 @@ fn each_signal_stops_where_nothing_is_lost() {
         for (other, differs) in [
             (["--seed", "7"], vec!["fingerprint.calibration.seed: was 0, is 7"]),
             (
+                ["--packing", "documents"],
+                vec!["fingerprint.calibration.packing: was \"stream\", is \"documents\""],
+            ),
+            (
                 ["--scheme", "w4a16-g64"],
                 vec![
                     "fingerprint.schemes.model.layers.0.mlp.down_proj: was \"w4a16-g128-sym\"",

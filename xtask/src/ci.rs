@@ -16,6 +16,8 @@ use crate::support::steps::Steps;
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
 /// The environment variable through which tests are told where to note what they skip.
 const SKIP_LOG: &str = "QUANT_SKIP_LOG";
+/// The feature that fetches models and texts from a hub.
+const HUB: &str = "quant-cli/hub";
 const CARGO_DENY: &str = "0.20.2";
 
 /// Which steps.
@@ -35,9 +37,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("test", || test(&[]));
     steps.step("hub", hub);
     steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
-    steps.step("clippy", || {
-        execute(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
-    });
+    steps.step("clippy", clippy);
     steps.step("doc", || {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
@@ -46,15 +46,24 @@ pub fn run(args: &Args) -> Result<()> {
     steps.finish()
 }
 
-/// The program with the feature `hub`: linted, and tested against a hub of its own. It has some two
-/// hundred dependencies more, so only its own package is built with it.
+/// The program with the feature `hub`, tested against a hub of its own.
+///
+/// The whole workspace is named so that what it shares with the tests before is taken as built
+/// (`tests/Cargo.toml` sees to it); only the client and its dependencies are new.
 fn hub() -> Result<()> {
-    let with = ["--package", "quant-cli", "--features", "hub"];
-    let linted = execute(cargo(&["clippy"]).args(with).args(["--all-targets", "--", "-D", "warnings"]));
-    let tested = execute(cargo(&["test"]).args(with));
+    let tested = execute(&mut cargo(&["test", "--workspace", "--features", HUB, "--test", "hub"]));
     // It has put its binary where the other tests look for theirs, which has no such feature.
-    let restored = execute(&mut cargo(&["build", "--package", "quant-cli"]));
-    linted.and(tested).and(restored)
+    let restored = execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]));
+    tested.and(restored)
+}
+
+/// Everything without the feature `hub` and, the client's metadata added, with it.
+fn clippy() -> Result<()> {
+    let lint = |features: &[&str]| {
+        let all = ["clippy", "--workspace", "--all-targets"];
+        execute(cargo(&all).args(features).args(["--", "-D", "warnings"]))
+    };
+    lint(&[]).and(lint(&["--features", HUB]))
 }
 
 /// The workspace's tests; fails also when some were skipped although what they need is there.

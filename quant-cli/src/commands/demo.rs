@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use quant_calibration_data::demo_model;
 use quant_core::pipeline::Job;
-use quant_core::recipe::{METHODS, Plan, Recipe, WeightScheme, method};
+use quant_core::recipe::{METHODS, Plan, Recipe, method};
 use quant_core::{Error, Result};
 use quant_evaluator::{EvaluationText, Profile, compare};
 use serde::Serialize;
@@ -118,9 +118,9 @@ fn produce(
 ) -> Result<u64> {
     let mut recipe = Recipe::preset(quant_core::recipe::PRESETS[0].name)?;
     recipe.method = method(name)?;
-    recipe.scheme = scheme.parse::<WeightScheme>()?;
+    recipe.scheme = scheme.parse()?;
     recipe.sampling.samples = if quick { 4 } else { SAMPLES };
-    let plan = Plan::new(&opened.model, &recipe)?;
+    let plan = Plan::new(&opened.model, &recipe, recipe.containers[0])?;
     let windows = match plan.method.transform {
         Some(_) => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling, session)?),
         None => None,
@@ -132,8 +132,8 @@ fn produce(
         observer: &session.progress,
         cancel: &session.cancel,
     };
-    let (_, report) = quantize::write(&job, opened, out, false, false, session)?;
-    Ok(report.bytes_after)
+    let written = quantize::write(&[job], opened, &[out.to_owned()], false, false, session)?;
+    Ok(written.iter().map(|(_, report)| report.bytes_after).sum())
 }
 
 /// Reads a written checkpoint back and compares it with the float model.

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use quant_core::recipe::{Action, Plan, PlanEntry, Recipe};
+use quant_core::format::engines::{ENGINES, Engine, Outline, RANKS, READ};
+use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
@@ -34,14 +35,36 @@ pub struct Args {
 struct PlanJson<'a> {
     schema: &'static str,
     method: &'a str,
-    format: &'a str,
     input_bytes: u64,
-    output_bytes: u64,
-    bits_per_quantized_weight: f64,
     peak_memory_bytes: u64,
     selectors: Vec<SelectorJson<'a>>,
+    formats: Vec<FormatJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct FormatJson<'a> {
+    format: &'a str,
+    output_bytes: u64,
+    bits_per_quantized_weight: f64,
     warnings: Vec<String>,
+    engines: Vec<EngineJson>,
     tensors: Vec<TensorJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct EngineJson {
+    engine: &'static str,
+    version: &'static str,
+    /// When its sources were read.
+    read: &'static str,
+    ranks: Vec<VerdictJson>,
+}
+
+#[derive(Serialize)]
+struct VerdictJson {
+    ranks: usize,
+    loads: &'static str,
+    reason: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -78,9 +101,20 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
     let recipe = args.recipe.recipe()?;
     let opened = inputs::open(model, session)?;
-    let plan = Plan::new(&opened.model, &recipe)?;
-    let peak = plan.peak_memory(&opened.model);
-    args.json.emit(&json(&plan, peak), || text(&plan, peak, args.all))
+    let plans = args.recipe.plans(&opened.model, &recipe)?;
+    let peak = Plan::peak_memory(&plans, &opened.model);
+    let outlines: Vec<Outline> = plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect();
+    // The time rests on a measurement, so it is told to people and kept out of what machines compare.
+    let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
+    let needs = Needs { memory: peak, seconds };
+    args.json.emit(&json(&plans, &outlines, peak), || text(&plans, &outlines, needs, args.all))
+}
+
+/// What a run will need, about.
+#[derive(Clone, Copy)]
+struct Needs {
+    memory: u64,
+    seconds: f64,
 }
 
 fn outcome(action: &Action) -> String {
@@ -88,22 +122,35 @@ fn outcome(action: &Action) -> String {
         Action::Copy => "as it is".into(),
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
+        Action::Repack { scheme, .. } => format!("{scheme}, the same numbers"),
     }
 }
 
-fn json(plan: &Plan, peak_memory_bytes: u64) -> PlanJson<'_> {
-    let selectors = plan.selectors.iter().map(|s| SelectorJson {
+fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> PlanJson<'a> {
+    let first = plans.first();
+    let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: s.option,
         pattern: &s.pattern,
         outcome: &s.outcome,
         modules: &s.modules,
     });
+    PlanJson {
+        schema: "quant-plan/2",
+        method: first.map_or("", |plan| plan.method.name),
+        input_bytes: first.map_or(0, Plan::input_bytes),
+        peak_memory_bytes,
+        selectors: selectors.collect(),
+        formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline)).collect(),
+    }
+}
+
+fn format_json<'a>(plan: &'a Plan, outline: &Outline) -> FormatJson<'a> {
     let tensors = plan.entries.iter().map(|e| TensorJson {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
         shape: &e.info.shape,
         action: outcome(&e.action),
-        bytes_before: e.info.byte_len(),
+        bytes_before: e.input_bytes(),
         bytes_after: e.output_bytes(),
         outputs: e
             .outputs
@@ -111,21 +158,92 @@ fn json(plan: &Plan, peak_memory_bytes: u64) -> PlanJson<'_> {
             .map(|o| OutputJson { tensor: &o.name, dtype: o.info.dtype.name(), shape: &o.info.shape })
             .collect(),
     });
-    PlanJson {
-        schema: "quant-plan/1",
-        method: plan.method.name,
+    FormatJson {
         format: plan.container.name(),
-        input_bytes: plan.input_bytes(),
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
-        peak_memory_bytes,
-        selectors: selectors.collect(),
         warnings: plan.warnings(),
+        engines: ENGINES.iter().map(|engine| engine_json(engine, outline)).collect(),
         tensors: tensors.collect(),
     }
 }
 
-fn text(plan: &Plan, peak: u64, all: bool) -> String {
+fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
+    let verdict = |&ranks: &usize| {
+        let verdict = engine.loads(outline, ranks)?;
+        Some(VerdictJson { ranks, loads: verdict.word(), reason: verdict.reason().map(str::to_owned) })
+    };
+    let ranks = RANKS.iter().filter_map(verdict).collect();
+    EngineJson { engine: engine.name, version: engine.version, read: READ, ranks }
+}
+
+fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, all: bool) -> String {
+    let mut text = String::new();
+    for (plan, outline) in plans.iter().zip(outlines) {
+        if plans.len() > 1 {
+            text.push_str(&format!("{}:\n\n", plan.container.name()));
+        }
+        text.push_str(&plan_text(plan, all));
+        text.push('\n');
+        text.push_str(&engines_text(outline));
+        text.push('\n');
+    }
+    for s in plans.first().into_iter().flat_map(|plan| &plan.selectors) {
+        text.push_str(&format!(
+            "{} {}: {} linear(s) get {}\n",
+            s.option,
+            s.pattern,
+            s.modules.len(),
+            s.outcome
+        ));
+        for module in s.modules.iter().filter(|_| all) {
+            text.push_str(&format!("  {module}\n"));
+        }
+    }
+    text.push_str(&format!(
+        "about {} of memory and {} on this machine\n",
+        bytes(needs.memory),
+        about(needs.seconds)
+    ));
+    text
+}
+
+/// Which engines load it, on how many ranks, and why not.
+fn engines_text(outline: &Outline) -> String {
+    // Engines with one reason are named together, and a reason is told where it first applies.
+    let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
+    let mut rows = Vec::new();
+    for engine in ENGINES {
+        let mut row = vec![format!("{} {}", engine.name, engine.version)];
+        let mut last = None;
+        for ranks in RANKS {
+            let verdict = engine.loads(outline, ranks);
+            row.push(verdict.as_ref().map_or("–", |v| v.word()).to_owned());
+            let reason = verdict.and_then(|v| v.reason().map(str::to_owned));
+            if let Some(reason) = reason.clone().filter(|_| reason != last) {
+                match reasons.iter_mut().find(|(known, from, _)| *known == reason && *from == ranks) {
+                    Some((_, _, engines)) => engines.push(engine.name),
+                    None => reasons.push((reason, ranks, vec![engine.name])),
+                }
+            }
+            last = reason;
+        }
+        rows.push(row);
+    }
+    let header: Vec<String> =
+        RANKS.iter().map(|ranks| if *ranks == 1 { "1 rank".to_owned() } else { ranks.to_string() }).collect();
+    let header: Vec<&str> = std::iter::once("loads in").chain(header.iter().map(String::as_str)).collect();
+    let mut text = table(&header, &rows);
+    for (reason, ranks, engines) in reasons {
+        let from = if ranks == 1 { String::new() } else { format!(", {ranks} ranks") };
+        text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
+    }
+    text.push_str(&format!("as read in the sources of these versions on {READ}: docs/formats/engines.md\n"));
+    text
+}
+
+/// The tensors of a plan, and what they come to.
+fn plan_text(plan: &Plan, all: bool) -> String {
     let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
     let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
         let shape: Vec<String> = e.info.shape.iter().map(usize::to_string).collect();
@@ -144,7 +262,7 @@ fn text(plan: &Plan, peak: u64, all: bool) -> String {
     let mut places = HashMap::new();
     for entry in &plan.entries {
         let name = if all { entry.tensor.clone() } else { kind(&entry.tensor) };
-        let (before, after) = (entry.info.byte_len(), entry.output_bytes());
+        let (before, after) = (entry.input_bytes(), entry.output_bytes());
         let key = (name.clone(), entry.info.dtype, &entry.info.shape, outcome(&entry.action));
         let place = *places.entry(key).or_insert(kinds.len());
         if place == kinds.len() {
@@ -161,31 +279,28 @@ fn text(plan: &Plan, peak: u64, all: bool) -> String {
         .collect();
     let mut text = table(&header, &rows);
     text.push('\n');
-    for s in &plan.selectors {
-        text.push_str(&format!(
-            "{} {}: {} linear(s) get {}\n",
-            s.option,
-            s.pattern,
-            s.modules.len(),
-            s.outcome
-        ));
-        for module in s.modules.iter().filter(|_| all) {
-            text.push_str(&format!("  {module}\n"));
-        }
-    }
     text.push_str(&format!(
-        "{} with {}: {} → {} ({:.2} bits a quantized weight), about {} of memory\n",
+        "{} with {}: {} → {} ({:.2} bits a quantized weight)\n",
         plan.method.name,
         plan.container.name(),
         bytes(plan.input_bytes()),
         bytes(plan.output_bytes()),
         plan.bits_per_quantized_weight(),
-        bytes(peak),
     ));
     for warning in plan.warnings() {
         text.push_str(&format!("note: {warning}\n"));
     }
     text
+}
+
+/// A duration with no more digits than an estimate deserves.
+fn about(seconds: f64) -> String {
+    match seconds {
+        s if s < 1.5 => "a second".into(),
+        s if s < 90.0 => format!("{s:.0} s"),
+        s if s < 5400.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.0} h", s / 3600.0),
+    }
 }
 
 /// `model.layers.3.mlp.up_proj.weight` → `model.layers.*.mlp.up_proj.weight`.

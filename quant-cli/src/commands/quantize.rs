@@ -1,12 +1,15 @@
 //! `quant quantize MODEL -o OUT`: the main job.
 
+use std::ffi::OsStr;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
+use quant_core::format::CONTAINERS;
 use quant_core::pipeline::{self, Job, QuantReport};
 use quant_core::recipe::{Plan, Recipe};
-use quant_core::{Category, Error, Result};
+use quant_core::{Category, Error, Result, TensorSink};
 use serde::Serialize;
 
 use super::Session;
@@ -20,13 +23,14 @@ use crate::recipe::RecipeOptions;
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Directory to write; it appears when all is done and verified
+    /// Directory to write; it appears when all is done and verified. With several formats it holds
+    /// a directory of each name
     #[arg(long, short)]
     pub output: PathBuf,
     #[command(flatten)]
     recipe: RecipeOptions,
-    /// Calibration text: a file (plain text, or .jsonl with a `text` field) or the name of a set
-    /// [default: builtin]
+    /// Calibration text: a file (plain text, or .jsonl with a `text` field, or with `messages`, which
+    /// go through the model's chat template) or the name of a set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
     /// Replace OUT if it exists; the old one stays until the new one is complete
@@ -44,21 +48,36 @@ pub struct Args {
 #[derive(Serialize)]
 pub struct Summary {
     schema: &'static str,
-    output: String,
     method: String,
-    format: String,
     bytes_before: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    calibration: Option<Calibration>,
+    outputs: Vec<Output>,
+    seconds: f64,
+    peak_memory_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Output {
+    path: String,
+    format: String,
     bytes_after: u64,
     bits_per_quantized_weight: f64,
     worst_tensor: Option<Worst>,
-    seconds: f64,
-    peak_memory_bytes: Option<u64>,
 }
 
 #[derive(Serialize)]
 struct Worst {
     tensor: String,
     relative_rms: f64,
+}
+
+/// Tokens of the calibration text, and how many of them linears were judged by; where not all were.
+#[derive(Serialize)]
+struct Calibration {
+    tokens: u64,
+    tokens_counted: u64,
+    padding: u64,
 }
 
 /// Quantizes.
@@ -68,25 +87,23 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let (Some(text), None) = (&args.calibration, recipe.method.transform) {
         return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
     }
+    let outputs = outputs(&args.output, &recipe)?;
     // Found later for a model that is here; nothing is fetched for a run that cannot write.
-    if hub::is_named(&args.model) && !args.force && args.output.exists() {
-        return Err(Error::OutputExists { path: args.output.clone() });
+    if hub::is_named(&args.model) {
+        refuse_existing(&outputs, args.force)?;
     }
     let opened = inputs::open(&args.model, session)?;
     if opened.directory.tokenizer_path().is_none() {
         session.progress.note("warning: the model has no tokenizer.json, and so the result will have none");
     }
     refuse_overlap(opened.directory.path(), &args.output)?;
-    let (published, report) = quantize(&opened, &recipe, args, session)?;
+    let written = quantize(&opened, &recipe, args, &outputs, session)?;
     let summary = Summary {
-        schema: "quant-summary/1",
-        output: published.path.display().to_string(),
-        method: report.method.clone(),
-        format: report.format.clone(),
-        bytes_before: report.bytes_before,
-        bytes_after: report.bytes_after,
-        bits_per_quantized_weight: report.bits_per_quantized_weight,
-        worst_tensor: worst(&report),
+        schema: "quant-summary/2",
+        method: written.first().map(|(_, report)| report.method.clone()).unwrap_or_default(),
+        bytes_before: written.first().map_or(0, |(_, report)| report.bytes_before),
+        calibration: written.first().and_then(|(_, report)| calibration(report)),
+        outputs: written.iter().map(|(published, report)| Output::new(published, report)).collect(),
         seconds: started.elapsed().as_secs_f64(),
         peak_memory_bytes: output::peak_memory(),
     };
@@ -96,15 +113,57 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     output::print(&text(&summary))
 }
 
+/// Where each container of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.
+fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
+    if recipe.containers.len() == 1 {
+        return Ok(vec![out.to_owned()]);
+    }
+    let entries = match std::fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            return Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect());
+        }
+        Err(e) => return Err(Error::io("list", out, e)),
+    };
+    // Checkpoints go into it, so it must not be one, nor anything else that somebody keeps.
+    let ours = |name: &OsStr| {
+        CONTAINERS.iter().any(|c| name == c.name() || name == OsStr::new(&format!("{}.job", c.name())))
+    };
+    for entry in entries {
+        let name = entry.map_err(|e| Error::io("list", out, e))?.file_name();
+        if !ours(&name) {
+            return Err(Error::usage(
+                format!(
+                    "{} is to hold a directory for each format, but it holds {:?}",
+                    out.display(),
+                    name.to_string_lossy()
+                ),
+                "choose another output",
+            ));
+        }
+    }
+    Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect())
+}
+
+fn refuse_existing(outputs: &[PathBuf], force: bool) -> Result<()> {
+    match outputs.iter().find(|path| !force && path.exists()) {
+        Some(path) => Err(Error::OutputExists { path: path.clone() }),
+        None => Ok(()),
+    }
+}
+
 fn quantize(
     opened: &Opened,
     recipe: &Recipe,
     args: &Args,
+    outputs: &[PathBuf],
     session: &Session,
-) -> Result<(Published, QuantReport)> {
-    let plan = Plan::new(&opened.model, recipe)?;
-    if !args.force && args.output.exists() {
-        return Err(Error::OutputExists { path: args.output.clone() });
+) -> Result<Vec<(Published, QuantReport)>> {
+    let plans = args.recipe.plans(&opened.model, recipe)?;
+    refuse_existing(outputs, args.force)?;
+    let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
+    if let (Some(text), None) = (&args.calibration, plan.method.transform) {
+        return Err(args.recipe.needs_no_text(recipe, &format!("--calibration {text}")));
     }
     let positions = opened.model.architecture().max_positions;
     if plan.method.transform.is_some() && plan.sampling.length > positions {
@@ -114,8 +173,10 @@ fn quantize(
             plan.sampling.length
         ));
     }
-    for warning in plan.warnings() {
-        session.progress.note(&format!("note: {warning}"));
+    let mut notes: Vec<String> = plans.iter().flat_map(Plan::warnings).collect();
+    notes.dedup();
+    for note in notes {
+        session.progress.note(&format!("note: {note}"));
     }
     let windows = match plan.method.transform {
         Some(_) => {
@@ -126,74 +187,138 @@ fn quantize(
         None => None,
     };
     session.cancel.check()?;
-    let job = Job {
+    let job = |plan| Job {
         model: &opened.model,
-        plan: &plan,
+        plan,
         windows: windows.as_ref(),
         observer: &session.progress,
         cancel: &session.cancel,
     };
-    write(&job, opened, &args.output, args.force, args.resume, session)
+    let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
+    let written = write(&jobs, opened, outputs, args.force, args.resume, session);
+    if written.is_err() && outputs.len() > 1 {
+        // Made for them; stays where anything is left in it.
+        let _ = std::fs::remove_dir(&args.output);
+    }
+    written
 }
 
-/// Runs a job into a directory that appears only when everything in it is verified.
+/// Runs jobs on one model, each into a directory that appears only when everything in it is
+/// verified; none appears before all are.
 pub fn write(
-    job: &Job<'_>,
+    jobs: &[Job<'_>],
     opened: &Opened,
-    output: &Path,
+    outputs: &[PathBuf],
     force: bool,
     resume: bool,
     session: &Session,
-) -> Result<(Published, QuantReport)> {
-    let options = WriteOptions {
-        force,
-        resume,
-        fingerprint: pipeline::fingerprint(job, &opened.directory),
-        companion_bytes: pipeline::companion_bytes(&opened.directory, job.plan)?,
-        ..WriteOptions::default()
-    };
-    let mut writer = CheckpointWriter::create(output, job.plan.outputs(), options)?;
-    for note in writer.notes() {
-        session.progress.note(&format!("note: {note}"));
+) -> Result<Vec<(Published, QuantReport)>> {
+    let mut writers: Vec<CheckpointWriter> = Vec::with_capacity(jobs.len());
+    for (i, (job, output)) in jobs.iter().zip(outputs).enumerate() {
+        // What is going to stand beside it counts when the room on the disk is looked at.
+        let others: u64 = jobs[i + 1..].iter().map(|j| j.plan.output_bytes()).sum();
+        let options = WriteOptions {
+            force,
+            resume,
+            fingerprint: pipeline::fingerprint(job, &opened.directory),
+            companion_bytes: pipeline::companion_bytes(&opened.directory, job.plan)?.saturating_add(others),
+            ..WriteOptions::default()
+        };
+        let writer = match CheckpointWriter::create(output, job.plan.outputs(), options) {
+            Ok(writer) => writer,
+            Err(error) => return Err(given_up(writers, error)),
+        };
+        for note in writer.notes() {
+            session.progress.note(&format!("note: {note}"));
+        }
+        writers.push(writer);
     }
-    let outcome = pipeline::quantize(job, &mut writer).and_then(|report| {
-        pipeline::add_companions(&opened.directory, job.plan, &report, &mut writer)?;
-        Ok(report)
+    let sinks = writers.iter_mut().map(|w| w as &mut dyn TensorSink).collect();
+    let outcome = pipeline::quantize_each(jobs, sinks).and_then(|reports| {
+        for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
+            pipeline::add_companions(&opened.directory, job.plan, report, writer)?;
+        }
+        Ok(reports)
     });
-    match outcome {
-        Ok(report) => Ok((writer.publish_observed(&session.progress, &session.cancel)?, report)),
-        Err(error) => {
-            // What was finished is worth keeping when the same job can succeed later.
-            let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
-            if !resumable {
-                writer.abandon()?;
+    let reports = match outcome {
+        Ok(reports) => reports,
+        Err(error) => return Err(given_up(writers, error)),
+    };
+    let prepared = writers.into_iter().map(|w| w.prepare(&session.progress, &session.cancel));
+    let prepared = prepared.collect::<Result<Vec<_>>>()?;
+    prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
+}
+
+/// Removes what was begun, unless what was finished is worth keeping because the same job can
+/// succeed later.
+fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
+    let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
+    if !resumable {
+        for writer in writers {
+            if let Err(worse) = writer.abandon() {
+                return worse;
             }
-            Err(error)
+        }
+    }
+    error
+}
+
+impl Output {
+    fn new(published: &Published, report: &QuantReport) -> Self {
+        let errors = report.tensors.iter().filter_map(|t| Some((t, t.weight_error?.relative_rms)));
+        let worst = errors.max_by(|a, b| a.1.total_cmp(&b.1));
+        Self {
+            path: published.path.display().to_string(),
+            format: report.format.clone(),
+            bytes_after: report.bytes_after,
+            bits_per_quantized_weight: report.bits_per_quantized_weight,
+            worst_tensor: worst
+                .map(|(tensor, relative_rms)| Worst { tensor: tensor.tensor.clone(), relative_rms }),
         }
     }
 }
 
-fn worst(report: &QuantReport) -> Option<Worst> {
-    let errors = report.tensors.iter().filter_map(|t| Some((t, t.weight_error?.relative_rms)));
-    let (tensor, relative_rms) = errors.max_by(|a, b| a.1.total_cmp(&b.1))?;
-    Some(Worst { tensor: tensor.tensor.clone(), relative_rms })
+/// What of the calibration batch counted, if it was not all.
+fn calibration(report: &QuantReport) -> Option<Calibration> {
+    let batch = report.calibration.as_ref()?;
+    let (tokens, padding) = (batch.tokens, batch.padding);
+    // What linears themselves saw; all see the same, but a run that found all done saw nothing.
+    let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).min();
+    let tokens_counted = seen.unwrap_or(batch.tokens_counted);
+    let notable = tokens_counted < tokens || padding > 0;
+    notable.then_some(Calibration { tokens, tokens_counted, padding })
 }
 
 fn text(summary: &Summary) -> String {
-    let mut text = format!(
-        "{} → {} ({:.2} bits a quantized weight) in {}\n",
-        bytes(summary.bytes_before),
-        bytes(summary.bytes_after),
-        summary.bits_per_quantized_weight,
-        duration(summary.seconds),
-    );
-    if let Some(worst) = &summary.worst_tensor {
-        text.push_str(&format!(
-            "largest weight error: {:.2} % in {}\n",
-            100.0 * worst.relative_rms,
-            worst.tensor
-        ));
+    let mut text = String::new();
+    if let Some(Calibration { tokens, tokens_counted, padding }) = summary.calibration {
+        let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
+        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
+        text.push_str(&match padding {
+            0 => "\n".to_owned(),
+            some => format!("; {some} positions stayed empty\n"),
+        });
     }
-    text.push_str(&format!("written to {}\n", summary.output));
+    for output in &summary.outputs {
+        let format = match summary.outputs.len() {
+            1 => String::new(),
+            _ => format!("{}: ", output.format),
+        };
+        text.push_str(&format!(
+            "{format}{} → {} ({:.2} bits a quantized weight)\n",
+            bytes(summary.bytes_before),
+            bytes(output.bytes_after),
+            output.bits_per_quantized_weight,
+        ));
+        if let Some(worst) = &output.worst_tensor {
+            text.push_str(&format!(
+                "largest weight error: {:.2} % in {}\n",
+                100.0 * worst.relative_rms,
+                worst.tensor
+            ));
+        }
+        text.push_str(&format!("written to {}\n", output.path));
+    }
+    text.push_str(&format!("in {}\n", duration(summary.seconds)));
     text
 }

@@ -2,14 +2,21 @@
 //!
 //! ```text
 //! file or set ─► documents ─► tokens ─► windows ─► hidden states ─► statistics
+//! conversations ─► chat template ──┘
 //! ```
 
+mod chat;
+mod layout;
 mod observe;
+mod packing;
 mod text;
 mod tokenizer;
 mod windows;
 
+pub use chat::{ChatTemplate, Conversation, RenderedChat};
+pub use layout::{BatchLayout, TokenUse};
 pub use observe::{AbsMean, BatchTap, HiddenStates, SampledRows, gram};
-pub use text::{read_documents, read_json_lines};
+pub use packing::{Mask, Packing};
+pub use text::{Corpus, read_corpus, read_documents, read_json_lines};
 pub use tokenizer::{TextTokenizer, guard_panics, panic_is_handled};
 pub use windows::{Sampling, TokenWindows};

@@ -7,8 +7,8 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::TokenWindows;
-use crate::model::{Block, Model, NoTap, Tap};
+use super::{BatchLayout, TokenWindows};
+use crate::model::{Block, CancelTap, Model, Segments, Tap};
 use crate::{CancelToken, Result};
 
 /// Tokens that go through a block at a time: enough for full speed, few enough that a block's
@@ -17,14 +17,15 @@ const CHUNK_TOKENS: usize = 2048;
 
 /// A [`Tap`] on a batch that comes in pieces.
 pub trait BatchTap: Tap {
-    /// The inputs to come are those of a new piece, whose first token is `first` of the batch.
+    /// The inputs to come are those of a new piece, whose first token is `first` of the batch. A
+    /// value comes once in pieces that cover the batch, but not all values in the same ones.
     fn piece(&mut self, _first: usize) {}
 
     /// The same tap, as a block knows it.
     fn as_tap(&mut self) -> &mut dyn Tap;
 }
 
-impl BatchTap for NoTap {
+impl BatchTap for CancelTap<'_> {
     fn as_tap(&mut self) -> &mut dyn Tap {
         self
     }
@@ -33,8 +34,7 @@ impl BatchTap for NoTap {
 /// The hidden states of the calibration batch before some block, `[windows, length, hidden]`.
 #[derive(Debug)]
 pub struct HiddenStates {
-    windows: usize,
-    length: usize,
+    layout: BatchLayout,
     hidden: usize,
     values: Vec<f32>,
 }
@@ -46,37 +46,44 @@ impl HiddenStates {
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.
     pub fn embed(model: &Model, windows: &TokenWindows) -> Result<Self> {
         let values = model.embed_streamed(windows.tokens())?;
-        Ok(Self {
-            windows: windows.len(),
-            length: windows.length(),
-            hidden: model.architecture().hidden,
-            values,
-        })
+        Ok(Self { layout: windows.layout(), hidden: model.architecture().hidden, values })
+    }
+
+    /// The shape of the batch, its documents, and which of its tokens count.
+    pub fn layout(&self) -> &BatchLayout {
+        &self.layout
     }
 
     /// Tokens in all windows.
     pub fn tokens(&self) -> usize {
-        self.windows * self.length
+        self.layout.tokens()
     }
 
     /// Windows, and tokens of each.
     pub fn shape(&self) -> [usize; 2] {
-        [self.windows, self.length]
+        [self.layout.windows(), self.layout.length()]
     }
 
     /// Windows in one chunk: at least one.
     fn chunk_windows(&self) -> usize {
-        (CHUNK_TOKENS / self.length).max(1)
+        (CHUNK_TOKENS / self.layout.length()).max(1)
     }
 
     /// The batch in pieces `[some windows, length, hidden]`, in order, with each one's first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
-        let size = self.chunk_windows() * self.length * self.hidden;
+        let length = self.layout.length();
+        let size = self.chunk_windows() * length * self.hidden;
         self.values.chunks(size.max(1)).enumerate().map(move |(i, chunk)| {
-            let windows = chunk.len() / (self.length * self.hidden);
-            let shape = (windows, self.length, self.hidden);
-            Ok((i * self.chunk_windows() * self.length, Tensor::from_slice(chunk, shape, &Device::Cpu)?))
+            let windows = chunk.len() / (length * self.hidden);
+            let shape = (windows, length, self.hidden);
+            Ok((i * self.chunk_windows() * length, Tensor::from_slice(chunk, shape, &Device::Cpu)?))
         })
+    }
+
+    /// The segments of a piece that begins with token `first`.
+    pub fn segments(&self, first: usize, piece: &Tensor) -> Segments<'_> {
+        let tokens = piece.elem_count().checked_div(self.hidden).unwrap_or(0);
+        self.layout.segments(first..first + tokens)
     }
 
     /// Replaces the states by what comes out of `block`.
@@ -84,7 +91,7 @@ impl HiddenStates {
     /// # Errors
     /// When the block fails or the token pulls.
     pub fn advance(&mut self, block: &Block, cancel: &CancelToken) -> Result<()> {
-        self.advance_watched(block, cancel, &mut NoTap)
+        self.advance_watched(block, cancel, &mut CancelTap(cancel))
     }
 
     /// The same, while a tap watches; it is told the first token of every piece.
@@ -98,17 +105,65 @@ impl HiddenStates {
         cancel: &CancelToken,
         tap: &mut dyn BatchTap,
     ) -> Result<()> {
-        let piece = self.chunk_windows() * self.length;
+        let length = self.layout.length();
+        let piece = self.chunk_windows() * length;
         for (i, chunk) in self.values.chunks_mut((piece * self.hidden).max(1)).enumerate() {
             cancel.check()?;
-            tap.piece(i * piece);
-            let windows = chunk.len() / (self.length * self.hidden);
-            let before = Tensor::from_slice(chunk, (windows, self.length, self.hidden), &Device::Cpu)?;
-            let after = block.forward(&before, 0, None, tap.as_tap())?;
-            chunk.copy_from_slice(&after.flatten_all()?.to_vec1::<f32>()?);
+            let tokens = chunk.len() / self.hidden;
+            let before = Tensor::from_slice(chunk, (tokens / length, length, self.hidden), &Device::Cpu)?;
+            run_piece(block, &self.layout, i * piece, &before, tap, |at, rows| {
+                chunk[at * self.hidden..at * self.hidden + rows.len()].copy_from_slice(rows);
+            })?;
         }
         Ok(())
     }
+
+    /// Runs the batch through `block` for what a tap sees of it, and leaves it where it is.
+    ///
+    /// # Errors
+    /// As [`advance_watched`](Self::advance_watched).
+    pub fn watch(&self, block: &Block, cancel: &CancelToken, tap: &mut dyn BatchTap) -> Result<()> {
+        for chunk in self.chunks() {
+            cancel.check()?;
+            let (first, before) = chunk?;
+            run_piece(block, &self.layout, first, &before, tap, |_, _| ())?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs a piece `[windows, length, hidden]` of a batch, whose first token is `first`, through a block,
+/// and hands over what comes out: rows, and the place of the first of them in the piece.
+///
+/// A window that is longer than a piece should be goes through attention whole, and then through
+/// the rest of the block, which looks at every token by itself, in pieces.
+fn run_piece(
+    block: &Block,
+    layout: &BatchLayout,
+    first: usize,
+    before: &Tensor,
+    tap: &mut dyn BatchTap,
+    mut take: impl FnMut(usize, &[f32]),
+) -> Result<()> {
+    let (windows, length, _) = before.dims3()?;
+    let segments = layout.segments(first..first + windows * length);
+    let graph = block.graph();
+    tap.piece(first);
+    let Some(attention) = graph.only_attention().filter(|_| length > CHUNK_TOKENS) else {
+        let after = block.forward_packed(before, segments, tap.as_tap())?;
+        take(0, &after.flatten_all()?.to_vec1::<f32>()?);
+        return Ok(());
+    };
+    let known = [(graph.input(), before.clone())];
+    let attended = block.evaluate_packed(&known, &[attention], segments, tap.as_tap())?.swap_remove(0);
+    for at in (0..length).step_by(CHUNK_TOKENS) {
+        tap.piece(first + at);
+        let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
+        let known = [(graph.input(), rows(before)?), (attention, rows(&attended)?)];
+        let after = block.evaluate(&known, &[graph.output()], tap.as_tap())?.swap_remove(0);
+        take(at, &after.flatten_all()?.to_vec1::<f32>()?);
+    }
+    Ok(())
 }
 
 /// `mean over tokens of |x[:, c]|` of every channel: AWQ's activation statistic.
@@ -122,6 +177,11 @@ impl AbsMean {
     /// Nothing seen yet of an input with `channels` features.
     pub fn new(channels: usize) -> Self {
         Self { sums: vec![0.0; channels], tokens: 0 }
+    }
+
+    /// Features of the input.
+    pub fn channels(&self) -> usize {
+        self.sums.len()
     }
 
     /// Adds rows `[tokens, channels]`.

@@ -6,12 +6,22 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::Conversation;
 use crate::{Error, Result};
 
 /// Text files above this are refused: everything is tokenized in memory.
 const LARGEST_FILE: u64 = 1 << 30;
 /// A longer line of JSON is refused.
 const LONGEST_LINE: u64 = 64 << 20;
+
+/// What a calibration file holds.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Corpus {
+    /// Plain texts.
+    Texts(Vec<String>),
+    /// Conversations, which a chat template turns into text.
+    Chats(Vec<Conversation>),
+}
 
 /// Reads the documents of a text file: a `.jsonl` file holds one object with a `text` field a
 /// line; any other file is one document as it stands.
@@ -20,22 +30,59 @@ const LONGEST_LINE: u64 = 64 << 20;
 /// When the file cannot be read, is not UTF-8, is larger than 1 GiB or holds no text; in JSONL the
 /// line at fault is named.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
-    // Before it is opened: opening a pipe waits for its other end.
-    let metadata = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
-    let fault = |line, reason: String| Error::Text { path: path.to_owned(), line, reason };
-    if !metadata.is_file() {
-        return Err(fault(None, "is not a regular file".into()));
-    }
-    if metadata.len() > LARGEST_FILE {
-        return Err(fault(None, format!("has {} bytes; at most {LARGEST_FILE} are read", metadata.len())));
-    }
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-    let is_jsonl = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl"));
-    let documents = if is_jsonl { read_jsonl(path, file)? } else { vec![read_plain(path, file)?] };
+    let file = open(path)?;
+    let documents = if is_jsonl(path) { read_jsonl(path, file)? } else { vec![read_plain(path, file)?] };
     if documents.iter().all(|d| d.trim().is_empty()) {
-        return Err(fault(None, "holds no text".into()));
+        return Err(empty(path));
     }
     Ok(documents)
+}
+
+/// Reads a calibration file: as [`read_documents`], or, where the first object of a `.jsonl` file has
+/// a field `messages`, conversations, one a line.
+///
+/// # Errors
+/// As [`read_documents`].
+pub fn read_corpus(path: &Path) -> Result<Corpus> {
+    if !is_jsonl(path) {
+        return Ok(Corpus::Texts(read_documents(path)?));
+    }
+    let mut chats = Vec::new();
+    let mut texts = false;
+    each_json_line(BufReader::new(open(path)?.take(LARGEST_FILE)), path, |line, value| {
+        if chats.is_empty() && value.get("messages").is_none() {
+            texts = true;
+            return Ok(false);
+        }
+        chats.push(Conversation::new(line, value)?);
+        Ok(true)
+    })?;
+    match chats.is_empty() && !texts {
+        true => Err(empty(path)),
+        false if texts => Ok(Corpus::Texts(read_documents(path)?)),
+        false => Ok(Corpus::Chats(chats)),
+    }
+}
+
+fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl"))
+}
+
+fn empty(path: &Path) -> Error {
+    Error::Text { path: path.to_owned(), line: None, reason: "holds no text".into() }
+}
+
+fn open(path: &Path) -> Result<File> {
+    // Before it is opened: opening a pipe waits for its other end.
+    let metadata = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
+    let fault = |reason: String| Error::Text { path: path.to_owned(), line: None, reason };
+    if !metadata.is_file() {
+        return Err(fault("is not a regular file".into()));
+    }
+    if metadata.len() > LARGEST_FILE {
+        return Err(fault(format!("has {} bytes; at most {LARGEST_FILE} are read", metadata.len())));
+    }
+    File::open(path).map_err(|e| Error::io("open", path, e))
 }
 
 /// The UTF-8 byte-order mark that some editors put first.
@@ -65,14 +112,29 @@ fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
 ///
 /// # Errors
 /// When the input fails, or a line is no such object, or has more than 64 MiB; the line is named.
-pub fn read_json_lines(
+pub fn read_json_lines(input: impl BufRead, field: &str, origin: &Path, limit: usize) -> Result<Vec<String>> {
+    let (mut documents, mut bytes) = (Vec::new(), 0);
+    each_json_line(input, origin, |_, value| {
+        let Some(text) = value.get(field).and_then(Value::as_str) else {
+            return Err(format!("has no string field `{field}`"));
+        };
+        bytes += text.len();
+        if bytes <= limit {
+            documents.push(text.to_owned());
+        }
+        Ok(bytes <= limit)
+    })?;
+    Ok(documents)
+}
+
+/// Hands over each line's number and value until `take` wants no more; what it finds wrong is told
+/// with the line.
+fn each_json_line(
     mut input: impl BufRead,
-    field: &str,
     origin: &Path,
-    limit: usize,
-) -> Result<Vec<String>> {
-    let mut documents = Vec::new();
-    let (mut line, mut bytes) = (Vec::new(), 0);
+    mut take: impl FnMut(usize, Value) -> Result<bool, String>,
+) -> Result<()> {
+    let mut line = Vec::new();
     for number in 1.. {
         let fault = |reason: String| Error::Text { path: origin.to_owned(), line: Some(number), reason };
         line.clear();
@@ -89,16 +151,11 @@ pub fn read_json_lines(
             continue;
         }
         let value: Value = serde_json::from_slice(line).map_err(|e| fault(format!("is not JSON: {e}")))?;
-        let Some(text) = value.get(field).and_then(Value::as_str) else {
-            return Err(fault(format!("has no string field `{field}`")));
-        };
-        bytes += text.len();
-        if bytes > limit {
+        if !take(number, value).map_err(fault)? {
             break;
         }
-        documents.push(text.to_owned());
     }
-    Ok(documents)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -134,6 +191,34 @@ mod tests {
                 other => panic!("{other}"),
             }
         }
+    }
+
+    #[test]
+    fn conversations_are_told_from_texts_by_the_first_line() {
+        let read = |content: &str| {
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().join("a.jsonl");
+            std::fs::write(&path, content).unwrap();
+            read_corpus(&path)
+        };
+        let chat = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n";
+        match read(&format!("\n{chat}\n{chat}")).unwrap() {
+            Corpus::Chats(chats) => {
+                assert_eq!(chats.iter().map(Conversation::line).collect::<Vec<_>>(), [2, 4]);
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(read("{\"text\": \"a\"}\n").unwrap(), Corpus::Texts(vec!["a".into()]));
+        for (content, line, says) in [
+            (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, which others have"),
+            (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
+            (format!("{chat}{{\"messages\": 3}}"), 2, "no list"),
+            ("3".into(), 1, "no string field"),
+        ] {
+            let error = read(&content).unwrap_err().to_string();
+            assert!(error.contains(&format!(".jsonl:{line}: ")) && error.contains(says), "{error}");
+        }
+        assert!(read("\n").unwrap_err().to_string().contains("holds no text"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `tokenizer.json`, guarded: it comes with the model and is as hostile as its weights.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -77,6 +78,18 @@ impl TextTokenizer {
         let encoded = Self::guarded(&self.path, || self.tokenizer.encode_fast(text, true))?;
         let encoding = encoded.map_err(|e| Self::fault(&self.path, format!("fails on the text: {e}")))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The tokens of a text that holds its special tokens already, each with the bytes of the text that
+    /// it stands for.
+    ///
+    /// # Errors
+    /// When the tokenizer fails on the text.
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let encoded = Self::guarded(&self.path, || self.tokenizer.encode(text, false))?;
+        let encoding = encoded.map_err(|e| Self::fault(&self.path, format!("fails on the text: {e}")))?;
+        let places = encoding.get_offsets().iter().map(|&(from, to)| from..to);
+        Ok(encoding.get_ids().iter().copied().zip(places).collect())
     }
 
     /// Crafted vocabularies make the tokenizers crate panic; that must not end the process.

@@ -108,8 +108,12 @@ impl ModelDirectory {
 
     /// `tokenizer.json`, if there is one that may be read.
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
-        let paths = self.sidecars.iter().map(|s| &s.path);
-        paths.into_iter().find(|p| p.file_name() == Some(OsStr::new(TOKENIZER))).cloned()
+        self.sidecar(TOKENIZER).map(|s| s.path.clone())
+    }
+
+    /// A file that goes along with the weights, by its name, if there is one that may be read.
+    pub fn sidecar(&self, name: &str) -> Option<&Sidecar> {
+        self.sidecars.iter().find(|s| s.path.file_name() == Some(OsStr::new(name)))
     }
 
     /// Files to carry along to a converted model, sorted by name: tokenizer, generation settings,

@@ -35,6 +35,8 @@ pub use config_fields::ConfigFields;
 pub use directory::{ModelDirectory, Sidecar};
 pub use dtype::Dtype;
 pub use header_error::HeaderError;
+pub(crate) use header_error::printable;
+pub(crate) use input_file::read_capped;
 pub use layout::ShardLayout;
 pub use manifest::PublishedFile;
 pub use memory::{MemorySink, MemorySource};
@@ -42,9 +44,10 @@ pub use overlap::refuse_overlap;
 pub use publish::Published;
 pub use repository::{WantedFiles, shards_of_index, wanted_files};
 pub use shards::ShardedCheckpoint;
+pub(crate) use strict_json::parse as parse_strictly;
 pub(crate) use tensor_io::non_finite_in_whole;
 pub use tensor_io::{
     TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
     require_weight_float,
 };
-pub use writer::{CheckpointWriter, WriteOptions};
+pub use writer::{CheckpointWriter, Prepared, WriteOptions};

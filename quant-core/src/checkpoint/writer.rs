@@ -303,14 +303,20 @@ impl CheckpointWriter {
     /// Reads back all that was written and moves it to the target in one step.
     ///
     /// # Errors
+    /// As [`Self::prepare`] and [`Prepared::publish`].
+    pub fn publish_observed(self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Published> {
+        self.prepare(observer, cancel)?.publish()
+    }
+
+    /// Reads back all that was written, so that nothing but one step is left.
+    ///
+    /// # Errors
     /// - [`Error::Internal`]: tensors are not complete.
     /// - [`Error::Verification`]: something reads back other than it was written.
-    /// - [`Error::OutputExists`]: the target appeared meanwhile and `force` is not set.
     /// - [`Error::Interrupted`], [`Error::DiskFull`], [`Error::Io`].
     ///
-    /// The target is then as before, and the job can be resumed; only when syncing after the final
-    /// step fails may the target be new already.
-    pub fn publish_observed(mut self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Published> {
+    /// The target is as before, and the job can be resumed.
+    pub fn prepare(mut self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Prepared> {
         let mut missing: Vec<&str> =
             self.tensors.iter().filter(|(_, p)| p.hash.is_none()).map(|(name, _)| name.as_str()).collect();
         if !missing.is_empty() {
@@ -332,12 +338,9 @@ impl CheckpointWriter {
         self.sync_dir(&out)?;
         // The last point at which nothing has happened yet.
         cancel.check()?;
-        // Files that stay open could keep a network file system from moving their directory.
-        self.shards.clear();
-        let replaced = move_into_place(&*self.fs, &self.job, self.options.force)?;
-        let leftover = self.job.remove(&*self.fs).is_err().then(|| self.job.path().to_owned());
-        let bytes = files.iter().map(|f| f.bytes).sum();
-        Ok(Published { path: self.job.target().to_owned(), files, bytes, replaced, leftover })
+        // The shards are closed with the writer: files that stay open could keep a network file
+        // system from moving their directory.
+        Ok(Prepared { fs: self.fs, job: self.job, files, force: self.options.force })
     }
 
     /// Gives up: removes the job directory. The target is untouched.
@@ -386,6 +389,40 @@ impl CheckpointWriter {
 
     fn sync_dir(&self, path: &Path) -> Result<()> {
         self.fs.sync_dir(path).map_err(|e| failure(&*self.fs, "sync", path, 0, e))
+    }
+}
+
+/// A checkpoint that is whole and verified, but not at its target yet.
+///
+/// Dropping it leaves the job directory, with which a writer can resume.
+pub struct Prepared {
+    fs: Arc<dyn FileSystem>,
+    job: Job,
+    files: Vec<PublishedFile>,
+    force: bool,
+}
+
+impl fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prepared").field("target", &self.job.target()).finish_non_exhaustive()
+    }
+}
+
+impl Prepared {
+    /// Moves the checkpoint to its target in one step.
+    ///
+    /// # Errors
+    /// - [`Error::OutputExists`]: the target appeared meanwhile and `force` is not set.
+    /// - [`Error::DiskFull`], [`Error::Io`].
+    ///
+    /// The target is then as before, and the job can be resumed; only when syncing after the step
+    /// fails may the target be new already.
+    pub fn publish(self) -> Result<Published> {
+        let Self { fs, job, files, force } = self;
+        let replaced = move_into_place(&*fs, &job, force)?;
+        let leftover = job.remove(&*fs).is_err().then(|| job.path().to_owned());
+        let bytes = files.iter().map(|f| f.bytes).sum();
+        Ok(Published { path: job.target().to_owned(), files, bytes, replaced, leftover })
     }
 }
 

@@ -6,10 +6,12 @@
 mod awq;
 mod bits;
 mod compressed_tensors;
+pub mod engines;
 
 use serde_json::Value;
 
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
+use crate::model::FusedLinears;
 use crate::quantize::QuantizedTensor;
 use crate::recipe::WeightScheme;
 use crate::{Error, Result};
@@ -19,12 +21,28 @@ pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, word
 pub use compressed_tensors::CompressedTensors;
 
 /// What a checkpoint's configuration must say: which modules are quantized how.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct ModuleSchemes<'a> {
     /// Quantized linears by module name (`model.layers.0.mlp.up_proj`), in model order.
     pub quantized: Vec<(&'a str, WeightScheme)>,
     /// Linears that stay float, in model order (`lm_head` among them).
     pub float: Vec<&'a str>,
+    /// Linears that engines run as one, in model order.
+    pub fused: &'a [FusedLinears],
+    /// The head, where it is among the quantized.
+    pub head: Option<&'a str>,
+    /// The embedding's scheme, where it is quantized.
+    pub embedding: Option<WeightScheme>,
+}
+
+impl ModuleSchemes<'_> {
+    /// The names that engines give to fused linears of which all parts are among `modules`. Engines
+    /// that do not know which parts a fused name stands for look for that name itself.
+    pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {
+        let modules: std::collections::BTreeSet<&str> = modules.iter().copied().collect();
+        let whole = |fused: &&FusedLinears| fused.parts.iter().all(|part| modules.contains(part.as_str()));
+        self.fused.iter().filter(whole).map(|fused| fused.name.as_str()).collect()
+    }
 }
 
 /// A container for quantized checkpoints.
@@ -84,24 +102,50 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String>;
 }
 
-/// Reads quantized linears of one checkpoint back into logical order.
+/// A weight of a checkpoint that a [`PackedReader`] says is quantized.
+#[derive(Debug, Clone, Copy)]
+pub struct PackedWeight<'a> {
+    /// The module.
+    pub module: &'a str,
+    /// `[n, k]`, as the model implies it.
+    pub shape: [usize; 2],
+    /// How it is quantized.
+    pub scheme: WeightScheme,
+}
+
+/// Reads quantized weights of one checkpoint back into logical order.
 pub trait PackedReader: Send + Sync {
-    /// The scheme of a module, or `None` if it is stored float.
+    /// The scheme of a linear, or `None` if it is stored float.
     fn scheme(&self, module: &str) -> Option<WeightScheme>;
 
-    /// Whether a module of shape `[n, k]` is stored as its scheme implies, without its weights
-    /// being read.
-    ///
-    /// # Errors
-    /// When its tensors are missing, or their types or shapes are not what the scheme and `shape`
-    /// imply.
-    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()>;
+    /// The scheme of the embedding, a module of this name, or `None` if it is stored float.
+    fn embedding_scheme(&self, _module: &str) -> Option<WeightScheme> {
+        None
+    }
 
-    /// The quantized weight of a module of shape `[n, k]`.
+    /// The type that a quantized module's scales are stored in.
     ///
     /// # Errors
-    /// As [`check`](Self::check), and when contents are not what they should be.
-    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor>;
+    /// When there are none.
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype>;
+
+    /// The tensors that hold a weight, each there with the type and shape that its scheme implies.
+    ///
+    /// # Errors
+    /// When one is missing, or its type or shape is another.
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>>;
+
+    /// The zeros of a weight, `[n, groups]`, where its scheme has any.
+    ///
+    /// # Errors
+    /// As [`tensors`](Self::tensors).
+    fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>>;
+
+    /// The quantized weight.
+    ///
+    /// # Errors
+    /// As [`tensors`](Self::tensors), and when contents are not what they should be.
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor>;
 }
 
 /// The containers this version writes and reads.
@@ -116,6 +160,23 @@ pub fn container(name: &str) -> Result<&'static dyn Container> {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
         Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
     })
+}
+
+/// The containers of those names, each once.
+///
+/// # Errors
+/// As [`container`], and when there is no name or one stands twice.
+pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
+    const REMEDY: &str = "name each container once";
+    if names.is_empty() {
+        return Err(Error::usage("no format is given", REMEDY));
+    }
+    for (i, name) in names.iter().enumerate() {
+        if names[..i].contains(name) {
+            return Err(Error::usage(format!("format `{name}` is named twice"), REMEDY));
+        }
+    }
+    names.iter().map(|name| container(name)).collect()
 }
 
 /// A reader for a checkpoint whose `config.json` has this `quantization_config`.

@@ -9,6 +9,7 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
+use super::Segments;
 use super::math::{exp, silu};
 use crate::Result;
 use crate::vector::vectorized;
@@ -23,6 +24,8 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `q` is `[batch, queries, heads · head_dim]`; `k` and `v` are `[batch, keys, kv_heads ·
 /// head_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
 /// share one key/value head. With a `window`, a query sees that many positions, its own included.
+/// No query sees a key of another segment; there are segments only where queries and keys are as
+/// many.
 ///
 /// # Errors
 /// When shapes do not fit.
@@ -33,8 +36,9 @@ pub(crate) fn causal_attention(
     repeat: usize,
     head_dim: usize,
     window: Option<usize>,
+    segments: Segments<'_>,
 ) -> Result<Tensor> {
-    let op = CausalAttention { repeat, head_dim, window };
+    let op = CausalAttention { repeat, head_dim, window, segments };
     Ok(q.contiguous()?.apply_op3_no_bwd(&k.contiguous()?, &v.contiguous()?, &op)?)
 }
 
@@ -53,13 +57,14 @@ fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'
     }
 }
 
-struct CausalAttention {
+struct CausalAttention<'a> {
     repeat: usize,
     head_dim: usize,
     window: Option<usize>,
+    segments: Segments<'a>,
 }
 
-impl CustomOp3 for CausalAttention {
+impl CustomOp3 for CausalAttention<'_> {
     fn name(&self) -> &'static str {
         "causal-attention"
     }
@@ -79,7 +84,8 @@ impl CustomOp3 for CausalAttention {
             && k_batch == batch
             && q_width == kv_width * self.repeat
             && kv_width % self.head_dim == 0
-            && queries <= keys;
+            && queries <= keys
+            && (self.segments.is_whole() || (queries == keys && self.segments.fit(batch, keys)));
         if !fits {
             candle_core::bail!("attention of {:?} with {:?}", q_layout.dims(), k_layout.dims());
         }
@@ -100,14 +106,16 @@ impl CustomOp3 for CausalAttention {
             let q = &q[(b * queries + first) * q_width..][..count * q_width];
             let window = b * keys * kv_width..(b + 1) * keys * kv_width;
             let past = keys - queries + first;
-            self.attend(q, &k[window.clone()], &v[window], q_width, past, scores, tile);
+            let starts = self.segments.starts_from(b * keys + past);
+            self.attend(q, &k[window.clone()], &v[window], q_width, past, starts, scores, tile);
         });
         Ok((CpuStorage::F32(out), q_layout.shape().clone()))
     }
 }
 
-impl CausalAttention {
-    /// Attends `q` `[count, q_width]`, whose first row stands at position `past`.
+impl CausalAttention<'_> {
+    /// Attends `q` `[count, q_width]`, whose first row stands at position `past`. `starts` says where
+    /// each row's segment begins, if there are several.
     #[allow(clippy::too_many_arguments)]
     fn attend(
         &self,
@@ -116,14 +124,18 @@ impl CausalAttention {
         v: &[f32],
         q_width: usize,
         past: usize,
+        starts: Option<&[u32]>,
         scores: &mut Vec<f32>,
         out: &mut [f32],
     ) {
         let d = self.head_dim;
         let kv_width = q_width / self.repeat;
         let count = q.len() / q_width;
-        // Keys before `first` are out of every query's window.
-        let start = |position: usize| self.window.map_or(0, |w| (position + 1).saturating_sub(w));
+        // Keys before `first` are out of every query's window and segment: neither goes backwards.
+        let start = |position: usize| {
+            let window = self.window.map_or(0, |w| (position + 1).saturating_sub(w));
+            starts.map_or(window, |s| window.max(s[position - past] as usize))
+        };
         let first = start(past);
         let visible = past + count - first;
         let scale = 1.0 / (d as f32).sqrt();
@@ -276,7 +288,7 @@ mod tests {
             let q = wave((batch, queries, kv_heads * repeat * d), 0.1);
             let (k, v) = (wave((batch, keys, kv_heads * d), 0.7), wave((batch, keys, kv_heads * d), 1.9));
             for window in [None, Some(1), Some(3), Some(64), Some(keys), Some(usize::MAX)] {
-                let out = causal_attention(&q, &k, &v, repeat, d, window).unwrap();
+                let out = causal_attention(&q, &k, &v, repeat, d, window, Segments::whole()).unwrap();
                 let out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
                 let exact = naive(&q, &k, &v, repeat, d, window.unwrap_or(usize::MAX));
                 for (got, exact) in out.iter().zip(exact) {
@@ -286,11 +298,49 @@ mod tests {
         }
     }
 
+    /// Segments of a packed window give what each gives alone, with sliding windows too.
+    #[test]
+    fn segments_do_not_see_each_other() {
+        let (kv_heads, repeat, d) = (2, 2, 8);
+        let (width, kv_width) = (kv_heads * repeat * d, kv_heads * d);
+        for window in [None, Some(1), Some(5), Some(100)] {
+            let lengths = [[1, 130, 3, 66], [200, 0, 0, 0]];
+            let starts: Vec<u32> = (lengths.iter())
+                .flat_map(|l| {
+                    let begin = |i: usize| l[..i].iter().sum::<usize>() as u32;
+                    (0..4).flat_map(move |i| std::iter::repeat_n(begin(i), l[i]))
+                })
+                .collect();
+            let q = wave((2, 200, width), 0.1);
+            let (k, v) = (wave((2, 200, kv_width), 0.7), wave((2, 200, kv_width), 1.9));
+            let packed = causal_attention(&q, &k, &v, repeat, d, window, Segments::new(&starts)).unwrap();
+            for (row, lengths) in lengths.iter().enumerate() {
+                let mut at = 0;
+                for &length in lengths.iter().filter(|l| **l > 0) {
+                    let part = |t: &Tensor| {
+                        t.narrow(0, row, 1).unwrap().narrow(1, at, length).unwrap().contiguous().unwrap()
+                    };
+                    let (q, k, v) = (part(&q), part(&k), part(&v));
+                    let alone = causal_attention(&q, &k, &v, repeat, d, window, Segments::whole()).unwrap();
+                    let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    for (a, b) in values(&part(&packed)).iter().zip(values(&alone)) {
+                        approx::assert_abs_diff_eq!(*a, b, epsilon = 1e-5);
+                    }
+                    at += length;
+                }
+            }
+        }
+    }
+
     #[test]
     fn misfits_are_errors() {
         let (q, k) = (wave((1, 3, 8), 0.0), wave((1, 2, 8), 0.0));
-        assert!(causal_attention(&q, &k, &k, 1, 4, None).is_err());
-        assert!(causal_attention(&k, &q, &k, 1, 4, None).is_err());
+        let attend = |q, k, v, segments| causal_attention(q, k, v, 1, 4, None, segments);
+        assert!(attend(&q, &k, &k, Segments::whole()).is_err());
+        assert!(attend(&k, &q, &k, Segments::whole()).is_err());
+        for starts in [&[0][..], &[0, 1, 1, 1], &[0, 2, 2], &[0, 1, 0]] {
+            assert!(attend(&q, &q, &q, Segments::new(starts)).is_err(), "{starts:?}");
+        }
         assert!(gated_silu(&q, &k).is_err());
     }
 }

@@ -9,8 +9,8 @@ use candle_nn::kv_cache::KvCache as LayerCache;
 use super::arch::{BlockGraph, NodeId, Op};
 use super::attention::{causal_attention, gated_silu};
 use super::cache;
-use super::{Linear, RopeTable};
-use crate::{Error, Result};
+use super::{Linear, RopeTable, Segments};
+use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
 pub trait Tap {
@@ -28,6 +28,17 @@ pub struct NoTap;
 impl Tap for NoTap {
     fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
         Ok(())
+    }
+}
+
+/// A [`Tap`] that watches nothing, but stops the run between two linears when the token pulls: in
+/// long windows a block takes its time.
+#[derive(Debug, Clone, Copy)]
+pub struct CancelTap<'a>(pub &'a CancelToken);
+
+impl Tap for CancelTap<'_> {
+    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
+        self.0.check()
     }
 }
 
@@ -106,10 +117,22 @@ impl Block {
         cache: Option<&mut LayerCache>,
         tap: &mut dyn Tap,
     ) -> Result<Tensor> {
-        let known = [(self.graph.input(), hidden.clone())];
-        let mut run = Run { block: self, start, cache, tap };
-        let mut values = run.evaluate(&known, &[self.graph.output()])?;
-        values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
+        let mut run = Run { block: self, start, cache, segments: Segments::whole(), tap };
+        run.output(hidden)
+    }
+
+    /// Runs the whole block on windows `[batch, positions, width]` of several segments each, in
+    /// prefill.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and when the segments are those of another batch.
+    pub fn forward_packed(
+        &self,
+        hidden: &Tensor,
+        segments: Segments<'_>,
+        tap: &mut dyn Tap,
+    ) -> Result<Tensor> {
+        Run { block: self, start: 0, cache: None, segments, tap }.output(hidden)
     }
 
     /// Computes some nodes' values from others that are known, in prefill at position 0.
@@ -122,7 +145,21 @@ impl Block {
         targets: &[NodeId],
         tap: &mut dyn Tap,
     ) -> Result<Vec<Tensor>> {
-        Run { block: self, start: 0, cache: None, tap }.evaluate(known, targets)
+        self.evaluate_packed(known, targets, Segments::whole(), tap)
+    }
+
+    /// The same for windows of several segments each.
+    ///
+    /// # Errors
+    /// As [`evaluate`](Self::evaluate), and when the segments are those of another batch.
+    pub fn evaluate_packed(
+        &self,
+        known: &[(NodeId, Tensor)],
+        targets: &[NodeId],
+        segments: Segments<'_>,
+        tap: &mut dyn Tap,
+    ) -> Result<Vec<Tensor>> {
+        Run { block: self, start: 0, cache: None, segments, tap }.evaluate(known, targets)
     }
 }
 
@@ -130,10 +167,17 @@ struct Run<'a> {
     block: &'a Block,
     start: usize,
     cache: Option<&'a mut LayerCache>,
+    segments: Segments<'a>,
     tap: &'a mut dyn Tap,
 }
 
 impl Run<'_> {
+    fn output(&mut self, hidden: &Tensor) -> Result<Tensor> {
+        let graph = &self.block.graph;
+        let mut values = self.evaluate(&[(graph.input(), hidden.clone())], &[graph.output()])?;
+        values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
+    }
+
     fn evaluate(&mut self, known: &[(NodeId, Tensor)], targets: &[NodeId]) -> Result<Vec<Tensor>> {
         let nodes = self.block.graph.nodes();
         let mut values: Vec<Option<Tensor>> = vec![None; nodes.len()];
@@ -186,13 +230,14 @@ impl Run<'_> {
                 self.tap.linear_input(id, x)?;
                 self.block.linear(id).forward(x)
             }
-            (Op::Rope, [x]) => self.block.rope.apply(x, self.start),
+            (Op::Rope, [x]) if self.segments.is_whole() => self.block.rope.apply(x, self.start),
+            (Op::Rope, [x]) => self.block.rope.apply_packed(x, self.segments),
             (Op::Attention { repeat, head_dim, window }, [q, k, v]) => match self.cache.as_deref_mut() {
                 Some(cache) => {
                     let (k, v) = cache::append(cache, k, v)?;
-                    causal_attention(q, &k, &v, *repeat, *head_dim, *window)
+                    causal_attention(q, &k, &v, *repeat, *head_dim, *window, self.segments)
                 }
-                None => causal_attention(q, k, v, *repeat, *head_dim, *window),
+                None => causal_attention(q, k, v, *repeat, *head_dim, *window, self.segments),
             },
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
             (Op::Add, [a, b]) => Ok((a + b)?),

@@ -11,10 +11,11 @@ use serde_json::{Map, Value};
 use super::arch::{self, Architecture, NodeId};
 use super::{Block, Linear, RopeTable, WeightBody};
 use crate::checkpoint::{
-    ConfigFields, ModelDirectory, TensorSource, non_finite_in_whole, require_finite_bytes,
+    ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
 };
-use crate::format::{self, PackedReader};
+use crate::format::{self, PackedReader, PackedWeight};
+use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
 
 /// A checkpoint whose configuration and tensors agree.
@@ -82,9 +83,13 @@ impl Model {
         self.quantization.as_ref().map(|q| q.method.as_str())
     }
 
-    /// How a module is quantized, if it is.
+    /// How a linear or the embedding is quantized, if it is.
     pub fn module_scheme(&self, module: &str) -> Option<crate::recipe::WeightScheme> {
-        self.quantization.as_ref().and_then(|q| q.reader.scheme(module))
+        let reader = &self.quantization.as_ref()?.reader;
+        match self.architecture.embedding.strip_suffix(".weight") {
+            Some(embedding) if embedding == module => reader.embedding_scheme(module),
+            _ => reader.scheme(module),
+        }
     }
 
     /// [`Error::AlreadyQuantized`] unless the checkpoint is float.
@@ -142,8 +147,10 @@ impl Model {
     /// the weights of quantized linears, which are packed, excluded.
     fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
-        let mut expected =
-            vec![(self.embedding_name(), vec![a.vocab, a.hidden]), (a.final_norm.clone(), vec![a.hidden])];
+        let mut expected = vec![(a.final_norm.clone(), vec![a.hidden])];
+        if self.module_scheme(&a.embedding_module()).is_none() {
+            expected.push((self.embedding_name(), vec![a.vocab, a.hidden]));
+        }
         if !a.tied && self.module_scheme(&a.head).is_none() {
             expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
         }
@@ -189,23 +196,60 @@ impl Model {
             }
             require_weight_float(self.source.location(&name), &name, info.dtype)?;
         }
-        let Some(quantization) = &self.quantization else { return Ok(()) };
-        for (module, shape) in self.linear_modules() {
-            if quantization.reader.scheme(&module).is_some() {
-                quantization.reader.check(self.source.as_ref(), &module, shape)?;
+        for (_, module, shape) in self.weight_modules() {
+            if self.module_scheme(&module).is_some() {
+                self.packed_tensors(&module, shape)?;
             }
         }
         Ok(())
     }
 
-    /// All linears by name with their shapes `[n, k]`, the head included unless it is tied.
-    fn linear_modules(&self) -> Vec<(String, [usize; 2])> {
+    /// Everything that may be quantized, in model order, each with its block, its name and its shape
+    /// `[n, k]`: the linears, the head among them unless it is tied, then the embedding.
+    pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
-        let head = (!a.tied).then(|| (a.head.clone(), [a.vocab, a.hidden]));
+        let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
         let in_blocks = (0..a.layers).flat_map(|layer| {
-            self.graph.linears().map(move |(_, name, shape, _)| (a.in_block(layer, name), shape))
+            self.graph.linears().map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
         });
-        in_blocks.chain(head).collect()
+        let embedding = (None, a.embedding_module(), [a.vocab, a.hidden]);
+        in_blocks.chain(head).chain([embedding]).collect()
+    }
+
+    /// A quantized weight and who reads it.
+    fn packed_weight<'a>(
+        &self,
+        module: &'a str,
+        shape: [usize; 2],
+    ) -> Result<(&dyn PackedReader, PackedWeight<'a>)> {
+        let scheme = self.module_scheme(module);
+        match (self.quantization.as_ref(), scheme) {
+            (Some(q), Some(scheme)) => Ok((&*q.reader, PackedWeight { module, shape, scheme })),
+            _ => Err(Error::Internal(format!("module `{module}` is not quantized"))),
+        }
+    }
+
+    /// The tensors that hold a quantized weight of shape `[n, k]`.
+    pub(crate) fn packed_tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        reader.tensors(self.source.as_ref(), weight)
+    }
+
+    /// The type that the scales of a quantized weight are stored in.
+    pub(crate) fn packed_scale_dtype(&self, module: &str) -> Result<Dtype> {
+        self.packed_weight(module, [0, 0])?.0.scale_dtype(self.source.as_ref(), module)
+    }
+
+    /// The zeros of a quantized weight, `[n, groups]`, where it has any.
+    pub(crate) fn packed_zeros(&self, module: &str, shape: [usize; 2]) -> Result<Option<Vec<u8>>> {
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        reader.zeros(self.source.as_ref(), weight)
+    }
+
+    /// A quantized weight.
+    pub(crate) fn packed(&self, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        reader.read(self.source.as_ref(), weight)
     }
 
     /// A float matrix in its file's dtype, checked to be finite.
@@ -228,7 +272,12 @@ impl Model {
     /// When it cannot be read or is not finite.
     pub fn embedding(&self) -> Result<Arc<WeightBody>> {
         let a = &self.architecture;
-        Ok(Arc::new(self.raw_weight(&self.embedding_name(), [a.vocab, a.hidden])?))
+        let (module, shape) = (a.embedding_module(), [a.vocab, a.hidden]);
+        let body = match self.module_scheme(&module) {
+            Some(_) => WeightBody::Quantized(self.packed(&module, shape)?),
+            None => self.raw_weight(&self.embedding_name(), shape)?,
+        };
+        Ok(Arc::new(body))
     }
 
     /// The output head; for tied models it shares `embedding`.
@@ -253,11 +302,9 @@ impl Model {
     }
 
     fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
-        match &self.quantization {
-            Some(q) if q.reader.scheme(module).is_some() => {
-                Ok(WeightBody::Quantized(q.reader.read(self.source.as_ref(), module, shape)?))
-            }
-            _ => self.raw_weight(&format!("{module}.weight"), shape),
+        match self.module_scheme(module) {
+            Some(_) => Ok(WeightBody::Quantized(self.packed(module, shape)?)),
+            None => self.raw_weight(&format!("{module}.weight"), shape),
         }
     }
 
@@ -295,6 +342,8 @@ impl Model {
     /// # Errors
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.
     pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
+        // Only float models are calibrated, but nothing else keeps a caller from asking.
+        self.require_float()?;
         let (name, hidden) = (self.embedding_name(), self.architecture.hidden);
         let dtype = self.source.require(&name)?.dtype;
         let row_bytes = hidden * dtype.size();

@@ -14,11 +14,13 @@ mod linear;
 mod load;
 mod math;
 mod rope;
+mod segments;
 
-pub use arch::{Architecture, BlockGraph, FoldGroup, Node, NodeId, Op};
-pub use block::{Block, NoTap, Tap};
+pub use arch::{Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, Op};
+pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::KvCache;
 pub use decoder::Decoder;
 pub use linear::{Linear, Product, WeightBody, multiply};
 pub use load::Model;
 pub use rope::{RopeScaling, RopeTable};
+pub use segments::Segments;

@@ -2,8 +2,9 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::Result;
+use super::Segments;
 use crate::checkpoint::ConfigFields;
+use crate::{Error, Result};
 
 /// How the rotary frequencies are changed for contexts longer than the model was trained on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -159,11 +160,31 @@ impl RopeTable {
     /// # Errors
     /// When the tables are too short.
     pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
+        let positions = x.dims3()?.1;
+        self.turn(x, &self.cos.narrow(0, start, positions)?, &self.sin.narrow(0, start, positions)?)
+    }
+
+    /// The same where positions are counted from the start of each segment.
+    ///
+    /// # Errors
+    /// When the tables are too short, or the segments are those of another batch.
+    pub fn apply_packed(&self, x: &Tensor, segments: Segments<'_>) -> Result<Tensor> {
+        let (batch, positions, _) = x.dims3()?;
+        let fits = segments.fit(batch, positions);
+        let Some(places) = fits.then(|| segments.positions(positions)).flatten() else {
+            return Err(Error::Internal(format!("segments do not fit {:?}", x.dims())));
+        };
+        let places = Tensor::from_vec(places, batch * positions, &Device::Cpu)?;
+        let rows = |table: &Tensor| -> Result<Tensor> {
+            Ok(table.index_select(&places, 0)?.reshape((batch, positions, self.head_dim / 2))?)
+        };
+        self.turn(x, &rows(&self.cos)?, &rows(&self.sin)?)
+    }
+
+    fn turn(&self, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         let (batch, positions, width) = x.dims3()?;
-        let cos = self.cos.narrow(0, start, positions)?;
-        let sin = self.sin.narrow(0, start, positions)?;
         let heads = x.reshape((batch, positions, width / self.head_dim, self.head_dim))?;
-        let turned = candle_nn::rotary_emb::rope_thd(&heads.contiguous()?, &cos, &sin)?;
+        let turned = candle_nn::rotary_emb::rope_thd(&heads.contiguous()?, cos, sin)?;
         Ok(turned.reshape((batch, positions, width))?)
     }
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::Job;
 use super::report::QuantReport;
 use super::tensor::{Finished, Source, copy, recalled, remembered, transformed};
-use crate::recipe::{Action, PlanEntry};
+use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::Rewrite;
 use crate::{Event, Result, TensorSink};
 
@@ -19,6 +19,10 @@ use crate::{Event, Result, TensorSink};
 pub(super) struct Conveyor<'a, 'j> {
     job: &'a Job<'j>,
     sink: &'a mut dyn TensorSink,
+    /// The entries before the blocks, of each block, and after them.
+    spans: Vec<Range<usize>>,
+    /// Whether others work on the same blocks.
+    among_others: bool,
     report: QuantReport,
     /// The next entry's position and what was read of it.
     ahead: Option<(usize, Result<Source>)>,
@@ -39,29 +43,42 @@ struct SpanEnd {
 }
 
 impl<'a, 'j> Conveyor<'a, 'j> {
-    pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink) -> Result<Self> {
+    pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, among_others: bool) -> Result<Self> {
         let report = QuantReport::new(job)?;
-        Ok(Self { job, sink, report, ahead: None, behind: None, spare: Vec::new() })
+        let spans = spans(job.plan, job.model.architecture().layers);
+        Ok(Self { job, sink, spans, among_others, report, ahead: None, behind: None, spare: Vec::new() })
     }
 
-    /// Whether everything that these entries write, and what was to be reported of it, is there
+    pub(super) fn job(&self) -> &'a Job<'j> {
+        self.job
+    }
+
+    /// The entries of a span: 0 is what stands before the blocks, `l + 1` block `l`, the last what
+    /// stands after them.
+    pub(super) fn entries(&self, span: usize) -> &'a [PlanEntry] {
+        &self.job.plan.entries[self.spans[span].clone()]
+    }
+
+    /// Whether everything that a span's entries write, and what was to be reported of it, is there
     /// from an earlier run.
-    pub(super) fn is_complete(&self, entries: &[PlanEntry]) -> bool {
-        entries.iter().all(|entry| {
-            remembered(entry, self.sink).is_some()
-                && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
-        })
+    pub(super) fn is_complete(&self, span: usize) -> bool {
+        self.entries(span).iter().all(|entry| self.is_written(entry))
     }
 
-    /// Takes the entries of one span, those of block `layer` if it is one. Reads ahead up to the
-    /// entry `horizon`.
+    fn is_written(&self, entry: &PlanEntry) -> bool {
+        remembered(entry, self.sink).is_some() && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
+    }
+
+    /// Takes the entries of one span, those of block `layer` if it is one. Reads ahead up to the end
+    /// of the span `horizon`.
     pub(super) fn take(
         &mut self,
-        span: Range<usize>,
+        span: usize,
         layer: Option<usize>,
         rewrite: &Rewrite,
         horizon: usize,
     ) -> Result<()> {
+        let (span, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
         for i in span.clone() {
             self.job.cancel.check()?;
             let tensor = self.tensor(i, rewrite, horizon)?;
@@ -74,7 +91,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     fn tensor(&mut self, index: usize, rewrite: &Rewrite, horizon: usize) -> Result<Finished> {
         let (job, entries) = (self.job, &self.job.plan.entries);
         let entry = &entries[index];
-        if self.is_complete(std::slice::from_ref(entry)) {
+        if self.is_written(entry) {
             self.drain()?;
             return Ok(Finished::written(recalled(job, entry, self.sink)?));
         }
@@ -86,9 +103,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             Some((ahead, source)) if ahead == index => source?,
             _ => Source::read(job, entry, std::mem::take(&mut self.spare))?,
         };
-        let next = entries[..horizon]
-            .get(index + 1)
-            .filter(|e| e.action != Action::Copy && !self.is_complete(std::slice::from_ref(e)));
+        let next =
+            entries[..horizon].get(index + 1).filter(|e| e.action != Action::Copy && !self.is_written(e));
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(
@@ -124,7 +140,12 @@ impl<'a, 'j> Conveyor<'a, 'j> {
 
     fn tell(&self, end: Option<SpanEnd>) {
         if let Some(SpanEnd { layer: Some(layer) }) = end {
-            self.job.observer.event(&Event::UnitDone { detail: format!("block {layer}") });
+            let container = self.job.plan.container.name();
+            let detail = match self.among_others {
+                true => format!("block {layer}, {container}"),
+                false => format!("block {layer}"),
+            };
+            self.job.observer.event(&Event::UnitDone { detail });
         }
     }
 
@@ -134,4 +155,21 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.report.finish();
         Ok(self.report)
     }
+}
+
+/// The entries before the blocks, of each block, and after them.
+fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
+    let layer_of = |entry: &PlanEntry| entry.layer;
+    let first = plan.entries.iter().position(|e| layer_of(e).is_some()).unwrap_or(plan.entries.len());
+    let mut spans = Vec::with_capacity(layers + 2);
+    spans.push(0..first);
+    let mut at = first;
+    for layer in 0..layers {
+        let end = plan.entries[at..].iter().position(|e| layer_of(e) != Some(layer));
+        let end = end.map_or(plan.entries.len(), |offset| at + offset);
+        spans.push(at..end);
+        at = end;
+    }
+    spans.push(at..plan.entries.len());
+    spans
 }

@@ -20,6 +20,10 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let mut config = directory.config().clone();
     let settings = plan.container.quantization_config(&plan.module_schemes());
     config.insert("quantization_config".into(), settings);
+    if plan.unties() {
+        // Readers that tie the two would look for a float head.
+        config.insert("tie_word_embeddings".into(), Value::Bool(false));
+    }
     pretty(&Value::Object(config))
 }
 

@@ -10,7 +10,6 @@ mod report;
 mod tensor;
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use report::{CalibrationReport, QuantReport, SourceDigest, TensorReport, WeightError};
@@ -45,10 +44,27 @@ pub struct Job<'a> {
 /// When a tensor cannot be read or written, holds values that cannot be quantized, or the token
 /// pulls ([`Error::Interrupted`]; what was committed stays).
 pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport> {
+    let mut reports = quantize_each(std::slice::from_ref(job), vec![sink])?;
+    reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
+}
+
+/// Runs several plans for one model, such as those of several containers, each into the sink at the
+/// same position. The batch goes through the model once, and each result is what
+/// [`quantize`] gives alone, byte for byte.
+///
+/// # Errors
+/// As [`quantize`], and [`Error::Internal`] unless the jobs have model, batch, method and search in
+/// common and there is a sink for each.
+pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Result<Vec<QuantReport>> {
+    let Some(job) = jobs.first() else { return Ok(Vec::new()) };
+    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
+        return Err(Error::Internal("jobs of one run differ in more than their grids".into()));
+    }
     let layers = job.model.architecture().layers;
-    let spans = spans(job.plan, layers);
-    job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units: layers as u64 });
-    let mut conveyor = Conveyor::new(job, sink)?;
+    let units = (layers * jobs.len()) as u64;
+    job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units });
+    let conveyors = jobs.iter().zip(sinks).map(|(job, sink)| Conveyor::new(job, sink, jobs.len() > 1));
+    let mut conveyors = conveyors.collect::<Result<Vec<_>>>()?;
     let mut hidden = match (job.plan.method.transform, job.windows) {
         (None, _) => None,
         (Some(transform), Some(windows)) => Some(Batch {
@@ -63,47 +79,40 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
             ));
         }
     };
-    let last_incomplete =
-        (0..layers).rev().find(|&l| !conveyor.is_complete(&job.plan.entries[spans[l + 1].clone()]));
-    for (index, span) in spans.iter().enumerate() {
-        let entries = &job.plan.entries[span.clone()];
-        let layer = index.checked_sub(1).filter(|l| *l < layers);
+    // Past the last block that is left to do, hidden states are of no use.
+    let last_incomplete = (0..layers).rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1)));
+    for span in 0..layers + 2 {
+        let layer = span.checked_sub(1).filter(|l| *l < layers);
         let Some(batch) = &mut hidden else {
-            conveyor.take(span.clone(), layer, &Rewrite::default(), job.plan.entries.len())?;
+            conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &Rewrite::default(), layers + 1))?;
             continue;
         };
         // A search takes long: what was done before it should survive it.
-        conveyor.drain()?;
-        let rewrite = match layer {
-            // Past the last block that is left to do, hidden states are of no use.
+        conveyors.iter_mut().try_for_each(Conveyor::drain)?;
+        let mut rewrites = match layer {
             Some(layer) if Some(layer) <= last_incomplete => {
-                let advance = Some(layer) < last_incomplete;
-                batch.block(job, layer, entries, conveyor.is_complete(entries), advance)?
+                let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
+                batch.block(&conveyors, span, layer, &open, Some(layer) < last_incomplete)?
             }
-            _ => Rewrite::default(),
+            _ => BTreeMap::new(),
         };
-        conveyor.take(span.clone(), layer, &rewrite, span.end)?;
+        for (i, conveyor) in conveyors.iter_mut().enumerate() {
+            conveyor.take(span, layer, &rewrites.remove(&i).unwrap_or_default(), span)?;
+        }
     }
-    let report = conveyor.finish()?;
+    let reports = conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()?;
     job.observer.event(&Event::StageDone);
-    Ok(report)
+    Ok(reports)
 }
 
-/// The entries before the blocks, of each block, and after them.
-fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
-    let layer_of = |entry: &PlanEntry| entry.layer;
-    let first = plan.entries.iter().position(|e| layer_of(e).is_some()).unwrap_or(plan.entries.len());
-    let mut spans = Vec::with_capacity(layers + 2);
-    spans.push(0..first);
-    let mut at = first;
-    for layer in 0..layers {
-        let end = plan.entries[at..].iter().position(|e| layer_of(e) != Some(layer));
-        let end = end.map_or(plan.entries.len(), |offset| at + offset);
-        spans.push(at..end);
-        at = end;
+impl Job<'_> {
+    /// Whether two jobs may run on one pass of a batch.
+    fn is_beside(&self, other: &Self) -> bool {
+        std::ptr::eq(self.model, other.model)
+            && std::ptr::eq(self.plan.method, other.plan.method)
+            && self.plan.search == other.plan.search
+            && self.windows.map(std::ptr::from_ref) == other.windows.map(std::ptr::from_ref)
     }
-    spans.push(at..plan.entries.len());
-    spans
 }
 
 /// The calibration batch on its way through the blocks.
@@ -114,38 +123,44 @@ struct Batch {
 }
 
 impl Batch {
-    /// Searches block `layer` unless its result is there already, and moves on to the next one.
+    /// Searches block `layer` for the jobs at the positions `open`, those whose result is not there
+    /// already, and moves on to the next block where it is asked to.
     fn block(
         &mut self,
-        job: &Job<'_>,
+        conveyors: &[Conveyor<'_, '_>],
+        span: usize,
         layer: usize,
-        entries: &[PlanEntry],
-        complete: bool,
+        open: &[usize],
         advance: bool,
-    ) -> Result<Rewrite> {
+    ) -> Result<BTreeMap<usize, Rewrite>> {
+        let job = conveyors[0].job();
         let block = job.model.block(layer, &self.rope)?;
-        if !complete {
-            let prefix = job.model.architecture().in_block(layer, "");
-            let task = BlockTask {
-                prefix: &prefix,
-                block: &block,
-                grids: &grids(entries),
-                norm_dtypes: &norm_dtypes(job.model, layer)?,
-                search: job.plan.search,
-                cancel: job.cancel,
-            };
-            return self.transform.search(&task, &mut self.states);
+        if open.is_empty() {
+            if advance {
+                self.states.advance(&block, job.cancel)?;
+            }
+            return Ok(BTreeMap::new());
         }
-        if advance {
-            self.states.advance(&block, job.cancel)?;
-        }
-        Ok(Rewrite::default())
+        let prefix = job.model.architecture().in_block(layer, "");
+        let norm_dtypes = norm_dtypes(job.model, layer)?;
+        let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
+        let task = |grids| BlockTask {
+            prefix: &prefix,
+            block: &block,
+            grids,
+            norm_dtypes: &norm_dtypes,
+            search: job.plan.search,
+            cancel: job.cancel,
+        };
+        let tasks: Vec<_> = grids.iter().map(task).collect();
+        let rewrites = self.transform.search(&tasks, &mut self.states)?;
+        Ok(open.iter().copied().zip(rewrites).collect())
     }
 }
 
 fn grids(entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
     let of = |entry: &PlanEntry| match entry.action {
-        Action::Quantize { node, scheme, scale_dtype, .. } => Some((node, Grid { scheme, scale_dtype })),
+        Action::Quantize { node, scheme, scale_dtype, .. } => Some((node?, Grid { scheme, scale_dtype })),
         _ => None,
     };
     entries.iter().filter_map(of).collect()

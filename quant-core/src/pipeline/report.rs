@@ -7,14 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use super::Job;
 use crate::Result;
-use crate::calibrate::TokenWindows;
+use crate::calibrate::{Mask, Packing, TokenWindows};
 use crate::checkpoint::TensorInfo;
 use crate::digest::sha256_hex;
 use crate::quantize::ErrorStats;
-use crate::recipe::{Action, PlanEntry};
+use crate::recipe::PlanEntry;
 use crate::transform::{ClipRecord, FoldRecord, Search};
 
-/// The version of the report's schema; it grows with every change that a reader could notice.
+/// The version of the report's schema. It grows when a field goes or means something else; readers
+/// leave fields aside that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
 
 /// What a run did.
@@ -62,8 +63,22 @@ pub struct CalibrationReport {
     pub length: usize,
     /// Seed of their selection.
     pub seed: u64,
+    /// How documents became windows: `stream` or `documents`.
+    pub packing: Packing,
+    /// Which tokens count.
+    pub mask: Mask,
+    /// Tokens of the text in all windows.
+    pub tokens: u64,
+    /// How many of these the search looked at; the others are masked prompts.
+    pub tokens_counted: u64,
+    /// Positions that documents left open.
+    pub padding: u64,
     /// SHA-256 of the token ids as little-endian 32-bit integers.
     pub tokens_sha256: String,
+    /// SHA-256 of what each token is there for and where its document begins; absent where windows are
+    /// cut from a stream and all tokens count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layout_sha256: Option<String>,
 }
 
 /// What rounding a weight cost, against the float weight as it was rewritten.
@@ -92,7 +107,7 @@ impl From<ErrorStats> for WeightError {
 pub struct TensorReport {
     /// Its name in the input.
     pub tensor: String,
-    /// `copied`, `rewritten` or `quantized`.
+    /// `copied`, `rewritten`, `quantized` or `repacked`.
     pub action: String,
     /// Its type in the input.
     pub dtype: String,
@@ -112,6 +127,10 @@ pub struct TensorReport {
     pub scale_search: Option<FoldRecord>,
     /// The clip search.
     pub clip_search: Option<ClipRecord>,
+    /// Tokens of the calibration batch that went through the linear and counted; absent where none
+    /// were looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration_tokens: Option<u64>,
     /// Bytes in the input.
     pub bytes_before: u64,
     /// Bytes written for it.
@@ -120,13 +139,20 @@ pub struct TensorReport {
     pub source_sha256: String,
 }
 
+/// What a search found out about a linear.
+#[derive(Debug, Default)]
+pub(super) struct Searched {
+    pub(super) fold: Option<FoldRecord>,
+    pub(super) clip: Option<ClipRecord>,
+    /// Tokens that it saw go through.
+    pub(super) tokens: Option<u64>,
+}
+
 impl TensorReport {
     fn new(entry: &PlanEntry, action: &str, source_sha256: String) -> Self {
         let TensorInfo { dtype, shape } = &entry.info;
-        let (scheme, columns) = match &entry.action {
-            Action::Quantize { scheme, .. } => (Some(*scheme), shape.last().copied().unwrap_or(0)),
-            _ => (None, 0),
-        };
+        let scheme = entry.quantized().map(|(_, scheme)| scheme);
+        let columns = shape.last().copied().unwrap_or(0);
         Self {
             tensor: entry.tensor.clone(),
             action: action.to_owned(),
@@ -139,7 +165,8 @@ impl TensorReport {
             weight_error: None,
             scale_search: None,
             clip_search: None,
-            bytes_before: entry.info.byte_len(),
+            calibration_tokens: None,
+            bytes_before: entry.input_bytes(),
             bytes_after: entry.output_bytes(),
             source_sha256,
         }
@@ -153,18 +180,23 @@ impl TensorReport {
         Self::new(entry, "rewritten", source_sha256)
     }
 
+    pub(super) fn repacked(entry: &PlanEntry, source_sha256: String) -> Self {
+        Self::new(entry, "repacked", source_sha256)
+    }
+
     pub(super) fn quantized(
         entry: &PlanEntry,
         source_sha256: String,
         error: WeightError,
-        fold: Option<FoldRecord>,
-        clip: Option<ClipRecord>,
+        search: Searched,
     ) -> Self {
+        let Searched { fold, clip, tokens } = search;
         Self {
             ratio: fold.as_ref().and_then(|f| f.ratio),
             weight_error: Some(error),
             scale_search: fold,
             clip_search: clip,
+            calibration_tokens: tokens,
             ..Self::new(entry, "quantized", source_sha256)
         }
     }
@@ -211,11 +243,18 @@ impl QuantReport {
 }
 
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
+    let [counted, context, padding] = windows.uses();
     CalibrationReport {
         search: job.plan.search,
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,
+        packing: windows.packing(),
+        mask: job.plan.sampling.mask,
+        tokens: (counted + context) as u64,
+        tokens_counted: counted as u64,
+        padding: padding as u64,
         tokens_sha256: windows.sha256(),
+        layout_sha256: windows.layout_sha256(),
     }
 }

@@ -3,11 +3,11 @@
 use sha2::{Digest, Sha256};
 
 use super::Job;
-use super::report::{TensorReport, WeightError};
+use super::report::{Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::model::{Op, WeightBody};
-use crate::quantize::{Rows, quantize_tensor};
+use crate::quantize::{QuantizedTensor, Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::Rewrite;
 use crate::{Error, Result, TensorSink};
@@ -15,21 +15,43 @@ use crate::{Error, Result, TensorSink};
 /// Tensors that are only copied go through in pieces of this many bytes.
 const COPY_BYTES: usize = 8 << 20;
 
-/// A tensor's bytes and their SHA-256.
+/// What was read of an entry, and the SHA-256 of it.
 pub(super) struct Source {
-    bytes: Vec<u8>,
+    contents: Contents,
     sha256: String,
 }
 
+enum Contents {
+    /// A float tensor as it stands in the file.
+    Bytes(Vec<u8>),
+    /// A weight that is quantized already.
+    Packed(QuantizedTensor),
+}
+
 impl Source {
-    /// Reads a tensor into a buffer that served another, whose pages are there already.
+    /// Reads an entry, a float tensor into a buffer that served another, whose pages are there
+    /// already.
     pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Self> {
+        if let Action::Repack { module, .. } = &entry.action {
+            let shape = [entry.info.shape[0], entry.info.shape[1]];
+            let contents = Contents::Packed(job.model.packed(module, shape)?);
+            return Ok(Self { contents, sha256: sha256_of(job, entry)? });
+        }
         let len = usize::try_from(entry.info.byte_len())
             .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
         bytes.resize(len, 0);
-        job.model.source().read_range(&entry.tensor, 0, &mut bytes)?;
+        job.model.source().read_range(&entry.stored, 0, &mut bytes)?;
         let sha256 = sha256_hex(&bytes);
-        Ok(Self { bytes, sha256 })
+        Ok(Self { contents: Contents::Bytes(bytes), sha256 })
+    }
+
+    fn bytes(self) -> Result<(Vec<u8>, String)> {
+        match self.contents {
+            Contents::Bytes(bytes) => Ok((bytes, self.sha256)),
+            Contents::Packed(_) => {
+                Err(Error::Internal("a packed weight stands where a float one should".into()))
+            }
+        }
     }
 }
 
@@ -59,12 +81,7 @@ pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<Ten
 pub(super) fn recalled(job: &Job<'_>, entry: &PlanEntry, sink: &dyn TensorSink) -> Result<TensorReport> {
     let tensor = remembered(entry, sink)
         .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
-    let mut hash = Sha256::new();
-    each_piece(job, entry, |_, piece| {
-        hash.update(piece);
-        Ok(())
-    })?;
-    if hex(&hash.finalize()) != tensor.source_sha256 {
+    if sha256_of(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
             format!("tensor `{}` is not what it was when the run was interrupted", entry.tensor),
             "start again without --resume",
@@ -73,16 +90,28 @@ pub(super) fn recalled(job: &Job<'_>, entry: &PlanEntry, sink: &dyn TensorSink) 
     Ok(tensor)
 }
 
+/// The SHA-256 of an entry's bytes in the input; of several tensors, one after the other.
+fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
+    let mut hash = Sha256::new();
+    for (name, len) in entry.sources() {
+        each_piece(job, name, len, |_, piece| {
+            hash.update(piece);
+            Ok(())
+        })?;
+    }
+    Ok(hex(&hash.finalize()))
+}
+
 /// Hands over a tensor's bytes piece by piece; while one is used, the next is read.
 fn each_piece(
     job: &Job<'_>,
-    entry: &PlanEntry,
+    name: &str,
+    len: u64,
     mut take: impl FnMut(u64, &[u8]) -> Result<()> + Send,
 ) -> Result<()> {
-    let len = entry.info.byte_len();
     let read = |piece: &mut Vec<u8>, at: u64| {
         piece.resize(COPY_BYTES.min((len - at) as usize), 0);
-        job.model.source().read_range(&entry.tensor, at, piece)
+        job.model.source().read_range(name, at, piece)
     };
     let (mut piece, mut next) = (Vec::new(), Vec::new());
     let mut at = 0;
@@ -101,17 +130,20 @@ fn each_piece(
 
 /// Streams a tensor through unchanged, refusing NaN and infinity.
 pub(super) fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) -> Result<TensorReport> {
-    let (name, dtype) = (&entry.tensor, entry.info.dtype);
+    let (name, dtype) = (&entry.stored, entry.info.dtype);
+    let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
+        return Err(Error::Internal(format!("`{name}` is copied nowhere")));
+    };
     let mut hash = Sha256::new();
-    each_piece(job, entry, |at, piece| {
+    each_piece(job, name, entry.info.byte_len(), |at, piece| {
         let (written, ()) = rayon::join(
-            || finite(job, name, dtype, piece).and_then(|()| sink.write(name, at, piece)),
+            || finite(job, name, dtype, piece).and_then(|()| sink.write(output, at, piece)),
             || hash.update(piece),
         );
         written
     })?;
     if entry.info.byte_len() == 0 {
-        sink.write(name, 0, &[])?;
+        sink.write(output, 0, &[])?;
     }
     Ok(TensorReport::copied(entry, hex(&hash.finalize())))
 }
@@ -133,45 +165,61 @@ pub(super) fn transformed(
     source: Source,
     rewrite: &Rewrite,
 ) -> Result<Finished> {
-    let path = || job.model.source().location(&entry.tensor);
+    let path = || job.model.source().location(entry.sources()[0].0);
     match &entry.action {
         Action::Copy => Err(Error::Internal(format!("`{}` is copied, not transformed", entry.tensor))),
+        Action::Repack { module, scheme, scale_dtype, .. } => {
+            let Source { contents: Contents::Packed(tensor), sha256 } = source else {
+                return Err(Error::Internal(format!("`{}` was not read as packed", entry.tensor)));
+            };
+            let tensor = tensor.restated(*scheme, *scale_dtype).map_err(|reason| Error::NotRepackable {
+                path: path(),
+                module: module.clone(),
+                reason,
+            })?;
+            let outputs = job.plan.container.pack(module, &tensor)?;
+            let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();
+            Ok(Finished { report: TensorReport::repacked(entry, sha256), outputs, spare: Vec::new() })
+        }
         Action::Rewrite { node, .. } => {
-            require_finite_bytes(path(), &entry.tensor, entry.info.dtype, &source.bytes)?;
-            let values = rewritten(job, entry, *node, &source, rewrite)?;
+            let (bytes, sha256) = source.bytes()?;
+            require_finite_bytes(path(), &entry.tensor, entry.info.dtype, &bytes)?;
+            let values = rewritten(job, entry, *node, &bytes, rewrite)?;
             let bytes = match values {
                 Some(values) => {
                     crate::checkpoint::require_finite(path(), &entry.tensor, &values)?;
                     entry.info.dtype.narrow(&values)
                 }
-                None => source.bytes,
+                None => bytes,
             };
-            let report = TensorReport::rewritten(entry, source.sha256);
+            let report = TensorReport::rewritten(entry, sha256);
             let outputs = vec![(entry.tensor.clone(), bytes)];
             Ok(Finished { report, outputs, spare: Vec::new() })
         }
         Action::Quantize { node, module, scheme, scale_dtype, .. } => {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
-            let plain = !rewrite.columns.contains_key(node) && !rewrite.rows.contains_key(node);
-            let clip = rewrite.clips.get(node).map(Vec::as_slice);
+            let (bytes, sha256) = source.bytes()?;
+            let clip = node.and_then(|node| rewrite.clips.get(&node)).map(Vec::as_slice);
+            let changed = node.filter(|node| clip.is_some() || rewrite.changes(*node));
             let mut spare = Vec::new();
-            let (quantized, error) = if plain && clip.is_none() {
-                spare = source.bytes;
-                let rows = Rows::Bytes(&spare, entry.info.dtype);
-                quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
-                    .map_err(|e| e.within(&entry.tensor, Some(path())))?
-            } else {
-                let body = WeightBody::raw(shape, entry.info.dtype, source.bytes)?;
-                let values = rewrite.weight(*node, &body)?;
+            let (quantized, error) = if let Some(node) = changed {
+                let body = WeightBody::raw(shape, entry.info.dtype, bytes)?;
+                let values = rewrite.weight(node, &body)?;
                 drop(body);
                 quantize_tensor(Rows::Floats(&values), shape, *scheme, *scale_dtype, clip)
                     .map_err(|e| e.within(&entry.tensor, None))?
+            } else {
+                spare = bytes;
+                let rows = Rows::Bytes(&spare, entry.info.dtype);
+                quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
+                    .map_err(|e| e.within(&entry.tensor, Some(path())))?
             };
             let outputs = job.plan.container.pack(module, &quantized)?;
             let fold = rewrite.folds.iter().find(|f| f.consumers.contains(module));
             let clip = rewrite.clip_records.iter().find(|c| c.module == *module);
-            let error = WeightError::from(error);
-            let report = TensorReport::quantized(entry, source.sha256, error, fold.cloned(), clip.cloned());
+            let tokens = node.and_then(|node| rewrite.tokens.get(&node)).copied();
+            let search = Searched { fold: fold.cloned(), clip: clip.cloned(), tokens };
+            let report = TensorReport::quantized(entry, sha256, WeightError::from(error), search);
             let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();
             Ok(Finished { report, outputs, spare })
         }
@@ -183,16 +231,14 @@ fn rewritten(
     job: &Job<'_>,
     entry: &PlanEntry,
     node: usize,
-    source: &Source,
+    bytes: &[u8],
     rewrite: &Rewrite,
 ) -> Result<Option<Vec<f32>>> {
     let mut values = vec![0.0; entry.info.elements()];
-    entry.info.dtype.widen(&source.bytes, &mut values);
+    entry.info.dtype.widen(bytes, &mut values);
     Ok(match &job.model.architecture().block.nodes()[node].op {
         Op::RmsNorm { .. } => rewrite.norms.get(&node).cloned(),
-        Op::Linear { .. } if !rewrite.columns.contains_key(&node) && !rewrite.rows.contains_key(&node) => {
-            None
-        }
+        Op::Linear { .. } if !rewrite.changes(node) => None,
         Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
             Some(rewrite.weight(node, &WeightBody::F32 { shape: *shape, values })?)
         }

@@ -65,6 +65,35 @@ impl QuantizedTensor {
         Ok(())
     }
 
+    /// The same matrix on a grid that says the same in other words: symmetric or with the middle
+    /// code as stored zero, scales in another type. No weight changes.
+    ///
+    /// # Errors
+    /// What cannot be said so: other bits or groups, a zero that is not the middle code, a scale
+    /// that is not exact in the type.
+    pub fn restated(mut self, scheme: WeightScheme, scale_dtype: Dtype) -> Result<Self, String> {
+        let columns = self.shape[1];
+        let group_size = |scheme: WeightScheme| scheme.granularity.group_size(columns);
+        if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) {
+            return Err(format!("its weights are {}, not {scheme}", self.scheme));
+        }
+        let middle = 1 << (scheme.bits - 1);
+        match (&self.zeros, scheme.symmetric) {
+            (Some(zeros), true) => {
+                if let Some(zero) = zeros.iter().find(|&&z| z != middle) {
+                    return Err(format!("it has a zero of {zero}, which a symmetric grid does not"));
+                }
+                self.zeros = None;
+            }
+            (None, false) => self.zeros = Some(vec![middle; self.scales.len()]),
+            _ => {}
+        }
+        if let Some(scale) = self.scales.iter().find(|&&s| scale_dtype.round(s) != s) {
+            return Err(format!("its scale {scale:e} ({}) is not exact in {scale_dtype}", self.scale_dtype));
+        }
+        Ok(Self { scheme, scale_dtype, ..self })
+    }
+
     /// The whole matrix as `f32`, `[n, k]` row-major.
     ///
     /// # Errors
@@ -73,5 +102,45 @@ impl QuantizedTensor {
         let mut out = vec![0.0; self.shape[0] * self.shape[1]];
         dequantize_rows(&self.view()?, 0..self.shape[0], &mut out);
         Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantize::quantize_rtn;
+
+    fn tensor(scheme: &str, scale_dtype: Dtype) -> QuantizedTensor {
+        let weights: Vec<f32> = (0..8 * 64).map(|i| (i as f32 * 0.37).sin() * 0.1).collect();
+        quantize_rtn("w", &weights, [8, 64], scheme.parse().unwrap(), scale_dtype, None).unwrap()
+    }
+
+    #[test]
+    fn symmetric_grids_are_stated_with_and_without_zeros() {
+        let without = tensor("w4a16-g32-sym", Dtype::F16);
+        let asym = "w4a16-g32-asym".parse().unwrap();
+        let with = without.clone().restated(asym, Dtype::F16).unwrap();
+        assert_eq!(with.zeros.as_deref(), Some(&[8; 16][..]));
+        assert_eq!(with.dequantize().unwrap(), without.dequantize().unwrap());
+        assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
+        // One group a row is the row.
+        let channel = tensor("w4a16-g64-sym", Dtype::F16);
+        assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
+    }
+
+    #[test]
+    fn what_would_change_a_weight_is_refused() {
+        let mut bf16 = tensor("w4a16-g32-sym", Dtype::Bf16);
+        let said = |tensor: &QuantizedTensor, scheme: &str, dtype| {
+            tensor.clone().restated(scheme.parse().unwrap(), dtype).unwrap_err()
+        };
+        assert!(said(&bf16, "w8a16-g32-sym", Dtype::Bf16).contains("are w4a16-g32-sym"));
+        assert!(said(&bf16, "w4a16-g64-sym", Dtype::Bf16).contains("not w4a16-g64-sym"));
+        assert!(bf16.clone().restated(bf16.scheme, Dtype::F16).is_ok(), "eight bits fit into eleven");
+        bf16.scales[3] = 2.0_f32.powi(-40);
+        assert!(said(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
+        let asym = tensor("w4a16-g32-asym", Dtype::F16);
+        assert!(said(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero of"));
+        assert!(said(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
     }
 }

@@ -19,6 +19,8 @@
 //! samples = 64
 //! length = 512
 //! seed = 0
+//! packing = "auto"
+//! mask = "none"
 //! ```
 //!
 //! Transforms run in the order in which they stand, then weights are rounded. A key that is not
@@ -28,8 +30,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{METHODS, Method, Pattern, Recipe};
-use crate::calibrate::Sampling;
+use super::{METHODS, Method, Pattern, Recipe, SchemeRequest};
+use crate::calibrate::{Mask, Packing, Sampling};
 use crate::transform::Search;
 use crate::{Error, Result, format};
 
@@ -43,12 +45,20 @@ const ROUNDING: &str = "rtn";
 #[serde(deny_unknown_fields)]
 struct RecipeFile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    format: Option<String>,
+    format: Option<Formats>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     transform: Vec<TransformEntry>,
     quantize: QuantizeEntry,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     calibration: Option<CalibrationEntry>,
+}
+
+/// One container, or several.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(untagged, expecting = "format is the name of a container, or an array of such names")]
+enum Formats {
+    One(String),
+    Several(Vec<String>),
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -89,6 +99,10 @@ struct CalibrationEntry {
     length: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    packing: Option<Packing>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mask: Option<Mask>,
 }
 
 impl Recipe {
@@ -132,12 +146,12 @@ impl Recipe {
             Error::usage(format!("{place}{}", e.message()), REMEDY)
         })?;
         let method = file.method()?;
-        let container = match &file.format {
-            Some(name) => format::container(name)?,
-            None => format::CONTAINERS[0],
+        let containers = match &file.format {
+            Some(Formats::One(name)) => vec![format::container(name)?],
+            Some(Formats::Several(names)) => format::containers(names)?,
+            None => vec![format::CONTAINERS[0]],
         };
-        let base = super::WeightScheme { symmetric: container.symmetric_by_default(), ..Default::default() };
-        let scheme = base.refine(&file.quantize.scheme)?;
+        let scheme: SchemeRequest = file.quantize.scheme.parse()?;
         let pattern = |text: &String| Pattern::new(text);
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
@@ -148,7 +162,7 @@ impl Recipe {
         Ok(Self {
             method,
             scheme,
-            container,
+            containers,
             ignore: file.quantize.ignore.iter().map(pattern).collect::<Result<_>>()?,
             overrides: overrides
                 .map(|o| Ok((Pattern::new(&o.pattern)?, scheme.refine(&o.scheme)?)))
@@ -157,6 +171,8 @@ impl Recipe {
                 samples: calibration.and_then(|c| c.samples).unwrap_or(usual.samples),
                 length: calibration.and_then(|c| c.length).unwrap_or(usual.length),
                 seed: calibration.and_then(|c| c.seed).unwrap_or(usual.seed),
+                packing: calibration.and_then(|c| c.packing).unwrap_or(usual.packing),
+                mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
             },
             search: file.transform.first().and_then(|t| t.search).unwrap_or_default(),
             calibration: calibration.and_then(|c| c.text.clone()),
@@ -167,7 +183,10 @@ impl Recipe {
     pub fn to_toml(&self) -> String {
         let transformed = self.method.transform.is_some();
         let file = RecipeFile {
-            format: Some(self.container.name().into()),
+            format: Some(match &self.containers[..] {
+                [one] => Formats::One(one.name().into()),
+                several => Formats::Several(several.iter().map(|c| c.name().into()).collect()),
+            }),
             transform: (transformed
                 .then(|| TransformEntry { kind: self.method.name.into(), search: Some(self.search) }))
             .into_iter()
@@ -185,6 +204,8 @@ impl Recipe {
                 samples: Some(self.sampling.samples),
                 length: Some(self.sampling.length),
                 seed: Some(self.sampling.seed),
+                packing: Some(self.sampling.packing),
+                mask: Some(self.sampling.mask),
             }),
         };
         // Nothing in it is a kind of value that TOML lacks.
@@ -256,16 +277,28 @@ mod tests {
             samples = 3
             length = 100
             seed = 7
+            packing = "documents"
+            mask = "prompts"
             "#,
         )
         .unwrap();
-        assert_eq!(recipe.container.name(), "awq");
-        assert_eq!(recipe.scheme.to_string(), "w4a16-g64-asym", "the container's default");
+        assert_eq!(recipe.containers.iter().map(|c| c.name()).collect::<Vec<_>>(), ["awq"]);
+        assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "symmetry is the container's matter");
         assert_eq!((recipe.method.name, recipe.search), ("awq", Search::Reference));
         assert_eq!(recipe.ignore.len(), 2);
-        assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel-asym");
-        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7 });
+        assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
+        let (packing, mask) = (Packing::Documents, Mask::Prompts);
+        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7, packing, mask });
         assert_eq!(recipe.calibration.as_deref(), Some("pile-val"));
+        assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
+    }
+
+    #[test]
+    fn several_containers() {
+        let text = "format = [\"awq\", \"compressed-tensors\"]\n[quantize]\nscheme = \"w4a16-g64-asym\"";
+        let recipe = Recipe::parse(text).unwrap();
+        let names: Vec<_> = recipe.containers.iter().map(|c| c.name()).collect();
+        assert_eq!(names, ["awq", "compressed-tensors"]);
         assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
     }
 
@@ -280,6 +313,13 @@ mod tests {
             ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "transform.kind `magic`"),
             ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
+            ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),
+            ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is named twice"),
+            ("format = 4\n[quantize]\nscheme = \"w4a16\"", "an array of such names"),
+            (
+                "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nmask = \"users\"",
+                "line 6: unknown variant `users`",
+            ),
             ("format = \"gguf9\"\n[quantize]\nscheme = \"w4a16\"", "unknown format `gguf9`"),
             (
                 "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"",

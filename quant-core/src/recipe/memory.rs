@@ -1,6 +1,7 @@
 //! How much memory a plan will need at its peak: an estimate from shapes alone.
 
 use super::{Action, Plan};
+use crate::calibrate::{Mask, Packing};
 use crate::model::{FoldGroup, Model, Op};
 use crate::transform::{Search, kept_bytes};
 
@@ -10,10 +11,13 @@ const PROGRAM: u64 = 112 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Bytes of memory at the peak, about.
-    pub fn peak_memory(&self, model: &Model) -> u64 {
-        let search = if self.method.transform.is_some() { self.search_memory(model) } else { 0 };
-        search.saturating_add(PROGRAM + self.largest_tensor())
+    /// Bytes of memory at the peak, about, of one run of all these plans for a model.
+    pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
+        let searched = plans.iter().filter(|p| p.method.transform.is_some());
+        // What is gathered of the batch serves all.
+        let search = searched.map(|p| p.search_memory(model)).max().unwrap_or(0);
+        let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
+        search.saturating_add(PROGRAM + tensors)
     }
 
     /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
@@ -64,9 +68,24 @@ impl Plan {
             }
         };
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        let states = (4 * architecture.hidden as u64).saturating_mul(tokens);
-        let chunk = CHUNK_TOKENS.max(self.sampling.length as u64).min(tokens.max(1));
-        let running = (8 * widest).saturating_mul(chunk);
+        // Where documents begin and which tokens count is noted of each, twice while it is made.
+        let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
+        let noted = if plain { 0 } else { 16 };
+        let states = (4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
+        let length = self.sampling.length as u64;
+        let running = match self.search {
+            // A longer window goes through attention whole, and through the rest in pieces.
+            Search::Fast if length > CHUNK_TOKENS => {
+                let attended: u64 = graph
+                    .linears()
+                    .filter(|(id, ..)| graph.feeds_attention(*id))
+                    .map(|(.., [n, _], _)| 2 * n as u64)
+                    .sum::<u64>()
+                    + 2 * architecture.hidden as u64;
+                (4 * attended).saturating_mul(length).saturating_add(8 * widest * CHUNK_TOKENS)
+            }
+            _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
+        };
         states.saturating_add(kept).saturating_add(running).saturating_add(block)
     }
 }

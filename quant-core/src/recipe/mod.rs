@@ -7,13 +7,20 @@ mod file;
 mod memory;
 mod pattern;
 mod plan;
+mod repack;
 mod scheme;
+mod select;
+mod time;
 
 pub use pattern::Pattern;
-pub use plan::{Action, Plan, PlanEntry, SelectorMatches};
-pub use scheme::{Granularity, WeightScheme};
+pub use plan::{Action, Plan, PlanEntry};
+pub use repack::REPACK;
+pub use scheme::{Granularity, SchemeRequest, WeightScheme};
+pub use select::SelectorMatches;
+pub use time::Rates;
 
 use crate::calibrate::Sampling;
+use crate::format::{CONTAINERS, Container};
 use crate::transform::Search;
 use crate::{Error, Result};
 
@@ -63,9 +70,9 @@ pub struct Preset {
 
 /// The presets this version knows; the first is the default.
 pub static PRESETS: &[Preset] = &[
-    Preset { name: "awq-w4a16", method: "awq", scheme: "w4a16-g128-sym" },
-    Preset { name: "rtn-w4a16", method: "rtn", scheme: "w4a16-g128-sym" },
-    Preset { name: "rtn-w8a16", method: "rtn", scheme: "w8a16-g128-sym" },
+    Preset { name: "awq-w4a16", method: "awq", scheme: "w4a16-g128" },
+    Preset { name: "rtn-w4a16", method: "rtn", scheme: "w4a16-g128" },
+    Preset { name: "rtn-w8a16", method: "rtn", scheme: "w8a16-g128" },
 ];
 
 /// What the user asked for.
@@ -74,13 +81,13 @@ pub struct Recipe {
     /// How the numbers are found.
     pub method: &'static Method,
     /// The grid of every linear that no override names.
-    pub scheme: WeightScheme,
-    /// The container to write.
-    pub container: &'static dyn crate::format::Container,
+    pub scheme: SchemeRequest,
+    /// The containers to write, each into a directory of its own where there are several.
+    pub containers: Vec<&'static dyn Container>,
     /// Linears that stay float.
     pub ignore: Vec<Pattern>,
     /// Linears that get a scheme of their own; later ones win.
-    pub overrides: Vec<(Pattern, WeightScheme)>,
+    pub overrides: Vec<(Pattern, SchemeRequest)>,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
     /// How candidates of a search are compared, for methods with one.
@@ -102,7 +109,7 @@ impl Recipe {
         Ok(Self {
             method: method(preset.method)?,
             scheme: preset.scheme.parse()?,
-            container: crate::format::CONTAINERS[0],
+            containers: vec![CONTAINERS[0]],
             ignore: Vec::new(),
             overrides: Vec::new(),
             sampling: Sampling::default(),

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 
-use super::{Recipe, WeightScheme};
+use super::select::Selection;
+use super::{Recipe, SchemeRequest, SelectorMatches, WeightScheme};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::{Container, ModuleSchemes};
-use crate::model::{Model, NodeId, Op};
+use crate::model::{FusedLinears, Model, NodeId, Op};
 use crate::recipe::Method;
 use crate::transform::Search;
 use crate::{Error, Result};
@@ -26,10 +27,8 @@ pub enum Action {
     },
     /// Quantized.
     Quantize {
-        /// Its block.
-        layer: usize,
-        /// Its linear.
-        node: NodeId,
+        /// Its linear in the block; `None` for what lies outside the blocks.
+        node: Option<NodeId>,
         /// The linear's name.
         module: String,
         /// The grid.
@@ -37,16 +36,31 @@ pub enum Action {
         /// The type scales are stored in.
         scale_dtype: Dtype,
     },
+    /// Quantized already: the same codes, scales and zeros in another container.
+    Repack {
+        /// The linear's name.
+        module: String,
+        /// The grid, as it is written.
+        scheme: WeightScheme,
+        /// The type scales are stored in.
+        scale_dtype: Dtype,
+        /// The tensors that hold it in the input.
+        sources: Vec<TensorSpec>,
+    },
 }
 
 /// One tensor of the input, what happens to it, and what is written in its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanEntry {
-    /// Its name in the input.
+    /// Its name as a float tensor of the model.
     pub tensor: String,
+    /// The tensor of the input that holds it, where one does: another one for a head that is the
+    /// embedding there.
+    pub stored: String,
     /// The block it belongs to.
     pub layer: Option<usize>,
-    /// Its type and shape in the input.
+    /// Its type and shape in the input; for a weight that is repacked, the type of its scales and
+    /// its logical shape.
     pub info: TensorInfo,
     /// What happens to it.
     pub action: Action,
@@ -55,23 +69,75 @@ pub struct PlanEntry {
 }
 
 impl PlanEntry {
+    /// The tensors of the input that it is made from.
+    pub fn sources(&self) -> Vec<(&str, u64)> {
+        match &self.action {
+            Action::Repack { sources, .. } => {
+                sources.iter().map(|s| (s.name.as_str(), s.info.byte_len())).collect()
+            }
+            _ => vec![(self.stored.as_str(), self.info.byte_len())],
+        }
+    }
+
+    /// Bytes that it takes in the input.
+    pub fn input_bytes(&self) -> u64 {
+        self.sources().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The linear and its scheme, where it is stored quantized.
+    pub fn quantized(&self) -> Option<(&str, WeightScheme)> {
+        match &self.action {
+            Action::Quantize { module, scheme, .. } | Action::Repack { module, scheme, .. } => {
+                Some((module, *scheme))
+            }
+            _ => None,
+        }
+    }
+
     /// Bytes that are written for it.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.iter().map(|t| t.info.byte_len()).sum()
     }
 }
 
-/// Which modules an `--ignore` or `--override` selected.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SelectorMatches {
-    /// The option and its value as given, without the pattern's scheme spelled out anew.
-    pub option: &'static str,
-    /// The pattern.
-    pub pattern: String,
-    /// What it leads to: `float`, or the scheme.
-    pub outcome: String,
-    /// The modules it selects, in model order.
-    pub modules: Vec<String>,
+/// A weight whose fate is known, before its tensors are.
+struct Draft {
+    layer: Option<usize>,
+    node: Option<NodeId>,
+    module: String,
+    shape: [usize; 2],
+    /// Where it stands in the input.
+    stored: String,
+    /// Its name where it stays float.
+    name: String,
+    scheme: Option<SchemeRequest>,
+    /// What happens to its weight if it is not quantized.
+    float: Action,
+}
+
+enum Drafted {
+    Entry(PlanEntry),
+    Indivisible(Indivisible),
+}
+
+impl Draft {
+    fn entry(self, model: &Model, container: &dyn Container) -> Result<Drafted> {
+        let Self { layer, node, module, shape, stored, name: tensor, scheme, float } = self;
+        let info = model.source().require(&stored)?.clone();
+        let Some(request) = scheme else {
+            let outputs = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
+            return Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action: float, outputs }));
+        };
+        let scheme = request.with_default_symmetry(container.symmetric_by_default());
+        let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
+        if !columns.is_multiple_of(group_size) {
+            return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));
+        }
+        let scale_dtype = container.scale_dtype(info.dtype);
+        let outputs = container.layout(&module, shape, scheme, scale_dtype)?;
+        let action = Action::Quantize { node, module, scheme, scale_dtype };
+        Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action, outputs }))
+    }
 }
 
 /// What every tensor gets, in the order of writing: tensors before the blocks, the blocks, the rest.
@@ -91,16 +157,22 @@ pub struct Plan {
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
     pub float_modules: Vec<String>,
+    /// The head's module.
+    pub(super) head: String,
+    /// The embedding's module.
+    pub(super) embedding: String,
+    /// Linears that engines run as one.
+    pub(super) fused: Vec<FusedLinears>,
 }
 
 impl Plan {
-    /// Holds a recipe against a model.
+    /// Holds a recipe against a model, for one of its containers.
     ///
     /// # Errors
     /// When the model is quantized already, a pattern matches nothing, a group size does not divide
     /// (all offenders are listed), the container cannot express a scheme, or nothing is left to
     /// quantize.
-    pub fn new(model: &Model, recipe: &Recipe) -> Result<Self> {
+    pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
         let graph = &architecture.block;
@@ -112,60 +184,106 @@ impl Plan {
             })
             .collect();
         let names: Vec<&str> = modules.iter().map(|(_, _, name, _)| name.as_str()).collect();
-        let selectors = select(recipe, &names, &architecture.head)?;
+        let selection = Selection::new(recipe, &names);
+        let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
+        let selectors = selection.matches(&names, &[&embedding, &head])?;
+
+        let folds = recipe.method.transform.map(|t| t.folded_nodes(graph)).unwrap_or_default();
+        let mut drafts = Vec::new();
+        for (layer, node, module, shape) in modules {
+            let scheme = selection.in_block(&module);
+            let float = if folds.contains(&node) { Action::Rewrite { layer, node } } else { Action::Copy };
+            let name = format!("{module}.weight");
+            let stored = name.clone();
+            let (layer, node) = (Some(layer), Some(node));
+            drafts.push(Draft { layer, node, module, shape, stored, name, scheme, float });
+        }
+        let head_scheme = selection.outside(&head);
+        // A head that is quantized is no longer the embedding.
+        let shared = architecture.tied && head_scheme.is_none();
+        let outer = |module: String, stored, name, scheme| {
+            let (shape, float) = ([architecture.vocab, architecture.hidden], Action::Copy);
+            Draft { layer: None, node: None, module, shape, stored, name, scheme, float }
+        };
+        let stored = model.embedding_name();
+        let name = if shared { stored.clone() } else { architecture.embedding.clone() };
+        let embedding_scheme = selection.outside(&embedding);
+        if shared && embedding_scheme.is_some() {
+            return Err(Error::usage(
+                format!(
+                    "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
+                ),
+                format!("quantize the head too, for example --override {head}=w8a16, which parts the two"),
+            ));
+        }
+        let embedding = outer(embedding, stored.clone(), name, embedding_scheme);
+        if !shared {
+            let name = format!("{head}.weight");
+            let stored = if architecture.tied { stored } else { name.clone() };
+            drafts.push(outer(head.clone(), stored, name, head_scheme));
+        }
 
         let mut offenders = Vec::new();
         let mut entries = Vec::new();
         let mut float_modules = Vec::new();
-        let folds = recipe.method.transform.map(|t| t.folded_nodes(graph)).unwrap_or_default();
-        for (layer, node, module, [n, k]) in modules {
-            let tensor = format!("{module}.weight");
-            let info = model.source().require(&tensor)?.clone();
-            let (action, outputs) = match scheme_of(recipe, &module) {
-                Some(scheme) => {
-                    let group_size = scheme.granularity.group_size(k);
-                    if k % group_size != 0 {
-                        offenders.push(Indivisible { tensor, columns: k, group_size });
-                        continue;
+        for draft in drafts {
+            let module = draft.module.clone();
+            match draft.entry(model, container)? {
+                Drafted::Entry(entry) => {
+                    if entry.quantized().is_none() {
+                        float_modules.push(module);
                     }
-                    let scale_dtype = recipe.container.scale_dtype(info.dtype);
-                    let outputs = recipe.container.layout(&module, [n, k], scheme, scale_dtype)?;
-                    (Action::Quantize { layer, node, module, scheme, scale_dtype }, outputs)
+                    entries.push(entry);
                 }
-                None => {
-                    float_modules.push(module);
-                    let same = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
-                    let action =
-                        if folds.contains(&node) { Action::Rewrite { layer, node } } else { Action::Copy };
-                    (action, same)
-                }
-            };
-            entries.push(PlanEntry { tensor, layer: Some(layer), info, action, outputs });
+                Drafted::Indivisible(offender) => offenders.push(offender),
+            }
+        }
+        if shared {
+            float_modules.push(head);
+        }
+        match embedding.entry(model, container)? {
+            Drafted::Entry(entry) => entries.push(entry),
+            Drafted::Indivisible(offender) => offenders.push(offender),
         }
         if !offenders.is_empty() {
             return Err(Error::GroupSizeDoesNotDivide(offenders));
         }
-        if !entries.iter().any(|e| matches!(e.action, Action::Quantize { .. })) {
+        if !entries.iter().any(|e| e.quantized().is_some()) {
             return Err(Error::usage("nothing is left to quantize", "ignore fewer linears"));
         }
-        float_modules.push(architecture.head.clone());
-        let mut plan = Self {
+        let plan = Self {
             method: recipe.method,
-            container: recipe.container,
+            container,
             sampling: recipe.sampling,
             search: recipe.search,
             entries,
             selectors,
             float_modules,
+            head: architecture.head.clone(),
+            embedding: architecture.embedding_module(),
+            fused: architecture.fused_modules(),
         };
-        plan.container.check(&plan.module_schemes())?;
-        plan.add_float_tensors(model, &folds)?;
-        plan.sort(model);
-        plan.check_names(model)?;
         if plan.method.transform.is_some() {
             plan.sampling.check()?;
         }
-        Ok(plan)
+        plan.complete(model, &folds)
+    }
+
+    /// A plan for every container of the recipe.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn all(model: &Model, recipe: &Recipe) -> Result<Vec<Self>> {
+        recipe.containers.iter().map(|container| Self::new(model, recipe, *container)).collect()
+    }
+
+    /// Adds what is not a linear's weight, and puts everything in order.
+    pub(super) fn complete(mut self, model: &Model, folds: &[NodeId]) -> Result<Self> {
+        self.container.check(&self.module_schemes())?;
+        self.add_float_tensors(model, folds)?;
+        self.sort(model);
+        self.check_names(model)?;
+        Ok(self)
     }
 
     /// Fails when two tensors would be written under one name.
@@ -174,10 +292,10 @@ impl Plan {
         for entry in &self.entries {
             for output in &entry.outputs {
                 let Some(other) = writers.insert(&output.name, entry) else { continue };
-                let quantized = |e: &PlanEntry| matches!(e.action, Action::Quantize { .. });
-                let (copied, module) = if quantized(entry) { (other, entry) } else { (entry, other) };
+                let quantized = entry.quantized().is_some();
+                let (copied, module) = if quantized { (other, entry) } else { (entry, other) };
                 return Err(Error::NameTaken {
-                    path: model.source().location(&copied.tensor),
+                    path: model.source().location(&copied.stored),
                     tensor: output.name.clone(),
                     module: module.tensor.clone(),
                 });
@@ -186,8 +304,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Adds everything that is not a linear's weight: embedding, norms, biases, head, and tensors
-    /// we know nothing of.
+    /// Adds everything that no entry is made from: norms, biases, and tensors we know nothing of.
     fn add_float_tensors(&mut self, model: &Model, folds: &[NodeId]) -> Result<()> {
         let architecture = model.architecture();
         let mut rewritten = std::collections::BTreeMap::new();
@@ -203,8 +320,11 @@ impl Plan {
                 }
             }
         }
-        let planned: std::collections::BTreeSet<String> =
-            self.entries.iter().map(|e| e.tensor.clone()).collect();
+        let sources = self.entries.iter().flat_map(PlanEntry::sources);
+        let mut planned: std::collections::BTreeSet<String> =
+            sources.map(|(name, _)| name.to_owned()).collect();
+        // Of a head that is the embedding there may be a copy, which goes when the two part.
+        planned.extend(self.quantizes(&self.head).then(|| format!("{}.weight", self.head)));
         for name in model.source().names() {
             if planned.contains(name) {
                 continue;
@@ -223,7 +343,8 @@ impl Plan {
                     reason: format!("is {}, but the checkpoint holds `{name}`", architecture.layers),
                 });
             }
-            self.entries.push(PlanEntry { tensor: name.to_owned(), layer, info, action, outputs });
+            let (tensor, stored) = (name.to_owned(), name.to_owned());
+            self.entries.push(PlanEntry { tensor, stored, layer, info, action, outputs });
         }
         Ok(())
     }
@@ -231,11 +352,11 @@ impl Plan {
     /// Blocks in order between what stands before and after them, so that a reader that streams
     /// finds each block in one place.
     fn sort(&mut self, model: &Model) {
-        let embedding = model.embedding_name();
+        let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;
         let place = |entry: &PlanEntry| match entry.layer {
             Some(index) => index + 1,
-            None if entry.tensor == embedding => 0,
+            None if embedding.contains(&entry.tensor) => 0,
             None => layers + 1,
         };
         self.entries.sort_by(|a, b| (place(a), &a.tensor).cmp(&(place(b), &b.tensor)));
@@ -248,7 +369,8 @@ impl Plan {
 
     /// Bytes of all tensors of the input.
     pub fn input_bytes(&self) -> u64 {
-        self.entries.iter().map(|e| e.info.byte_len()).sum()
+        let sources = self.entries.iter().flat_map(PlanEntry::sources);
+        sources.collect::<std::collections::BTreeMap<_, _>>().values().sum()
     }
 
     /// Bytes of all tensors that will be written.
@@ -258,7 +380,7 @@ impl Plan {
 
     /// Bits that a quantized weight takes on average, scales and zeros included.
     pub fn bits_per_quantized_weight(&self) -> f64 {
-        let quantized = || self.entries.iter().filter(|e| matches!(e.action, Action::Quantize { .. }));
+        let quantized = || self.entries.iter().filter(|e| e.quantized().is_some());
         let weights: usize = quantized().map(|e| e.info.elements()).sum();
         let bytes: u64 = quantized().map(PlanEntry::output_bytes).sum();
         bytes as f64 * 8.0 / weights.max(1) as f64
@@ -266,76 +388,28 @@ impl Plan {
 
     /// The schemes of all modules, as a container's configuration needs them.
     pub fn module_schemes(&self) -> ModuleSchemes<'_> {
-        let quantized = self.entries.iter().filter_map(|e| match &e.action {
-            Action::Quantize { module, scheme, .. } => Some((module.as_str(), *scheme)),
-            _ => None,
-        });
+        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized);
         ModuleSchemes {
-            quantized: quantized.collect(),
+            quantized: quantized().filter(|(module, _)| *module != self.embedding).collect(),
             float: self.float_modules.iter().map(String::as_str).collect(),
+            fused: &self.fused,
+            head: self.quantizes(&self.head).then_some(self.head.as_str()),
+            embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),
         }
+    }
+
+    /// Whether a module is stored quantized.
+    fn quantizes(&self, module: &str) -> bool {
+        self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
+    }
+
+    /// Whether the head is written apart from the embedding that it is in the input.
+    pub fn unties(&self) -> bool {
+        self.quantizes(&self.head)
     }
 
     /// Notes for the user: what readers cannot load, and what else is worth knowing.
     pub fn warnings(&self) -> Vec<String> {
         self.container.warnings(&self.module_schemes())
     }
-}
-
-const IGNORE: &str = "--ignore";
-
-/// Position of the selector that decides over a module, the ignored patterns first: `--ignore` wins
-/// over all, then the last override that matches.
-fn decisive(recipe: &Recipe, module: &str) -> Option<usize> {
-    let ignored = recipe.ignore.iter().position(|p| p.matches(module));
-    let overridden = || recipe.overrides.iter().rposition(|(p, _)| p.matches(module));
-    ignored.or_else(|| overridden().map(|i| i + recipe.ignore.len()))
-}
-
-fn scheme_of(recipe: &Recipe, module: &str) -> Option<WeightScheme> {
-    match decisive(recipe, module) {
-        None => Some(recipe.scheme),
-        Some(i) => i.checked_sub(recipe.ignore.len()).map(|i| recipe.overrides[i].1),
-    }
-}
-
-/// What each selector decides over. One that matches nothing, or whose every match is taken by
-/// another, asks for something that would not happen.
-///
-/// The head stays float anyway, so ignoring it by name is asking for what happens.
-fn select(recipe: &Recipe, names: &[&str], head: &str) -> Result<Vec<SelectorMatches>> {
-    let ignored = recipe.ignore.iter().map(|p| (IGNORE, p, "float".to_owned()));
-    let overridden = recipe.overrides.iter().map(|(p, s)| ("--override", p, s.to_string()));
-    let mut selectors = Vec::new();
-    for (index, (option, pattern, outcome)) in ignored.chain(overridden).enumerate() {
-        let matched: Vec<&str> = names.iter().copied().filter(|n| pattern.matches(n)).collect();
-        if matched.is_empty() && option == IGNORE && pattern.matches(head) {
-            let (pattern, modules) = (pattern.text().to_owned(), vec![head.to_owned()]);
-            selectors.push(SelectorMatches { option, pattern, outcome, modules });
-            continue;
-        }
-        if matched.is_empty() && pattern.matches(head) {
-            return Err(Error::usage(
-                format!("{option} {pattern} has no effect: the head `{head}` always stays float"),
-                "leave it out",
-            ));
-        }
-        if matched.is_empty() {
-            return Err(Error::PatternMatchesNothing {
-                option,
-                pattern: pattern.text().to_owned(),
-                nearest: pattern.nearest(names),
-            });
-        }
-        let modules: Vec<String> =
-            matched.into_iter().filter(|n| decisive(recipe, n) == Some(index)).map(str::to_owned).collect();
-        if modules.is_empty() {
-            return Err(Error::usage(
-                format!("{option} {pattern} has no effect: other patterns decide over all it matches"),
-                "remove it; --ignore wins over --override, and a later --override over an earlier one",
-            ));
-        }
-        selectors.push(SelectorMatches { option, pattern: pattern.text().to_owned(), outcome, modules });
-    }
-    Ok(selectors)
 }

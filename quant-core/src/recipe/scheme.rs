@@ -46,7 +46,46 @@ impl WeightScheme {
     pub fn max_code(&self) -> u8 {
         u8::MAX >> (8 - self.bits)
     }
+}
 
+impl Default for WeightScheme {
+    /// `w4a16-g128-sym`.
+    fn default() -> Self {
+        Self { bits: 4, granularity: Granularity::Group(128), symmetric: true }
+    }
+}
+
+impl FromStr for WeightScheme {
+    type Err = Error;
+
+    /// What the text leaves out comes from the default.
+    fn from_str(text: &str) -> Result<Self> {
+        let request: SchemeRequest = text.parse()?;
+        Ok(request.with_default_symmetry(Self::default().symmetric))
+    }
+}
+
+impl fmt::Display for WeightScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        SchemeRequest::from(*self).fmt(f)
+    }
+}
+
+/// A scheme as it is asked for: symmetry may be left to the container, since engines prefer
+/// symmetric grids in one and know only asymmetric ones in another.
+///
+/// Written as a [`WeightScheme`] is, without `-sym` or `-asym` where nothing was said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SchemeRequest {
+    /// Bits of one code: 3, 4 or 8.
+    pub bits: u8,
+    /// What shares a scale.
+    pub granularity: Granularity,
+    /// Whether the grid is symmetric, if that was said.
+    pub symmetric: Option<bool>,
+}
+
+impl SchemeRequest {
     /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a16-channel-asym`; what it leaves out comes
     /// from `self`.
     ///
@@ -67,7 +106,7 @@ impl WeightScheme {
             .strip_prefix('w')
             .and_then(|r| r.strip_suffix("a16"))
             .and_then(|b| b.parse().ok())
-            .filter(|b| Self::BITS.contains(b))
+            .filter(|b| WeightScheme::BITS.contains(b))
             .ok_or_else(|| unknown(head))?;
         let (mut symmetry, mut granularity) = (false, false);
         for part in parts {
@@ -76,8 +115,8 @@ impl WeightScheme {
                 return Err(unknown(part));
             }
             match part {
-                "sym" => scheme.symmetric = true,
-                "asym" => scheme.symmetric = false,
+                "sym" => scheme.symmetric = Some(true),
+                "asym" => scheme.symmetric = Some(false),
                 "channel" => scheme.granularity = Granularity::Channel,
                 _ => {
                     let size = part.strip_prefix('g').and_then(|s| s.parse().ok()).filter(|s| *s >= 1);
@@ -87,16 +126,29 @@ impl WeightScheme {
         }
         Ok(scheme)
     }
-}
 
-impl Default for WeightScheme {
-    /// `w4a16-g128-sym`.
-    fn default() -> Self {
-        Self { bits: 4, granularity: Granularity::Group(128), symmetric: true }
+    /// The scheme, symmetric or not as given where nothing was said.
+    pub fn with_default_symmetry(self, symmetric: bool) -> WeightScheme {
+        let Self { bits, granularity, .. } = self;
+        WeightScheme { bits, granularity, symmetric: self.symmetric.unwrap_or(symmetric) }
     }
 }
 
-impl FromStr for WeightScheme {
+impl Default for SchemeRequest {
+    /// `w4a16-g128`, symmetry left open.
+    fn default() -> Self {
+        Self { symmetric: None, ..WeightScheme::default().into() }
+    }
+}
+
+impl From<WeightScheme> for SchemeRequest {
+    fn from(scheme: WeightScheme) -> Self {
+        let WeightScheme { bits, granularity, symmetric } = scheme;
+        Self { bits, granularity, symmetric: Some(symmetric) }
+    }
+}
+
+impl FromStr for SchemeRequest {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -104,14 +156,18 @@ impl FromStr for WeightScheme {
     }
 }
 
-impl fmt::Display for WeightScheme {
+impl fmt::Display for SchemeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "w{}a16-", self.bits)?;
         match self.granularity {
             Granularity::Group(size) => write!(f, "g{size}")?,
             Granularity::Channel => f.write_str("channel")?,
         }
-        f.write_str(if self.symmetric { "-sym" } else { "-asym" })
+        f.write_str(match self.symmetric {
+            None => "",
+            Some(true) => "-sym",
+            Some(false) => "-asym",
+        })
     }
 }
 
@@ -124,8 +180,19 @@ mod tests {
         for text in ["w4a16-g128-sym", "w3a16-channel-asym", "w8a16-g32-sym"] {
             assert_eq!(text.parse::<WeightScheme>().unwrap().to_string(), text);
         }
-        let base: WeightScheme = "w4a16-g64-asym".parse().unwrap();
+        let base: SchemeRequest = "w4a16-g64-asym".parse().unwrap();
         assert_eq!(base.refine("w8a16-channel").unwrap().to_string(), "w8a16-channel-asym");
+    }
+
+    #[test]
+    fn symmetry_may_be_left_open() {
+        let open: SchemeRequest = "w4a16-g64".parse().unwrap();
+        assert_eq!(open.to_string(), "w4a16-g64");
+        assert_eq!(open.refine("w8a16-sym").unwrap().to_string(), "w8a16-g64-sym");
+        assert_eq!(open.with_default_symmetry(false).to_string(), "w4a16-g64-asym");
+        let said: SchemeRequest = "w4a16-g64-sym".parse().unwrap();
+        assert_eq!(said.with_default_symmetry(false).to_string(), "w4a16-g64-sym");
+        assert_eq!("w4a16".parse::<WeightScheme>().unwrap().to_string(), "w4a16-g128-sym");
     }
 
     #[test]

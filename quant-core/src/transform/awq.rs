@@ -22,8 +22,8 @@
 //! the reference.
 
 use super::candidates::{Candidate, Choice, choose_exactly};
-use super::objective::{Input, Objective};
-use super::watch::{Kept, Watch};
+use super::objective::Objective;
+use super::watch::{Watch, Watched};
 use super::{BlockTask, FoldRecord, Rewrite, Search, Transform, clip, fold, race};
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId, WeightBody};
@@ -46,66 +46,85 @@ impl Transform for Awq {
         groups(graph).into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
     }
 
-    fn search(&self, task: &BlockTask<'_>, hidden: &mut HiddenStates) -> Result<Rewrite> {
-        let groups: Vec<FoldGroup> = groups(task.block.graph())
+    fn search(&self, tasks: &[BlockTask<'_>], hidden: &mut HiddenStates) -> Result<Vec<Rewrite>> {
+        let Some(first) = tasks.first() else { return Ok(Vec::new()) };
+        let groups: Vec<FoldGroup> = groups(first.block.graph())
             .into_iter()
-            .filter(|g| g.consumers.iter().any(|c| task.grids.contains_key(c)))
+            .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
             .collect();
-        let mut watch = Watch::new(task, &groups, hidden.shape());
-        match task.search {
-            Search::Fast => hidden.advance_watched(task.block, task.cancel, &mut watch)?,
-            Search::Reference => watch.look(hidden)?,
+        let mut watch = Watch::new(first, &groups, hidden.layout().clone());
+        match first.search {
+            Search::Fast => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
+            Search::Reference => hidden.watch(first.block, first.cancel, &mut watch)?,
         }
-
-        // Every group is searched on the unscaled block, then all scales are folded.
-        let mut rewrite = Rewrite::default();
-        let mut chosen = Vec::with_capacity(groups.len());
-        for group in &groups {
-            let candidates = candidates(task, group, &watch.means[&group.input].means())?;
-            let choice = match watch.kept.remove(&group.input) {
-                Some(Kept::Sample(sample)) => race::choose(task, group, &sample, &candidates),
-                Some(Kept::Gram(sum)) => {
-                    let tokens = hidden.tokens();
-                    let input = Input::gram(sum, candidates[0].scales.len());
-                    let objective = Objective::Linear { node: group.inspected, input, tokens };
-                    choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
-                }
-                None => {
-                    let objective = Objective::new(task, hidden, group)?;
-                    choose_exactly(&candidates, hidden.tokens(), |c| objective.error(task, &c.scales))
-                }
-            };
-            let (record, scales) = chosen_scales(task, group, candidates, choice)?;
-            chosen.push(scales);
-            rewrite.folds.push(record);
+        let watched = watch.finish();
+        let searched = tasks.iter().map(|task| scaled(task, &groups, &watched, hidden));
+        let chosen = searched.collect::<Result<Vec<_>>>()?;
+        if first.search == Search::Reference {
+            hidden.advance(first.block, first.cancel)?;
         }
-        if task.search == Search::Reference {
-            hidden.advance(task.block, task.cancel)?;
-        }
-        for (group, scales) in groups.iter().zip(chosen) {
-            if let Some(scales) = scales {
-                fold(&mut rewrite, task, group, &scales)?;
-            }
-        }
-
-        let graph = task.block.graph().clone();
-        for (&node, &grid) in task.grids {
-            if graph.feeds_queries_or_keys(node) {
-                continue;
-            }
-            task.cancel.check()?;
-            let mut input = watch.sampled[&graph.nodes()[node].inputs[0]].clone();
-            if let Some(scales) = rewrite.columns.get(&node) {
-                input.divide(scales);
-            }
-            let (bounds, record) = clip::search(task, node, grid, &rewrite, &input)?;
-            if let Some(bounds) = bounds {
-                rewrite.clips.insert(node, bounds);
-            }
-            rewrite.clip_records.push(record);
-        }
-        Ok(rewrite)
+        let tasks = tasks.iter().zip(chosen);
+        tasks.map(|(task, rewrite)| clipped(task, &watched, rewrite)).collect()
     }
+}
+
+/// Searches the scales of all groups and folds them. `hidden` is what enters the block where the
+/// search looks at the whole batch again.
+fn scaled(
+    task: &BlockTask<'_>,
+    groups: &[FoldGroup],
+    watched: &Watched,
+    hidden: &HiddenStates,
+) -> Result<Rewrite> {
+    // Every group is searched on the unscaled block, then all scales are folded.
+    let mut rewrite = Rewrite { tokens: watched.tokens.clone(), ..Rewrite::default() };
+    let tokens = hidden.layout().counted();
+    let mut chosen = Vec::with_capacity(groups.len());
+    for group in groups {
+        let candidates = candidates(task, group, &watched.means[&group.input].means())?;
+        let choice = if let Some(sample) = watched.samples.get(&group.input) {
+            race::choose(task, group, sample, &candidates)
+        } else {
+            let objective = match watched.grams.get(&group.input) {
+                Some(gram) => {
+                    let (node, input) = (group.inspected, gram.clone());
+                    Objective::Linear { node, input, tokens }
+                }
+                None => Objective::new(task, hidden, group)?,
+            };
+            choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
+        };
+        let (record, scales) = chosen_scales(task, group, candidates, choice)?;
+        chosen.push(scales);
+        rewrite.folds.push(record);
+    }
+    for (group, scales) in groups.iter().zip(chosen) {
+        if let Some(scales) = scales {
+            fold(&mut rewrite, task, group, &scales)?;
+        }
+    }
+    Ok(rewrite)
+}
+
+/// Adds the clip search to a rewrite.
+fn clipped(task: &BlockTask<'_>, watched: &Watched, mut rewrite: Rewrite) -> Result<Rewrite> {
+    let graph = task.block.graph().clone();
+    for (&node, &grid) in task.grids {
+        if graph.feeds_queries_or_keys(node) {
+            continue;
+        }
+        task.cancel.check()?;
+        let mut input = watched.sampled[&graph.nodes()[node].inputs[0]].clone();
+        if let Some(scales) = rewrite.columns.get(&node) {
+            input.divide(scales);
+        }
+        let (bounds, record) = clip::search(task, node, grid, &rewrite, &input)?;
+        if let Some(bounds) = bounds {
+            rewrite.clips.insert(node, bounds);
+        }
+        rewrite.clip_records.push(record);
+    }
+    Ok(rewrite)
 }
 
 /// No scaling, and the points of the grid.

@@ -17,7 +17,7 @@ use crate::{Error, Result};
 /// Tokens that the error is measured on.
 pub(super) const TOKENS: usize = 512;
 /// Bounds tried for a group: `max |w|` times `1 − i/20`.
-const CANDIDATES: usize = 10;
+pub(super) const CANDIDATES: usize = 10;
 const STEPS: f32 = 20.0;
 /// Weights that one task rounds at a time, for every candidate.
 const TASK_ELEMENTS: usize = 1 << 15;

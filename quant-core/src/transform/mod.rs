@@ -12,6 +12,7 @@ mod fold;
 mod objective;
 mod race;
 mod rewrite;
+mod sample;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -22,6 +23,11 @@ pub use candidates::{Search, TriedScales};
 pub use fold::fold;
 pub use rewrite::{ClipRecord, FoldRecord, Rewrite};
 pub(crate) use watch::kept_bytes;
+
+/// Scales that a search tries for a group: no scaling, and the points of the grid.
+pub(crate) const SCALE_CANDIDATES: usize = awq::GRID + 1;
+/// Bounds that the clip search tries for a group.
+pub(crate) const CLIP_CANDIDATES: usize = clip::CANDIDATES;
 
 use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
@@ -67,10 +73,14 @@ pub trait Transform: Debug + Send + Sync {
     /// Norms and linears whose stored parameters the search may change, beyond rounding.
     fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId>;
 
-    /// Finds the rewrite of one block, and moves `hidden`, what enters the block, on to what comes
-    /// out of it while its weights are float.
+    /// Finds a rewrite of one block for each task, and moves `hidden`, what enters the block, on to
+    /// what comes out of it while its weights are float.
+    ///
+    /// Tasks are of the same block and differ in the grids of the same linears, as several
+    /// containers ask for them: what is gathered of the batch serves all. A task's rewrite does not
+    /// depend on the others.
     ///
     /// # Errors
     /// When the block fails, numbers are not finite, or the token pulls.
-    fn search(&self, task: &BlockTask<'_>, hidden: &mut HiddenStates) -> Result<Rewrite>;
+    fn search(&self, tasks: &[BlockTask<'_>], hidden: &mut HiddenStates) -> Result<Vec<Rewrite>>;
 }

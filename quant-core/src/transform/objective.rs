@@ -1,8 +1,12 @@
 //! What a candidate costs on the whole batch: the error it leaves in the output that the search
 //! watches. The fast search is held to it.
 //!
+//! Tokens that do not count (masked prompts, padding) are context and nothing else.
+//!
 //! Two objectives, as in the reference algorithm: where one linear reads the scaled channels, the
 //! error of its output; where several do, the error of the module in which they meet.
+
+use std::sync::Arc;
 
 use candle_core::Tensor;
 use faer::linalg::matmul::matmul;
@@ -10,8 +14,8 @@ use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{BlockTask, Grid};
-use crate::calibrate::{HiddenStates, gram};
-use crate::model::{Block, FoldGroup, NoTap, NodeId, WeightBody};
+use crate::calibrate::{BatchLayout, HiddenStates, gram};
+use crate::model::{Block, CancelTap, FoldGroup, NodeId, WeightBody};
 use crate::quantize::fake_quantize;
 use crate::{Error, Result};
 
@@ -22,9 +26,23 @@ const ROW_TILE: usize = 64;
 pub(super) enum Objective {
     /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, from `X` or, where tokens outnumber channels, from its
     /// Gram matrix, which gives the same number: `tr(D XᵀX Dᵀ)`.
-    Linear { node: NodeId, input: Input, tokens: usize },
+    Linear { node: NodeId, input: Arc<Input>, tokens: usize },
     /// A module: its output is recomputed with the candidate's weights.
-    Module { consumers: Vec<NodeId>, input: NodeId, inspected: NodeId, batch: Vec<(Tensor, Tensor)> },
+    Module {
+        consumers: Vec<NodeId>,
+        input: NodeId,
+        inspected: NodeId,
+        batch: Vec<Piece>,
+        layout: BatchLayout,
+    },
+}
+
+/// A piece of the batch: the module's input and its float output.
+pub(super) struct Piece {
+    /// The position of its first token in the batch.
+    first: usize,
+    x: Tensor,
+    y: Tensor,
 }
 
 /// What is known of a linear's input.
@@ -38,15 +56,19 @@ pub(super) enum Input {
 impl Input {
     /// Gathers the values of a node over the batch, in the smaller form.
     fn gather(task: &BlockTask<'_>, hidden: &HiddenStates, node: NodeId, k: usize) -> Result<Self> {
-        let tokens = hidden.tokens();
+        let tokens = hidden.layout().counted();
         let mut rows = Vec::new();
         let mut sum = if tokens > k { vec![0.0; k * k] } else { Vec::new() };
         for chunk in hidden.chunks() {
             task.cancel.check()?;
-            let known = [(task.block.graph().input(), chunk?.1)];
-            let values = task.block.evaluate(&known, &[node], &mut NoTap)?;
+            let (first, x) = chunk?;
+            let segments = hidden.segments(first, &x);
+            let known = [(task.block.graph().input(), x)];
+            let tap = &mut CancelTap(task.cancel);
+            let values = task.block.evaluate_packed(&known, &[node], segments, tap)?;
             let values = values[0].flatten_all()?.to_vec1::<f32>()?;
-            if tokens > k { gram(&values, k, &mut sum) } else { rows.extend(values) }
+            let values = hidden.layout().counted_rows(first, k, &values);
+            if tokens > k { gram(&values, k, &mut sum) } else { rows.extend_from_slice(&values) }
         }
         if tokens <= k {
             return Ok(Self::Rows(rows));
@@ -100,25 +122,28 @@ impl Objective {
         let graph = task.block.graph();
         if let [node] = group.consumers[..] {
             let k = task.block.linear(node).weight().shape()[1];
-            let input = Input::gather(task, hidden, group.input, k)?;
-            return Ok(Self::Linear { node, input, tokens: hidden.tokens() });
+            let input = Arc::new(Input::gather(task, hidden, group.input, k)?);
+            return Ok(Self::Linear { node, input, tokens: hidden.layout().counted() });
         }
         let mut batch = Vec::new();
         for chunk in hidden.chunks() {
             task.cancel.check()?;
-            let known = [(graph.input(), chunk?.1)];
-            let x = task.block.evaluate(&known, &[group.input], &mut NoTap)?.swap_remove(0);
-            let y = task
-                .block
-                .evaluate(&[(group.input, x.clone())], &[group.inspected], &mut NoTap)?
-                .swap_remove(0);
-            batch.push((x, y));
+            let (first, states) = chunk?;
+            let segments = hidden.segments(first, &states);
+            let evaluate = |from, value, to| -> Result<Tensor> {
+                let tap = &mut CancelTap(task.cancel);
+                Ok(task.block.evaluate_packed(&[(from, value)], &[to], segments, tap)?.swap_remove(0))
+            };
+            let x = evaluate(graph.input(), states, group.input)?;
+            let y = evaluate(group.input, x.clone(), group.inspected)?;
+            batch.push(Piece { first, x, y });
         }
         Ok(Self::Module {
             consumers: group.consumers.clone(),
             input: group.input,
             inspected: group.inspected,
             batch,
+            layout: hidden.layout().clone(),
         })
     }
 
@@ -152,14 +177,22 @@ impl Objective {
                 }
                 Ok(sum / (*tokens as f64 * n as f64))
             }
-            Self::Module { consumers, input, inspected, batch } => {
+            Self::Module { consumers, input, inspected, batch, layout } => {
                 let block = candidate_block(task, consumers, scales)?;
                 let (mut sum, mut count) = (0.0, 0);
-                for (x, y) in batch {
+                for Piece { first, x, y } in batch {
                     task.cancel.check()?;
-                    let rounded = block.evaluate(&[(*input, x.clone())], &[*inspected], &mut NoTap)?;
-                    sum += squared_distance(&rounded[0], y)?;
-                    count += y.elem_count();
+                    let (windows, length, width) = y.dims3()?;
+                    let segments = layout.segments(*first..first + windows * length);
+                    let tap = &mut CancelTap(task.cancel);
+                    let known = [(*input, x.clone())];
+                    let rounded = block.evaluate_packed(&known, &[*inspected], segments, tap)?;
+                    let rows = |t: &Tensor| -> Result<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
+                    let (a, b) = (rows(&rounded[0])?, rows(y)?);
+                    let (a, b) =
+                        (layout.counted_rows(*first, width, &a), layout.counted_rows(*first, width, &b));
+                    sum += squared_distance(&a, &b)?;
+                    count += b.len();
                 }
                 Ok(sum / count as f64)
             }
@@ -201,10 +234,8 @@ fn round_scaled(rows: &mut [f32], scales: &[f32], grid: Grid, module: &str) -> R
 }
 
 /// `Σ (a − b)²`, in fixed pieces added in order.
-fn squared_distance(a: &Tensor, b: &Tensor) -> Result<f64> {
+fn squared_distance(a: &[f32], b: &[f32]) -> Result<f64> {
     const PIECE: usize = 1 << 14;
-    let (a, b) = (a.flatten_all()?, b.flatten_all()?);
-    let (a, b) = (a.to_vec1::<f32>()?, b.to_vec1::<f32>()?);
     if a.len() != b.len() {
         return Err(Error::Internal(format!("outputs of {} and {} values", a.len(), b.len())));
     }

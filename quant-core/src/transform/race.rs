@@ -5,14 +5,15 @@
 //! round the best so far is compared with every other in pairs, unit by unit (a unit is a window of
 //! the batch, or a part of one): who is worse by more than chance explains is out, and so is who
 //! cannot be better by more than [`REGRET`]. Survivors go on to as many tokens again, up to
-//! [`SHARE`] of the batch. A batch of few windows, or little more than a thousand tokens, is used
+//! a quarter of the batch. A batch of few windows, or little more than a thousand tokens, is used
 //! whole at once, and then the choice is that of the reference search.
 //!
 //! Where the watched output depends on a token's own input alone (an MLP, a single linear), rounds
 //! take every 16th token, then every 8th and so on, of all windows. The first tokens of a window,
 //! on which models are known to place outsized activations, are all taken and counted once, the
-//! others by the inverse of their share. Through attention whole windows are taken, in an order
-//! that spreads over the batch.
+//! others by the inverse of their share; where documents share a window, each has such first tokens.
+//! Through attention whole windows are taken, in an order that spreads over the batch. Tokens that do
+//! not count (masked prompts, padding) are context for attention there, and nothing elsewhere.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -20,181 +21,16 @@ use rayon::prelude::*;
 use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
 use super::objective::candidate_block;
-use crate::model::{BlockGraph, FoldGroup, NoTap, NodeId, Op};
-use crate::{Error, Result};
+use super::sample::{FIRST_WINDOWS, Place, Sample, Share};
+use crate::model::{Block, CancelTap, FoldGroup, Segments};
+use crate::{CancelToken, Error, Result};
 
-/// Share of the batch that a race uses at most…
-const SHARE: usize = 4;
-/// …unless that is less than so many tokens.
-const ENOUGH_TOKENS: usize = 4096;
-/// Tokens of the first round, at least.
-const FIRST_TOKENS: usize = 1024;
-/// Windows of the first round, at least, where whole windows are taken.
-const FIRST_WINDOWS: usize = 4;
-/// Windows that are used at least, where whole windows are taken; no more are used at once.
-const ENOUGH_WINDOWS: usize = 8;
-/// Positions at the start of a window that are always taken.
-const HEAD: usize = 4;
-/// Units that chance is estimated from, at least.
-const UNITS: usize = 16;
 /// Standard errors that a difference must exceed, for many units.
 const SIGMAS: f64 = 3.0;
 /// A candidate that can be better by no more than this share of the error is given up.
 const REGRET: f64 = 0.002;
 /// Tokens that go through the watched module at a time.
 const CHUNK_TOKENS: usize = 2048;
-
-/// Whether what is watched mixes tokens.
-pub(super) fn mixes_tokens(graph: &BlockGraph, group: &FoldGroup) -> bool {
-    let mut depends = vec![false; graph.nodes().len()];
-    depends[group.input] = true;
-    let mut mixes = vec![false; graph.nodes().len()];
-    for (id, node) in graph.nodes().iter().enumerate().skip(group.input + 1) {
-        depends[id] = node.inputs.iter().any(|&i| depends[i]);
-        let attention = matches!(node.op, Op::Attention { .. } | Op::Rope) && depends[id];
-        mixes[id] = attention || node.inputs.iter().any(|&i| mixes[i]);
-    }
-    mixes[group.inspected]
-}
-
-/// Which tokens race in which round.
-#[derive(Debug, Clone)]
-enum Share {
-    /// The rank of every window, and how many windows have raced after each round.
-    Windows { ranks: Vec<usize>, until: Vec<usize> },
-    /// Every `stride`-th token after the head in the first round, and half that stride after each
-    /// round more.
-    Tokens { stride: usize, rounds: usize, units_per_window: usize },
-}
-
-/// The part of a group's input that a race may use, `[tokens, channels]`, filled in order of tokens.
-#[derive(Debug)]
-pub(super) struct Sample {
-    windows: usize,
-    length: usize,
-    channels: usize,
-    share: Share,
-    rows: Vec<f32>,
-    places: Vec<Place>,
-}
-
-/// Where a kept token belongs.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Place {
-    round: usize,
-    unit: usize,
-    head: bool,
-}
-
-impl Sample {
-    /// A sample, empty yet, of an input with `channels` features of `windows` windows of `length`
-    /// tokens.
-    pub(super) fn new(windows: usize, length: usize, channels: usize, mixes_tokens: bool) -> Self {
-        let share = if mixes_tokens { Share::windows(windows) } else { Share::tokens(windows, length) };
-        Self { windows, length, channels, share, rows: Vec::new(), places: Vec::new() }
-    }
-
-    /// Tokens that a sample takes of a batch, at most.
-    pub(super) fn most_tokens(windows: u64, length: u64, mixes_tokens: bool) -> u64 {
-        if mixes_tokens {
-            return windows
-                .div_ceil(SHARE as u64)
-                .max(ENOUGH_WINDOWS as u64)
-                .min(windows)
-                .saturating_mul(length);
-        }
-        let tokens = windows.saturating_mul(length);
-        let wanted = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64);
-        let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
-        (tokens / stride).saturating_add(windows.saturating_mul(HEAD as u64)).min(tokens)
-    }
-
-    /// Takes what it wants of the rows `[tokens, channels]`, the first of which is token `first` of
-    /// the batch.
-    pub(super) fn add(&mut self, first: usize, x: &[f32]) {
-        for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
-            if let Some(place) = self.share.place(first + i, self.length) {
-                self.rows.extend_from_slice(row);
-                self.places.push(place);
-            }
-        }
-    }
-
-    fn rounds(&self) -> usize {
-        match &self.share {
-            Share::Windows { until, .. } => until.len(),
-            Share::Tokens { rounds, .. } => *rounds,
-        }
-    }
-
-    fn units(&self) -> usize {
-        match &self.share {
-            Share::Windows { .. } => self.windows,
-            Share::Tokens { units_per_window, .. } => self.windows * units_per_window,
-        }
-    }
-
-    /// The rows of a round and their places.
-    fn round(&self, round: usize) -> (Vec<f32>, Vec<Place>) {
-        let rows = self.rows.chunks_exact(self.channels.max(1)).zip(&self.places);
-        let mut values = Vec::new();
-        let mut places = Vec::new();
-        for (row, place) in rows.filter(|(_, p)| p.round == round) {
-            values.extend_from_slice(row);
-            places.push(*place);
-        }
-        (values, places)
-    }
-}
-
-impl Share {
-    fn windows(windows: usize) -> Self {
-        // Counting with reversed bits, so that any beginning of the order spreads over the batch.
-        let bits = windows.next_power_of_two().trailing_zeros();
-        let reversed = |i: usize| if bits == 0 { 0 } else { i.reverse_bits() >> (usize::BITS - bits) };
-        let mut ranks = vec![0; windows];
-        let order = (0..windows.next_power_of_two()).map(reversed).filter(|w| *w < windows);
-        for (rank, window) in order.enumerate() {
-            ranks[window] = rank;
-        }
-        let most = windows.div_ceil(SHARE).max(ENOUGH_WINDOWS).min(windows);
-        let first = if windows <= ENOUGH_WINDOWS { windows } else { FIRST_WINDOWS.max(windows / 16) };
-        let mut until = vec![first.min(most)];
-        while let Some(&last) = until.last().filter(|l| **l < most) {
-            until.push((2 * last).min(most));
-        }
-        Self::Windows { ranks, until }
-    }
-
-    fn tokens(windows: usize, length: usize) -> Self {
-        let tokens = windows * length;
-        let power = |wanted: usize| (tokens / wanted.max(1)).max(1).min(length.max(1));
-        let floor_power = |n: usize| 1_usize << n.ilog2();
-        let last = floor_power(power((tokens / SHARE).max(ENOUGH_TOKENS)));
-        let stride = floor_power(power(FIRST_TOKENS)).max(last);
-        let rounds = (stride / last).ilog2() as usize + 1;
-        let units_per_window = UNITS.div_ceil(windows.max(1)).min(length.saturating_sub(HEAD).max(1));
-        Self::Tokens { stride, rounds, units_per_window }
-    }
-
-    fn place(&self, token: usize, length: usize) -> Option<Place> {
-        let (window, position) = (token / length, token % length);
-        match self {
-            Self::Windows { ranks, until } => {
-                let round = until.iter().position(|&n| ranks[window] < n)?;
-                Some(Place { round, unit: window, head: false })
-            }
-            Self::Tokens { stride, rounds, units_per_window } => {
-                let Some(tail) = position.checked_sub(HEAD) else {
-                    return Some(Place { round: 0, unit: window * units_per_window, head: true });
-                };
-                let round = (0..*rounds).find(|r| tail.is_multiple_of(stride >> r))?;
-                let part = tail * units_per_window / (length - HEAD).max(1);
-                Some(Place { round, unit: window * units_per_window + part, head: false })
-            }
-        }
-    }
-}
 
 /// A candidate on its way.
 struct Lane {
@@ -232,7 +68,7 @@ pub(super) fn choose(
     sample: &Sample,
     candidates: &[Candidate],
 ) -> Result<Choice> {
-    let tokens = sample.windows * sample.length;
+    let tokens = sample.layout.counted();
     let width = task.block.linear(group.inspected).weight().shape()[0];
     let units = sample.units();
     let lane = |index| Lane { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
@@ -245,8 +81,8 @@ pub(super) fn choose(
             break;
         }
         let (rows, places) = sample.round(round);
-        let batch = Batch::new(task, group, sample, rows)?;
-        for place in &places {
+        let batch = Batch::new(task, group, sample, rows, &places)?;
+        for place in places.iter().filter(|p| p.counts) {
             seen.units[place.unit] = true;
             *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
         }
@@ -261,7 +97,7 @@ pub(super) fn choose(
                 Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                 other => other?,
             };
-            for (place, error) in places.iter().zip(errors) {
+            for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
                 let sums = if place.head { &mut lane.heads } else { &mut lane.tails };
                 sums[place.unit] += error;
             }
@@ -343,23 +179,49 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
 
 /// Rows of one round with the outputs of the float module.
 struct Batch {
-    /// `[windows, length, channels]`, or `[1, tokens, channels]`.
-    chunks: Vec<(Tensor, Tensor)>,
+    chunks: Vec<Chunk>,
+}
+
+/// `[windows, length, channels]`, or `[1, tokens, channels]`.
+struct Chunk {
+    x: Tensor,
+    y: Tensor,
+    /// Where the segments of windows begin, if they have several.
+    starts: Option<Vec<u32>>,
+}
+
+impl Chunk {
+    fn segments(&self) -> Segments<'_> {
+        self.starts.as_deref().map_or_else(Segments::whole, Segments::new)
+    }
 }
 
 impl Batch {
-    fn new(task: &BlockTask<'_>, group: &FoldGroup, sample: &Sample, rows: Vec<f32>) -> Result<Self> {
+    fn new(
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        sample: &Sample,
+        rows: Vec<f32>,
+        places: &[Place],
+    ) -> Result<Self> {
         let k = sample.channels;
         // Whole windows, or tokens that have nothing to do with each other.
         let (windows, length) = match sample.share {
-            Share::Windows { .. } => ((CHUNK_TOKENS / sample.length).max(1), sample.length),
+            Share::Windows { .. } => ((CHUNK_TOKENS / sample.layout.length()).max(1), sample.layout.length()),
             Share::Tokens { .. } => (1, CHUNK_TOKENS),
         };
-        let chunks = rows.chunks((windows * length * k).max(1)).map(|rows| {
+        let size = windows * length;
+        let chunks = rows.chunks((size * k).max(1)).zip(places.chunks(size)).map(|(rows, places)| {
+            task.cancel.check()?;
             let length = length.min(rows.len() / k);
             let x = Tensor::from_slice(rows, (rows.len() / (length * k), length, k), &Device::Cpu)?;
-            let y = watched(task.block, group.input, group.inspected, &x)?;
-            Ok((x, y))
+            let starts = match sample.share {
+                Share::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
+                Share::Tokens { .. } => None,
+            };
+            let mut chunk = Chunk { y: x.clone(), x, starts };
+            chunk.y = watched(task.block, group, &chunk, task.cancel)?;
+            Ok(chunk)
         });
         Ok(Self { chunks: chunks.collect::<Result<_>>()? })
     }
@@ -369,17 +231,18 @@ impl Batch {
     fn errors(&self, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<Vec<f64>> {
         let block = candidate_block(task, &group.consumers, scales)?;
         let mut errors = Vec::new();
-        for (x, y) in &self.chunks {
+        for chunk in &self.chunks {
             task.cancel.check()?;
-            let rounded = watched(&block, group.input, group.inspected, x)?;
-            token_errors(&rounded, y, &mut errors)?;
+            token_errors(&watched(&block, group, chunk, task.cancel)?, &chunk.y, &mut errors)?;
         }
         Ok(errors)
     }
 }
 
-fn watched(block: &crate::model::Block, input: NodeId, inspected: NodeId, x: &Tensor) -> Result<Tensor> {
-    Ok(block.evaluate(&[(input, x.clone())], &[inspected], &mut NoTap)?.swap_remove(0))
+fn watched(block: &Block, group: &FoldGroup, chunk: &Chunk, cancel: &CancelToken) -> Result<Tensor> {
+    let known = [(group.input, chunk.x.clone())];
+    let values = block.evaluate_packed(&known, &[group.inspected], chunk.segments(), &mut CancelTap(cancel));
+    Ok(values?.swap_remove(0))
 }
 
 /// Appends `Σ (a − b)²` of every token.
@@ -396,54 +259,11 @@ fn token_errors(a: &Tensor, b: &Tensor, errors: &mut Vec<f64>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn rounds(share: &Share, windows: usize, length: usize) -> Vec<Vec<usize>> {
-        let mut rounds: Vec<Vec<usize>> = Vec::new();
-        for token in 0..windows * length {
-            if let Some(place) = share.place(token, length) {
-                rounds.resize(rounds.len().max(place.round + 1), Vec::new());
-                rounds[place.round].push(token);
-            }
-        }
-        rounds
-    }
-
-    #[test]
-    fn tokens_double_up_to_a_quarter() {
-        let share = Share::tokens(32, 512);
-        let counts: Vec<usize> = rounds(&share, 32, 512).iter().map(Vec::len).collect();
-        // The heads come on top of the first.
-        assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
-        assert!(counts.iter().sum::<usize>().abs_diff(Sample::most_tokens(32, 512, false) as usize) < 64);
-        let first = &rounds(&share, 32, 512)[0];
-        assert_eq!(first[..6], [0, 1, 2, 3, 4, 20]);
-    }
-
-    #[test]
-    fn small_batches_are_used_whole() {
-        for (windows, length) in [(1, 2), (2, 128), (8, 512), (3, 1000), (1, 1), (700, 3)] {
-            let share = Share::tokens(windows, length);
-            let all: usize = rounds(&share, windows, length).iter().map(Vec::len).sum();
-            assert_eq!(all, windows * length, "{windows} × {length}");
-        }
-        let share = Share::windows(5);
-        assert_eq!(rounds(&share, 5, 10).iter().map(Vec::len).sum::<usize>(), 50);
-    }
-
-    #[test]
-    fn windows_spread_over_the_batch() {
-        let share = Share::windows(32);
-        let Share::Windows { until, .. } = &share else { panic!() };
-        assert_eq!(until, &[4, 8]);
-        let taken = rounds(&share, 32, 1);
-        assert_eq!(taken, [vec![0, 8, 16, 24], vec![4, 12, 20, 28]]);
-        let taken = rounds(&Share::windows(13), 13, 1);
-        assert_eq!(taken.concat().len(), 8);
-    }
+    use crate::calibrate::BatchLayout;
 
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
-        let mut sample = Sample::new(32, 512, 1, false);
+        let mut sample = Sample::new(BatchLayout::plain(32, 512), 1, false);
         sample.add(0, &vec![1.0; 32 * 512]);
         let mut seen = Seen { units: vec![false; 32], heads: 0, tails: 0 };
         for place in &sample.places {

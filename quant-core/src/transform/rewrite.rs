@@ -50,6 +50,8 @@ pub struct ClipRecord {
 /// What to do to one block's float weights before they are rounded.
 #[derive(Debug, Clone, Default)]
 pub struct Rewrite {
+    /// How many tokens that count the search saw go through each linear.
+    pub tokens: BTreeMap<NodeId, u64>,
     /// New weights of norms, exact in the type they are stored in.
     pub norms: BTreeMap<NodeId, Vec<f32>>,
     /// Factors for the columns of linears.
@@ -99,6 +101,11 @@ impl Rewrite {
         Ok(())
     }
 
+    /// Whether a linear's weight is another one, clipping aside.
+    pub fn changes(&self, node: NodeId) -> bool {
+        self.columns.contains_key(&node) || self.rows.contains_key(&node)
+    }
+
     /// A linear's whole rewritten weight, before clipping, `[n, k]`.
     ///
     /// # Errors
@@ -132,7 +139,7 @@ impl Rewrite {
         }
         let graph = block.graph().clone();
         for (node, _, shape, _) in graph.linears() {
-            if !self.columns.contains_key(&node) && !self.rows.contains_key(&node) {
+            if !self.changes(node) {
                 continue;
             }
             let linear = block.linear(node);

@@ -10,7 +10,7 @@ use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use quant_core::calibrate::TokenWindows;
+use quant_core::calibrate::{TokenUse, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySink, MemorySource};
 use quant_core::model::{Decoder, Model};
 use quant_core::pipeline::{Job, QuantReport, quantize};
@@ -226,6 +226,26 @@ pub fn windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWin
     TokenWindows::cut((0..count * length).map(|_| rng.random_range(0..vocab as u32)).collect(), length)
 }
 
+/// The tokens of [`windows`], in which documents of different lengths follow on each other, the first
+/// half of each is a prompt that does not count, and the end of each window is padding.
+pub fn masked_windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWindows {
+    let mut rng = StdRng::seed_from_u64(seed + 1);
+    let (mut uses, mut starts) = (Vec::new(), Vec::new());
+    for _ in 0..count {
+        let mut at = 0;
+        let end = length - rng.random_range(0..length / 8);
+        while at < end {
+            let len = rng.random_range(1..=length / 2).min(end - at);
+            starts.extend(std::iter::repeat_n(at as u32, len));
+            uses.extend((0..len).map(|i| if i < len / 2 { TokenUse::Context } else { TokenUse::Counted }));
+            at += len;
+        }
+        starts.extend(end as u32..length as u32);
+        uses.extend(std::iter::repeat_n(TokenUse::Padding, length - end));
+    }
+    windows(vocab, count, length, seed).with_layout(Some(uses), Some(starts)).expect("they fit")
+}
+
 pub fn decoder(model: &Model) -> Decoder {
     Decoder::load(model, POSITIONS, &Silent, &CancelToken::new()).expect("the model loads")
 }
@@ -273,7 +293,7 @@ pub fn run(
     recipe: &Recipe,
     windows: Option<&TokenWindows>,
 ) -> Quantized {
-    let plan = Plan::new(model, recipe).expect("the recipe fits");
+    let plan = Plan::new(model, recipe, recipe.containers[0]).expect("the recipe fits");
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let job = Job { model, plan: &plan, windows, observer: &Silent, cancel: &CancelToken::new() };
     let report = quantize(&job, &mut sink).expect("the model can be quantized");

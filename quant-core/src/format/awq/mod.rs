@@ -21,6 +21,8 @@ const METHOD: &str = "awq";
 const VERSION: &str = "gemm";
 /// The only width.
 const BITS: u8 = 4;
+/// The module that readers leave float whatever the configuration says.
+const HEAD: &str = "lm_head";
 /// Outputs whose codes share a word: rows of a weight come in multiples of it.
 const ROWS_A_WORD: usize = 8;
 /// Group sizes that vLLM's kernels take.
@@ -61,8 +63,16 @@ impl Container for AutoAwq {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: the configuration has room for no second.
+    /// One scheme for all: the configuration has room for no second. The head stays float: readers
+    /// look for no other.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
+        let head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
+            return Err(Error::usage(
+                format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
+                "leave it float, or write --format compressed-tensors",
+            ));
+        }
         let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
         match schemes.quantized.iter().find(|(_, other)| other != scheme) {
             None => Ok(()),
@@ -80,13 +90,15 @@ impl Container for AutoAwq {
             Some(Granularity::Group(size)) => json!(size),
             _ => json!(-1),
         };
+        let float: Vec<&str> =
+            schemes.float.iter().copied().chain(schemes.fused_of(&schemes.float)).collect();
         json!({
             "quant_method": METHOD,
             "bits": BITS,
             "group_size": group_size,
             "zero_point": true,
             "version": VERSION,
-            "modules_to_not_convert": schemes.float,
+            "modules_to_not_convert": float,
         })
     }
 

@@ -3,15 +3,12 @@
 use serde_json::Value;
 
 use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
-use super::{BITS, METHOD, VERSION};
-use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite};
-use crate::format::PackedReader;
+use super::{BITS, HEAD, METHOD, VERSION};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::recipe::{Granularity, WeightScheme};
 use crate::{Error, Result};
-
-/// The module that readers leave float whatever the configuration says.
-const HEAD: &str = "lm_head";
 
 /// Which modules are quantized, all by one scheme.
 #[derive(Debug)]
@@ -63,10 +60,6 @@ impl Reader {
         };
         Ok(Some(Self { granularity, float }))
     }
-
-    fn quantized(&self, module: &str) -> Result<WeightScheme> {
-        self.scheme(module).ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))
-    }
 }
 
 impl PackedReader for Reader {
@@ -75,36 +68,47 @@ impl PackedReader for Reader {
         (!float).then_some(WeightScheme { bits: BITS, granularity: self.granularity, symmetric: false })
     }
 
-    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
-        let scheme = self.quantized(module)?;
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        Ok(source.require(&scales_name(module))?.dtype)
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        let PackedWeight { module, shape, scheme } = weight;
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
                 reason: format!("`{module}` cannot be {scheme}: {e}"),
             }
         })?;
-        for spec in specs {
+        for spec in &specs {
             let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
             let path = source.location(&spec.name);
+            let tensor = spec.name.clone();
             if dtype != spec.info.dtype {
                 let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
-                return Err(Error::TensorDtype { path, tensor: spec.name, expected, got });
+                return Err(Error::TensorDtype { path, tensor, expected, got });
             }
             if shape != spec.info.shape {
                 return Err(Error::TensorShape {
                     path,
-                    tensor: spec.name,
-                    expected: spec.info.shape,
+                    tensor,
+                    expected: spec.info.shape.clone(),
                     got: shape,
                 });
             }
         }
-        Ok(())
+        Ok(specs)
     }
 
-    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
-        self.check(source, module, shape)?;
-        let scheme = self.quantized(module)?;
+    fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        let PackedWeight { module, shape: [n, k], scheme } = weight;
+        let groups = k / scheme.granularity.group_size(k);
+        Ok(Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)))
+    }
+
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        self.tensors(source, weight)?;
+        let PackedWeight { module, shape, scheme } = weight;
         let [n, k] = shape;
         let groups = k / scheme.granularity.group_size(k);
         let name = scales_name(module);
@@ -118,7 +122,7 @@ impl PackedReader for Reader {
             codes: unpack_transposed(&source.read(&codes_name(module))?, n, k),
             scales: scales.collect(),
             scale_dtype: Dtype::F16,
-            zeros: Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)),
+            zeros: self.zeros(source, weight)?,
         };
         tensor.view()?;
         Ok(tensor)
@@ -150,16 +154,21 @@ mod tests {
             for (spec, bytes) in AutoAwq.pack("m", &tensor).unwrap() {
                 source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes).unwrap();
             }
-            let schemes = ModuleSchemes { quantized: vec![("m", tensor.scheme)], float: vec!["lm_head"] };
+            let schemes = ModuleSchemes {
+                quantized: vec![("m", tensor.scheme)],
+                float: vec!["lm_head"],
+                ..Default::default()
+            };
             let config = AutoAwq.quantization_config(&schemes);
             assert_eq!(config["group_size"], size);
             let reader = Reader::new(&config).unwrap().unwrap();
             assert!(reader.scheme("lm_head").is_none());
-            let back = reader.read(&source, "m", [24, 96]).unwrap();
+            let of = |module, shape| PackedWeight { module, shape, scheme: reader.scheme("m").unwrap() };
+            let back = reader.read(&source, of("m", [24, 96])).unwrap();
             assert_eq!((&back.codes, &back.scales), (&tensor.codes, &tensor.scales));
             assert_eq!(back.dequantize().unwrap(), tensor.dequantize().unwrap(), "{scheme}");
-            assert!(reader.check(&source, "m", [24, 64]).is_err());
-            assert!(reader.check(&source, "n", [24, 96]).is_err());
+            assert!(reader.tensors(&source, of("m", [24, 64])).is_err());
+            assert!(reader.tensors(&source, of("n", [24, 96])).is_err());
         }
     }
 

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{FORMAT, LINEAR, METHOD, STATUS};
+use super::{EMBEDDING, FORMAT, LINEAR, METHOD, STATUS};
 use crate::format::ModuleSchemes;
 use crate::recipe::{Granularity, WeightScheme};
 
@@ -36,18 +36,35 @@ fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
 /// See [`Container::quantization_config`](crate::format::Container::quantization_config).
 ///
 /// `group_0` targets every `Linear`, the other groups their modules by name, which readers prefer
-/// to the class; `ignore` names every linear that stays float.
+/// to the class; a quantized head is always named, since some readers do not count it among the
+/// linears. `ignore` names every linear that stays float. Where all parts of what engines fuse are
+/// named, so is the fused linear. A quantized embedding has a group of its own, by its class: not
+/// all readers know it by a name.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
-    let config_groups: Map<String, Value> = groups(schemes)
-        .iter()
+    let named = |modules: &[&str]| -> Value {
+        modules.iter().copied().chain(schemes.fused_of(modules)).collect::<Vec<_>>().into()
+    };
+    let of_linears = groups(schemes).into_iter().enumerate().map(|(i, group)| {
+        let targets = if i == 0 {
+            let head = schemes.head.filter(|head| group.modules.contains(head));
+            json!([LINEAR].into_iter().chain(head).collect::<Vec<_>>())
+        } else {
+            named(&group.modules)
+        };
+        (targets, group.scheme)
+    });
+    let of_embedding = schemes.embedding.map(|scheme| (json!([EMBEDDING]), scheme));
+    let config_groups: Map<String, Value> = of_linears
+        .chain(of_embedding)
         .enumerate()
-        .map(|(i, group)| {
-            let targets = if i == 0 { json!([LINEAR]) } else { json!(group.modules) };
+        .map(|(i, (targets, scheme))| {
             let value = json!({
                 "targets": targets,
-                "weights": weights(group.scheme),
+                "weights": weights(scheme),
                 "input_activations": null,
                 "output_activations": null,
+                // Some readers look for it only here.
+                "format": FORMAT,
             });
             (format!("group_{i}"), value)
         })
@@ -58,7 +75,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
         // Without it, transformers loads the file without complaint and computes garbage.
         "quantization_status": STATUS,
         "config_groups": config_groups,
-        "ignore": schemes.float,
+        "ignore": named(&schemes.float),
     })
 }
 
@@ -89,8 +106,8 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     }
     if any(|s| !s.bits.is_power_of_two()) {
         notes.push(
-            "3-bit weights need compressed-tensors 0.18 or later: vLLM 0.33, which pins 0.17, and \
-             llama.cpp's converter do not read them",
+            "3-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM 0.33 on \
+             CUDA; SGLang and llama.cpp's converter do not read them",
         );
     }
     if any(|s| s.granularity == Granularity::Channel) {
@@ -105,11 +122,13 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::FusedLinears;
 
     fn schemes<'a>(quantized: &[(&'a str, &str)], float: &[&'a str]) -> ModuleSchemes<'a> {
         ModuleSchemes {
             quantized: quantized.iter().map(|(m, s)| (*m, s.parse().unwrap())).collect(),
             float: float.to_vec(),
+            ..Default::default()
         }
     }
 
@@ -137,7 +156,8 @@ mod tests {
         "dynamic": false
       },
       "input_activations": null,
-      "output_activations": null
+      "output_activations": null,
+      "format": "pack-quantized"
     }
   },
   "ignore": [
@@ -171,6 +191,36 @@ mod tests {
         });
         assert_eq!(groups["group_1"]["weights"], channel);
         assert_eq!(groups["group_2"]["targets"], json!(["c"]));
+    }
+
+    #[test]
+    fn what_engines_fuse_is_named_as_they_name_it() {
+        let part = |name: &str| format!("m.{name}");
+        let fused = [
+            FusedLinears { name: "m.qkv".into(), parts: vec![part("q"), part("k")] },
+            FusedLinears { name: "m.gate_up".into(), parts: vec![part("gate"), part("up")] },
+        ];
+        let mut schemes = schemes(
+            &[("m.q", "w8a16"), ("m.k", "w8a16"), ("m.o", "w4a16"), ("m.d", "w4a16"), ("m.e", "w4a16")],
+            &["m.gate", "m.up"],
+        );
+        schemes.fused = &fused;
+        let config = quantization_config(&schemes);
+        assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["m.q", "m.k", "m.qkv"]));
+        assert_eq!(config["ignore"], json!(["m.gate", "m.up", "m.gate_up"]));
+        // A part alone is not the whole.
+        schemes.float.pop();
+        assert_eq!(quantization_config(&schemes)["ignore"], json!(["m.gate"]));
+    }
+
+    #[test]
+    fn head_and_embedding_are_found_by_all_readers() {
+        let mut schemes = schemes(&[("a", "w4a16"), ("lm_head", "w4a16")], &[]);
+        schemes.head = Some("lm_head");
+        schemes.embedding = Some("w4a16".parse().unwrap());
+        let groups = quantization_config(&schemes)["config_groups"].clone();
+        assert_eq!(groups["group_0"]["targets"], json!(["Linear", "lm_head"]));
+        assert_eq!(groups["group_1"]["targets"], json!(["Embedding"]));
     }
 
     #[test]

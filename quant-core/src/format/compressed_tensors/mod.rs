@@ -24,6 +24,8 @@ const FORMAT: &str = "pack-quantized";
 const STATUS: &str = "compressed";
 /// The class that readers build quantized modules for.
 const LINEAR: &str = "Linear";
+/// The class that readers build quantized embeddings for.
+const EMBEDDING: &str = "Embedding";
 /// What a target or ignored name begins with when it is a regular expression.
 const REGEX: &str = "re:";
 

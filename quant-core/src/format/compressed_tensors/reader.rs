@@ -11,10 +11,10 @@ use serde_json::{Map, Value};
 use super::layout::{
     self, group_index_name, packed_name, scale_name, shape_name, unpack_zeros, zero_point_name,
 };
-use super::{FORMAT, LINEAR, METHOD, REGEX, STATUS};
+use super::{EMBEDDING, FORMAT, LINEAR, METHOD, REGEX, STATUS};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
-use crate::format::PackedReader;
 use crate::format::bits::{unpack_rows, words_for};
+use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::recipe::{Granularity, WeightScheme};
 use crate::{Error, Result};
@@ -40,11 +40,12 @@ struct Names<T> {
     exact: HashMap<String, T>,
     patterns: Vec<(Regex, T)>,
     linear: Option<T>,
+    embedding: Option<T>,
 }
 
 impl<T: Copy> Names<T> {
     fn new() -> Self {
-        Self { exact: HashMap::new(), patterns: Vec::new(), linear: None }
+        Self { exact: HashMap::new(), patterns: Vec::new(), linear: None, embedding: None }
     }
 
     /// Notes that `name` means `what`. Of several that apply to a module, the first counts.
@@ -65,18 +66,21 @@ impl<T: Copy> Names<T> {
             self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
         } else if name == LINEAR {
             self.linear.get_or_insert(what);
+        } else if name == EMBEDDING {
+            self.embedding.get_or_insert(what);
         } else {
             self.exact.entry(name.to_owned()).or_insert(what);
         }
         Ok(())
     }
 
-    fn get(&self, module: &str) -> Option<T> {
+    /// What applies to a module whose class is `class`.
+    fn get(&self, module: &str, class: Option<T>) -> Option<T> {
         self.exact
             .get(module)
             .copied()
             .or_else(|| self.patterns.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, what)| *what))
-            .or(self.linear)
+            .or(class)
     }
 }
 
@@ -289,19 +293,23 @@ fn brief(value: &Value) -> String {
     }
 }
 
-impl Reader {
-    fn quantized(&self, module: &str) -> Result<WeightScheme> {
-        self.scheme(module).ok_or_else(|| Error::Internal(format!("module `{module}` is not quantized")))
-    }
-}
-
 impl PackedReader for Reader {
     fn scheme(&self, module: &str) -> Option<WeightScheme> {
-        if self.ignored.get(module).is_some() { None } else { self.targets.get(module) }
+        let ignored = self.ignored.get(module, self.ignored.linear).is_some();
+        if ignored { None } else { self.targets.get(module, self.targets.linear) }
     }
 
-    fn check(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<()> {
-        let scheme = self.quantized(module)?;
+    fn embedding_scheme(&self, module: &str) -> Option<WeightScheme> {
+        let ignored = self.ignored.get(module, self.ignored.embedding).is_some();
+        if ignored { None } else { self.targets.get(module, self.targets.embedding) }
+    }
+
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        Ok(source.require(&scale_name(module))?.dtype)
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        let PackedWeight { module, shape, scheme } = weight;
         let scale_name = scale_name(module);
         let scale_dtype = source.require(&scale_name)?.dtype;
         require_weight_float(source.location(&scale_name), &scale_name, scale_dtype)?;
@@ -326,12 +334,22 @@ impl PackedReader for Reader {
                 reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
             });
         }
-        check_weight_shape(source, module, shape)
+        check_weight_shape(source, module, shape)?;
+        Ok(specs)
     }
 
-    fn read(&self, source: &dyn TensorSource, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
-        self.check(source, module, shape)?;
-        let scheme = self.quantized(module)?;
+    fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        let PackedWeight { module, shape: [n, k], scheme } = weight;
+        if scheme.symmetric {
+            return Ok(None);
+        }
+        let groups = k / scheme.granularity.group_size(k);
+        unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits).map(Some)
+    }
+
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        self.tensors(source, weight)?;
+        let PackedWeight { module, shape, scheme } = weight;
         let [n, k] = shape;
         let scale_name = scale_name(module);
         let scale_dtype = source.require(&scale_name)?.dtype;
@@ -339,10 +357,7 @@ impl PackedReader for Reader {
         let mut scales = vec![0.0; n * groups];
         scale_dtype.widen(&source.read(&scale_name)?, &mut scales);
         require_finite(source.location(&scale_name), &scale_name, &scales)?;
-        let zeros = match scheme.symmetric {
-            true => None,
-            false => Some(unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits)?),
-        };
+        let zeros = self.zeros(source, weight)?;
         let codes = read_codes(source, &packed_name(module), shape, scheme.bits)?;
         let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros };
         tensor.view()?;

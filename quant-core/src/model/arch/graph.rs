@@ -116,6 +116,15 @@ impl BlockGraph {
         self.nodes.len() - 1
     }
 
+    /// The attention, where it is the only node after which tokens are no longer looked at each by
+    /// itself: nothing that follows on it moves or mixes positions.
+    pub fn only_attention(&self) -> Option<NodeId> {
+        let mut mixing = self.nodes.iter().enumerate().filter(|(_, n)| matches!(n.op, Op::Attention { .. }));
+        let (attention, _) = mixing.next()?;
+        let rope_after = self.nodes[attention..].iter().any(|n| n.op == Op::Rope);
+        (mixing.next().is_none() && !rope_after).then_some(attention)
+    }
+
     /// Linears in order of evaluation: id, name inside the block, `[out, in]`, whether biased.
     pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str, [usize; 2], bool)> {
         self.nodes.iter().enumerate().filter_map(|(id, n)| match &n.op {
@@ -146,6 +155,15 @@ impl BlockGraph {
         self.users(id).any(|(user, port)| match self.nodes[user].op {
             Op::Attention { .. } => port < 2,
             Op::Rope | Op::RmsNorm { .. } => self.feeds_queries_or_keys(user),
+            _ => false,
+        })
+    }
+
+    /// Whether a linear's output becomes a query, key or value.
+    pub fn feeds_attention(&self, id: NodeId) -> bool {
+        self.users(id).any(|(user, _)| match self.nodes[user].op {
+            Op::Attention { .. } => true,
+            Op::Rope | Op::RmsNorm { .. } => self.feeds_attention(user),
             _ => false,
         })
     }

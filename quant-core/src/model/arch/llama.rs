@@ -223,6 +223,10 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
         final_norm: "model.norm.weight".into(),
         head: "lm_head".into(),
         block_prefix: "model.layers.{}.",
+        fused: &[
+            ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+            ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
+        ],
         block: block(hidden, intermediate, heads, kv_heads, head_dim, details.block),
     })
 }

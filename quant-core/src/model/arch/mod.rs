@@ -44,14 +44,42 @@ pub struct Architecture {
     pub head: String,
     /// Prefix of a block's tensors, with `{}` for its index.
     pub block_prefix: &'static str,
+    /// Linears inside a block that engines run as one matrix: the name they give it, and its parts
+    /// in order.
+    pub fused: &'static [(&'static str, &'static [&'static str])],
     /// One block; all are alike.
     pub block: BlockGraph,
+}
+
+/// Linears that engines run as one matrix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FusedLinears {
+    /// The name that engines give it.
+    pub name: String,
+    /// Its parts by name, in order.
+    pub parts: Vec<String>,
 }
 
 impl Architecture {
     /// The name of a module or tensor of block `index`, from its name inside the block.
     pub fn in_block(&self, index: usize, name: &str) -> String {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
+    }
+
+    /// Module name of the embedding.
+    pub fn embedding_module(&self) -> String {
+        self.embedding.strip_suffix(".weight").unwrap_or(&self.embedding).to_owned()
+    }
+
+    /// What engines fuse in all blocks, in model order.
+    pub fn fused_modules(&self) -> Vec<FusedLinears> {
+        let of_layer = |layer: usize| {
+            self.fused.iter().map(move |(name, parts)| FusedLinears {
+                name: self.in_block(layer, name),
+                parts: parts.iter().map(|part| self.in_block(layer, part)).collect(),
+            })
+        };
+        (0..self.layers).flat_map(of_layer).collect()
     }
 
     /// Whether a tensor is named as if it belonged to a block, whether or not there is such a block.

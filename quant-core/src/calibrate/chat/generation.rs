@@ -1,0 +1,161 @@
+//! `{% generation %}` blocks of a template: what stands in them is the assistant's.
+//!
+//! The tag is transformers' own. Here its name is exchanged for that of a filter block, which has the
+//! same rules for white space, and whose filter sets marks around the text. The marks are
+//! noncharacters, which no text in a file should hold.
+
+use std::ops::Range;
+
+/// Marks the beginning and the end of a block's text.
+pub(super) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
+/// The filter that sets the marks.
+pub(super) const FILTER: &str = "quant_generation";
+
+/// The template with each `generation` tag replaced by a filter block, and how many there were.
+pub(super) fn replace_tags(source: &str) -> (String, usize) {
+    let mut out = String::with_capacity(source.len());
+    let (mut rest, mut found) = (source, 0);
+    while let Some(at) = rest.find('{') {
+        let (before, tag) = rest.split_at(at);
+        out.push_str(before);
+        let len = match tag.as_bytes().get(1) {
+            Some(b'#') => tag.find("#}").map_or(tag.len(), |end| end + 2),
+            Some(b'{') => expression_len(tag, "}}"),
+            Some(b'%') => expression_len(tag, "%}"),
+            _ => 1,
+        };
+        let (tag, after) = tag.split_at(len);
+        rest = after;
+        let name = tag.strip_prefix("{%").map(|t| t.trim_start_matches(['-', '+']).trim_start());
+        match name.map(word) {
+            Some("generation") => {
+                out.push_str(&tag.replacen("generation", &format!("filter {FILTER}"), 1));
+                found += 1;
+            }
+            Some("endgeneration") => out.push_str(&tag.replacen("endgeneration", "endfilter", 1)),
+            Some("raw") => {
+                // What is raw is text, tags and all.
+                out.push_str(tag);
+                let end = raw_len(rest);
+                out.push_str(&rest[..end]);
+                rest = &rest[end..];
+            }
+            _ => out.push_str(tag),
+        }
+    }
+    out.push_str(rest);
+    (out, found)
+}
+
+/// The identifier that a text begins with.
+fn word(text: &str) -> &str {
+    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("")
+}
+
+/// Bytes of a tag up to its end, which does not stand in a string.
+fn expression_len(tag: &str, end: &str) -> usize {
+    let mut quote = None;
+    let mut escaped = false;
+    for (i, c) in tag.char_indices().skip(2) {
+        match quote {
+            Some(_) if escaped => escaped = false,
+            Some(_) if c == '\\' => escaped = true,
+            Some(q) if c == q => quote = None,
+            Some(_) => {}
+            None if c == '"' || c == '\'' => quote = Some(c),
+            None if tag[i..].starts_with(end) => return i + end.len(),
+            None => {}
+        }
+    }
+    tag.len()
+}
+
+/// Bytes up to the tag that ends what is raw.
+fn raw_len(text: &str) -> usize {
+    let mut at = 0;
+    while let Some(tag) = text[at..].find("{%") {
+        at += tag;
+        if word(text[at + 2..].trim_start_matches(['-', '+']).trim_start()) == "endraw" {
+            return at;
+        }
+        at += 2;
+    }
+    text.len()
+}
+
+/// Takes the marks out of a text: what is left, and where the marked parts lie in it, in bytes.
+///
+/// # Errors
+/// When marks do not stand in pairs.
+pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), String> {
+    let mut text = String::with_capacity(marked.len());
+    let mut spans = Vec::new();
+    let mut open = None;
+    for part in marked.split_inclusive(MARKS) {
+        let mark = part.chars().next_back().filter(|c| MARKS.contains(c));
+        text.push_str(&part[..part.len() - mark.map_or(0, char::len_utf8)]);
+        match (mark, open) {
+            (None, _) => {}
+            (Some(m), None) if m == MARKS[0] => open = Some(text.len()),
+            (Some(m), Some(start)) if m == MARKS[1] => {
+                if start < text.len() {
+                    spans.push(start..text.len());
+                }
+                open = None;
+            }
+            _ => return Err("its generation blocks lie in each other".into()),
+        }
+    }
+    match open {
+        Some(_) => Err("it cuts a generation block in two".into()),
+        None => Ok((text, spans)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn only_the_tags_are_replaced() {
+        for (source, expected, count) in [
+            ("a {% generation %}x{% endgeneration %}", "a {% filter F %}x{% endfilter %}", 1),
+            ("{%- generation -%}{%- endgeneration -%}", "{%- filter F -%}{%- endfilter -%}", 1),
+            ("{%generation%}\n{%+ endgeneration %}", "{%filter F%}\n{%+ endfilter %}", 1),
+            ("{# {% generation %} #}{% generations %}", "{# {% generation %} #}{% generations %}", 0),
+            ("{{ '{% generation %}' }}", "{{ '{% generation %}' }}", 0),
+            (r#"{{ "}} \" {% generation %}" }}"#, r#"{{ "}} \" {% generation %}" }}"#, 0),
+            (
+                "{% raw %}{% generation %}{%- endraw %}{% generation %}",
+                "{% raw %}{% generation %}{%- endraw %}{% filter F %}",
+                1,
+            ),
+            ("{% set x = '%}{% generation %}' %}{", "{% set x = '%}{% generation %}' %}{", 0),
+            ("{", "{", 0),
+            ("{% generation", "{% filter F", 1),
+        ] {
+            let (found, tags) = replace_tags(source);
+            assert_eq!((found.replace(FILTER, "F").as_str(), tags), (expected, count), "{source}");
+        }
+    }
+
+    #[test]
+    fn marks_come_out_in_pairs() {
+        let marked = "aé\u{fdd0}bc\u{fdd1}d\u{fdd0}\u{fdd1}\u{fdd0}e\u{fdd1}";
+        assert_eq!(take_marks(marked).unwrap(), ("aébcde".to_owned(), vec![3..5, 6..7]));
+        for wrong in ["\u{fdd0}", "\u{fdd1}", "\u{fdd0}\u{fdd0}\u{fdd1}\u{fdd1}", "a\u{fdd1}b\u{fdd0}"] {
+            assert!(take_marks(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    proptest! {
+        /// Whatever a template holds, nothing is lost, and nothing panics.
+        #[test]
+        fn any_text_goes_through(source in "[{}%#'\"a \\-ré]{0,60}") {
+            let (found, tags) = replace_tags(&source);
+            prop_assert_eq!(tags, 0);
+            prop_assert_eq!(found, source);
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! Conversations become text through the model's own chat template, and of that text it is known
+//! what the assistant wrote.
+
+mod generation;
+mod python;
+mod render;
+mod template;
+
+use std::ops::Range;
+use std::path::Path;
+
+use rayon::prelude::*;
+use serde_json::Value;
+
+pub use self::template::ChatTemplate;
+use super::packing::Document;
+use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};
+use crate::{CancelToken, Error, Result};
+
+/// More messages of one conversation are refused: finding what the assistant wrote renders it once a
+/// message.
+const MOST_MESSAGES: usize = 1024;
+/// Conversations that are rendered between two looks at the token that stops a run.
+const AT_ONCE: usize = 64;
+
+/// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally
+/// with the `tools` that its template is given.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Conversation {
+    line: usize,
+    messages: Vec<Value>,
+    tools: Value,
+}
+
+impl Conversation {
+    /// From a line's object.
+    ///
+    /// # Errors
+    /// What is wrong with it, fit for a message that names the line.
+    pub fn new(line: usize, object: Value) -> Result<Self, String> {
+        let Value::Object(mut fields) = object else { return Err("is no JSON object".into()) };
+        let messages = match fields.remove("messages") {
+            Some(Value::Array(messages)) if !messages.is_empty() => messages,
+            Some(_) => return Err("has a field `messages` that is no list with something in it".into()),
+            None => return Err("has no field `messages`, which others have".into()),
+        };
+        if messages.len() > MOST_MESSAGES {
+            return Err(format!("has {} messages; at most {MOST_MESSAGES} are read", messages.len()));
+        }
+        let no_role = |m: &Value| m.get("role").and_then(Value::as_str).is_none();
+        if let Some(at) = messages.iter().position(no_role) {
+            return Err(format!("has no string field `role` in its message {}", at + 1));
+        }
+        let tools = match fields.remove("tools") {
+            Some(Value::Array(tools)) if !tools.is_empty() => Value::Array(tools),
+            None | Some(Value::Null | Value::Array(_)) => Value::Null,
+            Some(_) => return Err("has a field `tools` that is no list".into()),
+        };
+        Ok(Self { line, messages, tools })
+    }
+
+    /// Its line in the file, counted from 1.
+    pub fn line(&self) -> usize {
+        self.line
+    }
+}
+
+/// A conversation as text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RenderedChat {
+    /// The text, with the special tokens that the template writes.
+    pub text: String,
+    /// What the assistant wrote, in bytes of the text, in order and without overlap; nothing unless it
+    /// was asked for.
+    pub assistant: Vec<Range<usize>>,
+}
+
+impl TokenWindows {
+    /// Samples windows of conversations by the rule of [`sample`](Self::sample); `origin` names their
+    /// file in messages.
+    ///
+    /// [`Packing::Auto`] means [`Packing::Documents`] here. The template writes the special tokens, so
+    /// the tokenizer adds none.
+    ///
+    /// # Errors
+    /// When the template or the tokenizer fails on a conversation, there are fewer windows than asked
+    /// for, the token pulls, or prompts are masked and no assistant wrote anything.
+    pub fn sample_chats(
+        tokenizer: &TextTokenizer,
+        template: &ChatTemplate,
+        conversations: &[Conversation],
+        sampling: Sampling,
+        origin: &Path,
+        cancel: &CancelToken,
+    ) -> Result<Self> {
+        sampling.check()?;
+        let mut documents = Vec::with_capacity(conversations.len());
+        let mut answered = false;
+        for some in conversations.chunks(AT_ONCE) {
+            cancel.check()?;
+            let made: Vec<Result<Document>> = some
+                .par_iter()
+                .map(|c| document(tokenizer, &template.render(c, sampling.mask, origin)?, sampling.mask))
+                .collect();
+            // In order: of several faults the first is told, whichever was found first.
+            for document in made {
+                let document = document?;
+                answered |= document.uses.as_ref().is_some_and(|u| u.contains(&TokenUse::Counted));
+                documents.push(document);
+            }
+        }
+        if sampling.mask == Mask::Prompts && !answered {
+            return Err(Error::Chat {
+                path: origin.to_owned(),
+                line: None,
+                reason: "holds no token that an assistant wrote, and prompts are masked".into(),
+                remedy: "give conversations with messages of the role `assistant`, or count all tokens \
+                         (--mask none)"
+                    .into(),
+            });
+        }
+        let packing = match sampling.packing {
+            Packing::Auto => Packing::Documents,
+            chosen => chosen,
+        };
+        Self::of_documents(documents, Sampling { packing, ..sampling }, origin)
+    }
+}
+
+impl RenderedChat {
+    /// The tokens of the text, and which of them the assistant wrote: a token is the assistant's if any
+    /// of its text is, and so are those between two such tokens of one answer.
+    ///
+    /// # Errors
+    /// When the tokenizer fails on the text.
+    pub fn tokenize(&self, tokenizer: &TextTokenizer) -> Result<(Vec<u32>, Vec<bool>)> {
+        let tokens = tokenizer.encode_rendered(&self.text)?;
+        let mut assistant = vec![false; tokens.len()];
+        let mut after = 0;
+        for span in &self.assistant {
+            // Spans and tokens stand in order; a token may reach into two spans.
+            let within = |(_, at): &(u32, Range<usize>)| at.start < span.end && span.start < at.end;
+            let Some(first) = tokens[after..].iter().position(within).map(|i| after + i) else { continue };
+            let beyond = tokens[first..].iter().position(|(_, at)| at.start >= span.end);
+            let end = beyond.map_or(tokens.len(), |i| first + i);
+            let last = tokens[first..end].iter().rposition(within).map_or(first, |i| first + i);
+            assistant[first..=last].fill(true);
+            after = last;
+        }
+        Ok((tokens.into_iter().map(|(token, _)| token).collect(), assistant))
+    }
+}
+
+fn document(tokenizer: &TextTokenizer, chat: &RenderedChat, mask: Mask) -> Result<Document> {
+    let (tokens, assistant) = chat.tokenize(tokenizer)?;
+    let uses = (mask == Mask::Prompts).then(|| {
+        let of = |written: bool| if written { TokenUse::Counted } else { TokenUse::Context };
+        assistant.into_iter().map(of).collect()
+    });
+    Ok(Document { tokens, uses })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_line_must_be_a_conversation() {
+        let ok = json!({"messages": [{"role": "user", "content": "x"}], "tools": [], "id": 3});
+        assert_eq!(Conversation::new(7, ok).unwrap().line(), 7);
+        for (line, says) in [
+            (json!([1]), "no JSON object"),
+            (json!({"text": "x"}), "no field `messages`"),
+            (json!({"messages": []}), "no list with something"),
+            (json!({"messages": "x"}), "no list with something"),
+            (json!({"messages": [{"role": "user"}, {"content": "x"}]}), "`role` in its message 2"),
+            (json!({"messages": [{"role": 1}]}), "`role` in its message 1"),
+            (json!({"messages": [{"role": "user"}], "tools": 3}), "`tools`"),
+            (json!({"messages": vec![json!({"role": "user"}); 1025]}), "1025 messages"),
+        ] {
+            let error = Conversation::new(1, line).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! A conversation goes through a template, and what the assistant wrote is found in the text.
+//!
+//! Where the template has `{% generation %}` blocks, they say it. Where it has none, the conversation
+//! is rendered up to each answer with the beginning of an answer asked for, and again with the answer:
+//! what the second adds to the first is the assistant's, with what ends its turn. That holds only if
+//! each text is the beginning of the next one, which is checked.
+
+use std::io::{self, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use minijinja::value::Serde;
+use minijinja::{ErrorKind, Value};
+use serde_json::Value as Json;
+
+use super::generation::{MARKS, take_marks};
+use super::template::{MARKED, PLAIN, REMEDY, describe};
+use super::{ChatTemplate, Conversation, RenderedChat};
+use crate::calibrate::{Mask, guard_panics};
+use crate::{Error, Result};
+
+/// A longer text of one conversation is refused.
+const LONGEST_TEXT: usize = 16 << 20;
+/// The role whose messages a model learns to write.
+const ASSISTANT: &str = "assistant";
+
+impl ChatTemplate {
+    /// The text of a conversation, and with [`Mask::Prompts`] what of it the assistant wrote. `origin`
+    /// is its file, for messages.
+    ///
+    /// # Errors
+    /// [`Error::Chat`] with the conversation's line when the template refuses it, goes beyond its
+    /// bounds, or does not let the assistant's text be told from the rest.
+    pub fn render(&self, conversation: &Conversation, mask: Mask, origin: &Path) -> Result<RenderedChat> {
+        let one = One { template: self, conversation, origin };
+        let messages = &conversation.messages[..];
+        let text = one.text(PLAIN, messages, false)?;
+        let assistant = match mask {
+            Mask::None => Vec::new(),
+            Mask::Prompts if self.marks_generation => one.marked(&text)?,
+            Mask::Prompts => one.by_prefixes(&text)?,
+        };
+        Ok(RenderedChat { text, assistant })
+    }
+}
+
+/// One conversation on its way through a template.
+struct One<'a> {
+    template: &'a ChatTemplate,
+    conversation: &'a Conversation,
+    origin: &'a Path,
+}
+
+impl One<'_> {
+    fn fault(&self, reason: impl std::fmt::Display, remedy: &str) -> Error {
+        Error::Chat {
+            path: self.origin.to_owned(),
+            line: Some(self.conversation.line),
+            reason: format!("{} {reason}", self.template.path.display()),
+            remedy: remedy.into(),
+        }
+    }
+
+    /// Renders some messages with one form of the template.
+    fn text(&self, form: &str, messages: &[Json], ask_for_answer: bool) -> Result<String> {
+        let template = self.template;
+        let mut context: Vec<(&str, Value)> =
+            template.tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))).collect();
+        context.push(("messages", Value::from(Serde(messages))));
+        context.push(("tools", Value::from(Serde(&self.conversation.tools))));
+        context.push(("documents", Value::from(())));
+        context.push(("add_generation_prompt", Value::from(ask_for_answer)));
+        let context = Value::from_pairs(context);
+        let mut output = Bounded { bytes: Vec::new(), full: false };
+        let rendered = guard_panics(|| {
+            template.environment.get_template(form)?.render_captured_to(context, &mut output).map(drop)
+        });
+        let other = "remove the conversation, or give a template that takes it (chat_template.jinja beside \
+                     the model is taken first)";
+        match rendered {
+            None => Err(self.fault("makes the template library panic on it", REMEDY)),
+            Some(Err(_)) if output.full => {
+                Err(self.fault(format_args!("makes more than {LONGEST_TEXT} bytes of it"), other))
+            }
+            Some(Err(e)) if innermost(&e) == ErrorKind::OutOfFuel => {
+                Err(self.fault("takes more steps for it than any template should", REMEDY))
+            }
+            Some(Err(error)) => {
+                let place = error.line().map(|l| format!("line {l}: ")).unwrap_or_default();
+                Err(self.fault(format_args!("fails on it: {place}{}", describe(&error)), other))
+            }
+            Some(Ok(())) => String::from_utf8(output.bytes)
+                .map_err(|_| Error::Internal("a template wrote something else than text".into())),
+        }
+    }
+
+    /// By the template's own generation blocks.
+    fn marked(&self, text: &str) -> Result<Vec<Range<usize>>> {
+        if text.contains(MARKS) {
+            let remedy = "remove it from the conversation";
+            return Err(self.fault("writes a noncharacter (U+FDD0 or U+FDD1) of it", remedy));
+        }
+        let marked = self.text(MARKED, &self.conversation.messages, false)?;
+        let (without, spans) = take_marks(&marked).map_err(|e| self.unmaskable(&e))?;
+        if without != text {
+            return Err(self.unmaskable("its output changes when generation blocks are marked"));
+        }
+        Ok(spans)
+    }
+
+    /// By rendering the conversation up to each answer, and with it.
+    fn by_prefixes(&self, text: &str) -> Result<Vec<Range<usize>>> {
+        let messages = &self.conversation.messages;
+        let mut spans: Vec<Range<usize>> = Vec::new();
+        for (i, message) in messages.iter().enumerate() {
+            if message.get("role").and_then(Json::as_str) != Some(ASSISTANT) {
+                continue;
+            }
+            let up_to = |end: usize, ask_for_answer| match self.text(PLAIN, &messages[..end], ask_for_answer)
+            {
+                Err(Error::Chat { reason, .. }) => {
+                    Err(self.unmaskable(&format!("of the first {end} messages alone, {reason}")))
+                }
+                other => other,
+            };
+            let before = up_to(i, true)?;
+            let with = match i + 1 == messages.len() {
+                true => text.to_owned(),
+                false => up_to(i + 1, false)?,
+            };
+            if !with.starts_with(&before) {
+                let reason = format!("what stands before message {} changes with it", i + 1);
+                return Err(self.unmaskable(&reason));
+            }
+            if !text.starts_with(&with) {
+                let reason = format!("the text up to message {} changes with later ones", i + 1);
+                return Err(self.unmaskable(&reason));
+            }
+            // Where an answer follows on another, the first may end with what the second begins with.
+            let start = before.len().max(spans.last().map_or(0, |s| s.end));
+            if start < with.len() {
+                spans.push(start..with.len());
+            }
+        }
+        Ok(spans)
+    }
+
+    fn unmaskable(&self, reason: &str) -> Error {
+        self.fault(
+            format_args!("does not let prompts be told from answers: {reason}"),
+            "give a template with {% generation %} blocks around what the assistant writes \
+             (chat_template.jinja beside the model is taken first), or count all tokens (--mask none)",
+        )
+    }
+}
+
+/// The kind of the error that the others are about.
+fn innermost(error: &minijinja::Error) -> ErrorKind {
+    let mut kind = error.kind();
+    let mut cause = std::error::Error::source(error);
+    while let Some(deeper) = cause {
+        kind = deeper.downcast_ref::<minijinja::Error>().map_or(kind, minijinja::Error::kind);
+        cause = deeper.source();
+    }
+    kind
+}
+
+/// Takes so many bytes and no more.
+struct Bounded {
+    bytes: Vec<u8>,
+    full: bool,
+}
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > LONGEST_TEXT {
+            self.full = true;
+            return Err(io::Error::other("too long"));
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[path = "render_tests.rs"]
+mod tests;

@@ -1,0 +1,174 @@
+//! Verdicts on the shapes of known models, worked out from the engines' sources by hand.
+
+use super::*;
+use crate::recipe::WeightScheme;
+
+/// Heads, key heads, width of a head, hidden, intermediate.
+const LLAMA_8B: [usize; 5] = [32, 8, 128, 4096, 14336];
+const QWEN_72B: [usize; 5] = [64, 8, 128, 8192, 29568];
+const QWEN_05B: [usize; 5] = [14, 2, 64, 896, 4864];
+
+fn outline(
+    container: &'static str,
+    [heads, kv_heads, head_dim, hidden, inter]: [usize; 5],
+    scheme: &str,
+) -> Outline {
+    let scheme: WeightScheme = scheme.parse().unwrap();
+    let layer = |kind, k, parts: &[(&str, usize)]| FusedLayer {
+        kind,
+        parts: (parts.iter())
+            .map(|(module, n)| Part { module: (*module).into(), n: *n, scheme: Some(scheme) })
+            .collect(),
+        k,
+    };
+    let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+    Outline {
+        container,
+        family: "llama",
+        heads,
+        kv_heads,
+        head_dim,
+        layers: vec![
+            layer(LayerKind::Attention, hidden, &[("q_proj", q), ("k_proj", kv), ("v_proj", kv)]),
+            layer(LayerKind::Row, q, &[("o_proj", hidden)]),
+            layer(LayerKind::Column, hidden, &[("gate_proj", inter), ("up_proj", inter)]),
+            layer(LayerKind::Row, inter, &[("down_proj", hidden)]),
+        ],
+        head: None,
+        embedding: None,
+    }
+}
+
+fn engine(name: &str) -> &'static Engine {
+    ENGINES.iter().find(|e| e.name.starts_with(name)).unwrap()
+}
+
+/// The words for 1, 2, 4 and 8 ranks.
+fn words(name: &str, outline: &Outline) -> Vec<&'static str> {
+    RANKS.iter().map(|&ranks| engine(name).loads(outline, ranks).map_or("-", |v| v.word())).collect()
+}
+
+fn reason(name: &str, outline: &Outline, ranks: usize) -> String {
+    engine(name).loads(outline, ranks).unwrap().reason().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn even_shapes_load_everywhere() {
+    for (container, scheme) in [
+        ("compressed-tensors", "w4a16-g128-sym"),
+        ("compressed-tensors", "w4a16-g32-sym"),
+        ("compressed-tensors", "w4a16-channel-sym"),
+        ("compressed-tensors", "w4a16-g128-asym"),
+        ("awq", "w4a16-g128-asym"),
+        ("awq", "w4a16-g64-asym"),
+    ] {
+        let model = outline(container, LLAMA_8B, scheme);
+        for name in ["vLLM, CUDA", "vLLM, CPU", "SGLang"] {
+            assert_eq!(words(name, &model), ["yes"; 4], "{name} {container} {scheme}");
+        }
+    }
+    assert_eq!(words("transformers", &outline("awq", LLAMA_8B, "w4a16-g128-asym")), ["yes", "-", "-", "-"]);
+}
+
+#[test]
+fn groups_must_divide_what_a_rank_holds() {
+    let model = outline("compressed-tensors", QWEN_72B, "w4a16-g128-sym");
+    assert_eq!(words("vLLM, CUDA", &model), ["yes", "no", "no", "no"]);
+    assert_eq!(
+        reason("vLLM, CUDA", &model, 2),
+        "`down_proj`: 14784 inputs a rank are no multiple of the group 128; groups of 64 would do"
+    );
+    let finer = outline("compressed-tensors", QWEN_72B, "w4a16-g32-sym");
+    assert_eq!(words("vLLM, CUDA", &finer), ["yes", "yes", "yes, but", "no"]);
+    assert!(reason("vLLM, CUDA", &finer, 4).contains("padded"));
+    // What vLLM pads, SGLang does not load.
+    assert_eq!(words("SGLang", &finer), ["yes", "yes", "no", "no"]);
+    // A scale a channel goes along with its channel.
+    let channel = outline("compressed-tensors", QWEN_72B, "w4a16-channel-sym");
+    assert_eq!(words("vLLM, CUDA", &channel)[1..], ["yes", "yes, but", "yes, but"]);
+    assert_eq!(words("SGLang", &channel), ["yes", "yes", "no", "no"]);
+    let awq = outline("awq", QWEN_72B, "w4a16-channel-asym");
+    assert_eq!(words("vLLM, CUDA", &awq), ["yes", "no", "no", "no"]);
+    assert!(reason("vLLM, CUDA", &awq, 2).contains("a scale a channel does not split"));
+}
+
+#[test]
+fn heads_bound_the_ranks() {
+    let model = outline("compressed-tensors", QWEN_05B, "w4a16-g32-sym");
+    assert_eq!(words("vLLM, CUDA", &model)[2..], ["no", "no"]);
+    assert_eq!(reason("vLLM, CUDA", &model, 4), "14 heads do not split over 4 ranks");
+    let coarse = outline("compressed-tensors", QWEN_05B, "w4a16-g128-sym");
+    assert!(reason("vLLM, CUDA", &coarse, 2).starts_with("`o_proj`: 448 inputs a rank"));
+}
+
+#[test]
+fn bits_and_zeros_that_kernels_lack() {
+    let three = outline("compressed-tensors", LLAMA_8B, "w3a16-g64-sym");
+    assert_eq!(words("vLLM, CUDA", &three), ["yes, but"; 4]);
+    for name in ["vLLM, CPU", "SGLang", "LMDeploy"] {
+        assert_eq!(words(name, &three), ["no"; 4], "{name}");
+    }
+    assert_eq!(words("transformers", &three), ["yes", "-", "-", "-"]);
+    assert_eq!(words("llama.cpp", &three), ["no", "-", "-", "-"]);
+    let eight = outline("compressed-tensors", LLAMA_8B, "w8a16-channel-asym");
+    assert_eq!(words("vLLM, CUDA", &eight), ["yes, but"; 4]);
+    assert_eq!(words("SGLang", &eight), ["no"; 4]);
+    assert_eq!(words("transformers", &eight)[0], "yes, but");
+    let odd = outline("compressed-tensors", LLAMA_8B, "w4a16-g16-sym");
+    assert_eq!(words("vLLM, CUDA", &odd), ["yes, but"; 4]);
+    assert_eq!(words("SGLang", &odd), ["no"; 4]);
+    assert_eq!(words("vLLM, CUDA", &outline("compressed-tensors", LLAMA_8B, "w4a16-g8-sym")), ["no"; 4]);
+}
+
+#[test]
+fn linears_that_run_as_one_need_one_scheme() {
+    let mut model = outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym");
+    model.layers[0].parts[2].scheme = Some("w8a16-g128-sym".parse().unwrap());
+    for name in ["vLLM, CUDA", "vLLM, CPU", "SGLang"] {
+        assert_eq!(words(name, &model), ["no"; 4]);
+        assert!(reason(name, &model, 1).contains("`q_proj` and `v_proj` run as one linear"));
+    }
+    assert_eq!(words("transformers", &model)[0], "yes");
+    assert_eq!(words("llama.cpp", &model)[0], "no");
+    // All of them float, or all of another scheme, is another matter.
+    for scheme in [None, Some("w8a16-g128-sym".parse().unwrap())] {
+        model.layers[0].parts.iter_mut().for_each(|part| part.scheme = scheme);
+        assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);
+        assert_eq!(words("SGLang", &model), ["yes"; 4]);
+    }
+    model.layers[0].parts.iter_mut().for_each(|p| p.scheme = Some("w4a16-g128-asym".parse().unwrap()));
+    assert_eq!(words("transformers", &model)[0], "no");
+}
+
+#[test]
+fn head_and_embedding() {
+    let mut model = outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym");
+    model.head = Some("w8a16-g128-sym".parse().unwrap());
+    assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);
+    assert_eq!(words("vLLM, CPU", &model), ["no"; 4]);
+    assert_eq!(words("SGLang", &model), ["yes"; 4]);
+    assert_eq!(words("LMDeploy", &model), ["unsure"; 4]);
+    model.embedding = model.head;
+    assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);
+    assert_eq!(words("SGLang", &model), ["no"; 4]);
+    model.embedding = Some("w8a16-g128-asym".parse().unwrap());
+    assert_eq!(words("vLLM, CUDA", &model), ["no"; 4]);
+}
+
+#[test]
+fn what_each_container_reaches() {
+    let yes =
+        |container, scheme: &str, name: &str| words(name, &outline(container, LLAMA_8B, scheme))[0] == "yes";
+    assert!(yes("compressed-tensors", "w4a16-g128-sym", "LMDeploy"));
+    assert!(!yes("compressed-tensors", "w4a16-g64-sym", "LMDeploy"));
+    assert!(yes("awq", "w4a16-g128-asym", "LMDeploy"));
+    assert!(!yes("awq", "w4a16-g64-asym", "LMDeploy"));
+    assert!(yes("awq", "w4a16-g64-asym", "mlx-lm"));
+    assert!(!yes("compressed-tensors", "w4a16-g64-sym", "mlx-lm"));
+    assert!(yes("compressed-tensors", "w4a16-g64-sym", "llama.cpp"));
+    assert!(!yes("compressed-tensors", "w4a16-channel-sym", "llama.cpp"));
+    assert!(!yes("awq", "w4a16-g128-asym", "llama.cpp"));
+    let mut mistral = outline("awq", LLAMA_8B, "w4a16-g128-asym");
+    mistral.family = "mistral";
+    assert_eq!(words("LMDeploy", &mistral), ["no"; 4]);
+}

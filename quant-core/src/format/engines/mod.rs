@@ -1,0 +1,102 @@
+//! Which engines load what a plan writes, and on how many ranks.
+//!
+//! Each engine is a file of rules that were read from its sources at one version, on the day
+//! [`READ`]; `docs/formats/engines.md` says what they rest on, and what of it was run. A rule
+//! looks at an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate
+//! and up) fused, and split over ranks by [`sharding`].
+
+mod others;
+mod outline;
+mod sglang;
+mod sharding;
+mod vllm;
+
+pub use outline::{FusedLayer, LayerKind, Outline, Part};
+
+/// The day on which the engines' sources were read.
+pub const READ: &str = "2026-11-22";
+/// Numbers of tensor-parallel ranks that are looked at.
+pub const RANKS: [usize; 4] = [1, 2, 4, 8];
+
+/// Whether an engine loads a checkpoint, from best to worst.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verdict {
+    /// On its fast path.
+    Yes,
+    /// Loads, with a remark: a slower kernel, or an option that it needs.
+    With(String),
+    /// The sources do not tell.
+    Unsure(String),
+    /// Fails to load, or computes something else.
+    No(String),
+}
+
+impl Verdict {
+    /// `yes`, `yes, but`, `unsure`, `no`.
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Yes => "yes",
+            Self::With(_) => "yes, but",
+            Self::Unsure(_) => "unsure",
+            Self::No(_) => "no",
+        }
+    }
+
+    /// The reason, where it is not a plain yes.
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Yes => None,
+            Self::With(reason) | Self::Unsure(reason) | Self::No(reason) => Some(reason),
+        }
+    }
+
+    /// The worse of the two; of equally bad ones the first.
+    fn and(self, other: Self) -> Self {
+        let rank = |v: &Self| match v {
+            Self::Yes => 0,
+            Self::With(_) => 1,
+            Self::Unsure(_) => 2,
+            Self::No(_) => 3,
+        };
+        if rank(&other) > rank(&self) { other } else { self }
+    }
+}
+
+/// An engine at one version.
+#[derive(Debug)]
+pub struct Engine {
+    /// What it is called, with the way it is run where that matters.
+    pub name: &'static str,
+    /// The version whose sources were read.
+    pub version: &'static str,
+    /// Whether it splits linears over ranks.
+    tensor_parallel: bool,
+    loads: fn(&Outline, usize) -> Verdict,
+}
+
+impl Engine {
+    /// Whether it loads a checkpoint on so many ranks; `None` where it knows only one.
+    pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
+        (ranks == 1 || self.tensor_parallel).then(|| (self.loads)(outline, ranks))
+    }
+}
+
+/// The engines whose rules are known.
+pub static ENGINES: &[Engine] = &[
+    Engine { name: "vLLM, CUDA", version: "0.33.0", tensor_parallel: true, loads: vllm::cuda },
+    Engine { name: "vLLM, CPU", version: "0.33.0", tensor_parallel: true, loads: vllm::cpu },
+    Engine { name: "SGLang, CUDA", version: "0.5.23", tensor_parallel: true, loads: sglang::cuda },
+    Engine { name: "transformers", version: "5.23.0", tensor_parallel: false, loads: others::transformers },
+    Engine { name: "LMDeploy TurboMind", version: "0.18.0", tensor_parallel: true, loads: others::turbomind },
+    Engine { name: "mlx-lm", version: "0.32.2", tensor_parallel: false, loads: others::mlx },
+    Engine {
+        name: "llama.cpp, converter",
+        version: "0.5-dev",
+        tensor_parallel: false,
+        loads: others::llama_cpp,
+    },
+];
+
+#[cfg(test)]
+#[path = "engines_tests.rs"]
+mod tests;

@@ -1,0 +1,104 @@
+//! Engines with few rules: what they read of each container.
+
+use super::Verdict::{self, No, Unsure, With, Yes};
+use super::outline::{LayerKind, Outline};
+use crate::recipe::{Granularity, WeightScheme};
+
+fn is_awq(outline: &Outline) -> bool {
+    outline.container == "awq"
+}
+
+/// All schemes of a checkpoint, head and embedding included.
+fn all_schemes(outline: &Outline) -> Vec<WeightScheme> {
+    let mut schemes = outline.schemes();
+    schemes.extend(outline.head.into_iter().chain(outline.embedding));
+    schemes.sort_unstable();
+    schemes.dedup();
+    schemes
+}
+
+/// transformers, with the compressed-tensors package or with gptqmodel.
+pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
+    let schemes = all_schemes(outline);
+    if is_awq(outline) {
+        let narrow = (outline.layers.iter().flat_map(|l| &l.parts))
+            .find(|part| part.scheme.is_some() && !part.n.is_multiple_of(32));
+        let channel = schemes.iter().any(|s| s.granularity == Granularity::Channel);
+        return match (narrow, channel) {
+            (Some(part), _) => With(format!(
+                "`{}`: gptqmodel's kernel for CPUs with AVX-512 takes outputs in multiples of 32, not {}",
+                part.module, part.n
+            )),
+            (_, true) => With("gptqmodel's kernel for CPUs with AVX-512 has no scale a channel".into()),
+            _ => Yes,
+        };
+    }
+    if schemes.iter().all(|s| s.symmetric) {
+        return Yes;
+    }
+    match schemes.len() {
+        1 => With("asymmetric grids need CompressedTensorsConfig(dequantize=True)".into()),
+        _ => No("several schemes, some of them asymmetric: one is applied to all linears".into()),
+    }
+}
+
+/// LMDeploy's TurboMind.
+pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
+    if outline.family == "mistral" {
+        return No("Mistral is not among its models".into());
+    }
+    if outline.embedding.is_some() {
+        return No("a quantized embedding is not read".into());
+    }
+    let schemes = outline.schemes();
+    let [scheme] = schemes[..] else { return No("it reads one scheme a checkpoint".into()) };
+    if outline.head.is_some() {
+        return Unsure("whether it reads a quantized head".into());
+    }
+    let group = match scheme.granularity {
+        Granularity::Group(size) => size,
+        Granularity::Channel => return No("it reads no scale a channel".into()),
+    };
+    let known: &[usize] = if is_awq(outline) { &[128] } else { &[32, 128] };
+    if scheme.bits != 4 || !known.contains(&group) {
+        return No(format!("it reads 4 bits in groups of {known:?}, not {scheme}"));
+    }
+    let output =
+        outline.layers.iter().find(|l| l.kind == LayerKind::Row && !(l.k / group).is_multiple_of(ranks));
+    match output {
+        Some(layer) => Unsure(format!(
+            "`{}`: {} groups do not split over {ranks} ranks",
+            layer.parts.first().map_or("", |p| &p.module),
+            layer.k / group
+        )),
+        None => Yes,
+    }
+}
+
+/// mlx-lm on Apple silicon.
+pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
+    if !is_awq(outline) {
+        return No("it reads the awq container only".into());
+    }
+    match outline.schemes()[..] {
+        [WeightScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
+        _ => No("it has groups of 32, 64 and 128".into()),
+    }
+}
+
+/// llama.cpp's converter to GGUF.
+pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
+    if is_awq(outline) {
+        return No("it reads the compressed-tensors container only".into());
+    }
+    match all_schemes(outline)[..] {
+        [WeightScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }]
+            if outline.head.is_none() && outline.embedding.is_none() =>
+        {
+            Yes
+        }
+        [WeightScheme { granularity: Granularity::Channel, .. }] => No("it reads no scale a channel".into()),
+        [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
+        _ => No("it reads one scheme a checkpoint".into()),
+    }
+}

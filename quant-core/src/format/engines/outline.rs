@@ -1,0 +1,132 @@
+//! A checkpoint as engines see it.
+
+use crate::model::{BlockGraph, Model, NodeId, Op};
+use crate::recipe::{Plan, WeightScheme};
+
+/// How a linear is split over ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerKind {
+    /// Queries, keys and values: by heads.
+    Attention,
+    /// By outputs.
+    Column,
+    /// By inputs.
+    Row,
+}
+
+/// A linear of the model, as a part of what an engine runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Its module.
+    pub module: String,
+    /// Output features.
+    pub n: usize,
+    /// Its scheme; `None` where it is float.
+    pub scheme: Option<WeightScheme>,
+}
+
+/// One matrix of an engine: a linear, or several that it runs as one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FusedLayer {
+    /// How it is split.
+    pub kind: LayerKind,
+    /// Its parts: queries, keys, values; gate, up; or a single linear.
+    pub parts: Vec<Part>,
+    /// Input features.
+    pub k: usize,
+}
+
+impl FusedLayer {
+    /// The scheme that all parts have in common.
+    ///
+    /// # Errors
+    /// The names of two parts that differ.
+    pub fn scheme(&self) -> Result<Option<WeightScheme>, (&str, &str)> {
+        let Some(first) = self.parts.first() else { return Ok(None) };
+        match self.parts.iter().find(|part| part.scheme != first.scheme) {
+            None => Ok(first.scheme),
+            Some(other) => Err((&first.module, &other.module)),
+        }
+    }
+}
+
+/// What engines must know of a checkpoint to tell whether they load it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outline {
+    /// The container's name.
+    pub container: &'static str,
+    /// The model's family.
+    pub family: &'static str,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// The linears of all blocks.
+    pub layers: Vec<FusedLayer>,
+    /// The head's scheme, where it is quantized.
+    pub head: Option<WeightScheme>,
+    /// The embedding's scheme, where it is quantized.
+    pub embedding: Option<WeightScheme>,
+}
+
+impl Outline {
+    /// What a plan will write.
+    pub fn new(plan: &Plan, model: &Model) -> Self {
+        let architecture = model.architecture();
+        let graph = &architecture.block;
+        let quantized: std::collections::BTreeMap<&str, WeightScheme> =
+            plan.entries.iter().filter_map(|e| e.quantized()).collect();
+        let mut layers = Vec::new();
+        for layer in 0..architecture.layers {
+            let mut open: Vec<(NodeId, &str, [usize; 2])> =
+                graph.linears().map(|(id, name, shape, _)| (id, name, shape)).collect();
+            while let Some(&(id, name, [_, k])) = open.first() {
+                let alone = [name];
+                let fused = architecture.fused.iter().map(|(_, parts)| *parts);
+                let parts = fused.into_iter().find(|parts| parts.contains(&name)).unwrap_or(&alone);
+                let together: Vec<Part> = (open.iter().filter(|(_, name, _)| parts.contains(name)))
+                    .map(|(_, name, [n, _])| {
+                        let module = architecture.in_block(layer, name);
+                        let scheme = quantized.get(module.as_str()).copied();
+                        Part { module, n: *n, scheme }
+                    })
+                    .collect();
+                open.retain(|(_, name, _)| !parts.contains(name));
+                layers.push(FusedLayer { kind: kind(graph, id), parts: together, k });
+            }
+        }
+        let scheme = |module: &str| quantized.get(module).copied();
+        Self {
+            container: plan.container.name(),
+            family: architecture.family,
+            heads: architecture.heads,
+            kv_heads: architecture.kv_heads,
+            head_dim: architecture.head_dim,
+            layers,
+            head: scheme(&architecture.head),
+            embedding: scheme(&architecture.embedding_module()),
+        }
+    }
+
+    /// The different schemes of the linears in the blocks.
+    pub fn schemes(&self) -> Vec<WeightScheme> {
+        let parts = self.layers.iter().flat_map(|layer| &layer.parts);
+        let schemes: std::collections::BTreeSet<_> = parts.filter_map(|part| part.scheme).collect();
+        schemes.into_iter().collect()
+    }
+}
+
+/// Engines split what reads the residual stream by outputs, and what writes it by inputs, so that
+/// nothing is exchanged between the two.
+fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
+    if graph.feeds_attention(id) {
+        return LayerKind::Attention;
+    }
+    let input = graph.nodes()[id].inputs[0];
+    match graph.nodes()[input].op {
+        Op::RmsNorm { .. } | Op::Input => LayerKind::Column,
+        _ => LayerKind::Row,
+    }
+}

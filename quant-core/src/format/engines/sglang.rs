@@ -1,0 +1,64 @@
+//! SGLang: Marlin kernels without padding; for the AWQ container a slow path beside them.
+
+use super::Verdict::{self, No, With, Yes};
+use super::outline::Outline;
+use super::sharding::{Share, aligned, shares};
+
+/// On NVIDIA devices of compute capability 8.0 or later.
+pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
+    if outline.embedding.is_some() {
+        return No("a quantized embedding is not read, and stays as it was initialized".into());
+    }
+    for layer in &outline.layers {
+        if let Err((one, other)) = layer.scheme() {
+            return No(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
+        }
+    }
+    let shares = match shares(outline, ranks) {
+        Ok(shares) => shares,
+        Err(reason) => return No(reason),
+    };
+    let of_share = |share: &Share<'_>| match aligned(outline.container, share) {
+        Ok(()) if outline.container == "awq" => awq(share),
+        Ok(()) => compressed_tensors(share),
+        Err(reason) => No(reason),
+    };
+    shares.iter().map(of_share).fold(Yes, Verdict::and)
+}
+
+fn is_marlin_group(share: &Share<'_>) -> bool {
+    matches!(share.group(), None | Some(32 | 64 | 128))
+}
+
+fn compressed_tensors(share: &Share<'_>) -> Verdict {
+    let scheme = share.scheme;
+    let (n, k) = (share.n(), share.k);
+    if !matches!(scheme.bits, 4 | 8) {
+        return No(share.fault(format!("{} bits are not supported", scheme.bits)));
+    }
+    if scheme.bits == 8 && !scheme.symmetric {
+        return No(share.fault("no kernel for 8 bits with zeros"));
+    }
+    if !is_marlin_group(share) {
+        return No(share.fault(format!("no kernel for {scheme}: groups of 32, 64, 128 or channels")));
+    }
+    let tiled =
+        (n.is_multiple_of(64) && k.is_multiple_of(128)) || (n.is_multiple_of(128) && k.is_multiple_of(64));
+    match tiled {
+        true => Yes,
+        false => {
+            No(share.fault(format!("{n} × {k} a rank fits none of Marlin's tiles, and nothing pads it")))
+        }
+    }
+}
+
+fn awq(share: &Share<'_>) -> Verdict {
+    let (n, k) = (share.n(), share.k);
+    match is_marlin_group(share) && n.is_multiple_of(64) && k.is_multiple_of(128) {
+        true => Yes,
+        false => With(share.fault(format!(
+            "{n} × {k} a rank in {}: dequantized before every product, slower",
+            share.scheme
+        ))),
+    }
+}

@@ -1,0 +1,124 @@
+//! What a rank holds of a linear, and what packing asks of it: the rules that engines share.
+
+use super::outline::{FusedLayer, LayerKind, Outline};
+use crate::recipe::{Granularity, WeightScheme};
+
+/// A rank's share of a quantized linear.
+#[derive(Debug, Clone)]
+pub(super) struct Share<'a> {
+    /// The first part's module, for messages.
+    pub(super) module: &'a str,
+    /// Output features of every part.
+    pub(super) parts: Vec<usize>,
+    /// Input features.
+    pub(super) k: usize,
+    /// Whether the inputs are split.
+    pub(super) split_inputs: bool,
+    pub(super) scheme: WeightScheme,
+}
+
+impl Share<'_> {
+    /// Output features of all parts.
+    pub(super) fn n(&self) -> usize {
+        self.parts.iter().sum()
+    }
+
+    /// The group size; `None` for a scale a channel.
+    pub(super) fn group(&self) -> Option<usize> {
+        match self.scheme.granularity {
+            Granularity::Group(size) => Some(size),
+            Granularity::Channel => None,
+        }
+    }
+
+    /// `` `module`: what ``.
+    pub(super) fn fault(&self, what: impl std::fmt::Display) -> String {
+        format!("`{}`: {what}", self.module)
+    }
+}
+
+/// The shares of all quantized linears on so many ranks.
+///
+/// # Errors
+/// Why a linear cannot be split.
+pub(super) fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
+    let (heads, kv_heads) = (outline.heads, outline.kv_heads);
+    if !heads.is_multiple_of(ranks) {
+        return Err(format!("{heads} heads do not split over {ranks} ranks"));
+    }
+    // Fewer key heads than ranks are repeated.
+    let whole =
+        if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
+    if !whole {
+        return Err(format!("{kv_heads} key heads do not split over {ranks} ranks"));
+    }
+    let mut shares = Vec::new();
+    for layer in &outline.layers {
+        let Ok(scheme) = layer.scheme() else { continue };
+        let share = share(outline, layer, ranks)?;
+        if let (Some((module, parts, k)), Some(scheme)) = (share, scheme) {
+            let split_inputs = layer.kind == LayerKind::Row && ranks > 1;
+            shares.push(Share { module, parts, k, split_inputs, scheme });
+        }
+    }
+    Ok(shares)
+}
+
+type Sizes<'a> = (&'a str, Vec<usize>, usize);
+
+fn share<'a>(outline: &Outline, layer: &'a FusedLayer, ranks: usize) -> Result<Option<Sizes<'a>>, String> {
+    let Some(first) = layer.parts.first() else { return Ok(None) };
+    let module = first.module.as_str();
+    let split = |size: usize, what: &str| match size.is_multiple_of(ranks) {
+        true => Ok(size / ranks),
+        false => Err(format!("`{module}`: {size} {what} do not split over {ranks} ranks")),
+    };
+    let (parts, k) = match layer.kind {
+        LayerKind::Row => (layer.parts.iter().map(|p| p.n).collect(), split(layer.k, "inputs")?),
+        LayerKind::Column => {
+            let parts = layer.parts.iter().map(|p| split(p.n, "outputs"));
+            (parts.collect::<Result<_, _>>()?, layer.k)
+        }
+        LayerKind::Attention => {
+            let of_part = |n: usize| {
+                let heads = n / outline.head_dim.max(1);
+                (heads / ranks).max(1) * outline.head_dim
+            };
+            (layer.parts.iter().map(|p| of_part(p.n)).collect(), layer.k)
+        }
+    };
+    Ok(Some((module, parts, k)))
+}
+
+/// Whether scales and packed words of a share begin where a rank's do.
+///
+/// # Errors
+/// The reason why not.
+pub(super) fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
+    let WeightScheme { bits, symmetric, .. } = share.scheme;
+    let bits = usize::from(bits);
+    let Share { k, .. } = *share;
+    if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {
+        let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
+        let remedy = fits.map(|g| format!("; groups of {g} would do")).unwrap_or_default();
+        return Err(share.fault(format!("{k} inputs a rank are no multiple of the group {group}{remedy}")));
+    }
+    if container == "awq" {
+        if share.group().is_none() && share.split_inputs {
+            return Err(share.fault("a scale a channel does not split over ranks in this format"));
+        }
+        return match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
+            Some(n) => Err(share.fault(format!("{n} outputs a rank are no multiple of 8"))),
+            None => Ok(()),
+        };
+    }
+    if share.split_inputs && !(k * bits).is_multiple_of(32) {
+        return Err(share.fault(format!("{k} codes of {bits} bits a rank are no whole words")));
+    }
+    // Zeros are packed along the outputs, each part's own.
+    let along = if bits == 3 { 32 } else { 32 / bits };
+    match share.parts.iter().find(|n| !symmetric && !n.is_multiple_of(along)) {
+        Some(n) => Err(share.fault(format!("zeros of {n} outputs a rank are no whole words"))),
+        None => Ok(()),
+    }
+}

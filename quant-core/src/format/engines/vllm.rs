@@ -1,0 +1,88 @@
+//! vLLM: which of its kernels takes every linear. It tries them in an order, and fails where none
+//! fits; for CUDA devices of compute capability 8.0 or later.
+
+use super::Verdict::{self, No, Unsure, With, Yes};
+use super::outline::Outline;
+use super::sharding::{Share, aligned, shares};
+
+/// On NVIDIA devices.
+pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
+    let embedding = match outline.embedding {
+        Some(scheme) if !scheme.symmetric => No("a quantized embedding must be symmetric".into()),
+        Some(scheme) if !matches!(scheme.bits, 2 | 4 | 8) => {
+            No(format!("a quantized embedding cannot have {} bits", scheme.bits))
+        }
+        _ => Yes,
+    };
+    embedding.and(linears(outline, ranks, |share| cuda_kernel(outline, share)))
+}
+
+/// On x86-64 CPUs.
+pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
+    let outside = match (outline.embedding, outline.head) {
+        (Some(_), _) => No("a quantized embedding needs a GPU".into()),
+        (_, Some(head)) if head.bits != 4 => No(format!("no CPU kernel for a head of {} bits", head.bits)),
+        _ => Yes,
+    };
+    outside.and(linears(outline, ranks, cpu_kernel))
+}
+
+/// The worst that a kernel says of any linear, once all can be loaded and split.
+fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
+    for layer in &outline.layers {
+        if let Err((one, other)) = layer.scheme() {
+            return No(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
+        }
+    }
+    let shares = match shares(outline, ranks) {
+        Ok(shares) => shares,
+        Err(reason) => return No(reason),
+    };
+    let of_share = |share: &Share<'_>| match aligned(outline.container, share) {
+        Ok(()) => kernel(share),
+        Err(reason) => No(reason),
+    };
+    shares.iter().map(of_share).fold(Yes, Verdict::and)
+}
+
+fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
+    let (bits, symmetric, group) = (share.scheme.bits, share.scheme.symmetric, share.group());
+    let (n, k) = (share.n(), share.k);
+    let marlin_group = matches!(group, None | Some(32 | 64 | 128));
+    if outline.container == "awq" && !marlin_group {
+        let group = group.unwrap_or(0);
+        return match n.is_multiple_of(64) && group.is_multiple_of(32) && n.is_multiple_of(group) {
+            true => With(share.fault(format!("groups of {group} run on the slow AWQ kernel, in F16 only"))),
+            false => No(share.fault(format!("no kernel for groups of {group} with {n} outputs a rank"))),
+        };
+    }
+    if marlin_group && (bits == 4 || (bits == 8 && symmetric)) {
+        let tiled = (n.is_multiple_of(64) && k.is_multiple_of(128))
+            || (n.is_multiple_of(128) && k.is_multiple_of(64));
+        return match tiled {
+            true => Yes,
+            false => With(share.fault(format!("{n} × {k} a rank is padded to Marlin's tiles: slower"))),
+        };
+    }
+    match group {
+        Some(group) if group < 16 => No(share.fault(format!("no kernel for groups of {group}"))),
+        Some(group) if !group.is_power_of_two() => {
+            Unsure(share.fault(format!("groups of {group}: no power of two")))
+        }
+        _ => With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme))),
+    }
+}
+
+fn cpu_kernel(share: &Share<'_>) -> Verdict {
+    let (n, k) = (share.n(), share.k);
+    if share.scheme.bits != 4 {
+        return No(share.fault(format!("the CPU kernel has 4 bits, not {}", share.scheme.bits)));
+    }
+    if let Some(group) = share.group().filter(|g| !g.is_multiple_of(2)) {
+        return No(share.fault(format!("the CPU kernel has no groups of {group}")));
+    }
+    if !n.is_multiple_of(32) || !k.is_multiple_of(32) {
+        return No(share.fault(format!("{n} × {k} a rank: the CPU kernel takes multiples of 32")));
+    }
+    Yes
+}

@@ -1,0 +1,95 @@
+//! The plan for a checkpoint that is quantized already: every number is kept, only the container
+//! changes.
+
+use super::{Action, Method, Plan, PlanEntry, WeightScheme};
+use crate::calibrate::Sampling;
+use crate::checkpoint::TensorInfo;
+use crate::format::Container;
+use crate::model::Model;
+use crate::transform::Search;
+use crate::{Error, Result};
+
+/// What a run that repacks is called in reports: no method found its numbers here.
+pub static REPACK: Method = Method {
+    name: "repack",
+    summary: "the numbers of a quantized checkpoint in another container",
+    transform: None,
+};
+
+impl Plan {
+    /// Plans to write a quantized checkpoint in `container`, weight for weight the same numbers.
+    ///
+    /// Where the input stores zeros that all are the middle code, its grids are symmetric, and are
+    /// written so where the container knows the difference.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the model is float, or the container cannot express a grid; errors of
+    /// the input when zeros cannot be read. That scales fit the container's type is seen when they
+    /// are read.
+    pub fn repack(model: &Model, container: &'static dyn Container) -> Result<Self> {
+        if model.quant_method().is_none() {
+            return Err(Error::usage(
+                format!("{} is not quantized, so there is nothing to repack", model.path().display()),
+                "quantize it",
+            ));
+        }
+        let mut entries = Vec::new();
+        let mut float_modules = Vec::new();
+        let symmetric = has_only_middle_zeros(model)?;
+        let architecture = model.architecture();
+        let embedding = architecture.embedding_module();
+        for (layer, module, shape) in model.weight_modules() {
+            let Some(stored) = model.module_scheme(&module) else {
+                float_modules.extend((module != embedding).then_some(module));
+                continue;
+            };
+            let scheme = WeightScheme { symmetric: stored.symmetric || symmetric, ..stored };
+            let mut sources = model.packed_tensors(&module, shape)?;
+            for spec in &mut sources {
+                spec.info = model.source().require(&spec.name)?.clone();
+            }
+            let stored_dtype = model.packed_scale_dtype(&module)?;
+            let scale_dtype = container.scale_dtype(stored_dtype);
+            let outputs = container.layout(&module, shape, scheme, scale_dtype)?;
+            entries.push(PlanEntry {
+                tensor: format!("{module}.weight"),
+                stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
+                layer,
+                info: TensorInfo { dtype: stored_dtype, shape: shape.to_vec() },
+                action: Action::Repack { module, scheme, scale_dtype, sources },
+                outputs,
+            });
+        }
+        if architecture.tied {
+            float_modules.push(architecture.head.clone());
+        }
+        let plan = Self {
+            method: &REPACK,
+            container,
+            sampling: Sampling::default(),
+            search: Search::default(),
+            entries,
+            selectors: Vec::new(),
+            float_modules,
+            head: architecture.head.clone(),
+            embedding,
+            fused: architecture.fused_modules(),
+        };
+        plan.complete(model, &[])
+    }
+}
+
+/// Whether there are stored zeros, and all of them say what a symmetric grid implies.
+fn has_only_middle_zeros(model: &Model) -> Result<bool> {
+    let mut any = false;
+    for (_, module, shape) in model.weight_modules() {
+        let Some(scheme) = model.module_scheme(&module) else { continue };
+        let Some(zeros) = model.packed_zeros(&module, shape)? else { continue };
+        any = true;
+        let middle = 1 << (scheme.bits - 1);
+        if zeros.iter().any(|&z| z != middle) {
+            return Ok(false);
+        }
+    }
+    Ok(any)
+}

@@ -1,0 +1,169 @@
+//! How long a plan will take: operations counted from shapes, over what this machine was seen to do
+//! in a tenth of a second.
+
+use std::time::Instant;
+
+use super::{Action, Plan};
+use crate::checkpoint::Dtype;
+use crate::digest::sha256_hex;
+use crate::model::{FoldGroup, Model, Op, WeightBody, multiply};
+use crate::quantize::{Rows, quantize_tensor};
+use crate::transform::{CLIP_CANDIDATES, SCALE_CANDIDATES, Search, kept_bytes};
+use crate::{Error, Result};
+
+/// Share of the batch that a candidate of the fast search runs on, about: most leave early.
+const RACE_SHARE: f64 = 1.0 / 8.0;
+/// What reading, hashing, writing and reading back a byte costs beside hashing it once.
+const PASSES: f64 = 2.0;
+
+/// What this machine does in a second, on the threads of the current rayon pool.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// Floating-point operations of a large matrix product.
+    pub operations: f64,
+    /// Weights rounded.
+    pub rounded: f64,
+    /// Bytes hashed by one thread.
+    pub hashed: f64,
+}
+
+impl Rates {
+    /// Measures them; takes about a tenth of a second.
+    ///
+    /// # Errors
+    /// Never but for a bug.
+    pub fn measure() -> Result<Self> {
+        const SIDE: usize = 1024;
+        const WEIGHTS: [usize; 2] = [SIDE, 2048];
+        let values: Vec<f32> = (0..SIDE * SIDE).map(|i| (i % 251) as f32 * 1e-3 - 0.1).collect();
+        let weight = WeightBody::F32 { shape: [SIDE, SIDE], values: values.clone() };
+        let mut out = vec![0.0; SIDE * SIDE];
+        let product = best(3, || multiply(&values, &weight, SIDE, &mut out))?;
+        let rows: Vec<f32> = values.iter().chain(&values).copied().collect();
+        let rounding = best(3, || {
+            let scheme = super::WeightScheme::default();
+            quantize_tensor(Rows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
+                .map(drop)
+                .map_err(|e| Error::Internal(e.to_string()))
+        })?;
+        let bytes = vec![0x5a; 4 << 20];
+        let hashing = best(2, || {
+            std::hint::black_box(sha256_hex(&bytes));
+            Ok(())
+        })?;
+        Ok(Self {
+            operations: 2.0 * (SIDE * SIDE * SIDE) as f64 / product,
+            rounded: (WEIGHTS[0] * WEIGHTS[1]) as f64 / rounding,
+            hashed: bytes.len() as f64 / hashing,
+        })
+    }
+}
+
+/// Seconds of the quickest of some runs; the first warms up.
+fn best(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    run()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..runs {
+        let started = Instant::now();
+        run()?;
+        best = best.min(started.elapsed().as_secs_f64());
+    }
+    Ok(best.max(1e-9))
+}
+
+impl Plan {
+    /// Seconds that one run of all these plans for a model will take, about: within a factor of two
+    /// on a machine that does nothing else and whose disk keeps up.
+    pub fn seconds(plans: &[Self], model: &Model, rates: Rates) -> f64 {
+        let Some(first) = plans.first() else { return 0.0 };
+        let mut operations = 0.0;
+        let mut rounded = 0.0;
+        if first.method.transform.is_some() {
+            operations += first.forward_operations(model);
+            for plan in plans {
+                let (searched, tried) = plan.search_work(model);
+                operations += searched;
+                rounded += tried;
+            }
+        }
+        let mut bytes = 0.0;
+        for plan in plans {
+            let weights = |e: &&super::PlanEntry| matches!(e.action, Action::Quantize { .. });
+            rounded += plan.entries.iter().filter(weights).map(|e| e.info.elements() as f64).sum::<f64>();
+            bytes += (plan.input_bytes() + plan.output_bytes()) as f64;
+        }
+        operations / rates.operations + rounded / rates.rounded + PASSES * bytes / rates.hashed
+    }
+
+    fn tokens(&self) -> f64 {
+        self.sampling.samples as f64 * self.sampling.length as f64
+    }
+
+    /// The batch through all blocks.
+    fn forward_operations(&self, model: &Model) -> f64 {
+        let architecture = model.architecture();
+        let weights: f64 = architecture.block.linears().map(|(_, _, [n, k], _)| n as f64 * k as f64).sum();
+        let attention = self.attention_operations(model);
+        architecture.layers as f64 * (2.0 * self.tokens() * weights + attention)
+    }
+
+    /// Scores and weighted values of the whole batch, half of them masked away.
+    fn attention_operations(&self, model: &Model) -> f64 {
+        let architecture = model.architecture();
+        let width = (architecture.heads * architecture.head_dim) as f64;
+        2.0 * self.tokens() * self.sampling.length as f64 * width
+    }
+
+    /// Operations of the searches in all blocks, and weights that they round.
+    fn search_work(&self, model: &Model) -> (f64, f64) {
+        let architecture = model.architecture();
+        let graph = &architecture.block;
+        let shape = |id: usize| match &graph.nodes()[id].op {
+            Op::Linear { shape, .. } => *shape,
+            _ => [0, 0],
+        };
+        let weights = |id: usize| shape(id).map(|s| s as f64).iter().product::<f64>();
+        let candidates = SCALE_CANDIDATES as f64;
+        let (mut operations, mut rounded) = (0.0, 0.0);
+        for group in graph.fold_groups().iter().filter(|g| g.repeat == 1) {
+            let own: f64 = group.consumers.iter().map(|&c| weights(c)).sum();
+            rounded += candidates * own;
+            let [n, k] = shape(group.consumers[0]).map(|s| s as f64);
+            let gram = group.consumers.len() == 1 && self.is_gram(graph, group, shape(group.consumers[0]));
+            if gram {
+                operations += self.tokens() * k * k + candidates * 2.0 * n * k * k;
+                continue;
+            }
+            let share = match self.search {
+                Search::Fast => RACE_SHARE,
+                Search::Reference => 1.0,
+            };
+            let watched = if group.consumers.len() == 1 { 0.0 } else { weights(group.inspected) };
+            let mixes = group.consumers.iter().any(|&c| graph.feeds_attention(c));
+            let attention = if mixes { self.attention_operations(model) } else { 0.0 };
+            operations += candidates * share * (2.0 * self.tokens() * (own + watched) + attention);
+        }
+        for (id, _, [n, k], _) in graph.linears().filter(|(id, ..)| !graph.feeds_queries_or_keys(*id)) {
+            let scheme = self.entries.iter().find_map(|e| match &e.action {
+                Action::Quantize { node: Some(node), scheme, .. } if *node == id => Some(*scheme),
+                _ => None,
+            });
+            let Some(scheme) = scheme else { continue };
+            let group = scheme.granularity.group_size(k).min(512) as f64;
+            let tried = CLIP_CANDIDATES as f64 * n as f64 * k as f64;
+            operations += 2.0 * group * tried;
+            rounded += tried;
+        }
+        let layers = architecture.layers as f64;
+        (layers * operations, layers * rounded)
+    }
+
+    /// Whether a single linear is judged by its input's Gram matrix.
+    fn is_gram(&self, graph: &crate::model::BlockGraph, group: &FoldGroup, [n, k]: [usize; 2]) -> bool {
+        let (n, k) = (n as u64, k as u64);
+        match self.search {
+            Search::Fast => kept_bytes(graph, group, self.sampling, [n, k]) == 4 * k * k,
+            Search::Reference => self.tokens() > k as f64,
+        }
+    }
+}

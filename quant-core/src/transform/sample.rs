@@ -1,0 +1,282 @@
+//! What of a batch races: which tokens, and in which round.
+//!
+//! The rule is told at the head of [`race`](super::race).
+
+use crate::calibrate::{BatchLayout, Packing, Sampling};
+use crate::model::{BlockGraph, FoldGroup, Op};
+
+/// Share of the batch that a race uses at most…
+const SHARE: usize = 4;
+/// …unless that is less than so many tokens.
+const ENOUGH_TOKENS: usize = 4096;
+/// Tokens of the first round, at least.
+const FIRST_TOKENS: usize = 1024;
+/// Windows of the first round, at least, where whole windows are taken.
+pub(super) const FIRST_WINDOWS: usize = 4;
+/// Windows that are used at least, where whole windows are taken; no more are used at once.
+const ENOUGH_WINDOWS: usize = 8;
+/// Positions at the start of a window that are always taken.
+const HEAD: usize = 4;
+/// Units that chance is estimated from, at least.
+const UNITS: usize = 16;
+
+/// Whether what is watched mixes tokens.
+pub(super) fn mixes_tokens(graph: &BlockGraph, group: &FoldGroup) -> bool {
+    let mut depends = vec![false; graph.nodes().len()];
+    depends[group.input] = true;
+    let mut mixes = vec![false; graph.nodes().len()];
+    for (id, node) in graph.nodes().iter().enumerate().skip(group.input + 1) {
+        depends[id] = node.inputs.iter().any(|&i| depends[i]);
+        let attention = matches!(node.op, Op::Attention { .. } | Op::Rope) && depends[id];
+        mixes[id] = attention || node.inputs.iter().any(|&i| mixes[i]);
+    }
+    mixes[group.inspected]
+}
+
+/// Which tokens race in which round.
+#[derive(Debug, Clone)]
+pub(super) enum Share {
+    /// The rank of every window, and how many windows have raced after each round.
+    Windows { ranks: Vec<usize>, until: Vec<usize> },
+    /// Every `stride`-th token after the head in the first round, and half that stride after each
+    /// round more.
+    Tokens { stride: usize, rounds: usize, units_per_window: usize },
+}
+
+/// The part of a group's input that a race may use, `[tokens, channels]`, filled in order of tokens.
+#[derive(Debug)]
+pub(super) struct Sample {
+    pub(super) layout: BatchLayout,
+    pub(super) channels: usize,
+    pub(super) share: Share,
+    rows: Vec<f32>,
+    pub(super) places: Vec<Place>,
+    /// The window of the last token that was added, and how many of it after heads were before.
+    window: usize,
+    tails: usize,
+}
+
+/// Where a kept token belongs.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Place {
+    /// Its position in the batch.
+    pub(super) token: usize,
+    round: usize,
+    pub(super) unit: usize,
+    pub(super) head: bool,
+    /// Whether its error is measured; attention needs the others too.
+    pub(super) counts: bool,
+}
+
+impl Sample {
+    /// A sample, empty yet, of an input with `channels` features of such a batch.
+    pub(super) fn new(layout: BatchLayout, channels: usize, mixes_tokens: bool) -> Self {
+        let share = if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout) };
+        Self { layout, channels, share, rows: Vec::new(), places: Vec::new(), window: 0, tails: 0 }
+    }
+
+    /// Tokens that a sample takes of a batch, about, and at most where windows are cut from a stream.
+    pub(super) fn most_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
+        let (windows, length) = (batch.samples as u64, batch.length as u64);
+        if mixes_tokens {
+            return windows
+                .div_ceil(SHARE as u64)
+                .max(ENOUGH_WINDOWS as u64)
+                .min(windows)
+                .saturating_mul(length);
+        }
+        let tokens = windows.saturating_mul(length);
+        let wanted = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64);
+        let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
+        let heads = match batch.packing {
+            // Documents have heads of their own; they are taken to be of 32 tokens at least.
+            Packing::Documents => tokens / (32 / HEAD as u64),
+            Packing::Auto | Packing::Stream => 0,
+        };
+        let heads = heads.saturating_add(windows.saturating_mul(HEAD as u64));
+        (tokens / stride).saturating_add(heads).min(tokens)
+    }
+
+    /// Takes what it wants of the rows `[tokens, channels]`, the first of which is token `first` of
+    /// the batch.
+    pub(super) fn add(&mut self, first: usize, x: &[f32]) {
+        for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
+            if let Some(place) = self.place(first + i) {
+                self.rows.extend_from_slice(row);
+                self.places.push(place);
+            }
+        }
+    }
+
+    /// Where the next token belongs, if it is wanted.
+    fn place(&mut self, token: usize) -> Option<Place> {
+        let length = self.layout.length();
+        let (window, position) = (token / length, token % length);
+        let counts = self.layout.counts(token);
+        let place = |round, unit, head| Some(Place { token, round, unit, head, counts });
+        match &self.share {
+            Share::Windows { ranks, until } => {
+                place(until.iter().position(|&n| ranks[window] < n)?, window, false)
+            }
+            Share::Tokens { stride, rounds, units_per_window } => {
+                if window != self.window {
+                    (self.window, self.tails) = (window, 0);
+                }
+                if !counts {
+                    return None;
+                }
+                if self.layout.place(token) < HEAD {
+                    return place(0, window * units_per_window, true);
+                }
+                let tail = self.tails;
+                self.tails += 1;
+                let round = (0..*rounds).find(|r| tail.is_multiple_of(stride >> r))?;
+                let part = (position - HEAD) * units_per_window / (length - HEAD).max(1);
+                place(round, window * units_per_window + part, false)
+            }
+        }
+    }
+
+    pub(super) fn rounds(&self) -> usize {
+        match &self.share {
+            Share::Windows { until, .. } => until.len(),
+            Share::Tokens { rounds, .. } => *rounds,
+        }
+    }
+
+    pub(super) fn units(&self) -> usize {
+        match &self.share {
+            Share::Windows { .. } => self.layout.windows(),
+            Share::Tokens { units_per_window, .. } => self.layout.windows() * units_per_window,
+        }
+    }
+
+    /// The rows of a round and their places.
+    pub(super) fn round(&self, round: usize) -> (Vec<f32>, Vec<Place>) {
+        let rows = self.rows.chunks_exact(self.channels.max(1)).zip(&self.places);
+        let mut values = Vec::new();
+        let mut places = Vec::new();
+        for (row, place) in rows.filter(|(_, p)| p.round == round) {
+            values.extend_from_slice(row);
+            places.push(*place);
+        }
+        (values, places)
+    }
+}
+
+impl Share {
+    fn windows(windows: usize) -> Self {
+        // Counting with reversed bits, so that any beginning of the order spreads over the batch.
+        let bits = windows.next_power_of_two().trailing_zeros();
+        let reversed = |i: usize| if bits == 0 { 0 } else { i.reverse_bits() >> (usize::BITS - bits) };
+        let mut ranks = vec![0; windows];
+        let order = (0..windows.next_power_of_two()).map(reversed).filter(|w| *w < windows);
+        for (rank, window) in order.enumerate() {
+            ranks[window] = rank;
+        }
+        let most = windows.div_ceil(SHARE).max(ENOUGH_WINDOWS).min(windows);
+        let first = if windows <= ENOUGH_WINDOWS { windows } else { FIRST_WINDOWS.max(windows / 16) };
+        let mut until = vec![first.min(most)];
+        while let Some(&last) = until.last().filter(|l| **l < most) {
+            until.push((2 * last).min(most));
+        }
+        Self::Windows { ranks, until }
+    }
+
+    fn tokens(layout: &BatchLayout) -> Self {
+        let (windows, length, tokens) = (layout.windows(), layout.length(), layout.counted());
+        let power = |wanted: usize| (tokens / wanted.max(1)).max(1).min(length.max(1));
+        let floor_power = |n: usize| 1_usize << n.ilog2();
+        let last = floor_power(power((tokens / SHARE).max(ENOUGH_TOKENS)));
+        let stride = floor_power(power(FIRST_TOKENS)).max(last);
+        let rounds = (stride / last).ilog2() as usize + 1;
+        let units_per_window = UNITS.div_ceil(windows.max(1)).min(length.saturating_sub(HEAD).max(1));
+        Self::Tokens { stride, rounds, units_per_window }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A sample of one channel, all tokens added.
+    fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
+        let tokens = layout.tokens();
+        let mut sample = Sample::new(layout, 1, mixes_tokens);
+        sample.add(0, &vec![1.0; tokens]);
+        sample
+    }
+
+    fn rounds(sample: &Sample) -> Vec<Vec<usize>> {
+        let mut rounds: Vec<Vec<usize>> = Vec::new();
+        for place in &sample.places {
+            rounds.resize(rounds.len().max(place.round + 1), Vec::new());
+            rounds[place.round].push(place.token);
+        }
+        rounds
+    }
+
+    fn batch(samples: usize, length: usize, packing: Packing) -> Sampling {
+        Sampling { samples, length, packing, ..Sampling::default() }
+    }
+
+    #[test]
+    fn tokens_double_up_to_a_quarter() {
+        let rounds = rounds(&sample(BatchLayout::plain(32, 512), false));
+        let counts: Vec<usize> = rounds.iter().map(Vec::len).collect();
+        // The heads come on top of the first.
+        assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
+        let most = Sample::most_tokens(batch(32, 512, Packing::Stream), false) as usize;
+        assert!(counts.iter().sum::<usize>().abs_diff(most) < 64);
+        assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
+    }
+
+    #[test]
+    fn small_batches_are_used_whole() {
+        for (windows, length) in [(1, 2), (2, 128), (8, 512), (3, 1000), (1, 1), (700, 3)] {
+            let all: usize =
+                rounds(&sample(BatchLayout::plain(windows, length), false)).iter().map(Vec::len).sum();
+            assert_eq!(all, windows * length, "{windows} × {length}");
+        }
+        let whole = sample(BatchLayout::plain(5, 10), true);
+        assert_eq!(rounds(&whole).iter().map(Vec::len).sum::<usize>(), 50);
+    }
+
+    #[test]
+    fn windows_spread_over_the_batch() {
+        let spread = sample(BatchLayout::plain(32, 1), true);
+        let Share::Windows { until, .. } = &spread.share else { panic!() };
+        assert_eq!(until, &[4, 8]);
+        assert_eq!(rounds(&spread), [vec![0, 8, 16, 24], vec![4, 12, 20, 28]]);
+        let taken = rounds(&sample(BatchLayout::plain(13, 13), true));
+        assert_eq!(taken.concat().len(), 8 * 13);
+    }
+
+    /// Of a batch whose prompts are masked, and whose windows hold several documents, as many tokens
+    /// are taken as count; every document has a head, and no token comes that does not count.
+    #[test]
+    fn masked_tokens_do_not_race() {
+        use crate::calibrate::TokenUse::{Context, Counted};
+        let (windows, length) = (64, 512);
+        let uses: Vec<_> =
+            (0..windows * length).map(|t| if t % 128 < 64 { Context } else { Counted }).collect();
+        let starts: Vec<u32> = (0..windows * length).map(|t| (t % length / 96 * 96) as u32).collect();
+        let layout = BatchLayout::new(windows, length, Some(&starts), Some(&uses));
+        let tokens = sample(layout.clone(), false);
+        assert!(tokens.places.iter().all(|p| p.counts && layout.counts(p.token)));
+        let heads = (0..layout.tokens()).filter(|&t| layout.counts(t) && layout.place(t) < HEAD).count();
+        assert_eq!(tokens.places.iter().filter(|p| p.head).count(), heads);
+        let quarter = layout.counted() / 4;
+        assert!(
+            (quarter..quarter + heads + windows).contains(&tokens.places.len()),
+            "{}",
+            tokens.places.len()
+        );
+        let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
+        assert!(tokens.places.len() as u64 <= most);
+        assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
+        // Attention needs what stands before.
+        let whole = sample(layout, true);
+        assert_eq!(whole.places.iter().filter(|p| p.counts).count(), whole.places.len() / 2);
+    }
+}

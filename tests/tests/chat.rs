@@ -1,0 +1,258 @@
+//! Calibration on conversations: rendered by the model's own template, prompts masked, documents that
+//! share windows without seeing each other; and what is wrong with such data, told with its place.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use quant_tests::args;
+use quant_tests::files::hashes;
+use quant_tests::models::TinyLlama;
+use quant_tests::program::{Run, quant};
+use quant_tests::refusal::refuses_to_quantize;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const TEMPLATE: &str = "\
+{%- for message in messages -%}
+{{- '<' + message['role'] + '>' + message['content'].strip() + eos_token -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}";
+const AWQ: [&str; 6] = ["--scheme", "w4a16-g32", "--samples", "3", "--seq-len", "96"];
+
+/// A model with a chat template, and a file of conversations.
+struct Bench {
+    scratch: TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let bench = Self { scratch: tempfile::tempdir().unwrap() };
+        TinyLlama::default().write(&bench.model());
+        bench.write("model/chat_template.jinja", TEMPLATE);
+        bench
+            .write("model/tokenizer_config.json", &json!({ "eos_token": { "content": "</s>" } }).to_string());
+        let line = |i: usize| {
+            let messages = json!([
+                { "role": "user", "content": "How far is it? ".repeat(1 + i % 3) },
+                { "role": "assistant", "content": "A mile, or two. ".repeat(1 + i % 2) },
+            ]);
+            json!({ "messages": messages }).to_string()
+        };
+        bench.write("chats.jsonl", &(0..12).map(line).collect::<Vec<_>>().join("\n"));
+        bench
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn model(&self) -> PathBuf {
+        self.at("model")
+    }
+
+    fn chats(&self) -> String {
+        self.at("chats.jsonl").to_string_lossy().into_owned()
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.at(name), text).unwrap();
+    }
+
+    /// Quantizes on the conversations; what was said.
+    fn quantize(&self, out: &str, options: &[&str]) -> Run {
+        let chats = self.chats();
+        let options = [&AWQ[..], &["--calibration", &chats], options].concat();
+        let arguments = args!["quantize", self.model(), "-o", self.at(out)];
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from))).succeeded()
+    }
+
+    fn report(&self, out: &str) -> Value {
+        read_json(&self.at(out).join("quant_report.json"))
+    }
+
+    /// Checks a refusal on the conversations.
+    #[track_caller]
+    fn refuses(&self, case: &str, options: &[&str], code: i32, says: &[&str]) {
+        let chats = self.chats();
+        let options = [&AWQ[..], &["--calibration", &chats], options].concat();
+        refuses_to_quantize(case, &self.model(), &options, code, says);
+    }
+}
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn masked_conversations() {
+    let bench = Bench::new();
+    let run = bench.quantize("masked", &["--mask", "prompts", "--threads", "1"]);
+    let report = bench.report("masked");
+    let batch = &report["calibration"];
+    assert_eq!((&batch["packing"], &batch["mask"]), (&json!("documents"), &json!("prompts")));
+    let number = |key: &str| batch[key].as_u64().unwrap();
+    let (tokens, counted, padding) = (number("tokens"), number("tokens_counted"), number("padding"));
+    assert_eq!(tokens + padding, 3 * 96);
+    assert!(0 < counted && counted < tokens, "{counted} of {tokens}");
+    assert_eq!(batch["layout_sha256"].as_str().unwrap().len(), 64);
+    let linears: Vec<_> =
+        report["tensors"].as_array().unwrap().iter().filter(|t| t["action"] == "quantized").collect();
+    assert_eq!(linears.len(), 2 * 7);
+    assert!(linears.iter().all(|t| t["calibration_tokens"] == json!(counted)), "{report:#}");
+    let told = format!("calibrated on {counted} of {tokens} tokens (");
+    assert!(run.stdout.contains(&told), "{run}");
+    assert!(bench.at("masked/chat_template.jinja").is_file(), "the template goes along");
+
+    // The same bytes on other threads and by a recipe; other ones without the mask, or as a stream.
+    let masked = hashes(&bench.at("masked"));
+    bench.quantize("again", &["--mask", "prompts", "--threads", "2"]);
+    assert_eq!(masked, hashes(&bench.at("again")));
+    bench.write(
+        "recipe.toml",
+        "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16-g32\"\n[calibration]\n\
+         text = \"chats.jsonl\"\nsamples = 3\nlength = 96\nmask = \"prompts\"\npacking = \"documents\"\n",
+    );
+    let recipe = bench.at("recipe.toml");
+    quant(args!["quantize", bench.model(), "-o", bench.at("recipe"), "--recipe", recipe]).succeeded();
+    assert_eq!(masked, hashes(&bench.at("recipe")));
+    for (name, options) in [
+        ("whole", &["--mask", "none"][..]),
+        ("stream", &["--mask", "prompts", "--packing", "stream"]),
+        ("fast", &["--mask", "prompts", "--search", "reference"]),
+    ] {
+        bench.quantize(name, options);
+        let report = bench.report(name);
+        let batch = &report["calibration"];
+        match name {
+            "whole" => assert_eq!(batch["tokens_counted"], batch["tokens"]),
+            "stream" => assert_eq!((&batch["padding"], &batch["tokens"]), (&json!(0), &json!(288))),
+            _ => assert_eq!(batch["tokens_counted"], json!(counted)),
+        }
+        assert_ne!(masked["quant_report.json"], hashes(&bench.at(name))["quant_report.json"], "{name}");
+    }
+    let weights = |name: &str| hashes(&bench.at(name))["model.safetensors"].clone();
+    assert_ne!(weights("masked"), weights("whole"));
+}
+
+/// The template may stand in either file, and alone or with others; the tokens are the same.
+#[test]
+fn every_place_of_a_template() {
+    let bench = Bench::new();
+    let tokens = |bench: &Bench, out: &str| {
+        bench.quantize(out, &[]);
+        bench.report(out)["calibration"]["tokens_sha256"].clone()
+    };
+    let beside = tokens(&bench, "beside");
+    let config = json!({ "eos_token": "</s>", "chat_template": "{{ raise_exception('not this one') }}" });
+    bench.write("model/tokenizer_config.json", &config.to_string());
+    assert_eq!(tokens(&bench, "first"), beside, "chat_template.jinja is taken first");
+    std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
+    for (out, template) in [
+        ("text", json!(TEMPLATE)),
+        (
+            "list",
+            json!([{ "name": "tool_use", "template": "x" }, { "name": "default", "template": TEMPLATE }]),
+        ),
+    ] {
+        let config = json!({ "eos_token": "</s>", "chat_template": template });
+        bench.write("model/tokenizer_config.json", &config.to_string());
+        assert_eq!(tokens(&bench, out), beside, "{out}");
+    }
+}
+
+#[test]
+fn templates_that_cannot_be_used() {
+    let file = "chat_template.jinja";
+    let config = "tokenizer_config.json";
+    let with = |name: &str, text: &str| {
+        let bench = Bench::new();
+        bench.write(&format!("model/{name}"), text);
+        bench
+    };
+    let bench = Bench::new();
+    std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
+    bench.refuses("none at all", &[], 4, &["has no chat template", "put its chat_template.jinja beside"]);
+    with(file, "a\n{% for").refuses("no template", &[], 4, &["chat_template.jinja:2: syntax error"]);
+    let raises = "{{ raise_exception('turns are wrong') }}";
+    let says = ["chats.jsonl:1: ", "chat_template.jinja fails on it: line 1", "refuses it: turns are wrong"];
+    with(file, raises).refuses("one that raises", &[], 4, &says);
+    let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+    with(file, endless).refuses("one that does not end", &[], 4, &["takes more steps"]);
+    let deep = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
+    with(file, deep).refuses("one that calls itself", &[], 4, &["fails on it"]);
+    let last = "{{ messages[-1].content }}";
+    with(file, last).refuses(
+        "answers that cannot be told",
+        &["--mask", "prompts"],
+        4,
+        &["does not let prompts be told from answers", "--mask none"],
+    );
+    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not acceptable JSON"]);
+    with(config, r#"{"eos_token": 3}"#).refuses("a token that is none", &[], 4, &[config, "`eos_token`"]);
+    let bench = with(config, r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#);
+    std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
+    bench.refuses("a list without a default", &[], 4, &[config, "without a template named `default`"]);
+}
+
+#[test]
+fn conversations_that_cannot_be_used() {
+    let with = |text: &str| {
+        let bench = Bench::new();
+        bench.write("chats.jsonl", text);
+        bench
+    };
+    let good = json!({ "messages": [{ "role": "user", "content": "x ".repeat(60) }] }).to_string();
+    for (case, line, says) in [
+        ("a text among them", json!({ "text": "x" }), "no field `messages`"),
+        ("no messages", json!({ "messages": [] }), "no list with something"),
+        ("no role", json!({ "messages": [{ "content": "x" }] }), "`role` in its message 1"),
+        ("no content", json!({ "messages": [{ "role": "user" }] }), "fails on it"),
+    ] {
+        with(&format!("{good}\n\n{line}\n")).refuses(case, &[], 4, &["chats.jsonl:3: ", says]);
+    }
+    with(&format!("{good}\n{{")).refuses("no JSON", &[], 4, &["chats.jsonl:2: is not JSON"]);
+    with(&good).refuses("too few", &[], 4, &["chats.jsonl: gives ", "windows of 96", "3 are needed"]);
+    let says = ["no token that an assistant wrote", "--mask none"];
+    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &says);
+    // Text has no prompts.
+    let bench = Bench::new();
+    bench.write("plain.txt", &"Rain in the morning. ".repeat(200));
+    let plain = bench.at("plain.txt");
+    for text in ["builtin", plain.to_str().unwrap()] {
+        let options = [&AWQ[..], &["--calibration", text, "--mask", "prompts"]].concat();
+        let says = ["is plain text, in which no prompts can be masked", "`messages`"];
+        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &says);
+    }
+}
+
+/// Plain documents can be packed too; a single one fills windows as a stream does.
+#[test]
+fn packed_texts() {
+    let bench = Bench::new();
+    let quantize = |out: &str, options: &[&str]| {
+        let options = [&AWQ[..], options].concat();
+        let arguments = args!["quantize", bench.model(), "-o", bench.at(out)];
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from))).succeeded();
+        bench.report(out)["calibration"].clone()
+    };
+    let packed = quantize("packed", &["--packing", "documents"]);
+    assert_eq!((&packed["packing"], &packed["mask"]), (&json!("documents"), &json!("none")));
+    let stream = quantize("stream", &["--packing", "stream"]);
+    let auto = quantize("auto", &[]);
+    assert_eq!(stream, auto);
+    assert_eq!(hashes(&bench.at("stream")), hashes(&bench.at("auto")));
+    assert!(auto["layout_sha256"].is_null() && auto["tokens"] == json!(288));
+    // What is printed as a recipe has every key.
+    let recipe = quant(args!["plan", "--print-recipe", "awq-w4a16"]).succeeded().stdout;
+    for key in ["packing = \"auto\"", "mask = \"none\""] {
+        assert!(recipe.contains(key), "{recipe}");
+    }
+    // What a mask and documents take is part of the plan.
+    let memory = |options: &[&str]| {
+        let arguments = args!["plan", bench.model(), "--group-size", "32", "--json"];
+        let plan = quant(arguments.into_iter().chain(options.iter().map(OsString::from))).json();
+        plan["peak_memory_bytes"].as_u64().unwrap()
+    };
+    assert!(memory(&["--mask", "prompts"]) > memory(&[]));
+    assert!(memory(&["--packing", "documents"]) > memory(&["--packing", "stream"]));
+}
