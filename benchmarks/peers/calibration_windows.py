@@ -1,9 +1,9 @@
 """The token windows that `quant quantize --calibration FILE` samples, made a second time.
 
-The rule is that of quant-core/src/calibrate/windows.rs for plain text: documents are tokenized one by one, their
-tokens joined and cut into windows of equal length, and a selection drawn without replacement by
-SplitMix64 is taken in stream order. `quant_report.json` holds the SHA-256 of the tokens, which is
-how a caller knows that both made the same.
+The rule is that of quant-core/src/calibrate/windows.rs for plain text: documents are tokenized one
+by one, their tokens joined and cut into windows of equal length, and a selection drawn without
+replacement by SplitMix64 is taken in stream order. `quant_report.json` holds the SHA-256 of the
+tokens, which is how a caller knows that both made the same.
 """
 
 import hashlib
