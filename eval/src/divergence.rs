@@ -22,6 +22,8 @@ pub struct Divergence {
     pub perplexity_ratio: Estimate,
     /// `KL(reference ‖ model)` over the full vocabulary, in nats a token.
     pub kl: Estimate,
+    /// Each window's mean of it; with another model's on the same windows, differences are paired.
+    pub window_kl: Vec<f64>,
     /// Share of positions at which both find the same token most likely.
     pub top1_agreement: Estimate,
 }
@@ -66,11 +68,10 @@ pub fn compare(
     let column = |of: fn(&Position) -> f64| -> Vec<Vec<f64>> {
         positions.iter().map(|w| w.iter().map(of).collect()).collect()
     };
-    let estimate = |of: fn(&Position) -> f64| {
-        let totals: Vec<f64> = positions.iter().map(|w| w.iter().map(of).sum()).collect();
-        let counts: Vec<usize> = positions.iter().map(Vec::len).collect();
-        Estimate::clustered(&totals, &counts)
-    };
+    let counts: Vec<usize> = positions.iter().map(Vec::len).collect();
+    let totals =
+        |of: fn(&Position) -> f64| -> Vec<f64> { positions.iter().map(|w| w.iter().map(of).sum()).collect() };
+    let estimate = |of: fn(&Position) -> f64| Estimate::clustered(&totals(of), &counts);
     let delta_nll = estimate(|p| p.model_nll - p.reference_nll);
     Ok(Divergence {
         model: Perplexity::from_windows(text, &column(|p| p.model_nll))?,
@@ -78,6 +79,7 @@ pub fn compare(
         delta_nll,
         perplexity_ratio: delta_nll.exp(),
         kl: estimate(|p| p.kl),
+        window_kl: totals(|p| p.kl).iter().zip(&counts).map(|(t, &n)| t / n as f64).collect(),
         top1_agreement: estimate(|p| f64::from(u8::from(p.agree))),
     })
 }

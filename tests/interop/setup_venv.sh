@@ -3,12 +3,10 @@
 #
 # DIR defaults to target/interop-venv under the repository root; PYTHON names the interpreter
 # (default python3). A finished environment carries a stamp, the hash of requirements.txt and
-# this script: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
+# the scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
 #
-# torch's Linux wheel depends on some 4 GB of GPU libraries and links against them, though a CPU
-# run never calls them. The reduced install satisfies the linker with links to torch's own
-# libc10.so and binds symbols lazily, so that a symbol that nobody calls is never looked up.
-# If the result cannot import and compute, the full set is installed instead.
+# torch comes without its GPU libraries (see reduced_torch.sh). If the result cannot import and
+# compute, the full set is installed instead.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -16,8 +14,9 @@ directory=${1:-$(dirname "$(dirname "$here")")/target/interop-venv}
 requirements=$here/requirements.txt
 python=$directory/bin/python
 stamp_file=$directory/interop-stamp
+source "$here/reduced_torch.sh"
 
-stamp=$(cat "$requirements" "$here/setup_venv.sh" | "${PYTHON:-python3}" -c \
+stamp=$(cat "$requirements" "$here/setup_venv.sh" "$here/reduced_torch.sh" | "${PYTHON:-python3}" -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 
 is_ready() {
@@ -31,18 +30,6 @@ install() {
     # there, so it comes after the rest and without an environment of its own.
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --no-deps --no-build-isolation gptqmodel==7.7.0
-}
-
-add_stand_ins() {
-    local packages libraries name
-    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
-    libraries=$packages/torch/lib
-    [[ -f $libraries/libtorch_cuda.so ]] || return 0
-    for name in libcublas.so.13 libcublasLt.so.13 libcudnn.so.9 libcufft.so.12 libcufile.so.0 \
-        libcusolver.so.12 libcusparse.so.12 libcusparseLt.so.0 libnccl.so.2 libnvrtc.so.13; do
-        ln -s libc10.so "$libraries/$name"
-    done
-    echo 'import os, sys; sys.setdlopenflags(os.RTLD_LAZY)' >"$packages/lazy_binding.pth"
 }
 
 works() {
@@ -75,7 +62,7 @@ fi
 SECONDS=0
 create
 install --no-deps
-add_stand_ins
+add_stand_ins "$python"
 if works; then
     kind=reduced
 else

@@ -140,6 +140,9 @@ fn check_quality(out: &Path, case: &str, most: f64) {
     let kl = result["kl"]["mean"].as_f64().unwrap();
     assert!(kl > 0.0 && kl < 2.0 * most.ln(), "{case}: KL {kl}");
     assert!((1.0 / most..most).contains(&ratio), "{case}: perplexity is {ratio} of the float model's");
+    let windows: Vec<f64> = serde_json::from_value(result["window_kl"].clone()).unwrap();
+    assert_eq!(windows.len(), 6);
+    assert!((windows.iter().sum::<f64>() / 6.0 / kl - 1.0).abs() < 1e-12, "{case}: {windows:?}, mean {kl}");
 }
 
 #[test]

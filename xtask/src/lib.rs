@@ -10,6 +10,7 @@ pub mod ci;
 pub mod dist;
 pub mod interop;
 pub mod nightly;
+pub mod peers_awq;
 pub mod plant;
 pub mod quality;
 pub mod search_agreement;

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_rtn, ci, dist, interop, nightly, plant, quality, search_agreement, synth,
+    bench_awq_memory, bench_rtn, ci, dist, interop, nightly, peers_awq, plant, quality, search_agreement,
+    synth,
 };
 
 #[derive(Parser)]
@@ -33,6 +34,8 @@ enum Command {
     Quality(quality::Args),
     /// Compare AWQ's fast search with the reference: choices, their cost, time
     SearchAgreement(search_agreement::Args),
+    /// Compare our AWQ with llm-compressor's, on the same calibration tokens
+    PeersAwq(peers_awq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
         Command::SearchAgreement(args) => search_agreement::run(&args),
+        Command::PeersAwq(args) => peers_awq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

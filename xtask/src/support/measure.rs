@@ -32,6 +32,14 @@ pub struct Usage {
 /// # Errors
 /// When it cannot be started or fails; what it printed is part of the message.
 pub fn run(command: &mut Command) -> Result<Usage> {
+    Ok(run_with_output(command)?.0)
+}
+
+/// The same, with what the program printed on either stream.
+///
+/// # Errors
+/// When it cannot be started or fails; what it printed is part of the message.
+pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
     let line = display(command);
     let log = tempfile::tempfile()?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
@@ -54,10 +62,11 @@ pub fn run(command: &mut Command) -> Result<Usage> {
         let peak = watcher.join().unwrap_or(0);
         Ok((status?, seconds, peak))
     })?;
+    let printed = contents(log)?;
     if !status.success() {
-        bail!("`{line}` ended with {status}:\n{}", contents(log)?);
+        bail!("`{line}` ended with {status}:\n{printed}");
     }
-    Ok(Usage { seconds, peak_bytes })
+    Ok((Usage { seconds, peak_bytes }, printed))
 }
 
 fn contents(mut log: File) -> Result<String> {
@@ -139,7 +148,8 @@ mod tests {
     fn the_peak_of_a_child_is_seen() {
         // `head` buffers the whole line: some 40 MB, held for longer than a poll.
         let script = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); sleep 0.05; echo ${#x}";
-        let usage = run(Command::new("bash").args(["-c", script])).unwrap();
+        let (usage, printed) = run_with_output(Command::new("bash").args(["-c", script])).unwrap();
+        assert_eq!(printed, "20000000\n");
         assert!(usage.peak_bytes > 15 << 20, "{usage:?}");
         assert!(usage.seconds >= 0.05);
     }

@@ -71,6 +71,11 @@ impl Row {
         data.join("text").join(self.calibration)
     }
 
+    /// The ends of the names of linears that are quantized per channel whatever the group size is.
+    pub fn per_channel(&self) -> impl Iterator<Item = &'static str> {
+        self.options.iter().filter_map(|o| o.strip_suffix("=BITS-channel"))
+    }
+
     /// `quant quantize` of the row's model, without method or calibration.
     pub fn quantize(&self, quant: &Path, model: &Path, bits: u32, out: &Path) -> Command {
         let scheme = format!("w{bits}a16");

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Makes the virtual environment of the comparison with llm-compressor: setup_venv.sh [DIR]
+#
+# DIR defaults to target/peers-venv under the repository root; PYTHON names the interpreter
+# (default python3). A finished environment carries a stamp, the hash of requirements.txt and the
+# scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
+# torch comes without its GPU libraries, see tests/interop/reduced_torch.sh.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$(dirname "$here")")
+directory=${1:-$root/target/peers-venv}
+requirements=$here/requirements.txt
+python=$directory/bin/python
+stamp_file=$directory/peers-stamp
+shared=$root/tests/interop/reduced_torch.sh
+source "$shared"
+
+stamp=$(cat "$requirements" "$here/setup_venv.sh" "$shared" | "${PYTHON:-python3}" -c \
+    'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+
+is_ready() {
+    [[ -f $stamp_file && $(<"$stamp_file") == "$stamp" ]] && "$python" -c '' 2>/dev/null
+}
+
+create() {
+    rm -rf "$directory"
+    "${PYTHON:-python3}" -m venv "$directory"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        "$@" --requirement "$requirements"
+}
+
+works() {
+    HF_HUB_OFFLINE=1 "$python" - <<'PYTHON'
+import numpy, torch
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from transformers import LlamaForCausalLM
+
+matrix = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
+expected = numpy.matmul(matrix.numpy(), matrix.numpy())
+assert numpy.allclose((matrix @ matrix).numpy(), expected, rtol=1e-5)
+PYTHON
+}
+
+mkdir -p "$(dirname "$directory")"
+if command -v flock >/dev/null; then
+    exec 9>"$directory.lock"
+    flock 9
+fi
+
+if is_ready; then
+    echo "peers environment ready: $directory"
+    exit 0
+fi
+
+SECONDS=0
+create --no-deps
+add_stand_ins "$python"
+if works; then
+    kind=reduced
+else
+    echo "the reduced install does not work here; installing torch with all its dependencies" >&2
+    create
+    works
+    kind=full
+fi
+echo "$stamp" >"$stamp_file"
+echo "peers environment ($kind) made in ${SECONDS} s: $directory"
