@@ -11,7 +11,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{File, Metadata, TryLockError};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -26,6 +26,8 @@ const RECORD: &str = "job.json";
 const JOURNAL: &str = "journal.jsonl";
 const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
+/// A lock holds the number of a process and no more.
+const LOCK_BYTES: u64 = 32;
 /// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
 const CONTENTS: [&str; 6] = [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", OUT, PREVIOUS];
 
@@ -203,26 +205,50 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     }
 }
 
+/// What tells that a directory is not a job's: an entry that jobs do not have, or entries without
+/// the lock that a job makes first and removes last.
 fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
+    let (mut locked, mut unlocked) = (false, None);
     for entry in std::fs::read_dir(path)? {
-        let name = entry?.file_name();
-        let known = name == OsStr::new(LOCK) || CONTENTS.iter().any(|c| name == OsStr::new(c));
-        if !known {
-            return Ok(Some(format!("holds `{}`", printable(&name.to_string_lossy()))));
+        let entry = entry?;
+        let name = entry.file_name();
+        let holds = || format!("holds `{}`", printable(&name.to_string_lossy()));
+        if name == OsStr::new(LOCK) {
+            locked = is_lock(&entry.path())?;
+            if !locked {
+                return Ok(Some(format!("{}, which is no lock of a run", holds())));
+            }
+        } else if CONTENTS.iter().any(|c| name == OsStr::new(c)) {
+            unlocked = Some(holds());
+        } else {
+            return Ok(Some(holds()));
         }
     }
-    Ok(None)
+    Ok(unlocked.filter(|_| !locked).map(|holds| format!("{holds} and no lock of a run")))
 }
 
-fn holder(lock: &File) -> String {
-    let mut text = String::new();
-    let read = lock.take(32).read_to_string(&mut text);
-    match text.trim() {
-        pid if read.is_ok() && !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit()) => {
-            format!("process {pid}")
-        }
-        _ => "unknown".into(),
+/// Whether a file is empty or names a process, as a lock does.
+fn is_lock(path: &Path) -> io::Result<bool> {
+    let metadata = path.symlink_metadata()?;
+    if !metadata.is_file() || metadata.len() > LOCK_BYTES {
+        return Ok(false);
     }
+    Ok(std::fs::read(path)?.trim_ascii_end().iter().all(u8::is_ascii_digit))
+}
+
+/// The process that holds a lock. It names itself right after it took the lock, so a file that is
+/// still empty is looked at again.
+fn holder(lock: &File) -> String {
+    for _ in 0..20 {
+        let mut text = [0; LOCK_BYTES as usize];
+        let len = lock.read_at(&mut text, 0).unwrap_or(0);
+        match std::str::from_utf8(&text[..len]).unwrap_or_default().trim() {
+            "" => std::thread::sleep(std::time::Duration::from_millis(5)),
+            pid if pid.bytes().all(|b| b.is_ascii_digit()) => return format!("process {pid}"),
+            _ => break,
+        }
+    }
+    "unknown".into()
 }
 
 /// Whether a path still names the file that was opened under it.

@@ -420,6 +420,41 @@ fn staged_files_take_their_room_at_once() {
     assert!(metadata.blocks() == 0 || metadata.blocks() * 512 >= 1 << 20);
 }
 
+/// Somebody's directory that happens to be called like ours, with files called like ours.
+#[test]
+fn a_directory_without_our_lock_is_not_emptied() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("out");
+    let job = dir.path().join("out.job");
+    let create = || {
+        CheckpointWriter::create(
+            &target,
+            vec![TensorSpec::new("t", Dtype::F32, [1])],
+            WriteOptions::default(),
+        )
+    };
+    let refused = |says: &str| {
+        let error = create().map(drop).unwrap_err();
+        assert!(matches!(&error, Error::Usage { .. }) && error.to_string().contains(says), "{error}");
+    };
+    fs::create_dir_all(job.join("out")).unwrap();
+    fs::write(job.join("journal.jsonl"), "my diary").unwrap();
+    refused("and no lock of a run");
+    fs::write(job.join("lock"), "the key is under the mat").unwrap();
+    refused("`lock`, which is no lock of a run");
+    fs::remove_file(job.join("lock")).unwrap();
+    fs::create_dir(job.join("lock")).unwrap();
+    refused("`lock`, which is no lock of a run");
+    assert_eq!(fs::read_to_string(job.join("journal.jsonl")).unwrap(), "my diary");
+    // With the lock of a run that died it is one of ours, as is an empty directory.
+    fs::remove_dir(job.join("lock")).unwrap();
+    fs::write(job.join("lock"), "4711\n").unwrap();
+    create().unwrap().abandon().unwrap();
+    fs::create_dir(&job).unwrap();
+    create().unwrap().abandon().unwrap();
+    assert!(!job.exists());
+}
+
 #[test]
 fn output_and_input_do_not_overlap() {
     let dir = tempfile::tempdir().unwrap();
