@@ -2,8 +2,9 @@
 //!
 //! This crate is a leaf: it takes slices and shapes, and knows no checkpoint, model, file or
 //! thread pool. Weights reach it as a [`WeightView`].
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+pub mod bf16;
 mod dequantize;
 pub mod reference;
 mod weight_view;

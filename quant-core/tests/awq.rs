@@ -185,6 +185,28 @@ fn recorded_errors_are_those_of_the_definition_by_every_route() {
     }
 }
 
+/// Where there is work enough, candidates are compared by differences in bfloat16, if the processor can:
+/// the numbers are still those of the definition.
+#[test]
+fn errors_from_differences_are_those_of_the_definition() {
+    if quant_kernels_cpu::bf16::Avx512Bf16::detect().is_none() {
+        eprintln!("this processor, or QUANT_ISA, has no avx512bf16: candidates are computed in f32");
+    }
+    let wide = Tiny { layers: 1, kv_heads: 4, head_dim: 128, hidden: 512, intermediate: 512, ..tiny() };
+    for (scheme, family) in [
+        ("w4a16-g64", common::Kind::Llama),
+        ("w3a16-g128-asym", common::Kind::Qwen3),
+        ("w8a16-g64", common::Kind::Llama),
+    ] {
+        let tiny = Tiny { family, attention_bias: family == common::Kind::Llama, ..wide.clone() };
+        let search =
+            Search::by(SearchMode::Fast, &planted(&tiny, 3), scheme, &common::windows(128, 4, 256, 4));
+        records_are_right(&search, scheme);
+    }
+    let masked = common::masked_windows(128, 4, 320, 5);
+    records_are_right(&Search::by(SearchMode::Fast, &planted(&wide, 3), "w4a16-g64", &masked), "masked");
+}
+
 /// The same where prompts are masked and documents share windows: what counts are the tokens that
 /// count, by whichever route, and fast and reference search find the same.
 #[test]

@@ -5,7 +5,8 @@
 //!
 //! * at 3 bits, AWQ's mean KL to float, pooled over the rows by tokens, is below RTN's;
 //! * on planted outliers at 4 bits, AWQ removes at least 40 % of the perplexity that RTN loses,
-//!   pooled over the rows.
+//!   pooled over the rows;
+//! * on every row, no search ends with a larger error than no scaling and no clipping would leave.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -143,6 +144,7 @@ fn measure(
         command.args(["--samples", &args.samples.to_string(), "--seq-len", &row.window.to_string()]);
     }
     output(&mut command)?;
+    searches_help(out)?;
 
     let mut command = Command::new(quant);
     command.arg("eval").arg(out).arg("--reference").arg(model).args(["--quiet", "--json", "--text"]);
@@ -162,4 +164,20 @@ fn measure(
     };
     ensure!(outcome.perplexity.is_finite() && outcome.kl.is_finite(), "{model:?}: not finite");
     Ok(outcome)
+}
+
+/// Fails when a search of a written checkpoint ended worse than it began.
+fn searches_help(checkpoint: &Path) -> Result<()> {
+    let report: Value = serde_json::from_slice(&std::fs::read(checkpoint.join("quant_report.json"))?)?;
+    let tensors = report["tensors"].as_array().context("the report lists no tensors")?;
+    for tensor in tensors {
+        for search in
+            ["scale_search", "clip_search"].map(|key| &tensor[key]).into_iter().filter(|s| !s.is_null())
+        {
+            let error = |key: &str| search[key].as_f64().with_context(|| format!("a search without {key}"));
+            let (before, after) = (error("error_before")?, error("error_after")?);
+            ensure!(after <= before, "{}: a search ends at {after:e}, from {before:e}", tensor["tensor"]);
+        }
+    }
+    Ok(())
 }

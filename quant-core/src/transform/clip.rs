@@ -119,6 +119,7 @@ fn search_group(
     let largest: Vec<f32> =
         exact.chunks_exact(group_size).map(|g| g.iter().fold(0.0_f32, |m, w| m.max(w.abs()))).collect();
     let mut best = vec![f64::INFINITY; largest.len()];
+    let mut unclipped = Vec::with_capacity(largest.len());
     let mut sums = Vec::new();
     // The group stands alone here, so its scheme is one scale a row.
     let alone =
@@ -141,7 +142,7 @@ fn search_group(
                 });
             }
             if candidate == 0 {
-                part.before += error;
+                unclipped.push(error);
             }
             if error < best[row] {
                 best[row] = error;
@@ -150,6 +151,8 @@ fn search_group(
             }
         }
     }
+    // In one order, so that the sums are equal where nothing is clipped.
+    part.before += unclipped.iter().sum::<f64>();
     part.after += best.iter().sum::<f64>();
     Ok(())
 }

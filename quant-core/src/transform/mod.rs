@@ -8,6 +8,7 @@
 mod awq;
 mod candidates;
 mod clip;
+mod difference;
 mod fold;
 mod objective;
 mod race;

@@ -217,7 +217,7 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
 }
 
 /// `w ← Q(w · s) / s` for rows `[rows, k]`.
-fn round_scaled(rows: &mut [f32], scales: &[f32], grid: Grid, module: &str) -> Result<()> {
+pub(super) fn round_scaled(rows: &mut [f32], scales: &[f32], grid: Grid, module: &str) -> Result<()> {
     let k = scales.len();
     rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
         for row in tile.chunks_exact_mut(k) {

@@ -14,12 +14,17 @@
 //! others by the inverse of their share; where documents share a window, each has such first tokens.
 //! Through attention whole windows are taken, in an order that spreads over the batch. Tokens that do
 //! not count (masked prompts, padding) are context for attention there, and nothing elsewhere.
+//!
+//! Where the processor has the instructions, candidates are compared by
+//! [differences in bfloat16](super::difference).
 
 use candle_core::{Device, Tensor};
+use quant_kernels_cpu::bf16::{Avx512Bf16, RightBf16};
 use rayon::prelude::*;
 
 use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
+use super::difference::{self, Differences, Prepared};
 use super::objective::candidate_block;
 use super::sample::{FIRST_WINDOWS, Place, Sample, Share};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
@@ -31,6 +36,9 @@ const SIGMAS: f64 = 3.0;
 const REGRET: f64 = 0.002;
 /// Tokens that go through the watched module at a time.
 const CHUNK_TOKENS: usize = 2048;
+/// The same where differences are computed: the float outputs of a round are kept, and what comes of
+/// a piece of them should stay small beside that.
+const PREPARED_TOKENS: usize = 512;
 
 /// A candidate on its way.
 struct Lane {
@@ -76,12 +84,17 @@ pub(super) fn choose(
     let mut out: Vec<Lane> = Vec::new();
     let mut seen = Seen { units: vec![false; units], heads: 0, tails: 0 };
     let mut seen_tokens = Vec::new();
+    let kernel = difference::kernel(task, group, tokens);
+    let watched = match kernel {
+        Some(_) => difference::watched_weight(task, group)?,
+        None => None,
+    };
     for round in 0..sample.rounds() {
         if running.len() == 1 && round > 0 {
             break;
         }
         let (rows, places) = sample.round(round);
-        let batch = Batch::new(task, group, sample, rows, &places)?;
+        let batch = Batch::new(task, group, sample, rows, &places, kernel)?;
         for place in places.iter().filter(|p| p.counts) {
             seen.units[place.unit] = true;
             *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
@@ -92,7 +105,7 @@ pub(super) fn choose(
         for mut lane in running {
             task.cancel.check()?;
             let candidate = &candidates[lane.index];
-            let errors = match batch.errors(task, group, &candidate.scales) {
+            let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
                 // Scaled weights may need a scale that its type cannot hold: then they are not better.
                 Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                 other => other?,
@@ -177,9 +190,12 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
     (keep, out)
 }
 
-/// Rows of one round with the outputs of the float module.
-struct Batch {
-    chunks: Vec<Chunk>,
+/// Rows of one round, ready for candidates.
+enum Batch {
+    /// With the outputs of the float module: candidates are computed as a whole.
+    Whole(Vec<Chunk>),
+    /// In the form from which differences follow.
+    Differences(Vec<Prepared>),
 }
 
 /// `[windows, length, channels]`, or `[1, tokens, channels]`.
@@ -203,37 +219,71 @@ impl Batch {
         sample: &Sample,
         rows: Vec<f32>,
         places: &[Place],
+        kernel: Option<Avx512Bf16>,
     ) -> Result<Self> {
         let k = sample.channels;
+        let tokens = if kernel.is_some() { PREPARED_TOKENS } else { CHUNK_TOKENS };
         // Whole windows, or tokens that have nothing to do with each other.
         let (windows, length) = match sample.share {
-            Share::Windows { .. } => ((CHUNK_TOKENS / sample.layout.length()).max(1), sample.layout.length()),
-            Share::Tokens { .. } => (1, CHUNK_TOKENS),
+            Share::Windows { .. } => ((tokens / sample.layout.length()).max(1), sample.layout.length()),
+            Share::Tokens { .. } => (1, tokens),
         };
         let size = windows * length;
         let chunks = rows.chunks((size * k).max(1)).zip(places.chunks(size)).map(|(rows, places)| {
             task.cancel.check()?;
             let length = length.min(rows.len() / k);
             let x = Tensor::from_slice(rows, (rows.len() / (length * k), length, k), &Device::Cpu)?;
-            let starts = match sample.share {
+            let starts: Option<Vec<u32>> = match sample.share {
                 Share::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
                 Share::Tokens { .. } => None,
             };
-            let mut chunk = Chunk { y: x.clone(), x, starts };
-            chunk.y = watched(task.block, group, &chunk, task.cancel)?;
-            Ok(chunk)
+            Ok((x, starts))
         });
-        Ok(Self { chunks: chunks.collect::<Result<_>>()? })
+        match kernel {
+            Some(token) => {
+                let prepared = chunks.map(|chunk: Result<_>| {
+                    let (x, starts) = chunk?;
+                    Prepared::new(token, task, group, &x, starts)
+                });
+                Ok(Self::Differences(prepared.collect::<Result<_>>()?))
+            }
+            None => {
+                let whole = chunks.map(|chunk: Result<_>| {
+                    let (x, starts) = chunk?;
+                    let mut chunk = Chunk { y: x.clone(), x, starts };
+                    chunk.y = watched(task.block, group, &chunk, task.cancel)?;
+                    Ok(chunk)
+                });
+                Ok(Self::Whole(whole.collect::<Result<_>>()?))
+            }
+        }
     }
 
     /// The squared error of every token's output with every quantized consumer replaced by
-    /// `Q(W · s) / s`.
-    fn errors(&self, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<Vec<f64>> {
-        let block = candidate_block(task, &group.consumers, scales)?;
+    /// `Q(W · s) / s`. `weight` is the watched linear's, where differences ask for it.
+    fn errors(
+        &self,
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        scales: &[f32],
+        weight: Option<&RightBf16>,
+    ) -> Result<Vec<f64>> {
         let mut errors = Vec::new();
-        for chunk in &self.chunks {
-            task.cancel.check()?;
-            token_errors(&watched(&block, group, chunk, task.cancel)?, &chunk.y, &mut errors)?;
+        match self {
+            Self::Whole(chunks) => {
+                let block = candidate_block(task, &group.consumers, scales)?;
+                for chunk in chunks {
+                    task.cancel.check()?;
+                    token_errors(&watched(&block, group, chunk, task.cancel)?, &chunk.y, &mut errors)?;
+                }
+            }
+            Self::Differences(prepared) => {
+                let candidate = Differences::new(task, group, scales, weight)?;
+                for chunk in prepared {
+                    task.cancel.check()?;
+                    chunk.errors(task, group, &candidate, &mut errors)?;
+                }
+            }
         }
         Ok(errors)
     }

@@ -1,0 +1,53 @@
+//! The tile of a strip and a panel on `avx512bf16`: 24 accumulators, two registers of the panel,
+//! and twelve broadcast pairs of the strip a step.
+
+use core::arch::x86_64::{
+    __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_storeu_ps,
+};
+use core::mem::transmute;
+
+use super::{Avx512Bf16, LEFT_ROWS, RIGHT_ROWS, Tile};
+
+/// Values in a register.
+const LANES: usize = 16;
+
+/// The product of a strip `[pairs, LEFT_ROWS]` and a panel `[pairs, RIGHT_ROWS]`.
+pub(super) fn multiply(_: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
+    // SAFETY: the token proves that the processor has what the function is compiled for.
+    unsafe { tile(strip, panel) }
+}
+
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn tile(strip: &[u32], panel: &[u32]) -> Tile {
+    let mut sums = [[_mm512_setzero_ps(); RIGHT_ROWS / LANES]; LEFT_ROWS];
+    for (left, right) in strip.chunks_exact(LEFT_ROWS).zip(panel.chunks_exact(RIGHT_ROWS)) {
+        let right = [pairs(&right[..LANES]), pairs(&right[LANES..])];
+        for (sums, &left) in sums.iter_mut().zip(left) {
+            let left = as_bf16(_mm512_set1_epi32(left as i32));
+            sums[0] = _mm512_dpbf16_ps(sums[0], left, right[0]);
+            sums[1] = _mm512_dpbf16_ps(sums[1], left, right[1]);
+        }
+    }
+    let mut out = [[0.0; RIGHT_ROWS]; LEFT_ROWS];
+    for (row, sums) in out.iter_mut().zip(sums) {
+        for (part, sum) in row.chunks_exact_mut(LANES).zip(sums) {
+            // SAFETY: the part is as long as the register, and may stand anywhere.
+            unsafe { _mm512_storeu_ps(part.as_mut_ptr(), sum) };
+        }
+    }
+    out
+}
+
+/// Sixteen pairs.
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn pairs(words: &[u32]) -> __m512bh {
+    assert_eq!(words.len(), LANES);
+    // SAFETY: there are as many words as the register holds, and they may stand anywhere.
+    as_bf16(unsafe { _mm512_loadu_si512(words.as_ptr().cast()) })
+}
+
+fn as_bf16(register: __m512i) -> __m512bh {
+    // SAFETY: the same 512 bits under another name; every pattern is a value of either.
+    unsafe { transmute::<__m512i, __m512bh>(register) }
+}

@@ -1,0 +1,280 @@
+//! Dense products in bfloat16: `out[m, n] = left[m, k] · right[n, k]ᵀ`, operands rounded to bf16 (half
+//! to even), sums in `f32`.
+//!
+//! One instruction, `vdpbf16ps`, multiplies and adds twice as many pairs as an `f32` FMA. The
+//! operands are packed once and used often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows whose values
+//! are broadcast, [`RightBf16`] in panels of [`RIGHT_ROWS`] rows that fill two registers. Both hold
+//! pairs of neighbouring `k` in a 32-bit word, the first in the low half, as the instruction takes
+//! them; a last odd `k`, and rows that fill up a strip or panel, are zero.
+//!
+//! The bound on an element: each operand is off by at most `2⁻⁹` of itself, so the result is off by
+//! at most `(2⁻⁸ + k · 2⁻²⁴) Σ |left · right|`. The instruction takes subnormal operands for zero
+//! and flushes subnormal sums.
+//!
+//! An element's sum runs over `k` in order whatever part of the product is asked for, so results do
+//! not depend on how callers split the work.
+
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code, reason = "vector loads and stores")]
+mod avx512;
+
+use std::sync::LazyLock;
+
+/// Rows of a strip of the left operand.
+pub const LEFT_ROWS: usize = 12;
+/// Rows of a panel of the right operand.
+pub const RIGHT_ROWS: usize = 32;
+
+/// Proof that the processor has `avx512bf16`.
+#[derive(Debug, Clone, Copy)]
+pub struct Avx512Bf16(());
+
+impl Avx512Bf16 {
+    /// The token, where the processor has the instructions and `QUANT_ISA`, if it is set, does not ask
+    /// for another path.
+    pub fn detect() -> Option<Self> {
+        static FOUND: LazyLock<bool> = LazyLock::new(|| {
+            let wanted = std::env::var_os("QUANT_ISA").is_none_or(|isa| isa == "avx512bf16");
+            wanted && available()
+        });
+        FOUND.then_some(Self(()))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn available() -> bool {
+    is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn available() -> bool {
+    false
+}
+
+/// The left operand `[m, k]`, packed.
+#[derive(Debug, Clone)]
+pub struct LeftBf16(Packed<LEFT_ROWS>);
+
+/// The right operand `[n, k]`, packed.
+#[derive(Debug, Clone)]
+pub struct RightBf16(Packed<RIGHT_ROWS>);
+
+/// Strips of `R` rows: `[⌈rows / R⌉, ⌈k / 2⌉, R]` pairs.
+#[derive(Debug, Clone)]
+struct Packed<const R: usize> {
+    rows: usize,
+    pairs: usize,
+    words: Vec<u32>,
+}
+
+impl<const R: usize> Packed<R> {
+    fn zeros(rows: usize, k: usize) -> Self {
+        let pairs = k.div_ceil(2);
+        Self { rows, pairs, words: vec![0; rows.div_ceil(R) * pairs * R] }
+    }
+
+    fn strip(&self, index: usize) -> &[u32] {
+        let size = self.pairs * R;
+        &self.words[index * size..(index + 1) * size]
+    }
+}
+
+/// Packs up to `R` rows of width `k` into a strip, which was zero.
+fn pack_strip<const R: usize>(rows: &[f32], k: usize, strip: &mut [u32]) {
+    for (r, row) in rows.chunks_exact(k).enumerate() {
+        let mut words = strip[r..].iter_mut().step_by(R);
+        let mut pairs = row.chunks_exact(2);
+        for (pair, word) in (&mut pairs).zip(&mut words) {
+            *word = to_bf16(pair[0]) | to_bf16(pair[1]) << 16;
+        }
+        if let ([last], Some(word)) = (pairs.remainder(), words.next()) {
+            *word = to_bf16(*last);
+        }
+    }
+}
+
+/// The 16 bits of a value rounded half to even. NaN may become an infinity, which is as little finite.
+fn to_bf16(value: f32) -> u32 {
+    let bits = value.to_bits();
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
+}
+
+macro_rules! operand {
+    ($name:ident, $rows:expr, $what:literal) => {
+        impl $name {
+            #[doc = concat!("Packs ", $what, " from rows of width `k`, row-major.")]
+            ///
+            /// # Panics
+            /// When `values` are not whole rows.
+            pub fn pack(values: &[f32], k: usize) -> Self {
+                let mut packed = Self::zeros(values.len().checked_div(k).unwrap_or(0), k);
+                for (rows, strip) in values.chunks(($rows * k).max(1)).zip(packed.strips_mut()) {
+                    Self::pack_rows(rows, k, strip);
+                }
+                packed
+            }
+
+            #[doc = concat!("Room for ", $what, " of so many rows, zero until [`Self::pack_rows`] fills it.")]
+            pub fn zeros(rows: usize, k: usize) -> Self {
+                Self(Packed::zeros(rows, k))
+            }
+
+            /// The strips, for callers that pack them in parallel.
+            pub fn strips_mut(&mut self) -> std::slice::ChunksMut<'_, u32> {
+                self.0.words.chunks_mut((self.0.pairs * $rows).max(1))
+            }
+
+            /// Packs some rows of width `k` into a strip that was zero.
+            ///
+            /// # Panics
+            /// When there are more rows than a strip has, or they are not whole.
+            pub fn pack_rows(rows: &[f32], k: usize, strip: &mut [u32]) {
+                assert!(k > 0 && rows.len().is_multiple_of(k), "not whole rows");
+                assert!(rows.len() / k <= $rows, "more rows than a strip has");
+                assert_eq!(strip.len(), k.div_ceil(2) * $rows, "the strip has another width");
+                pack_strip::<$rows>(rows, k, strip);
+            }
+
+            /// Rows.
+            pub fn rows(&self) -> usize {
+                self.0.rows
+            }
+        }
+    };
+}
+
+operand!(LeftBf16, LEFT_ROWS, "a left operand");
+operand!(RightBf16, RIGHT_ROWS, "a right operand");
+
+/// Some rows of `left · rightᵀ`: those of the strips `first` to `first + ⌈rows / LEFT_ROWS⌉`.
+///
+/// `out` is `[rows, n]` row-major; it is overwritten. Allocates nothing and spawns nothing.
+///
+/// # Panics
+/// When the operands have different widths, or `out` is not whole rows that `left` has from there on.
+pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
+    let (left, right) = (&left.0, &right.0);
+    let n = right.rows;
+    assert_eq!(left.pairs, right.pairs, "operands have different widths");
+    assert!(n > 0 && out.len().is_multiple_of(n), "out is not whole rows");
+    let rows = out.len() / n;
+    assert!(first * LEFT_ROWS + rows <= left.rows, "rows leave the left operand");
+    // Panel by panel, so that one stays in the first cache while all strips pass.
+    for panel in 0..n.div_ceil(RIGHT_ROWS) {
+        let columns = panel * RIGHT_ROWS..((panel + 1) * RIGHT_ROWS).min(n);
+        for (i, out) in out.chunks_mut(LEFT_ROWS * n).enumerate() {
+            let tile = multiply(token, left.strip(first + i), right.strip(panel));
+            for (row, values) in out.chunks_exact_mut(n).zip(&tile) {
+                row[columns.clone()].copy_from_slice(&values[..columns.len()]);
+            }
+        }
+    }
+}
+
+type Tile = [[f32; RIGHT_ROWS]; LEFT_ROWS];
+
+#[cfg(target_arch = "x86_64")]
+fn multiply(token: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
+    avx512::multiply(token, strip, panel)
+}
+
+/// No token exists here.
+#[cfg(not(target_arch = "x86_64"))]
+fn multiply(_: Avx512Bf16, _: &[u32], _: &[u32]) -> Tile {
+    [[0.0; RIGHT_ROWS]; LEFT_ROWS]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn rounded(value: f32) -> f64 {
+        f64::from(f32::from_bits(to_bf16(value) << 16))
+    }
+
+    #[test]
+    fn rounding_is_half_to_even() {
+        for (value, bits) in [
+            (1.0_f32, 0x3f80),
+            (-1.0, 0xbf80),
+            (0.0, 0),
+            (f32::from_bits(0x3f80_8000), 0x3f80),
+            (f32::from_bits(0x3f81_8000), 0x3f82),
+            (f32::from_bits(0x3f80_8001), 0x3f81),
+            (f32::INFINITY, 0x7f80),
+            (f32::MAX, 0x7f80),
+        ] {
+            assert_eq!(to_bf16(value), bits, "{value:e}");
+        }
+    }
+
+    /// The product of the rounded operands in `f64`, and the sum of magnitudes.
+    fn exact(left: &[f32], right: &[f32], k: usize) -> Vec<(f64, f64)> {
+        let row = |l: &[f32], r: &[f32]| {
+            let terms = l.iter().zip(r).map(|(a, b)| rounded(*a) * rounded(*b));
+            (terms.clone().sum::<f64>(), terms.map(f64::abs).sum::<f64>())
+        };
+        left.chunks_exact(k).flat_map(|l| right.chunks_exact(k).map(move |r| row(l, r))).collect()
+    }
+
+    fn values(len: usize, seed: u32) -> Vec<f32> {
+        // Magnitudes over twelve powers of two, both signs.
+        let mut state = seed | 1;
+        (0..len)
+            .map(|_| {
+                state ^= state << 13;
+                state ^= state >> 17;
+                state ^= state << 5;
+                let scale = 2.0_f32.powi((state >> 28) as i32 - 8);
+                (state as f32 / u32::MAX as f32 - 0.5) * scale
+            })
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn products_are_within_their_bound(m in 1usize..40, n in 1usize..70, k in 1usize..70, seed: u32) {
+            let Some(token) = Avx512Bf16::detect() else { return Ok(()) };
+            let (left, right) = (values(m * k, seed), values(n * k, seed ^ 0x9e37));
+            let (packed_left, packed_right) = (LeftBf16::pack(&left, k), RightBf16::pack(&right, k));
+            let mut out = vec![f32::NAN; m * n];
+            bf16_gemm(token, &packed_left, 0, &packed_right, &mut out);
+            for (got, (exact, magnitude)) in out.iter().zip(exact(&left, &right, k)) {
+                let bound = (k as f64 + 2.0) * 2.0_f64.powi(-24) * magnitude + 1e-37;
+                prop_assert!((f64::from(*got) - exact).abs() <= bound, "{got} {exact}");
+            }
+            // A part of it is the same part of it.
+            let strips = m.div_ceil(LEFT_ROWS);
+            let first = seed as usize % strips;
+            let rows = (m - first * LEFT_ROWS).min(1 + seed as usize % 30);
+            let mut part = vec![f32::NAN; rows * n];
+            bf16_gemm(token, &packed_left, first, &packed_right, &mut part);
+            let from = first * LEFT_ROWS * n;
+            let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&part), bits(&out[from..from + rows * n]));
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_so() {
+        let Some(token) = Avx512Bf16::detect() else { return };
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            let mut left = vec![1.0; 6];
+            left[4] = bad;
+            let mut out = [0.0; 4];
+            let right = RightBf16::pack(&[1.0; 6], 3);
+            bf16_gemm(token, &LeftBf16::pack(&left, 3), 0, &right, &mut out);
+            assert_eq!(out[..2], [3.0; 2]);
+            assert!(out[2..].iter().all(|v| !v.is_finite()), "{out:?}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "different widths")]
+    fn operands_of_different_widths_panic() {
+        let Some(token) = Avx512Bf16::detect() else { panic!("different widths: not tried") };
+        bf16_gemm(token, &LeftBf16::pack(&[1.0; 4], 4), 0, &RightBf16::pack(&[1.0; 2], 2), &mut [0.0]);
+    }
+}

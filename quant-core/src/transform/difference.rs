@@ -1,0 +1,217 @@
+//! What candidates cost, from differences in bfloat16: the race where the processor has
+//! `avx512bf16`.
+//!
+//! A candidate changes a weight by `D = Q(W · s) / s − W`, some percent of it. What it changes in a
+//! linear's output is `X Dᵀ`, and in the module's output `V (h − h₀)ᵀ`: `h₀` is what its last linear
+//! `V` reads, `h` the same with `X Dᵀ` added to the outputs of the consumers. Rounding `X`, `D`,
+//! `h − h₀` and `V` to bf16 is off by a part of the *difference*, 2⁻⁸ of each term, so errors of
+//! candidates keep their order as far as a race tells it; rounding `X` and `Q(W · s) / s` instead
+//! would bury the difference. What the float model puts out is computed in `f32`, once.
+
+use candle_core::{Device, Tensor};
+use quant_kernels_cpu::bf16::{Avx512Bf16, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};
+use rayon::prelude::*;
+
+use super::BlockTask;
+use super::objective::round_scaled;
+use crate::model::{CancelTap, FoldGroup, NodeId, Segments, WeightBody};
+use crate::{Error, Result};
+
+/// Strips of the left operand that one task multiplies.
+const TASK_STRIPS: usize = 8;
+/// Multiplications of weights and tokens from which on packing pays.
+const ENOUGH_WORK: u64 = 1 << 28;
+
+/// The kernel, where the processor has it and there is work enough for it.
+pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Avx512Bf16> {
+    let weights = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape());
+    let weights: u64 = weights.map(|[n, k]| n as u64 * k as u64).sum();
+    Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= ENOUGH_WORK)
+}
+
+/// The float module on some tokens, made ready for candidates.
+pub(super) struct Prepared {
+    token: Avx512Bf16,
+    /// What the consumers read.
+    x: LeftBf16,
+    /// `None` for a single linear, whose output is what is watched.
+    module: Option<Module>,
+}
+
+struct Module {
+    /// The consumers' float outputs, `[windows, length, n]`.
+    outputs: Vec<Tensor>,
+    /// What the watched linear reads in the float module.
+    read: Tensor,
+    starts: Option<Vec<u32>>,
+}
+
+impl Prepared {
+    /// Prepares the inputs `[windows, length, k]` of a group's consumers.
+    pub(super) fn new(
+        token: Avx512Bf16,
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        x: &Tensor,
+        starts: Option<Vec<u32>>,
+    ) -> Result<Self> {
+        let k = x.dim(candle_core::D::Minus1)?;
+        let packed = pack_left(&x.flatten_all()?.to_vec1::<f32>()?, k);
+        if group.consumers.len() == 1 {
+            return Ok(Self { token, x: packed, module: None });
+        }
+        let mut targets = group.consumers.clone();
+        targets.push(watched_input(task, group));
+        let segments = starts.as_deref().map_or_else(Segments::whole, Segments::new);
+        let tap = &mut CancelTap(task.cancel);
+        let mut outputs = task.block.evaluate_packed(&[(group.input, x.clone())], &targets, segments, tap)?;
+        let read = outputs.pop().ok_or_else(|| Error::Internal("a module reads nothing".into()))?;
+        Ok(Self { token, x: packed, module: Some(Module { outputs, read, starts }) })
+    }
+
+    /// Appends the squared error of every token's watched output.
+    pub(super) fn errors(
+        &self,
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        candidate: &Differences,
+        errors: &mut Vec<f64>,
+    ) -> Result<()> {
+        let Some(Module { outputs, read, starts }) = &self.module else {
+            let [Some(difference)] = &candidate.consumers[..] else {
+                return Err(Error::Internal("a single linear is not quantized".into()));
+            };
+            row_sums(self.token, &self.x, difference, errors);
+            return Ok(());
+        };
+        let mut known = Vec::with_capacity(outputs.len());
+        for ((&node, output), difference) in group.consumers.iter().zip(outputs).zip(&candidate.consumers) {
+            let value = match difference {
+                None => output.clone(),
+                Some(difference) => {
+                    let mut values = output.flatten_all()?.to_vec1::<f32>()?;
+                    add_product(self.token, &self.x, difference, &mut values);
+                    Tensor::from_vec(values, output.shape(), &Device::Cpu)?
+                }
+            };
+            known.push((node, value));
+        }
+        let segments = starts.as_deref().map_or_else(Segments::whole, Segments::new);
+        let target = [watched_input(task, group)];
+        let tap = &mut CancelTap(task.cancel);
+        let changed = task.block.evaluate_packed(&known, &target, segments, tap)?.swap_remove(0);
+        drop(known);
+        let k = changed.dim(candle_core::D::Minus1)?;
+        let mut change = changed.flatten_all()?.to_vec1::<f32>()?;
+        drop(changed);
+        let before = read.flatten_all()?.to_vec1::<f32>()?;
+        change.par_chunks_mut(k).zip(before.par_chunks(k)).for_each(|(change, before)| {
+            change.iter_mut().zip(before).for_each(|(c, b)| *c -= b);
+        });
+        let watched = candidate.watched.as_ref();
+        let watched = watched.ok_or_else(|| Error::Internal("the watched linear is not packed".into()))?;
+        row_sums(self.token, &pack_left(&change, k), watched, errors);
+        Ok(())
+    }
+}
+
+/// The node whose value the watched linear reads.
+fn watched_input(task: &BlockTask<'_>, group: &FoldGroup) -> NodeId {
+    task.block.graph().nodes()[group.inspected].inputs[0]
+}
+
+/// What a candidate changes in the consumers' weights; `None` where one stays float.
+pub(super) struct Differences<'a> {
+    consumers: Vec<Option<RightBf16>>,
+    /// The watched linear, where it is not the only consumer.
+    watched: Option<&'a RightBf16>,
+}
+
+impl<'a> Differences<'a> {
+    /// Rounds the consumers under these scales.
+    ///
+    /// # Errors
+    /// [`Error::Numeric`] when a scaled weight needs a scale that its type cannot hold.
+    pub(super) fn new(
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        scales: &[f32],
+        watched: Option<&'a RightBf16>,
+    ) -> Result<Self> {
+        let difference = |&node: &NodeId| -> Result<Option<RightBf16>> {
+            let Some(&grid) = task.grids.get(&node) else { return Ok(None) };
+            let module = task.module(node);
+            let packed = pack_right(task.block.linear(node).weight(), |rows| {
+                let exact = rows.to_vec();
+                round_scaled(rows, scales, grid, &module)?;
+                rows.iter_mut().zip(exact).for_each(|(d, w)| *d -= w);
+                Ok(())
+            })?;
+            Ok(Some(packed))
+        };
+        Ok(Self { consumers: group.consumers.iter().map(difference).collect::<Result<_>>()?, watched })
+    }
+}
+
+/// The watched linear's float weight, where it is not the only consumer.
+pub(super) fn watched_weight(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Option<RightBf16>> {
+    if group.consumers.len() == 1 {
+        return Ok(None);
+    }
+    pack_right(task.block.linear(group.inspected).weight(), |_| Ok(())).map(Some)
+}
+
+fn pack_left(values: &[f32], k: usize) -> LeftBf16 {
+    let mut packed = LeftBf16::zeros(values.len() / k, k);
+    let strips: Vec<&mut [u32]> = packed.strips_mut().collect();
+    let rows = values.par_chunks(LEFT_ROWS * k);
+    strips.into_par_iter().zip(rows).for_each(|(strip, rows)| LeftBf16::pack_rows(rows, k, strip));
+    packed
+}
+
+/// Packs a weight whose rows `change` has turned into what is wanted of them.
+fn pack_right(weight: &WeightBody, change: impl Fn(&mut [f32]) -> Result<()> + Sync) -> Result<RightBf16> {
+    let [n, k] = weight.shape();
+    let mut packed = RightBf16::zeros(n, k);
+    let strips: Vec<&mut [u32]> = packed.strips_mut().collect();
+    let results: Vec<Result<()>> = strips
+        .into_par_iter()
+        .enumerate()
+        .map_init(Vec::new, |scratch, (i, strip)| {
+            let rows = i * RIGHT_ROWS..((i + 1) * RIGHT_ROWS).min(n);
+            let mut values = weight.rows(rows, scratch)?.to_vec();
+            change(&mut values)?;
+            RightBf16::pack_rows(&values, k, strip);
+            Ok(())
+        })
+        .collect();
+    // The first in order, whatever thread was first.
+    results.into_iter().collect::<Result<()>>()?;
+    Ok(packed)
+}
+
+/// `out += left · rightᵀ`, `[rows, n]`.
+fn add_product(token: Avx512Bf16, left: &LeftBf16, right: &RightBf16, out: &mut [f32]) {
+    let piece = TASK_STRIPS * LEFT_ROWS * right.rows();
+    out.par_chunks_mut(piece.max(1)).enumerate().for_each_init(Vec::new, |product, (i, out)| {
+        product.resize(out.len(), 0.0);
+        bf16_gemm(token, left, i * TASK_STRIPS, right, product);
+        out.iter_mut().zip(product.iter()).for_each(|(o, p)| *o += p);
+    });
+}
+
+/// Appends `Σ (left · rightᵀ)²` of every row.
+fn row_sums(token: Avx512Bf16, left: &LeftBf16, right: &RightBf16, sums: &mut Vec<f64>) {
+    let (rows, n) = (left.rows(), right.rows());
+    let pieces: Vec<Vec<f64>> = (0..rows.div_ceil(TASK_STRIPS * LEFT_ROWS))
+        .into_par_iter()
+        .map_init(Vec::new, |product, i| {
+            let height = (TASK_STRIPS * LEFT_ROWS).min(rows - i * TASK_STRIPS * LEFT_ROWS);
+            product.resize(height * n, 0.0);
+            bf16_gemm(token, left, i * TASK_STRIPS, right, product);
+            let sum = |row: &[f32]| row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+            product.chunks_exact(n).map(sum).collect()
+        })
+        .collect();
+    sums.extend(pieces.into_iter().flatten());
+}
