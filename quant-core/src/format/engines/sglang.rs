@@ -2,28 +2,17 @@
 
 use super::Verdict::{self, No, With, Yes};
 use super::outline::Outline;
-use super::sharding::{Share, aligned, shares};
+use super::sharding::{Share, linears};
 
 /// On NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
         return No("a quantized embedding is not read, and stays as it was initialized".into());
     }
-    for layer in &outline.layers {
-        if let Err((one, other)) = layer.scheme() {
-            return No(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
-        }
-    }
-    let shares = match shares(outline, ranks) {
-        Ok(shares) => shares,
-        Err(reason) => return No(reason),
-    };
-    let of_share = |share: &Share<'_>| match aligned(outline.container, share) {
-        Ok(()) if outline.container == "awq" => awq(share),
-        Ok(()) => compressed_tensors(share),
-        Err(reason) => No(reason),
-    };
-    shares.iter().map(of_share).fold(Yes, Verdict::and)
+    linears(outline, ranks, |share| match outline.container {
+        "awq" => awq(share),
+        _ => compressed_tensors(share),
+    })
 }
 
 fn is_marlin_group(share: &Share<'_>) -> bool {

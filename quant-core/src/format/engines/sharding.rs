@@ -1,5 +1,6 @@
 //! What a rank holds of a linear, and what packing asks of it: the rules that engines share.
 
+use super::Verdict::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
 use crate::recipe::{Granularity, WeightScheme};
 
@@ -41,7 +42,7 @@ impl Share<'_> {
 ///
 /// # Errors
 /// Why a linear cannot be split.
-pub(super) fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
+fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
     let (heads, kv_heads) = (outline.heads, outline.kv_heads);
     if !heads.is_multiple_of(ranks) {
         return Err(format!("{heads} heads do not split over {ranks} ranks"));
@@ -94,7 +95,7 @@ fn share<'a>(outline: &Outline, layer: &'a FusedLayer, ranks: usize) -> Result<O
 ///
 /// # Errors
 /// The reason why not.
-pub(super) fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
+fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     let WeightScheme { bits, symmetric, .. } = share.scheme;
     let bits = usize::from(bits);
     let Share { k, .. } = *share;
@@ -121,4 +122,22 @@ pub(super) fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> 
         Some(n) => Err(share.fault(format!("zeros of {n} outputs a rank are no whole words"))),
         None => Ok(()),
     }
+}
+
+/// The worst that a kernel says of any linear, once all can be loaded and split.
+pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
+    for layer in &outline.layers {
+        if let Err((one, other)) = layer.scheme() {
+            return No(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
+        }
+    }
+    let shares = match shares(outline, ranks) {
+        Ok(shares) => shares,
+        Err(reason) => return No(reason),
+    };
+    let of_share = |share: &Share<'_>| match aligned(outline.container, share) {
+        Ok(()) => kernel(share),
+        Err(reason) => No(reason),
+    };
+    shares.iter().map(of_share).fold(Yes, Verdict::and)
 }

@@ -3,7 +3,7 @@
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
-use super::sharding::{Share, aligned, shares};
+use super::sharding::{Share, linears};
 
 /// On NVIDIA devices.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -25,24 +25,6 @@ pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
         _ => Yes,
     };
     outside.and(linears(outline, ranks, cpu_kernel))
-}
-
-/// The worst that a kernel says of any linear, once all can be loaded and split.
-fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
-    for layer in &outline.layers {
-        if let Err((one, other)) = layer.scheme() {
-            return No(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
-        }
-    }
-    let shares = match shares(outline, ranks) {
-        Ok(shares) => shares,
-        Err(reason) => return No(reason),
-    };
-    let of_share = |share: &Share<'_>| match aligned(outline.container, share) {
-        Ok(()) => kernel(share),
-        Err(reason) => No(reason),
-    };
-    shares.iter().map(of_share).fold(Yes, Verdict::and)
 }
 
 fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
