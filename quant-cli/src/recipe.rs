@@ -106,6 +106,12 @@ impl RecipeOptions {
                 return Err(self.needs_no_text(&recipe, option));
             }
         }
+        if let (Some(path), None) = (&self.recipe, recipe.method.transform) {
+            // A file that rounds only has none; this one's transform was overruled.
+            if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
+                return Err(self.needs_no_text(&recipe, &format!("[calibration] of {}", path.display())));
+            }
+        }
         if let Some(search) = &self.search {
             recipe.search = search.parse()?;
         }

@@ -1,21 +1,28 @@
 //! The first interrupt asks the run to stop where nothing is lost; the second stops it at once.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use quant_core::{CancelToken, Error, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
-use signal_hook::flag;
+use signal_hook::iterator::Signals;
+use signal_hook::{flag, low_level};
 
-/// Installs the handlers and returns the token that they pull.
+/// Watches for signals and returns the token that the first one pulls.
 pub fn install() -> Result<CancelToken> {
     let pulled = Arc::new(AtomicBool::new(false));
     let failed = |e| Error::Io { action: "watch signals for", path: "the process".into(), source: e };
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // Order matters: at the first signal the flag is still down when this one looks at it.
-        flag::register_conditional_shutdown(signal, 128 + signal, pulled.clone()).map_err(failed)?;
-        flag::register(signal, pulled.clone()).map_err(failed)?;
-    }
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    let told = pulled.clone();
+    // One thread takes them one after the other: of two that arrive together, one is the second.
+    let watch = move || {
+        for signal in signals.forever() {
+            if told.swap(true, Ordering::Relaxed) {
+                low_level::exit(128 + signal);
+            }
+        }
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(failed)?;
     // Left alone, it kills the process; watched, the write fails instead and its error is told.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
     Ok(CancelToken::from_flag(pulled))

@@ -494,8 +494,8 @@ impl Error {
     }
 }
 
-/// `model.layers.3.mlp.down_proj.weight` → `*.down_proj`.
+/// `model.layers.3.mlp.down_proj.weight` → `down_proj`.
 fn suggestion_pattern(tensor: &str) -> String {
     let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
-    format!("*.{}", module.rsplit('.').next().unwrap_or(module))
+    module.rsplit('.').next().unwrap_or(module).to_owned()
 }

@@ -85,7 +85,7 @@ fn recipes() {
                 "does not divide the input width of 2 tensor(s)",
                 "\n  model.layers.0.mlp.down_proj.weight: width 96, group size 64",
                 "\n  model.layers.1.mlp.down_proj.weight: width 96, group size 64",
-                "--override '*.down_proj=w4a16-channel'",
+                "--override 'down_proj=w4a16-channel'",
             ],
         ),
         (
@@ -108,7 +108,7 @@ fn recipes() {
         check_message(&case, &quant(plan), 2, says);
     }
     // The advice that one of them gives is good.
-    let advice = "*.down_proj=w4a16-channel";
+    let advice = "down_proj=w4a16-channel";
     quant(args!["plan", model.path(), "--group-size", "64", "--override", advice]).succeeded();
     // What the head gets anyway may be asked for.
     quant(args!["plan", model.path(), "--group-size", "32", "--ignore", "lm_head"]).succeeded();
@@ -146,6 +146,9 @@ fn recipe_files() {
     // Options refine it.
     let refined = plan(&[recipe, &["--override".as_ref(), "v_proj=w8a16".as_ref()]].concat()).succeeded();
     assert_eq!(refined.json()["selectors"].as_array().unwrap().len(), 3);
+    // A method that reads no text leaves what the file says of it without effect.
+    let rounded = plan(&[recipe, &["--method".as_ref(), "rtn".as_ref()]].concat());
+    check_message("rtn", &rounded, 2, &["[calibration] of ", "mine.toml has no effect"]);
     let printed = quant(args!["plan", "--print-recipe", "rtn-w8a16"]).succeeded();
     std::fs::write(&file, printed.stdout).unwrap();
     let preset = ["--preset", "rtn-w8a16", "--group-size", "32"].map(AsRef::as_ref);

@@ -83,6 +83,12 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
         assert_eq!(hashes(&out.join(format)), hashes(&at("whole").join(format)), "{format}");
     }
     assert_eq!(names(&out), ["awq", "compressed-tensors"]);
+    // What a run that died between the two would leave: one is there.
+    std::fs::remove_dir_all(out.join("awq")).unwrap();
+    let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat()));
+    check_message("one of two", &run, 2, &["compressed-tensors exists already", "add --force"]);
+    quant(quantize(&model, &out, &[&options[..], &["--resume", "--force"]].concat())).succeeded();
+    assert_eq!(hashes(&out.join("awq")), hashes(&at("whole").join("awq")));
 }
 
 #[test]
@@ -168,7 +174,7 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     let override_ = ["--override", "down_proj=w8a16-g32"];
     quant(quantize(&model, &at("mixed"), &[&rtn[..], &override_].concat())).succeeded();
     let run = quant(quantize(&at("mixed"), &at("no"), &["--format", "awq"]));
-    check_message("8 bits", &run, 2, &["down_proj", "packs 4 bits, not 8"]);
+    check_message("8 bits", &run, 2, &["down_proj", "packs 4 bits, not 8", "original float checkpoint"]);
     // A scale that F16 cannot hold, in a file that says BF16.
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();
@@ -191,6 +197,11 @@ fn plan_tells_which_engines_load_it() {
     assert!(
         text.contains("`model.layers.0.self_attn.q_proj` and `model.layers.0.self_attn.k_proj` run as one"),
         "{text}"
+    );
+    let out = scratch.path().join("out");
+    let run = quant(quantize(&model, &out, &["--method", "rtn", "--group-size", "32", "--ignore", "q_proj"]));
+    assert!(
+        run.succeeded().stderr.contains("note: vLLM, CUDA 0.33.0 does not load this as compressed-tensors")
     );
     let plan = quant(arguments.into_iter().chain(args!["--json"])).json();
     let engines = plan["formats"][0]["engines"].as_array().unwrap();

@@ -305,7 +305,8 @@ fn about(seconds: f64) -> String {
         s if s < 1.5 => "a second".into(),
         s if s < 90.0 => format!("{s:.0} s"),
         s if s < 5400.0 => format!("{:.0} min", s / 60.0),
-        s => format!("{:.0} h", s / 3600.0),
+        s if s < 3.2e7 => format!("{:.0} h", s / 3600.0),
+        _ => "more than a year".into(),
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use quant_core::format::CONTAINERS;
+use quant_core::format::engines::{ENGINES, Outline, Verdict};
 use quant_core::pipeline::{self, Job, QuantReport};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{Category, Error, Result, TensorSink};
@@ -17,6 +18,9 @@ use crate::hub;
 use crate::inputs::{self, Opened};
 use crate::output::{self, bytes, duration};
 use crate::recipe::RecipeOptions;
+
+/// A search on fewer tokens follows chance.
+const FEW_TOKENS: usize = 256;
 
 /// What to quantize, and where to write it.
 #[derive(Debug, clap::Args)]
@@ -90,7 +94,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let outputs = outputs(&args.output, &recipe)?;
     // Found later for a model that is here; nothing is fetched for a run that cannot write.
     if hub::is_named(&args.model) {
-        refuse_existing(&outputs, args.force)?;
+        refuse_existing(&outputs, args)?;
     }
     let opened = inputs::open(&args.model, session)?;
     if opened.directory.tokenizer_path().is_none() {
@@ -145,11 +149,16 @@ fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect())
 }
 
-fn refuse_existing(outputs: &[PathBuf], force: bool) -> Result<()> {
-    match outputs.iter().find(|path| !force && path.exists()) {
-        Some(path) => Err(Error::OutputExists { path: path.clone() }),
-        None => Ok(()),
+fn refuse_existing(outputs: &[PathBuf], args: &Args) -> Result<()> {
+    let Some(path) = outputs.iter().find(|path| !args.force && path.exists()) else { return Ok(()) };
+    if args.resume && outputs.len() > 1 {
+        // A run that dies while formats appear one after the other leaves some of them.
+        return Err(Error::usage(
+            format!("{} exists already, so it cannot be gone on with", path.display()),
+            "add --force: the formats that are there are made again, and what is left of the others is used",
+        ));
     }
+    Err(Error::OutputExists { path: path.clone() })
 }
 
 fn quantize(
@@ -160,7 +169,7 @@ fn quantize(
     session: &Session,
 ) -> Result<Vec<(Published, QuantReport)>> {
     let plans = args.recipe.plans(&opened.model, recipe)?;
-    refuse_existing(outputs, args.force)?;
+    refuse_existing(outputs, args)?;
     let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
     if let (Some(text), None) = (&args.calibration, plan.method.transform) {
         return Err(args.recipe.needs_no_text(recipe, &format!("--calibration {text}")));
@@ -174,6 +183,15 @@ fn quantize(
         ));
     }
     let mut notes: Vec<String> = plans.iter().flat_map(Plan::warnings).collect();
+    for plan in &plans {
+        let outline = Outline::new(plan, &opened.model);
+        for engine in ENGINES.iter().filter(|engine| engine.is_common) {
+            if let Some(Verdict::No(reason)) = engine.loads(&outline, 1) {
+                let (name, version, format) = (engine.name, engine.version, outline.container);
+                notes.push(format!("{name} {version} does not load this as {format}: {reason}"));
+            }
+        }
+    }
     notes.dedup();
     for note in notes {
         session.progress.note(&format!("note: {note}"));
@@ -186,6 +204,11 @@ fn quantize(
         }
         None => None,
     };
+    if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
+        session.progress.note(&format!(
+            "warning: only {counted} token(s) of the calibration text count, too few to judge scales by"
+        ));
+    }
     session.cancel.check()?;
     let job = |plan| Job {
         model: &opened.model,

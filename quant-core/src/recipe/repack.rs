@@ -50,7 +50,7 @@ impl Plan {
             }
             let stored_dtype = model.packed_scale_dtype(&module)?;
             let scale_dtype = container.scale_dtype(stored_dtype);
-            let outputs = container.layout(&module, shape, scheme, scale_dtype)?;
+            let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
                 tensor: format!("{module}.weight"),
                 stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
@@ -75,7 +75,18 @@ impl Plan {
             embedding,
             fused: architecture.fused_modules(),
         };
+        plan.container.check(&plan.module_schemes()).map_err(unfit)?;
         plan.complete(model, &[])
+    }
+}
+
+/// What a container says to a request for other grids; here the grids are what they are.
+fn unfit(error: Error) -> Error {
+    match error {
+        Error::Usage { message, .. } => {
+            Error::usage(message, "quantize the original float checkpoint for this format")
+        }
+        other => other,
     }
 }
 

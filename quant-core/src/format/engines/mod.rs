@@ -69,6 +69,8 @@ pub struct Engine {
     pub name: &'static str,
     /// The version whose sources were read.
     pub version: &'static str,
+    /// Whether users of either container are likely to mean it, so that they are warned of a "no".
+    pub is_common: bool,
     /// Whether it splits linears over ranks.
     tensor_parallel: bool,
     loads: fn(&Outline, usize) -> Verdict,
@@ -83,15 +85,52 @@ impl Engine {
 
 /// The engines whose rules are known.
 pub static ENGINES: &[Engine] = &[
-    Engine { name: "vLLM, CUDA", version: "0.33.0", tensor_parallel: true, loads: vllm::cuda },
-    Engine { name: "vLLM, CPU", version: "0.33.0", tensor_parallel: true, loads: vllm::cpu },
-    Engine { name: "SGLang, CUDA", version: "0.5.23", tensor_parallel: true, loads: sglang::cuda },
-    Engine { name: "transformers", version: "5.23.0", tensor_parallel: false, loads: others::transformers },
-    Engine { name: "LMDeploy TurboMind", version: "0.18.0", tensor_parallel: true, loads: others::turbomind },
-    Engine { name: "mlx-lm", version: "0.32.2", tensor_parallel: false, loads: others::mlx },
+    Engine {
+        name: "vLLM, CUDA",
+        version: "0.33.0",
+        is_common: true,
+        tensor_parallel: true,
+        loads: vllm::cuda,
+    },
+    Engine {
+        name: "vLLM, CPU",
+        version: "0.33.0",
+        is_common: false,
+        tensor_parallel: true,
+        loads: vllm::cpu,
+    },
+    Engine {
+        name: "SGLang, CUDA",
+        version: "0.5.23",
+        is_common: true,
+        tensor_parallel: true,
+        loads: sglang::cuda,
+    },
+    Engine {
+        name: "transformers",
+        version: "5.23.0",
+        is_common: true,
+        tensor_parallel: false,
+        loads: others::transformers,
+    },
+    Engine {
+        name: "LMDeploy TurboMind",
+        version: "0.18.0",
+        is_common: false,
+        tensor_parallel: true,
+        loads: others::turbomind,
+    },
+    Engine {
+        name: "mlx-lm",
+        version: "0.32.2",
+        is_common: false,
+        tensor_parallel: false,
+        loads: others::mlx,
+    },
     Engine {
         name: "llama.cpp, converter",
         version: "0.5-dev",
+        is_common: false,
         tensor_parallel: false,
         loads: others::llama_cpp,
     },

@@ -58,6 +58,12 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     if outline.head.is_some() {
         return Unsure("whether it reads a quantized head".into());
     }
+    if let Some((one, other)) = outline.layers.iter().find_map(|layer| layer.scheme().err()) {
+        return Unsure(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
+    }
+    if !outline.heads.is_multiple_of(ranks) {
+        return No(format!("{} heads do not split over {ranks} ranks", outline.heads));
+    }
     let group = match scheme.granularity {
         Granularity::Group(size) => size,
         Granularity::Channel => return No("it reads no scale a channel".into()),
