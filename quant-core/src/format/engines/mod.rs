@@ -3,7 +3,7 @@
 //! Each engine is a file of rules that were read from its sources at one version, on the day
 //! [`READ`]; `docs/formats/engines.md` says what they rest on, and what of it was run. A rule
 //! looks at an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate
-//! and up) fused, and split over ranks by [`sharding`].
+//! and up) fused, and split over ranks (`sharding`).
 
 mod others;
 mod outline;
