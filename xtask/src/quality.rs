@@ -11,7 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::bench_rtn::quant_binary;
@@ -118,12 +118,7 @@ pub fn run(args: &Args) -> Result<()> {
         ),
         csv,
     };
-    println!("recorded in {}", record.write()?.display());
-    if args.check && !broken.is_empty() {
-        bail!("{}", broken.join("; "));
-    }
-    broken.iter().for_each(|b| println!("does not hold: {b}"));
-    Ok(())
+    record.conclude(args.check, &broken)
 }
 
 #[allow(clippy::too_many_arguments)]

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::peer::{Job, Outcome, Peer, tokens_sha256};
@@ -137,12 +137,7 @@ pub fn run(args: &Args) -> Result<()> {
         ),
         csv,
     };
-    println!("recorded in {}", record.write()?.display());
-    if args.check && !broken.is_empty() {
-        bail!("{}", broken.join("; "));
-    }
-    broken.iter().for_each(|b| println!("does not hold: {b}"));
-    Ok(())
+    record.conclude(args.check, &broken)
 }
 
 /// Quantizes a row by both and scores what they wrote.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::host::{Host, commit, today};
 use super::shell::root;
@@ -42,6 +42,17 @@ impl Record {
         std::fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))?;
         std::fs::write(stem.with_extension("csv"), self.csv.join("\n") + "\n")?;
         Ok(path)
+    }
+
+    /// Writes the record, says where it is and which claims do not hold.
+    ///
+    /// # Errors
+    /// When it cannot be written, or one does not hold and `check` asks for it.
+    pub fn conclude(&self, check: bool, broken: &[String]) -> Result<()> {
+        println!("recorded in {}", self.write()?.display());
+        broken.iter().for_each(|b| println!("does not hold: {b}"));
+        ensure!(!check || broken.is_empty(), "{}", broken.join("; "));
+        Ok(())
     }
 }
 
