@@ -6,14 +6,17 @@
 //! `V` reads, `h` the same with `X Dᵀ` added to the outputs of the consumers. Rounding `X`, `D`,
 //! `h − h₀` and `V` to bf16 is off by a part of the *difference*, 2⁻⁸ of each term, so errors of
 //! candidates keep their order as far as a race tells it; rounding `X` and `Q(W · s) / s` instead
-//! would bury the difference. What the float model puts out is computed in `f32`, once.
+//! would bury the difference. What the float model puts out is computed in `f32`, once, from inputs
+//! and outputs of consumers that were rounded to bf16 before: candidates are compared at a point that
+//! lies 2⁻⁹ beside the model's own, the same for all, and what is kept of a batch takes half the room.
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Shape, Tensor};
 use quant_kernels_cpu::bf16::{Avx512Bf16, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};
 use rayon::prelude::*;
 
 use super::BlockTask;
 use super::objective::round_scaled;
+use super::rows::Rows;
 use crate::model::{CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
 
@@ -39,10 +42,10 @@ pub(super) struct Prepared {
 }
 
 struct Module {
-    /// The consumers' float outputs, `[windows, length, n]`.
-    outputs: Vec<Tensor>,
-    /// What the watched linear reads in the float module.
-    read: Tensor,
+    /// The consumers' float outputs, rounded, with their shapes `[windows, length, n]`.
+    outputs: Vec<(Rows, Shape)>,
+    /// What the watched linear reads when the consumers put out just that.
+    read: Vec<f32>,
     starts: Option<Vec<u32>>,
 }
 
@@ -60,12 +63,25 @@ impl Prepared {
         if group.consumers.len() == 1 {
             return Ok(Self { token, x: packed, module: None });
         }
-        let mut targets = group.consumers.clone();
-        targets.push(watched_input(task, group));
-        let segments = starts.as_deref().map_or_else(Segments::whole, Segments::new);
+        let segments = || starts.as_deref().map_or_else(Segments::whole, Segments::new);
         let tap = &mut CancelTap(task.cancel);
-        let mut outputs = task.block.evaluate_packed(&[(group.input, x.clone())], &targets, segments, tap)?;
-        let read = outputs.pop().ok_or_else(|| Error::Internal("a module reads nothing".into()))?;
+        let known = [(group.input, x.clone())];
+        let mut outputs = Vec::with_capacity(group.consumers.len());
+        let mut known_outputs = Vec::with_capacity(group.consumers.len());
+        for (&node, output) in group.consumers.iter().zip(task.block.evaluate_packed(
+            &known,
+            &group.consumers,
+            segments(),
+            tap,
+        )?) {
+            let shape = output.shape().clone();
+            let rounded = Rows::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
+            known_outputs.push((node, Tensor::from_vec(rounded.to_vec(), &shape, &Device::Cpu)?));
+            outputs.push((rounded, shape));
+        }
+        let target = [watched_input(task, group)];
+        let read = task.block.evaluate_packed(&known_outputs, &target, segments(), tap)?.swap_remove(0);
+        let read = read.flatten_all()?.to_vec1::<f32>()?;
         Ok(Self { token, x: packed, module: Some(Module { outputs, read, starts }) })
     }
 
@@ -85,16 +101,14 @@ impl Prepared {
             return Ok(());
         };
         let mut known = Vec::with_capacity(outputs.len());
-        for ((&node, output), difference) in group.consumers.iter().zip(outputs).zip(&candidate.consumers) {
-            let value = match difference {
-                None => output.clone(),
-                Some(difference) => {
-                    let mut values = output.flatten_all()?.to_vec1::<f32>()?;
-                    add_product(self.token, &self.x, difference, &mut values);
-                    Tensor::from_vec(values, output.shape(), &Device::Cpu)?
-                }
-            };
-            known.push((node, value));
+        for ((&node, (output, shape)), difference) in
+            group.consumers.iter().zip(outputs).zip(&candidate.consumers)
+        {
+            let mut values = output.to_vec();
+            if let Some(difference) = difference {
+                add_product(self.token, &self.x, difference, &mut values);
+            }
+            known.push((node, Tensor::from_vec(values, shape, &Device::Cpu)?));
         }
         let segments = starts.as_deref().map_or_else(Segments::whole, Segments::new);
         let target = [watched_input(task, group)];
@@ -104,8 +118,7 @@ impl Prepared {
         let k = changed.dim(candle_core::D::Minus1)?;
         let mut change = changed.flatten_all()?.to_vec1::<f32>()?;
         drop(changed);
-        let before = read.flatten_all()?.to_vec1::<f32>()?;
-        change.par_chunks_mut(k).zip(before.par_chunks(k)).for_each(|(change, before)| {
+        change.par_chunks_mut(k).zip(read.par_chunks(k)).for_each(|(change, before)| {
             change.iter_mut().zip(before).for_each(|(c, b)| *c -= b);
         });
         let watched = candidate.watched.as_ref();

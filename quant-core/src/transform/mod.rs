@@ -13,6 +13,7 @@ mod fold;
 mod objective;
 mod race;
 mod rewrite;
+mod rows;
 mod sample;
 mod watch;
 

@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
-        let mut sample = Sample::new(BatchLayout::plain(32, 512), 1, false);
+        let mut sample = Sample::new(BatchLayout::plain(32, 512), 1, false, false);
         sample.add(0, &vec![1.0; 32 * 512]);
         let mut seen = Seen { units: vec![false; 32], heads: 0, tails: 0 };
         for place in &sample.places {

@@ -2,6 +2,7 @@
 //!
 //! The rule is told at the head of [`race`](super::race).
 
+use super::rows::Rows;
 use crate::calibrate::{BatchLayout, Packing, Sampling};
 use crate::model::{BlockGraph, FoldGroup, Op};
 
@@ -49,7 +50,7 @@ pub(super) struct Sample {
     pub(super) layout: BatchLayout,
     pub(super) channels: usize,
     pub(super) share: Share,
-    rows: Vec<f32>,
+    rows: Rows,
     pub(super) places: Vec<Place>,
     /// The window of the last token that was added, and how many of it after heads were before.
     window: usize,
@@ -69,10 +70,18 @@ pub(super) struct Place {
 }
 
 impl Sample {
-    /// A sample, empty yet, of an input with `channels` features of such a batch.
-    pub(super) fn new(layout: BatchLayout, channels: usize, mixes_tokens: bool) -> Self {
+    /// A sample, empty yet, of an input with `channels` features of such a batch. It is `rounded` to
+    /// bfloat16 where the race reads no more than that of it.
+    pub(super) fn new(layout: BatchLayout, channels: usize, mixes_tokens: bool, rounded: bool) -> Self {
         let share = if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout) };
-        Self { layout, channels, share, rows: Vec::new(), places: Vec::new(), window: 0, tails: 0 }
+        let rows = Rows::with_capacity(rounded, 0);
+        let mut sample = Self { layout, channels, share, rows, places: Vec::new(), window: 0, tails: 0 };
+        // A list that grew as it is filled would hold the old and the new at times.
+        let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
+        (sample.window, sample.tails) = (0, 0);
+        sample.rows = Rows::with_capacity(rounded, wanted * channels);
+        sample.places = Vec::with_capacity(wanted);
+        sample
     }
 
     /// Tokens that a sample takes of a batch, about, and at most where windows are cut from a stream.
@@ -102,7 +111,7 @@ impl Sample {
     pub(super) fn add(&mut self, first: usize, x: &[f32]) {
         for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
             if let Some(place) = self.place(first + i) {
-                self.rows.extend_from_slice(row);
+                self.rows.extend(row);
                 self.places.push(place);
             }
         }
@@ -153,12 +162,10 @@ impl Sample {
 
     /// The rows of a round and their places.
     pub(super) fn round(&self, round: usize) -> (Vec<f32>, Vec<Place>) {
-        let rows = self.rows.chunks_exact(self.channels.max(1)).zip(&self.places);
-        let mut values = Vec::new();
-        let mut places = Vec::new();
-        for (row, place) in rows.filter(|(_, p)| p.round == round) {
-            values.extend_from_slice(row);
-            places.push(*place);
+        let places: Vec<Place> = self.places.iter().filter(|p| p.round == round).copied().collect();
+        let mut values = Vec::with_capacity(places.len() * self.channels);
+        for (row, _) in self.places.iter().enumerate().filter(|(_, p)| p.round == round) {
+            self.rows.copy_row(row, self.channels, &mut values);
         }
         (values, places)
     }
@@ -202,7 +209,7 @@ mod tests {
     /// A sample of one channel, all tokens added.
     fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
         let tokens = layout.tokens();
-        let mut sample = Sample::new(layout, 1, mixes_tokens);
+        let mut sample = Sample::new(layout, 1, mixes_tokens, false);
         sample.add(0, &vec![1.0; tokens]);
         sample
     }

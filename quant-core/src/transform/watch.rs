@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::awq::GRID;
 use super::objective::Input;
 use super::sample::{Sample, mixes_tokens};
-use super::{BlockTask, Search, clip};
+use super::{BlockTask, Search, clip, difference};
 use crate::Result;
 use crate::calibrate::{AbsMean, BatchLayout, BatchTap, Mask, Packing, SampledRows, Sampling, gram};
 use crate::model::{BlockGraph, FoldGroup, NodeId, Tap};
@@ -69,7 +69,8 @@ impl<'a> Watch<'a> {
             let kept = if group.consumers.len() == 1 && gram_is_cheaper(tokens as f64, n as f64, k as f64) {
                 Kept::Gram(vec![0.0; k * k])
             } else {
-                Kept::Sample(Sample::new(layout.clone(), k, mixes_tokens(graph, group)))
+                let rounded = difference::kernel(task, group, tokens).is_some();
+                Kept::Sample(Sample::new(layout.clone(), k, mixes_tokens(graph, group), rounded))
             };
             (group.input, kept)
         };
