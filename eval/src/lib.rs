@@ -1,19 +1,33 @@
 //! The last stage of the path: what quantization cost, measured on a text, with an uncertainty.
 //!
-//! [`profile`] fixes how a text becomes windows and which tokens are scored, so that two numbers
-//! with the same profile can be compared; [`mod@perplexity`] scores one model, [`divergence`] a model
+//! ```text
+//! documents ─► profile ─► windows ─► scores, divergence ─► result ─► gate, report
+//! ```
+//!
+//! A [`Profile`] fixes how a text becomes windows and which tokens are scored, so that two numbers
+//! with the same profile can be compared; [`perplexity()`] scores one model, [`compare`] a model
 //! against its reference on the same positions; [`statistics`] says how far the numbers can be
-//! trusted.
+//! trusted; [`Evaluation`] is the file they are kept in, and [`gate`] decides on such files whether a
+//! model has become worse.
 #![forbid(unsafe_code)]
 
-pub mod divergence;
+mod divergence;
+pub mod gate;
+mod journal;
 mod log_softmax;
-pub mod perplexity;
-pub mod profile;
+mod noise;
+mod perplexity;
+mod profile;
+mod result;
 mod score;
 pub mod statistics;
+mod text;
+mod wikitext;
 
-pub use divergence::{Divergence, compare};
-pub use perplexity::{Perplexity, perplexity};
-pub use profile::{EvaluationText, Profile};
+pub use divergence::{ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Position, compare, noise_floor};
+pub use journal::Journal;
+pub use perplexity::{Scores, perplexity};
+pub use profile::{Profile, ProfileRequest};
+pub use result::{Evaluation, ModelIdentity, SCHEMA, SchemeShare, TextIdentity, Tool};
 pub use statistics::Estimate;
+pub use text::{Bos, BosPolicy, EvaluationText, Tokenization, Window};

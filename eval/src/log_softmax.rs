@@ -18,6 +18,21 @@ pub(crate) fn argmax(logits: &[f32]) -> usize {
     best
 }
 
+/// The positions of the `N` largest values, largest first, the first of equals; all of them where there
+/// are fewer.
+pub(crate) fn top<const N: usize>(logits: &[f32]) -> Vec<usize> {
+    let mut best: Vec<usize> = Vec::with_capacity(N + 1);
+    for (i, &x) in logits.iter().enumerate() {
+        if best.len() == N && x <= logits[best[N - 1]] {
+            continue;
+        }
+        let at = best.iter().position(|&b| x > logits[b]).unwrap_or(best.len());
+        best.insert(at, i);
+        best.truncate(N);
+    }
+    best
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -28,5 +43,7 @@ mod tests {
         approx::assert_relative_eq!(log_sum_exp(&[-2000.0, -2000.0]), -2000.0 + 2.0_f64.ln());
         assert!(log_sum_exp(&[0.0, f32::NAN]).is_nan());
         assert_eq!(argmax(&[0.0, 2.0, 2.0]), 1);
+        assert_eq!(top::<3>(&[0.0, 2.0, 2.0, 5.0, 2.0, -1.0]), [3, 1, 2]);
+        assert_eq!(top::<3>(&[1.0, 2.0]), [1, 0]);
     }
 }

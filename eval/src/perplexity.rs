@@ -2,39 +2,43 @@
 
 use quant_core::model::Decoder;
 use quant_core::{CancelToken, Error, Observer, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::log_softmax::log_sum_exp;
-use crate::score::{each_position, require_finite};
-use crate::{Estimate, EvaluationText};
+use crate::score::{Logits, all_windows, require_finite};
+use crate::{Estimate, EvaluationText, Journal, Profile};
 
 /// How well a model predicts a text.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Perplexity {
-    /// The rule of scoring.
-    pub profile: String,
-    /// Windows.
-    pub windows: usize,
-    /// Tokens that were scored.
-    pub tokens_scored: usize,
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Scores {
+    /// `exp` of the mean negative log-likelihood.
+    pub perplexity: Estimate,
     /// Mean negative log-likelihood in nats a token.
     pub nll: Estimate,
-    /// `exp` of it.
-    pub perplexity: Estimate,
+    /// The same in bits a byte of the text that the scored tokens stand for: comparable across
+    /// tokenizers. Absent where they stand for none.
+    pub bits_per_byte: Option<Estimate>,
+    /// `exp` of the nats a word, where the rule counts words: of whole documents.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub word_perplexity: Option<Estimate>,
+    /// `exp` of the nats a byte, where the rule tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub byte_perplexity: Option<Estimate>,
+    /// The standard error of the perplexity as llama.cpp computes it, of tokens that are taken to be
+    /// independent; for comparison with its output, where its rule is used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_standard_error: Option<f64>,
     /// Each window's mean negative log-likelihood.
     pub window_nll: Vec<f64>,
-    /// SHA-256 of the text.
-    pub text_sha256: String,
-    /// SHA-256 of the scored windows' tokens.
-    pub tokens_sha256: String,
 }
 
-impl Perplexity {
+impl Scores {
     /// From every window's negative log-likelihoods.
     ///
     /// # Errors
-    /// When the perplexity is too large for a number.
-    pub(crate) fn from_windows(text: &EvaluationText, nll: &[Vec<f64>]) -> Result<Self> {
+    /// When one is not finite, or the perplexity is too large for a number.
+    pub(crate) fn new(text: &EvaluationText, nll: &[Vec<f64>]) -> Result<Self> {
+        require_finite(nll.iter().flatten().copied())?;
         let totals: Vec<f64> = nll.iter().map(|w| w.iter().sum()).collect();
         let counts: Vec<usize> = nll.iter().map(Vec::len).collect();
         let estimate = Estimate::clustered(&totals, &counts);
@@ -45,32 +49,47 @@ impl Perplexity {
                 reason: format!("{:.1} nats a token are a perplexity beyond all numbers", estimate.mean),
             });
         }
+        let tokens = counts.iter().sum::<usize>() as f64;
+        let per_byte = (text.scored_bytes > 0).then(|| estimate.scaled(tokens / text.scored_bytes as f64));
+        let rolling = matches!(text.profile, Profile::LmEvalRolling { .. });
+        let llama_cpp = matches!(text.profile, Profile::LlamaCpp { .. });
         Ok(Self {
-            profile: text.profile.id(),
-            windows: nll.len(),
-            tokens_scored: counts.iter().sum(),
-            nll: estimate,
             perplexity,
+            nll: estimate,
+            bits_per_byte: per_byte.map(|e| e.scaled(1.0 / std::f64::consts::LN_2)),
+            word_perplexity: text.words.map(|words| estimate.scaled(tokens / words as f64).exp()),
+            byte_perplexity: per_byte.filter(|_| rolling).map(Estimate::exp),
+            token_standard_error: llama_cpp.then(|| {
+                let squares: f64 = nll.iter().flatten().map(|x| (x - estimate.mean).powi(2)).sum();
+                (squares / tokens / (tokens - 1.0)).sqrt() * perplexity.mean
+            }),
             window_nll: totals.iter().zip(&counts).map(|(t, &n)| t / n as f64).collect(),
-            text_sha256: text.text_sha256.clone(),
-            tokens_sha256: text.tokens_sha256.clone(),
         })
     }
 }
 
-/// Scores a text: the same bits for any number of threads.
+/// Scores a text: the same bits for any number of threads, stopped and resumed or not.
 ///
 /// # Errors
-/// When the model fails, a position's likelihood is not finite, or the token pulls.
+/// When the model or the journal fails, a position's likelihood is not finite, or the token pulls.
 pub fn perplexity(
     decoder: &Decoder,
     text: &EvaluationText,
+    journal: &mut Journal<f64>,
     observer: &dyn Observer,
     cancel: &CancelToken,
-) -> Result<Perplexity> {
-    let nll = each_position(&[decoder], &text.windows, observer, cancel, |logits, next| {
-        log_sum_exp(logits[0]) - f64::from(logits[0][next as usize])
-    })?;
-    require_finite(nll.iter().flatten().copied())?;
-    Perplexity::from_windows(text, &nll)
+) -> Result<Scores> {
+    let nll = all_windows(
+        &[Logits::Model(decoder)],
+        &text.windows,
+        journal.take(),
+        observer,
+        cancel,
+        |logits, next| log_sum_exp(logits[0]) - f64::from(logits[0][next as usize]),
+        |windows| {
+            require_finite(windows.iter().flatten().copied())?;
+            journal.keep(windows)
+        },
+    )?;
+    Scores::new(text, &nll)
 }

@@ -1,112 +1,185 @@
-//! How a text becomes scored tokens. Every result names its profile.
+//! The rules by which a text becomes scored tokens. Every result names its rule.
 //!
-//! `gptq-L` is the rule of the GPTQ paper's code: the whole text is tokenized once, with the special
-//! tokens that the tokenizer itself adds; it is cut into windows of `L` tokens that do not overlap,
-//! and the remainder is dropped; in each window every token but the first is scored, given those
-//! before it; perplexity is `exp` of the mean over all scored tokens. `wt2-gptq-2048`, the headline
-//! of the literature, is this rule at `L = 2048` (on WikiText-2's test set, rows joined by two
-//! newlines).
+//! Perplexities differ by more between rules than between quantizations, so a number without its
+//! rule says nothing. All rules run a model on windows and score some of each window's tokens, given
+//! those before them in the window:
+//!
+//! | profile | text | windows | scored |
+//! | --- | --- | --- | --- |
+//! | `gptq-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped | all but the first of each |
+//! | `llamacpp-L` | the same | the same; where the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 + 1` to `L − 1`, counted from 0 |
+//! | `hf-stride-L-S` | the same | up to `L` tokens, from 0, `S`, `2S` …, until the end is reached | those that no window before has scored; never the first of a window |
+//! | `lmeval-rolling-L` | each document by itself | see below | every token once |
+//!
+//! `gptq` is the rule of the GPTQ paper's code, and `wt2-gptq-2048`, the headline of the literature, is
+//! `gptq-2048` on the rows of WikiText-2's raw test split, joined by two newlines. `llamacpp` is that
+//! of llama.cpp's `perplexity`; `wt2-llamacpp-512` is it on the file `wiki.test.raw` as it stands. The
+//! names with `wt2` are given to results on those very texts only, told by their SHA-256.
+//!
+//! `hf-stride` is the sliding window of the Hugging Face documentation. Its program weighs a window's
+//! mean by one token less than it averages; here every token weighs the same.
+//!
+//! `lmeval-rolling` is `loglikelihood_rolling` of lm-evaluation-harness with a context of one token:
+//! documents begin with a prefix, the token for the beginning of a text or else for its end. The first
+//! window is the prefix and the document's first `L` tokens; each further one scores the next `L`
+//! after a context of one, and the last, when it is shorter, has more context, so that the model reads
+//! `L` tokens. What the tokenizer adds at the start of a document is scored as well, as it is there:
+//! with a tokenizer that adds BOS, BOS is scored after BOS.
 
-use std::path::Path;
-use std::str::FromStr;
-
-use quant_core::calibrate::{TextTokenizer, TokenWindows};
-use quant_core::digest::sha256_hex;
 use quant_core::{Error, Result};
+
+/// Tokens from one window of `hf-stride` to the next, unless another number is asked for.
+const STRIDE: usize = 512;
+/// Longer windows are refused: some models say that they know endlessly many positions.
+const LONGEST: usize = 1 << 20;
 
 /// A rule for scoring a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Profile {
-    /// Tokens of one window.
-    pub window: usize,
+pub enum Profile {
+    /// `gptq-L`.
+    Gptq {
+        /// Tokens of a window.
+        window: usize,
+    },
+    /// `llamacpp-L`.
+    LlamaCpp {
+        /// Tokens of a window.
+        window: usize,
+    },
+    /// `hf-stride-L-S`.
+    HfStride {
+        /// Tokens of a window, at most.
+        window: usize,
+        /// Tokens from the beginning of a window to that of the next.
+        stride: usize,
+    },
+    /// `lmeval-rolling-L`.
+    LmEvalRolling {
+        /// Tokens that the model reads of a window, at most.
+        window: usize,
+    },
+}
+
+/// How the names of rules are written.
+const KNOWN: &str = "known profiles: wt2-gptq-2048 and gptq-L, wt2-llamacpp-512 and llamacpp-L, hf-stride-L-S, \
+                     lmeval-rolling-L, with windows of L tokens (and S from one to the next)";
+
+/// A rule, and whether it is asked for on WikiText-2's own text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProfileRequest {
+    /// The rule.
+    pub profile: Profile,
+    /// Whether no other text will do.
+    pub wikitext: bool,
+}
+
+impl ProfileRequest {
+    /// The rule of this name. `window` overrules the length that the name says; where neither says one,
+    /// it is `positions`, the model's own.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a name that no rule has, and for windows that would score nothing, or
+    /// too long ones.
+    pub fn parse(name: &str, window: Option<usize>, positions: usize) -> Result<Self> {
+        match name.strip_prefix("wt2-") {
+            Some(rule) if rule.starts_with("lmeval") => Err(unknown(name)),
+            Some(rule) => Ok(Self { profile: Profile::resolve(rule, window, positions)?, wikitext: true }),
+            None => Ok(Self { profile: Profile::resolve(name, window, positions)?, wikitext: false }),
+        }
+    }
+}
+
+impl From<Profile> for ProfileRequest {
+    fn from(profile: Profile) -> Self {
+        Self { profile, wikitext: false }
+    }
+}
+
+fn unknown(name: &str) -> Error {
+    Error::usage(format!("unknown profile `{name}`"), KNOWN)
 }
 
 impl Profile {
-    /// The GPTQ rule with windows of this many tokens.
+    fn resolve(name: &str, window: Option<usize>, positions: usize) -> Result<Self> {
+        let numbers = |prefix: &str| -> Option<Result<Vec<usize>>> {
+            let rest = name.strip_prefix(prefix)?;
+            let parts = match rest.strip_prefix('-') {
+                Some(parts) => parts.split('-').map(|n| n.parse().map_err(|_| unknown(name))).collect(),
+                None if rest.is_empty() => Ok(Vec::new()),
+                None => return None,
+            };
+            Some(parts)
+        };
+        let length = |said: Option<&usize>| window.or(said.copied()).unwrap_or(positions);
+        let profile = if let Some(n) = numbers("gptq").transpose()?.filter(|n| n.len() <= 1) {
+            Self::Gptq { window: length(n.first()) }
+        } else if let Some(n) = numbers("llamacpp").transpose()?.filter(|n| n.len() <= 1) {
+            Self::LlamaCpp { window: length(n.first()) }
+        } else if let Some(n) = numbers("hf-stride").transpose()?.filter(|n| n.len() <= 2) {
+            let window = length(n.first());
+            Self::HfStride { window, stride: n.get(1).copied().unwrap_or(STRIDE.min(window)) }
+        } else if let Some(n) = numbers("lmeval-rolling").transpose()?.filter(|n| n.len() <= 1) {
+            Self::LmEvalRolling { window: length(n.first()) }
+        } else {
+            return Err(unknown(name));
+        };
+        profile.check()
+    }
+
+    /// The rule of the GPTQ paper with windows of this many tokens.
     ///
     /// # Errors
-    /// When a window would score nothing.
+    /// [`Error::Usage`] when a window would score nothing, or is too long.
     pub fn gptq(window: usize) -> Result<Self> {
-        if window < 2 {
+        Self::Gptq { window }.check()
+    }
+
+    fn check(self) -> Result<Self> {
+        let least = match self {
+            Self::Gptq { .. } => 2,
+            Self::LlamaCpp { .. } => 4,
+            Self::HfStride { .. } => 2,
+            Self::LmEvalRolling { .. } => 1,
+        };
+        if self.window() < least {
             return Err(Error::usage(
-                format!("windows of {window} tokens score nothing"),
-                "choose --window 2 or more; 512 and 2048 are usual",
+                format!("windows of {} tokens score nothing by this rule", self.window()),
+                format!("choose --window {least} or more; 512 and 2048 are usual"),
             ));
         }
-        Ok(Self { window })
-    }
-
-    /// The name that results carry.
-    pub fn id(&self) -> String {
-        match self.window {
-            2048 => "wt2-gptq-2048".into(),
-            window => format!("gptq-{window}"),
+        if self.window() > LONGEST {
+            return Err(Error::usage(
+                format!("windows of {} tokens are too long; at most {LONGEST} are read", self.window()),
+                "choose a shorter --window; 512 and 2048 are usual",
+            ));
         }
-    }
-}
-
-impl FromStr for Profile {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let window = text
-            .strip_prefix("wt2-gptq-")
-            .or_else(|| text.strip_prefix("gptq-"))
-            .and_then(|length| length.parse().ok());
-        match window {
-            Some(window) => Self::gptq(window),
-            None => Err(Error::usage(
-                format!("unknown profile `{text}`"),
-                "known profiles: wt2-gptq-2048, and gptq-L with windows of L tokens",
+        match self {
+            Self::HfStride { window, stride } if stride == 0 || stride > window => Err(Error::usage(
+                format!("a stride of {stride} does not cover a text with windows of {window} tokens"),
+                "choose a stride from 1 to the window, such as hf-stride-2048-512",
             )),
+            _ => Ok(self),
         }
     }
-}
 
-/// A text cut into windows, with what identifies it.
-#[derive(Debug, Clone)]
-pub struct EvaluationText {
-    /// The windows that are scored.
-    pub windows: TokenWindows,
-    /// The rule they were cut by.
-    pub profile: Profile,
-    /// SHA-256 of the text's bytes.
-    pub text_sha256: String,
-    /// SHA-256 of the scored windows' token ids, as little-endian 32-bit integers.
-    pub tokens_sha256: String,
-}
-
-impl EvaluationText {
-    /// Tokenizes and cuts `text`; `windows` limits how many are kept, from the start. `origin` names
-    /// the text in messages.
-    ///
-    /// # Errors
-    /// When the text does not fill one window, or fewer than `windows`.
-    pub fn new(
-        tokenizer: &TextTokenizer,
-        text: &str,
-        profile: Profile,
-        windows: Option<usize>,
-        origin: &Path,
-    ) -> Result<Self> {
-        let tokens = tokenizer.encode(text)?;
-        let count = tokens.len();
-        let mut cut = TokenWindows::cut(tokens, profile.window);
-        let wanted = windows.unwrap_or(cut.len()).max(1);
-        if cut.len() < wanted {
-            return Err(Error::Text {
-                path: origin.to_owned(),
-                line: None,
-                reason: format!(
-                    "gives {count} tokens, that is {} windows of {}; {wanted} are needed",
-                    cut.len(),
-                    profile.window
-                ),
-            });
+    /// Tokens of a window, at most.
+    pub fn window(self) -> usize {
+        match self {
+            Self::Gptq { window }
+            | Self::LlamaCpp { window }
+            | Self::HfStride { window, .. }
+            | Self::LmEvalRolling { window } => window,
         }
-        cut.truncate(wanted);
-        let (text_sha256, tokens_sha256) = (sha256_hex(text), cut.sha256());
-        Ok(Self { windows: cut, profile, text_sha256, tokens_sha256 })
+    }
+
+    /// The name of the rule, whatever the text.
+    pub fn name(self) -> String {
+        match self {
+            Self::Gptq { window } => format!("gptq-{window}"),
+            Self::LlamaCpp { window } => format!("llamacpp-{window}"),
+            Self::HfStride { window, stride } => format!("hf-stride-{window}-{stride}"),
+            Self::LmEvalRolling { window } => format!("lmeval-rolling-{window}"),
+        }
     }
 }
 
@@ -114,13 +187,53 @@ impl EvaluationText {
 mod tests {
     use super::*;
 
+    fn name(text: &str, window: Option<usize>) -> String {
+        ProfileRequest::parse(text, window, 1024).unwrap().profile.name()
+    }
+
     #[test]
-    fn profiles_are_named_by_their_rule() {
-        for (text, id) in [("wt2-gptq-2048", "wt2-gptq-2048"), ("gptq-512", "gptq-512")] {
-            assert_eq!(text.parse::<Profile>().unwrap().id(), id);
+    fn rules_have_one_full_name() {
+        for (text, full) in [
+            ("wt2-gptq-2048", "gptq-2048"),
+            ("gptq-512", "gptq-512"),
+            ("gptq", "gptq-1024"),
+            ("wt2-llamacpp-512", "llamacpp-512"),
+            ("hf-stride", "hf-stride-1024-512"),
+            ("hf-stride-256", "hf-stride-256-256"),
+            ("hf-stride-256-64", "hf-stride-256-64"),
+            ("lmeval-rolling", "lmeval-rolling-1024"),
+            ("lmeval-rolling-1", "lmeval-rolling-1"),
+        ] {
+            assert_eq!(name(text, None), full);
         }
-        for bad in ["", "wt2", "gptq-1", "gptq-x", "lmeval"] {
-            assert!(bad.parse::<Profile>().is_err(), "{bad}");
+        assert_eq!(name("wt2-gptq-2048", Some(128)), "gptq-128");
+        assert_eq!(name("hf-stride-256-64", Some(128)), "hf-stride-128-64");
+        assert_eq!(name(&name("hf-stride", Some(100)), None), "hf-stride-100-100");
+    }
+
+    #[test]
+    fn what_is_no_rule_is_refused() {
+        for bad in [
+            "",
+            "wt2",
+            "wt2-lmeval-rolling",
+            "gptq-1",
+            "gptq-x",
+            "gptq-2-3",
+            "gptqx",
+            "gptq-",
+            "lmeval",
+            "lmeval-rolling-0",
+            "llamacpp-3",
+            "hf-stride-8-9",
+            "hf-stride-8-0",
+            "hf-stride-8-4-2",
+            "gptq-99999999999999999999",
+            "gptq-1048577",
+        ] {
+            assert!(ProfileRequest::parse(bad, None, 1024).is_err(), "{bad}");
         }
+        assert!(ProfileRequest::parse("gptq-512", Some(1), 1024).is_err());
+        assert!(ProfileRequest::parse("wt2-gptq", None, 1024).unwrap().wikitext);
     }
 }

@@ -2,12 +2,14 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, completions, demo, eval, inspect, plan, quantize};
+use crate::commands::{bench, completions, demo, eval, gate, inspect, plan, quantize};
 
 const EXIT_CODES: &str = "\
 Exit codes:
-  0   done and verified
+  0   done and verified; the gate passes
+  1   the gate fails
   2   usage: what was asked for cannot be done
+  3   the gate is inconclusive: too few windows to tell
   4   bad input: a file that was given is broken, hostile or unsupported
   5   environment: disk, memory, permission, network
   6   numeric: NaN or infinity, degenerate statistics
@@ -41,6 +43,8 @@ pub enum Command {
     Quantize(quantize::Args),
     /// Measure the perplexity of a model, float or quantized
     Eval(eval::Args),
+    /// Judge evaluations by a policy: has a model become worse than it may?
+    Gate(gate::Args),
     /// Show what a checkpoint holds
     Inspect(inspect::Args),
     /// Measure how many tokens a second a model reads and writes

@@ -8,6 +8,7 @@ mod hub;
 mod inputs;
 mod output;
 mod progress;
+mod provenance;
 mod recipe;
 mod signals;
 
@@ -37,7 +38,7 @@ fn main() -> ExitCode {
     // Any other panic is a bug of ours; it must end in its own exit code, with a line that says so.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli)));
     let error = match outcome {
-        Ok(Ok(())) => return ExitCode::SUCCESS,
+        Ok(Ok(code)) => return code,
         Ok(Err(error)) => error,
         Err(_) => Error::Internal("the program panicked".into()),
     };
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
     ExitCode::from(error.category().exit_code())
 }
 
-fn run(cli: &cli::Cli) -> quant_core::Result<()> {
+fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
     let cancel = signals::install()?;
     let threads = match cli.threads {
         Some(threads) => threads,

@@ -220,10 +220,11 @@ pub enum Error {
         /// What is wrong, with counts.
         reason: String,
     },
-    /// A chat template, or a conversation that it is to render, cannot be used.
+    /// A file that a stage reads cannot be used: a chat template, a conversation that it is to render, an
+    /// evaluation, a policy.
     #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
-    Chat {
-        /// The template, or the file of conversations.
+    InputFile {
+        /// The file.
         path: PathBuf,
         /// The line, counted from 1, where one can be named.
         line: Option<usize>,
@@ -380,7 +381,7 @@ impl Error {
             | Self::NotRepackable { .. }
             | Self::Tokenizer { .. }
             | Self::Text { .. }
-            | Self::Chat { .. }
+            | Self::InputFile { .. }
             | Self::UnknownText { .. } => Category::Input,
             Self::Io { .. }
             | Self::Unavailable { .. }
@@ -396,7 +397,7 @@ impl Error {
     /// What the user can do about it.
     pub fn remedy(&self) -> String {
         match self {
-            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } | Self::Chat { remedy, .. } => {
+            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } | Self::InputFile { remedy, .. } => {
                 remedy.clone()
             }
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
@@ -488,7 +489,9 @@ impl Error {
                 "this is a bug: please report it with the command that led here".into()
             }
             Self::Interrupted => {
-                "run the same command again; `quant quantize` goes on where it stopped with --resume".into()
+                "run the same command again; `quant quantize` goes on where it stopped with --resume, `quant eval` \
+                 where it was given a --journal"
+                    .into()
             }
         }
     }

@@ -1,6 +1,6 @@
 """The interop check: our numbers against transformers', and our bits against an independent reader.
 
-Four kinds of checks, each on its own line with what it measured:
+Five kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -10,6 +10,8 @@ Four kinds of checks, each on its own line with what it measured:
             bit for bit
   chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
             what transformers makes of them
+  profile   what `quant eval` measures by a profile, against the rule computed with transformers and
+            against the program that the profile is named after: see check_profiles.py
 
 Exits with 1 if one fails.
 """
@@ -27,6 +29,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_profiles
 import numpy
 from safetensors.numpy import load_file
 
@@ -240,6 +243,8 @@ def main():
                         help="where `quant` and `interop-dump` are")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR",
                         help="real models and texts; may be missing")
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR",
+                        help="what setup_llama_cpp.sh made; may be missing")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
     arguments = parser.parse_args()
 
@@ -257,6 +262,7 @@ def main():
         for style in CHAT:
             if arguments.only in f"chat {style}":
                 check.chat(style)
+        check_profiles.run_all(check, arguments.llama_cpp, arguments.only)
     print(f"{check.count - check.failures} passed, {check.failures} failed")
     sys.exit(check.failures > 0 or check.count == 0)
 

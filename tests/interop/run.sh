@@ -8,6 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 venv=${QUANT_INTEROP_VENV:-target/interop-venv}
 bash tests/interop/setup_venv.sh "$venv"
+llama_cpp=${QUANT_INTEROP_LLAMA_CPP:-target/interop-llama-cpp}
+status=0
+bash tests/interop/setup_llama_cpp.sh "$llama_cpp" || status=$?
+# 3: it cannot be made on this machine, and a line that says SKIPPED has told why.
+((status == 0 || status == 3)) || exit "$status"
 cargo build --quiet --locked -p quant-cli -p quant-tests --bin quant --bin interop-dump
 programs=${CARGO_TARGET_DIR:-target}/debug
-"$venv/bin/python" tests/interop/check.py --programs "$programs" --data ../shared/data "$@"
+"$venv/bin/python" tests/interop/check.py --programs "$programs" --data ../shared/data \
+    --llama-cpp "$llama_cpp" "$@"

@@ -2,7 +2,8 @@
 
 Every scheme is packed by make_packed.py, read once by transformers and once by independent_pack.py,
 and both must give the same logits; then a file is damaged in every way that matters and the checks
-must refuse it.
+must refuse it. The checks of profiles get an evaluator that follows the rule, and must pass, and then
+some that follow a rule nearly like it. llama.cpp takes part where target/interop-llama-cpp exists.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import torch
 from safetensors.torch import load_file, save_file
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -151,6 +153,129 @@ class Interop(unittest.TestCase):
         expected = self.independent_logits(packed)
         damage_checkpoint(packed, lambda t, c: t[f"{LAYER}.weight_scale"].mul_(1.05))
         self.assert_same(expected, self.logits(packed), same=False)
+
+
+class Profiles(unittest.TestCase):
+    """check_profiles.py with reference_profiles.py, told a wrong rule, in the place of `quant eval`."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.directory.cleanup)
+
+    def verdict(self, profile, wrong=None, change=None):
+        """Failures and output of the cases of a profile on the demo model; `wrong` replaces a rule
+        of reference_profiles.py for our side only, `change` edits what we print."""
+        rules = importlib.import_module("reference_profiles")
+
+        def evaluate(_check, _name, _command, *options):
+            options = [option for option in options if option not in ("--quiet", "--json")]
+            with contextlib.ExitStack() as stack:
+                for name, rule in (wrong or {}).items():
+                    stack.enter_context(mock.patch.object(rules, name, rule))
+                code, output = run("reference_profiles", *options)
+            self.assertEqual(code, 0)
+            result = json.loads(output)
+            for name in ("perplexity", "nll"):
+                result[name] = {"mean": result[name]}
+            if change:
+                change(result)
+            return json.dumps(result)
+
+        module, profiles = importlib.import_module("check"), importlib.import_module("check_profiles")
+        check = module.Check(Path("none"), Path("none"), Path(self.directory.name))
+        output = io.StringIO()
+        with mock.patch.object(module.Check, "program", evaluate), contextlib.redirect_stdout(output):
+            profiles.run_all(check, module.ROOT / "target/interop-llama-cpp", f"{profile} demo")
+        self.assertGreater(check.count, 0)
+        self.assertNotIn("Error", output.getvalue())  # one that did not run proves nothing
+        return check.failures, output.getvalue()
+
+    def test_the_rules_pass(self):
+        for profile in ["gptq-512", "hf-stride-256-128", "lmeval-rolling-128", "llamacpp-512",
+                        "llamacpp-101"]:
+            with self.subTest(profile):
+                failures, output = self.verdict(profile)
+                self.assertEqual(failures, 0, output)
+
+    def test_a_wrong_rule_is_noticed(self):
+        rules = importlib.import_module("reference_profiles")
+        gptq, llama_cpp = rules.gptq, rules.llama_cpp
+
+        def side_by_side(tokens, prefix, length):
+            """The last window with one token of context, like the others."""
+            stream = [prefix, *tokens]
+            return [(stream[i:i + length + 1], 1) for i in range(0, len(tokens), length)]
+
+        def one_more(tokens, bos, length):
+            return [(chunk, first - 1) for chunk, first in llama_cpp(tokens, bos, length)]
+
+        wrong = [
+            ("gptq-512", {"gptq": lambda tokens, length: gptq(tokens[1:], length)}),
+            ("hf-stride-256-128", {"hf_stride": lambda tokens, length, stride:
+                                   rules.gptq(tokens, length)}),
+            ("lmeval-rolling-128", {"rolling": side_by_side}),
+            ("llamacpp-512", {"llama_cpp": lambda tokens, bos, length: llama_cpp(tokens, None, length)}),
+            ("llamacpp-101", {"llama_cpp": one_more}),
+        ]
+        for profile, rule in wrong:
+            with self.subTest(profile):
+                failures, output = self.verdict(profile, wrong=rule)
+                self.assertGreater(failures, 0, output)
+
+    def test_a_wrong_number_is_noticed(self):
+        changes = [
+            ("hf-stride-256-128", lambda r: r.update(perplexity={"mean": r["docs_perplexity"]})),
+            ("lmeval-rolling-128", lambda r: r.update(word_perplexity=r["word_perplexity"] * 1.001)),
+            ("lmeval-rolling-128", lambda r: r.update(bits_per_byte=float("nan"))),
+            ("llamacpp-512", lambda r: r.update(token_standard_error=r["token_standard_error"] * 1.001)),
+            ("llamacpp-512", lambda r: r["window_nll"].reverse()),
+        ]
+        for profile, change in changes:
+            with self.subTest(profile):
+                failures, output = self.verdict(profile, change=change)
+                self.assertGreater(failures, 0, output)
+
+    def test_programs_notice_a_wrong_rule_themselves(self):
+        """Without the rule computed with transformers, which is ours too."""
+        profiles = importlib.import_module("check_profiles")
+        rules = importlib.import_module("reference_profiles")
+        with mock.patch.object(profiles.Comparison, "rule", lambda *_: None):
+            wrong = {"rolling": lambda tokens, prefix, length:
+                     [([prefix, *tokens][i:i + length + 1], 1) for i in range(0, len(tokens), length)]}
+            self.assertGreater(self.verdict("lmeval-rolling-128", wrong=wrong)[0], 0)
+            if not (Path(__file__).parents[2] / "target/interop-llama-cpp").exists():
+                self.skipTest("llama.cpp is not at hand")
+            llama_cpp = rules.llama_cpp
+            wrong = {"llama_cpp": lambda tokens, bos, length: llama_cpp(tokens, None, length)}
+            self.assertGreater(self.verdict("llamacpp-512", wrong=wrong)[0], 0)
+
+    def test_stride_rule_is_the_loss_of_transformers(self):
+        """The guide's loop itself: labels, the model's own loss, tokens weighted as they score."""
+        rules = importlib.import_module("reference_profiles")
+        reference = importlib.import_module("reference_model")
+        root = Path(__file__).parents[2]
+        model = reference.load(root / "calibration-data/demo-model")
+        file = Path(self.directory.name) / "short.txt"
+        file.write_text((root / "calibration-data/heldout/narrative.txt").read_text()[:1500])
+        text = rules.Text(root / "calibration-data/demo-model", file)
+        tokens = torch.tensor([text.tokens(text.documents[0])])
+        for length, stride in [(128, 64), (128, 128), (100, 30), (4096, 512)]:
+            total = count = before = 0
+            for begin in range(0, tokens.shape[1], stride):
+                end = min(begin + length, tokens.shape[1])
+                inputs = tokens[:, begin:end]
+                labels = inputs.clone()
+                labels[:, :before - end] = -100
+                with torch.no_grad():
+                    loss = model(inputs, labels=labels).loss.item()
+                scored = (labels[:, 1:] != -100).sum().item()
+                total, count, before = total + loss * scored, count + scored, end
+                if end == tokens.shape[1]:
+                    break
+            ours = rules.measure(model, text, f"hf-stride-{length}-{stride}")
+            self.assertEqual(ours["tokens_scored"], count)
+            self.assertAlmostEqual(ours["nll"], total / count, delta=1e-5)
 
 
 def edit_config(model, edit):

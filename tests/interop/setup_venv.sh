@@ -34,7 +34,8 @@ install() {
 
 works() {
     "$python" - <<'PYTHON'
-import accelerate, compressed_tensors.quantization, gptqmodel, numpy, tokenizers, torch, transformers
+import accelerate, compressed_tensors.quantization, dill, gptqmodel, lm_eval, numpy, tokenizers, torch
+import transformers
 
 matrix = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
 expected = numpy.matmul(matrix.numpy(), matrix.numpy())

@@ -132,15 +132,15 @@ fn check_quality(out: &Path, case: &str, most: f64) {
     ];
     let result = quant(arguments).json();
     assert_eq!(
-        (&result["schema"], &result["model"]["profile"]),
-        (&json!("quant-eval/1"), &json!("gptq-128"))
+        (&result["schema"], &result["profile"]),
+        (&json!("quant-eval/2"), &json!("gptq-128"))
     );
-    assert_eq!(result["model"]["tokens_scored"], 6 * 127);
-    let ratio = result["perplexity_ratio"]["mean"].as_f64().unwrap();
-    let kl = result["kl"]["mean"].as_f64().unwrap();
+    assert_eq!(result["tokens_scored"], 6 * 127);
+    let ratio = result["comparison"]["perplexity_ratio"]["mean"].as_f64().unwrap();
+    let kl = result["comparison"]["kl"]["mean"].as_f64().unwrap();
     assert!(kl > 0.0 && kl < 2.0 * most.ln(), "{case}: KL {kl}");
     assert!((1.0 / most..most).contains(&ratio), "{case}: perplexity is {ratio} of the float model's");
-    let windows: Vec<f64> = serde_json::from_value(result["window_kl"].clone()).unwrap();
+    let windows: Vec<f64> = serde_json::from_value(result["comparison"]["window_kl"].clone()).unwrap();
     assert_eq!(windows.len(), 6);
     assert!((windows.iter().sum::<f64>() / 6.0 / kl - 1.0).abs() < 1e-12, "{case}: {windows:?}, mean {kl}");
 }
@@ -369,7 +369,7 @@ fn results_for_machines() {
     for (arguments, schema) in [
         (args!["plan", &model, "--group-size", "32"], "quant-plan/2"),
         (args!["inspect", &model], "quant-inspect/1"),
-        (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/1"),
+        (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/2"),
         (args!["bench", &model, "--prefill", "8", "--decode", "4"], "quant-bench/1"),
         (
             args![

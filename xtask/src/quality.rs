@@ -151,11 +151,11 @@ fn measure(
         value.with_context(|| format!("`quant eval --json` gives no {path}"))
     };
     let outcome = Outcome {
-        float: number("/reference/perplexity/mean")?,
-        perplexity: number("/model/perplexity/mean")?,
-        kl: number("/kl/mean")?,
-        kl_error: number("/kl/standard_error")?,
-        tokens: number("/model/tokens_scored")?,
+        float: number("/comparison/reference/perplexity/mean")?,
+        perplexity: number("/perplexity/mean")?,
+        kl: number("/comparison/kl/mean")?,
+        kl_error: number("/comparison/kl/standard_error")?,
+        tokens: number("/tokens_scored")?,
     };
     ensure!(outcome.perplexity.is_finite() && outcome.kl.is_finite(), "{model:?}: not finite");
     Ok(outcome)

@@ -5,10 +5,19 @@
 //! the overall mean `m = Σ T_w / Σ n_w`, the ratio estimator's standard error is
 //! `√(W / (W − 1) · Σ (T_w − m n_w)²) / Σ n_w`.
 
-use serde::Serialize;
+//!
+//! What chance explains is told by Student's t with `W − 1` degrees of freedom ([`student`]), and for
+//! quantiles by a bootstrap over windows ([`quantiles`]).
+
+mod bootstrap;
+pub mod student;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::bootstrap::{Quantile, quantiles};
 
 /// A mean over tokens with its standard error over windows.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Estimate {
     /// The mean over all tokens.
     pub mean: f64,
@@ -26,6 +35,26 @@ impl Estimate {
         let standard_error =
             (totals.len() > 1).then(|| (windows / (windows - 1.0) * squares).sqrt() / tokens as f64);
         Self { mean, standard_error }
+    }
+
+    /// The smallest increase that a test at this one-sided level would find four times out of five, with
+    /// `windows` windows: `(t₁₋ₗ + t₀.₈)` standard errors. Absent where there is no standard error.
+    pub fn minimum_detectable(self, level: f64, windows: usize) -> Option<f64> {
+        let degrees = windows.saturating_sub(1);
+        let t = student::quantile(1.0 - level, degrees)? + student::quantile(0.8, degrees)?;
+        Some(t * self.standard_error?)
+    }
+
+    /// The same in another unit.
+    pub fn scaled(self, factor: f64) -> Self {
+        Self { mean: self.mean * factor, standard_error: self.standard_error.map(|e| e * factor) }
+    }
+
+    /// The root of a mean square, with the standard error carried over to first order.
+    pub fn sqrt(self) -> Self {
+        let mean = self.mean.sqrt();
+        let carry = |e: f64| if mean > 0.0 { e / (2.0 * mean) } else { 0.0 };
+        Self { mean, standard_error: self.standard_error.map(carry) }
     }
 
     /// `exp` of the mean, with the standard error carried over to first order.

@@ -7,7 +7,7 @@ use quant_calibration_data::demo_model;
 use quant_core::pipeline::Job;
 use quant_core::recipe::{METHODS, Plan, Recipe, method};
 use quant_core::{Error, Result};
-use quant_evaluator::{EvaluationText, Profile, compare};
+use quant_evaluator::{EvaluationText, Journal, Profile, compare, noise_floor};
 use serde::Serialize;
 
 use super::{Session, eval, quantize};
@@ -40,6 +40,8 @@ struct Report {
     float_bytes: u64,
     float_perplexity: f64,
     float_standard_error: Option<f64>,
+    noise_floor_kl: f64,
+    noise_floor_kl_standard_error: Option<f64>,
     rows: Vec<Row>,
     seconds: f64,
 }
@@ -67,8 +69,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let opened = inputs::open(&model, session)?;
     let profile = Profile::gptq(WINDOW)?;
     let windows = args.quick.then_some(4);
-    let text = eval::text(&opened, inputs::HELDOUT_NAME, profile, windows, session)?;
-    let float = eval::load(&opened, profile, session)?;
+    let text = eval::text(&opened, inputs::HELDOUT_NAME, profile.into(), windows, session)?;
+    let float = eval::load(&opened, &text, session)?;
+    let floor = noise_floor(&float, &text, &session.cancel)?;
 
     let mut rows = Vec::new();
     let mut float_perplexity = None;
@@ -87,11 +90,13 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let own = float_perplexity.ok_or_else(|| Error::Internal("no method was shown".into()))?;
     let report = Report {
         schema: "quant-demo/1",
-        profile: profile.id(),
-        tokens_scored: text.windows.len() * (WINDOW - 1),
+        profile: text.id.clone(),
+        tokens_scored: text.tokens_scored(),
         float_bytes: opened.directory.source().total_bytes(),
         float_perplexity: own.mean,
         float_standard_error: own.standard_error,
+        noise_floor_kl: floor.kl.mean,
+        noise_floor_kl_standard_error: floor.kl.standard_error,
         rows,
         seconds: started.elapsed().as_secs_f64(),
     };
@@ -143,14 +148,15 @@ fn measure(
     text: &EvaluationText,
     session: &Session,
 ) -> Result<(Row, quant_evaluator::Estimate)> {
-    let quantized = eval::load(&inputs::open(out, session)?, text.profile, session)?;
+    let quantized = eval::load(&inputs::open(out, session)?, text, session)?;
     let observer = session.progress.tokens_per_unit(Some(WINDOW as u64));
-    let divergence = compare(float, &quantized, text, &observer, &session.cancel)?;
+    let (scores, divergence) =
+        compare(float, &quantized, text, &mut Journal::none(), &observer, &session.cancel)?;
     let row = Row {
         method: "",
         scheme: String::new(),
         bytes: 0,
-        perplexity: divergence.model.perplexity.mean,
+        perplexity: scores.perplexity.mean,
         perplexity_ratio: divergence.perplexity_ratio.mean,
         perplexity_ratio_standard_error: divergence.perplexity_ratio.standard_error,
         kl: divergence.kl.mean,
@@ -192,9 +198,11 @@ fn show(report: &Report) -> String {
     let header = ["method", "scheme", "size", "perplexity", "over float", "KL (nats)", "time"];
     let mut text = table(&header, &rows);
     text.push_str(&format!(
-        "\n{} tokens of the built-in held-out text ({}); differences are paired; all of it took {}\n",
+        "\n{} tokens of the built-in held-out text ({}); differences are paired; rounding alone makes a KL of \
+         {}; all of it took {}\n",
         report.tokens_scored,
         report.profile,
+        plus_minus(report.noise_floor_kl, report.noise_floor_kl_standard_error, 6),
         output::duration(report.seconds)
     ));
     text

@@ -3,14 +3,21 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use quant_core::calibrate::TokenizerSettings;
+use quant_core::digest::sha256_hex;
 use quant_core::model::Decoder;
 use quant_core::{Error, Result};
-use quant_evaluator::{Divergence, Estimate, EvaluationText, Perplexity, Profile, compare, perplexity};
-use serde::Serialize;
+use quant_evaluator::statistics::Quantile;
+use quant_evaluator::{
+    Divergence, Estimate, Evaluation, EvaluationText, Journal, Position, ProfileRequest, Tokenization,
+    compare, noise_floor, perplexity,
+};
+use serde_json::json;
 
 use super::Session;
 use crate::inputs::{self, Opened};
-use crate::output::{JsonOption, table};
+use crate::output::{JsonOption, bytes, table};
+use crate::provenance;
 
 /// What to evaluate on what.
 #[derive(Debug, clap::Args)]
@@ -23,8 +30,9 @@ pub struct Args {
     /// Evaluation text: a file, or the name of a set
     #[arg(long, value_name = "FILE|NAME")]
     pub text: String,
-    /// Rule of scoring: wt2-gptq-2048, or gptq-L for windows of L tokens
-    #[arg(long, default_value = "wt2-gptq-2048", conflicts_with = "window")]
+    /// Rule of scoring: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
+    /// lmeval-rolling-L, with windows of L tokens
+    #[arg(long, default_value = "gptq-2048")]
     pub profile: String,
     /// The same rule with windows of L tokens
     #[arg(long, value_name = "L")]
@@ -32,104 +40,130 @@ pub struct Args {
     /// Score only the first N windows
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub windows: Option<u64>,
+    /// Keep what is measured in FILE until all is, and go on from what a stopped run left there
+    #[arg(long, value_name = "FILE")]
+    pub journal: Option<PathBuf>,
     #[command(flatten)]
     pub json: JsonOption,
-}
-
-#[derive(Serialize)]
-struct Report {
-    schema: &'static str,
-    version: &'static str,
-    model: String,
-    text: String,
-    seconds: f64,
-    tokens_per_second: f64,
-    #[serde(flatten)]
-    result: Outcome,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Outcome {
-    Alone(Perplexity),
-    Compared(Box<Divergence>),
 }
 
 /// Evaluates.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check()?;
-    let profile = match args.window {
-        Some(window) => Profile::gptq(window)?,
-        None => args.profile.parse()?,
-    };
     let opened = inputs::open(&args.model, session)?;
     let reference = args.reference.as_ref().map(|path| inputs::open(path, session)).transpose()?;
-    let text = text(&opened, &args.text, profile, args.windows, session)?;
+    let positions = opened.model.architecture().max_positions;
+    let request = ProfileRequest::parse(&args.profile, args.window, positions)?;
+    let text = text(&opened, &args.text, request, args.windows, session)?;
     if let Some(reference) = &reference {
         same_tokenizer(&opened, reference)?;
     }
-    let decoder = load(&opened, profile, session)?;
-    let started = Instant::now();
-    let observer = session.progress.tokens_per_unit(Some(profile.window as u64));
-    let result = match &reference {
-        Some(reference) => {
-            let reference = load(reference, profile, session)?;
-            let divergence = compare(&reference, &decoder, &text, &observer, &session.cancel)?;
-            Outcome::Compared(Box::new(divergence))
+    let model = provenance::identity(&opened, args.model.display().to_string(), session)?;
+    let compared_with = match (&reference, &args.reference) {
+        (Some(opened), Some(path)) => {
+            Some(provenance::identity(opened, path.display().to_string(), session)?)
         }
-        None => Outcome::Alone(perplexity(&decoder, &text, &observer, &session.cancel)?),
+        _ => None,
+    };
+    let tool = provenance::tool(session);
+    let identity = json!({
+        "tool": tool,
+        "model": model.sha256,
+        "reference": compared_with.as_ref().map(|r| &r.sha256),
+        "profile": text.id,
+        "tokens": text.tokens_sha256,
+    });
+    let decoder = load(&opened, &text, session)?;
+    let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
+    let started = Instant::now();
+    let measured = match &reference {
+        Some(reference) => {
+            let reference = load(reference, &text, session)?;
+            let mut journal = journal::<Position>(args, &identity, &text, session)?;
+            let (scores, mut divergence) =
+                compare(&reference, &decoder, &text, &mut journal, &observer, &session.cancel)?;
+            divergence.set_noise_floor(noise_floor(&reference, &text, &session.cancel)?);
+            journal.finish()?;
+            (scores, Some(divergence))
+        }
+        None => {
+            let mut journal = journal::<f64>(args, &identity, &text, session)?;
+            let scores = perplexity(&decoder, &text, &mut journal, &observer, &session.cancel)?;
+            journal.finish()?;
+            (scores, None)
+        }
     };
     let seconds = started.elapsed().as_secs_f64();
-    let report = Report {
-        schema: "quant-eval/1",
-        version: env!("CARGO_PKG_VERSION"),
-        model: args.model.display().to_string(),
-        text: args.text.clone(),
-        seconds,
-        tokens_per_second: text.windows.tokens().len() as f64 / seconds,
-        result,
-    };
-    args.json.emit(&report, || show(&report))
+    let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, seconds);
+    args.json.emit(&result, || show(&result))
+}
+
+/// The journal that was asked for, if one was.
+fn journal<T: serde::Serialize + serde::de::DeserializeOwned>(
+    args: &Args,
+    identity: &serde_json::Value,
+    text: &EvaluationText,
+    session: &Session,
+) -> Result<Journal<T>> {
+    let Some(path) = &args.journal else { return Ok(Journal::none()) };
+    let tokens: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
+    let journal = Journal::open(path, identity, &tokens)?;
+    if journal.windows() > 0 {
+        session.progress.note(&format!(
+            "{} of {} windows are known already",
+            journal.windows(),
+            tokens.len()
+        ));
+    }
+    Ok(journal)
 }
 
 /// Tokenizes and cuts an evaluation text.
 pub fn text(
     opened: &Opened,
     source: &str,
-    profile: Profile,
+    request: ProfileRequest,
     windows: Option<u64>,
     session: &Session,
 ) -> Result<EvaluationText> {
-    let positions = opened.model.architecture().max_positions;
-    if profile.window > positions {
+    let (positions, window) = (opened.model.architecture().max_positions, request.profile.window());
+    if window > positions {
         session.progress.note(&format!(
-            "warning: windows of {} tokens are longer than the {positions} positions the model was made \
-             for; --window {positions} stays inside",
-            profile.window
+            "warning: windows of {window} tokens are longer than the {positions} positions the model was made \
+             for; --window {positions} stays inside"
         ));
     }
     let (documents, origin) = inputs::texts(source, session)?;
     let tokenizer = inputs::tokenizer(&opened.directory)?;
+    let tokenization = Tokenization {
+        tokenizer: &tokenizer,
+        settings: &TokenizerSettings::open(&opened.directory)?,
+        sha256: sha256_hex(read_tokenizer(opened)?),
+    };
     let windows = windows.map(|n| usize::try_from(n).unwrap_or(usize::MAX));
-    // Documents of a set are joined as the rows of WikiText are: by an empty line.
-    let joined = documents.join("\n\n");
-    let text = EvaluationText::new(&tokenizer, &joined, profile, windows, &origin)?;
-    inputs::check(&opened.model, &text.windows)?;
+    let text = EvaluationText::new(&tokenization, &documents, request, windows, &origin)?;
+    for warning in &text.warnings {
+        session.progress.note(&format!("warning: {warning}"));
+    }
+    if let Some(largest) = text.largest_token() {
+        opened.model.check_token(largest)?;
+    }
     Ok(text)
 }
 
-/// Loads a model for the windows of a profile.
-pub fn load(opened: &Opened, profile: Profile, session: &Session) -> Result<Decoder> {
-    Decoder::load(&opened.model, profile.window, &session.progress, &session.cancel)
+/// Loads a model for the windows of a text.
+pub fn load(opened: &Opened, text: &EvaluationText, session: &Session) -> Result<Decoder> {
+    Decoder::load(&opened.model, text.longest_input(), &session.progress, &session.cancel)
+}
+
+fn read_tokenizer(opened: &Opened) -> Result<Vec<u8>> {
+    let tokenizer = inputs::tokenizer(&opened.directory)?;
+    std::fs::read(tokenizer.path()).map_err(|e| Error::io("read", tokenizer.path(), e))
 }
 
 /// Numbers of two tokenizers cannot be compared position by position.
 fn same_tokenizer(model: &Opened, reference: &Opened) -> Result<()> {
-    let read = |opened: &Opened| -> Result<Vec<u8>> {
-        let tokenizer = inputs::tokenizer(&opened.directory)?;
-        std::fs::read(tokenizer.path()).map_err(|e| Error::io("read", tokenizer.path(), e))
-    };
-    if read(model)? == read(reference)? {
+    if read_tokenizer(model)? == read_tokenizer(reference)? {
         return Ok(());
     }
     Err(Error::usage(
@@ -142,32 +176,74 @@ fn same_tokenizer(model: &Opened, reference: &Opened) -> Result<()> {
     ))
 }
 
-fn show(report: &Report) -> String {
+fn show(result: &Evaluation) -> String {
     let row = |name: &str, estimate: &Estimate, digits: usize| {
         let error = estimate.standard_error.map_or("?".into(), |e| format!("{e:.digits$}"));
         vec![name.to_owned(), format!("{:.digits$}", estimate.mean), error]
     };
-    let (own, rows) = match &report.result {
-        Outcome::Alone(p) => (p, vec![row("perplexity", &p.perplexity, 3), row("nats per token", &p.nll, 4)]),
-        Outcome::Compared(d) => (
-            &d.model,
-            vec![
-                row("perplexity", &d.model.perplexity, 3),
-                row("reference perplexity", &d.reference.perplexity, 3),
-                row("perplexity ratio", &d.perplexity_ratio, 5),
-                row("mean KL (nats)", &d.kl, 6),
-                row("same top token", &d.top1_agreement, 4),
-            ],
-        ),
-    };
+    let scores = &result.scores;
+    let mut rows = vec![row("perplexity", &scores.perplexity, 3), row("nats a token", &scores.nll, 4)];
+    for (name, estimate, digits) in [
+        ("bits a byte", &scores.bits_per_byte, 4),
+        ("perplexity of words", &scores.word_perplexity, 3),
+        ("perplexity of bytes", &scores.byte_perplexity, 4),
+    ] {
+        rows.extend(estimate.iter().map(|e| row(name, e, digits)));
+    }
+    if let Some(comparison) = &result.comparison {
+        rows.push(row("reference perplexity", &comparison.reference.perplexity, 3));
+        rows.push(row("perplexity ratio", &comparison.perplexity_ratio, 5));
+        rows.push(row("mean KL (nats)", &comparison.kl, 6));
+        if let Some(floor) = &comparison.noise_floor {
+            rows.push(row("  its noise floor", &floor.kl, 6));
+        }
+        rows.push(row("same top token", &comparison.top1_agreement, 4));
+        rows.push(row("top five in common", &comparison.top5_overlap, 4));
+        rows.push(row("rms change of p", &comparison.rms_delta_p, 5));
+    }
     let mut text = table(&["", "mean", "± standard error"], &rows);
+    if let Some(comparison) = &result.comparison {
+        text.push('\n');
+        text.push_str(&spread(comparison));
+    }
     text.push_str(&format!(
-        "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s\n",
-        own.profile,
-        Path::new(&report.text).display(),
-        own.tokens_scored,
-        own.windows,
-        report.tokens_per_second
+        "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}\n",
+        result.profile,
+        Path::new(&result.text.name).display(),
+        result.tokens_scored,
+        result.windows,
+        result.tokens_per_second,
+        bytes(result.model.size_bytes),
     ));
+    text
+}
+
+/// How the divergence is spread over positions.
+fn spread(comparison: &Divergence) -> String {
+    let row = |name: &str, q: &Quantile| {
+        let interval = match (q.low, q.high) {
+            (Some(low), Some(high)) => format!("{low:.5} – {high:.5}"),
+            _ => "?".into(),
+        };
+        vec![name.to_owned(), format!("{:.5}", q.value), interval]
+    };
+    let q = &comparison.kl_quantiles;
+    let rows = [
+        row("half of all", &q.median),
+        row("90 %", &q.p90),
+        row("99 %", &q.p99),
+        row("99.9 %", &q.p999),
+        row("all", &q.max),
+    ];
+    let mut text = table(&["KL (nats) of … is at most", "", "95 % interval"], &rows);
+    if comparison.at_noise_floor == Some(true) {
+        text.push_str("\nThe mean KL is below three times its noise floor: the models are the same, as far as can be told.\n");
+    }
+    if let Some(increase) = comparison.minimum_detectable_increase {
+        text.push_str(&format!(
+            "\nAn increase of the perplexity by {:.2} % would have been found four times out of five.\n",
+            100.0 * increase
+        ));
+    }
     text
 }

@@ -4,9 +4,12 @@ pub mod bench;
 pub mod completions;
 pub mod demo;
 pub mod eval;
+pub mod gate;
 pub mod inspect;
 pub mod plan;
 pub mod quantize;
+
+use std::process::ExitCode;
 
 use quant_core::{CancelToken, Result};
 
@@ -21,9 +24,10 @@ pub struct Session {
     pub cancel: CancelToken,
 }
 
-/// Runs a verb.
-pub fn run(command: &Command, session: &Session) -> Result<()> {
-    match command {
+/// Runs a verb; only the gate has several good ends.
+pub fn run(command: &Command, session: &Session) -> Result<ExitCode> {
+    let done = match command {
+        Command::Gate(args) => return gate::run(args, session),
         Command::Demo(args) => demo::run(args, session),
         Command::Plan(args) => plan::run(args, session),
         Command::Quantize(args) => quantize::run(args, session),
@@ -31,5 +35,6 @@ pub fn run(command: &Command, session: &Session) -> Result<()> {
         Command::Inspect(args) => inspect::run(args, session),
         Command::Bench(args) => bench::run(args, session),
         Command::Completions(args) => completions::run(args),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }

@@ -80,16 +80,34 @@ impl TextTokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// The same, each token with the bytes of the text that it stands for: none, for one that the
+    /// tokenizer adds.
+    ///
+    /// # Errors
+    /// When the tokenizer fails on the text.
+    pub fn encode_with_places(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        self.encode_placed(text, true)
+    }
+
     /// The tokens of a text that holds its special tokens already, each with the bytes of the text that
     /// it stands for.
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
-        let encoded = Self::guarded(&self.path, || self.tokenizer.encode(text, false))?;
+        self.encode_placed(text, false)
+    }
+
+    fn encode_placed(&self, text: &str, special: bool) -> Result<Vec<(u32, Range<usize>)>> {
+        let encoded = Self::guarded(&self.path, || self.tokenizer.encode(text, special))?;
         let encoding = encoded.map_err(|e| Self::fault(&self.path, format!("fails on the text: {e}")))?;
         let places = encoding.get_offsets().iter().map(|&(from, to)| from..to);
         Ok(encoding.get_ids().iter().copied().zip(places).collect())
+    }
+
+    /// The number of a token, if the vocabulary has it.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
     }
 
     /// Crafted vocabularies make the tokenizers crate panic; that must not end the process.

@@ -95,9 +95,22 @@ impl Decoder {
     /// # Errors
     /// When a token is outside the vocabulary or the windows are longer than the decoder allows.
     pub fn hidden(&self, windows: &[&[u32]]) -> Result<Tensor> {
+        self.hidden_through(windows, &mut |_, hidden| Ok(hidden))
+    }
+
+    /// As [`hidden`](Self::hidden); what leaves each block, `[batch, positions, hidden]`, passes
+    /// through `after` with the block's index, which may look at it or change it.
+    ///
+    /// # Errors
+    /// As [`hidden`](Self::hidden), and those of `after`.
+    pub fn hidden_through(
+        &self,
+        windows: &[&[u32]],
+        after: &mut dyn FnMut(usize, Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let mut hidden = self.embed(windows)?;
-        for block in &self.blocks {
-            hidden = block.forward(&hidden, 0, None, &mut NoTap)?;
+        for (index, block) in self.blocks.iter().enumerate() {
+            hidden = after(index, block.forward(&hidden, 0, None, &mut NoTap)?)?;
         }
         self.finish(&hidden)
     }

@@ -192,15 +192,15 @@ impl Scores {
             let value = result.pointer(path).and_then(Value::as_f64);
             value.with_context(|| format!("`quant eval --json` gives no {path}"))
         };
-        let windows = result["window_kl"].as_array().context("`quant eval --json` gives no window_kl")?;
+        let windows = result["comparison"]["window_kl"].as_array().context("`quant eval --json` gives no window_kl")?;
         let windows: Vec<f64> =
             windows.iter().map(|w| w.as_f64().context("not a number")).collect::<Result<_>>()?;
-        let sha256 = result.pointer("/model/tokens_sha256").and_then(Value::as_str);
+        let sha256 = result.pointer("/tokens_sha256").and_then(Value::as_str);
         Ok(Self {
-            mean: number("/kl/mean")?,
-            error: number("/kl/standard_error")?,
-            perplexity: number("/model/perplexity/mean")?,
-            tokens: number("/model/tokens_scored")? / windows.len() as f64,
+            mean: number("/comparison/kl/mean")?,
+            error: number("/comparison/kl/standard_error")?,
+            perplexity: number("/perplexity/mean")?,
+            tokens: number("/tokens_scored")? / windows.len() as f64,
             sha256: sha256.context("`quant eval --json` gives no digest of the tokens")?.to_owned(),
             windows,
         })

@@ -110,7 +110,7 @@ impl TokenWindows {
             }
         }
         if sampling.mask == Mask::Prompts && !answered {
-            return Err(Error::Chat {
+            return Err(Error::InputFile {
                 path: origin.to_owned(),
                 line: None,
                 reason: "holds no token that an assistant wrote, and prompts are masked".into(),

@@ -29,7 +29,7 @@ impl ChatTemplate {
     /// is its file, for messages.
     ///
     /// # Errors
-    /// [`Error::Chat`] with the conversation's line when the template refuses it, goes beyond its
+    /// [`Error::InputFile`] with the conversation's line when the template refuses it, goes beyond its
     /// bounds, or does not let the assistant's text be told from the rest.
     pub fn render(&self, conversation: &Conversation, mask: Mask, origin: &Path) -> Result<RenderedChat> {
         let one = One { template: self, conversation, origin };
@@ -53,7 +53,7 @@ struct One<'a> {
 
 impl One<'_> {
     fn fault(&self, reason: impl std::fmt::Display, remedy: &str) -> Error {
-        Error::Chat {
+        Error::InputFile {
             path: self.origin.to_owned(),
             line: Some(self.conversation.line),
             reason: format!("{} {reason}", self.template.path.display()),
@@ -118,7 +118,7 @@ impl One<'_> {
             }
             let up_to = |end: usize, ask_for_answer| match self.text(PLAIN, &messages[..end], ask_for_answer)
             {
-                Err(Error::Chat { reason, .. }) => {
+                Err(Error::InputFile { reason, .. }) => {
                     Err(self.unmaskable(&format!("of the first {end} messages alone, {reason}")))
                 }
                 other => other,

@@ -162,7 +162,7 @@ fn hostile_templates_end() {
     for broken in ["{% for", "{% endfor %}", "{{ a b }}", "{% generation %}", &"(".repeat(4000), "\u{fdd0}"] {
         let broken = if broken.starts_with('(') { format!("{{{{ {broken} }}}}") } else { broken.to_owned() };
         let error = ChatTemplate::compile(broken.clone(), vec![], PathBuf::from("t")).unwrap_err();
-        assert!(matches!(error, Error::Chat { .. }), "{broken}: {error}");
+        assert!(matches!(error, Error::InputFile { .. }), "{broken}: {error}");
     }
 }
 

@@ -9,23 +9,18 @@ use serde_json::{Map, Value as Json};
 
 use super::generation::{FILTER, MARKS, replace_tags};
 use super::python::{raise_exception, strftime_now, tojson};
-use crate::calibrate::guard_panics;
-use crate::checkpoint::{ModelDirectory, parse_strictly, printable, read_capped};
+use crate::calibrate::settings::CONFIG;
+use crate::calibrate::{TokenizerSettings, guard_panics};
+use crate::checkpoint::{ModelDirectory, printable, read_capped};
 use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
-const CONFIG: &str = "tokenizer_config.json";
 /// Longer templates are refused; real ones have some kilobytes.
 const LARGEST_TEMPLATE: u64 = 1 << 20;
-/// Larger settings of a tokenizer are refused; they can list thousands of special tokens.
-const LARGEST_CONFIG: u64 = 64 << 20;
 /// Steps that rendering one conversation may take.
 const FUEL: u64 = 10_000_000;
 /// Macros and blocks in each other.
 const DEPTH: usize = 200;
-/// The special tokens that a template may ask for.
-const TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 /// What helps where a template cannot be used.
 pub(super) const REMEDY: &str = "correct the model's chat template, or put another one as \
                                  chat_template.jinja beside it, which is taken first";
@@ -50,22 +45,21 @@ impl ChatTemplate {
     /// tokens come from `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`Error::Chat`] when there is none, or it or the settings cannot be read.
+    /// [`Error::InputFile`] when there is none, or it or the settings cannot be read.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
-        let config_path = directory.path().join(CONFIG);
-        let config = match read(directory, CONFIG, LARGEST_CONFIG)? {
-            Some(bytes) => parse_config(&config_path, &bytes)?,
-            None => Map::new(),
-        };
-        let tokens = special_tokens(&config, &config_path)?;
+        let settings = TokenizerSettings::open(directory)?;
+        let tokens = settings.special_tokens()?;
+        let config_path = settings.path().to_owned();
         let path = directory.path().join(TEMPLATE);
-        if let Some(bytes) = read(directory, TEMPLATE, LARGEST_TEMPLATE)? {
+        if let Some(sidecar) = directory.sidecar(TEMPLATE) {
+            let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST_TEMPLATE)?;
+            let bytes = bytes.map_err(|reason| fault(&sidecar.path, reason))?;
             let source = String::from_utf8(bytes).map_err(|e| {
                 fault(&path, format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
             })?;
             return Self::compile(source, tokens, path);
         }
-        let source = configured(&config).map_err(|reason| fault(&config_path, reason))?;
+        let source = configured(settings.fields()).map_err(|reason| fault(&config_path, reason))?;
         match source {
             Some(source) if source.len() as u64 <= LARGEST_TEMPLATE => {
                 Self::compile(source, tokens, config_path)
@@ -77,7 +71,7 @@ impl ChatTemplate {
                 );
                 Err(fault(&config_path, reason))
             }
-            None => Err(Error::Chat {
+            None => Err(Error::InputFile {
                 path: directory.path().to_owned(),
                 line: None,
                 reason: format!(
@@ -94,7 +88,7 @@ impl ChatTemplate {
     /// A template from its source, with special tokens by name; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::Chat`] with the line of the template that is no template.
+    /// [`Error::InputFile`] with the line of the template that is no template.
     pub fn compile(source: String, tokens: Vec<(&'static str, String)>, path: PathBuf) -> Result<Self> {
         if source.contains(MARKS) {
             return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
@@ -110,7 +104,7 @@ impl ChatTemplate {
             Some(Ok(())) => Ok(Self { environment, marks_generation: generations > 0, tokens, path }),
             Some(Err(error)) => {
                 let (line, reason) = (error.line(), describe(&error));
-                Err(Error::Chat { path, line, reason, remedy: REMEDY.into() })
+                Err(Error::InputFile { path, line, reason, remedy: REMEDY.into() })
             }
             None => Err(fault(&path, "makes the template library panic".into())),
         }
@@ -149,7 +143,7 @@ fn environment() -> Environment<'static> {
 }
 
 pub(super) fn fault(path: &Path, reason: String) -> Error {
-    Error::Chat { path: path.to_owned(), line: None, reason, remedy: REMEDY.into() }
+    Error::InputFile { path: path.to_owned(), line: None, reason, remedy: REMEDY.into() }
 }
 
 /// What an error of the template library says, with its causes, without the place.
@@ -167,21 +161,6 @@ pub(super) fn describe(error: &minijinja::Error) -> String {
     printable(&text)
 }
 
-/// A file beside the model, if there is one.
-fn read(directory: &ModelDirectory, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
-    let Some(sidecar) = directory.sidecar(name) else { return Ok(None) };
-    let bytes = read_capped(&sidecar.real, &sidecar.path, most)?;
-    bytes.map(Some).map_err(|reason| fault(&sidecar.path, reason))
-}
-
-fn parse_config(path: &Path, bytes: &[u8]) -> Result<Map<String, Json>> {
-    match parse_strictly(bytes) {
-        Ok(Json::Object(map)) => Ok(map),
-        Ok(_) => Err(fault(path, "must hold one JSON object".into())),
-        Err(reason) => Err(fault(path, format!("is not acceptable JSON: {reason}"))),
-    }
-}
-
 /// The template that a configuration holds.
 fn configured(config: &Map<String, Json>) -> Result<Option<String>, String> {
     match config.get("chat_template") {
@@ -196,19 +175,4 @@ fn configured(config: &Map<String, Json>) -> Result<Option<String>, String> {
         }
         Some(_) => Err("`chat_template` is neither a text nor a list of named ones".into()),
     }
-}
-
-/// Special tokens by name: each a text, or an object with a `content`.
-fn special_tokens(config: &Map<String, Json>, path: &Path) -> Result<Vec<(&'static str, String)>> {
-    let mut tokens = Vec::new();
-    for name in TOKENS {
-        let Some(value) = config.get(name).filter(|v| !v.is_null()) else { continue };
-        match value.as_str().or_else(|| value.get("content").and_then(Json::as_str)) {
-            Some(token) => tokens.push((name, token.to_owned())),
-            None => {
-                return Err(fault(path, format!("`{name}` is neither a text nor an object with `content`")));
-            }
-        }
-    }
-    Ok(tokens)
 }

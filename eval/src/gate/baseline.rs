@@ -1,0 +1,92 @@
+//! What results are compared with: results that were good, in one file that is committed.
+//!
+//! A baseline holds whole results by name, and the SHA-256 of them all: a file that was cut or edited is
+//! refused, not believed.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use quant_core::digest::sha256_hex;
+use quant_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::Evaluation;
+use crate::result::{check_schema, read_json};
+
+/// The version of the form of baselines.
+pub const SCHEMA: &str = "quant-gate-baseline/1";
+
+/// Results by name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Baseline {
+    /// The results, without what a run took.
+    pub results: BTreeMap<String, Evaluation>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    schema: String,
+    sha256: String,
+    results: BTreeMap<String, serde_json::Value>,
+}
+
+impl Baseline {
+    /// A baseline of these results. What a run took is left out, so that the same numbers make the same
+    /// bytes.
+    pub fn new(results: &[(String, Evaluation)]) -> Self {
+        let timeless = |e: &Evaluation| Evaluation { seconds: 0.0, tokens_per_second: 0.0, ..e.clone() };
+        Self { results: results.iter().map(|(name, e)| (name.clone(), timeless(e))).collect() }
+    }
+
+    /// Reads a baseline and checks it as a whole.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] when it is none, is empty, was cut or edited.
+    pub fn read(path: &Path) -> Result<Self> {
+        let fault = |reason: String| Error::InputFile {
+            path: path.to_owned(),
+            line: None,
+            reason,
+            remedy: "make a baseline of results that are good: quant gate --baseline FILE --update RESULT…"
+                .into(),
+        };
+        let value = read_json(path, "a baseline").map_err(|e| with_remedy(e, &fault))?;
+        check_schema(&value, SCHEMA, path).map_err(|e| with_remedy(e, &fault))?;
+        let file: File = serde_json::from_value(value).map_err(|e| fault(format!("is no baseline: {e}")))?;
+        if file.results.is_empty() {
+            return Err(fault("holds no result".into()));
+        }
+        if digest(&file.results)? != file.sha256 {
+            return Err(fault("was changed since it was made: its results have another SHA-256".into()));
+        }
+        let read = |(name, value)| Ok((name, Evaluation::from_value(value, path)?));
+        Ok(Self { results: file.results.into_iter().map(read).collect::<Result<_>>()? })
+    }
+
+    /// The file.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when a result cannot be written, which does not happen.
+    pub fn to_json(&self) -> Result<String> {
+        let fault = |e: serde_json::Error| Error::Internal(e.to_string());
+        let results = self
+            .results
+            .iter()
+            .map(|(name, e)| Ok((name.clone(), serde_json::to_value(e).map_err(fault)?)))
+            .collect::<Result<BTreeMap<_, _>>>()?;
+        let file = File { schema: SCHEMA.into(), sha256: digest(&results)?, results };
+        Ok(serde_json::to_string_pretty(&file).map_err(fault)? + "\n")
+    }
+}
+
+fn digest(results: &BTreeMap<String, serde_json::Value>) -> Result<String> {
+    serde_json::to_string(results).map(sha256_hex).map_err(|e| Error::Internal(e.to_string()))
+}
+
+fn with_remedy(error: Error, fault: &impl Fn(String) -> Error) -> Error {
+    match error {
+        Error::InputFile { reason, .. } => fault(reason),
+        other => other,
+    }
+}

@@ -1,0 +1,156 @@
+//! Pass, fail, or too little to tell: the test of one degradation.
+//!
+//! The degradation of window `w` is its mean now minus its mean in the baseline, paired. With the mean
+//! `d` over tokens, its standard error `e` over `W` windows, and `t` the quantile of Student's
+//! distribution with `W − 1` degrees of freedom at the one-sided level, the degradation lies, for all
+//! that is known, between `L = d − t e` and `U = d + t e`. Where `U` is within the margin, it is shown
+//! that the model is not worse by more: pass. Where `L` is beyond the margin, it is shown that it is:
+//! fail. Between them more windows are needed. (A one-sided test of non-inferiority and its mirror
+//! image; no difference at all, to the last bit, passes whatever the number of windows.)
+//!
+//! Where a policy has several tests, one of them would fail by chance more often than the level says;
+//! they fail by the step-down rule of Holm (1979), which keeps the level for all together. To pass, each
+//! must pass by itself, and no correction is needed.
+
+use serde::Serialize;
+
+use crate::Estimate;
+use crate::statistics::student;
+
+/// How a check ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// It holds.
+    Pass,
+    /// It does not hold.
+    Fail,
+    /// Nobody can tell from so few windows.
+    Inconclusive,
+}
+
+impl Verdict {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pass => "pass",
+            Self::Fail => "fail",
+            Self::Inconclusive => "inconclusive",
+        }
+    }
+}
+
+/// The outcome of a test of a degradation, in nats a token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Test {
+    pub(super) degradation: Estimate,
+    /// `L` and `U`; absent for a single window.
+    pub(super) bounds: Option<(f64, f64)>,
+    pub(super) verdict: Verdict,
+    /// The probability of at least this degradation if the true one were the margin.
+    pub(super) p_fail: f64,
+    /// About how many windows would decide.
+    pub(super) windows_needed: Option<u64>,
+}
+
+/// Tests whether the windows' differences, `tokens` of each, stay within `margin`.
+pub(super) fn test(differences: &[f64], tokens: &[usize], margin: f64, level: f64) -> Test {
+    let totals: Vec<f64> = differences.iter().zip(tokens).map(|(d, &n)| d * n as f64).collect();
+    let degradation = Estimate::clustered(&totals, tokens);
+    let mean = degradation.mean;
+    let identical = differences.iter().all(|d| *d == 0.0);
+    let degrees = differences.len() - 1;
+    let known = degradation.standard_error.zip(student::quantile(1.0 - level, degrees));
+    let bounds = known.map(|(e, t)| (mean - t * e, mean + t * e));
+    let (verdict, p_fail) = match (identical, degradation.standard_error) {
+        (true, _) => (Verdict::Pass, 1.0),
+        (false, None) => (Verdict::Inconclusive, 1.0),
+        (false, Some(e)) if e > 0.0 => {
+            let p_fail = student::exceedance((mean - margin) / e, degrees).unwrap_or(1.0);
+            match bounds {
+                Some((_, upper)) if upper <= margin => (Verdict::Pass, p_fail),
+                Some((lower, _)) if lower > margin => (Verdict::Fail, p_fail),
+                _ => (Verdict::Inconclusive, p_fail),
+            }
+        }
+        // Every window differs by the same.
+        (false, Some(_)) if mean <= margin => (Verdict::Pass, 1.0),
+        (false, Some(_)) => (Verdict::Fail, 0.0),
+    };
+    let windows_needed = known
+        .filter(|_| verdict == Verdict::Inconclusive && mean != margin)
+        .map(|(e, t)| (differences.len() as f64 * (t * e / (mean - margin)).powi(2)).ceil())
+        .filter(|n| *n < 1e9)
+        .map(|n| n as u64);
+    Test { degradation, bounds, verdict, p_fail, windows_needed }
+}
+
+/// By the step-down rule of Holm, which tests with these probabilities fail at this level.
+pub(super) fn holm(probabilities: &[f64], level: f64) -> Vec<bool> {
+    let mut order: Vec<usize> = (0..probabilities.len()).collect();
+    order.sort_by(|&a, &b| probabilities[a].total_cmp(&probabilities[b]));
+    let mut fails = vec![false; probabilities.len()];
+    for (rank, &i) in order.iter().enumerate() {
+        if probabilities[i] > level / (probabilities.len() - rank) as f64 {
+            break;
+        }
+        fails[i] = true;
+    }
+    fails
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::noise::mix;
+
+    /// Nearly normal differences with this mean and spread, seeded.
+    fn sample(seed: u64, windows: u64, mean: f64, spread: f64) -> Vec<f64> {
+        let uniform = |i: u64| mix(mix(seed) ^ i) as f64 / u64::MAX as f64;
+        // Twelve uniform values have the variance one.
+        (0..windows)
+            .map(|w| mean + spread * ((0..12).map(|i| uniform(12 * w + i)).sum::<f64>() - 6.0))
+            .collect()
+    }
+
+    /// Rates at which tests pass and fail, of 2000 samples of 20 windows.
+    fn rates(mean: f64, spread: f64, margin: f64) -> (f64, f64) {
+        let verdicts: Vec<Verdict> = (0..2000)
+            .map(|seed| test(&sample(seed, 20, mean, spread), &[100; 20], margin, 0.05).verdict)
+            .collect();
+        let share = |v| verdicts.iter().filter(|&&x| x == v).count() as f64 / verdicts.len() as f64;
+        (share(Verdict::Pass), share(Verdict::Fail))
+    }
+
+    #[test]
+    fn at_the_margin_it_errs_as_often_as_the_level_says() {
+        let (pass, fail) = rates(0.005, 0.01, 0.005);
+        assert!((0.035..0.065).contains(&pass) && (0.035..0.065).contains(&fail), "{pass} {fail}");
+        // Far from it hardly ever.
+        assert_eq!(rates(0.02, 0.01, 0.005), (0.0, 1.0));
+        assert_eq!(rates(-0.01, 0.01, 0.005), (1.0, 0.0));
+    }
+
+    #[test]
+    fn no_difference_passes_and_one_window_tells_nothing() {
+        assert_eq!(test(&[0.0], &[5], 0.0, 0.05).verdict, Verdict::Pass);
+        assert_eq!(test(&[1.0], &[5], 0.1, 0.05).verdict, Verdict::Inconclusive);
+        assert_eq!(test(&[0.25; 3], &[5; 3], 0.1, 0.05).verdict, Verdict::Fail);
+        assert_eq!(test(&[0.25; 3], &[5; 3], 0.5, 0.05).verdict, Verdict::Pass);
+    }
+
+    #[test]
+    fn so_many_windows_would_have_decided() {
+        let open = test(&sample(3, 20, 0.0, 0.01), &[100; 20], 0.003, 0.05);
+        assert_eq!(open.verdict, Verdict::Inconclusive);
+        let needed = open.windows_needed.unwrap();
+        assert!((20..2000).contains(&needed), "{needed}");
+    }
+
+    #[test]
+    fn holm_keeps_the_level_of_all() {
+        assert_eq!(holm(&[0.01, 0.04, 0.03, 0.005], 0.05), [true, false, false, true]);
+        assert_eq!(holm(&[0.04], 0.05), [true]);
+        assert_eq!(holm(&[], 0.05), Vec::<bool>::new());
+    }
+}

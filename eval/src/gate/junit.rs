@@ -1,0 +1,46 @@
+//! An outcome as JUnit XML, which CI systems show as tests: a suite a result, a case a check.
+
+use quant_core::{Error, Result};
+use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
+
+use super::{Outcome, Verdict};
+
+/// The XML. A failed check is a failure; an open one is a failure of the type `inconclusive`, unless the
+/// gate as a whole passes: then it is skipped.
+///
+/// # Errors
+/// [`Error::Internal`] when it cannot be written, which does not happen.
+pub fn junit(outcome: &Outcome) -> Result<String> {
+    let mut report = Report::new("quant gate");
+    let mut suites: Vec<TestSuite> = Vec::new();
+    for check in &outcome.checks {
+        let status = match check.verdict {
+            Verdict::Pass => TestCaseStatus::success(),
+            Verdict::Inconclusive if outcome.verdict == Verdict::Pass => {
+                let mut status = TestCaseStatus::skipped();
+                status.set_message(check.message.clone());
+                status
+            }
+            Verdict::Fail | Verdict::Inconclusive => {
+                let mut status = TestCaseStatus::non_success(NonSuccessKind::Failure);
+                status.set_type(check.verdict.name()).set_message(check.message.clone());
+                status
+            }
+        };
+        let mut case = TestCase::new(check.name.clone(), status);
+        case.set_classname(format!("{}.{}", check.result, check.profile));
+        case.set_system_out(check.message.clone());
+        match suites.iter_mut().find(|s| s.name.as_str() == check.result) {
+            Some(suite) => {
+                suite.add_test_case(case);
+            }
+            None => {
+                let mut suite = TestSuite::new(check.result.clone());
+                suite.add_test_case(case);
+                suites.push(suite);
+            }
+        }
+    }
+    report.add_test_suites(suites);
+    report.to_string().map_err(|e| Error::Internal(format!("JUnit XML: {e}")))
+}

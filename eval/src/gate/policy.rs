@@ -1,0 +1,293 @@
+//! What must hold: a policy as a TOML file, which lies beside the code it guards.
+//!
+//! ```toml
+//! schema = "quant-gate-policy/1"
+//! level = 0.05
+//! on_inconclusive = "inconclusive"
+//!
+//! [[non_inferiority]]
+//! metric = "perplexity"
+//! against = "baseline"
+//! margin = 0.005
+//!
+//! [[cap]]
+//! metric = "kl_p99"
+//! at_most = 0.5
+//! ```
+//!
+//! Every check is made of every result, or of those that its `results` names. A key that is not known
+//! is an error.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use quant_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+use toml::Spanned;
+
+use super::metric::Metric;
+
+/// The version of the form of policies.
+pub const SCHEMA: &str = "quant-gate-policy/1";
+/// Larger files are refused.
+const LARGEST: u64 = 1 << 20;
+
+/// What must hold of results.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    /// The file, for messages.
+    pub path: PathBuf,
+    /// The one-sided level of tests.
+    pub level: f64,
+    /// What becomes of a test that too few windows leave open.
+    pub on_inconclusive: OnInconclusive,
+    /// Degradations that must be shown to stay within a margin.
+    pub non_inferiority: Vec<NonInferiority>,
+    /// Bounds that numbers must keep.
+    pub caps: Vec<Cap>,
+}
+
+/// What becomes of a gate that neither passes nor fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnInconclusive {
+    /// It is inconclusive.
+    #[default]
+    Inconclusive,
+    /// It fails.
+    Fail,
+    /// It passes.
+    Pass,
+}
+
+/// A degradation that must be shown to stay within a margin.
+#[derive(Debug, Clone)]
+pub struct NonInferiority {
+    /// Of what.
+    pub metric: Metric,
+    /// Against what.
+    pub against: Against,
+    /// For a perplexity the share by which it may rise; for a divergence nats a token.
+    pub margin: f64,
+    /// Of which results; all if nothing is named.
+    pub results: Vec<String>,
+    /// Where the policy says so.
+    pub line: usize,
+}
+
+/// What a result is compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Against {
+    /// The result of the same name in the baseline.
+    Baseline,
+    /// The reference that the result itself was measured against.
+    Reference,
+}
+
+/// A bound that a number must keep.
+#[derive(Debug, Clone)]
+pub struct Cap {
+    /// Which number.
+    pub metric: Metric,
+    /// It must not exceed this,
+    pub at_most: Option<f64>,
+    /// nor fall below this.
+    pub at_least: Option<f64>,
+    /// Of which results; all if nothing is named.
+    pub results: Vec<String>,
+    /// Where the policy says so.
+    pub line: usize,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    schema: Spanned<String>,
+    level: Option<Spanned<f64>>,
+    #[serde(default)]
+    on_inconclusive: OnInconclusive,
+    #[serde(default)]
+    non_inferiority: Vec<Spanned<NonInferiorityEntry>>,
+    #[serde(default)]
+    cap: Vec<Spanned<CapEntry>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NonInferiorityEntry {
+    metric: Metric,
+    against: Against,
+    margin: f64,
+    #[serde(default)]
+    results: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CapEntry {
+    metric: Metric,
+    at_most: Option<f64>,
+    at_least: Option<f64>,
+    #[serde(default)]
+    results: Vec<String>,
+}
+
+impl Policy {
+    /// Reads a policy.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] with the line at fault.
+    pub fn read(path: &Path) -> Result<Self> {
+        let fault = |reason: String| fault(path, None, reason);
+        let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => fault("does not exist".into()),
+            _ => Error::io("read", path, e),
+        })?;
+        if !metadata.is_file() || metadata.len() > LARGEST {
+            return Err(fault(format!("is no file of at most {LARGEST} bytes")));
+        }
+        let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+        let text = String::from_utf8(bytes).map_err(|_| fault("is not UTF-8".into()))?;
+        Self::parse(&text, path)
+    }
+
+    /// The same from its text; `path` is for messages.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] with the line at fault.
+    pub fn parse(text: &str, path: &Path) -> Result<Self> {
+        let line =
+            |span: Range<usize>| text.get(..span.start).map_or(1, |before| 1 + before.matches('\n').count());
+        let fault = |line, reason: String| fault(path, line, reason);
+        let file: File = toml::from_str(text)
+            .map_err(|e| fault(e.span().map(line), format!("is no policy: {}", e.message().trim_end())))?;
+        if file.schema.get_ref() != SCHEMA {
+            let reason = format!(
+                "has the schema `{}`; this version reads `{SCHEMA}`",
+                file.schema.get_ref().escape_default()
+            );
+            return Err(fault(Some(line(file.schema.span())), reason));
+        }
+        let level = match &file.level {
+            Some(level) if *level.get_ref() > 0.0 && *level.get_ref() < 0.5 => *level.get_ref(),
+            Some(level) => {
+                let reason = format!("has the level {}; it lies between 0 and 0.5", level.get_ref());
+                return Err(fault(Some(line(level.span())), reason));
+            }
+            None => 0.05,
+        };
+        let mut policy = Self {
+            path: path.to_owned(),
+            level,
+            on_inconclusive: file.on_inconclusive,
+            non_inferiority: Vec::new(),
+            caps: Vec::new(),
+        };
+        for entry in file.non_inferiority {
+            let at = line(entry.span());
+            let NonInferiorityEntry { metric, against, margin, results } = entry.into_inner();
+            if !(margin.is_finite() && margin >= 0.0) {
+                return Err(fault(Some(at), format!("has the margin {margin}; it is a number not below 0")));
+            }
+            metric.check_paired(against).map_err(|reason| fault(Some(at), reason))?;
+            policy.non_inferiority.push(NonInferiority { metric, against, margin, results, line: at });
+        }
+        for entry in file.cap {
+            let at = line(entry.span());
+            let CapEntry { metric, at_most, at_least, results } = entry.into_inner();
+            if at_most.is_none() && at_least.is_none() {
+                return Err(fault(Some(at), "has a cap with neither `at_most` nor `at_least`".into()));
+            }
+            if at_most.into_iter().chain(at_least).any(f64::is_nan) {
+                return Err(fault(Some(at), "has a cap that is no number".into()));
+            }
+            policy.caps.push(Cap { metric, at_most, at_least, results, line: at });
+        }
+        if policy.non_inferiority.is_empty() && policy.caps.is_empty() {
+            return Err(fault(None, "checks nothing: it has neither [[non_inferiority]] nor [[cap]]".into()));
+        }
+        Ok(policy)
+    }
+
+    /// Whether a check needs a baseline.
+    pub fn needs_baseline(&self) -> bool {
+        self.non_inferiority.iter().any(|c| c.against == Against::Baseline)
+    }
+
+    /// Fails where a check names a result that is not there.
+    pub(super) fn check_names(&self, names: &[&str]) -> Result<()> {
+        let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
+        for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {
+            if let Some(missing) = results.iter().find(|r| !names.contains(&r.as_str())) {
+                let reason =
+                    format!("asks for the result `{}`, which was not given", missing.escape_default());
+                return Err(fault(&self.path, Some(line), reason));
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn fault(path: &Path, line: Option<usize>, reason: String) -> Error {
+    Error::InputFile {
+        path: path.to_owned(),
+        line,
+        reason,
+        remedy: "correct the policy; docs/evaluation.md says what one may hold".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"
+schema = "quant-gate-policy/1"
+
+[[non_inferiority]]
+metric = "perplexity"
+against = "baseline"
+margin = 0.005
+
+[[cap]]
+metric = "kl_p99"
+at_most = 0.5
+results = ["books"]
+"#;
+
+    #[test]
+    fn a_policy_knows_its_lines() {
+        let policy = Policy::parse(GOOD, Path::new("gate.toml")).unwrap();
+        assert_eq!((policy.level, policy.on_inconclusive), (0.05, OnInconclusive::Inconclusive));
+        assert_eq!((policy.non_inferiority[0].line, policy.caps[0].line), (4, 9));
+        assert!(policy.needs_baseline());
+        assert!(policy.check_names(&["books"]).is_ok());
+        let error = policy.check_names(&["wiki"]).unwrap_err().to_string();
+        assert!(error.contains("gate.toml:9") && error.contains("books"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_policy_is_refused_with_its_line() {
+        for (from, to, part) in [
+            ("quant-gate-policy/1", "quant-gate-policy/2", ":2: has the schema"),
+            ("margin = 0.005", "margin = -1", ":4: has the margin"),
+            ("margin = 0.005", "margin = nan", ":4: has the margin"),
+            ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is no policy"),
+            ("\"perplexity\"", "\"size_bytes\"", ":4: has a test of `size_bytes`"),
+            ("\"perplexity\"", "\"perplexit\"", ":5: is no policy"),
+            ("at_most = 0.5", "", ":9: has a cap with neither"),
+            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is no number"),
+            (
+                "schema = \"quant-gate-policy/1\"",
+                "schema = \"quant-gate-policy/1\"\nlevel = 0.9",
+                ":3: has the level",
+            ),
+        ] {
+            let error = Policy::parse(&GOOD.replace(from, to), Path::new("g")).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let empty = Policy::parse("schema = \"quant-gate-policy/1\"", Path::new("g")).unwrap_err();
+        assert!(empty.to_string().contains("checks nothing"));
+    }
+}

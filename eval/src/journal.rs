@@ -1,0 +1,190 @@
+//! What an evaluation has measured, kept in a file while it runs, so that a stopped one can go on.
+//!
+//! The first line says what is evaluated on what; each further line holds one window's results, written
+//! when a batch of windows is done. A run that ends well removes the file. Numbers are written so that
+//! they are read back as the same bits.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use quant_core::{Error, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+const SCHEMA: &str = "quant-eval-journal/1";
+/// A longer line is none of ours.
+const LONGEST_LINE: u64 = 1 << 30;
+
+/// The windows that an evaluation has measured.
+#[derive(Debug)]
+pub struct Journal<T> {
+    known: Vec<Vec<T>>,
+    file: Option<(File, PathBuf)>,
+}
+
+impl<T: Serialize + DeserializeOwned> Journal<T> {
+    /// One that nothing is kept in.
+    pub fn none() -> Self {
+        Self { known: Vec::new(), file: None }
+    }
+
+    /// Opens or begins a journal. `identity` says what is evaluated on what; `windows` how many scored
+    /// tokens each window has.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the file is the journal of another evaluation, or none;
+    /// [`Error::Io`] when it cannot be read or written.
+    pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
+        let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
+        let (known, end) = match File::open(path) {
+            Ok(file) => read(path, file, &head, windows)?,
+            Err(e) if e.kind() == ErrorKind::NotFound => (Vec::new(), 0),
+            Err(e) => return Err(Error::io("read", path, e)),
+        };
+        let fault = |e| Error::io("write", path, e);
+        let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(fault)?;
+        // What a stopped run left of a line, or of a batch.
+        file.set_len(end).map_err(fault)?;
+        if end == 0 {
+            file.write_all(format!("{head}\n").as_bytes()).map_err(fault)?;
+        }
+        Ok(Self { known, file: Some((file, path.to_owned())) })
+    }
+
+    /// The windows that were measured before, in order.
+    pub fn take(&mut self) -> Vec<Vec<T>> {
+        std::mem::take(&mut self.known)
+    }
+
+    /// How many there are.
+    pub fn windows(&self) -> usize {
+        self.known.len()
+    }
+
+    /// Appends the results of a batch of windows.
+    pub(crate) fn keep(&mut self, windows: &[Vec<T>]) -> Result<()> {
+        let Some((file, path)) = &mut self.file else { return Ok(()) };
+        let mut lines = String::new();
+        for (i, window) in windows.iter().enumerate() {
+            let last = i + 1 == windows.len();
+            let line = serde_json::to_string(&(last, window)).map_err(|e| Error::Internal(e.to_string()))?;
+            lines.push_str(&line);
+            lines.push('\n');
+        }
+        file.write_all(lines.as_bytes()).map_err(|e| Error::io("write", path.as_path(), e))
+    }
+
+    /// Removes the file: everything is measured.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be removed.
+    pub fn finish(self) -> Result<()> {
+        match self.file {
+            Some((_, path)) => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The windows of whole batches, and where in the file they end.
+fn read<T: DeserializeOwned>(
+    path: &Path,
+    file: File,
+    head: &Value,
+    windows: &[usize],
+) -> Result<(Vec<Vec<T>>, u64)> {
+    let mut reader = BufReader::new(file);
+    let other = |what: &str| {
+        Error::usage(
+            format!("{} is {what}", path.display()),
+            "give the options that it was made with, remove it, or name another file with --journal",
+        )
+    };
+    let (mut known, mut whole) = (Vec::new(), 0);
+    let (mut at, mut end) = (0, 0);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let mut piece = std::io::Read::take(&mut reader, LONGEST_LINE);
+        let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
+        if line.last() != Some(&b'\n') {
+            // The end, or a line that was being written.
+            if at == 0 && read > 0 {
+                return Err(other("no journal of an evaluation"));
+            }
+            break;
+        }
+        if at == 0 {
+            let Ok(found) = serde_json::from_slice::<Value>(&line) else {
+                return Err(other("no journal of an evaluation"));
+            };
+            if found.get("schema") != head.get("schema") {
+                return Err(other("no journal of an evaluation that this version made"));
+            }
+            if &found != head {
+                return Err(other("the journal of another evaluation"));
+            }
+            end = read as u64;
+        } else {
+            let damaged = || other("damaged: a line holds no window");
+            let (last, window): (bool, Vec<T>) = serde_json::from_slice(&line).map_err(|_| damaged())?;
+            if windows.get(known.len()) != Some(&window.len()) {
+                return Err(damaged());
+            }
+            known.push(window);
+            if last {
+                (whole, end) = (known.len(), at + read as u64);
+            }
+        }
+        at += read as u64;
+    }
+    known.truncate(whole);
+    Ok((known, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn whole_batches_are_known_again_to_the_bit() {
+        let dir = std::env::temp_dir().join(format!("quant-journal-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let path = dir.join("j");
+        let _ = std::fs::remove_file(&path);
+        let identity = json!({ "model": "a" });
+        let counts = [2, 2, 1, 2];
+        let open = |identity: &Value| Journal::<f64>::open(&path, identity, &counts);
+        let mut journal = open(&identity).unwrap();
+        assert_eq!(journal.windows(), 0);
+        let batch = vec![vec![0.1, 1.0 / 3.0], vec![1e-300, f64::MAX]];
+        journal.keep(&batch).unwrap();
+        drop(journal);
+        let text = std::fs::read_to_string(&path).unwrap();
+
+        // A window of a batch that was not finished, and half a line.
+        std::fs::write(&path, format!("{text}[false,[1.0]]\n[true,[2.0")).unwrap();
+        let mut journal = open(&identity).unwrap();
+        assert_eq!(journal.take(), batch);
+        journal.keep(&[vec![5.0]]).unwrap();
+        drop(journal);
+        let mut journal = open(&identity).unwrap();
+        assert_eq!(journal.take()[2], [5.0]);
+        assert!(open(&json!({ "model": "b" })).unwrap_err().to_string().contains("another evaluation"));
+        journal.finish().unwrap();
+        assert!(!path.exists());
+
+        for broken in ["{}\n", "no json\n", "half", &format!("{text}[true,[1.0,2.0]]\n")] {
+            std::fs::write(&path, broken).unwrap();
+            assert!(matches!(open(&identity), Err(Error::Usage { .. })), "{broken}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), broken);
+        }
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(open(&identity).unwrap().windows(), 0);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}

@@ -1,0 +1,63 @@
+//! The noise floor: how far a model is from itself when it is computed as well in another way.
+//!
+//! Another order of sums or another kernel rounds differently. That is imitated by multiplying every
+//! value that leaves a block by `1 + u · 2⁻⁹`, `u` uniform in `[−1, 1)`: what rounding to bfloat16 may
+//! do. A divergence near that between a model and its so disturbed self says nothing about the model
+//! it was measured on.
+
+use candle_core::{Device, Tensor};
+use quant_core::Result;
+use rayon::prelude::*;
+
+/// The largest relative disturbance: half a unit in the last place of bfloat16, at most.
+const SCALE: f32 = 1.0 / 512.0;
+/// Values that one task disturbs.
+const PIECE: usize = 1 << 14;
+
+/// Disturbs what leaves block `block` for windows from number `first` on: the same values for the same
+/// numbers, however windows are batched.
+pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) -> Result<Tensor> {
+    let (windows, length, width) = hidden.dims3()?;
+    let mut values = hidden.flatten_all()?.to_vec1::<f32>()?;
+    for (row, window) in values.chunks_mut((length * width).max(1)).enumerate() {
+        let stream = mix(mix(mix(seed) ^ block as u64) ^ (first + row) as u64);
+        window.par_chunks_mut(PIECE).enumerate().for_each(|(piece, values)| {
+            for (i, value) in values.iter_mut().enumerate() {
+                let bits = mix(stream ^ (piece * PIECE + i) as u64);
+                // 24 bits make a uniform value in [−1, 1) exactly.
+                let uniform = (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
+                *value *= 1.0 + uniform * SCALE;
+            }
+        });
+    }
+    Ok(Tensor::from_vec(values, (windows, length, width), &Device::Cpu)?)
+}
+
+/// The finalizer of Steele, Lea and Flood's SplitMix64, after its increment.
+pub(crate) fn mix(state: u64) -> u64 {
+    let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_is_small_centred_and_the_same_however_batched() {
+        let ones = Tensor::ones((3, 100, 64), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let all = disturb(&ones, 7, 2, 10).unwrap().to_vec3::<f32>().unwrap();
+        let one = disturb(&ones.narrow(0, 1, 1).unwrap(), 7, 2, 11).unwrap().to_vec3::<f32>().unwrap();
+        assert_eq!(all[1], one[0]);
+        let changes: Vec<f32> = all.iter().flatten().flatten().map(|v| v - 1.0).collect();
+        assert!(changes.iter().all(|c| c.abs() <= SCALE * 1.001));
+        let n = changes.len() as f32;
+        let mean = changes.iter().sum::<f32>() / n;
+        let variance = changes.iter().map(|c| c * c).sum::<f32>() / n;
+        // Uniform in ±SCALE has the variance SCALE² / 3.
+        assert!(mean.abs() < 4.0 * SCALE / (3.0 * n).sqrt(), "{mean}");
+        approx::assert_relative_eq!(variance, SCALE * SCALE / 3.0, max_relative = 0.05);
+    }
+}

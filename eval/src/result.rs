@@ -1,0 +1,333 @@
+//! An evaluation as a file: what was measured, on what, by what. The gate and the report read it.
+//!
+//! A result that is read is checked as a whole before a number of it is used: a file that was cut,
+//! edited or made by a version with other rules stops whoever reads it.
+
+use std::path::Path;
+
+use quant_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
+
+/// The version of the form of results.
+pub const SCHEMA: &str = "quant-eval/2";
+/// Larger files are refused.
+const LARGEST: u64 = 256 << 20;
+/// How far a mean may be from what the windows say, relatively: the order of sums.
+const TOLERANCE: f64 = 1e-9;
+
+/// What was measured of a model on a text.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Evaluation {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// What measured it.
+    pub tool: Tool,
+    /// What was measured.
+    pub model: ModelIdentity,
+    /// What it was compared with.
+    pub reference: Option<ModelIdentity>,
+    /// On what.
+    pub text: TextIdentity,
+    /// The rule of scoring.
+    pub profile: String,
+    /// What stood before the text's own tokens.
+    pub bos: BosPolicy,
+    /// SHA-256 of `tokenizer.json`.
+    pub tokenizer_sha256: String,
+    /// SHA-256 of the scored windows.
+    pub tokens_sha256: String,
+    /// Windows.
+    pub windows: usize,
+    /// Tokens that were scored.
+    pub tokens_scored: usize,
+    /// Tokens that were scored of each window.
+    pub window_tokens: Vec<usize>,
+    /// Positions whose numbers were not finite. There is no result with one.
+    pub non_finite: usize,
+    /// The model's scores.
+    #[serde(flatten)]
+    pub scores: Scores,
+    /// How far it is from the reference.
+    pub comparison: Option<Divergence>,
+    /// Seconds that measuring took.
+    pub seconds: f64,
+    /// Tokens of windows in a second.
+    pub tokens_per_second: f64,
+}
+
+/// A build of a program.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tool {
+    /// Its name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// SHA-256 of the executable file, where it can be read.
+    pub sha256: Option<String>,
+    /// The processor's instruction sets that its kernels used.
+    pub isa: String,
+}
+
+/// A model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelIdentity {
+    /// Where it was, as it was given.
+    pub path: String,
+    /// SHA-256 of the model: of what `sha256sum config.json *.safetensors` prints.
+    pub sha256: String,
+    /// Bytes of its weight files.
+    pub size_bytes: u64,
+    /// Weights quantized as a whole, in bits a weight, where it is quantized: by kind.
+    pub schemes: Vec<SchemeShare>,
+}
+
+/// How many linears of a model have a scheme.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SchemeShare {
+    /// The scheme, or `float`.
+    pub scheme: String,
+    /// Linears.
+    pub linears: usize,
+}
+
+/// A text.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TextIdentity {
+    /// What it was called.
+    pub name: String,
+    /// SHA-256 of its bytes.
+    pub sha256: String,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+impl Evaluation {
+    /// Puts a result together.
+    pub fn new(
+        tool: Tool,
+        model: ModelIdentity,
+        reference: Option<ModelIdentity>,
+        (name, text): (String, &EvaluationText),
+        (scores, comparison): (Scores, Option<Divergence>),
+        seconds: f64,
+    ) -> Self {
+        let read: usize = text.windows.iter().map(|w| w.tokens.len()).sum();
+        Self {
+            schema: SCHEMA.into(),
+            tool,
+            model,
+            reference,
+            text: TextIdentity { name, sha256: text.text_sha256.clone(), bytes: text.text_bytes },
+            profile: text.id.clone(),
+            bos: text.bos.clone(),
+            tokenizer_sha256: text.tokenizer_sha256.clone(),
+            tokens_sha256: text.tokens_sha256.clone(),
+            windows: text.windows.len(),
+            tokens_scored: text.tokens_scored(),
+            window_tokens: text.windows.iter().map(crate::Window::scored).collect(),
+            non_finite: 0,
+            scores,
+            comparison,
+            seconds,
+            tokens_per_second: read as f64 / seconds.max(f64::MIN_POSITIVE),
+        }
+    }
+
+    /// Reads a result and checks it as a whole.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] when it is no result of this form, cut, or does not agree with itself.
+    pub fn read(path: &Path) -> Result<Self> {
+        let value = read_json(path, "an evaluation")?;
+        Self::from_value(value, path)
+    }
+
+    /// The same of a value that was read from `path`.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn from_value(value: Value, path: &Path) -> Result<Self> {
+        let broken = |reason: String| fault(path, reason);
+        check_schema(&value, SCHEMA, path)?;
+        let result: Self =
+            serde_json::from_value(value).map_err(|e| broken(format!("is no evaluation: {e}")))?;
+        result.check().map_err(broken)?;
+        Ok(result)
+    }
+
+    /// Whether the parts of a result agree with each other; what does not, if not.
+    fn check(&self) -> Result<(), String> {
+        if self.windows == 0 || self.tokens_scored == 0 {
+            return Err("scores nothing: it has no windows".into());
+        }
+        if self.non_finite > 0 {
+            return Err(format!("has {} positions that are not finite", self.non_finite));
+        }
+        if self.window_tokens.len() != self.windows || self.window_tokens.contains(&0) {
+            return Err(format!(
+                "has {} windows, but `window_tokens` of {}",
+                self.windows,
+                self.window_tokens.len()
+            ));
+        }
+        if self.window_tokens.iter().try_fold(0_usize, |sum, n| sum.checked_add(*n))
+            != Some(self.tokens_scored)
+        {
+            return Err("has `window_tokens` that are not `tokens_scored` together".into());
+        }
+        for digest in [
+            Some(&self.model.sha256),
+            self.reference.as_ref().map(|r| &r.sha256),
+            Some(&self.text.sha256),
+            Some(&self.tokenizer_sha256),
+            Some(&self.tokens_sha256),
+        ]
+        .into_iter()
+        .flatten()
+        {
+            if digest.len() != 64 || !digest.bytes().all(|b| b.is_ascii_hexdigit()) {
+                return Err(format!("has a SHA-256 that is none: `{}`", digest.escape_default()));
+            }
+        }
+        if self.reference.is_some() != self.comparison.is_some() {
+            return Err("has a reference without a comparison, or a comparison without a reference".into());
+        }
+        self.scores.check("", &self.window_tokens)?;
+        if !(self.seconds.is_finite() && self.tokens_per_second.is_finite()) {
+            return Err("has a time that is no number".into());
+        }
+        let Some(comparison) = &self.comparison else { return Ok(()) };
+        comparison.reference.check("comparison.reference.", &self.window_tokens)?;
+        comparison.check(&self.scores, &self.window_tokens)
+    }
+
+    /// The name under which a result is known: that of its file, without its ending.
+    pub fn name(path: &Path) -> String {
+        path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned())
+    }
+}
+
+/// A JSON file of ours, of a bounded size.
+pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
+    let broken = |reason: String| fault(path, reason);
+    let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => broken("does not exist".into()),
+        _ => Error::io("read", path, e),
+    })?;
+    if !metadata.is_file() {
+        return Err(broken("is no file".into()));
+    }
+    if metadata.len() > LARGEST {
+        return Err(broken(format!("has {} bytes; at most {LARGEST} are read", metadata.len())));
+    }
+    let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    if bytes.iter().all(u8::is_ascii_whitespace) {
+        return Err(broken("is empty".into()));
+    }
+    serde_json::from_slice(&bytes).map_err(|e| broken(format!("is not {what}: {e}")))
+}
+
+/// Fails unless a value names this form.
+pub(crate) fn check_schema(value: &Value, schema: &str, path: &Path) -> Result<()> {
+    let reason = match value.get("schema").and_then(Value::as_str) {
+        Some(found) if found == schema => return Ok(()),
+        Some(found) => format!("has the schema `{}`, not `{schema}`", found.escape_default()),
+        None => format!("has no field `schema`, which says `{schema}` in what this version reads"),
+    };
+    Err(fault(path, reason))
+}
+
+fn fault(path: &Path, reason: String) -> Error {
+    Error::InputFile {
+        path: path.to_owned(),
+        line: None,
+        reason,
+        remedy: "measure again: quant eval MODEL --text TEXT --json=FILE".into(),
+    }
+}
+
+impl Scores {
+    fn check(&self, place: &str, tokens: &[usize]) -> Result<(), String> {
+        agree(&format!("{place}nll"), self.nll, &self.window_nll, tokens)?;
+        check_estimate(&format!("{place}perplexity"), self.perplexity, f64::MIN_POSITIVE)?;
+        near(&format!("{place}perplexity"), self.perplexity.mean, self.nll.mean.exp())?;
+        for (name, estimate) in [
+            ("bits_per_byte", self.bits_per_byte),
+            ("word_perplexity", self.word_perplexity),
+            ("byte_perplexity", self.byte_perplexity),
+        ] {
+            if let Some(estimate) = estimate {
+                check_estimate(&format!("{place}{name}"), estimate, f64::NEG_INFINITY)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Divergence {
+    fn check(&self, own: &Scores, tokens: &[usize]) -> Result<(), String> {
+        agree("comparison.kl", self.kl, &self.window_kl, tokens)?;
+        let differences: Vec<f64> =
+            own.window_nll.iter().zip(&self.reference.window_nll).map(|(m, r)| m - r).collect();
+        agree("comparison.delta_nll", self.delta_nll, &differences, tokens)?;
+        check_estimate("comparison.perplexity_ratio", self.perplexity_ratio, f64::MIN_POSITIVE)?;
+        near("comparison.perplexity_ratio", self.perplexity_ratio.mean, self.delta_nll.mean.exp())?;
+        let q = &self.kl_quantiles;
+        let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
+        if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
+            return Err("has `comparison.kl_quantiles` that do not rise".into());
+        }
+        for (name, estimate) in [("top1_agreement", self.top1_agreement), ("top5_overlap", self.top5_overlap)]
+        {
+            check_estimate(&format!("comparison.{name}"), estimate, 0.0)?;
+            if estimate.mean > 1.0 {
+                return Err(format!("has `comparison.{name}` above 1"));
+            }
+        }
+        check_estimate("comparison.rms_delta_p", self.rms_delta_p, 0.0)
+    }
+}
+
+/// Whether an estimate is a number not below `least` with an error that is one.
+fn check_estimate(name: &str, estimate: Estimate, least: f64) -> Result<(), String> {
+    let error_fits = estimate.standard_error.is_none_or(|e| e.is_finite() && e >= 0.0);
+    if estimate.mean.is_finite() && estimate.mean >= least && error_fits {
+        return Ok(());
+    }
+    Err(format!("has a `{name}` that is no sound number: {} ± {:?}", estimate.mean, estimate.standard_error))
+}
+
+/// Whether an estimate is what the windows' means say.
+fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize]) -> Result<(), String> {
+    if means.len() != tokens.len() {
+        return Err(format!("has {} windows, but `{name}` of {}", tokens.len(), means.len()));
+    }
+    if means.iter().any(|m| !m.is_finite()) {
+        return Err(format!("has a `{name}` of a window that is no number"));
+    }
+    check_estimate(name, estimate, f64::NEG_INFINITY)?;
+    let totals: Vec<f64> = means.iter().zip(tokens).map(|(m, &n)| m * n as f64).collect();
+    let again = Estimate::clustered(&totals, tokens);
+    near(name, estimate.mean, again.mean)?;
+    match (estimate.standard_error, again.standard_error) {
+        (None, None) => Ok(()),
+        // An error may be all rounding where windows hardly differ.
+        (Some(a), Some(b)) if (a - b).abs() <= 1e-6 * b + 1e-12 => Ok(()),
+        _ => Err(format!("has a standard error of `{name}` that its windows do not give")),
+    }
+}
+
+fn near(name: &str, found: f64, expected: f64) -> Result<(), String> {
+    if (found - expected).abs() <= TOLERANCE * (1.0 + expected.abs()) {
+        return Ok(());
+    }
+    Err(format!("says {found} for `{name}`, but its windows say {expected}"))
+}

@@ -1,0 +1,41 @@
+//! Student's t distribution: how many standard errors chance explains when the standard error itself is
+//! estimated from few windows.
+
+use statrs::distribution::{ContinuousCDF, StudentsT};
+
+/// The value that a t variable with `degrees` degrees of freedom does not exceed with this probability.
+/// `None` without a degree of freedom.
+pub fn quantile(probability: f64, degrees: usize) -> Option<f64> {
+    Some(distribution(degrees)?.inverse_cdf(probability))
+}
+
+/// The probability that a t variable exceeds `value`.
+pub fn exceedance(value: f64, degrees: usize) -> Option<f64> {
+    // By symmetry: 1 − cdf(value) would lose small probabilities.
+    Some(distribution(degrees)?.cdf(-value))
+}
+
+fn distribution(degrees: usize) -> Option<StudentsT> {
+    (degrees > 0).then(|| StudentsT::new(0.0, 1.0, degrees as f64).ok()).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Against the tables of any textbook.
+    #[test]
+    fn quantiles_are_those_of_the_tables() {
+        for (p, degrees, value) in [
+            (0.95, 1, 6.313_75),
+            (0.95, 5, 2.015_05),
+            (0.975, 10, 2.228_14),
+            (0.95, 39, 1.684_88),
+            (0.8, 40, 0.850_70),
+        ] {
+            approx::assert_relative_eq!(quantile(p, degrees).unwrap(), value, max_relative = 1e-5);
+            approx::assert_relative_eq!(exceedance(value, degrees).unwrap(), 1.0 - p, max_relative = 1e-4);
+        }
+        assert_eq!(quantile(0.95, 0), None);
+    }
+}

@@ -1,0 +1,175 @@
+//! `quant gate --policy FILE --baseline FILE RESULT…`: whether a model has become worse than it may.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use quant_core::{Error, Result};
+use quant_evaluator::Evaluation;
+use quant_evaluator::gate::{Baseline, Metric, Outcome, Policy, Verdict, annotations, judge, junit, summary};
+
+use super::Session;
+use crate::output::{self, JsonOption, table};
+
+/// What to judge by what.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Results: files that quant eval --json=FILE wrote, known by their names without the ending
+    #[arg(required = true, value_name = "RESULT")]
+    results: Vec<PathBuf>,
+    /// What must hold (TOML)
+    #[arg(long, value_name = "FILE", required_unless_present = "update")]
+    policy: Option<PathBuf>,
+    /// Results that were good, to compare with
+    #[arg(long, value_name = "FILE", required_if_eq("update", "true"))]
+    baseline: Option<PathBuf>,
+    /// Make the results the baseline, and show what changes
+    #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
+    update: bool,
+    /// Write JUnit XML to FILE
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonOption,
+}
+
+/// Judges; the exit code says how it ended.
+pub fn run(args: &Args, session: &Session) -> Result<ExitCode> {
+    let results = args
+        .results
+        .iter()
+        .map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?)))
+        .collect::<Result<Vec<_>>>()?;
+    match (&args.policy, &args.baseline) {
+        (None, Some(baseline)) => update(baseline, &results),
+        (Some(policy), baseline) => judged(args, policy, baseline.as_deref(), &results, session),
+        (None, None) => Err(Error::Internal("neither --policy nor --update".into())),
+    }
+}
+
+fn judged(
+    args: &Args,
+    policy: &Path,
+    baseline: Option<&Path>,
+    results: &[(String, Evaluation)],
+    session: &Session,
+) -> Result<ExitCode> {
+    args.json.check()?;
+    let policy = Policy::read(policy)?;
+    let read = baseline.map(|path| Ok::<_, Error>((Baseline::read(path)?, path))).transpose()?;
+    let outcome = judge(&policy, read.as_ref().map(|(b, path)| (b, *path)), results)?;
+    for note in &outcome.notes {
+        session.progress.note(&format!("note: {note}"));
+    }
+    if let Some(path) = &args.junit {
+        std::fs::write(path, junit(&outcome)?).map_err(|e| Error::io("write", path, e))?;
+    }
+    on_github(&outcome)?;
+    args.json.emit(&outcome, || show(&outcome))?;
+    Ok(ExitCode::from(match outcome.verdict {
+        Verdict::Pass => 0,
+        Verdict::Fail => 1,
+        Verdict::Inconclusive => 3,
+    }))
+}
+
+/// What GitHub Actions shows beside the log, where this is one of its steps.
+fn on_github(outcome: &Outcome) -> Result<()> {
+    if std::env::var_os("GITHUB_ACTIONS").is_some_and(|v| v == "true") {
+        // The runner reads commands from either stream; stdout may be JSON.
+        for line in annotations(outcome) {
+            output::tell(&line);
+        }
+    }
+    let Some(path) = std::env::var_os("GITHUB_STEP_SUMMARY").filter(|p| !p.is_empty()).map(PathBuf::from)
+    else {
+        return Ok(());
+    };
+    let file = OpenOptions::new().create(true).append(true).open(&path);
+    file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
+}
+
+fn show(outcome: &Outcome) -> String {
+    let rows: Vec<Vec<String>> = outcome
+        .checks
+        .iter()
+        .map(|c| vec![c.result.clone(), c.verdict.name().to_owned(), c.message.clone()])
+        .collect();
+    let widths = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+    let (first, second) = (widths(0), widths(1));
+    let mut text = String::new();
+    for row in &rows {
+        text.push_str(&format!("{:first$}  {:second$}  {}\n", row[0], row[1], row[2]));
+    }
+    text.push_str(&format!("\n{}: {}\n", outcome.policy, outcome.verdict.name()));
+    text
+}
+
+/// Writes a baseline and shows what it changes.
+fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<ExitCode> {
+    let before = match path.exists() {
+        true => Some(Baseline::read(path)),
+        false => None,
+    };
+    let after = Baseline::new(results);
+    let text = match &before {
+        Some(Ok(before)) => difference(before, &after),
+        Some(Err(error)) => format!("replaces a file that was no baseline: {error}\n"),
+        None => difference(&Baseline { results: Default::default() }, &after),
+    };
+    write_whole(path, &after.to_json()?)?;
+    output::print(&format!("{text}\nwritten to {}\n", path.display()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a file so that it is there as a whole or as it was.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let fault = |e: std::io::Error| Error::io("write", path, e);
+    let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
+    file.write_all(text.as_bytes()).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
+    let kept = file.persist(path).map_err(|e| fault(e.error))?;
+    // Temporary files are for their owner alone; this one is for a repository.
+    use std::os::unix::fs::PermissionsExt;
+    kept.set_permissions(std::fs::Permissions::from_mode(0o644)).map_err(fault)
+}
+
+/// Every number that is in both, or in one of them.
+fn difference(before: &Baseline, after: &Baseline) -> String {
+    const SHOWN: [Metric; 6] = [
+        Metric::Perplexity,
+        Metric::Kl,
+        Metric::KlP99,
+        Metric::Top1Agreement,
+        Metric::RmsDeltaP,
+        Metric::SizeBytes,
+    ];
+    let mut names: Vec<&String> = before.results.keys().chain(after.results.keys()).collect();
+    names.sort();
+    names.dedup();
+    let mut rows = Vec::new();
+    for name in names {
+        for metric in SHOWN {
+            let value = |b: &Baseline| b.results.get(name).and_then(|e| metric.value(e));
+            let (old, new) = (value(before), value(after));
+            if old.is_none() && new.is_none() {
+                continue;
+            }
+            let shown = |v: Option<f64>| {
+                v.map_or("–".to_owned(), |v| {
+                    format!("{v:.6}").trim_end_matches('0').trim_end_matches('.').to_owned()
+                })
+            };
+            let change = match (old, new) {
+                (Some(old), Some(new)) if old == new => "same".into(),
+                (Some(old), Some(new)) if old != 0.0 => format!("{:+.3} %", 100.0 * (new / old - 1.0)),
+                (Some(_), Some(_)) => "changed".into(),
+                (None, _) => "new".into(),
+                (_, None) => "gone".into(),
+            };
+            rows.push(vec![name.clone(), metric.name().to_owned(), shown(old), shown(new), change]);
+        }
+    }
+    table(&["result", "", "before", "now", "change"], &rows)
+}

@@ -1,0 +1,58 @@
+//! What a result says of where it comes from: this program, and the models it read.
+
+use quant_core::Result;
+use quant_core::checkpoint::file_sha256;
+use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
+
+use crate::commands::Session;
+use crate::inputs::Opened;
+
+/// This build of the program, on this processor.
+pub fn tool(session: &Session) -> Tool {
+    let executable = std::env::current_exe().ok();
+    Tool {
+        name: "quant".into(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        // A program that was replaced while it runs cannot say what it was.
+        sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
+        isa: isa(),
+    }
+}
+
+/// The architecture and the widest vectors that products run on: sums of other widths round otherwise.
+fn isa() -> String {
+    #[cfg(target_arch = "x86_64")]
+    let vectors = match () {
+        () if is_x86_feature_detected!("avx512f") => "avx512f",
+        () if is_x86_feature_detected!("fma") => "fma",
+        () => "sse2",
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let vectors = "baseline";
+    format!("{} {vectors}", std::env::consts::ARCH)
+}
+
+/// A model, told by its bytes.
+///
+/// # Errors
+/// When a file cannot be read, or the token pulls.
+pub fn identity(opened: &Opened, path: String, session: &Session) -> Result<ModelIdentity> {
+    let (model, a) = (&opened.model, opened.model.architecture());
+    let mut schemes: Vec<SchemeShare> = Vec::new();
+    for layer in 0..a.layers {
+        for (_, name, ..) in a.block.linears() {
+            let scheme = model.module_scheme(&a.in_block(layer, name));
+            let scheme = scheme.map_or_else(|| "float".to_owned(), |s| s.to_string());
+            match schemes.iter_mut().find(|s| s.scheme == scheme) {
+                Some(share) => share.linears += 1,
+                None => schemes.push(SchemeShare { scheme, linears: 1 }),
+            }
+        }
+    }
+    Ok(ModelIdentity {
+        path,
+        sha256: opened.directory.sha256(&session.cancel)?,
+        size_bytes: opened.directory.source().file_bytes(),
+        schemes,
+    })
+}

@@ -1,0 +1,76 @@
+//! `tokenizer_config.json`: what a model's authors say of its special tokens, which `tokenizer.json`
+//! does not tell.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::checkpoint::{ModelDirectory, parse_strictly, read_capped};
+use crate::{Error, Result};
+
+pub(super) const CONFIG: &str = "tokenizer_config.json";
+/// Larger files are refused; they can list thousands of special tokens.
+const LARGEST: u64 = 64 << 20;
+/// The special tokens that have names.
+const TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// The settings of a model's tokenizer; empty where it has none.
+#[derive(Debug)]
+pub struct TokenizerSettings {
+    fields: Map<String, Value>,
+    path: PathBuf,
+}
+
+impl TokenizerSettings {
+    /// Reads `tokenizer_config.json` beside a model, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when it is larger than 64 MiB or no JSON object.
+    pub fn open(directory: &ModelDirectory) -> Result<Self> {
+        let path = directory.path().join(CONFIG);
+        let Some(sidecar) = directory.sidecar(CONFIG) else { return Ok(Self { fields: Map::new(), path }) };
+        let fault = |reason| Error::Tokenizer { path: path.clone(), reason };
+        let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST)?.map_err(fault)?;
+        match parse_strictly(&bytes) {
+            Ok(Value::Object(fields)) => Ok(Self { fields, path }),
+            Ok(_) => Err(fault("must hold one JSON object".into())),
+            Err(reason) => Err(fault(format!("is not acceptable JSON: {reason}"))),
+        }
+    }
+
+    /// The file, whether it exists or not.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All settings.
+    pub fn fields(&self) -> &Map<String, Value> {
+        &self.fields
+    }
+
+    /// The special tokens that are set, by name (`bos_token` …): each a text, or an object with a
+    /// `content`.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when one is neither.
+    pub fn special_tokens(&self) -> Result<Vec<(&'static str, String)>> {
+        let mut tokens = Vec::new();
+        for name in TOKENS {
+            let Some(value) = self.fields.get(name).filter(|v| !v.is_null()) else { continue };
+            match value.as_str().or_else(|| value.get("content").and_then(Value::as_str)) {
+                Some(token) => tokens.push((name, token.to_owned())),
+                None => {
+                    let reason = format!("`{name}` is neither a text nor an object with `content`");
+                    return Err(Error::Tokenizer { path: self.path.clone(), reason });
+                }
+            }
+        }
+        Ok(tokens)
+    }
+
+    /// Whether the settings ask for a first token of every text (`add_bos_token`), where they say.
+    pub fn adds_bos(&self) -> Option<bool> {
+        self.fields.get("add_bos_token").and_then(Value::as_bool)
+    }
+}

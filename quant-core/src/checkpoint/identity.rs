@@ -1,0 +1,52 @@
+//! Reading, first stage of the path: a model as one number, so that results say of what they are.
+
+use std::io::Read;
+use std::path::Path;
+
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+use super::ModelDirectory;
+use crate::digest::{hex, sha256_hex};
+use crate::{CancelToken, Error, Result};
+
+/// Bytes that are read at a time.
+const PIECE: usize = 1 << 20;
+
+impl ModelDirectory {
+    /// The SHA-256 of the model: of the list that `sha256sum config.json *.safetensors` prints for its
+    /// configuration and weight files, in order of names.
+    ///
+    /// # Errors
+    /// When a file cannot be read, or the token pulls.
+    pub fn sha256(&self, cancel: &CancelToken) -> Result<String> {
+        let mut files: Vec<&Path> = self.source().shard_paths().collect();
+        files.push(self.config_path());
+        let name = |path: &Path| path.strip_prefix(self.path()).unwrap_or(path).display().to_string();
+        let mut lines = files
+            .into_par_iter()
+            .map(|path| Ok((name(path), file_sha256(path, cancel)?)))
+            .collect::<Result<Vec<_>>>()?;
+        lines.sort_unstable();
+        let list: String = lines.iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();
+        Ok(sha256_hex(list))
+    }
+}
+
+/// The SHA-256 of a file in hexadecimal digits, read piece by piece.
+///
+/// # Errors
+/// When it cannot be read, or the token pulls.
+pub fn file_sha256(path: &Path, cancel: &CancelToken) -> Result<String> {
+    let fault = |e| Error::io("read", path, e);
+    let mut file = std::fs::File::open(path).map_err(fault)?;
+    let mut hash = Sha256::new();
+    let mut piece = vec![0; PIECE];
+    loop {
+        cancel.check()?;
+        match file.read(&mut piece).map_err(fault)? {
+            0 => return Ok(hex(&hash.finalize())),
+            read => hash.update(&piece[..read]),
+        }
+    }
+}

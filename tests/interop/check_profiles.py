@@ -1,0 +1,177 @@
+"""Profiles of `quant eval`, each against transformers and against the program it is named after.
+
+  gptq       transformers, by the rule
+  hf-stride  transformers, by the rule
+  lmeval     transformers, by the rule; lm-evaluation-harness itself
+  llamacpp   transformers, by the rule; llama.cpp's own llama-perplexity, made by
+             setup_llama_cpp.sh, which reads the text and the model by itself
+
+The rule tells, window by window, how many tokens are scored and their mean negative log-likelihood;
+the programs only tell totals. check.py runs these as its `profile` checks.
+"""
+
+import importlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+# Nats, or relative to the other number: f32 arithmetic in another order stays far below it.
+TOLERANCE = 1e-4
+# What llama-perplexity prints: digits behind the point.
+PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
+
+# Model, its tokenizer, profile, text, and at most how many windows.
+CASES = [
+    ("demo", None, "gptq-512", "text", 4),
+    ("gqa", None, "gptq-128", "text", 4),
+    ("stories260k", None, "gptq-256", "text", 4),
+    ("demo", None, "hf-stride-256-128", "excerpt", None),
+    ("gqa", None, "hf-stride-128-128", "excerpt", None),
+    ("stories260k", None, "hf-stride-200-64", "excerpt", None),
+    ("demo", "bos", "lmeval-rolling-128", "documents", None),
+    ("demo", "eos", "lmeval-rolling-128", "excerpt", None),
+    ("stories260k", None, "lmeval-rolling-100", "documents", None),
+    ("demo", "bos", "llamacpp-512", "text", 4),
+    ("demo", "eos", "llamacpp-101", "text", 5),
+]
+
+
+def with_tokenizer(model, kind, out):
+    """A copy of a model whose tokenizer adds BOS, or that has no BOS and adds nothing."""
+    if out.exists():
+        return out
+    shutil.copytree(model, out)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    if kind == "bos":
+        config["bos_token"] = "<s>"
+    else:
+        tokenizer = json.loads((out / "tokenizer.json").read_text())
+        tokenizer["post_processor"] = None
+        (out / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (out / "tokenizer_config.json").write_text(json.dumps(config))
+    return out
+
+
+def write_text(kind, source, scratch):
+    """The whole text; its beginning, which ends inside a window; or several documents."""
+    text = source.read_text()
+    if kind == "text":
+        return source
+    if kind == "excerpt":
+        out = scratch / "excerpt.txt"
+        out.write_text(text[:2500])
+        return out
+    # Longer than several windows, shorter than one, with runs of spaces and letters of many bytes.
+    documents = [text[:1500], "Short.", "  Two  spaces,\n\na blank line, caf\u00e9 \u2014 \u65e5\u672c. \n",
+                 text[3000:4200]]
+    out = scratch / "documents.jsonl"
+    out.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return out
+
+
+class Comparison:
+    """Collects how far numbers are apart, and what differs that must not."""
+
+    def __init__(self):
+        self.apart, self.different = 0.0, []
+
+    def number(self, name, our, their, digits=None):
+        """Relative; what a program prints may also be off by half of its last digit."""
+        slack = 0.5 * 10 ** -digits if digits else 0.0
+        apart = max(abs(our - their) - slack, 0.0) / abs(their)
+        self.apart = max(self.apart, apart)
+        if not apart <= TOLERANCE:  # also when it is not a number
+            self.different.append(f"{name} {our!r}, not {their!r}")
+
+    def equal(self, name, our, their):
+        if our != their:
+            self.different.append(f"{name} {our!r}, not {their!r}")
+
+    def rule(self, ours, theirs):
+        for name in ("tokens_scored", "windows", "window_tokens"):
+            self.equal(name, ours[name], theirs[name])
+        for name in ("perplexity", "nll"):
+            self.number(name, ours[name]["mean"], theirs[name])
+        for name in ("word_perplexity", "byte_perplexity", "bits_per_byte", "token_standard_error"):
+            if name in theirs:
+                self.number(name, ours[name], theirs[name])
+        self.equal("len(window_nll)", len(ours["window_nll"]), len(theirs["window_nll"]))
+        for index, (our, their) in enumerate(zip(ours["window_nll"], theirs["window_nll"])):
+            self.number(f"window_nll[{index}]", our, their)
+
+    def harness(self, ours, theirs):
+        for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+            self.number(f"lm_eval's {name}", ours[name], theirs[name])
+        self.number("lm_eval's sum", ours["nll"]["mean"] * ours["tokens_scored"], theirs["nll"])
+
+    def llama_cpp(self, ours, theirs):
+        """The program's own numbers, among them the perplexity after every chunk."""
+        self.equal("llama.cpp's chunks", ours["windows"], theirs["windows"])
+        self.number("llama.cpp's perplexity", ours["perplexity"]["mean"], theirs["perplexity"],
+                    PERPLEXITY_DIGITS)
+        self.number("llama.cpp's +/-", ours["token_standard_error"], theirs["token_standard_error"],
+                    ERROR_DIGITS)
+        total, count = 0.0, 0
+        windows = zip(ours["window_nll"], ours["window_tokens"], theirs["perplexities"])
+        for index, (nll, tokens, their) in enumerate(windows):
+            total, count = total + nll * tokens, count + tokens
+            self.number(f"llama.cpp's [{index + 1}]", math.exp(total / count), their, PERPLEXITY_DIGITS)
+
+    def verdict(self, against):
+        return ("; ".join(self.different[:3]) or f"{' and '.join(against)}, {self.apart:.1e} apart",
+                not self.different)
+
+
+def run(check, llama_cpp, name, tokenizer, profile, text, windows):
+    model = check.model(name)
+    if model is None:
+        return
+    at_most = ["--windows", windows] if windows else []
+
+    def work():
+        directory = with_tokenizer(model, tokenizer, check.scratch / f"{name}-{tokenizer}") \
+            if tokenizer else model
+        file = write_text(text, check.text(name), check.scratch)
+        options = ["--text", file, "--profile", profile, *at_most]
+        ours = json.loads(check.program("quant", "eval", directory, *options, "--quiet", "--json"))
+        comparison, against = Comparison(), ["transformers"]
+        comparison.rule(ours, json.loads(check.script("reference_profiles", directory, *options)))
+        length = int(profile.split("-")[-1])
+        if profile.startswith("lmeval"):
+            harness = check.script("reference_lm_eval", directory, "--text", file, "--length", length)
+            comparison.harness(ours, json.loads(harness))
+            against.append("lm_eval")
+        if profile.startswith("llamacpp") and llama_cpp:
+            theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, directory, "--text",
+                                             file, "--length", length, *at_most))
+            comparison.llama_cpp(ours, theirs)
+            # The text became the same tokens, so the numbers above are about the same thing.
+            reader = importlib.import_module("reference_profiles").Text(directory, file)
+            tokens = reader.tokens(reader.documents[0])
+            flat = [token for chunk in theirs["tokens"] for token in chunk]
+            comparison.equal("llama.cpp's tokens", tokens[:len(flat)], flat)
+            against.append("llama.cpp")
+        return comparison.verdict(against)
+
+    check.step(title(name, tokenizer, profile), work)
+
+
+def title(name, tokenizer, profile):
+    return f"profile {profile} {name}{f' {tokenizer}' if tokenizer else ''}"
+
+
+def available(llama_cpp):
+    """The folder of llama.cpp, or None, said aloud."""
+    if llama_cpp and (Path(llama_cpp) / "bin/llama-perplexity").exists():
+        return Path(llama_cpp).resolve()
+    print("SKIPPED: llamacpp profiles against llama.cpp itself, which is not at hand", flush=True)
+    return None
+
+
+def run_all(check, llama_cpp, only):
+    cases = [case for case in CASES if only in title(*case[:3])]
+    if any(case[2].startswith("llamacpp") for case in cases):
+        llama_cpp = available(llama_cpp)
+    for case in cases:
+        run(check, llama_cpp, *case)
