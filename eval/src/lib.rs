@@ -26,7 +26,7 @@ mod wikitext;
 
 pub use divergence::{ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Position, compare, noise_floor};
 pub use journal::Journal;
-pub use perplexity::{Scores, perplexity};
+pub use perplexity::{Scores, disturbed_perplexity, perplexity};
 pub use profile::{Profile, ProfileRequest};
 pub use result::{Evaluation, ModelIdentity, SCHEMA, SchemeShare, TextIdentity, Tool};
 pub use statistics::Estimate;

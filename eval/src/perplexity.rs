@@ -5,7 +5,7 @@ use quant_core::{CancelToken, Error, Observer, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::log_softmax::log_sum_exp;
-use crate::score::{Logits, all_windows, require_finite};
+use crate::score::{Logits, all_windows, require_finite, some_windows};
 use crate::{Estimate, EvaluationText, Journal, Profile};
 
 /// How well a model predicts a text.
@@ -68,6 +68,27 @@ impl Scores {
     }
 }
 
+/// Scores a text by a model whose blocks' outputs are off by up to 2⁻⁹ of themselves, from a seed: as
+/// another kernel might compute it as well.
+///
+/// # Errors
+/// When the model fails, a position's likelihood is not finite, or the token pulls.
+pub fn disturbed_perplexity(
+    decoder: &Decoder,
+    text: &EvaluationText,
+    seed: u64,
+    cancel: &CancelToken,
+) -> Result<Scores> {
+    let numbers: Vec<usize> = (0..text.windows.len()).collect();
+    let nll = some_windows(&[Logits::Noisy(decoder, seed)], &text.windows, &numbers, cancel, likelihood)?;
+    Scores::new(text, &nll)
+}
+
+/// The negative log-likelihood of the token that follows.
+fn likelihood(logits: &[&[f32]], next: u32) -> f64 {
+    log_sum_exp(logits[0]) - f64::from(logits[0][next as usize])
+}
+
 /// Scores a text: the same bits for any number of threads, stopped and resumed or not.
 ///
 /// # Errors
@@ -85,7 +106,7 @@ pub fn perplexity(
         journal.take(),
         observer,
         cancel,
-        |logits, next| log_sum_exp(logits[0]) - f64::from(logits[0][next as usize]),
+        likelihood,
         |windows| {
             require_finite(windows.iter().flatten().copied())?;
             journal.keep(windows)

@@ -20,6 +20,8 @@ from pathlib import Path
 TOLERANCE = 1e-4
 # What llama-perplexity prints: digits behind the point.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
+# Likelihoods per word and byte of a text; like `perplexity`, a mean and its standard error.
+PER_TEXT = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 
 # Model, its tokenizer, profile, text, and at most how many windows.
 CASES = [
@@ -93,16 +95,18 @@ class Comparison:
             self.equal(name, ours[name], theirs[name])
         for name in ("perplexity", "nll"):
             self.number(name, ours[name]["mean"], theirs[name])
-        for name in ("word_perplexity", "byte_perplexity", "bits_per_byte", "token_standard_error"):
+        for name in PER_TEXT:
             if name in theirs:
-                self.number(name, ours[name], theirs[name])
+                self.number(name, ours[name]["mean"], theirs[name])
+        if "token_standard_error" in theirs:
+            self.number("token_standard_error", ours["token_standard_error"], theirs["token_standard_error"])
         self.equal("len(window_nll)", len(ours["window_nll"]), len(theirs["window_nll"]))
         for index, (our, their) in enumerate(zip(ours["window_nll"], theirs["window_nll"])):
             self.number(f"window_nll[{index}]", our, their)
 
     def harness(self, ours, theirs):
-        for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
-            self.number(f"lm_eval's {name}", ours[name], theirs[name])
+        for name in PER_TEXT:
+            self.number(f"lm_eval's {name}", ours[name]["mean"], theirs[name])
         self.number("lm_eval's sum", ours["nll"]["mean"] * ours["tokens_scored"], theirs["nll"])
 
     def llama_cpp(self, ours, theirs):

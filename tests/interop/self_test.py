@@ -176,8 +176,9 @@ class Profiles(unittest.TestCase):
                 code, output = run("reference_profiles", *options)
             self.assertEqual(code, 0)
             result = json.loads(output)
-            for name in ("perplexity", "nll"):
-                result[name] = {"mean": result[name]}
+            for name in ("perplexity", "nll", *profiles.PER_TEXT):
+                if name in result:
+                    result[name] = {"mean": result[name]}
             if change:
                 change(result)
             return json.dumps(result)
@@ -226,8 +227,8 @@ class Profiles(unittest.TestCase):
     def test_a_wrong_number_is_noticed(self):
         changes = [
             ("hf-stride-256-128", lambda r: r.update(perplexity={"mean": r["docs_perplexity"]})),
-            ("lmeval-rolling-128", lambda r: r.update(word_perplexity=r["word_perplexity"] * 1.001)),
-            ("lmeval-rolling-128", lambda r: r.update(bits_per_byte=float("nan"))),
+            ("lmeval-rolling-128", lambda r: r["word_perplexity"].update(mean=r["word_perplexity"]["mean"] * 1.001)),
+            ("lmeval-rolling-128", lambda r: r["bits_per_byte"].update(mean=float("nan"))),
             ("llamacpp-512", lambda r: r.update(token_standard_error=r["token_standard_error"] * 1.001)),
             ("llamacpp-512", lambda r: r["window_nll"].reverse()),
         ]

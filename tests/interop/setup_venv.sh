@@ -34,8 +34,8 @@ install() {
 
 works() {
     "$python" - <<'PYTHON'
-import accelerate, compressed_tensors.quantization, dill, gptqmodel, lm_eval, numpy, tokenizers, torch
-import transformers
+import accelerate, check_jsonschema, compressed_tensors.quantization, dill, gptqmodel, lm_eval, numpy
+import tokenizers, torch, transformers
 
 matrix = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
 expected = numpy.matmul(matrix.numpy(), matrix.numpy())

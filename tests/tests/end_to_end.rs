@@ -131,10 +131,7 @@ fn check_quality(out: &Path, case: &str, most: f64) {
         "--json"
     ];
     let result = quant(arguments).json();
-    assert_eq!(
-        (&result["schema"], &result["profile"]),
-        (&json!("quant-eval/2"), &json!("gptq-128"))
-    );
+    assert_eq!((&result["schema"], &result["profile"]), (&json!("quant-eval/2"), &json!("gptq-128")));
     assert_eq!(result["tokens_scored"], 6 * 127);
     let ratio = result["comparison"]["perplexity_ratio"]["mean"].as_f64().unwrap();
     let kl = result["comparison"]["kl"]["mean"].as_f64().unwrap();

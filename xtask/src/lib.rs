@@ -8,6 +8,7 @@ pub mod bench_awq_memory;
 pub mod bench_rtn;
 pub mod ci;
 pub mod dist;
+pub mod gate_trials;
 pub mod interop;
 pub mod nightly;
 pub mod peers_awq;

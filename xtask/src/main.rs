@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_rtn, ci, dist, interop, nightly, peers_awq, plant, quality, search_agreement,
-    synth,
+    bench_awq_memory, bench_rtn, ci, dist, gate_trials, interop, nightly, peers_awq, plant, quality,
+    search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -32,6 +32,8 @@ enum Command {
     Plant(plant::Args),
     /// Measure what each method costs on the real models, plain and with planted outliers
     Quality(quality::Args),
+    /// Count how often the accuracy gate errs on a real model
+    GateTrials(gate_trials::Args),
     /// Compare AWQ's fast search with the reference: choices, their cost, time
     SearchAgreement(search_agreement::Args),
     /// Compare our AWQ with llm-compressor's, on the same calibration tokens
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
+        Command::GateTrials(args) => gate_trials::run(&args),
         Command::SearchAgreement(args) => search_agreement::run(&args),
         Command::PeersAwq(args) => peers_awq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),

@@ -141,10 +141,16 @@ mod tests {
 
     #[test]
     fn so_many_windows_would_have_decided() {
-        let open = test(&sample(3, 20, 0.0, 0.01), &[100; 20], 0.003, 0.05);
+        let alternating =
+            |n: usize| -> Vec<f64> { (0..n).map(|i| if i % 2 == 0 { 0.01 } else { -0.01 }).collect() };
+        let open = test(&alternating(20), &[100; 20], 0.002, 0.05);
         assert_eq!(open.verdict, Verdict::Inconclusive);
-        let needed = open.windows_needed.unwrap();
-        assert!((20..2000).contains(&needed), "{needed}");
+        let needed = open.windows_needed.unwrap() as usize;
+        assert!((70..90).contains(&needed), "{needed}");
+        // An odd number of them has another mean.
+        let even = needed.next_multiple_of(2);
+        let decided = test(&alternating(even), &vec![100; even], 0.002, 0.05);
+        assert_eq!(decided.verdict, Verdict::Pass);
     }
 
     #[test]

@@ -195,7 +195,8 @@ fn show(result: &Evaluation) -> String {
         rows.push(row("perplexity ratio", &comparison.perplexity_ratio, 5));
         rows.push(row("mean KL (nats)", &comparison.kl, 6));
         if let Some(floor) = &comparison.noise_floor {
-            rows.push(row("  its noise floor", &floor.kl, 6));
+            let error = floor.kl.standard_error.map_or("?".into(), |e| format!("{e:.0e}"));
+            rows.push(vec!["  its noise floor".into(), format!("{:.1e}", floor.kl.mean), error]);
         }
         rows.push(row("same top token", &comparison.top1_agreement, 4));
         rows.push(row("top five in common", &comparison.top5_overlap, 4));

@@ -192,7 +192,8 @@ impl Scores {
             let value = result.pointer(path).and_then(Value::as_f64);
             value.with_context(|| format!("`quant eval --json` gives no {path}"))
         };
-        let windows = result["comparison"]["window_kl"].as_array().context("`quant eval --json` gives no window_kl")?;
+        let windows =
+            result["comparison"]["window_kl"].as_array().context("`quant eval --json` gives no window_kl")?;
         let windows: Vec<f64> =
             windows.iter().map(|w| w.as_f64().context("not a number")).collect::<Result<_>>()?;
         let sha256 = result.pointer("/tokens_sha256").and_then(Value::as_str);
