@@ -1,6 +1,6 @@
 """The interop check: our numbers against transformers', and our bits against an independent reader.
 
-Five kinds of checks, each on its own line with what it measured:
+Six kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -12,6 +12,8 @@ Five kinds of checks, each on its own line with what it measured:
             what transformers makes of them
   profile   what `quant eval` measures by a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
+  workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
+            as `quant gate` reads it: see check_workflows.py
 
 Exits with 1 if one fails.
 """
@@ -30,6 +32,7 @@ from pathlib import Path
 from unittest import mock
 
 import check_profiles
+import check_workflows
 import numpy
 from safetensors.numpy import load_file
 
@@ -263,6 +266,7 @@ def main():
             if arguments.only in f"chat {style}":
                 check.chat(style)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only)
+        check_workflows.run_all(check, arguments.only)
     print(f"{check.count - check.failures} passed, {check.failures} failed")
     sys.exit(check.failures > 0 or check.count == 0)
 

@@ -279,6 +279,46 @@ class Profiles(unittest.TestCase):
             self.assertAlmostEqual(ours["nll"], total / count, delta=1e-5)
 
 
+class Workflows(unittest.TestCase):
+    """check_workflows.py on the examples under docs/ci, each broken in a way that YAML allows."""
+
+    def failures(self, change=None):
+        """Failures and output; `change` edits the text of a workflow."""
+        module, workflows = importlib.import_module("check"), importlib.import_module("check_workflows")
+        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()) as output:
+            for name, _ in workflows.WORKFLOWS:
+                text = (workflows.FOLDER / name).read_text()
+                (Path(directory) / name).write_text(change(text) if change else text)
+            check = module.Check(Path("none"), Path("none"), Path(directory))
+            with mock.patch.object(workflows, "FOLDER", Path(directory)):
+                for name, schema in workflows.WORKFLOWS:
+                    workflows.workflow(check, name, schema)
+        return check.failures, output.getvalue()
+
+    def test_the_examples_pass(self):
+        failures, output = self.failures()
+        self.assertEqual(failures, 0, output)
+
+    def test_a_broken_workflow_is_noticed(self):
+        broken = [
+            ("runs-on: ubuntu-latest", "runs_on: ubuntu-latest", "runs_on"),
+            ("        run: |", "        rum: |", "rum"),
+            ("needs: [measure]", "needs: 5", "needs"),
+            ("    when: always", "    when: sometimes", "sometimes"),
+            ("      junit: gate.xml", "      junit: { file: gate.xml }", "junit"),
+        ]
+        for right, wrong, said in broken:
+            with self.subTest(wrong):
+                changed = []
+                def change(text):
+                    changed.append(right in text)
+                    return text.replace(right, wrong)
+                failures, output = self.failures(change)
+                self.assertEqual(sum(changed), 1)
+                self.assertEqual(failures, 1, output)
+                self.assertIn(said, output)
+
+
 def edit_config(model, edit):
     config = json.loads((model / "config.json").read_text())
     edit(config)

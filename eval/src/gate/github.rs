@@ -17,11 +17,11 @@ pub fn summary(outcome: &Outcome) -> String {
         let allowed: Vec<String> = allowed.into_iter().flatten().collect();
         let error = check.standard_error.map(|e| format!("{e:.2e}")).unwrap_or_default();
         text.push_str(&format!(
-            "| {sign} {} | {} | {} | {:.6} | {error} | {} | {} |\n",
+            "| {sign} {} | {} | {} | {} | {error} | {} | {} |\n",
             check.verdict.name(),
             cell(&check.result),
             cell(&check.name),
-            check.value,
+            super::shown(check.value),
             allowed.join(", "),
             check.windows
         ));

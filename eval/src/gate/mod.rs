@@ -316,8 +316,13 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         at_least: cap.at_least,
         windows: result.windows,
         windows_needed: None,
-        message: format!("{} is {value}{error}, {} allowed", cap.metric.name(), bounds.join(", ")),
+        message: format!("{} is {}{error}, {} allowed", cap.metric.name(), shown(value), bounds.join(", ")),
     })
+}
+
+/// A number as people read it: whole ones whole, others with six digits after the point.
+fn shown(value: f64) -> String {
+    if value.fract() == 0.0 { format!("{value}") } else { format!("{value:.6}") }
 }
 
 fn lacks(policy: &Policy, line: usize, name: &str, what: &str) -> Error {

@@ -1,0 +1,60 @@
+"""The workflows under docs/ci, against the schemas of the systems that read them.
+
+check-jsonschema carries copies of the schemas that GitHub and GitLab publish, so nothing is fetched. The
+policy beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/ci"
+
+# File, and how check-jsonschema is told its schema. GitLab's `!reference` is no plain YAML.
+WORKFLOWS = [
+    ("github-actions.yml", ["--builtin-schema", "vendor.github-workflows"]),
+    ("gitlab-ci.yml", ["--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
+]
+POLICY = "gate.toml"
+
+
+def validate(file, schema):
+    """What is wrong with a workflow; nothing if it is valid."""
+    command = [sys.executable, "-m", "check_jsonschema", "--output-format", "json", *schema, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    return (done.stdout + done.stderr).strip()
+
+
+def workflow(check, name, schema):
+    def work():
+        wrong = validate(FOLDER / name, schema)
+        return wrong or f"valid by {schema[1]}", not wrong
+
+    check.step(f"workflow {name}", work)
+
+
+def policy(check):
+    """A model compared with itself passes, so whatever does not is the policy's."""
+
+    def work():
+        model, results = check.model("demo"), check.scratch / "results"
+        results.mkdir(exist_ok=True)
+        # The policy names one of its results.
+        result, baseline = results / "wikitext.json", check.scratch / "baseline.json"
+        check.program("quant", "eval", model, "--reference", model, "--text", check.text("demo"),
+                      "--window", "64", "--windows", "4", "--quiet", f"--json={result}")
+        check.program("quant", "gate", "--quiet", "--update", "--baseline", baseline, result)
+        output = check.program("quant", "gate", "--policy", FOLDER / POLICY, "--baseline", baseline, result)
+        return output.splitlines()[-1], True
+
+    check.step(f"workflow {POLICY}", work)
+
+
+def run_all(check, only):
+    for name, schema in WORKFLOWS:
+        if only in f"workflow {name}":
+            workflow(check, name, schema)
+    if only in f"workflow {POLICY}":
+        policy(check)

@@ -1,0 +1,379 @@
+//! The evaluator and the gate, seen from outside: the same numbers however they are computed, every
+//! outcome by its exit code, and nothing that is missing or broken passes.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use quant_tests::program::{Run, Running, Signal, command, quant};
+use quant_tests::refusal::check_message;
+use quant_tests::{args, demo_model};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const TEXT: [&str; 6] = ["--text", "builtin-heldout", "--window", "64", "--windows", "24"];
+
+const POLICY: &str = r#"schema = "quant-gate-policy/1"
+
+[[non_inferiority]]
+metric = "perplexity"
+against = "baseline"
+margin = 0.005
+
+[[non_inferiority]]
+metric = "kl"
+against = "baseline"
+margin = 0.002
+
+[[cap]]
+metric = "kl_p99"
+at_most = 1.0
+"#;
+
+/// Results of the demo model rounded to 8, 4 and 3 bits, each named `held.json`, and a baseline of that
+/// at 4 bits.
+struct Bench {
+    scratch: TempDir,
+}
+
+impl Bench {
+    fn get() -> &'static Self {
+        static ONCE: OnceLock<Bench> = OnceLock::new();
+        ONCE.get_or_init(|| {
+            let bench = Self { scratch: tempfile::tempdir().unwrap() };
+            for bits in ["8", "4", "3"] {
+                let model = bench.at(&format!("w{bits}"));
+                let scheme = format!("w{bits}a16-g64-sym");
+                quant(args!["quantize", demo_model(), "-o", &model, "--method", "rtn", "--scheme", scheme])
+                    .succeeded();
+                std::fs::create_dir(bench.at(bits)).unwrap();
+                evaluate(&model, &bench.result(bits)).succeeded();
+            }
+            std::fs::write(bench.at("gate.toml"), POLICY).unwrap();
+            let update =
+                args!["gate", bench.result("4"), "--baseline", bench.at("baseline.json"), "--update"];
+            let run = quant(update).succeeded();
+            assert!(run.stdout.contains("perplexity") && run.stdout.contains("new"), "{run}");
+            bench
+        })
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn result(&self, bits: &str) -> PathBuf {
+        self.at(bits).join("held.json")
+    }
+
+    fn judge(&self, result: &Path, policy: &Path) -> Run {
+        quant(args!["gate", result, "--policy", policy, "--baseline", self.at("baseline.json")])
+    }
+}
+
+fn evaluate(model: &Path, result: &Path) -> Run {
+    let mut arguments =
+        args!["eval", model, "--reference", demo_model(), format!("--json={}", result.display())];
+    arguments.extend(TEXT.map(Into::into));
+    quant(arguments)
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// What does not depend on how long it took.
+fn numbers(mut result: Value) -> Value {
+    for key in ["seconds", "tokens_per_second"] {
+        result.as_object_mut().unwrap().remove(key).unwrap();
+    }
+    result
+}
+
+#[test]
+fn threads_do_not_change_a_bit() {
+    let bench = Bench::get();
+    let found = ["1", "2", "3"].map(|threads| {
+        let mut arguments =
+            args!["eval", bench.at("w4"), "--reference", demo_model(), "--json", "--threads", threads];
+        arguments.extend(TEXT.map(Into::into));
+        numbers(quant(arguments).json())
+    });
+    assert_eq!(found[0], found[1]);
+    assert_eq!(found[0], found[2]);
+    assert_eq!(found[0], numbers(read(&bench.result("4"))));
+}
+
+#[test]
+fn what_is_told_agrees_with_itself() {
+    let result = read(&Bench::get().result("3"));
+    let number = |path: &str| result.pointer(path).unwrap().as_f64().unwrap();
+    assert_eq!((number("/windows"), number("/tokens_scored")), (24.0, 24.0 * 63.0));
+    assert_eq!(result["profile"], "gptq-64");
+    // The demo model's tokenizer puts one token at the start of a text.
+    assert_eq!(result["bos"]["policy"], "text");
+    let ratio = number("/perplexity/mean") / number("/comparison/reference/perplexity/mean");
+    assert!((ratio / number("/comparison/perplexity_ratio/mean") - 1.0).abs() < 1e-12);
+    let quantile = |name: &str| number(&format!("/comparison/kl_quantiles/{name}/value"));
+    let rising = ["median", "p90", "p99", "p999", "max"].map(quantile);
+    assert!(rising.is_sorted() && rising[0] > 0.0, "{rising:?}");
+    for name in ["median", "p90", "p99"] {
+        let end = |end: &str| number(&format!("/comparison/kl_quantiles/{name}/{end}"));
+        assert!(end("low") <= quantile(name) && quantile(name) <= end("high") && end("low") < end("high"));
+    }
+    let buckets = result["comparison"]["kl_by_confidence"].as_array().unwrap();
+    let positions: u64 = buckets.iter().map(|b| b["positions"].as_u64().unwrap()).sum();
+    assert_eq!(positions, 24 * 63);
+    // Rounding to 3 bits is no rounding noise of sums.
+    let floor = number("/comparison/noise_floor/kl/mean");
+    assert!(floor > 0.0 && floor < 1e-2 * number("/comparison/kl/mean"), "{floor}");
+    assert_eq!(result["comparison"]["at_noise_floor"], false);
+    let (top1, top5) = (number("/comparison/top1_agreement/mean"), number("/comparison/top5_overlap/mean"));
+    assert!((0.5..1.0).contains(&top1) && (0.5..1.0).contains(&top5), "{top1} {top5}");
+    let sha256 = |path: &str| result.pointer(path).unwrap().as_str().unwrap().len();
+    for path in ["/model/sha256", "/reference/sha256", "/text/sha256", "/tokenizer_sha256", "/tokens_sha256"]
+    {
+        assert_eq!(sha256(path), 64, "{path}");
+    }
+    assert_eq!(result["model"]["schemes"], json!([{ "scheme": "w3a16-g64-sym", "linears": 42 }]));
+}
+
+/// A model and itself: no divergence, and everything agrees.
+#[test]
+fn a_model_is_not_far_from_itself() {
+    let mut arguments = args!["eval", demo_model(), "--reference", demo_model(), "--json"];
+    arguments.extend(TEXT.map(Into::into));
+    let result = quant(arguments).json();
+    let comparison = &result["comparison"];
+    assert_eq!(comparison["kl"], json!({ "mean": 0.0, "standard_error": 0.0 }));
+    assert_eq!(comparison["top1_agreement"]["mean"], 1.0);
+    assert_eq!(comparison["at_noise_floor"], true);
+}
+
+#[test]
+fn every_outcome_has_its_exit_code() {
+    let bench = Bench::get();
+    let gate = bench.at("gate.toml");
+    let pass = bench.judge(&bench.result("4"), &gate).succeeded();
+    assert!(pass.stdout.contains("to the last bit"), "{pass}");
+    // Better is no regression.
+    bench.judge(&bench.result("8"), &gate).succeeded();
+    let fail = bench.judge(&bench.result("3"), &gate);
+    assert_eq!(fail.code(), Some(1), "{fail}");
+    assert!(fail.stdout.contains("held  fail          kl against the baseline: +"), "{fail}");
+
+    // A margin where the degradation is: nobody can tell.
+    let rise = |bits: &str| read(&bench.result(bits)).pointer("/nll/mean").unwrap().as_f64().unwrap();
+    let margin = (rise("3") - rise("4")).exp_m1();
+    let open = POLICY
+        .replace("margin = 0.005", &format!("margin = {margin}"))
+        .replace("margin = 0.002", "margin = 10.0");
+    for (setting, code) in [("inconclusive", 3), ("fail", 1), ("pass", 0)] {
+        let policy = bench.at(&format!("open-{setting}.toml"));
+        let setting = format!("on_inconclusive = \"{setting}\"\n\n[[non_inf");
+        std::fs::write(&policy, open.replacen("[[non_inf", &setting, 1)).unwrap();
+        let run = bench.judge(&bench.result("3"), &policy);
+        assert_eq!(run.code(), Some(code), "{run}");
+        assert!(run.stdout.contains("held  inconclusive"), "{run}");
+    }
+
+    let capped = bench.at("capped.toml");
+    std::fs::write(&capped, POLICY.replace("at_most = 1.0", "at_most = 1e-6")).unwrap();
+    let run = bench.judge(&bench.result("4"), &capped);
+    assert_eq!(run.code(), Some(1), "{run}");
+}
+
+#[test]
+fn ci_systems_are_told() {
+    let bench = Bench::get();
+    let (junit, summary) = (bench.at("junit.xml"), bench.at("summary.md"));
+    let mut gate = command(args![
+        "gate",
+        bench.result("3"),
+        "--policy",
+        bench.at("gate.toml"),
+        "--baseline",
+        bench.at("baseline.json"),
+        "--junit",
+        &junit,
+        "--json"
+    ]);
+    gate.env("GITHUB_ACTIONS", "true").env("GITHUB_STEP_SUMMARY", &summary);
+    let run = Running::start(gate).wait();
+    assert_eq!(run.code(), Some(1), "{run}");
+    let outcome: Value = serde_json::from_str(&run.stdout).unwrap();
+    assert_eq!((&outcome["schema"], &outcome["verdict"]), (&json!("quant-gate/1"), &json!("fail")));
+    let checks = outcome["checks"].as_array().unwrap();
+    assert_eq!(checks.len(), 3);
+    let failed = checks.iter().filter(|c| c["verdict"] != "pass").count();
+    assert_eq!(failed, 2, "{outcome}");
+    let xml = std::fs::read_to_string(junit).unwrap();
+    assert!(xml.contains(&format!("tests=\"3\" skipped=\"0\" failures=\"{failed}\"")), "{xml}");
+    let markdown = std::fs::read_to_string(summary).unwrap();
+    assert!(markdown.starts_with("### quant gate: fail\n") && markdown.contains("| held |"), "{markdown}");
+    let marks = run.stderr.lines().filter(|l| l.starts_with("::error file=")).count();
+    assert_eq!(marks, failed, "{run}");
+    assert!(run.stderr.contains(",line=3,"), "{run}");
+}
+
+#[test]
+fn nothing_that_is_missing_or_broken_passes() {
+    let bench = Bench::get();
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let (policy, baseline, good) = (bench.at("gate.toml"), bench.at("baseline.json"), bench.result("4"));
+    let judge = |case: &str, result: &Path, baseline: &Path, code: i32, says: &[&str]| {
+        let run = quant(args!["gate", result, "--policy", &policy, "--baseline", baseline]);
+        check_message(case, &run, code, says);
+    };
+
+    // Baselines.
+    std::fs::write(at("empty.json"), "").unwrap();
+    std::fs::write(at("no-results.json"), r#"{"schema":"quant-gate-baseline/1","sha256":"","results":{}}"#)
+        .unwrap();
+    let text = std::fs::read_to_string(&baseline).unwrap();
+    std::fs::write(at("cut.json"), &text[..text.len() / 2]).unwrap();
+    std::fs::write(at("newer.json"), text.replace("quant-gate-baseline/1", "quant-gate-baseline/9")).unwrap();
+    let edited = text.replacen("\"windows\": 24", "\"windows\":  24", 1);
+    std::fs::write(at("spaced.json"), &edited).unwrap();
+    let value = read(&good).pointer("/comparison/kl_quantiles/p99/value").unwrap().to_string();
+    std::fs::write(at("edited.json"), text.replacen(&value, "0.5", 1)).unwrap();
+    judge("no baseline", &good, &at("absent.json"), 4, &["absent.json: does not exist", "--update"]);
+    judge("an empty baseline", &good, &at("empty.json"), 4, &["is empty", "--update"]);
+    judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["holds no result"]);
+    judge("half a baseline", &good, &at("cut.json"), 4, &["is not a baseline"]);
+    judge("a newer baseline", &good, &at("newer.json"), 4, &["quant-gate-baseline/9"]);
+    judge("an edited baseline", &good, &at("edited.json"), 4, &["was changed since it was made"]);
+    quant(args!["gate", &good, "--policy", &policy, "--baseline", at("spaced.json")]).succeeded();
+    check_message(
+        "a policy without its baseline",
+        &quant(args!["gate", &good, "--policy", &policy]),
+        4,
+        &["gate.toml: compares with a baseline", "--baseline"],
+    );
+
+    // Results. Each keeps its name, by which the baseline knows it.
+    let broken = |case: &str, change: &dyn Fn(&mut Value), says: &[&str]| {
+        let mut result = read(&good);
+        change(&mut result);
+        let path = at("held.json");
+        std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
+        judge(case, &path, &baseline, 4, says);
+    };
+    let set = |path: &'static str, value: Value| {
+        move |result: &mut Value| *result.pointer_mut(path).unwrap() = value.clone()
+    };
+    broken("another text", &set("/text/sha256", json!("0".repeat(64))), &["another text", "--update"]);
+    broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["another tokenizer"]);
+    broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["another tokens"]);
+    broken("another rule", &set("/profile", json!("gptq-65")), &["another profile"]);
+    broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["another reference"]);
+    broken("a newer result", &set("/schema", json!("quant-eval/3")), &["quant-eval/3"]);
+    broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
+    // JSON has no NaN: what writes one writes null, or a text.
+    broken("a number that is none", &set("/nll/mean", Value::Null), &["is no evaluation"]);
+    broken("a window that is none", &set("/window_nll/3", Value::Null), &["is no evaluation"]);
+    broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
+    broken("no windows", &set("/windows", json!(0)), &["no windows"]);
+    broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows say"]);
+    broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows say"]);
+    broken("windows that were dropped", &set("/window_nll", json!([1.0])), &["24 windows"]);
+    broken("no comparison", &set("/comparison", Value::Null), &["without a comparison"]);
+    broken("an unknown field", &|r| r["extra"] = json!(1), &["is no evaluation"]);
+    let alone = |r: &mut Value| {
+        r["comparison"] = Value::Null;
+        r["reference"] = Value::Null;
+    };
+    broken("measured alone", &alone, &["another reference"]);
+    let text = std::fs::read_to_string(&good).unwrap();
+    for (case, length) in [("half a result", text.len() / 2), ("an empty result", 0)] {
+        std::fs::write(at("held.json"), &text[..length]).unwrap();
+        judge(case, &at("held.json"), &baseline, 4, &["held.json"]);
+    }
+    std::fs::write(at("held.json"), text.replacen("\"mean\": ", "\"mean\": NaN, \"was\": ", 1)).unwrap();
+    judge("NaN in a result", &at("held.json"), &baseline, 4, &["held.json"]);
+    std::fs::write(at("other.json"), &text).unwrap();
+    judge("a result of another name", &at("other.json"), &baseline, 4, &["`held`, which was not given"]);
+    judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
+    let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
+    check_message("one name twice", &quant(twice), 2, &["two results are called `held`"]);
+    let both = args!["gate", &good, at("other.json"), "--policy", &policy, "--baseline", &baseline];
+    check_message("more than the baseline has", &quant(both), 4, &["holds no result `other`"]);
+
+    // A broken result makes no baseline, and the old one stays.
+    std::fs::write(at("held.json"), &text[..100]).unwrap();
+    std::fs::copy(&baseline, at("kept.json")).unwrap();
+    let update = args!["gate", at("held.json"), "--baseline", at("kept.json"), "--update"];
+    check_message("a baseline of half a result", &quant(update), 4, &["held.json"]);
+    assert_eq!(std::fs::read(at("kept.json")).unwrap(), std::fs::read(&baseline).unwrap());
+}
+
+#[test]
+fn a_baseline_is_the_same_bytes_and_shows_what_changes() {
+    let bench = Bench::get();
+    let path = bench.at("again.json");
+    let update =
+        |bits: &str| quant(args!["gate", bench.result(bits), "--baseline", &path, "--update"]).succeeded();
+    update("4");
+    let first = std::fs::read(&path).unwrap();
+    assert_eq!(first, std::fs::read(bench.at("baseline.json")).unwrap());
+    let run = update("3");
+    assert!(run.stdout.contains('+') && run.stdout.contains(" %"), "{run}");
+    assert_ne!(first, std::fs::read(&path).unwrap());
+    let run = update("3");
+    assert!(run.stdout.contains("same") && !run.stdout.contains('%'), "{run}");
+    check_message(
+        "an update by a policy",
+        &quant(args!["gate", bench.result("4"), "--baseline", &path, "--update", "--policy", "x"]),
+        2,
+        &["--update"],
+    );
+}
+
+/// Stopped and resumed, an evaluation gives the numbers of one that was not.
+#[test]
+fn a_stopped_evaluation_goes_on() {
+    let bench = Bench::get();
+    let journal = bench.at("journal");
+    let arguments = |windows: &str| {
+        let mut arguments =
+            args!["eval", bench.at("w4"), "--reference", demo_model(), "--json", "--journal", &journal];
+        arguments.extend(args!["--text", "builtin-heldout", "--window", "512", "--windows", windows]);
+        arguments
+    };
+    let mut run = Running::start(command(arguments("24")));
+    let lines = || std::fs::read_to_string(&journal).unwrap_or_default().lines().count();
+    if !run.wait_until(|| lines() > 4) {
+        panic!("ended before it could be stopped: {}", run.wait());
+    }
+    run.signal(Signal::INT);
+    check_message("interrupted", &run.wait(), 75, &["interrupted", "--journal"]);
+    assert!(lines() > 4);
+
+    // Another evaluation does not take over what this one has measured.
+    check_message("another evaluation", &quant(arguments("8")), 2, &["another evaluation", "remove it"]);
+    let resumed = quant(arguments("24")).succeeded();
+    assert!(resumed.stderr.contains("of 24 windows are known already"), "{resumed}");
+    assert!(!journal.exists());
+    let whole = quant(arguments("24")).json();
+    assert_eq!(numbers(resumed.json()), numbers(whole));
+}
+
+#[test]
+fn rules_that_score_nothing_are_refused() {
+    let text = ["--text", "builtin-heldout"];
+    for (options, code, says) in [
+        (vec!["--profile", "gptq-1"], 2, "score nothing"),
+        (vec!["--profile", "perplexity"], 2, "unknown profile `perplexity`"),
+        (vec!["--profile", "hf-stride-64-65"], 2, "stride of 65"),
+        (vec!["--windows", "0", "--window", "64"], 2, "--windows"),
+        (vec!["--profile", "wt2-gptq-2048"], 2, "is not WikiText-2"),
+        (vec!["--window", "64", "--windows", "999999999"], 4, "999999999 are needed"),
+    ] {
+        let mut arguments = args!["eval", demo_model()];
+        arguments.extend(text.map(Into::into));
+        arguments.extend(options.iter().map(Into::into));
+        let run = quant(arguments);
+        assert_eq!(run.code(), Some(code), "{run}");
+        assert!(run.stderr.contains(says), "{run}");
+    }
+}
