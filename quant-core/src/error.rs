@@ -456,6 +456,10 @@ impl Error {
             Self::Tokenizer { .. } => {
                 "the model directory needs the tokenizer.json that belongs to it".into()
             }
+            Self::Text { line: Some(_), .. } => {
+                "correct this line: each is a JSON object with a `text` field, or, for calibration, `messages`"
+                    .into()
+            }
             Self::Text { .. } => {
                 "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
                  calibration, or `messages`), or \

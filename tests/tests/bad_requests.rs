@@ -156,6 +156,8 @@ fn recipe_files() {
     assert_eq!(plan(&grouped).succeeded().stdout, plan(&preset).succeeded().stdout);
 
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
+    let absent: [&std::ffi::OsStr; 2] = ["--recipe".as_ref(), "absent.toml".as_ref()];
+    check_message("no file", &plan(&absent), 2, &["absent.toml: does not exist"]);
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
     std::fs::remove_file(&file).unwrap();
     check_message("no file", &plan(recipe), 5, &["mine.toml"]);

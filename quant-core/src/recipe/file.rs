@@ -26,6 +26,7 @@
 //! Transforms run in the order in which they stand, then weights are rounded. A key that is not
 //! known is an error, as is one that would have no effect.
 
+use std::io::{ErrorKind, Read};
 use std::path::Path;
 
 use schemars::JsonSchema;
@@ -142,13 +143,17 @@ impl Recipe {
     /// [`Error::Io`] when it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let broken = |reason: String| Error::Recipe { path: path.to_owned(), reason };
-        let file = std::fs::File::open(path).map_err(|e| Error::io("read", path, e))?;
-        let mut text = String::new();
-        std::io::Read::read_to_string(&mut std::io::Read::take(file, MAX_BYTES + 1), &mut text)
-            .map_err(|e| Error::io("read", path, e))?;
-        if text.len() as u64 > MAX_BYTES {
+        let refused = |e: std::io::Error| match e.kind() {
+            ErrorKind::NotFound => broken("does not exist".into()),
+            _ => Error::io("read", path, e),
+        };
+        let mut bytes = Vec::new();
+        let file = std::fs::File::open(path).map_err(refused)?;
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(refused)?;
+        if bytes.len() as u64 > MAX_BYTES {
             return Err(broken(format!("has more than {MAX_BYTES} bytes")));
         }
+        let text = String::from_utf8(bytes).map_err(|_| broken("is not UTF-8".into()))?;
         let mut recipe = Self::parse(&text).map_err(|e| match e {
             Error::Usage { message, .. } => broken(message),
             other => other,
