@@ -156,11 +156,11 @@ fn recipe_files() {
     assert_eq!(plan(&grouped).succeeded().stdout, plan(&preset).succeeded().stdout);
 
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
-    let absent: [&std::ffi::OsStr; 2] = ["--recipe".as_ref(), "absent.toml".as_ref()];
-    check_message("no file", &plan(&absent), 2, &["absent.toml: does not exist"]);
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
     std::fs::remove_file(&file).unwrap();
-    check_message("no file", &plan(recipe), 5, &["mine.toml"]);
+    check_message("no file", &plan(recipe), 2, &["mine.toml: does not exist", "--print-recipe"]);
+    std::fs::write(&file, b"\xff\xfe").unwrap();
+    check_message("no text", &plan(recipe), 2, &["mine.toml: is not UTF-8"]);
     check_message("no model", &quant(args!["plan"]), 2, &["<MODEL>"]);
 }
 
@@ -182,7 +182,9 @@ fn arguments() {
         (args!["quantize", m, "-o", "/nonexistent/x", "--samples=-1"], "--samples"),
         (args!["eval", m], "--text"),
         (args!["eval", m, "--text", "x", "--windows", "0"], "--windows"),
-        (args!["eval", m, "--text", "x", "--window", "64", "--profile", "gptq-64"], "cannot be used with"),
+        (args!["gate", "x.json", "--baseline", "b", "--update", "--policy", "p"], "cannot be used with"),
+        (args!["gate", "x.json", "--update"], "--baseline <FILE>"),
+        (args!["gate", "--policy", "p"], "<RESULT>"),
         (args!["completions", "basic"], "possible values: bash"),
         (args!["dmo"], "unrecognized subcommand 'dmo'"),
         (args!["eval", m, "--text", "builtin-heldout", "--window", "1"], "windows of 1 tokens score nothing"),
@@ -225,7 +227,9 @@ fn absurd_numbers() {
     let options = ["--group-size", "32", "--seq-len", "1"];
     refuses_to_quantize("too short samples", m, &options, 2, &["64 windows of 1 tokens"]);
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &most]);
-    check_message("window", &run, 4, &["builtin-heldout", "0 windows of 18446744073709551615"]);
+    check_message("window", &run, 2, &["windows of 18446744073709551615 tokens are too long"]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "1048576"]);
+    check_message("long windows", &run, 4, &["builtin-heldout", "0 windows of 1048576"]);
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &most]);
     check_message("windows", &run, 4, &["windows of 64; 18446744073709551615 are needed"]);
     let run = quant(args!["bench", m, "--prefill", &most, "--decode", &most]);
