@@ -19,6 +19,7 @@ use quant_core::calibrate::{TextTokenizer, TokenizerSettings, read_documents};
 use quant_core::checkpoint::{ModelDirectory, TensorInfo};
 use quant_core::digest::sha256_hex;
 use quant_core::model::{Decoder, Model};
+use quant_core::random::SplitMix64;
 use quant_core::{CancelToken, Error, Result, Silent, TensorSource};
 use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
 use quant_evaluator::{
@@ -70,39 +71,10 @@ impl TensorSource for Damaged {
     }
 }
 
-/// The generator of the trials, after Steele, Lea and Flood.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
-    }
-
-    /// Nearly normal, with variance one: the sum of twelve uniform values.
-    fn normal(&mut self) -> f32 {
-        let sum: f64 = (0..12).map(|_| (self.next() >> 11) as f64 / (1_u64 << 53) as f64).sum();
-        (sum - 6.0) as f32
-    }
-
-    /// So many different numbers below `all`, ascending.
-    fn some(&mut self, count: usize, all: usize) -> Vec<usize> {
-        let mut numbers: Vec<usize> = (0..all).collect();
-        for i in 0..count.min(all) {
-            let j = i + self.below(all - i);
-            numbers.swap(i, j);
-        }
-        numbers.truncate(count);
-        numbers.sort_unstable();
-        numbers
-    }
+/// A nearly normal value with variance one: the sum of twelve uniform ones.
+fn normal(random: &mut SplitMix64) -> f32 {
+    let sum: f64 = (0..12).map(|_| (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64).sum();
+    (sum - 6.0) as f32
 }
 
 struct Bench {
@@ -142,7 +114,7 @@ impl Bench {
     /// The model with noise on one weight, so much that the perplexity rises as it should.
     fn regressed(
         &self,
-        random: &mut Random,
+        random: &mut SplitMix64,
         before: &Scores,
         calibration: &EvaluationText,
     ) -> Result<Decoder> {
@@ -154,7 +126,7 @@ impl Bench {
         let mut values = vec![0.0; info.elements()];
         info.dtype.widen(&source.read(&tensor)?, &mut values);
         let rms = (values.iter().map(|v| f64::from(v * v)).sum::<f64>() / values.len() as f64).sqrt() as f32;
-        let noise: Vec<f32> = values.iter().map(|_| rms * random.normal()).collect();
+        let noise: Vec<f32> = values.iter().map(|_| rms * normal(random)).collect();
         let mut scale = 0.2_f32;
         for _ in 0..20 {
             let damaged: Vec<f32> = values.iter().zip(&noise).map(|(v, n)| v + scale * n).collect();
@@ -225,7 +197,7 @@ fn run(model: &Path, text: &Path) -> Result<serde_json::Value> {
         .collect::<Result<Vec<_>>>()?;
     let mut equal = Vec::new();
     for trial in 0..EQUAL_TRIALS {
-        let numbers = Random(trial).some(TRIAL_WINDOWS, all);
+        let numbers = SplitMix64(trial).choose(TRIAL_WINDOWS, all);
         let now = pick(&disturbed[(trial % DISTURBED_RUNS) as usize], &numbers);
         equal.push(verdict(&policy, &bench.some(&numbers), pick(&before, &numbers), now)?);
     }
@@ -235,8 +207,8 @@ fn run(model: &Path, text: &Path) -> Result<serde_json::Value> {
     let before_spread = bench.score(&decoder, &calibration)?;
     let mut regressed = Vec::new();
     for trial in 0..REGRESSED_TRIALS {
-        let mut random = Random(1_000_000 + trial);
-        let numbers = random.some(TRIAL_WINDOWS, all);
+        let mut random = SplitMix64(1_000_000 + trial);
+        let numbers = random.choose(TRIAL_WINDOWS, all);
         let damaged = bench.regressed(&mut random, &before_spread, &calibration)?;
         let some = bench.some(&numbers);
         let now = bench.score(&damaged, &some)?;

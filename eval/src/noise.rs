@@ -7,6 +7,7 @@
 
 use candle_core::{Device, Tensor};
 use quant_core::Result;
+use quant_core::random::mix;
 use rayon::prelude::*;
 
 /// The largest relative disturbance: half a unit in the last place of bfloat16, at most.
@@ -31,14 +32,6 @@ pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) ->
         });
     }
     Ok(Tensor::from_vec(values, (windows, length, width), &Device::Cpu)?)
-}
-
-/// The finalizer of Steele, Lea and Flood's SplitMix64, after its increment.
-pub(crate) fn mix(state: u64) -> u64 {
-    let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ pub mod model;
 pub mod pipeline;
 mod progress;
 pub mod quantize;
+pub mod random;
 pub mod recipe;
 pub mod transform;
 mod vector;

@@ -4,6 +4,7 @@ Every scheme is packed by make_packed.py, read once by transformers and once by 
 and both must give the same logits; then a file is damaged in every way that matters and the checks
 must refuse it. The checks of profiles get an evaluator that follows the rule, and must pass, and then
 some that follow a rule nearly like it. llama.cpp takes part where target/interop-llama-cpp exists.
+Workflows are broken in ways that YAML allows.
 """
 
 import contextlib
@@ -227,8 +228,9 @@ class Profiles(unittest.TestCase):
     def test_a_wrong_number_is_noticed(self):
         changes = [
             ("hf-stride-256-128", lambda r: r.update(perplexity={"mean": r["docs_perplexity"]})),
-            ("lmeval-rolling-128", lambda r: r["word_perplexity"].update(mean=r["word_perplexity"]["mean"] * 1.001)),
-            ("lmeval-rolling-128", lambda r: r["bits_per_byte"].update(mean=float("nan"))),
+            ("lmeval-rolling-128", lambda r: r.update(
+                word_perplexity={"mean": r["word_perplexity"]["mean"] * 1.001})),
+            ("lmeval-rolling-128", lambda r: r.update(bits_per_byte={"mean": float("nan")})),
             ("llamacpp-512", lambda r: r.update(token_standard_error=r["token_standard_error"] * 1.001)),
             ("llamacpp-512", lambda r: r["window_nll"].reverse()),
         ]

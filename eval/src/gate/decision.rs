@@ -101,8 +101,9 @@ pub(super) fn holm(probabilities: &[f64], level: f64) -> Vec<bool> {
 
 #[cfg(test)]
 mod tests {
+    use quant_core::random::mix;
+
     use super::*;
-    use crate::noise::mix;
 
     /// Nearly normal differences with this mean and spread, seeded.
     fn sample(seed: u64, windows: u64, mean: f64, spread: f64) -> Vec<f64> {

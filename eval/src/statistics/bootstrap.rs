@@ -5,10 +5,9 @@
 //! all their positions each time shows how it would vary with the text (Efron 1979; by clusters: Davison
 //! and Hinkley 1997, §3.8). The interval is that between the 2.5 and 97.5 percentiles of replicates.
 
+use quant_core::random::{below, mix};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-
-use crate::noise::mix;
 
 /// Replicates.
 const REPLICATES: u64 = 10_000;
@@ -72,8 +71,7 @@ fn draw(replicate: u64, windows: &[Vec<f64>], weights: &mut [u32]) -> u64 {
     let stream = mix(SEED ^ mix(replicate));
     let mut positions = 0;
     for i in 0..windows.len() as u64 {
-        // The high half of the product; its bias is below windows / 2⁶⁴.
-        let window = ((u128::from(mix(stream ^ i)) * windows.len() as u128) >> 64) as usize;
+        let window = below(mix(stream ^ i), windows.len());
         weights[window] += 1;
         positions += windows[window].len() as u64;
     }

@@ -9,7 +9,7 @@
 //!    they are laid into windows by [the rule of `packing`](super::packing).
 //! 3. Windows none of whose tokens count are left out.
 //! 4. If there are more windows than asked for, a selection is drawn without replacement by
-//!    [`SplitMix64`] from the seed, and taken in order. Fewer are an error.
+//!    [`SplitMix64`](crate::random::SplitMix64) from the seed, and taken in order. Fewer are an error.
 //!
 //! The rule uses nothing but the documents, the tokenizer, the template and what [`Sampling`] says.
 
@@ -21,6 +21,7 @@ use super::packing::{Document, Packed, pack, stream};
 use super::{BatchLayout, Mask, Packing, TextTokenizer, TokenUse};
 use crate::digest::hex;
 use crate::model::Segments;
+use crate::random::SplitMix64;
 use crate::{Error, Result};
 
 /// How many windows of what length, the seed of their selection, and how documents go into them.
@@ -213,15 +214,7 @@ impl TokenWindows {
         if count >= self.len() {
             return self;
         }
-        let mut indices: Vec<usize> = (0..self.len()).collect();
-        let mut random = SplitMix64(seed);
-        for i in 0..count {
-            let j = i + random.below(indices.len() - i);
-            indices.swap(i, j);
-        }
-        indices.truncate(count);
-        indices.sort_unstable();
-        self.keep(&indices)
+        self.keep(&SplitMix64(seed).choose(count, self.len()))
     }
 
     /// Only these windows.
@@ -278,35 +271,9 @@ impl TokenWindows {
     }
 }
 
-/// Steele, Lea and Flood's generator: tiny, portable, and fixed for good, so that a seed means the
-/// same windows in every version.
-struct SplitMix64(u64);
-
-impl SplitMix64 {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `bound`, by the high half of the product: its bias is below `bound / 2⁶⁴`.
-    fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_generator_is_the_published_one() {
-        let mut random = SplitMix64(1_234_567);
-        assert_eq!(random.next(), 6_457_827_717_110_365_317);
-        assert_eq!(random.next(), 3_203_168_211_198_807_973);
-    }
 
     #[test]
     fn cuts_and_selects() {
