@@ -162,7 +162,7 @@ fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
     let tool = Tool { name: "trial".into(), version: String::new(), sha256: None, isa: String::new() };
     let digest = sha256_hex("trial");
     let model = ModelIdentity { path: String::new(), sha256: digest, size_bytes: 0, schemes: Vec::new() };
-    Evaluation::new(tool, model, None, ("trial".into(), text), (scores, None), 0.0)
+    Evaluation::new(tool, model, None, ("trial".into(), text), (scores, None), (0.0, 0.0))
 }
 
 fn verdict(policy: &Policy, text: &EvaluationText, before: Vec<f64>, now: Vec<f64>) -> Result<Verdict> {

@@ -1,11 +1,11 @@
 //! What an evaluation has measured, kept in a file while it runs, so that a stopped one can go on.
 //!
 //! The first line says what is evaluated on what; each further line holds one window's results, written
-//! when a batch of windows is done. A run that ends well removes the file. Numbers are written so that
+//! when a batch of windows is done. Whoever ends well removes the file. Numbers are written so that
 //! they are read back as the same bits.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use quant_core::{Error, Result};
@@ -38,13 +38,20 @@ impl<T: Serialize + DeserializeOwned> Journal<T> {
     /// [`Error::Io`] when it cannot be read or written.
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
         let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
-        let (known, end) = match File::open(path) {
-            Ok(file) => read(path, file, &head, windows)?,
-            Err(e) if e.kind() == ErrorKind::NotFound => (Vec::new(), 0),
-            Err(e) => return Err(Error::io("read", path, e)),
-        };
         let fault = |e| Error::io("write", path, e);
-        let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(fault)?;
+        // A pipe would block, a device swallow.
+        if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
+            return Err(other(path, "no file that a journal could be kept in"));
+        }
+        let mut file = OpenOptions::new().read(true).create(true).append(true).open(path).map_err(fault)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::Locked { path: path.to_owned(), holder: "it holds the journal".into() });
+            }
+            Err(TryLockError::Error(e)) => return Err(fault(e)),
+        }
+        let (known, end) = read(path, &file, &head, windows)?;
         // What a stopped run left of a line, or of a batch.
         file.set_len(end).map_err(fault)?;
         if end == 0 {
@@ -76,32 +83,28 @@ impl<T: Serialize + DeserializeOwned> Journal<T> {
         file.write_all(lines.as_bytes()).map_err(|e| Error::io("write", path.as_path(), e))
     }
 
-    /// Removes the file: everything is measured.
-    ///
-    /// # Errors
-    /// [`Error::Io`] when it cannot be removed.
-    pub fn finish(self) -> Result<()> {
-        match self.file {
-            Some((_, path)) => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
-            None => Ok(()),
-        }
+    /// The file, which is to be removed when what was measured is in a safe place.
+    pub fn finish(self) -> Option<PathBuf> {
+        self.file.map(|(_, path)| path)
     }
+}
+
+fn other(path: &Path, what: &str) -> Error {
+    Error::usage(
+        format!("{} is {what}", path.display()),
+        "give the options that it was made with, remove it, or name another file with --journal",
+    )
 }
 
 /// The windows of whole batches, and where in the file they end.
 fn read<T: DeserializeOwned>(
     path: &Path,
-    file: File,
+    file: &File,
     head: &Value,
     windows: &[usize],
 ) -> Result<(Vec<Vec<T>>, u64)> {
     let mut reader = BufReader::new(file);
-    let other = |what: &str| {
-        Error::usage(
-            format!("{} is {what}", path.display()),
-            "give the options that it was made with, remove it, or name another file with --journal",
-        )
-    };
+    let other = |what: &str| other(path, what);
     let (mut known, mut whole) = (Vec::new(), 0);
     let (mut at, mut end) = (0, 0);
     let mut line = Vec::new();
@@ -174,9 +177,9 @@ mod tests {
         drop(journal);
         let mut journal = open(&identity).unwrap();
         assert_eq!(journal.take()[2], [5.0]);
+        assert!(matches!(open(&identity), Err(Error::Locked { .. })));
+        assert_eq!(journal.finish(), Some(path.clone()));
         assert!(open(&json!({ "model": "b" })).unwrap_err().to_string().contains("another evaluation"));
-        journal.finish().unwrap();
-        assert!(!path.exists());
 
         for broken in ["{}\n", "no json\n", "half", &format!("{text}[true,[1.0,2.0]]\n")] {
             std::fs::write(&path, broken).unwrap();

@@ -5,10 +5,12 @@
 
 use std::path::Path;
 
+use quant_core::checkpoint::parse_strictly;
 use quant_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::statistics::Quantile;
 use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
 /// The version of the form of results.
@@ -53,9 +55,9 @@ pub struct Evaluation {
     pub scores: Scores,
     /// How far it is from the reference.
     pub comparison: Option<Divergence>,
-    /// Seconds that measuring took.
+    /// Seconds that measuring took, in the last run where it was stopped and went on.
     pub seconds: f64,
-    /// Tokens of windows in a second.
+    /// Tokens that the model read in a second of it.
     pub tokens_per_second: f64,
 }
 
@@ -117,9 +119,8 @@ impl Evaluation {
         reference: Option<ModelIdentity>,
         (name, text): (String, &EvaluationText),
         (scores, comparison): (Scores, Option<Divergence>),
-        seconds: f64,
+        (seconds, tokens_per_second): (f64, f64),
     ) -> Self {
-        let read: usize = text.windows.iter().map(|w| w.tokens.len()).sum();
         Self {
             schema: SCHEMA.into(),
             tool,
@@ -137,7 +138,7 @@ impl Evaluation {
             scores,
             comparison,
             seconds,
-            tokens_per_second: read as f64 / seconds.max(f64::MIN_POSITIVE),
+            tokens_per_second,
         }
     }
 
@@ -232,7 +233,8 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(broken("is empty".into()));
     }
-    serde_json::from_slice(&bytes).map_err(|e| broken(format!("is not {what}: {e}")))
+    // A key that stands twice means two things.
+    parse_strictly(&bytes).map_err(|e| broken(format!("is not {what}: {e}")))
 }
 
 /// Fails unless a value names this form.
@@ -284,6 +286,23 @@ impl Divergence {
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
             return Err("has `comparison.kl_quantiles` that do not rise".into());
+        }
+        let ordered = |q: &Quantile| match (q.low, q.high) {
+            (Some(low), Some(high)) => 0.0 <= low && low <= high && high.is_finite(),
+            (None, None) => tokens.len() == 1,
+            _ => false,
+        };
+        if ![q.median, q.p90, q.p99, q.p999, q.max].iter().all(ordered)
+            || self.kl.mean > q.max.value * (1.0 + TOLERANCE)
+        {
+            return Err("has `comparison.kl_quantiles` with intervals that are none".into());
+        }
+        let positions = self.kl_by_confidence.iter().map(|b| b.positions);
+        if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
+            return Err("has `comparison.kl_by_confidence` of other positions than were scored".into());
+        }
+        if self.minimum_detectable_increase.is_some_and(|m| !(m.is_finite() && m >= 0.0)) {
+            return Err("has a `comparison.minimum_detectable_increase` that is none".into());
         }
         for (name, estimate) in [("top1_agreement", self.top1_agreement), ("top5_overlap", self.top5_overlap)]
         {

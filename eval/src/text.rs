@@ -34,6 +34,7 @@ impl Window {
 
 /// What stands before a text's own tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BosPolicy {
     /// Where it stands.
     pub policy: Bos,
@@ -289,12 +290,14 @@ fn of_stream(tokenization: &Tokenization<'_>, text: &str, profile: Profile) -> R
 fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize) -> Result<Cut> {
     let prefix = prefix(tokenization)?;
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
-    let (mut words, mut count) = (0, 0);
+    let (mut words, mut count, mut bytes_without_tokens) = (0, 0, 0);
     let mut warnings = Vec::new();
     for document in documents {
-        // An empty one has no tokens there either.
         words += word_count(document);
         let tokens = Tokens::of(tokenization.tokenizer, document)?;
+        if tokens.ids.is_empty() {
+            bytes_without_tokens += document.len() as u64;
+        }
         count += tokens.ids.len();
         if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
             warnings.push(
@@ -304,9 +307,15 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             );
         }
         let mut predicted = 0;
+        // All of a document counts, also what no token stands for.
+        let mut rest = document.len() as u64;
         while predicted < tokens.ids.len() {
             let end = (predicted + window).min(tokens.ids.len());
-            let scored: u64 = tokens.bytes[predicted..end].iter().sum();
+            let scored = match end == tokens.ids.len() {
+                true => rest,
+                false => tokens.bytes[predicted..end].iter().sum(),
+            };
+            rest -= scored;
             if predicted == 0 {
                 let mut ids = Vec::with_capacity(end + 1);
                 ids.push(prefix);
@@ -320,6 +329,9 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             bytes.push(scored);
             predicted = end;
         }
+    }
+    if let Some(last) = bytes.last_mut() {
+        *last += bytes_without_tokens;
     }
     let bos = BosPolicy { policy: Bos::Documents, token: Some(prefix) };
     Ok(Cut { windows, bytes, words: Some(words), bos, warnings, tokens: count })
@@ -342,7 +354,17 @@ fn word_count(text: &str) -> u64 {
 fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
     let special = tokenization.settings.special_tokens()?;
     let named = ["bos_token", "eos_token"].iter().find_map(|n| special.iter().find(|(name, _)| name == n));
-    let fault = |reason: String| Error::Tokenizer { path: tokenization.settings.path().to_owned(), reason };
+    let fault = |reason: String| Error::InputFile {
+        path: tokenization.settings.path().to_owned(),
+        line: None,
+        reason,
+        remedy: "put the tokenizer_config.json that belongs to the model beside it, with a `bos_token` or \
+                 `eos_token` of its vocabulary, or choose another --profile"
+            .into(),
+    };
+    if tokenization.settings.fields().is_empty() {
+        return Err(fault("is missing: it names the token that lmeval-rolling puts before documents".into()));
+    }
     let (name, token) = named.ok_or_else(|| {
         fault(
             "names neither `bos_token` nor `eos_token`, one of which lmeval-rolling puts before documents"

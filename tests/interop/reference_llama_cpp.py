@@ -57,6 +57,10 @@ def read_tokens(file, length, chunks):
     return numpy.frombuffer(file[20:20 + 4 * length * chunks], dtype="<i4").reshape(chunks, length)
 
 
+# Its output is written by a thread of its own, and has been seen to end before the last lines.
+ATTEMPTS = 3
+
+
 def measure(llama_cpp, gguf, text, length, chunks, directory):
     logits = directory / "logits"
     command = [llama_cpp / "bin/llama-perplexity", "--model", gguf, "--file", text, "--no-escape",
@@ -64,11 +68,14 @@ def measure(llama_cpp, gguf, text, length, chunks, directory):
                "--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off",
                "--kl-divergence-base", logits]
     command += ["--chunks", chunks] if chunks else []
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
-    # It exits with 0 also after most failures, so what it printed decides.
-    final = re.search(r"Final estimate: PPL = ([0-9.]+) \+/- ([0-9.]+)", output)
-    running = [float(value) for value in re.findall(r"\[\d+\]([0-9.]+),", output)]
+    for _ in range(ATTEMPTS):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        output = done.stdout + done.stderr
+        # It exits with 0 also after most failures, so what it printed decides.
+        final = re.search(r"Final estimate: PPL = ([0-9.]+) \+/- ([0-9.]+)", output)
+        running = [float(value) for value in re.findall(r"\[\d+\]([0-9.]+),", output)]
+        if final:
+            break
     if done.returncode != 0 or not final or not running:
         raise SystemExit(f"error: llama-perplexity ({done.returncode}): {output[-1500:]}")
     tokens = read_tokens(logits.read_bytes(), length, len(running))

@@ -283,12 +283,21 @@ fn nothing_that_is_missing_or_broken_passes() {
         r["comparison"] = Value::Null;
         r["reference"] = Value::Null;
     };
-    broken("measured alone", &alone, &["another reference"]);
+    broken("measured alone", &alone, &["another reference, or none"]);
+    broken("an unknown field deep inside", &|r| r["comparison"]["kl"]["x"] = json!(1), &["is no evaluation"]);
+    let reversed = |r: &mut Value| {
+        let q = &mut r["comparison"]["kl_quantiles"]["p99"];
+        (q["low"], q["high"]) = (q["high"].take(), q["low"].take());
+    };
+    broken("an interval the wrong way", &reversed, &["intervals that are none"]);
+    broken("no buckets", &set("/comparison/kl_by_confidence", json!([])), &["other positions"]);
     let text = std::fs::read_to_string(&good).unwrap();
     for (case, length) in [("half a result", text.len() / 2), ("an empty result", 0)] {
         std::fs::write(at("held.json"), &text[..length]).unwrap();
         judge(case, &at("held.json"), &baseline, 4, &["held.json"]);
     }
+    std::fs::write(at("held.json"), text.replacen("\"mean\": ", "\"mean\": 0.1, \"mean\": ", 1)).unwrap();
+    judge("a key twice", &at("held.json"), &baseline, 4, &["held.json"]);
     std::fs::write(at("held.json"), text.replacen("\"mean\": ", "\"mean\": NaN, \"was\": ", 1)).unwrap();
     judge("NaN in a result", &at("held.json"), &baseline, 4, &["held.json"]);
     std::fs::write(at("other.json"), &text).unwrap();
@@ -296,6 +305,9 @@ fn nothing_that_is_missing_or_broken_passes() {
     judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
     let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
     check_message("one name twice", &quant(twice), 2, &["two results are called `held`"]);
+    let twice = args!["gate", &good, bench.result("3"), "--baseline", at("new.json"), "--update"];
+    check_message("one name twice in a baseline", &quant(twice), 2, &["two results are called `held`"]);
+    assert!(!at("new.json").exists());
     let both = args!["gate", &good, at("other.json"), "--policy", &policy, "--baseline", &baseline];
     check_message("more than the baseline has", &quant(both), 4, &["holds no result `other`"]);
 
@@ -305,6 +317,34 @@ fn nothing_that_is_missing_or_broken_passes() {
     let update = args!["gate", at("held.json"), "--baseline", at("kept.json"), "--update"];
     check_message("a baseline of half a result", &quant(update), 4, &["held.json"]);
     assert_eq!(std::fs::read(at("kept.json")).unwrap(), std::fs::read(&baseline).unwrap());
+    std::fs::write(at("notes.md"), "my notes").unwrap();
+    let update = args!["gate", &good, "--baseline", at("notes.md"), "--update"];
+    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline is replaced"]);
+    assert_eq!(std::fs::read(at("notes.md")).unwrap(), b"my notes");
+
+    // Compared with itself, nothing is far from its reference; without a baseline nobody else would notice.
+    std::fs::write(
+        at("caps.toml"),
+        POLICY.split("[[non_inf").next().unwrap().to_owned()
+            + "[[cap]]\nmetric = \"kl_p99\"\nat_most = 1.0\n",
+    )
+    .unwrap();
+    let mut own = args![
+        "eval",
+        bench.at("w3"),
+        "--reference",
+        bench.at("w3"),
+        format!("--json={}", at("own.json").display())
+    ];
+    own.extend(TEXT.map(Into::into));
+    quant(own).succeeded();
+    let run = quant(args!["gate", at("own.json"), "--policy", at("caps.toml")]);
+    check_message("compared with itself", &run, 4, &["caps.toml:3", "compared with itself"]);
+    quant(args!["gate", &good, "--policy", at("caps.toml")]).succeeded();
+    // An outcome of an earlier run is not left where this one has none.
+    std::fs::write(at("old.xml"), "<old/>").unwrap();
+    quant(args!["gate", at("own.json"), "--policy", at("caps.toml"), "--junit", at("old.xml")]);
+    assert!(!at("old.xml").exists());
 }
 
 #[test]

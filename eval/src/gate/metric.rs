@@ -111,6 +111,11 @@ impl Metric {
         self.of(result).map(|v| v.value)
     }
 
+    /// Whether it says how far a model is from its reference.
+    pub(super) fn is_comparison(self) -> bool {
+        !matches!(self, Self::Perplexity | Self::BitsPerByte | Self::SizeBytes)
+    }
+
     /// Every window's value of what is tested: nats a token.
     pub(super) fn windows(self, result: &Evaluation) -> Option<&[f64]> {
         match self {
@@ -123,7 +128,7 @@ impl Metric {
 impl From<crate::statistics::Quantile> for Value {
     /// Half the interval's width over 1.96 stands for a standard error.
     fn from(q: crate::statistics::Quantile) -> Self {
-        let error = q.low.zip(q.high).map(|(low, high)| (high - low) / (2.0 * 1.96));
+        let error = q.low.zip(q.high).map(|(low, high)| (high - low).max(0.0) / (2.0 * 1.96));
         Self { value: q.value, standard_error: error }
     }
 }

@@ -80,7 +80,7 @@ pub struct Check {
     pub at_least: Option<f64>,
     /// Windows.
     pub windows: usize,
-    /// About how many windows would decide an open test.
+    /// About how many windows would decide an open test four times out of five.
     pub windows_needed: Option<u64>,
     /// The check in a sentence.
     pub message: String,
@@ -108,8 +108,9 @@ pub fn judge(
     }
     let mut notes = Vec::new();
     if let Some((baseline, path)) = baseline {
-        bind(baseline, path, results, policy, &mut notes)?;
+        bind(baseline, path, results, &mut notes)?;
     }
+    against_others(policy, results)?;
     let mut tests = Vec::new();
     for check in &policy.non_inferiority {
         for (name, result) in chosen(results, &check.results) {
@@ -147,7 +148,11 @@ pub fn judge(
     })
 }
 
-fn check_given(names: &[&str]) -> Result<()> {
+/// Fails unless there are results, each with a name of its own.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub fn check_given(names: &[&str]) -> Result<()> {
     if names.is_empty() {
         return Err(Error::usage(
             "no result was given",
@@ -164,6 +169,28 @@ fn check_given(names: &[&str]) -> Result<()> {
     }
 }
 
+/// Fails where a check asks how far a model is from its reference, and that was the model itself.
+fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<()> {
+    let tests = policy.non_inferiority.iter().map(|c| {
+        let compares = c.metric.is_comparison() || c.against == Against::Reference;
+        (compares, &c.results, c.line)
+    });
+    let caps = policy.caps.iter().map(|c| (c.metric.is_comparison(), &c.results, c.line));
+    for (_, names, line) in tests.chain(caps).filter(|(compares, ..)| *compares) {
+        let itself = |e: &Evaluation| e.reference.as_ref().is_some_and(|r| r.sha256 == e.model.sha256);
+        if let Some((name, _)) = chosen(results, names).find(|(_, e)| itself(e)) {
+            let reason = format!("checks `{}`, which was compared with itself", name.escape_default());
+            return Err(Error::InputFile {
+                path: policy.path.clone(),
+                line: Some(line),
+                reason,
+                remedy: "measure it with --reference and the model that it was made from".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
 fn chosen<'a>(
     results: &'a [(String, Evaluation)],
     names: &'a [String],
@@ -176,7 +203,6 @@ fn bind(
     baseline: &Baseline,
     path: &std::path::Path,
     results: &[(String, Evaluation)],
-    policy: &Policy,
     notes: &mut Vec<String>,
 ) -> Result<()> {
     let fault = |reason: String, remedy: &str| Error::InputFile {
@@ -190,7 +216,6 @@ fn bind(
         let reason = format!("holds the result `{}`, which was not given", missing.escape_default());
         return Err(fault(reason, "give all results of the baseline, or make a new one with --update"));
     }
-    let divergences = policy.non_inferiority.iter().any(|c| c.metric == Metric::Kl);
     for (name, result) in results {
         let Some(before) = baseline.results.get(name) else {
             let reason = format!("holds no result `{}`", name.escape_default());
@@ -212,8 +237,9 @@ fn bind(
         if result.window_tokens != before.window_tokens {
             return Err(fault(format!("`{}` has other windows", name.escape_default()), update));
         }
-        if divergences && reference(result) != reference(before) {
-            let reason = format!("`{}` was measured against another reference", name.escape_default());
+        if reference(result) != reference(before) {
+            let reason =
+                format!("`{}` was measured against another reference, or none", name.escape_default());
             return Err(fault(reason, update));
         }
         if result.tool.version != before.tool.version || result.tool.isa != before.tool.isa {
@@ -262,7 +288,7 @@ fn non_inferiority(
         None => "of one window, which says nothing of the spread".into(),
     };
     let need = match test.windows_needed {
-        Some(n) => format!("; about {n} windows would tell"),
+        Some(n) => format!("; with about {n} windows it would be known four times out of five"),
         None => String::new(),
     };
     let message = match differences.iter().all(|d| *d == 0.0) {

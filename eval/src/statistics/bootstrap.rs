@@ -16,6 +16,7 @@ const SEED: u64 = 0x0071_7561_6e74;
 
 /// A quantile over positions with its 95 % interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Quantile {
     /// The quantile of all positions.
     pub value: f64,

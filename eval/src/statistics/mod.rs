@@ -18,6 +18,7 @@ pub use self::bootstrap::{Quantile, quantiles};
 
 /// A mean over tokens with its standard error over windows.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Estimate {
     /// The mean over all tokens.
     pub mean: f64,

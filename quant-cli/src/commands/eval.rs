@@ -76,26 +76,33 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let decoder = load(&opened, &text, session)?;
     let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
     let started = Instant::now();
-    let measured = match &reference {
+    let (measured, known, journal) = match &reference {
         Some(reference) => {
             let reference = load(reference, &text, session)?;
             let mut journal = journal::<Position>(args, &identity, &text, session)?;
+            let known = journal.windows();
             let (scores, mut divergence) =
                 compare(&reference, &decoder, &text, &mut journal, &observer, &session.cancel)?;
             divergence.set_noise_floor(noise_floor(&reference, &text, &session.cancel)?);
-            journal.finish()?;
-            (scores, Some(divergence))
+            ((scores, Some(divergence)), known, journal.finish())
         }
         None => {
             let mut journal = journal::<f64>(args, &identity, &text, session)?;
+            let known = journal.windows();
             let scores = perplexity(&decoder, &text, &mut journal, &observer, &session.cancel)?;
-            journal.finish()?;
-            (scores, None)
+            ((scores, None), known, journal.finish())
         }
     };
     let seconds = started.elapsed().as_secs_f64();
-    let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, seconds);
-    args.json.emit(&result, || show(&result))
+    let read: usize = text.windows[known..].iter().map(|w| w.input().len()).sum();
+    let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
+    let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, time);
+    args.json.emit(&result, || show(&result))?;
+    // Only now is nothing lost with it.
+    match journal {
+        Some(path) => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
+        None => Ok(()),
+    }
 }
 
 /// The journal that was asked for, if one was.

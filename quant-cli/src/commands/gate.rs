@@ -7,7 +7,9 @@ use std::process::ExitCode;
 
 use quant_core::{Error, Result};
 use quant_evaluator::Evaluation;
-use quant_evaluator::gate::{Baseline, Metric, Outcome, Policy, Verdict, annotations, judge, junit, summary};
+use quant_evaluator::gate::{
+    Baseline, Metric, Outcome, Policy, Verdict, annotations, check_given, judge, junit, summary,
+};
 
 use super::Session;
 use crate::output::{self, JsonOption, table};
@@ -36,11 +38,18 @@ pub struct Args {
 
 /// Judges; the exit code says how it ended.
 pub fn run(args: &Args, session: &Session) -> Result<ExitCode> {
+    // What an earlier run decided must not be taken for what this one could not.
+    for path in [args.junit.as_deref(), args.json.json.as_deref()].into_iter().flatten() {
+        if path.is_file() {
+            std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
+        }
+    }
     let results = args
         .results
         .iter()
         .map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?)))
         .collect::<Result<Vec<_>>>()?;
+    check_given(&results.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>())?;
     match (&args.policy, &args.baseline) {
         (None, Some(baseline)) => update(baseline, &results),
         (Some(policy), baseline) => judged(args, policy, baseline.as_deref(), &results, session),
@@ -108,19 +117,28 @@ fn show(outcome: &Outcome) -> String {
 
 /// Writes a baseline and shows what it changes.
 fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<ExitCode> {
-    let before = match path.exists() {
-        true => Some(Baseline::read(path)),
-        false => None,
+    // What is no baseline is not replaced: it may be something else.
+    let before = match path.try_exists().map_err(|e| Error::io("read", path, e))? {
+        true => Baseline::read(path).map_err(|e| not_replaced(path, e))?,
+        false => Baseline { results: Default::default() },
     };
     let after = Baseline::new(results);
-    let text = match &before {
-        Some(Ok(before)) => difference(before, &after),
-        Some(Err(error)) => format!("replaces a file that was no baseline: {error}\n"),
-        None => difference(&Baseline { results: Default::default() }, &after),
-    };
+    let text = difference(&before, &after);
     write_whole(path, &after.to_json()?)?;
     output::print(&format!("{text}\nwritten to {}\n", path.display()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn not_replaced(path: &Path, error: Error) -> Error {
+    match error {
+        Error::InputFile { reason, .. } => Error::InputFile {
+            path: path.to_owned(),
+            line: None,
+            reason,
+            remedy: "only a baseline is replaced: remove this file, or name another with --baseline".into(),
+        },
+        other => other,
+    }
 }
 
 /// Writes a file so that it is there as a whole or as it was.

@@ -14,7 +14,7 @@ use super::header_error::printable;
 ///
 /// # Errors
 /// The reason, with line and column, fit for a message.
-pub(crate) fn parse(bytes: &[u8]) -> Result<Value, String> {
+pub fn parse(bytes: &[u8]) -> Result<Value, String> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let value = Strict.deserialize(&mut deserializer).and_then(|v| deserializer.end().map(|()| v));
     value.map_err(|e| printable(&e.to_string()))
