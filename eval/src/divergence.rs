@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::log_softmax::{argmax, log_sum_exp, top};
 use crate::score::{Logits, all_windows, require_finite, some_windows};
-use crate::statistics::{Quantile, quantiles};
+use crate::statistics::{Histogram, Quantile, quantiles};
 use crate::{Estimate, EvaluationText, Journal, Scores};
 
 /// Positions of the largest logits that are compared beside the first.
@@ -38,6 +38,8 @@ pub struct Divergence {
     pub kl: Estimate,
     /// How it is spread over positions.
     pub kl_quantiles: KlQuantiles,
+    /// The same as counts by size.
+    pub kl_histogram: Histogram,
     /// The same where the reference is sure and where it is not.
     pub kl_by_confidence: Vec<ConfidenceBucket>,
     /// Each window's mean of it; with another model's on the same windows, differences are paired.
@@ -85,11 +87,13 @@ pub struct ConfidenceBucket {
 }
 
 /// How far the reference is from itself when every block's output is off by what bfloat16 rounds.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NoiseFloor {
     /// `KL(reference ‖ disturbed reference)`, in nats a token.
     pub kl: Estimate,
+    /// How it is spread over positions, as counts by size.
+    pub kl_histogram: Histogram,
     /// Windows that it was measured on, spread over the text.
     pub windows: usize,
 }
@@ -188,7 +192,8 @@ pub fn noise_floor(reference: &Decoder, text: &EvaluationText, cancel: &CancelTo
     require_finite(kl.iter().flatten().copied())?;
     let totals: Vec<f64> = kl.iter().map(|w| w.iter().sum()).collect();
     let counts: Vec<usize> = kl.iter().map(Vec::len).collect();
-    Ok(NoiseFloor { kl: Estimate::clustered(&totals, &counts), windows: some })
+    let kl_histogram = Histogram::of(kl.into_iter().flatten());
+    Ok(NoiseFloor { kl: Estimate::clustered(&totals, &counts), kl_histogram, windows: some })
 }
 
 impl Divergence {
@@ -224,6 +229,7 @@ fn summarize(text: &EvaluationText, positions: &[Vec<Position>]) -> Result<(Scor
         minimum_detectable_increase: detectable.map(f64::exp_m1),
         kl: estimate(&|p| p.kl),
         kl_quantiles: KlQuantiles { median, p90, p99, p999, max },
+        kl_histogram: Histogram::of(kl.iter().flatten().copied()),
         kl_by_confidence: by_confidence(positions),
         window_kl: kl.iter().map(|w| w.iter().sum::<f64>() / w.len() as f64).collect(),
         top1_agreement: estimate(&|p| f64::from(u8::from(p.top1))),

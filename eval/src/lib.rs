@@ -8,9 +8,10 @@
 //! with the same profile can be compared; [`perplexity()`] scores one model, [`compare`] a model
 //! against its reference on the same positions; [`statistics`] says how far the numbers can be
 //! trusted; [`Evaluation`] is the file they are kept in, and [`gate`] decides on such files whether a
-//! model has become worse.
+//! model has become worse, and [`report`] shows them to people.
 #![forbid(unsafe_code)]
 
+mod anatomy;
 mod divergence;
 pub mod gate;
 mod journal;
@@ -18,12 +19,14 @@ mod log_softmax;
 mod noise;
 mod perplexity;
 mod profile;
+pub mod report;
 mod result;
 mod score;
 pub mod statistics;
 mod text;
 mod wikitext;
 
+pub use anatomy::{Anatomy, LinearInput, anatomy};
 pub use divergence::{ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Position, compare, noise_floor};
 pub use journal::Journal;
 pub use perplexity::{Scores, disturbed_perplexity, perplexity};

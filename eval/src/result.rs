@@ -301,6 +301,9 @@ impl Divergence {
         if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
             return Err("has `comparison.kl_by_confidence` of other positions than were scored".into());
         }
+        if self.kl_histogram.total() != tokens.iter().sum::<usize>() as u64 {
+            return Err("has a `comparison.kl_histogram` of other positions than were scored".into());
+        }
         if self.minimum_detectable_increase.is_some_and(|m| !(m.is_finite() && m >= 0.0)) {
             return Err("has a `comparison.minimum_detectable_increase` that is none".into());
         }

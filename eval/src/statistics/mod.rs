@@ -10,11 +10,13 @@
 //! quantiles by a bootstrap over windows ([`quantiles`]).
 
 mod bootstrap;
+mod histogram;
 pub mod student;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::bootstrap::{Quantile, quantiles};
+pub use self::histogram::Histogram;
 
 /// A mean over tokens with its standard error over windows.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

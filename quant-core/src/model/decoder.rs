@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::{Block, KvCache, Linear, Model, NoTap, WeightBody};
+use super::{Block, KvCache, Linear, Model, NoTap, NodeId, Tap, WeightBody};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// All blocks, the embedding and the head.
@@ -66,7 +66,21 @@ impl Decoder {
         self.positions
     }
 
-    fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
+    /// How many blocks there are.
+    pub fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The linears of a block with their names, in order of the block's graph.
+    pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str)> {
+        self.blocks.first().into_iter().flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
+    }
+
+    /// The hidden states of equally long windows before the first block, `[batch, positions, hidden]`.
+    ///
+    /// # Errors
+    /// When the windows differ in length, or a token is outside the vocabulary.
+    pub fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
         let length = windows.first().map_or(0, |w| w.len());
         let mut values = Vec::with_capacity(windows.len() * length * self.hidden);
         let mut scratch = Vec::new();
@@ -83,6 +97,16 @@ impl Decoder {
             }
         }
         Ok(Tensor::from_vec(values, (windows.len(), length, self.hidden), &Device::Cpu)?)
+    }
+
+    /// What block `index` makes of hidden states that begin at position 0; `tap` sees what its linears
+    /// read.
+    ///
+    /// # Errors
+    /// When there is no such block, the states are longer than the decoder allows, or `tap` fails.
+    pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
+        let block = self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
+        block.forward(hidden, 0, None, tap)
     }
 
     fn finish(&self, hidden: &Tensor) -> Result<Tensor> {
@@ -109,8 +133,8 @@ impl Decoder {
         after: &mut dyn FnMut(usize, Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let mut hidden = self.embed(windows)?;
-        for (index, block) in self.blocks.iter().enumerate() {
-            hidden = after(index, block.forward(&hidden, 0, None, &mut NoTap)?)?;
+        for index in 0..self.blocks.len() {
+            hidden = after(index, self.advance(index, &hidden, &mut NoTap)?)?;
         }
         self.finish(&hidden)
     }

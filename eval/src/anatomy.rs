@@ -1,0 +1,107 @@
+//! Where on its way through the blocks a model departs from its reference, and what its linears read.
+//!
+//! Both models run block by block over a few windows, so that no more than the hidden states of one
+//! block are held of each.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, Tensor};
+use quant_core::model::{Decoder, NodeId, Tap};
+use quant_core::{CancelToken, Result};
+
+use crate::EvaluationText;
+
+/// Windows that are looked at, spread over the text.
+const WINDOWS: usize = 4;
+
+/// What is seen of two models between their blocks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Anatomy {
+    /// Windows that were looked at.
+    pub windows: usize,
+    /// For each block, `‖h − h₀‖ / ‖h₀‖` of what leaves it, over all positions.
+    pub block_errors: Vec<f64>,
+    /// What linears read, block by block.
+    pub inputs: Vec<LinearInput>,
+}
+
+/// How uneven the channels of a linear's input are: the largest magnitude of the largest channel over
+/// that of the median channel.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinearInput {
+    /// The block.
+    pub block: usize,
+    /// The linear's name in the block.
+    pub linear: String,
+    /// In the reference.
+    pub reference: f64,
+    /// In the model.
+    pub model: f64,
+}
+
+/// The largest magnitude of every channel of every linear's input.
+#[derive(Default)]
+struct Magnitudes(BTreeMap<NodeId, Vec<f32>>);
+
+impl Tap for Magnitudes {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+        let channels = x.dim(D::Minus1)?;
+        let values = x.flatten_all()?.to_vec1::<f32>()?;
+        let largest = self.0.entry(linear).or_insert_with(|| vec![0.0; channels]);
+        for row in values.chunks_exact(channels.max(1)) {
+            largest.iter_mut().zip(row).for_each(|(l, v)| *l = l.max(v.abs()));
+        }
+        Ok(())
+    }
+}
+
+impl Magnitudes {
+    fn unevenness(&self, linear: NodeId) -> Option<f64> {
+        let mut channels = self.0.get(&linear)?.clone();
+        channels.sort_unstable_by(f32::total_cmp);
+        let (largest, median) = (*channels.last()?, channels[channels.len() / 2]);
+        (median > 0.0).then(|| f64::from(largest) / f64::from(median))
+    }
+}
+
+/// Looks at both models on some of the windows.
+///
+/// # Errors
+/// When a model fails, the two have different blocks, or the token pulls.
+pub fn anatomy(
+    reference: &Decoder,
+    model: &Decoder,
+    text: &EvaluationText,
+    cancel: &CancelToken,
+) -> Result<Anatomy> {
+    let all = text.windows.len();
+    let some = all.min(WINDOWS);
+    let blocks = reference.blocks().min(model.blocks());
+    let mut squares = vec![[0.0_f64; 2]; blocks];
+    let mut seen: Vec<[Magnitudes; 2]> = (0..blocks).map(|_| Default::default()).collect();
+    for i in 0..some {
+        let input = [text.windows[i * all / some].input()];
+        let mut hidden = [reference.embed(&input)?, model.embed(&input)?];
+        for block in 0..blocks {
+            cancel.check()?;
+            let [before, now] = &mut seen[block];
+            hidden = [reference.advance(block, &hidden[0], before)?, model.advance(block, &hidden[1], now)?];
+            let [r, m] = &hidden;
+            let [r, m] = [r.flatten_all()?.to_vec1::<f32>()?, m.flatten_all()?.to_vec1::<f32>()?];
+            for (r, m) in r.iter().zip(&m) {
+                squares[block][0] += f64::from(m - r).powi(2);
+                squares[block][1] += f64::from(*r).powi(2);
+            }
+        }
+    }
+    let mut inputs = Vec::new();
+    for (block, [before, now]) in seen.iter().enumerate() {
+        for (linear, name) in reference.linears() {
+            if let Some((reference, model)) = before.unevenness(linear).zip(now.unevenness(linear)) {
+                inputs.push(LinearInput { block, linear: name.to_owned(), reference, model });
+            }
+        }
+    }
+    let block_errors = squares.iter().map(|[d, r]| if *r > 0.0 { (d / r).sqrt() } else { 0.0 }).collect();
+    Ok(Anatomy { windows: some, block_errors, inputs })
+}

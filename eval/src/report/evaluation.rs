@@ -1,0 +1,222 @@
+//! The page of one evaluation.
+
+use maud::{Markup, html};
+
+use super::quantization::{LinearCell, bit_map};
+use super::svg::{self, Series};
+use super::{bytes, estimate_tile, page, pareto, tile};
+use crate::statistics::{Histogram, Quantile};
+use crate::{Anatomy, Divergence, Evaluation};
+
+/// How many of the worst windows are shown.
+const WORST: usize = 8;
+
+/// What is shown of an evaluation.
+pub struct EvaluationReport<'a> {
+    /// The result.
+    pub result: &'a Evaluation,
+    /// What is seen of both models between their blocks, where there is a reference.
+    pub anatomy: Option<&'a Anatomy>,
+    /// How the model's linears are stored, in order of blocks.
+    pub linears: &'a [LinearCell],
+    /// The beginnings of the worst windows' texts.
+    pub worst: &'a [WorstWindow],
+    /// Other results on the same text, by name.
+    pub others: &'a [(String, Evaluation)],
+}
+
+/// A window with the beginning of its text.
+pub struct WorstWindow {
+    /// Its number.
+    pub window: usize,
+    /// The beginning of its text.
+    pub excerpt: String,
+}
+
+impl EvaluationReport<'_> {
+    /// The numbers of the windows that are worst, worst first: by divergence, or alone by likelihood.
+    pub fn worst_windows(result: &Evaluation) -> Vec<usize> {
+        let by = match &result.comparison {
+            Some(comparison) => &comparison.window_kl,
+            None => &result.scores.window_nll,
+        };
+        let mut numbers: Vec<usize> = (0..by.len()).collect();
+        numbers.sort_by(|&a, &b| by[b].total_cmp(&by[a]));
+        numbers.truncate(WORST);
+        numbers
+    }
+
+    /// The page.
+    pub fn page(&self) -> String {
+        let r = self.result;
+        let subtitle = html! {
+            (r.profile) " on " (r.text.name) ": " (r.tokens_scored) " tokens in " (r.windows) " windows"
+            @if let Some(reference) = &r.reference { "; compared with " (reference.path) }
+            ". ± is one standard error over windows."
+        };
+        let body = html! {
+            (tiles(r))
+            @if let Some(comparison) = &r.comparison {
+                h2 { "Divergence from the reference" }
+                (divergence(comparison))
+            }
+            @if let Some(anatomy) = self.anatomy {
+                h2 { "Through the blocks" }
+                (through_blocks(anatomy))
+            }
+            @if !self.linears.is_empty() {
+                h2 { "Bit map" }
+                (bit_map(self.linears))
+            }
+            h2 { "Worst windows" }
+            (self.worst_table())
+            @if !self.others.is_empty() {
+                h2 { "Compared runs" }
+                @let own = (format!("{} (this)", r.model.path), r);
+                (pareto(&std::iter::once(own).chain(self.others.iter().map(|(n, e)| (n.clone(), e))).collect::<Vec<_>>()))
+            }
+            h2 { "Provenance" }
+            (provenance(r))
+        };
+        page(&r.model.path, &subtitle, &body)
+    }
+
+    fn worst_table(&self) -> Markup {
+        let r = self.result;
+        let kl = r.comparison.as_ref().map(|c| &c.window_kl);
+        html! {
+            div.wide { table {
+                tr {
+                    th { "window" }
+                    @if kl.is_some() { th { "KL" } }
+                    th { "nats a token" }
+                    th style="text-align:left" { "begins with" }
+                }
+                @for worst in self.worst {
+                    tr {
+                        td { (worst.window) }
+                        @if let Some(kl) = kl { td { (format!("{:.5}", kl[worst.window])) } }
+                        td { (format!("{:.4}", r.scores.window_nll[worst.window])) }
+                        td.text { (worst.excerpt) }
+                    }
+                }
+            } }
+        }
+    }
+}
+
+fn tiles(r: &Evaluation) -> Markup {
+    let scores = &r.scores;
+    html! {
+        div.tiles {
+            (estimate_tile("perplexity", scores.perplexity, 3, &r.profile))
+            @if let Some(c) = &r.comparison {
+                (estimate_tile("perplexity ratio", c.perplexity_ratio, 4, &format!("reference {:.3}", c.reference.perplexity)))
+                @let floor = c.noise_floor.as_ref().map(|f| format!("noise floor {:.1e}", f.kl.mean)).unwrap_or_default();
+                (estimate_tile("mean KL, nats", c.kl, 5, &floor))
+                (estimate_tile("same top token", c.top1_agreement, 4, "share of positions"))
+            }
+            @if let Some(bits) = scores.bits_per_byte {
+                (estimate_tile("bits a byte", bits, 4, "across tokenizers"))
+            }
+            @let before = r.reference.as_ref().map(|m| format!("reference {}", bytes(m.size_bytes))).unwrap_or_default();
+            (tile("weight files", &bytes(r.model.size_bytes), &before))
+        }
+    }
+}
+
+fn divergence(c: &Divergence) -> Markup {
+    let share = |h: &Histogram| -> Vec<f64> {
+        let total = h.total().max(1) as f64;
+        h.counts.iter().map(|n| 100.0 * *n as f64 / total).collect()
+    };
+    let mut series = vec![Series { name: "the model", class: "model", values: share(&c.kl_histogram) }];
+    if let Some(floor) = &c.noise_floor {
+        let name = "noise floor: the reference against itself, rounded otherwise";
+        series.push(Series { name, class: "other", values: share(&floor.kl_histogram) });
+    }
+    let h = &c.kl_histogram;
+    let edges: Vec<(usize, String)> = (0..h.counts.len())
+        .step_by(h.bins_per_decade.max(1) as usize)
+        .enumerate()
+        .map(|(decade, bin)| (bin, format!("1e{}", i64::from(h.first_decade) + decade as i64)))
+        .collect();
+    let q = &c.kl_quantiles;
+    let quantile = |name: &str, q: &Quantile| {
+        html! { tr {
+            td { (name) }
+            td { (format!("{:.5}", q.value)) }
+            td { @if let (Some(low), Some(high)) = (q.low, q.high) { (format!("{low:.5} – {high:.5}")) } @else { "?" } }
+        } }
+    };
+    html! {
+        (svg::bars("Positions by their divergence", "KL in nats; per cent of positions upwards", &edges, &series))
+        @if c.at_noise_floor == Some(true) {
+            p { "The mean is below three times the noise floor: the models are the same, as far as can be told." }
+        }
+        div.two {
+            div.wide { table {
+                caption { "At most so much at this share of positions" }
+                tr { th { "share" } th { "KL" } th { "95 % interval" } }
+                (quantile("50 %", &q.median)) (quantile("90 %", &q.p90)) (quantile("99 %", &q.p99))
+                (quantile("99.9 %", &q.p999)) (quantile("all", &q.max))
+            } }
+            div.wide { table {
+                caption { "Where the reference is sure, and where it is not" }
+                tr { th { "its largest probability" } th { "positions" } th { "mean KL" } }
+                @for bucket in &c.kl_by_confidence {
+                    tr {
+                        td { (format!("{:.2} – {:.2}", bucket.from, bucket.to)) }
+                        td { (bucket.positions) }
+                        td { @if let Some(kl) = bucket.kl { (format!("{kl:.5}")) } @else { "–" } }
+                    }
+                }
+            } }
+        }
+    }
+}
+
+fn through_blocks(anatomy: &Anatomy) -> Markup {
+    let mut names: Vec<&str> = Vec::new();
+    for input in &anatomy.inputs {
+        if !names.contains(&input.linear.as_str()) {
+            names.push(&input.linear);
+        }
+    }
+    let error = Series { name: "the model", class: "model", values: anatomy.block_errors.clone() };
+    html! {
+        p { "Relative error of what leaves each block, on " (anatomy.windows) " windows." }
+        (svg::lines("Hidden-state error by depth", "block", true, &[error]))
+        h2 { "Outliers among the inputs of linears" }
+        p { "Largest magnitude of the largest channel over that of the median channel: what a grid with one scale has \
+             to cover. Transforms that move scales from activations into weights lower it." }
+        div.two {
+            @for name in names {
+                @let column = |of: fn(&crate::LinearInput) -> f64| anatomy.inputs.iter().filter(|i| i.linear == name).map(of).collect::<Vec<f64>>();
+                figure style="margin:0" {
+                    figcaption { (name) }
+                    (svg::lines(name, "block", true, &[
+                        Series { name: "reference", class: "other", values: column(|i| i.reference) },
+                        Series { name: "model", class: "model", values: column(|i| i.model) },
+                    ]))
+                }
+            }
+        }
+    }
+}
+
+fn provenance(r: &Evaluation) -> Markup {
+    let row = |name: &str, value: &str| html! { tr { td { (name) } td.hash { (value) } } };
+    html! {
+        div.wide { table {
+            (row("tool", &format!("{} {} ({})", r.tool.name, r.tool.version, r.tool.isa)))
+            (row("tool, SHA-256", r.tool.sha256.as_deref().unwrap_or("unknown")))
+            (row("model, SHA-256", &r.model.sha256))
+            @if let Some(reference) = &r.reference { (row("reference, SHA-256", &reference.sha256)) }
+            (row("text, SHA-256", &r.text.sha256))
+            (row("tokenizer, SHA-256", &r.tokenizer_sha256))
+            (row("scored tokens, SHA-256", &r.tokens_sha256))
+            (row("beginning of text", &serde_json::to_string(&r.bos).unwrap_or_default()))
+        } }
+    }
+}

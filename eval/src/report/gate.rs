@@ -1,0 +1,40 @@
+//! The page of a gate.
+
+use maud::html;
+
+use super::{page, pareto, tile};
+use crate::Evaluation;
+use crate::gate::Outcome;
+
+/// The page of what a gate decided on these results.
+pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String {
+    let subtitle = html! { "By " (outcome.policy) ", at a one-sided level of " (outcome.level) "." };
+    let count = |name: &str| outcome.checks.iter().filter(|c| c.verdict.name() == name).count().to_string();
+    let body = html! {
+        div.tiles {
+            (tile("verdict", outcome.verdict.name(), ""))
+            (tile("checks that pass", &count("pass"), ""))
+            (tile("that fail", &count("fail"), ""))
+            (tile("that are open", &count("inconclusive"), "too few windows to tell"))
+        }
+        h2 { "Checks" }
+        div.wide { table {
+            tr { th { "result" } th { "" } th { "check" } th { "windows" } th style="text-align:left" { "" } }
+            @for check in &outcome.checks {
+                tr {
+                    td.text { (check.result) }
+                    td class=(check.verdict.name()) { (check.verdict.name()) }
+                    td { (check.name) }
+                    td { (check.windows) }
+                    td.text { (check.message) }
+                }
+            }
+        } }
+        @for note in &outcome.notes { p.soft { (note) } }
+        @if results.iter().any(|(_, e)| e.comparison.is_some()) {
+            h2 { "Results" }
+            (pareto(&results.iter().map(|(n, e)| (n.clone(), e)).collect::<Vec<_>>()))
+        }
+    };
+    page("quant gate", &subtitle, &body)
+}

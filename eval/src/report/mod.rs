@@ -1,0 +1,96 @@
+//! Reports: pages that explain a result to a person.
+//!
+//! A page is one HTML file with its style inside. It needs no network and no script, every text in it is
+//! escaped, and the same numbers give the same bytes: what a run took is not on it.
+
+mod evaluation;
+mod gate;
+mod quantization;
+mod svg;
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+pub use self::evaluation::{EvaluationReport, WorstWindow};
+pub use self::gate::gate_page;
+pub use self::quantization::{LinearCell, quantization_page};
+use crate::{Estimate, Evaluation};
+
+const STYLE: &str = include_str!("style.css");
+
+/// A page.
+fn page(title: &str, subtitle: &Markup, body: &Markup) -> String {
+    let markup = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                // Nothing is fetched, whatever a name on the page says.
+                meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
+                title { (title) }
+                style { (PreEscaped(STYLE)) }
+            }
+            body {
+                h1 { (title) }
+                p.soft { (subtitle) }
+                (body)
+            }
+        }
+    };
+    markup.into_string()
+}
+
+fn tile(name: &str, value: &str, note: &str) -> Markup {
+    html! { div.tile { small { (name) } b { (value) } small { (note) } } }
+}
+
+/// A tile of a mean with its error.
+fn estimate_tile(name: &str, estimate: Estimate, digits: usize, note: &str) -> Markup {
+    tile(name, &format!("{estimate:.digits$}"), note)
+}
+
+/// `1234567` → `1.23 MB`.
+fn bytes(count: u64) -> String {
+    let mut value = count as f64;
+    let mut unit = 0;
+    let units = ["B", "kB", "MB", "GB", "TB"];
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} B") } else { format!("{value:.2} {}", units[unit]) }
+}
+
+/// Results by size and divergence; those to which no other is better in both are marked.
+fn pareto(results: &[(String, &Evaluation)]) -> Markup {
+    let points: Vec<(String, f64, f64)> = results
+        .iter()
+        .filter_map(|(name, e)| {
+            let kl = e.comparison.as_ref()?.kl.mean;
+            Some((name.clone(), e.model.size_bytes as f64 / 1e6, kl))
+        })
+        .collect();
+    let beaten = |p: &(String, f64, f64)| {
+        points.iter().any(|o| o.1 <= p.1 && o.2 <= p.2 && (o.1 < p.1 || o.2 < p.2))
+    };
+    let marked: Vec<(String, f64, f64, bool)> =
+        points.iter().map(|p| (p.0.clone(), p.1, p.2, !beaten(p))).collect();
+    html! {
+        (svg::points("Divergence by size", "MB of weight files; KL in nats a token upwards", true, &marked))
+        div.wide { table {
+            tr { th { "result" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
+            @for (name, e) in results {
+                @if let Some(c) = &e.comparison {
+                    tr {
+                        td.text { (name) }
+                        td { (bytes(e.model.size_bytes)) }
+                        td { (format!("{:.3}", e.scores.perplexity)) }
+                        td { (format!("{:.5}", c.kl)) }
+                        td { (format!("{:.4}", c.top1_agreement)) }
+                        td.text { @if marked.iter().any(|m| m.0 == *name && m.3) { "none is better in both" } }
+                    }
+                }
+            }
+        } }
+    }
+}

@@ -1,0 +1,105 @@
+//! The page of a quantization, and the map of a model's bits.
+
+use std::collections::BTreeMap;
+
+use maud::{Markup, html};
+use quant_core::pipeline::{QuantReport, TensorReport};
+
+use super::svg::{self, Series};
+use super::{bytes, page, tile};
+
+/// How one linear is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LinearCell {
+    /// The block.
+    pub block: usize,
+    /// Its name in the block.
+    pub linear: String,
+    /// The scheme, or `float`.
+    pub scheme: String,
+    /// Bits of a code, where it is quantized.
+    pub bits: Option<u8>,
+}
+
+/// Every linear of every block, coloured by its bits.
+pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
+    let mut names: Vec<&str> = Vec::new();
+    let mut cells: BTreeMap<(usize, &str), &LinearCell> = BTreeMap::new();
+    let mut schemes: BTreeMap<&str, (usize, Option<u8>)> = BTreeMap::new();
+    for cell in linears {
+        if !names.contains(&cell.linear.as_str()) {
+            names.push(&cell.linear);
+        }
+        cells.insert((cell.block, &cell.linear), cell);
+        schemes.entry(&cell.scheme).or_insert((0, cell.bits)).0 += 1;
+    }
+    let blocks = linears.iter().map(|c| c.block + 1).max().unwrap_or(0);
+    let class = |bits: Option<u8>| bits.map_or("cell float".to_owned(), |b| format!("cell b{b}"));
+    html! {
+        p.legend {
+            @for (scheme, (count, bits)) in &schemes {
+                span { span class=(class(*bits).replace("cell", "key")) {} " " (scheme) ", " (count) " linears" }
+            }
+        }
+        div.wide { table.map {
+            @for name in names {
+                tr {
+                    th { (name) }
+                    @for block in 0..blocks {
+                        td { @if let Some(cell) = cells.get(&(block, name)) {
+                            span class=(class(cell.bits)) title=(format!("block {block}, {name}: {}", cell.scheme)) {}
+                        } }
+                    }
+                }
+            }
+        } }
+        p.soft { "Blocks 0 to " (blocks.saturating_sub(1)) " from left to right." }
+    }
+}
+
+/// The page of what `quant quantize` did; `title` names the output.
+pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
+    let quantized: Vec<&TensorReport> = report.tensors.iter().filter(|t| t.weight_error.is_some()).collect();
+    let error = |t: &TensorReport| t.weight_error.map_or(0.0, |e| 100.0 * e.relative_rms);
+    let mut worst = quantized.clone();
+    worst.sort_by(|a, b| error(b).total_cmp(&error(a)));
+    let subtitle = html! { (report.method) " into " (report.format) ", by quant " (report.version) };
+    let errors = Series { name: "per cent of the weight", class: "model", values: quantized.iter().map(|t| error(t)).collect() };
+    let body = html! {
+        div.tiles {
+            (tile("tensors before", &bytes(report.bytes_before), ""))
+            (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
+            (tile("bits a quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
+            (tile("quantized tensors", &quantized.len().to_string(), &format!("of {}", report.tensors.len())))
+            @if let Some(c) = &report.calibration {
+                (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))
+            }
+        }
+        @if !linears.is_empty() { h2 { "Bit map" } (bit_map(linears)) }
+        h2 { "Error of every quantized tensor" }
+        p { "Root mean square of what rounding changed, over that of the weight, in per cent, in order of the model." }
+        (svg::bars("Error of tensors", "tensor", &[], &[errors]))
+        div.wide { table {
+            tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "AWQ exponent" } th { "search: error before → after" } }
+            @for t in &worst {
+                tr {
+                    td.text { (t.tensor) }
+                    td { (t.scheme.as_deref().unwrap_or("")) }
+                    td { (format!("{:.2}", error(t))) }
+                    td { (t.weight_error.and_then(|e| e.sqnr_db).map_or("∞".to_owned(), |db| format!("{db:.1}"))) }
+                    td { (t.ratio.map_or(String::new(), |r| format!("{r:.2}"))) }
+                    td { @if let Some(s) = &t.scale_search { (format!("{:.3e} → {:.3e}", s.error_before, s.error_after)) } }
+                }
+            }
+        } }
+        h2 { "Provenance" }
+        div.wide { table {
+            tr { td { "input, SHA-256" } td.hash { (report.source.sha256) } }
+            @if let Some(c) = &report.calibration {
+                tr { td { "calibration tokens, SHA-256" } td.hash { (c.tokens_sha256) } }
+                tr { td { "seed" } td.hash { (c.seed) } }
+            }
+        } }
+    };
+    page(title, &subtitle, &body)
+}
