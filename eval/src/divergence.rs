@@ -5,6 +5,7 @@ use quant_core::model::Decoder;
 use quant_core::{CancelToken, Error, Observer, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::journal::Measured;
 use crate::log_softmax::{argmax, log_sum_exp, top};
 use crate::score::{Logits, all_windows, require_finite, some_windows};
 use crate::statistics::{Histogram, Quantile, quantiles};
@@ -17,7 +18,7 @@ const CONFIDENCE: [f64; 6] = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0];
 /// Windows on which the noise floor is measured, at most.
 const NOISE_WINDOWS: usize = 8;
 /// A mean below so many times the noise floor says nothing of the model.
-const AT_FLOOR: f64 = 3.0;
+pub(crate) const AT_FLOOR: f64 = 3.0;
 /// The one-sided level that the smallest detectable difference is given for.
 const LEVEL: f64 = 0.05;
 
@@ -131,6 +132,17 @@ impl Position {
     }
 }
 
+impl Measured for Position {
+    fn is_sound(&self) -> bool {
+        let share = 0.0..=1.0 + 1e-6;
+        self.reference_nll.is_sound()
+            && self.model_nll.is_sound()
+            && self.kl.is_sound()
+            && share.contains(&self.confidence)
+            && share.contains(&self.top5)
+    }
+}
+
 /// `KL(r ‖ m)` of two rows of logits with the logarithms of their sums.
 fn divergence((r, r_norm): (&[f32], f64), (m, m_norm): (&[f32], f64)) -> f64 {
     let term = |(&r, &m): (&f32, &f32)| {
@@ -221,7 +233,7 @@ fn summarize(text: &EvaluationText, positions: &[Vec<Position>]) -> Result<(Scor
     let [median, p90, p99, p999, max] = quantiles(&kl, &[0.5, 0.9, 0.99, 0.999, 1.0])[..] else {
         return Err(Error::Internal("quantiles were lost".into()));
     };
-    let detectable = delta_nll.minimum_detectable(LEVEL, positions.len());
+    let detectable = delta_nll.minimum_detectable(LEVEL, &positions.iter().map(Vec::len).collect::<Vec<_>>());
     let divergence = Divergence {
         reference,
         delta_nll,

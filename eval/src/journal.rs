@@ -17,6 +17,19 @@ const SCHEMA: &str = "quant-eval-journal/1";
 /// A longer line is none of ours.
 const LONGEST_LINE: u64 = 1 << 30;
 
+/// What is measured of a position.
+pub trait Measured: Serialize + DeserializeOwned {
+    /// Whether it can be what was measured: finite, and within its range.
+    fn is_sound(&self) -> bool;
+}
+
+impl Measured for f64 {
+    /// A negative log-likelihood, but for rounding.
+    fn is_sound(&self) -> bool {
+        self.is_finite() && *self >= -1e-6
+    }
+}
+
 /// The windows that an evaluation has measured.
 #[derive(Debug)]
 pub struct Journal<T> {
@@ -24,7 +37,7 @@ pub struct Journal<T> {
     file: Option<(File, PathBuf)>,
 }
 
-impl<T: Serialize + DeserializeOwned> Journal<T> {
+impl<T: Measured> Journal<T> {
     /// One that nothing is kept in.
     pub fn none() -> Self {
         Self { known: Vec::new(), file: None }
@@ -97,7 +110,7 @@ fn other(path: &Path, what: &str) -> Error {
 }
 
 /// The windows of whole batches, and where in the file they end.
-fn read<T: DeserializeOwned>(
+fn read<T: Measured>(
     path: &Path,
     file: &File,
     head: &Value,
@@ -133,7 +146,7 @@ fn read<T: DeserializeOwned>(
         } else {
             let damaged = || other("damaged: a line holds no window");
             let (last, window): (bool, Vec<T>) = serde_json::from_slice(&line).map_err(|_| damaged())?;
-            if windows.get(known.len()) != Some(&window.len()) {
+            if windows.get(known.len()) != Some(&window.len()) || !window.iter().all(T::is_sound) {
                 return Err(damaged());
             }
             known.push(window);

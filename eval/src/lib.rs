@@ -28,7 +28,7 @@ mod wikitext;
 
 pub use anatomy::{Anatomy, LinearInput, anatomy};
 pub use divergence::{ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Position, compare, noise_floor};
-pub use journal::Journal;
+pub use journal::{Journal, Measured};
 pub use perplexity::{Scores, disturbed_perplexity, perplexity};
 pub use profile::{Profile, ProfileRequest};
 pub use result::{Evaluation, ModelIdentity, SCHEMA, SchemeShare, TextIdentity, Tool};

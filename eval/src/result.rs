@@ -10,6 +10,7 @@ use quant_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::divergence::AT_FLOOR;
 use crate::statistics::Quantile;
 use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
@@ -201,12 +202,12 @@ impl Evaluation {
         if self.reference.is_some() != self.comparison.is_some() {
             return Err("has a reference without a comparison, or a comparison without a reference".into());
         }
-        self.scores.check("", &self.window_tokens)?;
+        self.scores.check("", &self.window_tokens, self.text.bytes)?;
         if !(self.seconds.is_finite() && self.tokens_per_second.is_finite()) {
             return Err("has a time that is no number".into());
         }
         let Some(comparison) = &self.comparison else { return Ok(()) };
-        comparison.reference.check("comparison.reference.", &self.window_tokens)?;
+        comparison.reference.check("comparison.reference.", &self.window_tokens, self.text.bytes)?;
         comparison.check(&self.scores, &self.window_tokens)
     }
 
@@ -257,18 +258,32 @@ fn fault(path: &Path, reason: String) -> Error {
 }
 
 impl Scores {
-    fn check(&self, place: &str, tokens: &[usize]) -> Result<(), String> {
-        agree(&format!("{place}nll"), self.nll, &self.window_nll, tokens)?;
-        check_estimate(&format!("{place}perplexity"), self.perplexity, f64::MIN_POSITIVE)?;
-        near(&format!("{place}perplexity"), self.perplexity.mean, self.nll.mean.exp())?;
-        for (name, estimate) in [
-            ("bits_per_byte", self.bits_per_byte),
-            ("word_perplexity", self.word_perplexity),
-            ("byte_perplexity", self.byte_perplexity),
-        ] {
-            if let Some(estimate) = estimate {
-                check_estimate(&format!("{place}{name}"), estimate, f64::NEG_INFINITY)?;
+    fn check(&self, place: &str, tokens: &[usize], text_bytes: u64) -> Result<(), String> {
+        // A likelihood near 1 may be rounded above it.
+        agree(&format!("{place}nll"), self.nll, &self.window_nll, tokens, -1e-6)?;
+        same(&format!("{place}perplexity"), self.perplexity, self.nll.exp())?;
+        let nats = self.nll.mean * tokens.iter().sum::<usize>() as f64;
+        if let Some(bits) = self.bits_per_byte {
+            let name = format!("{place}bits_per_byte");
+            check_estimate(&name, bits, 0.0)?;
+            // So many bytes make this number of these nats.
+            let bytes = nats / (bits.mean * std::f64::consts::LN_2);
+            if nats > 0.0 && !(whole(bytes) && bytes <= text_bytes as f64 + 0.5) {
+                return Err(format!("has `{name}` of {bytes} bytes of a text of {text_bytes}"));
             }
+            if let Some(byte) = self.byte_perplexity {
+                same(&format!("{place}byte_perplexity"), byte, bits.scaled(std::f64::consts::LN_2).exp())?;
+            }
+        }
+        if let Some(word) = self.word_perplexity {
+            let name = format!("{place}word_perplexity");
+            check_estimate(&name, word, 1.0)?;
+            if nats > 0.0 && !whole(nats / word.mean.ln()) {
+                return Err(format!("has `{name}` of no whole number of words"));
+            }
+        }
+        if self.token_standard_error.is_some_and(|e| !(e.is_finite() && e >= 0.0)) {
+            return Err(format!("has `{place}token_standard_error` that is none"));
         }
         Ok(())
     }
@@ -276,12 +291,12 @@ impl Scores {
 
 impl Divergence {
     fn check(&self, own: &Scores, tokens: &[usize]) -> Result<(), String> {
-        agree("comparison.kl", self.kl, &self.window_kl, tokens)?;
+        agree("comparison.kl", self.kl, &self.window_kl, tokens, 0.0)?;
+        let count = tokens.iter().sum::<usize>() as f64;
         let differences: Vec<f64> =
             own.window_nll.iter().zip(&self.reference.window_nll).map(|(m, r)| m - r).collect();
-        agree("comparison.delta_nll", self.delta_nll, &differences, tokens)?;
-        check_estimate("comparison.perplexity_ratio", self.perplexity_ratio, f64::MIN_POSITIVE)?;
-        near("comparison.perplexity_ratio", self.perplexity_ratio.mean, self.delta_nll.mean.exp())?;
+        agree("comparison.delta_nll", self.delta_nll, &differences, tokens, f64::NEG_INFINITY)?;
+        same("comparison.perplexity_ratio", self.perplexity_ratio, self.delta_nll.exp())?;
         let q = &self.kl_quantiles;
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
@@ -297,9 +312,30 @@ impl Divergence {
         {
             return Err("has `comparison.kl_quantiles` with intervals that are none".into());
         }
+        // The mean cannot be more than its quantiles allow, nor a quantile more than the mean does.
+        let most =
+            0.5 * rising[0] + 0.4 * rising[1] + 0.09 * rising[2] + 0.009 * rising[3] + 0.001 * rising[4];
+        // A share of positions is off by less than one of them at each of the quantiles.
+        let slack = 4.0 * rising[4] / count;
+        let least = [(0.5, rising[0]), (0.9, rising[1]), (0.99, rising[2]), (0.999, rising[3])];
+        let too_large =
+            |(share, value): (f64, f64)| value * (1.0 - share) > self.kl.mean * (1.0 + TOLERANCE) + slack;
+        let window_over = self.window_kl.iter().any(|w| *w > rising[4] * (1.0 + TOLERANCE));
+        if self.kl.mean > most + slack || least.into_iter().any(too_large) || window_over {
+            return Err("has `comparison.kl_quantiles` that do not fit its mean".into());
+        }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);
         if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
             return Err("has `comparison.kl_by_confidence` of other positions than were scored".into());
+        }
+        let parts = self.kl_by_confidence.iter().filter_map(|b| Some(b.kl?.mean * b.positions as f64));
+        near("comparison.kl_by_confidence", parts.sum::<f64>() / count, self.kl.mean)?;
+        let at_floor = self.noise_floor.as_ref().map(|f| self.kl.mean < AT_FLOOR * f.kl.mean);
+        if self.at_noise_floor != at_floor {
+            return Err("has `comparison.at_noise_floor` that its noise floor does not give".into());
+        }
+        if !whole(self.top1_agreement.mean * count) {
+            return Err("has `comparison.top1_agreement` of no whole number of positions".into());
         }
         if self.kl_histogram.total() != tokens.iter().sum::<usize>() as u64 {
             return Err("has a `comparison.kl_histogram` of other positions than were scored".into());
@@ -327,15 +363,31 @@ fn check_estimate(name: &str, estimate: Estimate, least: f64) -> Result<(), Stri
     Err(format!("has a `{name}` that is no sound number: {} ± {:?}", estimate.mean, estimate.standard_error))
 }
 
-/// Whether an estimate is what the windows' means say.
-fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize]) -> Result<(), String> {
+/// Whether a number is one that counts something, but for rounding.
+fn whole(number: f64) -> bool {
+    number.is_finite() && number > -0.5 && (number - number.round()).abs() <= 1e-6 * (1.0 + number.abs())
+}
+
+/// Whether an estimate is what another one says.
+fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
+    check_estimate(name, found, 0.0)?;
+    near(name, found.mean, expected.mean)?;
+    match (found.standard_error, expected.standard_error) {
+        (None, None) => Ok(()),
+        (Some(a), Some(b)) => near(&format!("{name}.standard_error"), a, b),
+        _ => Err(format!("has a standard error of `{name}` that its windows do not give")),
+    }
+}
+
+/// Whether an estimate is what the windows' means say, none of which is below `least`.
+fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], least: f64) -> Result<(), String> {
     if means.len() != tokens.len() {
         return Err(format!("has {} windows, but `{name}` of {}", tokens.len(), means.len()));
     }
-    if means.iter().any(|m| !m.is_finite()) {
-        return Err(format!("has a `{name}` of a window that is no number"));
+    if means.iter().any(|m| !(m.is_finite() && *m >= least)) {
+        return Err(format!("has a `{name}` of a window that is no sound number"));
     }
-    check_estimate(name, estimate, f64::NEG_INFINITY)?;
+    check_estimate(name, estimate, least)?;
     let totals: Vec<f64> = means.iter().zip(tokens).map(|(m, &n)| m * n as f64).collect();
     let again = Estimate::clustered(&totals, tokens);
     near(name, estimate.mean, again.mean)?;
@@ -348,7 +400,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize]) -> Res
 }
 
 fn near(name: &str, found: f64, expected: f64) -> Result<(), String> {
-    if (found - expected).abs() <= TOLERANCE * (1.0 + expected.abs()) {
+    if expected.is_finite() && (found - expected).abs() <= TOLERANCE * (1.0 + expected.abs()) {
         return Ok(());
     }
     Err(format!("says {found} for `{name}`, but its windows say {expected}"))

@@ -272,7 +272,8 @@ fn of_stream(tokenization: &Tokenization<'_>, text: &str, profile: Profile) -> R
             let (mut begin, mut scored) = (0, 1);
             while scored < count {
                 let end = (begin + window).min(count);
-                if scored < end {
+                // A window's first token has nothing before it.
+                if scored.max(begin + 1) < end {
                     cut.push(tokens.window(begin..end, scored.max(begin + 1)..end));
                 }
                 scored = end;

@@ -39,21 +39,28 @@ pub struct JsonOption {
     pub json: Option<PathBuf>,
 }
 
+/// Fails when a file cannot be written, before work is done whose result would be lost.
+pub fn check_writable(path: &Path) -> Result<()> {
+    // Opened without truncation: if the work fails, what was there stays.
+    let new = !path.exists();
+    std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .map_err(|e| Error::io("write", path, e))?;
+    if new {
+        std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
+    }
+    Ok(())
+}
+
 impl JsonOption {
     /// Fails when the file cannot be written, before work is done whose result would be lost.
     pub fn check(&self) -> Result<()> {
-        let Some(path) = self.json.as_deref().filter(|p| *p != Path::new("-")) else { return Ok(()) };
-        // Opened without truncation: if the work fails, what was there stays.
-        let new = !path.exists();
-        std::fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)
-            .map_err(|e| Error::io("write", path, e))?;
-        if new {
-            std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
+        match self.json.as_deref().filter(|p| *p != Path::new("-")) {
+            Some(path) => check_writable(path),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Prints the table, or the JSON, or both in their places.
@@ -67,6 +74,28 @@ impl JsonOption {
             None => print(&table()),
         }
     }
+}
+
+/// Fails when a file that is to be written is one that is read, or is to be written twice: the option and
+/// the file of each. Nothing is written yet.
+pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()> {
+    let real = |path: &Path| -> PathBuf {
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let beside = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
+        path.canonicalize().ok().or_else(beside).unwrap_or_else(|| path.to_owned())
+    };
+    let mut taken: Vec<PathBuf> = read.iter().map(|p| real(p)).collect();
+    for (option, path) in written {
+        let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
+        if taken.contains(&real(path)) {
+            return Err(Error::usage(
+                format!("{option} would write {}, which is read or written by this very run", path.display()),
+                format!("give {option} a file of its own"),
+            ));
+        }
+        taken.push(real(path));
+    }
+    Ok(())
 }
 
 /// `1234567` → `1.23 MB`.

@@ -2,6 +2,8 @@
 
 use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
+use quant_core::model::Model;
+use quant_evaluator::report::LinearCell;
 use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
 
 use crate::commands::Session;
@@ -32,21 +34,34 @@ fn isa() -> String {
     format!("{} {vectors}", std::env::consts::ARCH)
 }
 
+/// How the linears of a model's blocks are stored.
+pub fn linears(model: &Model) -> Vec<LinearCell> {
+    let a = model.architecture();
+    let cell = |block: usize, name: &str| {
+        let scheme = model.module_scheme(&a.in_block(block, name));
+        LinearCell {
+            block,
+            linear: name.to_owned(),
+            bits: scheme.map(|s| s.bits),
+            scheme: scheme.map_or_else(|| "float".to_owned(), |s| s.to_string()),
+        }
+    };
+    (0..a.layers)
+        .flat_map(|block| a.block.linears().map(move |(_, name, ..)| (block, name)))
+        .map(|(b, n)| cell(b, n))
+        .collect()
+}
+
 /// A model, told by its bytes.
 ///
 /// # Errors
 /// When a file cannot be read, or the token pulls.
 pub fn identity(opened: &Opened, path: String, session: &Session) -> Result<ModelIdentity> {
-    let (model, a) = (&opened.model, opened.model.architecture());
     let mut schemes: Vec<SchemeShare> = Vec::new();
-    for layer in 0..a.layers {
-        for (_, name, ..) in a.block.linears() {
-            let scheme = model.module_scheme(&a.in_block(layer, name));
-            let scheme = scheme.map_or_else(|| "float".to_owned(), |s| s.to_string());
-            match schemes.iter_mut().find(|s| s.scheme == scheme) {
-                Some(share) => share.linears += 1,
-                None => schemes.push(SchemeShare { scheme, linears: 1 }),
-            }
+    for LinearCell { scheme, .. } in linears(&opened.model) {
+        match schemes.iter_mut().find(|s| s.scheme == scheme) {
+            Some(share) => share.linears += 1,
+            None => schemes.push(SchemeShare { scheme, linears: 1 }),
         }
     }
     Ok(ModelIdentity {

@@ -463,7 +463,7 @@ impl Error {
             Self::Text { .. } => {
                 "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
                  calibration, or `messages`), or \
-                 fewer or shorter windows (--samples, --seq-len, --window)"
+                 fewer or shorter windows (--samples and --seq-len, or --windows and --window)"
                     .into()
             }
             Self::NameTaken { .. } => {

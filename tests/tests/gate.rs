@@ -278,6 +278,33 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows say"]);
     broken("windows that were dropped", &set("/window_nll", json!([1.0])), &["24 windows"]);
     broken("no comparison", &set("/comparison", Value::Null), &["without a comparison"]);
+    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["no sound number"]);
+    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["no sound number"]);
+    broken("numbers beyond all bounds", &|r| r["window_nll"] = json!(vec![1e305; 24]), &["held.json"]);
+    broken("a negative rate", &set("/bits_per_byte/mean", json!(-5.0)), &["bits_per_byte"]);
+    broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["bytes of a text"]);
+    broken("a perplexity without its error", &set("/perplexity/standard_error", json!(0.0)), &["perplexity"]);
+    broken(
+        "a ratio without its error",
+        &set("/comparison/perplexity_ratio/standard_error", json!(0.0)),
+        &["ratio"],
+    );
+    broken(
+        "part of a position agrees",
+        &set("/comparison/top1_agreement/mean", json!(0.98765)),
+        &["top1_agreement"],
+    );
+    let small = json!({ "value": 1e-9, "low": 1e-9, "high": 1e-9 });
+    let flat = |r: &mut Value| {
+        ["median", "p90", "p99", "p999", "max"].map(|q| r["comparison"]["kl_quantiles"][q] = small.clone())
+    };
+    broken(
+        "quantiles of a better model",
+        &|r| {
+            flat(r);
+        },
+        &["kl_quantiles"],
+    );
     broken("an unknown field", &|r| r["extra"] = json!(1), &["is no evaluation"]);
     let alone = |r: &mut Value| {
         r["comparison"] = Value::Null;
@@ -302,6 +329,13 @@ fn nothing_that_is_missing_or_broken_passes() {
     judge("NaN in a result", &at("held.json"), &baseline, 4, &["held.json"]);
     std::fs::write(at("other.json"), &text).unwrap();
     judge("a result of another name", &at("other.json"), &baseline, 4, &["`held`, which was not given"]);
+    for (option, path) in [("--junit", &policy), ("--json", &baseline), ("--report", &good)] {
+        let before = std::fs::read(path).unwrap();
+        let option = format!("{option}={}", path.display());
+        let run = quant(args!["gate", &good, "--policy", &policy, "--baseline", &baseline, &option]);
+        check_message("an output that is an input", &run, 2, &["a file of its own"]);
+        assert_eq!(std::fs::read(path).unwrap(), before, "{option}");
+    }
     judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
     let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
     check_message("one name twice", &quant(twice), 2, &["two results are called `held`"]);
@@ -415,5 +449,124 @@ fn rules_that_score_nothing_are_refused() {
         let run = quant(arguments);
         assert_eq!(run.code(), Some(code), "{run}");
         assert!(run.stderr.contains(says), "{run}");
+    }
+}
+
+/// A verdict does not depend on whether somebody reads it.
+#[test]
+fn a_failing_gate_fails_into_a_closed_pipe() {
+    let bench = Bench::get();
+    let arguments = args![
+        "gate",
+        bench.result("3"),
+        "--policy",
+        bench.at("gate.toml"),
+        "--baseline",
+        bench.at("baseline.json")
+    ];
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let status = command(arguments).stdout(writer).stderr(std::process::Stdio::null()).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+}
+
+/// More tests beside one that fails do not make it pass.
+#[test]
+fn harmless_tests_do_not_disarm_others() {
+    let bench = Bench::get();
+    let result = read(&bench.result("3"));
+    let kl = |path: &str| result.pointer(path).unwrap().as_f64().unwrap();
+    let policy = |margin: f64, more: &str| {
+        let path = bench.at("many.toml");
+        let head = "schema = \"quant-gate-policy/1\"\non_inconclusive = \"pass\"\n";
+        let test = "[[non_inferiority]]\nmetric = \"kl\"\nagainst = \"baseline\"\nmargin = ";
+        std::fs::write(&path, format!("{head}{test}{margin}\n{more}")).unwrap();
+        bench.judge(&bench.result("3"), &path).code()
+    };
+    // So near to what is measured that the test alone just fails.
+    let (mean, before) = (kl("/comparison/kl/mean"), read(&bench.result("4")));
+    let before = before.pointer("/comparison/kl/mean").unwrap().as_f64().unwrap();
+    let margin = (0..400)
+        .map(|i| (mean - before) * f64::from(i) / 400.0)
+        .rfind(|m| policy(*m, "") == Some(1))
+        .unwrap();
+    let others = ["baseline", "reference"].map(|against| {
+        format!("[[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"{against}\"\nmargin = 0.9\n")
+    });
+    assert_eq!(policy(margin, &others.concat()), Some(3));
+    assert_eq!(policy(0.0, &others.concat()), Some(1));
+}
+
+/// Pages hold the numbers, and names that are markup stay names.
+#[test]
+fn reports_show_what_was_measured() {
+    let bench = Bench::get();
+    let scratch = tempfile::tempdir().unwrap();
+    let text = scratch.path().join("<script>alert(1)<br>.txt");
+    std::fs::write(&text, "<b>Rain</b> in the morning & no sun at noon. ".repeat(60)).unwrap();
+    let pages = ["a", "b"].map(|name| {
+        let page = scratch.path().join(format!("{name}.html"));
+        quant(args![
+            "eval",
+            bench.at("w3"),
+            "--reference",
+            demo_model(),
+            "--text",
+            &text,
+            "--window",
+            "64",
+            "--report",
+            &page
+        ])
+        .succeeded();
+        std::fs::read_to_string(page).unwrap()
+    });
+    assert_eq!(pages[0], pages[1], "the same numbers make the same page");
+    let page = &pages[0];
+    for part in [
+        "&lt;script&gt;",
+        "&lt;b&gt;Rain",
+        "Hidden-state error by depth",
+        "w3a16-g64-sym, 42 linears",
+        "noise floor",
+        "Worst windows",
+        "Provenance",
+    ] {
+        assert!(page.contains(part), "no {part}");
+    }
+    assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
+
+    let outcome = scratch.path().join("gate.html");
+    let run = quant(args![
+        "gate",
+        bench.result("3"),
+        "--policy",
+        bench.at("gate.toml"),
+        "--baseline",
+        bench.at("baseline.json"),
+        "--report",
+        &outcome
+    ]);
+    assert_eq!(run.code(), Some(1), "{run}");
+    let page = std::fs::read_to_string(outcome).unwrap();
+    assert!(page.contains("kl against the baseline") && page.contains("class=\"fail\""));
+
+    let (out, done) = (scratch.path().join("out"), scratch.path().join("done.html"));
+    quant(args!["quantize", demo_model(), "-o", &out, "--method", "rtn", "--report", &done]).succeeded();
+    let page = std::fs::read_to_string(done).unwrap();
+    assert!(page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Bit map"));
+}
+
+/// A last window of one token scores nothing, and is none.
+#[test]
+fn strides_as_long_as_windows_end_well() {
+    let scratch = tempfile::tempdir().unwrap();
+    let text = scratch.path().join("text.txt");
+    for words in 10..30 {
+        std::fs::write(&text, "rain ".repeat(words)).unwrap();
+        let run = quant(args!["eval", demo_model(), "--text", &text, "--profile", "hf-stride-4-4", "--json"]);
+        let result = run.json();
+        let tokens = result["window_tokens"].as_array().unwrap();
+        assert!(tokens.iter().all(|n| *n != 0), "{result}");
     }
 }

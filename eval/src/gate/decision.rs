@@ -2,7 +2,7 @@
 //!
 //! The degradation of window `w` is its mean now minus its mean in the baseline, paired. With the mean
 //! `d` over tokens, its standard error `e` over `W` windows, and `t` the quantile of Student's
-//! distribution with `W − 1` degrees of freedom at the one-sided level, the degradation lies, for all
+//! distribution at the one-sided level, with the [degrees of freedom](crate::statistics) of the windows, the degradation lies, for all
 //! that is known, between `L = d − t e` and `U = d + t e`. Where `U` is within the margin, it is shown
 //! that the model is not worse by more: pass. Where `L` is beyond the margin, it is shown that it is:
 //! fail. Between them more windows are needed. (A one-sided test of non-inferiority and its mirror
@@ -15,7 +15,7 @@
 use serde::Serialize;
 
 use crate::Estimate;
-use crate::statistics::student;
+use crate::statistics::{degrees_of_freedom, student};
 
 /// How often as many windows as are asked for would decide.
 const POWER: f64 = 0.8;
@@ -62,7 +62,7 @@ pub(super) fn test(differences: &[f64], tokens: &[usize], margin: f64, level: f6
     let degradation = Estimate::clustered(&totals, tokens);
     let mean = degradation.mean;
     let identical = differences.iter().all(|d| *d == 0.0);
-    let degrees = differences.len() - 1;
+    let degrees = degrees_of_freedom(tokens);
     let known = degradation.standard_error.zip(student::quantile(1.0 - level, degrees));
     let bounds = known.map(|(e, t)| (mean - t * e, mean + t * e));
     let (verdict, p_fail) = match (identical, degradation.standard_error) {

@@ -100,13 +100,20 @@ pub fn judge(
     check_given(&names)?;
     policy.check_names(&names)?;
     if policy.needs_baseline() && baseline.is_none() {
-        return Err(policy::fault(
-            &policy.path,
-            None,
-            "compares with a baseline, and none was given (--baseline FILE)".into(),
-        ));
+        return Err(Error::InputFile {
+            path: policy.path.clone(),
+            line: None,
+            reason: "compares with a baseline, and none was given".into(),
+            remedy: "give it with --baseline FILE; --update makes one of results that are good".into(),
+        });
     }
     let mut notes = Vec::new();
+    if baseline.is_none() {
+        notes.push(
+            "no baseline binds these results: nothing says that they are of the text and reference that you mean"
+                .to_owned(),
+        );
+    }
     if let Some((baseline, path)) = baseline {
         bind(baseline, path, results, &mut notes)?;
     }
@@ -120,8 +127,10 @@ pub fn judge(
     }
     let fails = decision::holm(&tests.iter().map(|(_, p)| *p).collect::<Vec<_>>(), policy.level);
     let mut checks = Vec::new();
+    let mut doubted = false;
     for ((mut check, _), fails) in tests.into_iter().zip(fails) {
         if check.verdict == Verdict::Fail && !fails {
+            doubted = true;
             check.verdict = Verdict::Inconclusive;
             check.message.push_str("; with so many tests, chance explains it");
         }
@@ -136,6 +145,8 @@ pub fn judge(
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
         (_, true, OnInconclusive::Inconclusive) => Verdict::Inconclusive,
+        // By itself this one would have failed: more tests beside it must not make it pass.
+        (_, true, OnInconclusive::Pass) if doubted => Verdict::Inconclusive,
         _ => Verdict::Pass,
     };
     Ok(Outcome {

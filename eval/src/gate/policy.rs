@@ -170,9 +170,9 @@ impl Policy {
             return Err(fault(Some(line(file.schema.span())), reason));
         }
         let level = match &file.level {
-            Some(level) if *level.get_ref() > 0.0 && *level.get_ref() < 0.5 => *level.get_ref(),
+            Some(level) if (1e-6..0.5).contains(level.get_ref()) => *level.get_ref(),
             Some(level) => {
-                let reason = format!("has the level {}; it lies between 0 and 0.5", level.get_ref());
+                let reason = format!("has the level {}; it lies between 0.000001 and 0.5", level.get_ref());
                 return Err(fault(Some(line(level.span())), reason));
             }
             None => 0.05,
@@ -190,7 +190,22 @@ impl Policy {
             if !(margin.is_finite() && margin >= 0.0) {
                 return Err(fault(Some(at), format!("has the margin {margin}; it is a number not below 0")));
             }
+            if metric == Metric::Perplexity && margin >= 1.0 {
+                let reason = format!(
+                    "has the margin {margin} of a perplexity; it is a share, 0.005 is half a per cent"
+                );
+                return Err(fault(Some(at), reason));
+            }
             metric.check_paired(against).map_err(|reason| fault(Some(at), reason))?;
+            let twice = |c: &&NonInferiority| {
+                let common = c.results.iter().any(|r| results.contains(r));
+                c.metric == metric
+                    && c.against == against
+                    && (common || c.results.is_empty() || results.is_empty())
+            };
+            if let Some(other) = policy.non_inferiority.iter().find(twice) {
+                return Err(fault(Some(at), format!("asks again for the test of line {}", other.line)));
+            }
             policy.non_inferiority.push(NonInferiority { metric, against, margin, results, line: at });
         }
         for entry in file.cap {
@@ -199,8 +214,8 @@ impl Policy {
             if at_most.is_none() && at_least.is_none() {
                 return Err(fault(Some(at), "has a cap with neither `at_most` nor `at_least`".into()));
             }
-            if at_most.into_iter().chain(at_least).any(f64::is_nan) {
-                return Err(fault(Some(at), "has a cap that is no number".into()));
+            if !at_most.into_iter().chain(at_least).all(f64::is_finite) {
+                return Err(fault(Some(at), "has a cap that is no finite number".into()));
             }
             policy.caps.push(Cap { metric, at_most, at_least, results, line: at });
         }
@@ -277,7 +292,9 @@ results = ["books"]
             ("\"perplexity\"", "\"size_bytes\"", ":4: has a test of `size_bytes`"),
             ("\"perplexity\"", "\"perplexit\"", ":5: is no policy"),
             ("at_most = 0.5", "", ":9: has a cap with neither"),
-            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is no number"),
+            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is no finite number"),
+            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is no finite number"),
+            ("margin = 0.005", "margin = 50", ":4: has the margin 50 of a perplexity"),
             (
                 "schema = \"quant-gate-policy/1\"",
                 "schema = \"quant-gate-policy/1\"\nlevel = 0.9",
@@ -287,6 +304,9 @@ results = ["books"]
             let error = Policy::parse(&GOOD.replace(from, to), Path::new("g")).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
+        let test = GOOD.split("[[cap]]").next().unwrap().split_once("[[").unwrap().1;
+        let twice = Policy::parse(&format!("{GOOD}\n[[{test}"), Path::new("g")).unwrap_err().to_string();
+        assert!(twice.contains("asks again for the test of line 4"), "{twice}");
         let empty = Policy::parse("schema = \"quant-gate-policy/1\"", Path::new("g")).unwrap_err();
         assert!(empty.to_string().contains("checks nothing"));
     }

@@ -70,9 +70,8 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
             Some((name.clone(), e.model.size_bytes as f64 / 1e6, kl))
         })
         .collect();
-    let beaten = |p: &(String, f64, f64)| {
-        points.iter().any(|o| o.1 <= p.1 && o.2 <= p.2 && (o.1 < p.1 || o.2 < p.2))
-    };
+    let beaten =
+        |p: &(String, f64, f64)| points.iter().any(|o| o.1 <= p.1 && o.2 <= p.2 && (o.1 < p.1 || o.2 < p.2));
     let marked: Vec<(String, f64, f64, bool)> =
         points.iter().map(|p| (p.0.clone(), p.1, p.2, !beaten(p))).collect();
     html! {

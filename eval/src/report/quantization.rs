@@ -64,7 +64,11 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
     let mut worst = quantized.clone();
     worst.sort_by(|a, b| error(b).total_cmp(&error(a)));
     let subtitle = html! { (report.method) " into " (report.format) ", by quant " (report.version) };
-    let errors = Series { name: "per cent of the weight", class: "model", values: quantized.iter().map(|t| error(t)).collect() };
+    let errors = Series {
+        name: "per cent of the weight",
+        class: "model",
+        values: quantized.iter().map(|t| error(t)).collect(),
+    };
     let body = html! {
         div.tiles {
             (tile("tensors before", &bytes(report.bytes_before), ""))

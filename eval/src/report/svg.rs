@@ -122,8 +122,7 @@ pub(super) fn bars(title: &str, x_name: &str, edges: &[(usize, String)], series:
     let y = Axis::of(series.iter().flat_map(|s| s.values.iter().copied()), false);
     let slot = 1.0 / count as f64;
     let width = slot * 0.86 / series.len().max(1) as f64;
-    let marks: Vec<(f64, String)> =
-        edges.iter().map(|(i, name)| (*i as f64 * slot, name.clone())).collect();
+    let marks: Vec<(f64, String)> = edges.iter().map(|(i, name)| (*i as f64 * slot, name.clone())).collect();
     let inside = html! {
         @for (n, s) in series.iter().enumerate() {
             @for (i, value) in s.values.iter().enumerate().filter(|(_, v)| **v > 0.0) {
@@ -160,7 +159,12 @@ pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Seri
 }
 
 /// Named points.
-pub(super) fn points(title: &str, x_name: &str, y_logarithmic: bool, points: &[(String, f64, f64, bool)]) -> Markup {
+pub(super) fn points(
+    title: &str,
+    x_name: &str,
+    y_logarithmic: bool,
+    points: &[(String, f64, f64, bool)],
+) -> Markup {
     let x = Axis::of(points.iter().map(|p| p.1), false);
     let y = Axis::of(points.iter().map(|p| p.2), y_logarithmic);
     let marks: Vec<(f64, String)> = x.marks().into_iter().map(|m| (x.place(m), short(m))).collect();

@@ -45,6 +45,9 @@ mod tests {
     fn every_value_is_counted_once() {
         let found = Histogram::of([0.0, 1e-12, 1.1e-9, 2e-9, 1.0, 1e30, 0.99].into_iter());
         assert_eq!(found.total(), 7);
-        assert_eq!((found.counts[0], found.counts[1], found.counts[35], found.counts[36], found.counts[39]), (3, 1, 1, 1, 1));
+        assert_eq!(
+            (found.counts[0], found.counts[1], found.counts[35], found.counts[36], found.counts[39]),
+            (3, 1, 1, 1, 1)
+        );
     }
 }

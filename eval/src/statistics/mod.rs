@@ -1,12 +1,16 @@
 //! Means with their standard errors, for values that come in clusters.
 //!
 //! Tokens of one window depend on each other, so the error of a mean over tokens is not that of
-//! independent draws: the window is the unit. With `W` windows of total `T_w` over `n_w` tokens and
-//! the overall mean `m = Σ T_w / Σ n_w`, the ratio estimator's standard error is
-//! `√(W / (W − 1) · Σ (T_w − m n_w)²) / Σ n_w`.
+//! independent draws: the window is the unit. With `W` windows of total `T_w` over `n_w` tokens, `N`
+//! together, and the overall mean `m = Σ T_w / N`, the standard error is the jackknife's,
+//! `√((W − 1) / W · Σ (r_w / (1 − n_w / N))²) / N` with `r_w = T_w − m n_w`: what leaving out each window
+//! changes. With windows of one size it is `√(W / (W − 1) · Σ r_w²) / N`. A window that holds much of the
+//! text pulls the mean to itself, so that its residual is too small; dividing by `1 − n_w / N` makes up for
+//! it.
 
 //!
-//! What chance explains is told by Student's t with `W − 1` degrees of freedom ([`student`]), and for
+//! What chance explains is told by Student's t with `N² / Σ n_w² − 1` degrees of freedom, which are `W − 1`
+//! for windows of one size and fewer where some hold most of the text ([`student`]), and for
 //! quantiles by a bootstrap over windows ([`quantiles`]).
 
 mod bootstrap;
@@ -34,16 +38,17 @@ impl Estimate {
         let tokens: usize = counts.iter().sum();
         let mean = totals.iter().sum::<f64>() / tokens as f64;
         let windows = totals.len() as f64;
-        let squares: f64 = totals.iter().zip(counts).map(|(t, &n)| (t - mean * n as f64).powi(2)).sum();
+        let residual = |t: f64, n: f64| (t - mean * n) / (1.0 - n / tokens as f64);
+        let squares: f64 = totals.iter().zip(counts).map(|(t, &n)| residual(*t, n as f64).powi(2)).sum();
         let standard_error =
-            (totals.len() > 1).then(|| (windows / (windows - 1.0) * squares).sqrt() / tokens as f64);
+            (totals.len() > 1).then(|| ((windows - 1.0) / windows * squares).sqrt() / tokens as f64);
         Self { mean, standard_error }
     }
 
     /// The smallest increase that a test at this one-sided level would find four times out of five, with
-    /// `windows` windows: `(t₁₋ₗ + t₀.₈)` standard errors. Absent where there is no standard error.
-    pub fn minimum_detectable(self, level: f64, windows: usize) -> Option<f64> {
-        let degrees = windows.saturating_sub(1);
+    /// windows of these sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent where there is no standard error.
+    pub fn minimum_detectable(self, level: f64, counts: &[usize]) -> Option<f64> {
+        let degrees = degrees_of_freedom(counts);
         let t = student::quantile(1.0 - level, degrees)? + student::quantile(0.8, degrees)?;
         Some(t * self.standard_error?)
     }
@@ -65,6 +70,14 @@ impl Estimate {
         let mean = self.mean.exp();
         Self { mean, standard_error: self.standard_error.map(|e| e * mean) }
     }
+}
+
+/// The degrees of freedom of a mean over windows of these sizes: one less than the number of equal windows
+/// that would weigh as much.
+pub fn degrees_of_freedom(counts: &[usize]) -> f64 {
+    let total: f64 = counts.iter().map(|&n| n as f64).sum();
+    let squares: f64 = counts.iter().map(|&n| (n as f64).powi(2)).sum();
+    if squares > 0.0 { total * total / squares - 1.0 } else { 0.0 }
 }
 
 impl std::fmt::Display for Estimate {
@@ -92,6 +105,11 @@ mod tests {
         approx::assert_relative_eq!(e.mean, 3.0);
         approx::assert_relative_eq!(e.standard_error.unwrap(), (variance / 4.0).sqrt());
         assert_eq!(Estimate::clustered(&[3.0], &[2]).standard_error, None);
+        assert_eq!(degrees_of_freedom(&[10; 4]), 3.0);
+        assert!(degrees_of_freedom(&[1000, 10, 10, 10]) < 0.1);
+        // A window that holds almost all of the text hides its own residual; the jackknife finds it.
+        let uneven = Estimate::clustered(&[4000.0, 10.0, 50.0], &[1000, 10, 10]);
+        assert!(uneven.standard_error.unwrap() > 0.5, "{uneven}");
         assert_eq!(format!("{:.2}", e.exp()), "20.09 ± 18.34");
     }
 }

@@ -3,20 +3,23 @@
 
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
+/// With fewer degrees of freedom nothing is told: the distribution has hardly an end.
+const LEAST_DEGREES: f64 = 0.5;
+
 /// The value that a t variable with `degrees` degrees of freedom does not exceed with this probability.
 /// `None` without a degree of freedom.
-pub fn quantile(probability: f64, degrees: usize) -> Option<f64> {
+pub fn quantile(probability: f64, degrees: f64) -> Option<f64> {
     Some(distribution(degrees)?.inverse_cdf(probability))
 }
 
 /// The probability that a t variable exceeds `value`.
-pub fn exceedance(value: f64, degrees: usize) -> Option<f64> {
+pub fn exceedance(value: f64, degrees: f64) -> Option<f64> {
     // By symmetry: 1 − cdf(value) would lose small probabilities.
     Some(distribution(degrees)?.cdf(-value))
 }
 
-fn distribution(degrees: usize) -> Option<StudentsT> {
-    (degrees > 0).then(|| StudentsT::new(0.0, 1.0, degrees as f64).ok()).flatten()
+fn distribution(degrees: f64) -> Option<StudentsT> {
+    (degrees >= LEAST_DEGREES).then(|| StudentsT::new(0.0, 1.0, degrees).ok()).flatten()
 }
 
 #[cfg(test)]
@@ -27,15 +30,15 @@ mod tests {
     #[test]
     fn quantiles_are_those_of_the_tables() {
         for (p, degrees, value) in [
-            (0.95, 1, 6.313_75),
-            (0.95, 5, 2.015_05),
-            (0.975, 10, 2.228_14),
-            (0.95, 39, 1.684_88),
-            (0.8, 40, 0.850_70),
+            (0.95, 1.0, 6.313_75),
+            (0.95, 5.0, 2.015_05),
+            (0.975, 10.0, 2.228_14),
+            (0.95, 39.0, 1.684_88),
+            (0.8, 40.0, 0.850_70),
         ] {
             approx::assert_relative_eq!(quantile(p, degrees).unwrap(), value, max_relative = 1e-5);
             approx::assert_relative_eq!(exceedance(value, degrees).unwrap(), 1.0 - p, max_relative = 1e-4);
         }
-        assert_eq!(quantile(0.95, 0), None);
+        assert_eq!(quantile(0.95, 0.0), None);
     }
 }

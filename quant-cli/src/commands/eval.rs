@@ -7,16 +7,17 @@ use quant_core::calibrate::TokenizerSettings;
 use quant_core::digest::sha256_hex;
 use quant_core::model::Decoder;
 use quant_core::{Error, Result};
+use quant_evaluator::report::{EvaluationReport, WorstWindow};
 use quant_evaluator::statistics::Quantile;
 use quant_evaluator::{
-    Divergence, Estimate, Evaluation, EvaluationText, Journal, Position, ProfileRequest, Tokenization,
-    compare, noise_floor, perplexity,
+    Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, Position, ProfileRequest,
+    Tokenization, anatomy, compare, noise_floor, perplexity,
 };
 use serde_json::json;
 
 use super::Session;
 use crate::inputs::{self, Opened};
-use crate::output::{JsonOption, bytes, table};
+use crate::output::{self, JsonOption, bytes, table};
 use crate::provenance;
 
 /// What to evaluate on what.
@@ -43,13 +44,36 @@ pub struct Args {
     /// Keep what is measured in FILE until all is, and go on from what a stopped run left there
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
+    /// Write a page that shows the result to FILE (HTML)
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+    /// Show another result of the same text and profile on that page; can be repeated
+    #[arg(long, value_name = "RESULT", requires = "report")]
+    pub compare: Vec<PathBuf>,
     #[command(flatten)]
     pub json: JsonOption,
 }
 
+/// Tokens of a window that a report shows.
+const EXCERPT_TOKENS: usize = 48;
+
 /// Evaluates.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let outputs = [
+        ("--json", args.json.json.as_deref()),
+        ("--report", args.report.as_deref()),
+        ("--journal", args.journal.as_deref()),
+    ];
+    let inputs: Vec<&Path> =
+        args.compare.iter().map(PathBuf::as_path).chain([Path::new(&args.text)]).collect();
+    output::distinct(&outputs, &inputs)?;
     args.json.check()?;
+    // What is there and no file is for the journal to refuse.
+    let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
+    for path in args.report.iter().chain(kept) {
+        output::check_writable(path)?;
+    }
+    let others = compared(&args.compare)?;
     let opened = inputs::open(&args.model, session)?;
     let reference = args.reference.as_ref().map(|path| inputs::open(path, session)).transpose()?;
     let positions = opened.model.architecture().max_positions;
@@ -76,6 +100,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let decoder = load(&opened, &text, session)?;
     let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
     let started = Instant::now();
+    let mut seen = None;
     let (measured, known, journal) = match &reference {
         Some(reference) => {
             let reference = load(reference, &text, session)?;
@@ -84,6 +109,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             let (scores, mut divergence) =
                 compare(&reference, &decoder, &text, &mut journal, &observer, &session.cancel)?;
             divergence.set_noise_floor(noise_floor(&reference, &text, &session.cancel)?);
+            if args.report.is_some() {
+                seen = Some(anatomy(&reference, &decoder, &text, &session.cancel)?);
+            }
             ((scores, Some(divergence)), known, journal.finish())
         }
         None => {
@@ -97,6 +125,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let read: usize = text.windows[known..].iter().map(|w| w.input().len()).sum();
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
     let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, time);
+    if let Some(path) = &args.report {
+        let page = page(&result, seen.as_ref(), &others, &opened, &text)?;
+        std::fs::write(path, page).map_err(|e| Error::io("write", path, e))?;
+    }
     args.json.emit(&result, || show(&result))?;
     // Only now is nothing lost with it.
     match journal {
@@ -105,8 +137,42 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
 }
 
+/// Results to show beside this one.
+fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
+    paths.iter().map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?))).collect()
+}
+
+/// The report.
+fn page(
+    result: &Evaluation,
+    anatomy: Option<&Anatomy>,
+    others: &[(String, Evaluation)],
+    opened: &Opened,
+    text: &EvaluationText,
+) -> Result<String> {
+    if let Some((name, _)) = others.iter().find(|(_, e)| e.tokens_sha256 != result.tokens_sha256) {
+        return Err(Error::usage(
+            format!("`{name}` was measured on other tokens, and cannot be shown beside this"),
+            "compare results of one text and profile",
+        ));
+    }
+    let tokenizer = inputs::tokenizer(&opened.directory)?;
+    let worst = EvaluationReport::worst_windows(result)
+        .into_iter()
+        .map(|window| {
+            let tokens = &text.windows[window].tokens;
+            Ok(WorstWindow {
+                window,
+                excerpt: tokenizer.decode(&tokens[..tokens.len().min(EXCERPT_TOKENS)])?,
+            })
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let linears = provenance::linears(&opened.model);
+    Ok(EvaluationReport { result, anatomy, linears: &linears, worst: &worst, others }.page())
+}
+
 /// The journal that was asked for, if one was.
-fn journal<T: serde::Serialize + serde::de::DeserializeOwned>(
+fn journal<T: Measured>(
     args: &Args,
     identity: &serde_json::Value,
     text: &EvaluationText,

@@ -10,6 +10,7 @@ use quant_evaluator::Evaluation;
 use quant_evaluator::gate::{
     Baseline, Metric, Outcome, Policy, Verdict, annotations, check_given, judge, junit, summary,
 };
+use quant_evaluator::report::gate_page;
 
 use super::Session;
 use crate::output::{self, JsonOption, table};
@@ -29,6 +30,9 @@ pub struct Args {
     /// Make the results the baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
+    /// Write a page that shows the outcome to FILE (HTML)
+    #[arg(long, value_name = "FILE", conflicts_with = "update")]
+    report: Option<PathBuf>,
     /// Write JUnit XML to FILE
     #[arg(long, value_name = "FILE")]
     junit: Option<PathBuf>,
@@ -38,8 +42,19 @@ pub struct Args {
 
 /// Judges; the exit code says how it ended.
 pub fn run(args: &Args, session: &Session) -> Result<ExitCode> {
-    // What an earlier run decided must not be taken for what this one could not.
-    for path in [args.junit.as_deref(), args.json.json.as_deref()].into_iter().flatten() {
+    let inputs =
+        args.results.iter().chain(&args.policy).chain(args.baseline.as_ref().filter(|_| !args.update));
+    let inputs: Vec<&Path> = inputs.map(PathBuf::as_path).collect();
+    let outputs = [
+        ("--junit", args.junit.as_deref()),
+        ("--json", args.json.json.as_deref()),
+        ("--report", args.report.as_deref()),
+        ("--baseline", args.baseline.as_deref().filter(|_| args.update)),
+    ];
+    output::distinct(&outputs, &inputs)?;
+    for path in outputs[..3].iter().filter_map(|(_, path)| path.filter(|p| *p != Path::new("-"))) {
+        output::check_writable(path)?;
+        // What an earlier run decided must not be taken for what this one could not.
         if path.is_file() {
             std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
         }
@@ -64,7 +79,6 @@ fn judged(
     results: &[(String, Evaluation)],
     session: &Session,
 ) -> Result<ExitCode> {
-    args.json.check()?;
     let policy = Policy::read(policy)?;
     let read = baseline.map(|path| Ok::<_, Error>((Baseline::read(path)?, path))).transpose()?;
     let outcome = judge(&policy, read.as_ref().map(|(b, path)| (b, *path)), results)?;
@@ -74,8 +88,17 @@ fn judged(
     if let Some(path) = &args.junit {
         std::fs::write(path, junit(&outcome)?).map_err(|e| Error::io("write", path, e))?;
     }
-    on_github(&outcome)?;
-    args.json.emit(&outcome, || show(&outcome))?;
+    if let Some(path) = &args.report {
+        std::fs::write(path, gate_page(&outcome, results)).map_err(|e| Error::io("write", path, e))?;
+    }
+    match args.json.emit(&outcome, || show(&outcome)) {
+        // Nobody reads on; the verdict stands.
+        Err(error) if output::is_closed_pipe(&error) => {}
+        told => told?,
+    }
+    if let Err(error) = on_github(&outcome) {
+        output::tell(&format!("warning: {error}"));
+    }
     Ok(ExitCode::from(match outcome.verdict {
         Verdict::Pass => 0,
         Verdict::Fail => 1,

@@ -11,12 +11,14 @@ use quant_core::format::engines::{ENGINES, Outline, Verdict};
 use quant_core::pipeline::{self, Job, QuantReport};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{Category, Error, Result, TensorSink};
+use quant_evaluator::report::quantization_page;
 use serde::Serialize;
 
 use super::Session;
 use crate::hub;
 use crate::inputs::{self, Opened};
 use crate::output::{self, bytes, duration};
+use crate::provenance;
 use crate::recipe::RecipeOptions;
 
 /// A search on fewer tokens follows chance.
@@ -43,6 +45,9 @@ pub struct Args {
     /// Go on with a run that was interrupted
     #[arg(long)]
     pub resume: bool,
+    /// Write a page that shows what was done to FILE (HTML)
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
     /// Print the summary as JSON
     #[arg(long)]
     pub json: bool,
@@ -92,6 +97,15 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
     }
     let outputs = outputs(&args.output, &recipe)?;
+    if let Some(path) = &args.report {
+        if outputs.len() > 1 {
+            return Err(Error::usage(
+                "one --report for several formats",
+                "write one format with a report, or leave --report out: quant_report.json of each has the numbers",
+            ));
+        }
+        output::check_writable(path)?;
+    }
     // Found later for a model that is here; nothing is fetched for a run that cannot write.
     if hub::is_named(&args.model) {
         refuse_existing(&outputs, args)?;
@@ -102,6 +116,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     refuse_overlap(opened.directory.path(), &args.output)?;
     let written = quantize(&opened, &recipe, args, &outputs, session)?;
+    if let (Some(path), Some((published, report))) = (&args.report, written.first()) {
+        // The map is of what was written, read back.
+        let linears = provenance::linears(&inputs::open(&published.path, session)?.model);
+        let page = quantization_page(&args.output.display().to_string(), report, &linears);
+        std::fs::write(path, page).map_err(|e| Error::io("write", path, e))?;
+    }
     let summary = Summary {
         schema: "quant-summary/2",
         method: written.first().map(|(_, report)| report.method.clone()).unwrap_or_default(),

@@ -105,6 +105,15 @@ impl TextTokenizer {
         Ok(encoding.get_ids().iter().copied().zip(places).collect())
     }
 
+    /// The text of tokens, without special ones.
+    ///
+    /// # Errors
+    /// When the tokenizer fails on them.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        let decoded = Self::guarded(&self.path, || self.tokenizer.decode(tokens, true))?;
+        decoded.map_err(|e| Self::fault(&self.path, format!("fails on tokens: {e}")))
+    }
+
     /// The number of a token, if the vocabulary has it.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)

@@ -105,7 +105,8 @@ impl Decoder {
     /// # Errors
     /// When there is no such block, the states are longer than the decoder allows, or `tap` fails.
     pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
-        let block = self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
+        let block =
+            self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
         block.forward(hidden, 0, None, tap)
     }
 
