@@ -90,7 +90,7 @@ pub(super) fn short(value: f64) -> String {
 
 fn frame(title: &str, x_name: &str, y: &Axis, x_marks: &[(f64, String)], inside: &Markup) -> Markup {
     html! {
-        svg viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-label=(title) {
+        div.wide { svg viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-label=(title) {
             title { (title) }
             @for mark in y.marks() {
                 @let height = at(y_of(y.place(mark)));
@@ -102,7 +102,7 @@ fn frame(title: &str, x_name: &str, y: &Axis, x_marks: &[(f64, String)], inside:
             }
             text.label x=(at((LEFT + WIDTH - RIGHT) / 2.0)) y=(at(HEIGHT - 5.0)) text-anchor="middle" { (x_name) }
             (inside)
-        }
+        } }
     }
 }
 
