@@ -162,7 +162,7 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
         "--json"
     ];
     let report = user.run_offline(evaluate).json();
-    assert_eq!(report["kl"]["mean"], 0.0, "{report}");
+    assert_eq!(report["comparison"]["kl"]["mean"], 0.0, "{report}");
     user.run_offline(args!["bench", "org/tiny", "--prefill", "4", "--decode", "1", "--repeat", "1"])
         .succeeded();
     // The cache alone can be named too.
@@ -444,7 +444,7 @@ fn public_sets_are_fetched_and_unpacked() {
         |text: OsString| args!["eval", "model", "--text", text, "--window", "64", "--windows", "2", "--json"];
     let result = |run: Run| -> Value {
         let report = run.json();
-        assert_eq!(report["text_sha256"], json!(sha256(joined.as_bytes())), "{report}");
+        assert_eq!(report["text"]["sha256"], json!(sha256(joined.as_bytes())), "{report}");
         report["perplexity"].clone()
     };
     let expected = result(user.run(&hub, evaluate(local.clone().into())));
