@@ -196,13 +196,15 @@ fn show(report: &Report) -> String {
         ]
     }));
     let header = ["method", "scheme", "size", "perplexity", "over float", "KL (nats)", "time"];
+    let error = report.noise_floor_kl_standard_error.map_or("?".to_owned(), |e| format!("{e:.0e}"));
+    let noise = format!("{:.1e} ± {error}", report.noise_floor_kl);
     let mut text = table(&header, &rows);
     text.push_str(&format!(
         "\n{} tokens of the built-in held-out text ({}); differences are paired; rounding alone makes a KL of \
          {}; all of it took {}\n",
         report.tokens_scored,
         report.profile,
-        plus_minus(report.noise_floor_kl, report.noise_floor_kl_standard_error, 6),
+        noise,
         output::duration(report.seconds)
     ));
     text
