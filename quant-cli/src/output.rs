@@ -4,6 +4,7 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use quant_core::{Error, Result};
+pub use quant_evaluator::report::bytes;
 use serde::Serialize;
 
 /// Prints a result. A closed pipe (`| head`) surfaces as an error that
@@ -96,23 +97,6 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
         taken.push(real(path));
     }
     Ok(())
-}
-
-/// `1234567` → `1.23 MB`.
-pub fn bytes(count: u64) -> String {
-    let units = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 999.5 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{count} B"),
-        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
-        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
-        _ => format!("{value:.0} {}", units[unit]),
-    }
 }
 
 /// Seconds as `4.2 s`, `3 min 20 s`, `2 h 5 min`.

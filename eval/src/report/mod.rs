@@ -50,15 +50,20 @@ fn estimate_tile(name: &str, estimate: Estimate, digits: usize, note: &str) -> M
 }
 
 /// `1234567` → `1.23 MB`.
-fn bytes(count: u64) -> String {
+pub fn bytes(count: u64) -> String {
+    let units = ["B", "kB", "MB", "GB", "TB"];
     let mut value = count as f64;
     let mut unit = 0;
-    let units = ["B", "kB", "MB", "GB", "TB"];
     while value >= 999.5 && unit + 1 < units.len() {
         value /= 1000.0;
         unit += 1;
     }
-    if unit == 0 { format!("{count} B") } else { format!("{value:.2} {}", units[unit]) }
+    match unit {
+        0 => format!("{count} B"),
+        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
+        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
+        _ => format!("{value:.0} {}", units[unit]),
+    }
 }
 
 /// Results by size and divergence; those to which no other is better in both are marked.
