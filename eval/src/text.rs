@@ -132,20 +132,26 @@ impl EvaluationText {
         let Cut { windows: mut all, bytes, words, bos, warnings, tokens } = cut;
         let wanted = windows.unwrap_or(all.len()).max(1);
         if all.len() < wanted {
+            let (have, window) = (all.len(), profile.window());
+            let needed = match profile {
+                Profile::LlamaCpp { .. } if wanted < 2 => {
+                    "llama.cpp scores none of a text of less than 2".into()
+                }
+                _ => format!("{wanted} are needed"),
+            };
             return Err(Error::Text {
                 path: origin.to_owned(),
                 line: None,
                 reason: format!(
-                    "gives {tokens} tokens, that is {} windows of {}; {wanted} are needed",
-                    all.len(),
-                    profile.window()
+                    "gives {tokens} tokens, that is {have} windows of {window} to score; {needed}"
                 ),
             });
         }
         let whole = all.len() == wanted;
         all.truncate(wanted);
         Ok(Self {
-            id: wikitext::profile_id(profile, &text_sha256),
+            // What stands in the literature is of the whole text.
+            id: if whole { wikitext::profile_id(profile, &text_sha256) } else { profile.name() },
             scored_bytes: bytes[..wanted].iter().sum(),
             // Words are of whole documents.
             words: words.filter(|_| whole),

@@ -487,7 +487,9 @@ impl Error {
                 "the checkpoint is broken: fetch it again, or repair this tensor".into()
             }
             Self::Numeric { .. } => {
-                "exclude this tensor with --ignore, or choose another scheme for it with --override".into()
+                "quantizing: exclude this tensor with --ignore, or choose another scheme for it with --override; \
+                 evaluating: try the model that this one was made from, its numbers may overflow as well"
+                    .into()
             }
             Self::Tensor(_) | Self::Internal(_) => {
                 "this is a bug: please report it with the command that led here".into()

@@ -1,6 +1,6 @@
 """The interop check: our numbers against transformers', and our bits against an independent reader.
 
-Six kinds of checks, each on its own line with what it measured:
+Seven kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -14,6 +14,7 @@ Six kinds of checks, each on its own line with what it measured:
             against the program that the profile is named after: see check_profiles.py
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
             as `quant gate` reads it: see check_workflows.py
+  page      reports, opened in Chromium: what a person sees of them, see check_pages.py
 
 Exits with 1 if one fails.
 """
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_pages
 import check_profiles
 import check_workflows
 import numpy
@@ -96,10 +98,10 @@ class Check:
         self.programs, self.data, self.scratch = programs, data, scratch
         self.failures, self.count = 0, 0
 
-    def program(self, name, *arguments):
+    def program(self, name, *arguments, status=0):
         command = [str(self.programs / name), *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
+        if done.returncode != status:
             raise RuntimeError(f"{' '.join(command)} exits with {done.returncode}: {done.stderr}")
         return done.stdout
 
@@ -248,6 +250,8 @@ def main():
                         help="real models and texts; may be missing")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR",
                         help="what setup_llama_cpp.sh made; may be missing")
+    parser.add_argument("--chromium", metavar="PROGRAM", help="a browser; may be missing")
+    parser.add_argument("--whole", action="store_true", help="what takes minutes as well")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
     arguments = parser.parse_args()
 
@@ -265,8 +269,9 @@ def main():
         for style in CHAT:
             if arguments.only in f"chat {style}":
                 check.chat(style)
-        check_profiles.run_all(check, arguments.llama_cpp, arguments.only)
+        check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
+        check_pages.run_all(check, arguments.chromium, arguments.only)
     print(f"{check.count - check.failures} passed, {check.failures} failed")
     sys.exit(check.failures > 0 or check.count == 0)
 

@@ -36,7 +36,10 @@ CASES = [
     ("stories260k", None, "lmeval-rolling-100", "documents", None),
     ("demo", "bos", "llamacpp-512", "text", 4),
     ("demo", "eos", "llamacpp-101", "text", 5),
+    ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
 ]
+# Some minutes: with --whole only.
+WHOLE = [("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None)]
 
 
 def with_tokenizer(model, kind, out):
@@ -136,17 +139,19 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
     def work():
         directory = with_tokenizer(model, tokenizer, check.scratch / f"{name}-{tokenizer}") \
             if tokenizer else model
-        file = write_text(text, check.text(name), check.scratch)
+        wikitext = check.data / "text/wiki.test.raw"
+        file = wikitext if text == "wikitext-2" else write_text(text, check.text(name), check.scratch)
         options = ["--text", file, "--profile", profile, *at_most]
         ours = json.loads(check.program("quant", "eval", directory, *options, "--quiet", "--json"))
         comparison, against = Comparison(), ["transformers"]
+        comparison.equal("profile", ours["profile"], profile)
         comparison.rule(ours, json.loads(check.script("reference_profiles", directory, *options)))
         length = int(profile.split("-")[-1])
         if profile.startswith("lmeval"):
             harness = check.script("reference_lm_eval", directory, "--text", file, "--length", length)
             comparison.harness(ours, json.loads(harness))
             against.append("lm_eval")
-        if profile.startswith("llamacpp") and llama_cpp:
+        if rule(profile).startswith("llamacpp") and llama_cpp:
             theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, directory, "--text",
                                              file, "--length", length, *at_most))
             comparison.llama_cpp(ours, theirs)
@@ -161,6 +166,11 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
     check.step(title(name, tokenizer, profile), work)
 
 
+def rule(profile):
+    """The rule of a profile, whatever text it is of."""
+    return profile.removeprefix("wt2-")
+
+
 def title(name, tokenizer, profile):
     return f"profile {profile} {name}{f' {tokenizer}' if tokenizer else ''}"
 
@@ -173,9 +183,9 @@ def available(llama_cpp):
     return None
 
 
-def run_all(check, llama_cpp, only):
-    cases = [case for case in CASES if only in title(*case[:3])]
-    if any(case[2].startswith("llamacpp") for case in cases):
+def run_all(check, llama_cpp, only, whole=False):
+    cases = [case for case in CASES + WHOLE * whole if only in title(*case[:3])]
+    if any(rule(case[2]).startswith("llamacpp") for case in cases):
         llama_cpp = available(llama_cpp)
     for case in cases:
         run(check, llama_cpp, *case)

@@ -12,7 +12,8 @@ Profiles, L and S in tokens; a window is scored in one forward pass without a ca
   llamacpp-L      chunks of L side by side; where the tokenizer adds BOS, the first token of each
                   chunk is overwritten by it; tokens L/2+1 .. L-1 (L/2 rounded down) scored
 
-`wt2-gptq-2048` and `wt2-llamacpp-512` are the same rules. Perplexity is exp(mean negative
+`wt2-gptq-2048` and `wt2-llamacpp-512` are the same rules; the first makes rows of wiki.test.raw as the
+`datasets` library does, and joins them by an empty line. Perplexity is exp(mean negative
 log-likelihood of all scored tokens); log-softmax in f32, sums in f64.
 
 The guide's own loop weighs windows by one token less than they score, except the first, because it
@@ -94,6 +95,12 @@ def llama_cpp(tokens, bos, length):
     return [([bos, *chunk[1:]] if bos is not None else chunk, length // 2 + 1) for chunk in chunks]
 
 
+def rows(raw):
+    """WikiText's lines as rows, blank ones empty, as the literature joins them."""
+    lines = re.findall(r"[^\n]*\n|[^\n]+$", raw)
+    return "\n\n".join(line if line.strip() else "" for line in lines)
+
+
 def plan(profile, text):
     """The windows of a profile, document by document."""
     name, *numbers = re.fullmatch(r"(?:wt2-)?([a-z]+(?:-[a-z]+)?)-(\d+)(?:-(\d+))?", profile).groups()
@@ -102,7 +109,7 @@ def plan(profile, text):
         return [window for document in text.documents
                 for window in rolling(text.tokens(document), text.prefix(), length)]
     [document] = text.documents
-    tokens = text.tokens(document)
+    tokens = text.tokens(rows(document) if profile.startswith("wt2-gptq") else document)
     if name == "gptq":
         return gptq(tokens, length)
     if name == "hf-stride":

@@ -13,7 +13,13 @@ status=0
 bash tests/interop/setup_llama_cpp.sh "$llama_cpp" || status=$?
 # 3: it cannot be made on this machine, and a line that says SKIPPED has told why.
 ((status == 0 || status == 3)) || exit "$status"
+status=0
+bash tests/interop/setup_chromium.sh >target/interop-chromium || status=$?
+if ((status == 3)); then cat target/interop-chromium; elif ((status)); then exit "$status"; fi
+chromium=$(tail -n 1 target/interop-chromium)
 cargo build --quiet --locked -p quant-cli -p quant-tests --bin quant --bin interop-dump
+# Else glibc maps and unmaps torch's large tensors again and again: long windows then take thrice as long.
+export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
 programs=${CARGO_TARGET_DIR:-target}/debug
 "$venv/bin/python" tests/interop/check.py --programs "$programs" --data ../shared/data \
-    --llama-cpp "$llama_cpp" "$@"
+    --llama-cpp "$llama_cpp" --chromium "$chromium" "$@"

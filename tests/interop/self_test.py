@@ -4,7 +4,7 @@ Every scheme is packed by make_packed.py, read once by transformers and once by 
 and both must give the same logits; then a file is damaged in every way that matters and the checks
 must refuse it. The checks of profiles get an evaluator that follows the rule, and must pass, and then
 some that follow a rule nearly like it. llama.cpp takes part where target/interop-llama-cpp exists.
-Workflows are broken in ways that YAML allows.
+Workflows are broken in ways that YAML allows, and pages in ways that a browser shows.
 """
 
 import contextlib
@@ -177,6 +177,7 @@ class Profiles(unittest.TestCase):
                 code, output = run("reference_profiles", *options)
             self.assertEqual(code, 0)
             result = json.loads(output)
+            result["profile"] = profile
             for name in ("perplexity", "nll", *profiles.PER_TEXT):
                 if name in result:
                     result[name] = {"mean": result[name]}
@@ -319,6 +320,48 @@ class Workflows(unittest.TestCase):
                 self.assertEqual(sum(changed), 1)
                 self.assertEqual(failures, 1, output)
                 self.assertIn(said, output)
+
+
+class Pages(unittest.TestCase):
+    """What `look` finds wrong with a page, whatever it shows."""
+
+    PAGE = """<!doctype html><html><head><title>a</title><style>:root { color-scheme: light dark }
+      body { background: Canvas; color: CanvasText; width: 90% }</style></head><body><h1>a</h1>
+      <table><tr><td>a</td><td>b</td></tr></table><svg viewBox="0 0 100 100" aria-label="c">
+      <rect x="10" y="10" width="9" height="9" style="fill: #808080"></rect><text x="10" y="40"
+      style="fill: CanvasText; font: 9px sans-serif">one</text></svg></body></html>"""
+
+    def wrong(self, page):
+        pages = importlib.import_module("check_pages")
+        found = []
+        with tempfile.TemporaryDirectory() as directory, pages.sync_playwright() as playwright:
+            file = Path(directory) / "page.html"
+            file.write_text(page)
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            for scheme, width in pages.VIEWS:
+                found += pages.look(browser, file, scheme, width)[1]
+            browser.close()
+        return found
+
+    @unittest.skipUnless(shutil.which("chromium"), "no browser")
+    def test_what_a_person_would_see_is_noticed(self):
+        self.assertEqual(self.wrong(self.PAGE), [])
+        for right, wrong, said in [
+            ("</h1>", "</h1><img src='http://127.0.0.1:9/a.png'>", "fetched"),
+            ("<h1>a", "<h1><script>1</script>a", "markup"),
+            ("<h1>a", "<h1><b>a</b>", "markup"),
+            ("<h1>a", "<h1 style='width: 1400px'>a", "sticks out"),
+            ("Canvas;", "#ffffff;", "paper"),
+            ("<h1>a", "<h1 style='color: #888888'>a", "faint"),
+            ('x="10" y="10"', 'x="95" y="10"', "outside"),
+            ("<rect", "<text x='11' y='41' style='fill: CanvasText; font: 9px sans-serif'>two</text><rect", "cross"),
+            ("<rect", "<line", "nothing on the chart"),
+            ("<table>", "<table><tr><td>a</td></tr>", "unequal"),
+        ]:
+            with self.subTest(said):
+                self.assertIn(right, self.PAGE)
+                found = self.wrong(self.PAGE.replace(right, wrong, 1))
+                self.assertTrue(any(said in text for text in found), found)
 
 
 def edit_config(model, edit):

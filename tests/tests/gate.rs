@@ -432,26 +432,6 @@ fn a_stopped_evaluation_goes_on() {
     assert_eq!(numbers(resumed.json()), numbers(whole));
 }
 
-#[test]
-fn rules_that_score_nothing_are_refused() {
-    let text = ["--text", "builtin-heldout"];
-    for (options, code, says) in [
-        (vec!["--profile", "gptq-1"], 2, "score nothing"),
-        (vec!["--profile", "perplexity"], 2, "unknown profile `perplexity`"),
-        (vec!["--profile", "hf-stride-64-65"], 2, "stride of 65"),
-        (vec!["--windows", "0", "--window", "64"], 2, "--windows"),
-        (vec!["--profile", "wt2-gptq-2048"], 2, "is not WikiText-2"),
-        (vec!["--window", "64", "--windows", "999999999"], 4, "999999999 are needed"),
-    ] {
-        let mut arguments = args!["eval", demo_model()];
-        arguments.extend(text.map(Into::into));
-        arguments.extend(options.iter().map(Into::into));
-        let run = quant(arguments);
-        assert_eq!(run.code(), Some(code), "{run}");
-        assert!(run.stderr.contains(says), "{run}");
-    }
-}
-
 /// A verdict does not depend on whether somebody reads it.
 #[test]
 fn a_failing_gate_fails_into_a_closed_pipe() {
@@ -495,78 +475,4 @@ fn harmless_tests_do_not_disarm_others() {
     });
     assert_eq!(policy(margin, &others.concat()), Some(3));
     assert_eq!(policy(0.0, &others.concat()), Some(1));
-}
-
-/// Pages hold the numbers, and names that are markup stay names.
-#[test]
-fn reports_show_what_was_measured() {
-    let bench = Bench::get();
-    let scratch = tempfile::tempdir().unwrap();
-    let text = scratch.path().join("<script>alert(1)<br>.txt");
-    std::fs::write(&text, "<b>Rain</b> in the morning & no sun at noon. ".repeat(60)).unwrap();
-    let pages = ["a", "b"].map(|name| {
-        let page = scratch.path().join(format!("{name}.html"));
-        quant(args![
-            "eval",
-            bench.at("w3"),
-            "--reference",
-            demo_model(),
-            "--text",
-            &text,
-            "--window",
-            "64",
-            "--report",
-            &page
-        ])
-        .succeeded();
-        std::fs::read_to_string(page).unwrap()
-    });
-    assert_eq!(pages[0], pages[1], "the same numbers make the same page");
-    let page = &pages[0];
-    for part in [
-        "&lt;script&gt;",
-        "&lt;b&gt;Rain",
-        "Hidden-state error by depth",
-        "w3a16-g64-sym, 42 linears",
-        "noise floor",
-        "Worst windows",
-        "Provenance",
-    ] {
-        assert!(page.contains(part), "no {part}");
-    }
-    assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
-
-    let outcome = scratch.path().join("gate.html");
-    let run = quant(args![
-        "gate",
-        bench.result("3"),
-        "--policy",
-        bench.at("gate.toml"),
-        "--baseline",
-        bench.at("baseline.json"),
-        "--report",
-        &outcome
-    ]);
-    assert_eq!(run.code(), Some(1), "{run}");
-    let page = std::fs::read_to_string(outcome).unwrap();
-    assert!(page.contains("kl against the baseline") && page.contains("class=\"fail\""));
-
-    let (out, done) = (scratch.path().join("out"), scratch.path().join("done.html"));
-    quant(args!["quantize", demo_model(), "-o", &out, "--method", "rtn", "--report", &done]).succeeded();
-    let page = std::fs::read_to_string(done).unwrap();
-    assert!(page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Bit map"));
-}
-
-/// A last window of one token scores nothing, and is none.
-#[test]
-fn strides_as_long_as_windows_end_well() {
-    let scratch = tempfile::tempdir().unwrap();
-    let text = scratch.path().join("text.txt");
-    for words in 10..30 {
-        std::fs::write(&text, "rain ".repeat(words)).unwrap();
-        let run = quant(args!["eval", demo_model(), "--text", &text, "--profile", "hf-stride-4-4", "--json"]);
-        let result = run.json();
-        let tokens = result["window_tokens"].as_array().unwrap();
-        assert!(tokens.iter().all(|n| *n != 0), "{result}");
-    }
 }

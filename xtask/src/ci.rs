@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
     steps.step("deny", || deny(&["licenses", "bans", "sources"]));
-    steps.step("interop", interop::run);
+    steps.step("interop", || interop::run(&[]));
     steps.finish()
 }
 

@@ -14,13 +14,13 @@ use crate::support::shell::{root, shared_dir};
 
 const SCRIPT: &str = "tests/interop/run.sh";
 
-/// Runs the check.
+/// Runs the check with these arguments.
 ///
 /// # Errors
 /// When the script is missing, fails, or skipped something without a reason.
-pub fn run() -> Result<()> {
+pub fn run(arguments: &[&str]) -> Result<()> {
     ensure!(root().join(SCRIPT).is_file(), "{SCRIPT} is missing");
-    let (ok, skipped) = watch(Command::new("bash").arg(SCRIPT).current_dir(root()))?;
+    let (ok, skipped) = watch(Command::new("bash").arg(SCRIPT).args(arguments).current_dir(root()))?;
     judge_skips(&skipped, shared_dir())?;
     ensure!(ok, "{SCRIPT} failed");
     Ok(())

@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Ci(args) => ci::run(&args),
         Command::Nightly(args) => nightly::run(&args),
-        Command::Interop => interop::run(),
+        Command::Interop => interop::run(&[]),
         Command::Dist(args) => dist::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),

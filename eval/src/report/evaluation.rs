@@ -1,8 +1,9 @@
 //! The page of one evaluation.
 
 use maud::{Markup, html};
+use quant_core::pipeline::QuantReport;
 
-use super::quantization::{LinearCell, bit_map};
+use super::quantization::{LinearCell, bit_map, tensor_errors};
 use super::svg::{self, Series};
 use super::{bytes, estimate_tile, page, pareto, tile};
 use crate::statistics::{Histogram, Quantile};
@@ -10,6 +11,8 @@ use crate::{Anatomy, Divergence, Evaluation};
 
 /// How many of the worst windows are shown.
 const WORST: usize = 8;
+/// How many tensors are listed.
+const TENSORS: usize = 16;
 
 /// What is shown of an evaluation.
 pub struct EvaluationReport<'a> {
@@ -19,6 +22,8 @@ pub struct EvaluationReport<'a> {
     pub anatomy: Option<&'a Anatomy>,
     /// How the model's linears are stored, in order of blocks.
     pub linears: &'a [LinearCell],
+    /// What quantizing did to the model's tensors, where that is known.
+    pub quantization: Option<&'a QuantReport>,
     /// The beginnings of the worst windows' texts.
     pub worst: &'a [WorstWindow],
     /// Other results on the same text, by name.
@@ -68,6 +73,10 @@ impl EvaluationReport<'_> {
                 h2 { "Bit map" }
                 (bit_map(self.linears))
             }
+            @if let Some(report) = self.quantization {
+                h2 { "Error of every quantized tensor" }
+                (tensor_errors(report, TENSORS))
+            }
             h2 { "Worst windows" }
             (self.worst_table())
             @if !self.others.is_empty() {
@@ -90,7 +99,7 @@ impl EvaluationReport<'_> {
                     th { "window" }
                     @if kl.is_some() { th { "KL" } }
                     th { "nats a token" }
-                    th style="text-align:left" { "begins with" }
+                    th.text { "begins with" }
                 }
                 @for worst in self.worst {
                     tr {
@@ -177,10 +186,19 @@ fn divergence(c: &Divergence) -> Markup {
 }
 
 fn through_blocks(anatomy: &Anatomy) -> Markup {
+    // Linears that read the same are drawn once.
+    let mut drawn: Vec<(String, [Vec<f64>; 2])> = Vec::new();
     let mut names: Vec<&str> = Vec::new();
     for input in &anatomy.inputs {
-        if !names.contains(&input.linear.as_str()) {
-            names.push(&input.linear);
+        if names.contains(&input.linear.as_str()) {
+            continue;
+        }
+        names.push(&input.linear);
+        let of = || anatomy.inputs.iter().filter(|i| i.linear == input.linear);
+        let values = [of().map(|i| i.reference).collect(), of().map(|i| i.model).collect()];
+        match drawn.iter_mut().find(|(_, known)| *known == values) {
+            Some((name, _)) => *name += &format!(", {}", input.linear),
+            None => drawn.push((input.linear.clone(), values)),
         }
     }
     let error = Series { name: "the model", class: "model", values: anatomy.block_errors.clone() };
@@ -191,13 +209,12 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
         p { "Largest magnitude of the largest channel over that of the median channel: what a grid with one scale has \
              to cover. Transforms that move scales from activations into weights lower it." }
         div.two {
-            @for name in names {
-                @let column = |of: fn(&crate::LinearInput) -> f64| anatomy.inputs.iter().filter(|i| i.linear == name).map(of).collect::<Vec<f64>>();
-                figure style="margin:0" {
+            @for (name, [reference, model]) in drawn {
+                figure {
                     figcaption { (name) }
-                    (svg::lines(name, "block", true, &[
-                        Series { name: "reference", class: "other", values: column(|i| i.reference) },
-                        Series { name: "model", class: "model", values: column(|i| i.model) },
+                    (svg::lines(&name, "block", true, &[
+                        Series { name: "reference", class: "other", values: reference },
+                        Series { name: "model", class: "model", values: model },
                     ]))
                 }
             }

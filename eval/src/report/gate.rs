@@ -19,7 +19,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String 
         }
         h2 { "Checks" }
         div.wide { table {
-            tr { th { "result" } th { "" } th { "check" } th { "windows" } th style="text-align:left" { "" } }
+            tr { th { "result" } th { "" } th { "check" } th { "windows" } th.text { "" } }
             @for check in &outcome.checks {
                 tr {
                     td.text { (check.result) }

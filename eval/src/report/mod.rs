@@ -13,7 +13,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 pub use self::evaluation::{EvaluationReport, WorstWindow};
 pub use self::gate::gate_page;
 pub use self::quantization::{LinearCell, quantization_page};
-use crate::{Estimate, Evaluation};
+use crate::{Divergence, Estimate, Evaluation};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -68,31 +68,32 @@ pub fn bytes(count: u64) -> String {
 
 /// Results by size and divergence; those to which no other is better in both are marked.
 fn pareto(results: &[(String, &Evaluation)]) -> Markup {
-    let points: Vec<(String, f64, f64)> = results
+    let compared: Vec<_> =
+        results.iter().filter_map(|(name, e)| Some((name, *e, e.comparison.as_ref()?))).collect();
+    let place = |(_, e, c): &(&String, &Evaluation, &Divergence)| (e.model.size_bytes, c.kl.mean);
+    let beaten = |p: (u64, f64)| {
+        compared.iter().map(place).any(|o| o.0 <= p.0 && o.1 <= p.1 && (o.0 < p.0 || o.1 < p.1))
+    };
+    let points: Vec<svg::Point> = compared
         .iter()
-        .filter_map(|(name, e)| {
-            let kl = e.comparison.as_ref()?.kl.mean;
-            Some((name.clone(), e.model.size_bytes as f64 / 1e6, kl))
+        .map(|result| {
+            let (size, kl) = place(result);
+            svg::Point { x: size as f64 / 1e6, y: kl, name: result.0.clone(), marked: !beaten((size, kl)) }
         })
         .collect();
-    let beaten =
-        |p: &(String, f64, f64)| points.iter().any(|o| o.1 <= p.1 && o.2 <= p.2 && (o.1 < p.1 || o.2 < p.2));
-    let marked: Vec<(String, f64, f64, bool)> =
-        points.iter().map(|p| (p.0.clone(), p.1, p.2, !beaten(p))).collect();
     html! {
-        (svg::points("Divergence by size", "MB of weight files; KL in nats a token upwards", true, &marked))
+        (svg::points("Divergence by size", "MB of weight files; KL in nats a token upwards", &points))
         div.wide { table {
-            tr { th { "result" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
-            @for (name, e) in results {
-                @if let Some(c) = &e.comparison {
-                    tr {
-                        td.text { (name) }
-                        td { (bytes(e.model.size_bytes)) }
-                        td { (format!("{:.3}", e.scores.perplexity)) }
-                        td { (format!("{:.5}", c.kl)) }
-                        td { (format!("{:.4}", c.top1_agreement)) }
-                        td.text { @if marked.iter().any(|m| m.0 == *name && m.3) { "none is better in both" } }
-                    }
+            tr { th { "" } th.text { "result" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
+            @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {
+                tr {
+                    td { (number + 1) }
+                    td.text { (name) }
+                    td { (bytes(e.model.size_bytes)) }
+                    td { (format!("{:.3}", e.scores.perplexity)) }
+                    td { (format!("{:.5}", c.kl)) }
+                    td { (format!("{:.4}", c.top1_agreement)) }
+                    td.text { @if point.marked { "none is better in both" } }
                 }
             }
         } }

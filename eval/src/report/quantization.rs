@@ -1,9 +1,10 @@
 //! The page of a quantization, and the map of a model's bits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
 use quant_core::pipeline::{QuantReport, TensorReport};
+use quant_core::transform::ChannelOutlier;
 
 use super::svg::{self, Series};
 use super::{bytes, page, tile};
@@ -57,35 +58,24 @@ pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
     }
 }
 
-/// The page of what `quant quantize` did; `title` names the output.
-pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
+/// What rounding changed of every tensor, worst first below the chart; `shown` limits the table.
+pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let quantized: Vec<&TensorReport> = report.tensors.iter().filter(|t| t.weight_error.is_some()).collect();
     let error = |t: &TensorReport| t.weight_error.map_or(0.0, |e| 100.0 * e.relative_rms);
     let mut worst = quantized.clone();
     worst.sort_by(|a, b| error(b).total_cmp(&error(a)));
-    let subtitle = html! { (report.method) " into " (report.format) ", by quant " (report.version) };
     let errors = Series {
         name: "per cent of the weight",
         class: "model",
         values: quantized.iter().map(|t| error(t)).collect(),
     };
-    let body = html! {
-        div.tiles {
-            (tile("tensors before", &bytes(report.bytes_before), ""))
-            (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
-            (tile("bits a quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
-            (tile("quantized tensors", &quantized.len().to_string(), &format!("of {}", report.tensors.len())))
-            @if let Some(c) = &report.calibration {
-                (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))
-            }
-        }
-        @if !linears.is_empty() { h2 { "Bit map" } (bit_map(linears)) }
-        h2 { "Error of every quantized tensor" }
+    html! {
         p { "Root mean square of what rounding changed, over that of the weight, in per cent, in order of the model." }
-        (svg::bars("Error of tensors", "tensor", &[], &[errors]))
+        (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
         div.wide { table {
+            @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
             tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "AWQ exponent" } th { "search: error before → after" } }
-            @for t in &worst {
+            @for t in worst.iter().take(shown) {
                 tr {
                     td.text { (t.tensor) }
                     td { (t.scheme.as_deref().unwrap_or("")) }
@@ -96,6 +86,58 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
                 }
             }
         } }
+    }
+}
+
+/// How far outliers stood out of the inputs that scales were searched for, before and after.
+fn outliers(report: &QuantReport) -> Option<Markup> {
+    // Linears that share an input share a record; inputs of one kind make one chart.
+    let mut kinds: Vec<(String, Vec<ChannelOutlier>)> = Vec::new();
+    let mut seen = BTreeSet::new();
+    for record in report.tensors.iter().filter_map(|t| t.scale_search.as_ref()) {
+        let Some(outlier) = record.outlier.filter(|_| seen.insert(&record.producer)) else { continue };
+        let leaf = |module: &String| module.rsplit('.').next().unwrap_or(module).to_owned();
+        let kind = record.consumers.iter().map(leaf).collect::<Vec<_>>().join(", ");
+        match kinds.iter_mut().find(|(name, _)| *name == kind) {
+            Some((_, values)) => values.push(outlier),
+            None => kinds.push((kind, vec![outlier])),
+        }
+    }
+    (!kinds.is_empty()).then(|| html! {
+        h2 { "Outliers among the inputs of linears" }
+        p { "Mean magnitude of the largest channel over that of the median channel, on the calibration text, without \
+             scales and with those that were chosen." }
+        div.two {
+            @for (kind, values) in &kinds {
+                figure {
+                    figcaption { (kind) }
+                    (svg::lines(kind, "block", true, &[
+                        Series { name: "before", class: "other", values: values.iter().map(|o| o.before).collect() },
+                        Series { name: "after", class: "model", values: values.iter().map(|o| o.after).collect() },
+                    ]))
+                }
+            }
+        }
+    })
+}
+
+/// The page of what `quant quantize` did; `title` names the output.
+pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
+    let quantized = report.tensors.iter().filter(|t| t.weight_error.is_some()).count();
+    let subtitle = html! { (report.method) " into " (report.format) ", by quant " (report.version) };
+    let body = html! {
+        div.tiles {
+            (tile("tensors before", &bytes(report.bytes_before), ""))
+            (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
+            (tile("bits a quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
+            (tile("quantized tensors", &quantized.to_string(), &format!("of {}", report.tensors.len())))
+            @if let Some(c) = &report.calibration {
+                (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))
+            }
+        }
+        @if !linears.is_empty() { h2 { "Bit map" } (bit_map(linears)) }
+        @if quantized > 0 { h2 { "Error of every quantized tensor" } (tensor_errors(report, usize::MAX)) }
+        @if let Some(outliers) = outliers(report) { (outliers) }
         h2 { "Provenance" }
         div.wide { table {
             tr { td { "input, SHA-256" } td.hash { (report.source.sha256) } }

@@ -8,9 +8,9 @@ const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 220.0;
 /// Room for the axes' labels.
 const LEFT: f64 = 56.0;
-const BOTTOM: f64 = 36.0;
+const BOTTOM: f64 = 40.0;
 const TOP: f64 = 12.0;
-const RIGHT: f64 = 12.0;
+const RIGHT: f64 = 20.0;
 
 /// A list of numbers that is drawn in one colour.
 pub(super) struct Series<'a> {
@@ -40,7 +40,11 @@ impl Axis {
                 let (from, to) = (low.log10().floor(), high.log10().ceil());
                 Self { from: 10_f64.powf(from), to: 10_f64.powf(to.max(from + 1.0)), logarithmic }
             }
-            (true, false) => Self { from: 0.0, to: if high > 0.0 { high * 1.08 } else { 1.0 }, logarithmic },
+            (true, false) => {
+                let high = if high > 0.0 { high } else { 1.0 };
+                let step = round_step(high);
+                Self { from: 0.0, to: (high / step).ceil() * step, logarithmic }
+            }
         }
     }
 
@@ -56,12 +60,21 @@ impl Axis {
     /// Values to mark.
     fn marks(&self) -> Vec<f64> {
         if !self.logarithmic {
-            return (0..=4).map(|i| self.from + (self.to - self.from) * f64::from(i) / 4.0).collect();
+            let steps = (self.to / round_step(self.to)).round().max(1.0);
+            return (0..=steps as u32).map(|i| self.to * f64::from(i) / steps).collect();
         }
         let (from, to) = (self.from.log10().round() as i32, self.to.log10().round() as i32);
         let step = ((to - from) as usize).div_ceil(6).max(1);
         (from..=to).step_by(step).map(|d| 10_f64.powi(d)).collect()
     }
+}
+
+/// A distance of marks from 0 to `high` that is a round number, such that there are three to six.
+fn round_step(high: f64) -> f64 {
+    let decade = 10_f64.powf((high / 3.0).log10().floor());
+    let steps = [1.0, 2.0, 2.5, 5.0, 10.0];
+    let fits = steps.iter().map(|s| s * decade).find(|step| (high / step).ceil() <= 6.0);
+    fits.unwrap_or(10.0 * decade)
 }
 
 fn x_of(place: f64) -> f64 {
@@ -82,10 +95,17 @@ pub(super) fn short(value: f64) -> String {
     match value.abs() {
         0.0 => "0".into(),
         a if !(1e-3..1e4).contains(&a) => format!("{value:.0e}"),
-        a if a < 0.1 => format!("{value:.3}"),
-        a if a < 10.0 => format!("{value:.2}"),
+        // As many digits as a round step has.
+        a if a < 0.1 => tail(&format!("{value:.3}")),
+        a if a < 10.0 => tail(&format!("{value:.2}")),
+        a if a < 100.0 => tail(&format!("{value:.1}")),
         _ => format!("{value:.0}"),
     }
+}
+
+/// A number without the zeros that end it.
+fn tail(number: &str) -> String {
+    number.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 fn frame(title: &str, x_name: &str, y: &Axis, x_marks: &[(f64, String)], inside: &Markup) -> Markup {
@@ -98,7 +118,7 @@ fn frame(title: &str, x_name: &str, y: &Axis, x_marks: &[(f64, String)], inside:
                 text.label x=(at(LEFT - 6.0)) y=(height) dy="4" text-anchor="end" { (short(mark)) }
             }
             @for (place, name) in x_marks {
-                text.label x=(at(x_of(*place))) y=(at(HEIGHT - BOTTOM + 15.0)) text-anchor="middle" { (name) }
+                text.label x=(at(x_of(*place))) y=(at(HEIGHT - BOTTOM + 19.0)) text-anchor="middle" { (name) }
             }
             text.label x=(at((LEFT + WIDTH - RIGHT) / 2.0)) y=(at(HEIGHT - 5.0)) text-anchor="middle" { (x_name) }
             (inside)
@@ -158,22 +178,67 @@ pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Seri
     html! { (legend(series)) (frame(title, x_name, &y, &marks, &inside)) }
 }
 
-/// Named points.
-pub(super) fn points(
-    title: &str,
-    x_name: &str,
-    y_logarithmic: bool,
-    points: &[(String, f64, f64, bool)],
-) -> Markup {
-    let x = Axis::of(points.iter().map(|p| p.1), false);
-    let y = Axis::of(points.iter().map(|p| p.2), y_logarithmic);
+/// A point of a plane.
+pub(super) struct Point {
+    /// Along the horizontal axis, which begins at zero.
+    pub(super) x: f64,
+    /// Along the vertical axis, which is logarithmic.
+    pub(super) y: f64,
+    /// What the pointer shows on it.
+    pub(super) name: String,
+    /// Drawn in the colour of what matters.
+    pub(super) marked: bool,
+}
+
+/// Points, numbered from 1.
+pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
+    let x = Axis::of(points.iter().map(|p| p.x), false);
+    let y = Axis::of(points.iter().map(|p| p.y), true);
     let marks: Vec<(f64, String)> = x.marks().into_iter().map(|m| (x.place(m), short(m))).collect();
+    let mut taken: Vec<(f64, f64)> = Vec::new();
+    let mut placed = Vec::new();
+    for point in points {
+        let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y)));
+        // Beside the point, where no other number stands.
+        let beside = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
+        let free = |at: &(f64, f64)| {
+            let inside = (LEFT..WIDTH).contains(&at.0) && (TOP..HEIGHT - BOTTOM).contains(&at.1);
+            inside && taken.iter().all(|t| (t.0 - at.0).abs() > 16.0 || (t.1 - at.1).abs() > 14.0)
+        };
+        let places = beside.map(|(dx, dy)| (left + dx, top + dy));
+        let label = places.iter().copied().find(free).unwrap_or(places[0]);
+        taken.push(label);
+        placed.push((point, (left, top), label));
+    }
     let inside = html! {
-        @for (name, px, py, best) in points {
-            @let (left, top) = (x_of(x.place(*px)), y_of(y.place(*py)));
-            circle class=(if *best { "model" } else { "other" }) cx=(at(left)) cy=(at(top)) r="5" { title { (name) } }
-            text.label x=(at(left)) y=(at(top - 9.0)) text-anchor=(if left > WIDTH * 0.8 { "end" } else { "start" }) { (name) }
+        @for (number, (point, (left, top), label)) in placed.iter().enumerate() {
+            circle class=(if point.marked { "model" } else { "other" }) cx=(at(*left)) cy=(at(*top)) r="5" { title { (point.name) } }
+            text.label x=(at(label.0)) y=(at(label.1)) dy="4" text-anchor="middle" { (number + 1) }
         }
     };
     frame(title, x_name, &y, &marks, &inside)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_are_marked_at_round_numbers() {
+        for (high, marks) in [
+            (36.0, vec!["0", "10", "20", "30", "40"]),
+            (0.034, vec!["0", "0.01", "0.02", "0.03", "0.04"]),
+            (1.0, vec!["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+            (12.6, vec!["0", "2.5", "5", "7.5", "10", "12.5", "15"]),
+        ] {
+            let axis = Axis::of([high].into_iter(), false);
+            assert_eq!(axis.marks().into_iter().map(short).collect::<Vec<_>>(), marks, "{high}");
+            assert!(axis.to >= high);
+        }
+        for step in 1..2000 {
+            let axis = Axis::of([f64::from(step) * 0.37].into_iter(), false);
+            assert!((3..=7).contains(&axis.marks().len()), "{step}: {:?}", axis.marks());
+        }
+        assert_eq!(Axis::of(std::iter::empty(), true).marks().len(), 2);
+    }
 }

@@ -6,6 +6,7 @@ use std::time::Instant;
 use quant_core::calibrate::TokenizerSettings;
 use quant_core::digest::sha256_hex;
 use quant_core::model::Decoder;
+use quant_core::pipeline::QuantReport;
 use quant_core::{Error, Result};
 use quant_evaluator::report::{EvaluationReport, WorstWindow};
 use quant_evaluator::statistics::Quantile;
@@ -75,6 +76,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let others = compared(&args.compare)?;
     let opened = inputs::open(&args.model, session)?;
+    let quantization = args.report.as_ref().and_then(|_| quantization(&opened, session));
     let reference = args.reference.as_ref().map(|path| inputs::open(path, session)).transpose()?;
     let positions = opened.model.architecture().max_positions;
     let request = ProfileRequest::parse(&args.profile, args.window, positions)?;
@@ -126,7 +128,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
     let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, time);
     if let Some(path) = &args.report {
-        let page = page(&result, seen.as_ref(), &others, &opened, &text)?;
+        let page = page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?;
         std::fs::write(path, page).map_err(|e| Error::io("write", path, e))?;
     }
     args.json.emit(&result, || show(&result))?;
@@ -142,10 +144,19 @@ fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     paths.iter().map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?))).collect()
 }
 
+/// What quantizing did to the model, as the report beside its weights says.
+fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
+    QuantReport::beside(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
+        session.progress.note(&format!("warning: {error}; the page will not show errors of tensors"));
+        None
+    })
+}
+
 /// The report.
 fn page(
     result: &Evaluation,
     anatomy: Option<&Anatomy>,
+    quantization: Option<&QuantReport>,
     others: &[(String, Evaluation)],
     opened: &Opened,
     text: &EvaluationText,
@@ -168,7 +179,7 @@ fn page(
         })
         .collect::<Result<Vec<_>>>()?;
     let linears = provenance::linears(&opened.model);
-    Ok(EvaluationReport { result, anatomy, linears: &linears, worst: &worst, others }.page())
+    Ok(EvaluationReport { result, anatomy, linears: &linears, quantization, worst: &worst, others }.page())
 }
 
 /// The journal that was asked for, if one was.

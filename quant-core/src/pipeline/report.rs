@@ -3,20 +3,25 @@
 //! The report holds nothing that differs between two runs of the same job (no times, no paths), so
 //! it is the same bytes every time.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
-use super::Job;
-use crate::Result;
+use super::{Job, REPORT};
 use crate::calibrate::{Mask, Packing, TokenWindows};
-use crate::checkpoint::TensorInfo;
+use crate::checkpoint::{TensorInfo, parse_strictly, read_capped};
 use crate::digest::sha256_hex;
+use crate::model::Model;
 use crate::quantize::ErrorStats;
 use crate::recipe::PlanEntry;
 use crate::transform::{ClipRecord, FoldRecord, Search};
+use crate::{Error, Result};
 
 /// The version of the report's schema. It grows when a field goes or means something else; readers
 /// leave fields aside that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
+/// Larger reports are refused.
+const LARGEST: u64 = 64 << 20;
 
 /// What a run did.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -230,13 +235,45 @@ impl QuantReport {
         self.source = SourceDigest { tensors: lines.len() as u64, sha256: sha256_hex(lines.concat()) };
     }
 
+    /// The report that lies beside the weights of `model` in `directory`; `None` where there is none.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] when it is over 64 MiB, no report of this schema, or says of a linear what is
+    /// not so.
+    pub fn beside(directory: &Path, model: &Model) -> Result<Option<Self>> {
+        let path = directory.join(REPORT);
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let broken = |reason: String| Error::InputFile {
+            path: path.clone(),
+            line: None,
+            reason,
+            remedy: "remove it, or take the one that `quant quantize` wrote with these weights".into(),
+        };
+        let bytes = read_capped(&path, &path, LARGEST)?.map_err(broken)?;
+        let value = parse_strictly(&bytes).map_err(broken)?;
+        match value.get("schema") {
+            Some(schema) if schema == SCHEMA => {}
+            _ => return Err(broken(format!("is not of the schema {SCHEMA}"))),
+        }
+        let report: Self = serde_json::from_value(value).map_err(|e| broken(e.to_string()))?;
+        for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
+            let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
+            if model.module_scheme(module).map(|s| s.to_string()) != tensor.scheme {
+                return Err(broken(format!("says of {} what these weights are not", tensor.tensor)));
+            }
+        }
+        Ok(Some(report))
+    }
+
     /// The report as pretty JSON with a final newline.
     ///
     /// # Errors
     /// Never for reports made by this crate.
     pub fn to_json(&self) -> Result<String> {
         let mut text = serde_json::to_string_pretty(self)
-            .map_err(|e| crate::Error::Internal(format!("the report cannot be written: {e}")))?;
+            .map_err(|e| Error::Internal(format!("the report cannot be written: {e}")))?;
         text.push('\n');
         Ok(text)
     }

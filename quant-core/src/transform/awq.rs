@@ -24,7 +24,7 @@
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
 use super::watch::{Watch, Watched};
-use super::{BlockTask, FoldRecord, Rewrite, Search, Transform, clip, fold, race};
+use super::{BlockTask, ChannelOutlier, FoldRecord, Rewrite, Search, Transform, clip, fold, race};
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId, WeightBody};
 use crate::{Error, Result};
@@ -81,7 +81,8 @@ fn scaled(
     let tokens = hidden.layout().counted();
     let mut chosen = Vec::with_capacity(groups.len());
     for group in groups {
-        let candidates = candidates(task, group, &watched.means[&group.input].means())?;
+        let means = watched.means[&group.input].means();
+        let candidates = candidates(task, group, &means)?;
         let choice = if let Some(sample) = watched.samples.get(&group.input) {
             race::choose(task, group, sample, &candidates)
         } else {
@@ -94,7 +95,7 @@ fn scaled(
             };
             choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
         };
-        let (record, scales) = chosen_scales(task, group, candidates, choice)?;
+        let (record, scales) = chosen_scales(task, group, &means, candidates, choice)?;
         chosen.push(scales);
         rewrite.folds.push(record);
     }
@@ -147,6 +148,7 @@ fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<
 fn chosen_scales(
     task: &BlockTask<'_>,
     group: &FoldGroup,
+    means: &[f32],
     mut candidates: Vec<Candidate>,
     choice: Result<Choice>,
 ) -> Result<(FoldRecord, Option<Vec<f32>>)> {
@@ -160,7 +162,9 @@ fn chosen_scales(
     let Candidate { ratio, scales } = candidates.swap_remove(choice.best);
     let Choice { error_before, error_after, tokens, tried, .. } = choice;
     tracing::debug!(producer, ratio, error_before, error_after, tokens, "scales chosen");
+    let scales = ratio.map(|_| scales);
     let record = FoldRecord {
+        outlier: ChannelOutlier::new(means, scales.as_deref()),
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),
         inspected: task.module(group.inspected),
@@ -170,7 +174,7 @@ fn chosen_scales(
         tokens,
         tried,
     };
-    Ok((record, ratio.map(|_| scales)))
+    Ok((record, scales))
 }
 
 /// The family of scales at exponent `ratio`, centred geometrically.

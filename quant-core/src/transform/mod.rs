@@ -23,7 +23,7 @@ use std::fmt::Debug;
 pub use awq::Awq;
 pub use candidates::{Search, TriedScales};
 pub use fold::fold;
-pub use rewrite::{ClipRecord, FoldRecord, Rewrite};
+pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
 pub(crate) use watch::kept_bytes;
 
 /// Scales that a search tries for a group: no scaling, and the points of the grid.

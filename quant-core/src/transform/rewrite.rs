@@ -30,6 +30,37 @@ pub struct FoldRecord {
     pub tokens: u64,
     /// All candidates, no scaling first.
     pub tried: Vec<TriedScales>,
+    /// How far the consumers' largest input channel stands out; absent where at least half of the
+    /// channels are dead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub outlier: Option<ChannelOutlier>,
+}
+
+/// The mean magnitude of the largest channel over that of the median channel.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ChannelOutlier {
+    /// With no scaling.
+    pub before: f64,
+    /// With the scales that won.
+    pub after: f64,
+}
+
+impl ChannelOutlier {
+    /// Of channels with these mean magnitudes, which `scales` divide if there are any.
+    pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
+        let before = stands_out(means.to_vec())?;
+        let after = match scales {
+            Some(scales) => stands_out(means.iter().zip(scales).map(|(m, s)| m / s).collect())?,
+            None => before,
+        };
+        Some(Self { before, after })
+    }
+}
+
+fn stands_out(mut means: Vec<f32>) -> Option<f64> {
+    means.sort_unstable_by(f32::total_cmp);
+    let (largest, median) = (f64::from(*means.last()?), f64::from(means[means.len() / 2]));
+    (median > 0.0 && largest.is_finite()).then(|| largest / median)
 }
 
 /// The result of a clip search for one linear.
@@ -154,5 +185,20 @@ impl Rewrite {
             rewritten.replace_linear(node, Linear::new(Arc::new(WeightBody::F32 { shape, values }), bias));
         }
         Ok(rewritten)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scales_bring_an_outlier_down() {
+        let outlier = ChannelOutlier::new(&[1.0, 8.0, 1.0, 0.5], Some(&[1.0, 4.0, 1.0, 1.0])).unwrap();
+        assert_eq!(outlier, ChannelOutlier { before: 8.0, after: 2.0 });
+        let same = ChannelOutlier::new(&[1.0, 3.0], None).unwrap();
+        assert_eq!((same.before, same.after), (1.0, 1.0));
+        assert_eq!(ChannelOutlier::new(&[0.0, 0.0, 3.0], None), None);
+        assert_eq!(ChannelOutlier::new(&[], None), None);
     }
 }

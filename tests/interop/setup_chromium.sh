@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Finds Chromium, in which the reports are opened, or installs Debian's package of it.
+#
+# Says on its last line of output which program it is. Exits with 3, and a line that starts with SKIPPED,
+# where there is none and none can be installed: another system than Debian's, or not as root.
+set -euo pipefail
+
+find_browser() {
+    command -v chromium || command -v chromium-browser || command -v google-chrome
+}
+
+if find_browser; then
+    exit 0
+fi
+if ! command -v apt-get >/dev/null || ((EUID != 0)); then
+    echo "SKIPPED: opening the reports takes chromium, and only root of a Debian system can install it"
+    exit 3
+fi
+SECONDS=0
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq >/dev/null
+# Without a font there would be nothing to see.
+apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
+echo "chromium installed in ${SECONDS} s" >&2
+find_browser
