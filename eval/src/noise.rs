@@ -1,8 +1,8 @@
 //! The noise floor: how far a model is from itself when it is computed as well in another way.
 //!
 //! Another order of sums or another kernel rounds differently. That is imitated by multiplying every
-//! value that leaves a block by `1 + u · 2⁻⁹`, `u` uniform in `[−1, 1)`: what rounding to bfloat16 may
-//! do. A divergence near that between a model and its so disturbed self says nothing about the model
+//! value that leaves a block by `1 + u · 2⁻⁹`, `u` uniform in `[−1, 1)`: about what rounding to
+//! bfloat16 does, which is 2⁻⁸ at most. A divergence near that between a model and its so disturbed self says nothing about the model
 //! it was measured on.
 
 use candle_core::{Device, Tensor};

@@ -1,13 +1,32 @@
 //! Kernels that multiply activations with quantized weights on a CPU.
 //!
 //! This crate is a leaf: it takes slices and shapes, and knows no checkpoint, model, file or
-//! thread pool. Weights reach it as a [`WeightView`].
+//! thread pool. Weights reach it as a [`WeightView`], are packed once ([`PackedLinear`], or [`Layout`] for
+//! callers that hold the bytes), and are multiplied with rows that became whole numbers ([`Int8Rows`]).
+//! Threads are the caller's ([`Parallel`]).
 #![deny(unsafe_code)]
 
+pub mod activation;
 pub mod bf16;
 mod dequantize;
+mod error;
+mod isa;
+mod layout;
+#[allow(unsafe_code, reason = "tiles read and write through pointers, whose bounds callers check")]
+mod linear;
+mod parallel;
 pub mod reference;
+#[allow(unsafe_code, reason = "vector instructions, loads and stores")]
+mod simd;
 mod weight_view;
 
+pub use activation::{FloatRows, Int8Rows, RowLayout, StaticScale};
 pub use dequantize::dequantize_rows;
-pub use weight_view::{ViewError, WeightView};
+pub use error::KernelError;
+pub use isa::{Isa, IsaToken};
+pub use layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, Unpacked};
+pub use linear::{PackedLinear, PackedView};
+#[cfg(feature = "rayon")]
+pub use parallel::Rayon;
+pub use parallel::{Parallel, Serial};
+pub use weight_view::{Scales, ViewError, WeightView};

@@ -1,12 +1,14 @@
 //! The plain definition of every result: scalar, portable, in an order anyone can follow.
 //!
-//! Faster variants are held to these functions.
+//! Faster variants are held to these functions. What they multiply are rows as packed, so that rounding of
+//! activations is not part of the comparison.
 
 use std::ops::Range;
 
-use crate::WeightView;
+use crate::{Int8Rows, Scales, WeightView};
 
-/// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, one rounding each.
+/// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, one rounding each; of
+/// progressive weights `((code − zero) · group) · channel`, one rounding each too, the whole number exact.
 ///
 /// `out` is `[rows.len(), k]` row-major.
 ///
@@ -24,11 +26,97 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
         let groups = weight.groups();
         for g in 0..groups {
             let zero = i32::from(weight.zero(row, g));
-            let scale = scales[r * groups + g];
+            let (whole, scale) = match scales {
+                Scales::Float(scales) => (1, scales[r * groups + g]),
+                Scales::Progressive { groups: whole, channels } => {
+                    (i32::from(whole[r * groups + g]), channels[r])
+                }
+            };
             let span = r * k + g * weight.group_size()..r * k + (g + 1) * weight.group_size();
             for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
-                *o = (i32::from(c) - zero) as f32 * scale;
+                *o = ((i32::from(c) - zero) * whole) as f32 * scale;
             }
         }
     }
+}
+
+/// A linear layer on whole numbers, `[m, n]` row-major, as [`PackedView::multiply`](crate::PackedView::multiply)
+/// must give it to the bit:
+///
+/// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a
+/// float and joined by a fused multiply-add in order of groups; of progressive weights
+/// `y = s_x · (s_row · Σ_g s_g I_g) + b` with the sum over groups exact as well.
+///
+/// # Panics
+/// When the rows are of another width.
+pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) -> Vec<f32> {
+    let (n, size, groups) = (weight.n(), weight.group_size(), weight.groups());
+    let mut out = Vec::with_capacity(x.m() * n);
+    for m in 0..x.m() {
+        let a = x.row(m);
+        assert_eq!(a.len(), weight.k(), "rows of another width");
+        for o in 0..n {
+            let codes = weight.codes(o..o + 1);
+            let sum = |g: usize| -> i32 {
+                let zero = i32::from(weight.zero(o, g));
+                let group = g * size..(g + 1) * size;
+                let terms = codes[group.clone()].iter().zip(&a[group]);
+                terms.map(|(&q, &a)| (i32::from(q) - zero) * (i32::from(a) - x.zero())).sum()
+            };
+            let total = match weight.scales(o..o + 1) {
+                Scales::Float(scales) => {
+                    (0..groups).fold(0.0_f32, |total, g| (sum(g) as f32).mul_add(scales[g], total))
+                }
+                Scales::Progressive { groups: whole, channels } => {
+                    let total: i32 = (0..groups).map(|g| sum(g) * i32::from(whole[g])).sum();
+                    total as f32 * channels[0]
+                }
+            };
+            out.push(match bias {
+                Some(bias) => total.mul_add(x.scales()[m], bias[o]),
+                None => total * x.scales()[m],
+            });
+        }
+    }
+    out
+}
+
+/// A linear layer on floats in `f64`, `[m, n]` row-major, and beside each value the sum of magnitudes that its
+/// bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
+/// [`PackedView::multiply_float`](crate::PackedView::multiply_float).
+///
+/// `x` is `[m, k]`.
+///
+/// # Panics
+/// When `x` is not whole rows.
+pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
+    let (n, k, size, groups) = (weight.n(), weight.k(), weight.group_size(), weight.groups());
+    assert!(k > 0 && x.len().is_multiple_of(k), "not whole rows");
+    // The middle of the codes as they are stored, of 4 bits or 8.
+    let stored = if weight.bits() <= 4 { 4 } else { 8 };
+    let centre = if weight.has_zeros() { 1 << (stored - 1) } else { i32::from(weight.zero(0, 0)) };
+    let mut out = Vec::with_capacity(x.len() / k * n);
+    for row in x.chunks_exact(k) {
+        for o in 0..n {
+            let codes = weight.codes(o..o + 1);
+            let (mut value, mut magnitude) = (0.0_f64, 0.0_f64);
+            for g in 0..groups {
+                let zero = i32::from(weight.zero(o, g));
+                let scale = match weight.scales(o..o + 1) {
+                    Scales::Float(scales) => f64::from(scales[g]),
+                    Scales::Progressive { groups: whole, channels } => {
+                        f64::from(whole[g]) * f64::from(channels[0])
+                    }
+                };
+                for i in g * size..(g + 1) * size {
+                    let (q, x) = (i32::from(codes[i]), f64::from(row[i]));
+                    value += scale * f64::from(q - zero) * x;
+                    magnitude += (scale * f64::from((q - centre).abs() + (centre - zero).abs()) * x).abs();
+                }
+            }
+            let bias = bias.map_or(0.0, |bias| f64::from(bias[o]));
+            out.push((value + bias, magnitude + bias.abs()));
+        }
+    }
+    out
 }

@@ -19,6 +19,9 @@ pub enum ViewError {
 ///
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned
 /// codes below `2^bits`. Without `zeros` the grid is symmetric: every zero is `2^(bits − 1)`.
+///
+/// A progressive one (QServe, §4.1) has two levels of scales, whole numbers of groups below a float of the
+/// row: `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, the product inside exact.
 #[derive(Debug, Clone, Copy)]
 pub struct WeightView<'a> {
     n: usize,
@@ -26,8 +29,22 @@ pub struct WeightView<'a> {
     bits: u8,
     group_size: usize,
     codes: &'a [u8],
-    scales: &'a [f32],
+    scales: Scales<'a>,
     zeros: Option<&'a [u8]>,
+}
+
+/// The scales of a [`WeightView`].
+#[derive(Debug, Clone, Copy)]
+pub enum Scales<'a> {
+    /// `[n, k / group_size]`
+    Float(&'a [f32]),
+    /// Two levels.
+    Progressive {
+        /// `[n, k / group_size]`
+        groups: &'a [u8],
+        /// `[n]`
+        channels: &'a [f32],
+    },
 }
 
 impl<'a> WeightView<'a> {
@@ -46,6 +63,21 @@ impl<'a> WeightView<'a> {
         scales: &'a [f32],
         zeros: Option<&'a [u8]>,
     ) -> Result<Self, ViewError> {
+        Self::with_scales([n, k], bits, group_size, codes, Scales::Float(scales), zeros)
+    }
+
+    /// The same with scales of either kind.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_scales(
+        [n, k]: [usize; 2],
+        bits: u8,
+        group_size: usize,
+        codes: &'a [u8],
+        scales: Scales<'a>,
+        zeros: Option<&'a [u8]>,
+    ) -> Result<Self, ViewError> {
         if !(2..=8).contains(&bits) {
             return Err(ViewError::Bits(bits));
         }
@@ -58,7 +90,13 @@ impl<'a> WeightView<'a> {
         };
         let groups = n.checked_mul(k / group_size);
         length("codes", n.checked_mul(k), codes.len())?;
-        length("scales", groups, scales.len())?;
+        match scales {
+            Scales::Float(scales) => length("scales", groups, scales.len())?,
+            Scales::Progressive { groups: scales, channels } => {
+                length("scales of groups", groups, scales.len())?;
+                length("scales of channels", Some(n), channels.len())?;
+            }
+        }
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
         }
@@ -96,8 +134,24 @@ impl<'a> WeightView<'a> {
     }
 
     /// The scales of some rows.
-    pub fn scales(&self, rows: Range<usize>) -> &'a [f32] {
-        &self.scales[rows.start * self.groups()..rows.end * self.groups()]
+    pub fn scales(&self, rows: Range<usize>) -> Scales<'a> {
+        let groups_of = rows.start * self.groups()..rows.end * self.groups();
+        match self.scales {
+            Scales::Float(scales) => Scales::Float(&scales[groups_of]),
+            Scales::Progressive { groups, channels } => {
+                Scales::Progressive { groups: &groups[groups_of], channels: &channels[rows] }
+            }
+        }
+    }
+
+    /// All scales.
+    pub fn all_scales(&self) -> Scales<'a> {
+        self.scales
+    }
+
+    /// Whether every group has a zero of its own.
+    pub fn has_zeros(&self) -> bool {
+        self.zeros.is_some()
     }
 
     /// The stored zeros of some rows, laid out as [`scales`](Self::scales); none in a symmetric grid.
@@ -127,7 +181,7 @@ mod tests {
         let view = WeightView::new([3, 4], 4, 2, &CODES, &SCALES, Some(&zeros)).unwrap();
         assert_eq!((view.n(), view.k(), view.bits(), view.group_size(), view.groups()), (3, 4, 4, 2, 2));
         assert_eq!(view.codes(1..3), &CODES[4..]);
-        assert_eq!(view.scales(1..2), [3.0, 4.0]);
+        assert!(matches!(view.scales(1..2), Scales::Float([3.0, 4.0])));
         assert_eq!(view.zeros(2..3), Some(&[2, 1][..]));
         assert_eq!(view.zero(1, 1), 3);
     }
@@ -156,6 +210,21 @@ mod tests {
         assert_eq!(new([3, 4], 4, 2, 12, 6, Some(&[0; 7])), length("zeros", 6, 7));
         // A shape whose product overflows is no reason to panic.
         assert_eq!(new([usize::MAX, 4], 4, 4, 12, 6, None), length("codes", usize::MAX, 12));
+    }
+
+    #[test]
+    fn two_levels_of_scales() {
+        let (groups, channels) = ([1, 2, 3, 4, 5, 6], [0.5, 1.0, 2.0]);
+        let new = |groups: &'static [u8], channels| {
+            let scales = Scales::Progressive { groups, channels };
+            WeightView::with_scales([3, 4], 4, 2, &CODES, scales, None)
+        };
+        let view = new(&[1, 2, 3, 4, 5, 6], &channels).unwrap();
+        let Scales::Progressive { groups: g, channels: c } = view.scales(1..3) else { panic!() };
+        assert_eq!((g, c), (&groups[2..], &channels[1..]));
+        let length = |what, expected, got| ViewError::Length { what, expected, got };
+        assert_eq!(new(&[1; 5], &channels).unwrap_err(), length("scales of groups", 6, 5));
+        assert_eq!(new(&[1; 6], &channels[..2]).unwrap_err(), length("scales of channels", 3, 2));
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //! pairs of neighbouring `k` in a 32-bit word, the first in the low half, as the instruction takes
 //! them; a last odd `k`, and rows that fill up a strip or panel, are zero.
 //!
-//! The bound on an element: each operand is off by at most `2⁻⁹` of itself, so the result is off by
-//! at most `(2⁻⁸ + k · 2⁻²⁴) Σ |left · right|`. The instruction takes subnormal operands for zero
+//! The bound on an element: each operand is off by at most `2⁻⁸` of itself, so the result is off by
+//! at most `(2⁻⁷ + 2⁻¹⁶ + k · 2⁻²⁴) Σ |left · right|`. The instruction takes subnormal operands for zero
 //! and flushes subnormal sums.
 //!
 //! An element's sum runs over `k` in order whatever part of the product is asked for, so results do

@@ -1,0 +1,164 @@
+//! Float activations in the order in which the kernels read them.
+#![allow(unsafe_code, reason = "threads fill parts of one vector")]
+
+use super::{RowLayout, strip, strips};
+use crate::layout::STEP;
+use crate::parallel::Disjoint;
+use crate::{Isa, IsaToken, KernelError, Parallel};
+
+/// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
+const PAIRS: [usize; 4] = [0, 4, 1, 5];
+
+/// Rows `[m, k]` of floats, packed for one instruction set.
+///
+/// Where that has dot products of bf16, each value is two of them, the value rounded and what that left over,
+/// together within `2⁻¹⁶` of it; elsewhere it is itself.
+#[derive(Debug, Clone)]
+pub struct FloatRows {
+    pub(crate) m: usize,
+    pub(crate) layout: Option<RowLayout>,
+    pub(crate) token: IsaToken,
+    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16.
+    pub(crate) words: Vec<u32>,
+    /// `[strips][groups][rows of the strip]`
+    pub(crate) sums: Vec<f32>,
+}
+
+impl FloatRows {
+    /// No rows yet, for these instructions.
+    pub fn new(token: IsaToken) -> Self {
+        Self { m: 0, layout: None, token, words: Vec::new(), sums: Vec::new() }
+    }
+
+    /// Rows.
+    pub fn m(&self) -> usize {
+        self.m
+    }
+
+    /// Packs rows `[m, k]`, row-major. What was held is replaced, and its memory used again.
+    ///
+    /// # Errors
+    /// When `x` is not whole rows of the width that the layout says.
+    pub fn pack(&mut self, x: &[f32], layout: RowLayout, parallel: &dyn Parallel) -> Result<(), KernelError> {
+        let (k, groups, padded) = (layout.k, layout.groups(), layout.padded());
+        let m = x.len() / k;
+        KernelError::length("activations", m * k, x.len())?;
+        (self.m, self.layout) = (m, Some(layout));
+        self.words.clear();
+        self.words.resize(m * padded, 0);
+        self.sums.clear();
+        self.sums.resize(m * groups, 0.0);
+        if m == 0 {
+            return Ok(());
+        }
+        let split = self.token.isa() == Isa::Avx512Bf16;
+        let (words, sums) = (Disjoint::new(&mut self.words), Disjoint::new(&mut self.sums));
+        parallel.for_each(strips(m), &|i| {
+            let strip = strip(m, i);
+            // SAFETY: strips are disjoint, and each is asked for once.
+            let words = unsafe { words.part(strip.start * padded..strip.end * padded) };
+            // SAFETY: as above.
+            let sums = unsafe { sums.part(strip.start * groups..strip.end * groups) };
+            pack_strip(&x[strip.start * k..strip.end * k], layout, split, words, sums);
+        });
+        Ok(())
+    }
+}
+
+/// Packs the rows of one strip.
+fn pack_strip(x: &[f32], layout: RowLayout, split: bool, words: &mut [u32], sums: &mut [f32]) {
+    let rows = x.len() / layout.k;
+    for (r, row) in x.chunks_exact(layout.k).enumerate() {
+        for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
+            let mut sum = [0.0_f32; STEP];
+            for (s, step) in group.chunks(STEP).enumerate() {
+                let at = ((g * layout.steps + s) * rows + r) * STEP;
+                let mut values = [0.0; STEP];
+                values[..step.len()].copy_from_slice(step);
+                sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+                let words = &mut words[at..at + STEP];
+                if split {
+                    in_pairs(values, words);
+                } else {
+                    words.iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
+                }
+            }
+            sums[g * rows + r] = sum.iter().sum();
+        }
+    }
+}
+
+/// Each pair rounded, then what is left over of it.
+#[inline(always)]
+fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
+    let high = values.map(round_within);
+    let mut low = [0; STEP];
+    for i in 0..STEP {
+        low[i] = round(values[i] - f32::from_bits(high[i]));
+    }
+    for (pair, &i) in words.chunks_exact_mut(2).zip(&PAIRS) {
+        pair[0] = high[i] >> 16 | high[i + 2];
+        pair[1] = low[i] >> 16 | low[i + 2];
+    }
+}
+
+/// A value rounded to bf16, half to even; only the upper half of the bits is set. NaN stays NaN.
+#[inline(always)]
+fn round(value: f32) -> u32 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
+    if value.is_nan() { 0x7fc0_0000 } else { rounded }
+}
+
+/// The same, but the largest values are cut, for they would become infinite.
+#[inline(always)]
+fn round_within(value: f32) -> u32 {
+    let rounded = round(value);
+    let overflows = rounded & 0x7fff_ffff == 0x7f80_0000 && value.is_finite();
+    if overflows { value.to_bits() & 0xffff_0000 } else { rounded }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split(value: f32) -> [f64; 2] {
+        let mut words = [0; STEP];
+        in_pairs([0.0, value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], &mut words);
+        [words[4], words[5]].map(|w| f64::from(f32::from_bits(w << 16)))
+    }
+
+    #[test]
+    fn two_halves_are_within_their_bound() {
+        let mut bits = 1_u32;
+        for _ in 0..20_000 {
+            bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+            let value = f32::from_bits(bits);
+            if !value.is_finite() || value.abs() < 1e-30 {
+                continue;
+            }
+            let [high, low] = split(value);
+            let off = (high + low - f64::from(value)).abs();
+            assert!(off <= f64::from(value).abs() * 2.0_f64.powi(-16), "{value}");
+        }
+        let [high, low] = split(f32::MAX);
+        assert!(high.is_finite() && (high + low) / f64::from(f32::MAX) > 0.999_98);
+        assert_eq!(split(f32::INFINITY)[0], f64::INFINITY);
+        assert!(split(f32::NAN)[0].is_nan());
+        for (value, bits) in
+            [(1.0_f32, 0x3f80), (f32::from_bits(0x3f80_8000), 0x3f80), (f32::from_bits(0x3f81_8000), 0x3f82)]
+        {
+            assert_eq!(round(value) >> 16, bits);
+        }
+    }
+
+    #[test]
+    fn pairs_lie_in_their_order() {
+        let mut words = [0; STEP];
+        in_pairs([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], &mut words);
+        let halves = |w: u32| [f32::from_bits(w << 16), f32::from_bits(w & 0xffff_0000)];
+        let order = [words[0], words[2], words[4], words[6]].map(halves);
+        assert_eq!(order, [[0.0, 2.0], [4.0, 6.0], [1.0, 3.0], [5.0, 7.0]]);
+        assert_eq!([words[1], words[3], words[5], words[7]], [0; 4]);
+    }
+}

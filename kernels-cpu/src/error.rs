@@ -1,0 +1,62 @@
+//! Why a kernel refuses what it is given. Nothing here panics on a wrong argument.
+
+/// An argument that does not fit.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// A slice has another length than its shape says.
+    #[error("{what} has {got} elements, {expected} expected")]
+    Length {
+        /// Which slice.
+        what: &'static str,
+        /// Elements that the shape asks for.
+        expected: usize,
+        /// Elements there are.
+        got: usize,
+    },
+    /// A shape whose size is beyond this machine's numbers, or whose sums are beyond 32 bits.
+    #[error("{0} is too large")]
+    TooLarge(&'static str),
+    /// The scheme is none that this kernel multiplies.
+    #[error("{0} is not supported")]
+    Scheme(&'static str),
+    /// Two operands that do not belong together.
+    #[error("{what}: {got} does not fit {expected}")]
+    Mismatch {
+        /// In what they differ.
+        what: &'static str,
+        /// What was expected.
+        expected: usize,
+        /// What was given.
+        got: usize,
+    },
+    /// Packed bytes of another layout, or of another version of this one.
+    #[error("packed weights have layout {got:#018x}, {expected:#018x} expected")]
+    LayoutId {
+        /// That of the layout asked for.
+        expected: u64,
+        /// That found.
+        got: u64,
+    },
+    /// The processor lacks the instructions that were asked for.
+    #[error("this processor does not have {0}")]
+    Isa(&'static str),
+}
+
+impl KernelError {
+    /// A number for callers that cannot match on the variant; it never changes its meaning.
+    pub fn code(&self) -> u32 {
+        match self {
+            Self::Length { .. } => 1,
+            Self::TooLarge(_) => 2,
+            Self::Scheme(_) => 3,
+            Self::Mismatch { .. } => 4,
+            Self::LayoutId { .. } => 5,
+            Self::Isa(_) => 6,
+        }
+    }
+
+    pub(crate) fn length(what: &'static str, expected: usize, got: usize) -> Result<(), Self> {
+        if expected == got { Ok(()) } else { Err(Self::Length { what, expected, got }) }
+    }
+}

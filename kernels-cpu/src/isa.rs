@@ -1,0 +1,112 @@
+//! Instruction sets, found once, and tokens that prove them.
+//!
+//! `QUANT_ISA` forces a path: `scalar`, `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, or `f32`, the widest
+//! that rounds no float to bf16. A name that the processor lacks, or that is none, takes the portable path.
+
+use std::sync::LazyLock;
+
+use crate::KernelError;
+
+/// A path through the kernels. Whole numbers give the same bits on all; floats do on all but the last, which
+/// splits them into two bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Isa {
+    /// Portable code, the definition of every result.
+    Scalar,
+    /// AVX2, FMA and F16C: pair sums in 16 bits (`vpmaddubsw`).
+    Avx2,
+    /// The same with `vpdpbusd` on 256 bits.
+    AvxVnni,
+    /// AVX-512 F, BW, VL and VNNI: `vpdpbusd` on 512 bits.
+    Avx512Vnni,
+    /// The same and BF16: `vdpbf16ps` for float activations.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// From the plainest to the widest.
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::AvxVnni, Self::Avx512Vnni, Self::Avx512Bf16];
+
+    /// Its name, as `QUANT_ISA` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::AvxVnni => "avxvnni",
+            Self::Avx512Vnni => "avx512vnni",
+            Self::Avx512Bf16 => "avx512bf16",
+        }
+    }
+
+    /// Whether this processor has it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni => Self::Avx2.is_available() && is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vnni")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Self::Avx512Vnni.is_available() && is_x86_feature_detected!("avx512bf16"),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => false,
+        }
+    }
+
+    /// All that this processor has.
+    pub fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    /// The widest that this processor has, or the one that `QUANT_ISA` names; found once.
+    pub fn detect() -> Self {
+        static FOUND: LazyLock<Isa> = LazyLock::new(|| {
+            let widest = Isa::available().last().unwrap_or(Isa::Scalar);
+            match std::env::var("QUANT_ISA") {
+                Err(_) => widest,
+                Ok(name) if name == "f32" => {
+                    Isa::available().filter(|isa| *isa < Isa::Avx512Bf16).last().unwrap_or(Isa::Scalar)
+                }
+                Ok(name) => Isa::available().find(|isa| isa.name() == name).unwrap_or(Isa::Scalar),
+            }
+        });
+        *FOUND
+    }
+
+    /// Proof that the processor has it.
+    ///
+    /// # Errors
+    /// [`KernelError::Isa`] when it has not.
+    pub fn token(self) -> Result<IsaToken, KernelError> {
+        if self.is_available() { Ok(IsaToken(self)) } else { Err(KernelError::Isa(self.name())) }
+    }
+}
+
+/// Proof that the processor has an instruction set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IsaToken(Isa);
+
+impl IsaToken {
+    /// That of [`Isa::detect`].
+    pub fn detect() -> Self {
+        Self(Isa::detect())
+    }
+
+    /// Which.
+    pub fn isa(self) -> Isa {
+        self.0
+    }
+}

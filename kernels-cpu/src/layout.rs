@@ -1,0 +1,438 @@
+//! Packed weights: the order in which the kernels read them, and nothing else.
+//!
+//! One layout serves every kernel and every instruction set. A matrix `[n, k]` is cut into panels of
+//! [`PANEL_ROWS`] rows; a kernel reads a panel from its beginning to its end. `k` is cut into groups,
+//! and a group into steps of [`STEP`] input features, the last one filled up: a filler's code is 0, and
+//! the activation beside it is 0 as well.
+//!
+//! ```text
+//! panel:  codes    [groups][steps] of 64 bytes (4 bits) or 128 bytes (8 bits)
+//!         scales   [groups][16]    f16, bf16 or f32; of progressive weights u8
+//!         zeros    [groups][16]    of 4 bits, low half first, or 8; absent in a symmetric grid
+//!         channels [16]            f32, of progressive weights only
+//!         sums     [groups][16]    i32, Σ (code − zero), on request
+//!         filler   up to a multiple of 64 bytes
+//!
+//! step, 4 bits:  byte 4·r + i = code(r, i) | code(r, i + 4) << 4      row r < 16, i < 4
+//! step, 8 bits:  byte 4·r + i = code(r, i), byte 64 + 4·r + i = code(r, i + 4)
+//! ```
+//!
+//! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four
+//! neighbouring codes each, which is what `vpdpbusd`, `vpmaddubsw` and `sdot` multiply; and its 16-bit
+//! words hold, at shifts of 0, 4, 8 and 12, the pairs that a bf16 dot product takes.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use crate::weight_view::Scales;
+use crate::{KernelError, WeightView};
+
+/// Rows of a panel.
+pub const PANEL_ROWS: usize = 16;
+/// Input features of a step.
+pub const STEP: usize = 8;
+/// Bytes of a cache line, and what panels are aligned to.
+pub const LINE: usize = 64;
+
+/// How the scales of groups are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScaleType {
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+    /// Whole numbers of 8 bits, below an `f32` scale of the row: QServe's progressive quantization.
+    Progressive,
+}
+
+impl ScaleType {
+    fn bytes(self) -> usize {
+        match self {
+            Self::Progressive => 1,
+            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+
+    /// The narrowest that holds all of these exactly.
+    fn narrowest(scales: &[f32]) -> Self {
+        let same = |value: f32, stored: f32| value.to_bits() == stored.to_bits();
+        if scales.iter().all(|&s| same(s, f16::from_f32(s).to_f32())) {
+            Self::F16
+        } else if scales.iter().all(|&s| same(s, bf16::from_f32(s).to_f32())) {
+            Self::Bf16
+        } else {
+            Self::F32
+        }
+    }
+}
+
+/// Where everything is in a packed matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    n: usize,
+    k: usize,
+    /// 4 or 8: bits that a code takes.
+    code_bits: usize,
+    group_size: usize,
+    scales: ScaleType,
+    /// The zero of every group, or `None` where they are stored.
+    middle: Option<u8>,
+    sums: bool,
+    /// Bytes of a whole panel.
+    panel_bytes: usize,
+}
+
+impl Layout {
+    /// The layout of a view; with `sums` it holds what activations with a zero point need.
+    ///
+    /// # Errors
+    /// When the matrix is empty, or a group so wide that its sums do not fit 32 bits: 66,311 at 8 bits,
+    /// 1,127,288 at 4, half of these with `sums`; a row of 133,144 of progressive weights.
+    pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
+        let code_bits = if view.bits() <= 4 { 4 } else { 8 };
+        let scales = match view.all_scales() {
+            Scales::Float(scales) => ScaleType::narrowest(scales),
+            Scales::Progressive { .. } => ScaleType::Progressive,
+        };
+        let middle = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
+        Self::new([view.n(), view.k()], code_bits, view.group_size(), scales, middle, sums)
+    }
+
+    fn new(
+        [n, k]: [usize; 2],
+        code_bits: usize,
+        group_size: usize,
+        scales: ScaleType,
+        middle: Option<u8>,
+        sums: bool,
+    ) -> Result<Self, KernelError> {
+        if n == 0 || k == 0 {
+            return Err(KernelError::Scheme("an empty matrix"));
+        }
+        // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15 and |a| ≤ 127, or
+        // |a − a₀| ≤ 255 with a zero of the activations; progressive weights are at most 127 and summed
+        // over the whole row.
+        let (width, weight) = match (scales, code_bits) {
+            (ScaleType::Progressive, _) => (k, 127),
+            (_, 8) => (group_size, 255),
+            _ => (group_size, 15),
+        };
+        let activation = if sums { 255 } else { 127 };
+        if width > i32::MAX as usize / (weight * activation) {
+            return Err(KernelError::TooLarge("the width of a group"));
+        }
+        let mut layout = Self { n, k, code_bits, group_size, scales, middle, sums, panel_bytes: 0 };
+        let too_large = KernelError::TooLarge("the packed matrix");
+        // Bytes of a group are few; only their number can be beyond all numbers.
+        let group = layout.steps() * layout.step_bytes()
+            + PANEL_ROWS * scales.bytes()
+            + layout.zero_bytes()
+            + if sums { 4 * PANEL_ROWS } else { 0 };
+        let bytes = layout.groups().checked_mul(group).and_then(|b| b.checked_add(layout.channel_bytes()));
+        let bytes = bytes.and_then(|b| b.checked_next_multiple_of(LINE)).ok_or(too_large.clone())?;
+        bytes.checked_mul(layout.panels()).filter(|&b| isize::try_from(b).is_ok()).ok_or(too_large)?;
+        layout.panel_bytes = bytes;
+        Ok(layout)
+    }
+
+    /// Output features.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input features.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Bits that a code takes: 4, or 8.
+    pub fn code_bits(&self) -> usize {
+        self.code_bits
+    }
+
+    /// Input features that share a scale.
+    pub fn group_size(&self) -> usize {
+        self.group_size
+    }
+
+    /// Groups of a row.
+    pub fn groups(&self) -> usize {
+        self.k / self.group_size
+    }
+
+    /// How scales are stored.
+    pub fn scales(&self) -> ScaleType {
+        self.scales
+    }
+
+    /// The zero of every group, or `None` where each has its own.
+    pub fn middle(&self) -> Option<u8> {
+        self.middle
+    }
+
+    /// Whether the sums of rows are there.
+    pub fn has_sums(&self) -> bool {
+        self.sums
+    }
+
+    /// Steps of a group.
+    pub fn steps(&self) -> usize {
+        self.group_size.div_ceil(STEP)
+    }
+
+    /// Input features with the fillers of groups: what a row of activations is made of.
+    pub fn padded_k(&self) -> usize {
+        self.groups() * self.steps() * STEP
+    }
+
+    /// Panels.
+    pub fn panels(&self) -> usize {
+        self.n.div_ceil(PANEL_ROWS)
+    }
+
+    /// Bytes of a panel, a multiple of [`LINE`].
+    pub fn panel_bytes(&self) -> usize {
+        self.panel_bytes
+    }
+
+    /// Bytes of the whole matrix.
+    pub fn bytes(&self) -> usize {
+        self.panel_bytes * self.panels()
+    }
+
+    /// Bits a weight of the matrix, fillers included.
+    pub fn bits_per_weight(&self) -> f64 {
+        8.0 * self.bytes() as f64 / (self.n as f64 * self.k as f64)
+    }
+
+    pub(crate) fn step_bytes(&self) -> usize {
+        PANEL_ROWS * STEP * self.code_bits / 8
+    }
+
+    fn zero_bytes(&self) -> usize {
+        if self.middle.is_some() { 0 } else { PANEL_ROWS * self.code_bits / 8 }
+    }
+
+    fn channel_bytes(&self) -> usize {
+        if self.scales == ScaleType::Progressive { 4 * PANEL_ROWS } else { 0 }
+    }
+
+    /// Where the scales of a panel begin.
+    pub(crate) fn scales_at(&self) -> usize {
+        self.groups() * self.steps() * self.step_bytes()
+    }
+
+    pub(crate) fn zeros_at(&self) -> usize {
+        self.scales_at() + self.groups() * PANEL_ROWS * self.scales.bytes()
+    }
+
+    pub(crate) fn channels_at(&self) -> usize {
+        self.zeros_at() + self.groups() * self.zero_bytes()
+    }
+
+    pub(crate) fn sums_at(&self) -> usize {
+        self.channels_at() + self.channel_bytes()
+    }
+
+    /// Identifies the order and everything that it depends on: bytes of one layout are never read as those
+    /// of another.
+    pub fn id(&self) -> u64 {
+        let scales = match self.scales {
+            ScaleType::F16 => 1,
+            ScaleType::Bf16 => 2,
+            ScaleType::F32 => 3,
+            ScaleType::Progressive => 4,
+        };
+        let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
+        let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
+        let words = [VERSION].into_iter().chain(sizes).chain([scales, middle, u64::from(self.sums)]);
+        // FNV-1a.
+        words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+    }
+
+    /// Packs some panels of a view into `out`, which holds just these: callers that want threads give each
+    /// its own.
+    ///
+    /// # Errors
+    /// When the view is not of this layout, or `out` has another length than these panels.
+    pub fn pack(
+        &self,
+        view: &WeightView<'_>,
+        panels: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), KernelError> {
+        if Self::of(view, self.sums)? != *self {
+            return Err(KernelError::Scheme("a view of another layout"));
+        }
+        if panels.start > panels.end || panels.end > self.panels() {
+            let (expected, got) = (self.panels(), panels.end);
+            return Err(KernelError::Mismatch { what: "panels", expected, got });
+        }
+        KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;
+        out.fill(0);
+        for (panel, bytes) in panels.zip(out.chunks_exact_mut(self.panel_bytes)) {
+            for r in 0..PANEL_ROWS.min(self.n - panel * PANEL_ROWS) {
+                self.pack_row(view, panel * PANEL_ROWS + r, r, bytes);
+            }
+        }
+        Ok(())
+    }
+
+    fn pack_row(&self, view: &WeightView<'_>, row: usize, r: usize, panel: &mut [u8]) {
+        let codes = view.codes(row..row + 1);
+        for (g, group) in codes.chunks_exact(self.group_size).enumerate() {
+            for (i, &code) in group.iter().enumerate() {
+                let step = (g * self.steps() + i / STEP) * self.step_bytes();
+                let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
+                match self.code_bits {
+                    // A code that is none must not become part of its neighbour.
+                    4 => panel[step + byte] |= (code & 0x0f) << (4 * half),
+                    _ => panel[step + 64 * half + byte] = code,
+                }
+            }
+            let at = g * PANEL_ROWS + r;
+            let zero = view.zero(row, g);
+            if self.middle.is_none() {
+                match self.code_bits {
+                    4 => panel[self.zeros_at() + at / 2] |= (zero & 0x0f) << (4 * (at % 2)),
+                    _ => panel[self.zeros_at() + at] = zero,
+                }
+            }
+            if self.sums {
+                let sum: i32 = group.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
+                panel[self.sums_at() + 4 * at..][..4].copy_from_slice(&sum.to_le_bytes());
+            }
+        }
+        let mut write = |at: usize, bytes: &[u8]| panel[at..at + bytes.len()].copy_from_slice(bytes);
+        let (groups, size) = (self.groups(), self.scales.bytes());
+        for g in 0..groups {
+            let at = self.scales_at() + (g * PANEL_ROWS + r) * size;
+            match (view.all_scales(), self.scales) {
+                (Scales::Float(s), ScaleType::F16) => {
+                    write(at, &f16::from_f32(s[row * groups + g]).to_le_bytes())
+                }
+                (Scales::Float(s), ScaleType::Bf16) => {
+                    write(at, &bf16::from_f32(s[row * groups + g]).to_le_bytes())
+                }
+                (Scales::Float(s), _) => write(at, &s[row * groups + g].to_le_bytes()),
+                (Scales::Progressive { groups: s, .. }, _) => write(at, &[s[row * groups + g]]),
+            }
+        }
+        if let Scales::Progressive { channels, .. } = view.all_scales() {
+            write(self.channels_at() + 4 * r, &channels[row].to_le_bytes());
+        }
+    }
+
+    /// The code of a weight, from the panel of its row.
+    fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
+        let (g, i, r) = (k / self.group_size, k % self.group_size, row % PANEL_ROWS);
+        let step = (g * self.steps() + i / STEP) * self.step_bytes();
+        let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
+        match self.code_bits {
+            4 => panel[step + byte] >> (4 * half) & 0x0f,
+            _ => panel[step + 64 * half + byte],
+        }
+    }
+
+    /// The scale of a group: of progressive weights a whole number.
+    fn scale(&self, panel: &[u8], row: usize, g: usize) -> f32 {
+        let at = self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes();
+        let bytes = |n| &panel[at..at + n];
+        match (self.scales, bytes(self.scales.bytes())) {
+            (ScaleType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+            (ScaleType::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+            (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+            (_, other) => f32::from(other[0]),
+        }
+    }
+
+    fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
+        let at = g * PANEL_ROWS + row % PANEL_ROWS;
+        match (self.middle, self.code_bits) {
+            (Some(middle), _) => middle,
+            (None, 4) => panel[self.zeros_at() + at / 2] >> (4 * (at % 2)) & 0x0f,
+            (None, _) => panel[self.zeros_at() + at],
+        }
+    }
+
+    fn channel(&self, panel: &[u8], row: usize) -> f32 {
+        let at = self.channels_at() + 4 * (row % PANEL_ROWS);
+        f32::from_le_bytes([panel[at], panel[at + 1], panel[at + 2], panel[at + 3]])
+    }
+
+    fn panel_of<'a>(&self, packed: &'a [u8], row: usize) -> &'a [u8] {
+        &packed[row / PANEL_ROWS * self.panel_bytes..][..self.panel_bytes]
+    }
+
+    /// The view's parts again, from the whole matrix.
+    ///
+    /// # Errors
+    /// When `packed` has another length.
+    pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
+        KernelError::length("packed weights", self.bytes(), packed.len())?;
+        let mut out = Unpacked::default();
+        for row in 0..self.n {
+            let panel = self.panel_of(packed, row);
+            out.codes.extend((0..self.k).map(|k| self.code(panel, row, k)));
+            out.scales.extend((0..self.groups()).map(|g| self.scale(panel, row, g)));
+            if self.middle.is_none() {
+                out.zeros.extend((0..self.groups()).map(|g| self.zero(panel, row, g)));
+            }
+            if self.scales == ScaleType::Progressive {
+                out.channels.push(self.channel(panel, row));
+            }
+        }
+        Ok(out)
+    }
+
+    /// Some rows as floats, `[rows.len(), k]` row-major.
+    pub(crate) fn dequantize(
+        &self,
+        packed: &[u8],
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), KernelError> {
+        KernelError::length("packed weights", self.bytes(), packed.len())?;
+        if rows.start > rows.end || rows.end > self.n {
+            return Err(KernelError::Mismatch { what: "rows", expected: self.n, got: rows.end });
+        }
+        KernelError::length("output", rows.len() * self.k, out.len())?;
+        for (row, out) in rows.zip(out.chunks_exact_mut(self.k)) {
+            let panel = self.panel_of(packed, row);
+            for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
+                let (zero, scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
+                for (i, out) in out.iter_mut().enumerate() {
+                    let code = i32::from(self.code(panel, row, g * self.group_size + i)) - zero;
+                    *out = match self.scales {
+                        // The product of two whole numbers is exact.
+                        ScaleType::Progressive => (code as f32 * scale) * self.channel(panel, row),
+                        _ => code as f32 * scale,
+                    };
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Grows whenever the order of anything changes.
+const VERSION: u64 = 1;
+
+/// What a packed matrix was made of, in logical order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Unpacked {
+    /// `[n, k]`
+    pub codes: Vec<u8>,
+    /// `[n, k / group_size]`; of progressive weights whole numbers
+    pub scales: Vec<f32>,
+    /// `[n, k / group_size]`, or none in a symmetric grid
+    pub zeros: Vec<u8>,
+    /// `[n]`, of progressive weights only
+    pub channels: Vec<f32>,
+}

@@ -1,0 +1,78 @@
+//! The inner loop of float activations: codes become floats in registers, exactly.
+//!
+//! What is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small whole numbers,
+//! exact in bf16 and `f32`. A group's own zero then costs `(z − c) Σ x`, and the scale one multiply-add.
+#![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
+
+use crate::layout::{PANEL_ROWS, STEP, ScaleType};
+use crate::simd::FloatLanes;
+
+use super::tile::{Tile, finish, scales_of};
+
+/// Multiplies.
+///
+/// # Safety
+/// As [`multiply`](super::tile::multiply), with activations as [`FloatLanes`] takes them.
+#[inline(always)]
+pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usize>(
+    t: &Tile<'_>,
+) {
+    let layout = t.layout;
+    let (groups, steps, panel) = (layout.groups(), layout.steps(), layout.panel_bytes());
+    let step_bytes = PANEL_ROWS * STEP * BITS / 8;
+    let (scales_at, zeros_at) = (layout.scales_at(), layout.zeros_at());
+    let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
+    let ahead = if MR <= 4 { 2048 } else { 0 };
+    // SAFETY: all reads are within what the caller vouches for, as in the tile of whole numbers.
+    unsafe {
+        let table = L::centre(centre);
+        let mut totals = [[L::zero(); NP]; MR];
+        let (mut at, mut x) = (t.weights, t.activations);
+        for g in 0..groups {
+            let mut acc = [[L::zero(); NP]; MR];
+            for _ in 0..steps {
+                for p in 0..NP {
+                    if ahead > 0 {
+                        L::prefetch(at.wrapping_add(p * panel + ahead));
+                    }
+                }
+                for part in 0..L::PARTS {
+                    let mut w = [L::weights::<BITS>(at, part, table); NP];
+                    for p in 1..NP {
+                        w[p] = L::weights::<BITS>(at.add(p * panel), part, table);
+                    }
+                    for m in 0..MR {
+                        let row = x.add(m * FLOAT_STEP);
+                        for p in 0..NP {
+                            acc[m][p] = L::dot_float(acc[m][p], w[p], row, part);
+                        }
+                    }
+                }
+                at = at.add(step_bytes);
+                x = x.add(t.strip * FLOAT_STEP);
+            }
+            for p in 0..NP {
+                if layout.middle().is_none() {
+                    let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
+                    let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+                    // Minus the zero, counted from the centre.
+                    let zeros = L::to_f32(L::sub(L::splat(centre), zeros));
+                    for m in 0..MR {
+                        let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
+                        acc[m][p] = L::fma(zeros, L::splat_f32(sum), acc[m][p]);
+                    }
+                }
+                let scales = t.weights.add(p * panel + scales_at);
+                let scale = scales_of::<L>(layout.scales(), scales, g * PANEL_ROWS);
+                for m in 0..MR {
+                    totals[m][p] = L::fma(acc[m][p], scale, totals[m][p]);
+                }
+            }
+        }
+        debug_assert!(t.zero == 0 && t.scales.is_null() || layout.scales() == ScaleType::Progressive);
+        finish::<L, MR, NP>(t, totals);
+    }
+}
+
+/// Bytes of a step of a row: eight floats, or eight pairs of bf16.
+pub(crate) const FLOAT_STEP: usize = 32;

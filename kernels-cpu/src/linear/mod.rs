@@ -1,0 +1,330 @@
+//! Linear layers on packed weights.
+//!
+//! # Whole numbers
+//!
+//! `y = s_x · Σ_g s_g (Σ_{k∈g} q·a − z Σ_{k∈g} a) + b`.
+//!
+//! Weights of 4 or 8 bits with a scale for every group or row, or progressive ones; activations of 8 bits per
+//! token or static (W4A8, W8A8, QServe's W4A8). Sums of a group are exact in `i32`; a group's sum becomes a
+//! float, rounded once, and joins the total by a fused multiply-add, group by group; at the end the total is
+//! multiplied by the scale of the activations, and a bias is added in the same rounding. That order is the
+//! definition: all instruction sets, splits and thread counts give its bits.
+//!
+//! # Floats
+//!
+//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b`, with `c` the middle of the codes (W4A16, W8A16): each
+//! group's products are added in order of `k` by fused multiply-adds, and so are groups. All paths give the
+//! same bits but that of `avx512bf16`: there a value of `x` is two bf16, `2⁻¹⁶` off at most, and pairs of products
+//! are added in `f32`. All are within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| +
+//! |c − z|` in place of `|q − z|`; split values take subnormals for zero.
+
+mod dispatch;
+mod float_tile;
+mod tile;
+
+use std::ops::Range;
+
+pub(crate) use self::dispatch::MAX_ROWS;
+use self::dispatch::Path;
+use self::float_tile::FLOAT_STEP;
+use self::tile::Tile;
+use crate::activation::{RowLayout, strip, strips};
+use crate::layout::{LINE, PANEL_ROWS, STEP};
+use crate::parallel::Disjoint;
+use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
+
+/// Bytes of activations that stay in the second cache while panels pass.
+const BLOCK: usize = 512 << 10;
+/// Panels that one piece of work takes, at most.
+const CHUNK: usize = 16;
+
+/// Packed weights, wherever they are.
+#[derive(Debug, Clone, Copy)]
+pub struct PackedView<'a> {
+    layout: Layout,
+    bytes: &'a [u8],
+}
+
+impl<'a> PackedView<'a> {
+    /// Bytes that [`Layout::pack`] wrote, in memory or in a mapped file. Kernels read fastest where they begin
+    /// at a multiple of [`LINE`].
+    ///
+    /// # Errors
+    /// When `id` is not that of the layout, or the length is another.
+    pub fn new(layout: Layout, id: u64, bytes: &'a [u8]) -> Result<Self, KernelError> {
+        if id != layout.id() {
+            return Err(KernelError::LayoutId { expected: layout.id(), got: id });
+        }
+        KernelError::length("packed weights", layout.bytes(), bytes.len())?;
+        Ok(Self { layout, bytes })
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// `out = x · Wᵀ + bias` on whole numbers: `x` is `[m, k]`, `out` `[m, n]` row-major and overwritten, `bias`
+    /// `[n]`.
+    ///
+    /// # Errors
+    /// When `x` was made for other groups, a length is wrong, or `x` has a zero and the layout no sums.
+    pub fn multiply(
+        &self,
+        token: IsaToken,
+        x: &Int8Rows,
+        bias: Option<&[f32]>,
+        out: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        if x.zero != 0 && !self.layout.has_sums() {
+            return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
+        }
+        let rows = Rows {
+            m: x.m,
+            layout: x.layout,
+            step_bytes: STEP,
+            activations: x.codes.as_ptr().cast(),
+            sums: x.sums.as_ptr().cast(),
+            scales: Some(x.scales.as_ptr()),
+            zero: x.zero,
+        };
+        self.run(Path::of(token, self.layout.code_bits(), false), &rows, bias, out, parallel)
+    }
+
+    /// The same on floats, by the instructions that `x` was packed for.
+    ///
+    /// # Errors
+    /// When `x` was made for other groups, or a length is wrong.
+    pub fn multiply_float(
+        &self,
+        x: &FloatRows,
+        bias: Option<&[f32]>,
+        out: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let rows = Rows {
+            m: x.m,
+            layout: x.layout,
+            step_bytes: FLOAT_STEP,
+            activations: x.words.as_ptr().cast(),
+            sums: x.sums.as_ptr().cast(),
+            scales: None,
+            zero: 0,
+        };
+        self.run(Path::of(x.token, self.layout.code_bits(), true), &rows, bias, out, parallel)
+    }
+
+    /// Some rows as floats again, `[rows.len(), k]` row-major: the values of
+    /// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
+    ///
+    /// # Errors
+    /// When rows leave the matrix, or `out` has another length.
+    pub fn dequantize_rows(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), KernelError> {
+        self.layout.dequantize(self.bytes, rows, out)
+    }
+
+    fn run(
+        &self,
+        path: Path,
+        x: &Rows,
+        bias: Option<&[f32]>,
+        out: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let (layout, m) = (&self.layout, x.m);
+        if x.layout != Some(RowLayout::of(layout)) {
+            let got = x.layout.map_or(0, |l| l.group_size());
+            return Err(KernelError::Mismatch {
+                what: "groups of the activations",
+                expected: layout.group_size(),
+                got,
+            });
+        }
+        if let Some(bias) = bias {
+            KernelError::length("bias", layout.n(), bias.len())?;
+        }
+        KernelError::length("output", m * layout.n(), out.len())?;
+        if m == 0 {
+            return Ok(());
+        }
+        // Strips whose activations stay in the second cache while panels pass.
+        let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
+        let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(m));
+        let blocks = strips(m).div_ceil(block);
+        // As many pieces as keep the threads busy to the end.
+        let chunk = layout.panels().div_ceil(4 * parallel.threads().max(1)).next_multiple_of(4).min(CHUNK);
+        let chunks = layout.panels().div_ceil(chunk);
+        let out = Disjoint::new(out);
+        parallel.for_each(blocks * chunks, &|piece| {
+            if piece >= blocks * chunks {
+                return;
+            }
+            let (b, c) = (piece / chunks, piece % chunks);
+            let strips = b * block..((b + 1) * block).min(strips(m));
+            let panels = c * chunk..((c + 1) * chunk).min(layout.panels());
+            // SAFETY: lengths were checked above; pieces are disjoint in strips or panels, and so in what
+            // they write, if each is asked for once, as `Parallel` demands; the token proves the instructions.
+            unsafe { self.part(path, x, strips, panels, bias, &out) };
+        });
+        Ok(())
+    }
+
+    /// Some strips of rows times some panels.
+    ///
+    /// # Safety
+    /// The ranges must be within `x` and the layout, `out` valid for `m · n` values of which nobody else
+    /// writes these, and the processor must have the path's instructions.
+    unsafe fn part(
+        &self,
+        path: Path,
+        x: &Rows,
+        strips: Range<usize>,
+        panels: Range<usize>,
+        bias: Option<&[f32]>,
+        out: &Disjoint<'_, f32>,
+    ) {
+        let layout = &self.layout;
+        let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
+        let wide = path.panels(path.rows(strip(x.m, strips.start).len()));
+        let mut panel = panels.start;
+        while panel < panels.end {
+            let taken = if panels.end - panel >= wide { wide } else { 1 };
+            for s in strips.clone() {
+                let rows = strip(x.m, s);
+                let mut row = rows.start;
+                while row < rows.end {
+                    let count = path.rows(rows.end - row);
+                    // A lower tile may be made for another number of panels.
+                    let width = if path.panels(count) == taken { taken } else { 1 };
+                    for first in (0..taken).step_by(width) {
+                        let column = (panel + first) * PANEL_ROWS;
+                        // SAFETY: every offset is that of an element within the slices, whose lengths
+                        // follow from the layout; the caller vouches for `out`.
+                        unsafe {
+                            let at = rows.start * steps + row - rows.start;
+                            let tile = Tile {
+                                layout,
+                                weights: self.bytes.as_ptr().add((panel + first) * layout.panel_bytes()),
+                                strip: rows.len(),
+                                activations: x.activations.add(at * x.step_bytes),
+                                sums: x.sums.add(4 * (rows.start * groups + row - rows.start)),
+                                scales: x.scales.map_or(core::ptr::null(), |s| s.add(row)),
+                                zero: x.zero,
+                                bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
+                                out: out.pointer().add(row * n + column),
+                                stride: n,
+                                columns: n - column,
+                            };
+                            path.tile(count, width)(&tile);
+                        }
+                    }
+                    row += count;
+                }
+            }
+            panel += taken;
+        }
+    }
+}
+
+/// Rows of either kind.
+struct Rows {
+    m: usize,
+    layout: Option<RowLayout>,
+    /// Bytes of a step of a row.
+    step_bytes: usize,
+    activations: *const u8,
+    /// Of four bytes each.
+    sums: *const u8,
+    scales: Option<*const f32>,
+    zero: i32,
+}
+// SAFETY: threads only read what the pointers point to, and the rows outlive the call.
+unsafe impl Sync for Rows {}
+
+/// A cache line.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; LINE]);
+
+/// Packed weights of our own, aligned.
+#[derive(Debug, Clone)]
+pub struct PackedLinear {
+    layout: Layout,
+    lines: Vec<Line>,
+    bias: Option<Vec<f32>>,
+}
+
+impl PackedLinear {
+    /// Packs a view; `sums` where activations may have a zero.
+    ///
+    /// # Errors
+    /// As [`Layout::of`], and when the bias is not `[n]`.
+    pub fn pack(
+        view: &WeightView<'_>,
+        bias: Option<&[f32]>,
+        sums: bool,
+        parallel: &dyn Parallel,
+    ) -> Result<Self, KernelError> {
+        let layout = Layout::of(view, sums)?;
+        if let Some(bias) = bias {
+            KernelError::length("bias", layout.n(), bias.len())?;
+        }
+        let mut lines = vec![Line([0; LINE]); layout.bytes() / LINE];
+        let panel_lines = layout.panel_bytes() / LINE;
+        let out = Disjoint::new(&mut lines);
+        parallel.for_each(layout.panels(), &|panel| {
+            // SAFETY: each panel is asked for once; lines are bytes without gaps.
+            let bytes = unsafe {
+                let lines = out.part(panel * panel_lines..(panel + 1) * panel_lines);
+                core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u8>(), layout.panel_bytes())
+            };
+            let packed = layout.pack(view, panel..panel + 1, bytes);
+            debug_assert!(packed.is_ok(), "the layout is that of the view");
+        });
+        Ok(Self { layout, lines, bias: bias.map(<[f32]>::to_vec) })
+    }
+
+    /// The weights, to multiply with and to write to a file.
+    pub fn view(&self) -> PackedView<'_> {
+        let (at, bytes) = (self.lines.as_ptr().cast(), self.lines.len() * LINE);
+        // SAFETY: lines are bytes without gaps, and borrowed as long as the view.
+        PackedView { layout: self.layout, bytes: unsafe { core::slice::from_raw_parts(at, bytes) } }
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// `out = x · Wᵀ + bias` on the widest instructions there are.
+    ///
+    /// # Errors
+    /// As [`PackedView::multiply`].
+    pub fn multiply(
+        &self,
+        x: &Int8Rows,
+        out: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.view().multiply(IsaToken::detect(), x, self.bias.as_deref(), out, parallel)
+    }
+
+    /// The same on floats, by the instructions that these were packed for.
+    ///
+    /// # Errors
+    /// As [`PackedView::multiply_float`].
+    pub fn multiply_float(
+        &self,
+        x: &FloatRows,
+        out: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.view().multiply_float(x, self.bias.as_deref(), out, parallel)
+    }
+}

@@ -1,0 +1,93 @@
+//! Threads that the caller has: this crate starts none.
+
+/// Runs independent pieces of work.
+///
+/// # Safety
+/// Pieces write to parts of one output without looking at each other: an implementation must call each
+/// number once, and not return before all calls have.
+#[allow(unsafe_code, reason = "what implementations must keep")]
+pub unsafe trait Parallel: Sync {
+    /// How many pieces may run at once; at least 1.
+    fn threads(&self) -> usize;
+
+    /// Calls `piece` once with every number below `count`, in any order, and returns when all are done.
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync));
+}
+
+/// One after another, on the calling thread.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Serial;
+
+// SAFETY: a loop over the range, done when it ends.
+#[allow(unsafe_code, reason = "it keeps what the trait asks")]
+unsafe impl Parallel for Serial {
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        (0..count).for_each(piece);
+    }
+}
+
+/// The rayon pool that the calling thread is in.
+#[cfg(feature = "rayon")]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Rayon;
+
+#[cfg(feature = "rayon")]
+// SAFETY: a loop over the range, done when it ends.
+#[allow(unsafe_code, reason = "it keeps what the trait asks")]
+unsafe impl Parallel for Rayon {
+    fn threads(&self) -> usize {
+        rayon::current_num_threads()
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        use rayon::prelude::*;
+        if count == 1 {
+            return piece(0);
+        }
+        (0..count).into_par_iter().with_max_len(1).for_each(piece);
+    }
+}
+
+/// Memory of which each piece of work takes its own part.
+#[allow(unsafe_code, reason = "parts of a slice that threads write to side by side")]
+mod disjoint {
+    use core::marker::PhantomData;
+    use core::ops::Range;
+
+    /// A slice in parts.
+    pub(crate) struct Disjoint<'a, T> {
+        at: *mut T,
+        len: usize,
+        of: PhantomData<&'a mut [T]>,
+    }
+
+    // SAFETY: it hands out no reference but through `part`, whose callers see to it that none overlap.
+    unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+
+    impl<'a, T> Disjoint<'a, T> {
+        pub(crate) fn new(slice: &'a mut [T]) -> Self {
+            Self { at: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
+        }
+
+        /// Where it begins.
+        pub(crate) fn pointer(&self) -> *mut T {
+            self.at
+        }
+
+        /// A part.
+        ///
+        /// # Safety
+        /// No other part that overlaps it may be alive.
+        #[allow(clippy::mut_from_ref, reason = "the caller vouches that it is the only one")]
+        pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+            assert!(range.start <= range.end && range.end <= self.len);
+            // SAFETY: within the slice, and the caller vouches that it is the only reference to it.
+            unsafe { core::slice::from_raw_parts_mut(self.at.add(range.start), range.len()) }
+        }
+    }
+}
+pub(crate) use disjoint::Disjoint;

@@ -1,0 +1,254 @@
+//! Lanes in two registers of 256 bits, multiplied by `vpmaddubsw`, or by `vpdpbusd` where the processor
+//! has it on such registers (AVX-VNNI).
+//!
+//! `vpmaddubsw` adds two products into 16 bits and saturates. Of codes of 4 bits a sum of two is at most
+//! `2 · 15 · 128 = 3840`, so two of them fit. Codes of 8 bits would not, and are multiplied by halves: what
+//! the high ones give counts sixteenfold when it is widened.
+
+use core::arch::x86_64::*;
+
+use super::{FloatLanes, Lanes};
+
+/// AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+/// The same, and AVX-VNNI.
+#[derive(Clone, Copy)]
+pub(crate) struct AvxVnni;
+
+/// Sixteen halves of eight bytes, low ones first.
+#[inline(always)]
+pub(super) unsafe fn halves(at: *const u8) -> __m128i {
+    // SAFETY: the caller vouches for 8 bytes, and has SSE2, which every x86-64 has.
+    unsafe {
+        let (both, low) = (_mm_loadl_epi64(at.cast()), _mm_set1_epi8(0x0f));
+        let high = _mm_and_si128(_mm_srli_epi16::<4>(both), low);
+        _mm_unpacklo_epi8(_mm_and_si128(both, low), high)
+    }
+}
+
+#[inline(always)]
+unsafe fn load(at: *const u8) -> [__m256i; 2] {
+    // SAFETY: the caller vouches for 64 bytes.
+    unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
+}
+
+/// `sum + Σ codes · a` over four, codes at most 15.
+#[inline(always)]
+unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
+    // SAFETY: the caller has AVX2.
+    unsafe {
+        let pairs =
+            _mm256_add_epi16(_mm256_maddubs_epi16(codes[0], a[0]), _mm256_maddubs_epi16(codes[1], a[1]));
+        _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+    }
+}
+
+/// `sum + Σ codes · a` over four, codes of 8 bits.
+#[inline(always)]
+unsafe fn dot_halves(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
+    // SAFETY: the caller has AVX2.
+    unsafe {
+        let mask = _mm256_set1_epi8(0x0f);
+        let low = codes.map(|c| _mm256_and_si256(c, mask));
+        let high = codes.map(|c| _mm256_and_si256(_mm256_srli_epi16::<4>(c), mask));
+        let pairs =
+            _mm256_add_epi16(_mm256_maddubs_epi16(high[0], a[0]), _mm256_maddubs_epi16(high[1], a[1]));
+        let sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(16)));
+        dot_small(sum, low, a)
+    }
+}
+
+#[inline(always)]
+unsafe fn dot_vnni(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
+    // SAFETY: the caller has AVX-VNNI.
+    unsafe { _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sum, codes[0], a[0]), codes[1], a[1]) }
+}
+
+macro_rules! lanes {
+    ($name:ident, $dot4:ident, $dot8:ident) => {
+        // SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+        impl Lanes for $name {
+            type I = [__m256i; 2];
+            type F = [__m256; 2];
+            type B = [__m256i; 2];
+            type A = __m256i;
+
+            #[inline(always)]
+            unsafe fn splat(value: i32) -> Self::I {
+                // SAFETY: as above.
+                unsafe { [_mm256_set1_epi32(value); 2] }
+            }
+            #[inline(always)]
+            unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: as above.
+                unsafe { [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])] }
+            }
+            #[inline(always)]
+            unsafe fn sub(a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: as above.
+                unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
+            }
+            #[inline(always)]
+            unsafe fn mul(a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: as above.
+                unsafe { [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])] }
+            }
+            #[inline(always)]
+            unsafe fn load_i32(at: *const u8) -> Self::I {
+                // SAFETY: as above.
+                unsafe { load(at) }
+            }
+            #[inline(always)]
+            unsafe fn load_u8(at: *const u8) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    let bytes = _mm_loadu_si128(at.cast());
+                    [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_u4(at: *const u8) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    let bytes = halves(at);
+                    [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn zero() -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_setzero_ps(); 2] }
+            }
+            #[inline(always)]
+            unsafe fn splat_f32(value: f32) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_set1_ps(value); 2] }
+            }
+            #[inline(always)]
+            unsafe fn to_f32(a: Self::I) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_cvtepi32_ps(a[0]), _mm256_cvtepi32_ps(a[1])] }
+            }
+            #[inline(always)]
+            unsafe fn as_f32(a: Self::I) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_castsi256_ps(a[0]), _mm256_castsi256_ps(a[1])] }
+            }
+            #[inline(always)]
+            unsafe fn as_i32(a: Self::F) -> Self::I {
+                // SAFETY: as above.
+                unsafe { [_mm256_castps_si256(a[0]), _mm256_castps_si256(a[1])] }
+            }
+            #[inline(always)]
+            unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+            }
+            #[inline(always)]
+            unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+            }
+            #[inline(always)]
+            unsafe fn load_f32(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.add(32).cast())] }
+            }
+            #[inline(always)]
+            unsafe fn load_bf16(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let widen = |at: *const u8| {
+                        let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
+                        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+                    };
+                    [widen(at), widen(at.add(16))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_f16(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let widen = |at: *const u8| _mm256_cvtph_ps(_mm_loadu_si128(at.cast()));
+                    [widen(at), widen(at.add(16))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn store_f32(at: *mut f32, a: Self::F) {
+                // SAFETY: as above.
+                unsafe {
+                    _mm256_storeu_ps(at, a[0]);
+                    _mm256_storeu_ps(at.add(8), a[1]);
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes4(at: *const u8) -> [Self::B; 2] {
+                // SAFETY: as above.
+                unsafe {
+                    let (both, low) = (load(at), _mm256_set1_epi8(0x0f));
+                    [
+                        both.map(|b| _mm256_and_si256(b, low)),
+                        both.map(|b| _mm256_and_si256(_mm256_srli_epi16::<4>(b), low)),
+                    ]
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
+                // SAFETY: as above.
+                unsafe { [load(at), load(at.add(64))] }
+            }
+            #[inline(always)]
+            unsafe fn activations(at: *const i8) -> [__m256i; 2] {
+                // SAFETY: as above.
+                unsafe {
+                    let [low, high] = at.cast::<[i32; 2]>().read_unaligned();
+                    [_mm256_set1_epi32(low), _mm256_set1_epi32(high)]
+                }
+            }
+            #[inline(always)]
+            unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [__m256i; 2]) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    [
+                        $dot4(sum[0], [codes[0][0], codes[1][0]], a),
+                        $dot4(sum[1], [codes[0][1], codes[1][1]], a),
+                    ]
+                }
+            }
+            #[inline(always)]
+            unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [__m256i; 2]) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    [
+                        $dot8(sum[0], [codes[0][0], codes[1][0]], a),
+                        $dot8(sum[1], [codes[0][1], codes[1][1]], a),
+                    ]
+                }
+            }
+            #[inline(always)]
+            unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    let (words, shift, mask) = match BITS {
+                        4 => (load(at), 8 * (part % 4) + 4 * (part / 4), 0x0f),
+                        _ => (load(at.add(64 * (part / 4))), 8 * (part % 4), 0xff),
+                    };
+                    let (shift, mask) = (_mm_cvtsi32_si128(shift as i32), _mm256_set1_epi32(mask));
+                    words.map(|w| _mm256_and_si256(_mm256_srl_epi32(w, shift), mask))
+                }
+            }
+            #[inline(always)]
+            unsafe fn prefetch(at: *const u8) {
+                // SAFETY: a prefetch of any address does nothing else.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            }
+        }
+
+        super::one_by_one!($name);
+    };
+}
+
+lanes!(Avx2, dot_small, dot_halves);
+lanes!(AvxVnni, dot_vnni, dot_vnni);

@@ -1,0 +1,231 @@
+//! Lanes in one register of 512 bits: whole numbers multiplied by `vpdpbusd`, floats one by one or, where the
+//! processor has them, by dot products of bf16.
+
+use core::arch::x86_64::*;
+
+use super::{FloatLanes, Lanes};
+
+/// AVX-512 F, BW, VL and VNNI.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512Vnni;
+
+/// The same, and BF16.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512Bf16;
+
+macro_rules! lanes {
+    ($name:ident) => {
+        impl Lanes for $name {
+            type I = __m512i;
+            type F = __m512;
+            type B = __m512i;
+            type A = __m512i;
+
+            #[inline(always)]
+            unsafe fn splat(value: i32) -> __m512i {
+                // SAFETY: the caller has AVX-512, here and in all methods below.
+                unsafe { _mm512_set1_epi32(value) }
+            }
+            #[inline(always)]
+            unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_add_epi32(a, b) }
+            }
+            #[inline(always)]
+            unsafe fn sub(a: __m512i, b: __m512i) -> __m512i {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_sub_epi32(a, b) }
+            }
+            #[inline(always)]
+            unsafe fn mul(a: __m512i, b: __m512i) -> __m512i {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_mullo_epi32(a, b) }
+            }
+            #[inline(always)]
+            unsafe fn load_i32(at: *const u8) -> __m512i {
+                // SAFETY: the caller vouches for 64 bytes.
+                unsafe { _mm512_loadu_si512(at.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn load_u8(at: *const u8) -> __m512i {
+                // SAFETY: the caller vouches for 16 bytes.
+                unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast())) }
+            }
+            #[inline(always)]
+            unsafe fn load_u4(at: *const u8) -> __m512i {
+                // SAFETY: the caller vouches for 8 bytes.
+                unsafe { _mm512_cvtepu8_epi32(super::avx2::halves(at)) }
+            }
+            #[inline(always)]
+            unsafe fn zero() -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_setzero_ps() }
+            }
+            #[inline(always)]
+            unsafe fn splat_f32(value: f32) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_set1_ps(value) }
+            }
+            #[inline(always)]
+            unsafe fn to_f32(a: __m512i) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_cvtepi32_ps(a) }
+            }
+            #[inline(always)]
+            unsafe fn as_f32(a: __m512i) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_castsi512_ps(a) }
+            }
+            #[inline(always)]
+            unsafe fn as_i32(a: __m512) -> __m512i {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_castps_si512(a) }
+            }
+            #[inline(always)]
+            unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_fmadd_ps(a, b, c) }
+            }
+            #[inline(always)]
+            unsafe fn mul_f32(a: __m512, b: __m512) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_mul_ps(a, b) }
+            }
+            #[inline(always)]
+            unsafe fn load_f32(at: *const u8) -> __m512 {
+                // SAFETY: the caller vouches for 64 bytes.
+                unsafe { _mm512_loadu_ps(at.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn load_bf16(at: *const u8) -> __m512 {
+                // SAFETY: the caller vouches for 32 bytes.
+                unsafe {
+                    let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
+                    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_f16(at: *const u8) -> __m512 {
+                // SAFETY: the caller vouches for 32 bytes.
+                unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
+            }
+            #[inline(always)]
+            unsafe fn store_f32(at: *mut f32, a: __m512) {
+                // SAFETY: the caller vouches for 16 values.
+                unsafe { _mm512_storeu_ps(at, a) }
+            }
+            #[inline(always)]
+            unsafe fn codes4(at: *const u8) -> [__m512i; 2] {
+                // SAFETY: the caller vouches for 64 bytes.
+                unsafe {
+                    let (both, low) = (_mm512_loadu_si512(at.cast()), _mm512_set1_epi8(0x0f));
+                    [_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16::<4>(both), low)]
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes8(at: *const u8) -> [__m512i; 2] {
+                // SAFETY: the caller vouches for 128 bytes.
+                unsafe { [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())] }
+            }
+            #[inline(always)]
+            unsafe fn activations(at: *const i8) -> [__m512i; 2] {
+                // SAFETY: the caller vouches for 8 values.
+                unsafe {
+                    let [low, high] = at.cast::<[i32; 2]>().read_unaligned();
+                    [_mm512_set1_epi32(low), _mm512_set1_epi32(high)]
+                }
+            }
+            #[inline(always)]
+            unsafe fn dot4(sum: __m512i, codes: [__m512i; 2], a: [__m512i; 2]) -> __m512i {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, codes[0], a[0]), codes[1], a[1]) }
+            }
+            #[inline(always)]
+            unsafe fn dot8(sum: __m512i, codes: [__m512i; 2], a: [__m512i; 2]) -> __m512i {
+                // SAFETY: see `splat`.
+                unsafe { Self::dot4(sum, codes, a) }
+            }
+            #[inline(always)]
+            unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> __m512i {
+                // SAFETY: the caller vouches for the step.
+                unsafe {
+                    let (words, shift, mask) = match BITS {
+                        4 => (_mm512_loadu_si512(at.cast()), 8 * (part % 4) + 4 * (part / 4), 0x0f),
+                        _ => (_mm512_loadu_si512(at.add(64 * (part / 4)).cast()), 8 * (part % 4), 0xff),
+                    };
+                    let words = _mm512_srl_epi32(words, _mm_cvtsi32_si128(shift as i32));
+                    _mm512_and_si512(words, _mm512_set1_epi32(mask))
+                }
+            }
+            #[inline(always)]
+            unsafe fn prefetch(at: *const u8) {
+                // SAFETY: a prefetch of any address does nothing else.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            }
+        }
+    };
+}
+
+lanes!(Avx512Vnni);
+lanes!(Avx512Bf16);
+
+super::one_by_one!(Avx512Vnni);
+
+/// Pairs of bf16. A step's words hold at shifts of 0, 4, 8 and 12 the codes of features (0, 2), (4, 6), (1, 3)
+/// and (5, 7); activations come in these pairs, each once rounded to bf16 and once what that left over.
+impl FloatLanes for Avx512Bf16 {
+    const PARTS: usize = 4;
+    /// For 4 bits the 16 floats, twice; for 8 the centre.
+    type Table = (__m512i, __m512i);
+    type W = __m512bh;
+
+    #[inline(always)]
+    unsafe fn centre(centre: i32) -> Self::Table {
+        let mut words = [0_u16; 32];
+        for (i, word) in words.iter_mut().enumerate() {
+            // Whole numbers of eight bits are exact in bf16.
+            *word = (((i % 16) as i32 - centre) as f32).to_bits().wrapping_shr(16) as u16;
+        }
+        // SAFETY: as many words as the register has; the caller has the instruction set.
+        unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_set1_epi32(centre)) }
+    }
+    #[inline(always)]
+    unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, table: Self::Table) -> __m512bh {
+        // SAFETY: the caller vouches for the step, and has the instruction set.
+        unsafe {
+            if BITS == 4 {
+                let words = _mm512_loadu_si512(at.cast());
+                let codes = match part {
+                    0 => words,
+                    1 => _mm512_srli_epi16::<4>(words),
+                    2 => _mm512_srli_epi16::<8>(words),
+                    _ => _mm512_srli_epi16::<12>(words),
+                };
+                // The fifth bit that it looks at is a neighbour's: the table holds everything twice.
+                return bf16(_mm512_permutexvar_epi16(codes, table.0));
+            }
+            let first = 4 * (part % 2) + part / 2;
+            let float = |feature| {
+                let code = Self::code::<8>(at, feature);
+                _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, table.1)))
+            };
+            let (even, odd) = (float(first), float(first + 2));
+            bf16(_mm512_or_si512(_mm512_srli_epi32::<16>(even), odd))
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_float(sum: __m512, w: __m512bh, x: *const u8, part: usize) -> __m512 {
+        // SAFETY: the caller vouches for the 32 bytes of the step, and has the instruction set.
+        unsafe {
+            let [rounded, rest] = x.add(8 * part).cast::<[i32; 2]>().read_unaligned();
+            let sum = _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rounded)));
+            _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rest)))
+        }
+    }
+}
+
+#[inline(always)]
+fn bf16(register: __m512i) -> __m512bh {
+    // SAFETY: the same 512 bits under another name; every pattern is a value of either.
+    unsafe { core::mem::transmute::<__m512i, __m512bh>(register) }
+}

@@ -1,0 +1,119 @@
+//! The sixteen rows of a panel as one value, whatever registers it takes.
+//!
+//! Kernels are written once over [`Lanes`]; an instruction set says how wide its registers are and how
+//! it multiplies. Integer operations wrap and are exact everywhere, and float operations are single
+//! correctly rounded ones, so that all instruction sets give the same bits.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+pub(crate) mod scalar;
+
+/// Sixteen lanes of 32 bits, one a row.
+///
+/// # Safety
+/// Every method may be called only where the processor has the instruction set of the implementation;
+/// pointers must be valid for the bytes that a method says it reads or writes, at any alignment.
+pub(crate) trait Lanes: Copy {
+    /// Sixteen `i32`.
+    type I: Copy;
+    /// Sixteen `f32`.
+    type F: Copy;
+    /// Sixteen rows of four codes.
+    type B: Copy;
+    /// Four activations, for every row.
+    type A: Copy;
+
+    unsafe fn splat(value: i32) -> Self::I;
+    unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn sub(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn mul(a: Self::I, b: Self::I) -> Self::I;
+    /// Reads sixteen `i32`.
+    unsafe fn load_i32(at: *const u8) -> Self::I;
+    /// Reads sixteen bytes, each widened.
+    unsafe fn load_u8(at: *const u8) -> Self::I;
+    /// Reads eight bytes, each half widened, low ones first.
+    unsafe fn load_u4(at: *const u8) -> Self::I;
+
+    unsafe fn zero() -> Self::F;
+    unsafe fn splat_f32(value: f32) -> Self::F;
+    unsafe fn to_f32(a: Self::I) -> Self::F;
+    /// The same bits as floats, and back.
+    unsafe fn as_f32(a: Self::I) -> Self::F;
+    unsafe fn as_i32(a: Self::F) -> Self::I;
+    /// `a · b + c`, rounded once.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F;
+    /// Reads sixteen `f32`, bf16 or f16.
+    unsafe fn load_f32(at: *const u8) -> Self::F;
+    unsafe fn load_bf16(at: *const u8) -> Self::F;
+    unsafe fn load_f16(at: *const u8) -> Self::F;
+    /// Writes sixteen `f32`.
+    unsafe fn store_f32(at: *mut f32, a: Self::F);
+
+    /// Reads the 64 bytes of a step of codes of 4 bits: features 0 to 3, and 4 to 7.
+    unsafe fn codes4(at: *const u8) -> [Self::B; 2];
+    /// Reads the 128 bytes of a step of codes of 8 bits.
+    unsafe fn codes8(at: *const u8) -> [Self::B; 2];
+    /// Reads the eight activations of a step.
+    unsafe fn activations(at: *const i8) -> [Self::A; 2];
+    /// Adds the eight products of a step to every row's sum; codes are at most 15.
+    unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
+    /// The same for codes of 8 bits.
+    unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
+    /// Reads feature `part` of a step, of every row.
+    unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
+    /// Fetches the line at an address that need not be valid.
+    unsafe fn prefetch(at: *const u8);
+}
+
+/// Lanes that multiply float activations.
+///
+/// # Safety
+/// As [`Lanes`].
+pub(crate) trait FloatLanes: Lanes {
+    /// Parts that a step is multiplied in.
+    const PARTS: usize;
+    /// What turns codes into floats.
+    type Table: Copy;
+    /// Weights of a part, for every row.
+    type W: Copy;
+
+    /// The table of `code − centre`.
+    unsafe fn centre(centre: i32) -> Self::Table;
+    /// The weights of a part of the step that begins at `at`.
+    unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W;
+    /// Adds the products of a part; `x` is where a row's step begins, 32 bytes.
+    unsafe fn dot_float(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
+}
+
+/// Feature `part` of a step as `f32`, times a float: the order of all paths but that of bf16.
+macro_rules! one_by_one {
+    ($lanes:ty) => {
+        impl FloatLanes for $lanes {
+            const PARTS: usize = $crate::layout::STEP;
+            type Table = <$lanes as Lanes>::I;
+            type W = <$lanes as Lanes>::F;
+
+            #[inline(always)]
+            unsafe fn centre(centre: i32) -> Self::Table {
+                // SAFETY: the caller has the instruction set.
+                unsafe { Self::splat(centre) }
+            }
+            #[inline(always)]
+            unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, centre: Self::Table) -> Self::W {
+                // SAFETY: the caller vouches for the step.
+                unsafe { Self::to_f32(Self::sub(Self::code::<BITS>(at, part), centre)) }
+            }
+            #[inline(always)]
+            unsafe fn dot_float(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F {
+                // SAFETY: the caller vouches for the eight floats of the step.
+                let x = unsafe { x.cast::<f32>().add(part).read_unaligned() };
+                // SAFETY: the caller has the instruction set.
+                unsafe { Self::fma(w, Self::splat_f32(x), sum) }
+            }
+        }
+    };
+}
+pub(crate) use one_by_one;

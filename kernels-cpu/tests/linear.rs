@@ -1,0 +1,388 @@
+//! Every instruction set against the definition, to the bit: random, extreme and ragged.
+
+use proptest::prelude::*;
+use quant_kernels_cpu::{
+    FloatRows, Int8Rows, Isa, KernelError, Layout, PackedLinear, PackedView, Parallel, RowLayout, Scales,
+    Serial, StaticScale, WeightView, reference,
+};
+
+/// Runs pieces backwards, and says that it has many threads: splits become small.
+struct Backwards;
+
+// SAFETY: each number is called once, and all calls are done at the end.
+unsafe impl Parallel for Backwards {
+    fn threads(&self) -> usize {
+        7
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        (0..count).rev().for_each(piece);
+    }
+}
+
+/// Threads of its own.
+struct Threads(usize);
+
+// SAFETY: each number is called once, and all calls are done at the end.
+unsafe impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        self.0
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        std::thread::scope(|scope| {
+            for t in 0..self.0 {
+                scope.spawn(move || (t..count).step_by(self.0).for_each(piece));
+            }
+        });
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Float,
+    Wide,
+    Progressive,
+}
+
+#[derive(Debug)]
+struct Case {
+    shape: [usize; 3],
+    group_size: usize,
+    bits: u8,
+    kind: Kind,
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    whole: Vec<u8>,
+    zeros: Option<Vec<u8>>,
+    bias: Option<Vec<f32>>,
+    x: Vec<f32>,
+    fixed: Option<StaticScale>,
+}
+
+/// A stream of numbers that repeats itself for a seed.
+struct Stream(u64);
+
+impl Stream {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    fn float(&mut self) -> f32 {
+        let scale = 2.0_f32.powi(self.below(12) as i32 - 8);
+        (self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0) * scale
+    }
+}
+
+impl Case {
+    #[allow(clippy::too_many_arguments, reason = "a case is what they all say")]
+    fn new(
+        [m, n, groups]: [usize; 3],
+        group_size: usize,
+        bits: u8,
+        kind: Kind,
+        asymmetric: bool,
+        bias: bool,
+        fixed: bool,
+        seed: u64,
+    ) -> Self {
+        let mut s = Stream(seed);
+        let k = groups * group_size;
+        let extreme = s.below(4) == 0;
+        let top = (1_u64 << bits) - 1;
+        let code = |s: &mut Stream| (if extreme { s.below(2) * top } else { s.below(top + 1) }) as u8;
+        let codes = (0..n * k).map(|_| code(&mut s)).collect();
+        let scales = (0..if kind == Kind::Progressive { n } else { n * groups })
+            .map(|i| match kind {
+                // Subnormal, of either sign, zero, and usual ones.
+                Kind::Wide => match i % 5 {
+                    0 => f32::from_bits(1 + s.below(1000) as u32),
+                    1 => 0.0,
+                    2 => -s.float(),
+                    _ => s.float(),
+                },
+                _ => (1 + s.below(2000)) as f32 / 4096.0,
+            })
+            .collect();
+        let whole = (0..n * groups).map(|_| 1 + s.below(if extreme { 8 } else { 17 }) as u8).collect();
+        let zeros = asymmetric.then(|| (0..n * groups).map(|_| code(&mut s)).collect());
+        let bias = bias.then(|| (0..n).map(|_| s.float()).collect());
+        let mut x: Vec<f32> =
+            (0..m * k).map(|_| if extreme { [1.0, -1.0][s.below(2) as usize] } else { s.float() }).collect();
+        if extreme && m > 1 {
+            x[..k].fill(0.0);
+        }
+        let fixed = fixed.then(|| StaticScale { scale: 0.013, zero: (s.below(256) as i64 - 128) as i8 });
+        Self { shape: [m, n, k], group_size, bits, kind, codes, scales, whole, zeros, bias, x, fixed }
+    }
+
+    fn view(&self) -> WeightView<'_> {
+        let [_, n, k] = self.shape;
+        let scales = match self.kind {
+            Kind::Progressive => Scales::Progressive { groups: &self.whole, channels: &self.scales },
+            _ => Scales::Float(&self.scales),
+        };
+        WeightView::with_scales(
+            [n, k],
+            self.bits,
+            self.group_size,
+            &self.codes,
+            scales,
+            self.zeros.as_deref(),
+        )
+        .unwrap()
+    }
+
+    fn rows(&self, layout: &Layout) -> Int8Rows {
+        let mut rows = Int8Rows::default();
+        match self.fixed {
+            Some(fixed) => rows.quantize_static(&self.x, RowLayout::of(layout), fixed, &Backwards),
+            None => rows.quantize(&self.x, RowLayout::of(layout), &Backwards),
+        }
+        .unwrap();
+        rows
+    }
+
+    /// Floats: all paths but that of bf16 give the same bits, and all are within the bound.
+    fn check_float(&self) {
+        let view = self.view();
+        let packed = PackedLinear::pack(&view, None, false, &Backwards).unwrap();
+        let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
+        let k = self.shape[2];
+        let mut first: Option<Vec<u32>> = None;
+        for isa in Isa::available() {
+            let mut rows = FloatRows::new(isa.token().unwrap());
+            rows.pack(&self.x, RowLayout::of(packed.layout()), &Backwards).unwrap();
+            for parallel in [&Serial as &dyn Parallel, &Backwards] {
+                let mut out = vec![f32::NAN; expected.len()];
+                packed.view().multiply_float(&rows, self.bias.as_deref(), &mut out, parallel).unwrap();
+                for (got, (exact, magnitude)) in out.iter().zip(&expected) {
+                    let bound = (2.0_f64.powi(-16) + (k as f64 + 4.0) * 2.0_f64.powi(-23)) * magnitude;
+                    let off = (f64::from(*got) - exact).abs();
+                    assert!(off <= bound + 1e-30, "{isa:?}: {got}, not {exact}: {off:e} of {bound:e}");
+                }
+                let bits: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
+                if isa != Isa::Avx512Bf16 {
+                    assert_eq!(first.get_or_insert_with(|| bits.clone()), &bits, "{isa:?}");
+                }
+            }
+        }
+    }
+
+    fn check(&self) {
+        let view = self.view();
+        let packed = PackedLinear::pack(&view, None, self.fixed.is_some(), &Backwards).unwrap();
+        let rows = self.rows(packed.layout());
+        let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let expected = bits(&reference::int8_linear(&view, &rows, self.bias.as_deref()));
+        for isa in Isa::available() {
+            for parallel in [&Serial as &dyn Parallel, &Backwards] {
+                let mut out = vec![f32::NAN; expected.len()];
+                let token = isa.token().unwrap();
+                packed.view().multiply(token, &rows, self.bias.as_deref(), &mut out, parallel).unwrap();
+                assert_eq!(bits(&out), expected, "{isa:?} {:?} g{}", self.shape, self.group_size);
+            }
+        }
+    }
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let kind = prop_oneof![Just(Kind::Float), Just(Kind::Wide), Just(Kind::Progressive)];
+    let shape = (1usize..30, 1usize..100, 1usize..5);
+    let group = prop_oneof![1usize..40, Just(32), Just(64), Just(128)];
+    (shape, group, 2u8..=8, kind, any::<[bool; 3]>(), any::<u64>()).prop_map(
+        |((m, n, groups), group, bits, kind, [asymmetric, bias, fixed], seed)| {
+            Case::new([m, n, groups], group, bits, kind, asymmetric, bias, fixed, seed)
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn all_instruction_sets_equal_the_definition(case in cases()) {
+        case.check();
+    }
+
+    #[test]
+    fn floats_are_within_their_bound(case in cases()) {
+        case.check_float();
+    }
+
+    #[test]
+    fn packing_keeps_everything(case in cases(), cut in 0usize..8) {
+        let view = case.view();
+        let layout = Layout::of(&view, case.fixed.is_some()).unwrap();
+        let mut bytes = vec![0xa5; layout.bytes()];
+        let cut = cut.min(layout.panels());
+        let (left, right) = bytes.split_at_mut(cut * layout.panel_bytes());
+        layout.pack(&view, 0..cut, left).unwrap();
+        layout.pack(&view, cut..layout.panels(), right).unwrap();
+        let whole = PackedLinear::pack(&view, None, case.fixed.is_some(), &Serial).unwrap();
+        prop_assert_eq!(whole.view().bytes(), &bytes[..]);
+        let parts = layout.unpack(&bytes).unwrap();
+        let mut floats = [vec![f32::NAN; view.n() * view.k()], vec![f32::NAN; view.n() * view.k()]];
+        whole.view().dequantize_rows(0..view.n(), &mut floats[0]).unwrap();
+        reference::dequantize_rows(&view, 0..view.n(), &mut floats[1]);
+        prop_assert_eq!(&floats[0], &floats[1]);
+        prop_assert_eq!(&parts.codes, &case.codes);
+        prop_assert_eq!(&parts.zeros[..], case.zeros.as_deref().unwrap_or_default());
+        match case.kind {
+            Kind::Progressive => {
+                prop_assert_eq!(parts.channels, case.scales);
+                prop_assert_eq!(parts.scales, case.whole.iter().map(|&s| f32::from(s)).collect::<Vec<_>>());
+            }
+            _ => prop_assert_eq!(parts.scales, case.scales),
+        }
+    }
+}
+
+/// Shapes that are split by rows as well as by panels, each path of tiles among them.
+#[test]
+fn large_shapes_do_not_depend_on_the_split() {
+    for (m, n, groups, size, bits) in
+        [(1, 3000, 4, 128, 4), (70, 520, 16, 128, 4), (300, 200, 17, 256, 8), (5, 130, 1, 4100, 8)]
+    {
+        let case = Case::new([m, n, groups], size, bits, Kind::Float, bits == 4, true, false, 7);
+        let view = case.view();
+        let packed = PackedLinear::pack(&view, case.bias.as_deref(), false, &Serial).unwrap();
+        let rows = case.rows(packed.layout());
+        let expected = reference::int8_linear(&view, &rows, case.bias.as_deref());
+        for parallel in [&Serial as &dyn Parallel, &Backwards, &Threads(2), &Threads(3)] {
+            let mut out = vec![f32::NAN; m * n];
+            packed.multiply(&rows, &mut out, parallel).unwrap();
+            assert!(out.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{m} {n}");
+        }
+    }
+}
+
+/// The widest groups with all codes, zeros and activations at their ends reach the largest sums there are.
+#[test]
+fn no_sum_overflows_at_its_bound() {
+    for (bits, width, fixed) in [(8_u8, 66_311, false), (8, 33_025, true), (4, 200_000, false)] {
+        let top = u8::MAX >> (8 - bits);
+        for (code, zero) in [(top, 0), (0, top)] {
+            let (codes, zeros) = (vec![code; width], [zero]);
+            let view = WeightView::new([1, width], bits, width, &codes, &[1.0], Some(&zeros)).unwrap();
+            let packed = PackedLinear::pack(&view, None, fixed, &Serial).unwrap();
+            for x in [1.0_f32, -1.0] {
+                let case = vec![x; width];
+                let mut rows = Int8Rows::default();
+                let layout = RowLayout::of(packed.layout());
+                let activation = if fixed {
+                    let by = StaticScale { scale: 1.0 / 1000.0, zero: if x > 0.0 { -128 } else { 127 } };
+                    rows.quantize_static(&case, layout, by, &Serial).unwrap();
+                    255.0 * x
+                } else {
+                    rows.quantize(&case, layout, &Serial).unwrap();
+                    127.0 * x
+                };
+                let sum = (f64::from(code) - f64::from(zero)) * f64::from(activation) * width as f64;
+                assert!(sum.abs() < 2.0_f64.powi(31));
+                for isa in Isa::available() {
+                    let mut out = [0.0];
+                    packed.view().multiply(isa.token().unwrap(), &rows, None, &mut out, &Serial).unwrap();
+                    assert_eq!(out[0], sum as f32 * rows.scales()[0], "{isa:?} {bits} {code} {x}");
+                }
+            }
+        }
+    }
+    let codes = vec![0; 66_312];
+    let view = WeightView::new([1, 66_312], 8, 66_312, &codes, &[1.0], None).unwrap();
+    assert_eq!(Layout::of(&view, false).unwrap_err(), KernelError::TooLarge("the width of a group"));
+}
+
+/// 4 bits in groups of 128 take 4.16 bits at most, scales and zeros included.
+#[test]
+fn packed_weights_are_small() {
+    let (n, k) = (256, 4096);
+    let (codes, scales, zeros) = (vec![3; n * k], vec![0.5; n * k / 128], vec![7; n * k / 128]);
+    let bits = |zeros| {
+        let view = WeightView::new([n, k], 4, 128, &codes, &scales, zeros).unwrap();
+        Layout::of(&view, false).unwrap().bits_per_weight()
+    };
+    assert_eq!((bits(None), bits(Some(&zeros[..]))), (4.125, 4.15625));
+}
+
+#[test]
+fn misuse_is_an_error() {
+    let case = Case::new([3, 20, 2], 32, 4, Kind::Float, true, false, false, 1);
+    let view = case.view();
+    let packed = PackedLinear::pack(&view, None, false, &Serial).unwrap();
+    let rows = case.rows(packed.layout());
+    let token = Isa::Scalar.token().unwrap();
+    let mut out = vec![0.0; 60];
+    let view_of = packed.view();
+    let multiply = |rows: &Int8Rows, bias: Option<&[f32]>, out: &mut [f32]| {
+        view_of.multiply(token, rows, bias, out, &Serial).unwrap_err().code()
+    };
+    assert_eq!(multiply(&rows, None, &mut out[..59]), 1);
+    assert_eq!(multiply(&rows, Some(&[0.0; 19]), &mut out), 1);
+    // Activations of other groups, and with a zero where the layout has no sums.
+    let other = Case::new([3, 20, 1], 64, 4, Kind::Float, false, false, false, 1);
+    let packed_other = PackedLinear::pack(&other.view(), None, true, &Serial).unwrap();
+    assert_eq!(multiply(&other.rows(packed_other.layout()), None, &mut out), 4);
+    let mut shifted = Int8Rows::default();
+    let by = StaticScale { scale: 0.1, zero: 3 };
+    shifted.quantize_static(&case.x, RowLayout::of(packed.layout()), by, &Serial).unwrap();
+    assert_eq!(multiply(&shifted, None, &mut out), 3);
+    assert_eq!(multiply(&Int8Rows::default(), None, &mut out), 4);
+    assert_eq!(
+        rows.clone().quantize(&case.x[1..], RowLayout::of(packed.layout()), &Serial).unwrap_err().code(),
+        1
+    );
+    let broken = StaticScale { scale: f32::NAN, zero: 0 };
+    assert_eq!(
+        rows.clone()
+            .quantize_static(&case.x, RowLayout::of(packed.layout()), broken, &Serial)
+            .unwrap_err()
+            .code(),
+        3
+    );
+    // Bytes of another layout, or too few.
+    let layout = *packed.layout();
+    assert_eq!(PackedView::new(layout, layout.id() ^ 1, view_of.bytes()).unwrap_err().code(), 5);
+    assert_eq!(PackedView::new(layout, layout.id(), &view_of.bytes()[1..]).unwrap_err().code(), 1);
+    assert!(PackedView::new(layout, layout.id(), view_of.bytes()).is_ok());
+    assert_ne!(layout.id(), packed_other.layout().id());
+    assert_eq!(layout.pack(&other.view(), 0..1, &mut [0; 8]).unwrap_err().code(), 3);
+    assert_eq!(layout.pack(&view, 1..9, &mut [0; 8]).unwrap_err().code(), 4);
+    assert_eq!(PackedLinear::pack(&view, Some(&[0.0; 3]), false, &Serial).unwrap_err().code(), 1);
+    let empty = WeightView::new([0, 4], 4, 4, &[], &[], None).unwrap();
+    assert_eq!(Layout::of(&empty, false).unwrap_err().code(), 3);
+}
+
+/// NaN and infinities reach the output of their row, and of no other.
+#[test]
+fn what_is_not_finite_stays_in_its_row() {
+    let mut case = Case::new([3, 20, 2], 32, 4, Kind::Float, true, true, false, 3);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        case.x[70] = bad;
+        let packed = PackedLinear::pack(&case.view(), case.bias.as_deref(), false, &Serial).unwrap();
+        let mut out = vec![0.0; 60];
+        packed.multiply(&case.rows(packed.layout()), &mut out, &Serial).unwrap();
+        assert!(out[20..40].iter().all(|v| v.is_nan()));
+        assert!(out[..20].iter().chain(&out[40..]).all(|v| v.is_finite()));
+    }
+}
+
+#[test]
+fn rows_are_rounded_half_to_even_by_their_largest() {
+    let view = WeightView::new([1, 8], 4, 8, &[0; 8], &[1.0], None).unwrap();
+    let layout = RowLayout::of(&Layout::of(&view, false).unwrap());
+    let mut rows = Int8Rows::default();
+    let x = [127.0, -127.0, 0.5, 1.5, -2.5, 126.5, 0.49, 0.0];
+    let tiny = [1e-38_f32; 8];
+    rows.quantize(&[x, [0.0; 8], tiny].concat(), layout, &Serial).unwrap();
+    assert_eq!(rows.row(0), [127, -127, 0, 2, -2, 126, 0, 0]);
+    assert_eq!(rows.scales(), [1.0, 0.0, 0.0]);
+    assert_eq!(rows.row(2), [0; 8]);
+    rows.quantize_static(&x, layout, StaticScale { scale: 2.0, zero: 100 }, &Serial).unwrap();
+    assert_eq!(rows.row(0), [127, 36, 100, 101, 99, 127, 100, 100]);
+}
