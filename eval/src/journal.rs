@@ -1,19 +1,20 @@
 //! What an evaluation has measured, kept in a file while it runs, so that a stopped one can go on.
 //!
-//! The first line says what is evaluated on what; each further line holds one window's results, written
-//! when a batch of windows is done. Whoever ends well removes the file. Numbers are written so that
+//! The first line says what is evaluated on what; each further line holds one window's results behind a
+//! checksum, written when a batch of windows is done. Whoever ends well removes the file. Numbers are written so that
 //! they are read back as the same bits.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use quant_core::digest::sha256_hex;
 use quant_core::{Error, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-const SCHEMA: &str = "quant-eval-journal/1";
+const SCHEMA: &str = "quant-eval-journal/2";
 /// A longer line is none of ours.
 const LONGEST_LINE: u64 = 1 << 30;
 
@@ -34,13 +35,15 @@ impl Measured for f64 {
 #[derive(Debug)]
 pub struct Journal<T> {
     known: Vec<Vec<T>>,
+    /// Windows in the file.
+    written: usize,
     file: Option<(File, PathBuf)>,
 }
 
 impl<T: Measured> Journal<T> {
     /// One that nothing is kept in.
     pub fn none() -> Self {
-        Self { known: Vec::new(), file: None }
+        Self { known: Vec::new(), written: 0, file: None }
     }
 
     /// Opens or begins a journal. `identity` says what is evaluated on what; `windows` how many scored
@@ -70,7 +73,7 @@ impl<T: Measured> Journal<T> {
         if end == 0 {
             file.write_all(format!("{head}\n").as_bytes()).map_err(fault)?;
         }
-        Ok(Self { known, file: Some((file, path.to_owned())) })
+        Ok(Self { written: known.len(), known, file: Some((file, path.to_owned())) })
     }
 
     /// The windows that were measured before, in order.
@@ -90,8 +93,8 @@ impl<T: Measured> Journal<T> {
         for (i, window) in windows.iter().enumerate() {
             let last = i + 1 == windows.len();
             let line = serde_json::to_string(&(last, window)).map_err(|e| Error::Internal(e.to_string()))?;
-            lines.push_str(&line);
-            lines.push('\n');
+            lines.push_str(&format!("{} {line}\n", checksum(self.written, &line)));
+            self.written += 1;
         }
         file.write_all(lines.as_bytes()).map_err(|e| Error::io("write", path.as_path(), e))
     }
@@ -100,6 +103,13 @@ impl<T: Measured> Journal<T> {
     pub fn finish(self) -> Option<PathBuf> {
         self.file.map(|(_, path)| path)
     }
+}
+
+/// What a line begins with: a flipped bit may still be a number, and a line may be missing or stand twice.
+fn checksum(window: usize, line: &str) -> String {
+    let mut digest = sha256_hex(format!("{window} {line}"));
+    digest.truncate(16);
+    digest
 }
 
 fn other(path: &Path, what: &str) -> Error {
@@ -145,7 +155,12 @@ fn read<T: Measured>(
             end = read as u64;
         } else {
             let damaged = || other("damaged: a line holds no window");
-            let (last, window): (bool, Vec<T>) = serde_json::from_slice(&line).map_err(|_| damaged())?;
+            let text = std::str::from_utf8(&line).map_err(|_| damaged())?.trim_end();
+            let (sum, text) = text.split_once(' ').ok_or_else(damaged)?;
+            if sum != checksum(known.len(), text) {
+                return Err(damaged());
+            }
+            let (last, window): (bool, Vec<T>) = serde_json::from_str(text).map_err(|_| damaged())?;
             if windows.get(known.len()) != Some(&window.len()) || !window.iter().all(T::is_sound) {
                 return Err(damaged());
             }
@@ -183,7 +198,8 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
 
         // A window of a batch that was not finished, and half a line.
-        std::fs::write(&path, format!("{text}[false,[1.0]]\n[true,[2.0")).unwrap();
+        let third = "[false,[1.0]]";
+        std::fs::write(&path, format!("{text}{} {third}\n0 [true,[2.0", checksum(2, third))).unwrap();
         let mut journal = open(&identity).unwrap();
         assert_eq!(journal.take(), batch);
         journal.keep(&[vec![5.0]]).unwrap();
@@ -194,7 +210,21 @@ mod tests {
         assert_eq!(journal.finish(), Some(path.clone()));
         assert!(open(&json!({ "model": "b" })).unwrap_err().to_string().contains("another evaluation"));
 
-        for broken in ["{}\n", "no json\n", "half", &format!("{text}[true,[1.0,2.0]]\n")] {
+        let long = "[true,[1.0,2.0]]";
+        let lines: Vec<&str> = text.split_inclusive('\n').collect();
+        let flipped = text.replacen("0.1", "0.3", 1);
+        for broken in [
+            "{}\n",
+            "no json\n",
+            "half",
+            &format!("{text}{} {long}\n", checksum(2, long)),
+            &format!("{text}{long}\n"),
+            &flipped,
+            // A line that is missing, and one twice.
+            &[lines[0], lines[2]].concat(),
+            &[lines[0], lines[1], lines[1]].concat(),
+        ] {
+            assert_ne!(broken, text);
             std::fs::write(&path, broken).unwrap();
             assert!(matches!(open(&identity), Err(Error::Usage { .. })), "{broken}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), broken);

@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use quant_core::checkpoint::parse_strictly;
+use quant_core::digest::sha256_hex;
 use quant_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -15,9 +16,10 @@ use crate::statistics::Quantile;
 use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
 /// The version of the form of results.
-pub const SCHEMA: &str = "quant-eval/2";
-/// Larger files are refused.
-const LARGEST: u64 = 256 << 20;
+pub const SCHEMA: &str = "quant-eval/3";
+/// Larger files are refused: read, a number takes some thirty times the room. Results of a hundred thousand
+/// windows fit.
+const LARGEST: u64 = 16 << 20;
 /// How far a mean may be from what the windows say, relatively: the order of sums.
 const TOLERANCE: f64 = 1e-9;
 
@@ -60,6 +62,9 @@ pub struct Evaluation {
     pub seconds: f64,
     /// Tokens that the model read in a second of it.
     pub tokens_per_second: f64,
+    /// SHA-256 of all other fields but the two before, as compact JSON in this order: what was changed since it
+    /// was measured is not believed.
+    pub sha256: String,
 }
 
 /// A build of a program.
@@ -122,7 +127,7 @@ impl Evaluation {
         (scores, comparison): (Scores, Option<Divergence>),
         (seconds, tokens_per_second): (f64, f64),
     ) -> Self {
-        Self {
+        let result = Self {
             schema: SCHEMA.into(),
             tool,
             model,
@@ -140,7 +145,20 @@ impl Evaluation {
             comparison,
             seconds,
             tokens_per_second,
+            sha256: String::new(),
+        };
+        Self { sha256: result.digest(), ..result }
+    }
+
+    /// What [`sha256`](Self::sha256) must be. It protects from mistakes, not from those who mean to deceive.
+    pub fn digest(&self) -> String {
+        let mut value = serde_json::to_value(self).unwrap_or_default();
+        if let Some(fields) = value.as_object_mut() {
+            for key in ["seconds", "tokens_per_second", "sha256"] {
+                fields.remove(key);
+            }
         }
+        sha256_hex(value.to_string())
     }
 
     /// Reads a result and checks it as a whole.
@@ -191,11 +209,13 @@ impl Evaluation {
             Some(&self.text.sha256),
             Some(&self.tokenizer_sha256),
             Some(&self.tokens_sha256),
+            self.tool.sha256.as_ref(),
         ]
         .into_iter()
         .flatten()
         {
-            if digest.len() != 64 || !digest.bytes().all(|b| b.is_ascii_hexdigit()) {
+            let digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+            if digest.len() != 64 || !digest.bytes().all(digit) {
                 return Err(format!("has a SHA-256 that is none: `{}`", digest.escape_default()));
             }
         }
@@ -203,12 +223,17 @@ impl Evaluation {
             return Err("has a reference without a comparison, or a comparison without a reference".into());
         }
         self.scores.check("", &self.window_tokens, self.text.bytes)?;
-        if !(self.seconds.is_finite() && self.tokens_per_second.is_finite()) {
+        if ![self.seconds, self.tokens_per_second].iter().all(|t| t.is_finite() && *t >= 0.0) {
             return Err("has a time that is no number".into());
         }
-        let Some(comparison) = &self.comparison else { return Ok(()) };
-        comparison.reference.check("comparison.reference.", &self.window_tokens, self.text.bytes)?;
-        comparison.check(&self.scores, &self.window_tokens)
+        if let Some(comparison) = &self.comparison {
+            comparison.reference.check("comparison.reference.", &self.window_tokens, self.text.bytes)?;
+            comparison.check(&self.scores, &self.window_tokens)?;
+        }
+        if self.sha256 != self.digest() {
+            return Err("was changed since it was measured: its fields have another SHA-256".into());
+        }
+        Ok(())
     }
 
     /// The name under which a result is known: that of its file, without its ending.

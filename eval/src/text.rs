@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 use crate::profile::ProfileRequest;
 use crate::{Profile, wikitext};
 
+/// A stride far below its windows makes many times a text's tokens; so many are held at most.
+const MOST_READ: usize = 1 << 28;
+
 /// Tokens of which the last ones are scored, each given those before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
@@ -127,7 +130,7 @@ impl EvaluationText {
         let text_sha256 = sha256_hex(scored.as_bytes());
         let cut = match profile {
             Profile::LmEvalRolling { window } => rolling(tokenization, documents, window)?,
-            _ => of_stream(tokenization, &scored, profile)?,
+            _ => of_stream(tokenization, &scored, profile, windows, origin)?,
         };
         let Cut { windows: mut all, bytes, words, bos, warnings, tokens } = cut;
         let wanted = windows.unwrap_or(all.len()).max(1);
@@ -142,9 +145,7 @@ impl EvaluationText {
             return Err(Error::Text {
                 path: origin.to_owned(),
                 line: None,
-                reason: format!(
-                    "gives {tokens} tokens, that is {have} windows of {window} to score; {needed}"
-                ),
+                reason: format!("gives {tokens} tokens, that is {have} windows of {window}; {needed}"),
             });
         }
         let whole = all.len() == wanted;
@@ -233,7 +234,13 @@ impl Tokens {
 }
 
 /// The rules that cut one stream of tokens.
-fn of_stream(tokenization: &Tokenization<'_>, text: &str, profile: Profile) -> Result<Cut> {
+fn of_stream(
+    tokenization: &Tokenization<'_>,
+    text: &str,
+    profile: Profile,
+    wanted: Option<usize>,
+    origin: &Path,
+) -> Result<Cut> {
     let tokens = Tokens::of(tokenization.tokenizer, text)?;
     let count = tokens.ids.len();
     let bos = tokens.begins_with_special.then(|| tokens.ids[0]);
@@ -274,9 +281,22 @@ fn of_stream(tokenization: &Tokenization<'_>, text: &str, profile: Profile) -> R
             })
             .collect(),
         Profile::HfStride { window, stride } => {
+            // One more than is wanted, so that it is known whether there are more.
+            let most = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
+            let tokens_read = (count / stride).min(most).saturating_mul(window.min(count));
+            if tokens_read > MOST_READ {
+                return Err(Error::Text {
+                    path: origin.to_owned(),
+                    line: None,
+                    reason: format!(
+                        "gives {count} tokens, which windows of {window} every {stride} make {tokens_read} to read; \
+                         at most {MOST_READ} are"
+                    ),
+                });
+            }
             let mut cut = Vec::new();
             let (mut begin, mut scored) = (0, 1);
-            while scored < count {
+            while scored < count && cut.len() < most {
                 let end = (begin + window).min(count);
                 // A window's first token has nothing before it.
                 if scored.max(begin + 1) < end {

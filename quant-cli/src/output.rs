@@ -42,6 +42,13 @@ pub struct JsonOption {
 
 /// Fails when a file cannot be written, before work is done whose result would be lost.
 pub fn check_writable(path: &Path) -> Result<()> {
+    use std::os::unix::fs::FileTypeExt;
+    if std::fs::metadata(path).is_ok_and(|m| m.file_type().is_fifo()) {
+        return Err(Error::usage(
+            format!("{} is a named pipe, and writing to it would wait for a reader", path.display()),
+            "name a file",
+        ));
+    }
     // Opened without truncation: if the work fails, what was there stays.
     let new = !path.exists();
     std::fs::OpenOptions::new()
@@ -77,14 +84,30 @@ impl JsonOption {
     }
 }
 
+/// Where a path leads, whether it is there yet or not.
+fn real(path: &Path) -> PathBuf {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let beside = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
+    path.canonicalize().ok().or_else(beside).unwrap_or_else(|| path.to_owned())
+}
+
+/// Fails when a file that is to be written lies in the directory of a model that is read.
+pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()> {
+    for (option, path) in written {
+        let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
+        if let Some(model) = models.iter().find(|model| real(path).starts_with(real(model))) {
+            return Err(Error::usage(
+                format!("{option} would write {} into the model {}", path.display(), model.display()),
+                format!("give {option} a file outside of it"),
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Fails when a file that is to be written is one that is read, or is to be written twice: the option and
 /// the file of each. Nothing is written yet.
 pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()> {
-    let real = |path: &Path| -> PathBuf {
-        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let beside = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
-        path.canonicalize().ok().or_else(beside).unwrap_or_else(|| path.to_owned())
-    };
     let mut taken: Vec<PathBuf> = read.iter().map(|p| real(p)).collect();
     for (option, path) in written {
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };

@@ -8,6 +8,7 @@ stands out from its background. check.py runs these as its `page` checks.
 """
 
 import json
+import re
 import shutil
 
 from playwright.sync_api import sync_playwright
@@ -80,6 +81,8 @@ LOOK = """() => {
         crossed: crossed(labels),
       };
     }),
+    clipped: all('.wide').filter((e) => e.querySelector('svg, .cards') && e.scrollWidth > e.clientWidth + 1)
+      .map((e) => (e.querySelector('svg title') || e.querySelector('th')).textContent),
     sideways: document.documentElement.scrollWidth - window.innerWidth,
     paper: luminance(background(document.body)),
     faint: faint.filter(([, c]) => c < LEAST).map(([text, c]) => `${text}: ${c.toFixed(1)}`),
@@ -104,6 +107,7 @@ def look(browser, file, scheme, width):
         wrong.append("markup in a name became markup")
     if found["sideways"] > 0:
         wrong.append(f"sticks out by {found['sideways']} pixels")
+    wrong += [f"wider than the page: {name}" for name in found["clipped"]]
     if (found["paper"] > 0.5) != (scheme == "light"):
         wrong.append(f"paper of luminance {found['paper']:.2f}")
     wrong += [f"faint: {text}" for text in found["faint"][:3]]
@@ -151,6 +155,14 @@ def number(value, digits):
     return f"{value['mean']:.{digits}f} ± {value['standard_error']:.{digits}f}"
 
 
+def nats(value):
+    """A divergence, which may be so small that two digits of it count."""
+    if value["mean"] >= 1e-3:
+        return number(value, 5)
+    shown = [f"{value['mean']:.1e}", f"{value['standard_error']:.0e}"]
+    return " ± ".join(re.sub(r"e-0?", "e-", text) for text in shown)
+
+
 def chart(found, name):
     return next((c for c in found["charts"] if c["name"] == name), {"bars": 0, "points": 0, "paints": []})
 
@@ -191,7 +203,7 @@ def expect_evaluated(found, result, report, other):
         "Error of every quantized tensor", "Worst windows", "Compared runs", "Provenance"]
     yield "perplexity", found["tiles"].get("perplexity"), number(result["perplexity"], 3)
     yield "ratio", found["tiles"].get("perplexity ratio"), number(comparison["perplexity_ratio"], 4)
-    yield "KL", found["tiles"].get("mean KL, nats"), number(comparison["kl"], 5)
+    yield "KL", found["tiles"].get("mean KL, nats"), nats(comparison["kl"])
     yield "top token", found["tiles"].get("same top token"), number(comparison["top1_agreement"], 4)
     yield "error by depth", chart(found, "Hidden-state error by depth")["points"], blocks
     histogram = chart(found, "Positions by their divergence")
@@ -207,7 +219,7 @@ def expect_evaluated(found, result, report, other):
     yield "their text", "<script>alert" in first, True
     rows = table(found, "", "result")
     yield "compared", [row[4] for row in rows], \
-        [number(comparison["kl"], 5), number(other["comparison"]["kl"], 5)]
+        [nats(comparison["kl"]), nats(other["comparison"]["kl"])]
     yield "none better in both", [bool(row[6]) for row in rows], [True, True]
     yield "provenance", result["model"]["sha256"] in str(found["tables"]), True
     yield from expect_map(found, report)
@@ -221,7 +233,9 @@ def expect_alone(found, result):
 
 
 def expect_gate(found, decision):
-    yield "headings", found["headings"][1:], ["Checks", "Results"]
+    yield "headings", found["headings"][1:], ["Checks", "Results", "Provenance"]
+    told = dict(row[:2] for row in table(found, "policy, SHA-256"))
+    yield "provenance", told.get("baseline, SHA-256"), decision["baseline_sha256"]
     yield "verdict", found["tiles"].get("verdict"), decision["verdict"]
     yield "checks", [row[1] for row in table(found, "result")], \
         [check["verdict"] for check in decision["checks"]]

@@ -329,7 +329,7 @@ class Pages(unittest.TestCase):
       body { background: Canvas; color: CanvasText; width: 90% }</style></head><body><h1>a</h1>
       <table><tr><td>a</td><td>b</td></tr></table><svg viewBox="0 0 100 100" aria-label="c">
       <rect x="10" y="10" width="9" height="9" style="fill: #808080"></rect><text x="10" y="40"
-      style="fill: CanvasText; font: 9px sans-serif">one</text></svg></body></html>"""
+      style="fill: CanvasText; font: 9px sans-serif">one</text><title>c</title></svg></body></html>"""
 
     def wrong(self, page):
         pages = importlib.import_module("check_pages")
@@ -352,6 +352,7 @@ class Pages(unittest.TestCase):
             ("<h1>a", "<h1><b>a</b>", "markup"),
             ("<h1>a", "<h1 style='width: 1400px'>a", "sticks out"),
             ("Canvas;", "#ffffff;", "paper"),
+            ('<svg viewBox="0 0 100 100"', '<div class="wide" style="overflow-x: auto"><svg style="width: 1400px" viewBox="0 0 100 100"', "wider"),
             ("<h1>a", "<h1 style='color: #888888'>a", "faint"),
             ('x="10" y="10"', 'x="95" y="10"', "outside"),
             ("<rect", "<text x='11' y='41' style='fill: CanvasText; font: 9px sans-serif'>two</text><rect", "cross"),

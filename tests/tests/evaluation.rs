@@ -2,6 +2,7 @@
 
 use quant_tests::files::copy_files;
 use quant_tests::program::quant;
+use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 
 #[test]
@@ -119,4 +120,74 @@ fn reports_show_what_was_measured() {
     assert_eq!(run.code(), Some(1), "{run}");
     let page = std::fs::read_to_string(html).unwrap();
     assert!(page.contains("kl_p99") && page.contains("class=\"fail\""));
+}
+
+/// Outputs go neither into a model nor into a pipe, and pages do not mix references.
+#[test]
+fn outputs_and_comparisons_that_make_no_sense() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    copy_files(&demo_model(), &at("model"));
+    let weights = at("model/model.safetensors");
+    let before = std::fs::read(&weights).unwrap();
+    let short = ["--text", "builtin-heldout", "--window", "64", "--windows", "2"].map(Into::into);
+    let eval = |more: Vec<std::ffi::OsString>| {
+        quant(args!["eval", at("model")].into_iter().chain(short.clone()).chain(more))
+    };
+    let json = |path: &std::path::Path| format!("--json={}", path.display());
+    for more in [args!["--report", &weights], args![json(&weights)], args!["--journal", at("model/new.html")]]
+    {
+        let run = eval(more);
+        assert_eq!(run.code(), Some(2), "{run}");
+        assert!(run.stderr.contains("into the model"), "{run}");
+    }
+    let run = eval(args!["--reference", demo_model(), "--report", demo_model().join("page.html")]);
+    assert!(run.code() == Some(2) && run.stderr.contains("into the model"), "{run}");
+    let rtn = args!["quantize", at("model"), "-o", at("out"), "--method", "rtn", "--report", &weights];
+    assert_eq!(quant(rtn).code(), Some(2));
+    assert_eq!(std::fs::read(&weights).unwrap(), before);
+
+    let made = std::process::Command::new("mkfifo").arg(at("pipe")).status().unwrap();
+    assert!(made.success());
+    let run = eval(args!["--report", at("pipe")]);
+    assert!(run.code() == Some(2) && run.stderr.contains("named pipe"), "{run}");
+
+    // The same model measured alone, and against another.
+    eval(args![json(&at("alone.json"))]).succeeded();
+    let run =
+        eval(args!["--reference", demo_model(), "--report", at("page.html"), "--compare", at("alone.json")]);
+    assert!(run.code() == Some(2) && run.stderr.contains("against another reference"), "{run}");
+}
+
+/// A tokenizer with more tokens than the embedding has rows belongs to another model.
+#[test]
+fn a_larger_tokenizer_is_refused() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    copy_files(&demo_model(), &model);
+    let path = model.join("tokenizer.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let more = serde_json::json!({ "id": 4096, "content": "<more>", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true });
+    tokenizer["added_tokens"].as_array_mut().unwrap().push(more);
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    let run = quant(args!["eval", &model, "--text", "builtin-heldout", "--window", "64", "--windows", "2"]);
+    check_message("a larger tokenizer", &run, 4, &["token 4096, but the embedding has 4096 rows"]);
+}
+
+/// A stride of one makes each token a window: what is not wanted is not made, and too much is refused.
+#[test]
+fn small_strides_do_not_take_the_memory() {
+    let scratch = tempfile::tempdir().unwrap();
+    let text = scratch.path().join("text.txt");
+    std::fs::write(&text, "rain ".repeat(60_000)).unwrap();
+    let eval = |profile: &str, more: &[&str]| {
+        let mut arguments = args!["eval", demo_model(), "--text", &text, "--profile", profile];
+        arguments.extend(more.iter().map(Into::into));
+        quant(arguments)
+    };
+    eval("hf-stride-64-1", &["--windows", "2"]).succeeded();
+    let run = eval("hf-stride-8192-1", &[]);
+    assert_eq!(run.code(), Some(4), "{run}");
+    assert!(run.stderr.contains("to read; at most"), "{run}");
 }

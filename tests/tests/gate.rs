@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use quant_tests::files::sha256;
 use quant_tests::program::{Run, Running, Signal, command, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
@@ -89,6 +90,18 @@ fn numbers(mut result: Value) -> Value {
     result
 }
 
+/// Gives a changed result the SHA-256 that it would have if it had been measured so.
+fn seal(result: &mut Value) {
+    let fields = result.as_object_mut().unwrap();
+    let kept: Vec<_> = ["seconds", "tokens_per_second", "sha256"]
+        .into_iter()
+        .filter_map(|k| fields.shift_remove_entry(k))
+        .collect();
+    let digest = sha256(serde_json::to_string(fields).unwrap().as_bytes());
+    fields.extend(kept);
+    fields["sha256"] = json!(digest);
+}
+
 #[test]
 fn threads_do_not_change_a_bit() {
     let bench = Bench::get();
@@ -159,7 +172,7 @@ fn every_outcome_has_its_exit_code() {
     bench.judge(&bench.result("8"), &gate).succeeded();
     let fail = bench.judge(&bench.result("3"), &gate);
     assert_eq!(fail.code(), Some(1), "{fail}");
-    assert!(fail.stdout.contains("held  fail          kl against the baseline: +"), "{fail}");
+    assert!(fail.stdout.contains("fail          held  kl against the baseline: +"), "{fail}");
 
     // A margin where the degradation is: nobody can tell.
     let rise = |bits: &str| read(&bench.result(bits)).pointer("/nll/mean").unwrap().as_f64().unwrap();
@@ -255,6 +268,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     let broken = |case: &str, change: &dyn Fn(&mut Value), says: &[&str]| {
         let mut result = read(&good);
         change(&mut result);
+        seal(&mut result);
         let path = at("held.json");
         std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
         judge(case, &path, &baseline, 4, says);
@@ -267,7 +281,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["another tokens"]);
     broken("another rule", &set("/profile", json!("gptq-65")), &["another profile"]);
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["another reference"]);
-    broken("a newer result", &set("/schema", json!("quant-eval/3")), &["quant-eval/3"]);
+    broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
     // JSON has no NaN: what writes one writes null, or a text.
     broken("a number that is none", &set("/nll/mean", Value::Null), &["is no evaluation"]);
@@ -305,6 +319,27 @@ fn nothing_that_is_missing_or_broken_passes() {
         },
         &["kl_quantiles"],
     );
+    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["SHA-256 that is none"]);
+    let shout = |r: &mut Value| {
+        r["reference"]["sha256"] = json!(r["reference"]["sha256"].as_str().unwrap().to_uppercase())
+    };
+    broken("a hash in capitals", &shout, &["SHA-256 that is none"]);
+    // What no other number contradicts, edited by somebody who did not mean to deceive.
+    for (path, value) in [
+        ("/comparison/kl_quantiles/p99/value", json!(0.05)),
+        ("/comparison/top5_overlap/mean", json!(0.99)),
+        ("/comparison/rms_delta_p/mean", json!(0.0)),
+        ("/model/size_bytes", json!(1)),
+        ("/bits_per_byte/standard_error", Value::Null),
+        ("/comparison/noise_floor/windows", json!(0)),
+        ("/comparison/minimum_detectable_increase", json!(1.0)),
+        ("/sha256", json!("0".repeat(64))),
+    ] {
+        let mut result = read(&good);
+        *result.pointer_mut(path).unwrap() = value;
+        std::fs::write(at("held.json"), result.to_string()).unwrap();
+        judge(path, &at("held.json"), &baseline, 4, &["held.json"]);
+    }
     broken("an unknown field", &|r| r["extra"] = json!(1), &["is no evaluation"]);
     let alone = |r: &mut Value| {
         r["comparison"] = Value::Null;
@@ -475,4 +510,45 @@ fn harmless_tests_do_not_disarm_others() {
     });
     assert_eq!(policy(margin, &others.concat()), Some(3));
     assert_eq!(policy(0.0, &others.concat()), Some(1));
+}
+
+/// What no check is of does not pass, and no name is taken for a command of the system that runs the gate.
+#[test]
+fn a_result_that_nothing_checks_is_no_pass() {
+    let bench = Bench::get();
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let odd = "a\n::error file=x::pwned";
+    for name in ["held", odd] {
+        std::fs::copy(bench.result("4"), at(&format!("{name}.json"))).unwrap();
+    }
+    let results = [at("held.json"), at(&format!("{odd}.json"))];
+    let update =
+        quant(args!["gate", &results[0], &results[1], "--baseline", at("b.json"), "--update"]).succeeded();
+    let judge = |policy: &str| {
+        std::fs::write(at("gate.toml"), policy).unwrap();
+        quant(args![
+            "gate",
+            &results[0],
+            &results[1],
+            "--policy",
+            at("gate.toml"),
+            "--baseline",
+            at("b.json")
+        ])
+    };
+    let passes = judge(POLICY).succeeded();
+    for run in [&update, &passes] {
+        assert!(run.stdout.contains("pwned"), "{run}");
+        assert!(!run.stdout.lines().any(|line| line.trim_start().starts_with("::")), "{run}");
+    }
+    let some = POLICY.replace("metric =", "results = [\"held\"]\nmetric =");
+    let run = judge(&some);
+    check_message("a result without a check", &run, 4, &["checks nothing of the result"]);
+
+    // A baseline behind a link is written where it is.
+    std::os::unix::fs::symlink(at("b.json"), at("link.json")).unwrap();
+    quant(args!["gate", &results[0], "--baseline", at("link.json"), "--update"]).succeeded();
+    assert!(at("link.json").is_symlink());
+    assert_eq!(read(&at("b.json"))["results"].as_object().unwrap().len(), 1);
 }

@@ -39,6 +39,19 @@ impl Baseline {
         Self { results: results.iter().map(|(name, e)| (name.clone(), timeless(e))).collect() }
     }
 
+    /// The SHA-256 that its file holds: of all results as compact JSON.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when a result cannot be written, which does not happen.
+    pub fn sha256(&self) -> Result<String> {
+        digest(&self.values()?)
+    }
+
+    fn values(&self) -> Result<BTreeMap<String, serde_json::Value>> {
+        let value = |e| serde_json::to_value(e).map_err(|e| Error::Internal(e.to_string()));
+        self.results.iter().map(|(name, e)| Ok((name.clone(), value(e)?))).collect()
+    }
+
     /// Reads a baseline and checks it as a whole.
     ///
     /// # Errors
@@ -69,14 +82,10 @@ impl Baseline {
     /// # Errors
     /// [`Error::Internal`] when a result cannot be written, which does not happen.
     pub fn to_json(&self) -> Result<String> {
-        let fault = |e: serde_json::Error| Error::Internal(e.to_string());
-        let results = self
-            .results
-            .iter()
-            .map(|(name, e)| Ok((name.clone(), serde_json::to_value(e).map_err(fault)?)))
-            .collect::<Result<BTreeMap<_, _>>>()?;
+        let results = self.values()?;
         let file = File { schema: SCHEMA.into(), sha256: digest(&results)?, results };
-        Ok(serde_json::to_string_pretty(&file).map_err(fault)? + "\n")
+        let text = serde_json::to_string_pretty(&file).map_err(|e| Error::Internal(e.to_string()))?;
+        Ok(text + "\n")
     }
 }
 

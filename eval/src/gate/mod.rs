@@ -47,10 +47,49 @@ pub struct Outcome {
     pub verdict: Verdict,
     /// The one-sided level of tests.
     pub level: f64,
+    /// SHA-256 of the policy's text.
+    pub policy_sha256: String,
+    /// SHA-256 that the baseline holds of its results, where there is one.
+    pub baseline_sha256: Option<String>,
+    /// What was judged.
+    pub results: Vec<Judged>,
     /// Every check of every result.
     pub checks: Vec<Check>,
     /// What else to know, each fit for a line of text.
     pub notes: Vec<String>,
+}
+
+/// A result, told by what it says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Judged {
+    /// Its name.
+    pub name: String,
+    /// The rule that it was scored by.
+    pub profile: String,
+    /// What measured it.
+    pub tool: crate::Tool,
+    /// SHA-256 of the result, as it holds it.
+    pub sha256: String,
+    /// SHA-256 of the model, and of its reference if it had one.
+    pub model_sha256: String,
+    /// See `model_sha256`.
+    pub reference_sha256: Option<String>,
+    /// SHA-256 of the scored windows.
+    pub tokens_sha256: String,
+}
+
+impl Judged {
+    fn new((name, e): &(String, Evaluation)) -> Self {
+        Self {
+            name: name.clone(),
+            profile: e.profile.clone(),
+            tool: e.tool.clone(),
+            sha256: e.sha256.clone(),
+            model_sha256: e.model.sha256.clone(),
+            reference_sha256: e.reference.as_ref().map(|r| r.sha256.clone()),
+            tokens_sha256: e.tokens_sha256.clone(),
+        }
+    }
 }
 
 /// One check of one result.
@@ -141,6 +180,14 @@ pub fn judge(
             checks.push(capped(policy, cap, name, result)?);
         }
     }
+    if let Some((name, _)) = results.iter().find(|(name, _)| checks.iter().all(|c| c.result != *name)) {
+        return Err(Error::InputFile {
+            path: policy.path.clone(),
+            line: None,
+            reason: format!("checks nothing of the result `{}`", name.escape_default()),
+            remedy: "add a check of it, or do not give it: what is not checked does not pass".into(),
+        });
+    }
     let any = |v| checks.iter().any(|c| c.verdict == v);
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
@@ -154,6 +201,9 @@ pub fn judge(
         policy: policy.path.display().to_string(),
         verdict,
         level: policy.level,
+        policy_sha256: policy.sha256.clone(),
+        baseline_sha256: baseline.map(|(b, _)| b.sha256()).transpose()?,
+        results: results.iter().map(Judged::new).collect(),
         checks,
         notes,
     })

@@ -21,6 +21,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use quant_core::digest::sha256_hex;
 use quant_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 use toml::Spanned;
@@ -35,6 +36,8 @@ const LARGEST: u64 = 1 << 20;
 /// What must hold of results.
 #[derive(Debug, Clone)]
 pub struct Policy {
+    /// SHA-256 of its text.
+    pub sha256: String,
     /// The file, for messages.
     pub path: PathBuf,
     /// The one-sided level of tests.
@@ -178,6 +181,7 @@ impl Policy {
             None => 0.05,
         };
         let mut policy = Self {
+            sha256: sha256_hex(text),
             path: path.to_owned(),
             level,
             on_inconclusive: file.on_inconclusive,

@@ -5,9 +5,9 @@ use quant_core::pipeline::QuantReport;
 
 use super::quantization::{LinearCell, bit_map, tensor_errors};
 use super::svg::{self, Series};
-use super::{bytes, estimate_tile, page, pareto, tile};
+use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, tile, tool};
 use crate::statistics::{Histogram, Quantile};
-use crate::{Anatomy, Divergence, Evaluation};
+use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation};
 
 /// How many of the worst windows are shown.
 const WORST: usize = 8;
@@ -94,7 +94,7 @@ impl EvaluationReport<'_> {
         let r = self.result;
         let kl = r.comparison.as_ref().map(|c| &c.window_kl);
         html! {
-            div.wide { table {
+            div.wide { table.cards {
                 tr {
                     th { "window" }
                     @if kl.is_some() { th { "KL" } }
@@ -104,7 +104,7 @@ impl EvaluationReport<'_> {
                 @for worst in self.worst {
                     tr {
                         td { (worst.window) }
-                        @if let Some(kl) = kl { td { (format!("{:.5}", kl[worst.window])) } }
+                        @if let Some(kl) = kl { td { (nats(kl[worst.window])) } }
                         td { (format!("{:.4}", r.scores.window_nll[worst.window])) }
                         td.text { (worst.excerpt) }
                     }
@@ -121,8 +121,8 @@ fn tiles(r: &Evaluation) -> Markup {
             (estimate_tile("perplexity", scores.perplexity, 3, &r.profile))
             @if let Some(c) = &r.comparison {
                 (estimate_tile("perplexity ratio", c.perplexity_ratio, 4, &format!("reference {:.3}", c.reference.perplexity)))
-                @let floor = c.noise_floor.as_ref().map(|f| format!("noise floor {:.1e}", f.kl.mean)).unwrap_or_default();
-                (estimate_tile("mean KL, nats", c.kl, 5, &floor))
+                @let floor = c.noise_floor.as_ref().map(|f| format!("noise floor {}", nats_of(f.kl))).unwrap_or_default();
+                (tile("mean KL, nats", &nats_of(c.kl), &floor))
                 (estimate_tile("same top token", c.top1_agreement, 4, "share of positions"))
             }
             @if let Some(bits) = scores.bits_per_byte {
@@ -154,14 +154,17 @@ fn divergence(c: &Divergence) -> Markup {
     let quantile = |name: &str, q: &Quantile| {
         html! { tr {
             td { (name) }
-            td { (format!("{:.5}", q.value)) }
-            td { @if let (Some(low), Some(high)) = (q.low, q.high) { (format!("{low:.5} – {high:.5}")) } @else { "?" } }
+            td { (nats(q.value)) }
+            td { @if let (Some(low), Some(high)) = (q.low, q.high) { (nats(low)) " – " (nats(high)) } @else { "?" } }
         } }
     };
     html! {
         (svg::bars("Positions by their divergence", "KL in nats; per cent of positions upwards", &edges, &series))
         @if c.at_noise_floor == Some(true) {
             p { "The mean is below three times the noise floor: the models are the same, as far as can be told." }
+        }
+        @if let Some(floor) = &c.noise_floor {
+            p.soft { "Noise floor: " (nats_of(floor.kl)) " nats, on " (floor.windows) " windows. What is said below is to be held against it." }
         }
         div.two {
             div.wide { table {
@@ -177,7 +180,7 @@ fn divergence(c: &Divergence) -> Markup {
                     tr {
                         td { (format!("{:.2} – {:.2}", bucket.from, bucket.to)) }
                         td { (bucket.positions) }
-                        td { @if let Some(kl) = bucket.kl { (format!("{kl:.5}")) } @else { "–" } }
+                        td { @if let Some(kl) = bucket.kl { (nats_of(kl)) } @else { "–" } }
                     }
                 }
             } }
@@ -204,7 +207,11 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     let error = Series { name: "the model", class: "model", values: anatomy.block_errors.clone() };
     html! {
         p { "Relative error of what leaves each block, on " (anatomy.windows) " windows." }
-        (svg::lines("Hidden-state error by depth", "block", true, &[error]))
+        @if anatomy.block_errors.iter().all(|e| *e == 0.0) {
+            p { "There is none: every block gives the same bits." }
+        } @else {
+            (svg::lines("Hidden-state error by depth", "block", true, &[error]))
+        }
         h2 { "Outliers among the inputs of linears" }
         p { "Largest magnitude of the largest channel over that of the median channel: what a grid with one scale has \
              to cover. Transforms that move scales from activations into weights lower it." }
@@ -222,18 +229,27 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     }
 }
 
+fn beginning(bos: &BosPolicy) -> String {
+    let token = bos.token.map(|t| format!("token {t} ")).unwrap_or_default();
+    match bos.policy {
+        Bos::None => "nothing is added".to_owned(),
+        Bos::Text => format!("{token}before the text, as the tokenizer adds it"),
+        Bos::Windows => format!("{token}in place of the first of every window"),
+        Bos::Documents => format!("{token}before every document, not scored"),
+    }
+}
+
 fn provenance(r: &Evaluation) -> Markup {
-    let row = |name: &str, value: &str| html! { tr { td { (name) } td.hash { (value) } } };
     html! {
         div.wide { table {
-            (row("tool", &format!("{} {} ({})", r.tool.name, r.tool.version, r.tool.isa)))
-            (row("tool, SHA-256", r.tool.sha256.as_deref().unwrap_or("unknown")))
+            (row("tool, SHA-256", &tool(&r.tool)))
+            (row("this result, SHA-256", &r.sha256))
             (row("model, SHA-256", &r.model.sha256))
             @if let Some(reference) = &r.reference { (row("reference, SHA-256", &reference.sha256)) }
             (row("text, SHA-256", &r.text.sha256))
             (row("tokenizer, SHA-256", &r.tokenizer_sha256))
             (row("scored tokens, SHA-256", &r.tokens_sha256))
-            (row("beginning of text", &serde_json::to_string(&r.bos).unwrap_or_default()))
+            (row("beginning of text", &beginning(&r.bos)))
         } }
     }
 }

@@ -2,7 +2,7 @@
 
 use maud::html;
 
-use super::{page, pareto, tile};
+use super::{page, pareto, row, tile, tool};
 use crate::Evaluation;
 use crate::gate::Outcome;
 
@@ -18,7 +18,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String 
             (tile("that are open", &count("inconclusive"), "too few windows to tell"))
         }
         h2 { "Checks" }
-        div.wide { table {
+        div.wide { table.cards {
             tr { th { "result" } th { "" } th { "check" } th { "windows" } th.text { "" } }
             @for check in &outcome.checks {
                 tr {
@@ -35,6 +35,18 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String 
             h2 { "Results" }
             (pareto(&results.iter().map(|(n, e)| (n.clone(), e)).collect::<Vec<_>>()))
         }
+        h2 { "Provenance" }
+        div.wide { table {
+            (row("policy, SHA-256", &outcome.policy_sha256))
+            (row("baseline, SHA-256", outcome.baseline_sha256.as_deref().unwrap_or("none given")))
+            @for judged in &outcome.results {
+                (row(&format!("{}, SHA-256", judged.name), &judged.sha256))
+                (row("its tool", &tool(&judged.tool)))
+                (row("its model", &judged.model_sha256))
+                (row("its reference", judged.reference_sha256.as_deref().unwrap_or("none")))
+                (row("its scored tokens", &judged.tokens_sha256))
+            }
+        } }
     };
     page("quant gate", &subtitle, &body)
 }

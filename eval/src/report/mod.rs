@@ -13,7 +13,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 pub use self::evaluation::{EvaluationReport, WorstWindow};
 pub use self::gate::gate_page;
 pub use self::quantization::{LinearCell, quantization_page};
-use crate::{Divergence, Estimate, Evaluation};
+use crate::{Divergence, Estimate, Evaluation, Tool};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -42,6 +42,30 @@ fn page(title: &str, subtitle: &Markup, body: &Markup) -> String {
 
 fn tile(name: &str, value: &str, note: &str) -> Markup {
     html! { div.tile { small { (name) } b { (value) } small { (note) } } }
+}
+
+/// A line of provenance.
+fn row(name: &str, value: &str) -> Markup {
+    html! { tr { td { (name) } td.hash { (value) } } }
+}
+
+fn tool(tool: &Tool) -> String {
+    let sha256 = tool.sha256.as_deref().unwrap_or("of unknown bytes");
+    format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
+}
+
+/// A divergence: five digits after the point, or two that count where these would be nought.
+pub fn nats(value: f64) -> String {
+    if value != 0.0 && value.abs() < 1e-3 { format!("{value:.1e}") } else { format!("{value:.5}") }
+}
+
+/// The same with its error.
+fn nats_of(estimate: Estimate) -> String {
+    match estimate.standard_error {
+        Some(error) if estimate.mean.abs() < 1e-3 => format!("{} ± {error:.0e}", nats(estimate.mean)),
+        Some(error) => format!("{} ± {error:.5}", nats(estimate.mean)),
+        None => format!("{} ± ?", nats(estimate.mean)),
+    }
 }
 
 /// A tile of a mean with its error.
@@ -91,9 +115,9 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
                     td.text { (name) }
                     td { (bytes(e.model.size_bytes)) }
                     td { (format!("{:.3}", e.scores.perplexity)) }
-                    td { (format!("{:.5}", c.kl)) }
+                    td { (nats_of(c.kl)) }
                     td { (format!("{:.4}", c.top1_agreement)) }
-                    td.text { @if point.marked { "none is better in both" } }
+                    td.text { @if point.marked && points.len() > 1 { "none is better in both" } }
                 }
             }
         } }

@@ -72,7 +72,7 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     html! {
         p { "Root mean square of what rounding changed, over that of the weight, in per cent, in order of the model." }
         (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
-        div.wide { table {
+        div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
             tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "AWQ exponent" } th { "search: error before → after" } }
             @for t in worst.iter().take(shown) {

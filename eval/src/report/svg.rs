@@ -5,10 +5,10 @@ use maud::{Markup, html};
 
 /// Width of a chart in its own units; the page scales it.
 const WIDTH: f64 = 640.0;
-const HEIGHT: f64 = 220.0;
+const HEIGHT: f64 = 234.0;
 /// Room for the axes' labels.
 const LEFT: f64 = 56.0;
-const BOTTOM: f64 = 40.0;
+const BOTTOM: f64 = 54.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 20.0;
 
@@ -37,8 +37,8 @@ impl Axis {
         match (low <= high, logarithmic) {
             (false, _) => Self { from: 0.1, to: 1.0, logarithmic },
             (true, true) => {
-                let (from, to) = (low.log10().floor(), high.log10().ceil());
-                Self { from: 10_f64.powf(from), to: 10_f64.powf(to.max(from + 1.0)), logarithmic }
+                let (from, to) = enclosing(low, high);
+                Self { from, to, logarithmic }
             }
             (true, false) => {
                 let high = if high > 0.0 { high } else { 1.0 };
@@ -63,10 +63,26 @@ impl Axis {
             let steps = (self.to / round_step(self.to)).round().max(1.0);
             return (0..=steps as u32).map(|i| self.to * f64::from(i) / steps).collect();
         }
-        let (from, to) = (self.from.log10().round() as i32, self.to.log10().round() as i32);
+        let (from, to) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
         let step = ((to - from) as usize).div_ceil(6).max(1);
-        (from..=to).step_by(step).map(|d| 10_f64.powi(d)).collect()
+        // Within few decades also what lies between them.
+        let within: &[f64] = if self.to / self.from < 150.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let marks = (from..=to).step_by(step).flat_map(|d| within.iter().map(move |w| w * 10_f64.powi(d)));
+        marks.filter(|m| (self.from * 0.999..=self.to * 1.001).contains(m)).collect()
     }
+}
+
+/// The nearest of 1, 2 and 5 times powers of ten around these, two marks apart at least.
+fn enclosing(low: f64, high: f64) -> (f64, f64) {
+    let marks = |value: f64| {
+        let decade = value.log10().floor() as i32;
+        (decade - 1..=decade + 1)
+            .flat_map(|d| [1.0, 2.0, 5.0].map(|w| w * 10_f64.powi(d)))
+            .collect::<Vec<_>>()
+    };
+    let from = marks(low).into_iter().rfind(|m| *m <= low * 1.000_001).unwrap_or(low);
+    let to = marks(high).into_iter().find(|m| *m >= high * 0.999_999 && *m > from * 1.5).unwrap_or(high);
+    (from, to)
 }
 
 /// A distance of marks from 0 to `high` that is a round number, such that there are three to six.
@@ -118,9 +134,9 @@ fn frame(title: &str, x_name: &str, y: &Axis, x_marks: &[(f64, String)], inside:
                 text.label x=(at(LEFT - 6.0)) y=(height) dy="4" text-anchor="end" { (short(mark)) }
             }
             @for (place, name) in x_marks {
-                text.label x=(at(x_of(*place))) y=(at(HEIGHT - BOTTOM + 19.0)) text-anchor="middle" { (name) }
+                text.label x=(at(x_of(*place))) y=(at(HEIGHT - BOTTOM + 26.0)) text-anchor="middle" { (name) }
             }
-            text.label x=(at((LEFT + WIDTH - RIGHT) / 2.0)) y=(at(HEIGHT - 5.0)) text-anchor="middle" { (x_name) }
+            text.label x=(at((LEFT + WIDTH - RIGHT) / 2.0)) y=(at(HEIGHT - 6.0)) text-anchor="middle" { (x_name) }
             (inside)
         } }
     }
@@ -239,6 +255,13 @@ mod tests {
             let axis = Axis::of([f64::from(step) * 0.37].into_iter(), false);
             assert!((3..=7).contains(&axis.marks().len()), "{step}: {:?}", axis.marks());
         }
-        assert_eq!(Axis::of(std::iter::empty(), true).marks().len(), 2);
+        let log = |low, high| {
+            Axis::of([low, high].into_iter(), true).marks().into_iter().map(short).collect::<Vec<_>>()
+        };
+        assert_eq!(log(0.074, 0.08), ["0.05", "0.1"]);
+        assert_eq!(log(1.2, 45.0), ["1", "2", "5", "10", "20", "50"]);
+        assert_eq!(log(1e-9, 0.5), ["1e-9", "1e-7", "1e-5", "0.001", "0.1"]);
+        assert_eq!(log(3.0, 3.0), ["2", "5"]);
+        assert_eq!(Axis::of(std::iter::empty(), true).marks().len(), 4);
     }
 }

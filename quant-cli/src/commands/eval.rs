@@ -8,7 +8,7 @@ use quant_core::digest::sha256_hex;
 use quant_core::model::Decoder;
 use quant_core::pipeline::QuantReport;
 use quant_core::{Error, Result};
-use quant_evaluator::report::{EvaluationReport, WorstWindow};
+use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
 use quant_evaluator::statistics::Quantile;
 use quant_evaluator::{
     Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, Position, ProfileRequest,
@@ -68,6 +68,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let inputs: Vec<&Path> =
         args.compare.iter().map(PathBuf::as_path).chain([Path::new(&args.text)]).collect();
     output::distinct(&outputs, &inputs)?;
+    let models: Vec<&Path> =
+        [Some(&args.model), args.reference.as_ref()].into_iter().flatten().map(PathBuf::as_path).collect();
+    output::outside(&outputs, &models)?;
     args.json.check()?;
     // What is there and no file is for the journal to refuse.
     let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
@@ -161,10 +164,16 @@ fn page(
     opened: &Opened,
     text: &EvaluationText,
 ) -> Result<String> {
-    if let Some((name, _)) = others.iter().find(|(_, e)| e.tokens_sha256 != result.tokens_sha256) {
+    let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
+    for (name, other) in others {
+        let differs = match other {
+            e if e.tokens_sha256 != result.tokens_sha256 => "on other tokens",
+            e if reference(e) != reference(result) => "against another reference, or none",
+            _ => continue,
+        };
         return Err(Error::usage(
-            format!("`{name}` was measured on other tokens, and cannot be shown beside this"),
-            "compare results of one text and profile",
+            format!("`{}` was measured {differs}, and cannot be shown beside this", name.escape_default()),
+            "compare results of one text, profile and reference",
         ));
     }
     let tokenizer = inputs::tokenizer(&opened.directory)?;
@@ -229,7 +238,8 @@ pub fn text(
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
     }
-    if let Some(largest) = text.largest_token() {
+    // Of a larger tokenizer even the tokens that the embedding has may mean others.
+    if let Some(largest) = text.largest_token().max(tokenizer.largest_token()) {
         opened.model.check_token(largest)?;
     }
     Ok(text)
@@ -277,10 +287,11 @@ fn show(result: &Evaluation) -> String {
     if let Some(comparison) = &result.comparison {
         rows.push(row("reference perplexity", &comparison.reference.perplexity, 3));
         rows.push(row("perplexity ratio", &comparison.perplexity_ratio, 5));
-        rows.push(row("mean KL (nats)", &comparison.kl, 6));
+        let error = |e: &Estimate, shown: fn(f64) -> String| e.standard_error.map_or("?".into(), shown);
+        let small = |x: f64| if x < 1e-3 { format!("{x:.0e}") } else { format!("{x:.5}") };
+        rows.push(vec!["mean KL (nats)".into(), nats(comparison.kl.mean), error(&comparison.kl, small)]);
         if let Some(floor) = &comparison.noise_floor {
-            let error = floor.kl.standard_error.map_or("?".into(), |e| format!("{e:.0e}"));
-            rows.push(vec!["  its noise floor".into(), format!("{:.1e}", floor.kl.mean), error]);
+            rows.push(vec!["  its noise floor".into(), nats(floor.kl.mean), error(&floor.kl, small)]);
         }
         rows.push(row("same top token", &comparison.top1_agreement, 4));
         rows.push(row("top five in common", &comparison.top5_overlap, 4));
@@ -307,10 +318,10 @@ fn show(result: &Evaluation) -> String {
 fn spread(comparison: &Divergence) -> String {
     let row = |name: &str, q: &Quantile| {
         let interval = match (q.low, q.high) {
-            (Some(low), Some(high)) => format!("{low:.5} – {high:.5}"),
+            (Some(low), Some(high)) => format!("{} – {}", nats(low), nats(high)),
             _ => "?".into(),
         };
-        vec![name.to_owned(), format!("{:.5}", q.value), interval]
+        vec![name.to_owned(), nats(q.value), interval]
     };
     let q = &comparison.kl_quantiles;
     let rows = [

@@ -122,11 +122,17 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
 }
 
+/// A name without what could end a line.
+fn printable(text: &str) -> String {
+    text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
+}
+
 fn show(outcome: &Outcome) -> String {
     let rows: Vec<Vec<String>> = outcome
         .checks
         .iter()
-        .map(|c| vec![c.result.clone(), c.verdict.name().to_owned(), c.message.clone()])
+        // The verdict first: no name may begin a line, which a CI system could take for a command.
+        .map(|c| vec![c.verdict.name().to_owned(), printable(&c.result), printable(&c.message)])
         .collect();
     let widths = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
     let (first, second) = (widths(0), widths(1));
@@ -134,7 +140,7 @@ fn show(outcome: &Outcome) -> String {
     for row in &rows {
         text.push_str(&format!("{:first$}  {:second$}  {}\n", row[0], row[1], row[2]));
     }
-    text.push_str(&format!("\n{}: {}\n", outcome.policy, outcome.verdict.name()));
+    text.push_str(&format!("\nby {}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
     text
 }
 
@@ -166,6 +172,8 @@ fn not_replaced(path: &Path, error: Error) -> Error {
 
 /// Writes a file so that it is there as a whole or as it was.
 fn write_whole(path: &Path, text: &str) -> Result<()> {
+    // A link stays one.
+    let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let fault = |e: std::io::Error| Error::io("write", path, e);
     let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
@@ -209,8 +217,9 @@ fn difference(before: &Baseline, after: &Baseline) -> String {
                 (None, _) => "new".into(),
                 (_, None) => "gone".into(),
             };
-            rows.push(vec![name.clone(), metric.name().to_owned(), shown(old), shown(new), change]);
+            rows.push(vec![metric.name().to_owned(), printable(name), shown(old), shown(new), change]);
         }
     }
-    table(&["result", "", "before", "now", "change"], &rows)
+    // No name begins a line.
+    table(&["", "result", "before", "now", "change"], &rows)
 }

@@ -104,6 +104,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 "write one format with a report, or leave --report out: quant_report.json of each has the numbers",
             ));
         }
+        output::outside(&[("--report", Some(path))], &[&args.model])?;
         output::check_writable(path)?;
     }
     // Found later for a model that is here; nothing is fetched for a run that cannot write.

@@ -114,6 +114,11 @@ impl TextTokenizer {
         decoded.map_err(|e| Self::fault(&self.path, format!("fails on tokens: {e}")))
     }
 
+    /// The largest number of a token, special ones among them.
+    pub fn largest_token(&self) -> Option<u32> {
+        self.tokenizer.get_vocab(true).into_values().max()
+    }
+
     /// The number of a token, if the vocabulary has it.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
