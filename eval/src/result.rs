@@ -17,9 +17,9 @@ use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
 /// The version of the form of results.
 pub const SCHEMA: &str = "quant-eval/3";
-/// Larger files are refused: read, a number takes some thirty times the room. Results of a hundred thousand
+/// Larger files are refused: read, a number takes some thirty times the room. Results of some fifty thousand
 /// windows fit.
-const LARGEST: u64 = 16 << 20;
+const LARGEST: u64 = 4 << 20;
 /// How far a mean may be from what the windows say, relatively: the order of sums.
 const TOLERANCE: f64 = 1e-9;
 

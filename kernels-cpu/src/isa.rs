@@ -77,6 +77,7 @@ impl Isa {
             let widest = Isa::available().last().unwrap_or(Isa::Scalar);
             match std::env::var("QUANT_ISA") {
                 Err(_) => widest,
+                Ok(name) if name.is_empty() => widest,
                 Ok(name) if name == "f32" => {
                     Isa::available().filter(|isa| *isa < Isa::Avx512Bf16).last().unwrap_or(Isa::Scalar)
                 }

@@ -12,6 +12,7 @@ mod dequantize;
 mod error;
 mod isa;
 mod layout;
+pub mod limits;
 #[allow(unsafe_code, reason = "tiles read and write through pointers, whose bounds callers check")]
 mod linear;
 mod parallel;

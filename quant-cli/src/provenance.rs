@@ -2,22 +2,26 @@
 
 use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
-use quant_core::model::Model;
+use quant_core::model::{Model, kernels};
 use quant_evaluator::report::LinearCell;
 use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
 
 use crate::commands::Session;
+use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
 /// This build of the program, on this processor.
-pub fn tool(session: &Session) -> Tool {
+pub fn tool(execution: Execution, session: &Session) -> Tool {
     let executable = std::env::current_exe().ok();
     Tool {
         name: "quant".into(),
         version: env!("CARGO_PKG_VERSION").into(),
         // A program that was replaced while it runs cannot say what it was.
         sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
-        isa: isa(),
+        isa: match execution {
+            Execution::Fake => isa(),
+            Execution::Kernels => format!("{}, kernels {}", isa(), kernels()),
+        },
     }
 }
 

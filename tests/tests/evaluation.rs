@@ -1,7 +1,7 @@
 //! `quant eval`: what it refuses, and what its pages show. Verdicts on its results are in `gate.rs`.
 
 use quant_tests::files::copy_files;
-use quant_tests::program::quant;
+use quant_tests::program::{command, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 
@@ -190,4 +190,37 @@ fn small_strides_do_not_take_the_memory() {
     let run = eval("hf-stride-8192-1", &[]);
     assert_eq!(run.code(), Some(4), "{run}");
     assert!(run.stderr.contains("to read; at most"), "{run}");
+}
+
+/// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine has.
+#[test]
+fn kernels_agree_with_dequantized_weights() {
+    let scratch = tempfile::tempdir().unwrap();
+    for (scheme, format) in [
+        ("w4a16-g64-sym", "compressed-tensors"),
+        ("w3a16-g32-asym", "compressed-tensors"),
+        ("w8a16-channel-sym", "compressed-tensors"),
+        ("w4a16-g32-asym", "awq"),
+    ] {
+        let model = scratch.path().join(scheme);
+        let rtn = ["--method", "rtn", "--scheme", scheme, "--format", format].map(Into::into);
+        quant(args!["quantize", demo_model(), "-o", &model].into_iter().chain(rtn)).succeeded();
+        let eval = |execution: &str, isa: &str| {
+            let text = ["--text", "builtin-heldout", "--window", "64", "--windows", "6", "--json"];
+            let mut arguments = args!["eval", &model, "--execution", execution];
+            arguments.extend(text.map(Into::into));
+            let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();
+            assert!(output.status.success(), "{output:?}");
+            let result: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            let said = result["tool"]["isa"].as_str().unwrap().to_owned();
+            (result["perplexity"]["mean"].as_f64().unwrap(), said)
+        };
+        let (fake, _) = eval("fake", "");
+        for isa in ["", "avx2", "avx512vnni"] {
+            let (kernels, said) = eval("kernels", isa);
+            assert!(said.contains(", kernels "), "{said}");
+            let apart = (kernels / fake - 1.0).abs();
+            assert!(apart < 1e-5, "{scheme} on {said}: {kernels}, not {fake}");
+        }
+    }
 }

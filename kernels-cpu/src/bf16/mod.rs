@@ -34,7 +34,8 @@ impl Avx512Bf16 {
     /// for another path.
     pub fn detect() -> Option<Self> {
         static FOUND: LazyLock<bool> = LazyLock::new(|| {
-            let wanted = std::env::var_os("QUANT_ISA").is_none_or(|isa| isa == "avx512bf16");
+            let named = std::env::var_os("QUANT_ISA").filter(|isa| !isa.is_empty());
+            let wanted = named.is_none_or(|isa| isa == "avx512bf16");
             wanted && available()
         });
         FOUND.then_some(Self(()))

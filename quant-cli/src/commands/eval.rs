@@ -42,6 +42,10 @@ pub struct Args {
     /// Score only the first N windows
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub windows: Option<u64>,
+    /// How quantized linears are computed: fake dequantizes them and multiplies floats, kernels runs what
+    /// engines that link the kernels would
+    #[arg(long, value_enum, default_value_t, value_name = "HOW")]
+    pub execution: Execution,
     /// Keep what is measured in FILE until all is, and go on from what a stopped run left there
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
@@ -53,6 +57,16 @@ pub struct Args {
     pub compare: Vec<PathBuf>,
     #[command(flatten)]
     pub json: JsonOption,
+}
+
+/// How quantized linears are computed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Execution {
+    /// Dequantized, tile by tile, and multiplied as floats.
+    #[default]
+    Fake,
+    /// By the kernels, from packed codes.
+    Kernels,
 }
 
 /// Tokens of a window that a report shows.
@@ -94,7 +108,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         }
         _ => None,
     };
-    let tool = provenance::tool(session);
+    let tool = provenance::tool(args.execution, session);
     let identity = json!({
         "tool": tool,
         "model": model.sha256,
@@ -102,7 +116,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         "profile": text.id,
         "tokens": text.tokens_sha256,
     });
-    let decoder = load(&opened, &text, session)?;
+    let mut decoder = load(&opened, &text, session)?;
+    if args.execution == Execution::Kernels {
+        decoder = decoder.packed()?;
+    }
     let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
     let started = Instant::now();
     let mut seen = None;

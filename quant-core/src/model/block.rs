@@ -99,6 +99,17 @@ impl Block {
         self.linears.insert(id, linear);
     }
 
+    /// The same block with all its quantized linears packed for the kernels.
+    ///
+    /// # Errors
+    /// As [`WeightBody::packed`](super::WeightBody::packed).
+    pub fn packed(mut self) -> Result<Self> {
+        for linear in self.linears.values_mut() {
+            *linear = linear.packed()?;
+        }
+        Ok(self)
+    }
+
     /// The same block with one norm's weight replaced.
     pub fn replace_norm(&mut self, id: NodeId, weight: Tensor) {
         self.norms.insert(id, weight);

@@ -20,7 +20,7 @@ pub use arch::{Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, 
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::KvCache;
 pub use decoder::Decoder;
-pub use linear::{Linear, Product, WeightBody, multiply};
+pub use linear::{Linear, Product, WeightBody, kernels, multiply};
 pub use load::Model;
 pub use rope::{RopeScaling, RopeTable};
 pub use segments::Segments;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use quant_kernels_cpu::reference;
+use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon, dequantize_rows};
 
 use crate::checkpoint::Dtype;
 use crate::quantize::QuantizedTensor;
@@ -29,6 +29,8 @@ pub enum WeightBody {
     },
     /// Codes, dequantized tile by tile when used.
     Quantized(QuantizedTensor),
+    /// The same in the order in which the kernels read them, multiplied without becoming floats in memory.
+    Packed(PackedLinear),
 }
 
 impl WeightBody {
@@ -43,11 +45,26 @@ impl WeightBody {
         Ok(Self::Raw { shape, dtype, bytes })
     }
 
+    /// The same weight packed for the kernels, where it is quantized and they have vector instructions here:
+    /// their portable path is a definition, and slower than dense products.
+    ///
+    /// # Errors
+    /// When its parts do not fit each other, or its scheme is none that the kernels multiply.
+    pub fn packed(&self) -> Result<Option<Self>> {
+        let Self::Quantized(tensor) = self else { return Ok(None) };
+        if Isa::detect() == Isa::Scalar {
+            return Ok(None);
+        }
+        let packed = PackedLinear::pack(&tensor.view()?, None, false, &Rayon).map_err(kernel_error)?;
+        Ok(Some(Self::Packed(packed)))
+    }
+
     /// `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         match self {
             Self::F32 { shape, .. } | Self::Raw { shape, .. } => *shape,
             Self::Quantized(tensor) => tensor.shape,
+            Self::Packed(packed) => [packed.layout().n(), packed.layout().k()],
         }
     }
 
@@ -56,6 +73,7 @@ impl WeightBody {
         match self {
             Self::F32 { values, .. } => values.len() * 4,
             Self::Raw { bytes, .. } => bytes.len(),
+            Self::Packed(packed) => packed.layout().bytes(),
             Self::Quantized(t) => t.codes.len() + t.scales.len() * 4 + t.zeros.as_ref().map_or(0, Vec::len),
         }
     }
@@ -76,7 +94,12 @@ impl WeightBody {
             }
             Self::Quantized(tensor) => {
                 scratch.resize(span.len(), 0.0);
-                reference::dequantize_rows(&tensor.view()?, rows, scratch);
+                dequantize_rows(&tensor.view()?, rows, scratch);
+                Ok(scratch)
+            }
+            Self::Packed(packed) => {
+                scratch.resize(span.len(), 0.0);
+                packed.view().dequantize_rows(rows, scratch).map_err(kernel_error)?;
                 Ok(scratch)
             }
         }
@@ -90,4 +113,9 @@ impl WeightBody {
         let mut scratch = Vec::new();
         Ok(self.rows(0..self.shape()[0], &mut scratch)?.to_vec())
     }
+}
+
+/// Shapes were checked when the weight was read, so a kernel that refuses one is our mistake.
+pub(super) fn kernel_error(error: KernelError) -> Error {
+    Error::Internal(format!("a kernel refuses its operands: {error}"))
 }

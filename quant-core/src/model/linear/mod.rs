@@ -6,11 +6,20 @@ mod product;
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use quant_kernels_cpu::Isa;
 
 pub use body::WeightBody;
 pub use product::{Product, multiply};
 
 use crate::Result;
+
+/// The name of the path that quantized weights are multiplied by on this processor.
+pub fn kernels() -> &'static str {
+    match Isa::detect() {
+        Isa::Scalar => "dense",
+        isa => isa.name(),
+    }
+}
 
 /// `y = x Ŵᵀ (+ b)` with a weight in any [`WeightBody`].
 #[derive(Debug, Clone)]
@@ -38,6 +47,14 @@ impl Linear {
     /// The same bias with another weight.
     pub fn with_weight(&self, weight: WeightBody) -> Self {
         Self { weight: Arc::new(weight), bias: self.bias.clone() }
+    }
+
+    /// The same with its weight packed for the kernels, where it is quantized.
+    ///
+    /// # Errors
+    /// As [`WeightBody::packed`].
+    pub fn packed(&self) -> Result<Self> {
+        Ok(self.weight.packed()?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
     /// Multiplies `x` `[batch, positions, k]`.

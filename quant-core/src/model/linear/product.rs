@@ -1,4 +1,5 @@
-//! The dense product: tiles of fixed size, each computed by one call of faer.
+//! The product: of packed weights by the kernels, of all others dense, in tiles of fixed size, each computed by
+//! one call of faer.
 //!
 //! The tiles depend on the shapes alone and every output element is computed inside one tile, so
 //! the result does not depend on how many threads share the work. A weight that is not `f32` is
@@ -9,9 +10,11 @@ use std::sync::Arc;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
+use quant_kernels_cpu::{FloatRows, IsaToken, Rayon, RowLayout};
 use rayon::prelude::*;
 
 use super::WeightBody;
+use super::body::kernel_error;
 use crate::{Error, Result};
 
 /// Output features of one tile.
@@ -38,6 +41,11 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
     if k == 0 {
         out.fill(0.0);
         return Ok(());
+    }
+    if let WeightBody::Packed(packed) = weight {
+        let mut rows = FloatRows::new(IsaToken::detect());
+        rows.pack(x, RowLayout::of(packed.layout()), &Rayon).map_err(kernel_error)?;
+        return packed.multiply_float(&rows, out, &Rayon).map_err(kernel_error);
     }
     // Narrow outputs get narrower tiles, so that two threads still find work.
     let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));

@@ -1,9 +1,11 @@
-//! `quant bench MODEL --prefill N --decode N`: tokens a second.
+//! `quant bench MODEL --prefill N --decode N`: tokens a second; `quant bench kernels`: of the kernels alone.
 
-use std::path::PathBuf;
+mod kernels;
+
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use quant_core::model::Decoder;
+use quant_core::model::{Decoder, kernels};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
@@ -14,7 +16,8 @@ use crate::output::{JsonOption, table};
 /// What to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or kernels, for what
+    /// this machine can do at most and how near the kernels come to it
     pub model: PathBuf,
     /// Tokens of the prompt, read at once
     #[arg(long, value_name = "N", default_value_t = 512)]
@@ -34,6 +37,8 @@ struct Report {
     schema: &'static str,
     model: String,
     threads: usize,
+    /// The path that quantized weights are multiplied by.
+    kernels: &'static str,
     prefill: Rate,
     decode: Rate,
 }
@@ -57,6 +62,9 @@ impl Rate {
 /// Measures.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check()?;
+    if args.model == Path::new("kernels") {
+        return kernels::run(&args.json, session);
+    }
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
         return Err(Error::usage(
             "nothing to measure",
@@ -72,7 +80,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             "prefill and decode fewer than 1048576 tokens together",
         ));
     }
-    let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?;
+    let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?.packed()?;
     // Any tokens will do; these spread over the vocabulary.
     let prompt: Vec<u32> = (0..args.prefill).map(|i| ((i * 7919 + 1) % decoder.vocab()) as u32).collect();
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
@@ -92,6 +100,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         schema: "quant-bench/1",
         model: args.model.display().to_string(),
         threads: rayon::current_num_threads(),
+        kernels: kernels(),
         prefill: Rate::new(args.prefill, prefill),
         decode: Rate::new(args.decode, decode),
     };
