@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_rtn, ci, dist, gate_trials, interop, nightly, peers_awq, plant, quality,
-    search_agreement, synth,
+    bench_awq_memory, bench_kernels, bench_rtn, ci, dist, gate_trials, interop, nightly, peers_awq, plant,
+    quality, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -34,6 +34,8 @@ enum Command {
     Quality(quality::Args),
     /// Count how often the accuracy gate errs on a real model
     GateTrials(gate_trials::Args),
+    /// Measure the kernels beside the limits of the machine, and write a record
+    BenchKernels(bench_kernels::Args),
     /// Compare AWQ's fast search with the reference: choices, their cost, time
     SearchAgreement(search_agreement::Args),
     /// Compare our AWQ with llm-compressor's, on the same calibration tokens
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),
+        Command::BenchKernels(args) => bench_kernels::run(&args),
         Command::SearchAgreement(args) => search_agreement::run(&args),
         Command::PeersAwq(args) => peers_awq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),

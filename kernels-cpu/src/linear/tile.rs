@@ -44,7 +44,7 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
     let step_bytes = PANEL_ROWS * STEP * BITS / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     // A tile of few rows waits for memory: the lines of the steps to come are asked for in time.
-    let ahead = if MR <= 4 { 2048 } else { 0 };
+    let ahead = if MR <= 8 { 2048 } else { 0 };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
     // counts, and the offsets are those of the layout.
     unsafe {

@@ -203,7 +203,8 @@ macro_rules! lanes {
             unsafe fn activations(at: *const i8) -> [__m256i; 2] {
                 // SAFETY: as above.
                 unsafe {
-                    let [low, high] = at.cast::<[i32; 2]>().read_unaligned();
+                    let at = at.cast::<i32>();
+                    let (low, high) = (at.read_unaligned(), at.add(1).read_unaligned());
                     [_mm256_set1_epi32(low), _mm256_set1_epi32(high)]
                 }
             }

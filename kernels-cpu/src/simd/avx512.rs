@@ -131,7 +131,9 @@ macro_rules! lanes {
             unsafe fn activations(at: *const i8) -> [__m512i; 2] {
                 // SAFETY: the caller vouches for 8 values.
                 unsafe {
-                    let [low, high] = at.cast::<[i32; 2]>().read_unaligned();
+                    // Two loads: one of both would be split in general registers, and not broadcast on its way.
+                    let at = at.cast::<i32>();
+                    let (low, high) = (at.read_unaligned(), at.add(1).read_unaligned());
                     [_mm512_set1_epi32(low), _mm512_set1_epi32(high)]
                 }
             }
@@ -217,7 +219,8 @@ impl FloatLanes for Avx512Bf16 {
     unsafe fn dot_float(sum: __m512, w: __m512bh, x: *const u8, part: usize) -> __m512 {
         // SAFETY: the caller vouches for the 32 bytes of the step, and has the instruction set.
         unsafe {
-            let [rounded, rest] = x.add(8 * part).cast::<[i32; 2]>().read_unaligned();
+            let x = x.add(8 * part).cast::<i32>();
+            let (rounded, rest) = (x.read_unaligned(), x.add(1).read_unaligned());
             let sum = _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rounded)));
             _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rest)))
         }

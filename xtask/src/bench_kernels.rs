@@ -1,0 +1,86 @@
+//! `cargo xtask bench-kernels`: how near the kernels come to what the machine can do, as a record.
+
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use crate::bench_rtn::quant_binary;
+use crate::support::record::{Record, table, typed_command};
+use crate::support::shell::output;
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Numbers of threads
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    pub threads: Vec<usize>,
+    /// The program, if it was built before
+    #[arg(long, value_name = "PATH")]
+    pub quant: Option<std::path::PathBuf>,
+}
+
+/// Measures and writes the record.
+///
+/// # Errors
+/// When the program cannot be built or fails.
+pub fn run(args: &Args) -> Result<()> {
+    let quant = quant_binary(args.quant.as_deref())?;
+    let (mut body, mut csv) = (String::new(), vec!["threads,kernel,n,k,tokens,seconds".to_owned()]);
+    for threads in &args.threads {
+        let mut command = Command::new(&quant);
+        command.args(["bench", "kernels", "--quiet", "--json", "--threads", &threads.to_string()]);
+        let report: Value = serde_json::from_str(&output(&mut command)?)?;
+        body += &part(*threads, &report, &mut csv).context("the report has another form")?;
+    }
+    println!("{body}");
+    let record = Record {
+        benchmark: "kernels",
+        title: "Linear kernels beside the limits of the machine".into(),
+        command: typed_command(),
+        body,
+        csv,
+    };
+    println!("recorded in {}", record.write()?.display());
+    Ok(())
+}
+
+fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String> {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let mut tokens = Vec::new();
+    for case in report["cases"].as_array()? {
+        let number = |key: &str| case[key].as_f64();
+        let (kernel, m) = (case["kernel"].as_str()?, case["tokens"].as_u64()?);
+        let shape = format!("{} × {}", case["n"].as_u64()?, case["k"].as_u64()?);
+        for seconds in case["seconds"].as_array()? {
+            csv.push(format!("{threads},{kernel},{},{},{m},{seconds}", case["n"], case["k"]));
+        }
+        let cell = match m {
+            ..=4 => {
+                format!("{:.1} GB/s, {:.0} %", number("gb_per_second")?, 100.0 * number("memory_share")?)
+            }
+            _ => format!("{:.2} TOPS, {:.0} %", number("tops")?, 100.0 * number("dot_share")?),
+        };
+        match rows.last_mut().filter(|row| row[0] == kernel && row[1] == shape) {
+            Some(row) => row.push(cell),
+            None => {
+                rows.push(vec![kernel.to_owned(), shape, format!("{:.3}", number("bits_per_weight")?), cell]);
+            }
+        }
+        if !tokens.contains(&m) {
+            tokens.push(m);
+        }
+    }
+    let names: Vec<String> = tokens.iter().map(|m| format!("{m} token(s)")).collect();
+    let header: Vec<&str> =
+        ["kernel", "n × k", "bits"].into_iter().chain(names.iter().map(String::as_str)).collect();
+    Some(format!(
+        "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams a thread, dot products in registers {:.2} TOPS: \
+         medians of looks between the cases, each the best of its patterns. Medians; per cent are of these.\n\n{}\n",
+        report["isa"].as_str()?,
+        report["memory"]["gb_per_second"].as_f64()?,
+        report["memory"]["streams"].as_u64()?,
+        report["dot_tops"].as_f64()?,
+        table(&header, &rows)
+    ))
+}
