@@ -1,4 +1,4 @@
-//! Why a kernel refuses what it is given. Nothing here panics on a wrong argument.
+//! Why a kernel refuses what it is given: packing, and multiplying packed weights, do not panic.
 
 /// An argument that does not fit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -75,13 +75,12 @@ impl Isa {
     pub fn detect() -> Self {
         static FOUND: LazyLock<Isa> = LazyLock::new(|| {
             let widest = Isa::available().last().unwrap_or(Isa::Scalar);
-            match std::env::var("QUANT_ISA") {
-                Err(_) => widest,
-                Ok(name) if name.is_empty() => widest,
-                Ok(name) if name == "f32" => {
+            match std::env::var_os("QUANT_ISA").filter(|name| !name.is_empty()) {
+                None => widest,
+                Some(name) if name == "f32" => {
                     Isa::available().filter(|isa| *isa < Isa::Avx512Bf16).last().unwrap_or(Isa::Scalar)
                 }
-                Ok(name) => Isa::available().find(|isa| isa.name() == name).unwrap_or(Isa::Scalar),
+                Some(name) => Isa::available().find(|isa| name == isa.name()).unwrap_or(Isa::Scalar),
             }
         });
         *FOUND

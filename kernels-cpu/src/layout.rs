@@ -90,8 +90,9 @@ impl Layout {
     /// The layout of a view; with `sums` it holds what activations with a zero point need.
     ///
     /// # Errors
-    /// When the matrix is empty, or a group so wide that its sums do not fit 32 bits: 66,311 at 8 bits,
-    /// 1,127,288 at 4, half of these with `sums`; a row of 133,144 of progressive weights.
+    /// When the matrix is empty, or a group so wide that its sums might not fit 32 bits: wider than 66,311 at 8
+    /// bits and 1,127,288 at 4, with `sums` 33,025 and 561,433; of progressive weights a row wider than 132,104,
+    /// with `sums` 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = if view.bits() <= 4 { 4 } else { 8 };
         let scales = match view.all_scales() {
@@ -114,10 +115,9 @@ impl Layout {
             return Err(KernelError::Scheme("an empty matrix"));
         }
         // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15 and |a| ≤ 127, or
-        // |a − a₀| ≤ 255 with a zero of the activations; progressive weights are at most 127 and summed
-        // over the whole row.
+        // |a − a₀| ≤ 255 with a zero of the activations; progressive weights are summed over the whole row.
         let (width, weight) = match (scales, code_bits) {
-            (ScaleType::Progressive, _) => (k, 127),
+            (ScaleType::Progressive, _) => (k, PROGRESSIVE_MOST as usize),
             (_, 8) => (group_size, 255),
             _ => (group_size, 15),
         };
@@ -260,7 +260,8 @@ impl Layout {
     /// its own.
     ///
     /// # Errors
-    /// When the view is not of this layout, or `out` has another length than these panels.
+    /// When the view is not of this layout, `out` has another length than these panels, a code or zero is above
+    /// `2^bits − 1`, or a progressive weight `(code − zero) · group` beyond ±128.
     pub fn pack(
         &self,
         view: &WeightView<'_>,
@@ -275,24 +276,63 @@ impl Layout {
             return Err(KernelError::Mismatch { what: "panels", expected, got });
         }
         KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;
+        self.pack_panels(view, panels, out)
+    }
+
+    /// The same of a view that is known to be of this layout, into as many bytes as these panels take.
+    pub(crate) fn pack_panels(
+        &self,
+        view: &WeightView<'_>,
+        panels: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), KernelError> {
         out.fill(0);
         for (panel, bytes) in panels.zip(out.chunks_exact_mut(self.panel_bytes)) {
             for r in 0..PANEL_ROWS.min(self.n - panel * PANEL_ROWS) {
-                self.pack_row(view, panel * PANEL_ROWS + r, r, bytes);
+                self.pack_row(view, panel * PANEL_ROWS + r, r, bytes)?;
             }
         }
         Ok(())
     }
 
-    fn pack_row(&self, view: &WeightView<'_>, row: usize, r: usize, panel: &mut [u8]) {
+    /// Fails on what the bounds of sums do not allow for.
+    fn check_group(
+        &self,
+        view: &WeightView<'_>,
+        row: usize,
+        g: usize,
+        group: &[u8],
+    ) -> Result<(), KernelError> {
+        let zero = view.zero(row, g);
+        let (low, high) = group.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
+        if high.max(zero) > u8::MAX >> (8 - view.bits()) {
+            return Err(KernelError::Scheme("a code or zero above its bits"));
+        }
+        if let Scales::Progressive { groups, .. } = view.all_scales() {
+            let scale = i32::from(groups[row * self.groups() + g]);
+            let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
+            if reach(low).max(reach(high)) > PROGRESSIVE_MOST {
+                return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
+            }
+        }
+        Ok(())
+    }
+
+    fn pack_row(
+        &self,
+        view: &WeightView<'_>,
+        row: usize,
+        r: usize,
+        panel: &mut [u8],
+    ) -> Result<(), KernelError> {
         let codes = view.codes(row..row + 1);
         for (g, group) in codes.chunks_exact(self.group_size).enumerate() {
+            self.check_group(view, row, g, group)?;
             for (i, &code) in group.iter().enumerate() {
                 let step = (g * self.steps() + i / STEP) * self.step_bytes();
                 let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
                 match self.code_bits {
-                    // A code that is none must not become part of its neighbour.
-                    4 => panel[step + byte] |= (code & 0x0f) << (4 * half),
+                    4 => panel[step + byte] |= code << (4 * half),
                     _ => panel[step + 64 * half + byte] = code,
                 }
             }
@@ -300,7 +340,7 @@ impl Layout {
             let zero = view.zero(row, g);
             if self.middle.is_none() {
                 match self.code_bits {
-                    4 => panel[self.zeros_at() + at / 2] |= (zero & 0x0f) << (4 * (at % 2)),
+                    4 => panel[self.zeros_at() + at / 2] |= zero << (4 * (at % 2)),
                     _ => panel[self.zeros_at() + at] = zero,
                 }
             }
@@ -327,6 +367,7 @@ impl Layout {
         if let Scales::Progressive { channels, .. } = view.all_scales() {
             write(self.channels_at() + 4 * r, &channels[row].to_le_bytes());
         }
+        Ok(())
     }
 
     /// The code of a weight, from the panel of its row.
@@ -420,6 +461,9 @@ impl Layout {
         Ok(())
     }
 }
+
+/// The largest magnitude of a progressive weight's whole part, a signed number of 8 bits.
+const PROGRESSIVE_MOST: i32 = 128;
 
 /// Grows whenever the order of anything changes.
 const VERSION: u64 = 1;

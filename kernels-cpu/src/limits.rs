@@ -22,7 +22,8 @@ pub struct MemoryLimit {
 }
 
 /// Reads `memory` once in each of several patterns, and the best of `rounds`: each thread its own part, in
-/// 1 to 16 streams side by side. What is to be the limit of memory must be larger than all caches.
+/// 1 to 16 streams side by side. What is to be the limit of memory must be larger than all caches; a thread's last
+/// kilobyte may not be read and is counted.
 pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn Parallel) -> MemoryLimit {
     let threads = parallel.threads().max(1);
     let part = (memory.len() / threads).max(1);

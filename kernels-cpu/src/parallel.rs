@@ -4,7 +4,8 @@
 ///
 /// # Safety
 /// Pieces write to parts of one output without looking at each other: an implementation must call each
-/// number once, and not return before all calls have.
+/// number below `count` at most once and no other, and neither return nor unwind while a call runs. Results are
+/// whole only if every number was called.
 #[allow(unsafe_code, reason = "what implementations must keep")]
 pub unsafe trait Parallel: Sync {
     /// How many pieces may run at once; at least 1.

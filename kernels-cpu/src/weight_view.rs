@@ -54,7 +54,8 @@ impl<'a> WeightView<'a> {
     /// * `scales`, `zeros`: `[n, k / group_size]`; per channel means `group_size == k`
     ///
     /// # Errors
-    /// When a length, the group size or the bit width is wrong. Values of codes are not checked.
+    /// When a length, the group size or the bit width is wrong. Values are not checked: packing refuses codes and
+    /// zeros above `2^bits − 1`.
     pub fn new(
         [n, k]: [usize; 2],
         bits: u8,

@@ -95,6 +95,8 @@ impl Case {
     ) -> Self {
         let mut s = Stream(seed);
         let k = groups * group_size;
+        // Weights of two levels are signed numbers of 8 bits.
+        let bits = if kind == Kind::Progressive { bits.min(4) } else { bits };
         let extreme = s.below(4) == 0;
         let top = (1_u64 << bits) - 1;
         let code = |s: &mut Stream| (if extreme { s.below(2) * top } else { s.below(top + 1) }) as u8;
@@ -111,7 +113,7 @@ impl Case {
                 _ => (1 + s.below(2000)) as f32 / 4096.0,
             })
             .collect();
-        let whole = (0..n * groups).map(|_| 1 + s.below(if extreme { 8 } else { 17 }) as u8).collect();
+        let whole = (0..n * groups).map(|_| 1 + s.below(8) as u8).collect();
         let zeros = asymmetric.then(|| (0..n * groups).map(|_| code(&mut s)).collect());
         let bias = bias.then(|| (0..n).map(|_| s.float()).collect());
         let mut x: Vec<f32> =
@@ -385,4 +387,24 @@ fn rows_are_rounded_half_to_even_by_their_largest() {
     assert_eq!(rows.row(2), [0; 8]);
     rows.quantize_static(&x, layout, StaticScale { scale: 2.0, zero: 100 }, &Serial).unwrap();
     assert_eq!(rows.row(0), [127, 36, 100, 101, 99, 127, 100, 100]);
+}
+
+/// What the bounds of sums do not allow for is refused when it is packed, and not multiplied.
+#[test]
+fn values_beyond_their_bits_are_refused() {
+    let pack = |bits: u8, codes: &[u8], scales: Scales<'_>, zeros: Option<&[u8]>| {
+        let view =
+            WeightView::with_scales([1, codes.len()], bits, codes.len(), codes, scales, zeros).unwrap();
+        PackedLinear::pack(&view, None, false, &Threads(2)).map(|_| ())
+    };
+    let one = Scales::Float(&[1.0]);
+    for (bits, codes, zero) in [(4, [8; 8], 16), (4, [16; 8], 0), (3, [8; 8], 0), (7, [1; 8], 128)] {
+        let error = pack(bits, &codes, one, Some(&[zero])).unwrap_err();
+        assert_eq!(error, KernelError::Scheme("a code or zero above its bits"));
+    }
+    assert!(pack(4, &[15; 8], one, Some(&[15])).is_ok());
+    let levels = |group: &'static [u8]| Scales::Progressive { groups: group, channels: &[1.0] };
+    assert!(pack(4, &[15; 8], levels(&[8]), Some(&[0])).is_ok());
+    let error = pack(4, &[15; 8], levels(&[9]), Some(&[0])).unwrap_err();
+    assert_eq!(error, KernelError::Scheme("a progressive weight beyond 8 bits"));
 }

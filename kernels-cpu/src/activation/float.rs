@@ -94,7 +94,9 @@ fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
     let high = values.map(round_within);
     let mut low = [0; STEP];
     for i in 0..STEP {
-        low[i] = round(values[i] - f32::from_bits(high[i]));
+        // What is infinite has no rest.
+        let rest = values[i] - f32::from_bits(high[i]);
+        low[i] = if values[i].is_infinite() { 0 } else { round(rest) };
     }
     for (pair, &i) in words.chunks_exact_mut(2).zip(&PAIRS) {
         pair[0] = high[i] >> 16 | high[i + 2];

@@ -21,7 +21,7 @@ use crate::linear::MAX_ROWS;
 use crate::parallel::Disjoint;
 use crate::{KernelError, Layout, Parallel};
 
-/// Rows with no larger magnitude are taken for zero: `127 / SMALLEST` is still a number.
+/// Rows whose largest magnitude is below are taken for zero: `127 / SMALLEST` is still a number.
 pub const SMALLEST: f32 = 1e-36;
 
 /// How the `k` input features of a row are cut, which is up to the weights.

@@ -94,10 +94,11 @@ fn pack_strip<const R: usize>(rows: &[f32], k: usize, strip: &mut [u32]) {
     }
 }
 
-/// The 16 bits of a value rounded half to even. NaN may become an infinity, which is as little finite.
+/// The 16 bits of a value rounded half to even. NaN stays NaN.
 fn to_bf16(value: f32) -> u32 {
     let bits = value.to_bits();
-    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    if value.is_nan() { 0x7fc0 } else { rounded }
 }
 
 macro_rules! operand {
@@ -261,7 +262,8 @@ mod tests {
     #[test]
     fn what_is_not_finite_stays_so() {
         let Some(token) = Avx512Bf16::detect() else { return };
-        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+        let patterns = [0x7fff_ffff, 0xffff_ffff, 0x7f80_0001].map(f32::from_bits);
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN].into_iter().chain(patterns) {
             let mut left = vec![1.0; 6];
             left[4] = bad;
             let mut out = [0.0; 4];

@@ -34,6 +34,9 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                 for p in 0..NP {
                     if ahead > 0 {
                         L::prefetch(at.wrapping_add(p * panel + ahead));
+                        if BITS == 8 {
+                            L::prefetch(at.wrapping_add(p * panel + ahead + 64));
+                        }
                     }
                 }
                 for part in 0..L::PARTS {
@@ -48,8 +51,9 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                         }
                     }
                 }
-                at = at.add(step_bytes);
-                x = x.add(t.strip * FLOAT_STEP);
+                // After the last step these point behind what is there, and are not followed.
+                at = at.wrapping_add(step_bytes);
+                x = x.wrapping_add(t.strip * FLOAT_STEP);
             }
             for p in 0..NP {
                 if layout.middle().is_none() {

@@ -12,7 +12,8 @@
 //!
 //! # Floats
 //!
-//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b`, with `c` the middle of the codes (W4A16, W8A16): each
+//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero of a symmetric grid, else
+//! 8 or 128, the middle of the 4 or 8 bits that codes are stored in: each
 //! group's products are added in order of `k` by fused multiply-adds, and so are groups. All paths give the
 //! same bits but that of `avx512bf16`: there a value of `x` is two bf16, `2⁻¹⁶` off at most, and pairs of products
 //! are added in `f32`. All are within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| +
@@ -23,6 +24,7 @@ mod float_tile;
 mod tile;
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 pub(crate) use self::dispatch::MAX_ROWS;
 use self::dispatch::Path;
@@ -149,7 +151,8 @@ impl<'a> PackedView<'a> {
         if let Some(bias) = bias {
             KernelError::length("bias", layout.n(), bias.len())?;
         }
-        KernelError::length("output", m * layout.n(), out.len())?;
+        let expected = m.checked_mul(layout.n()).ok_or(KernelError::TooLarge("the output"))?;
+        KernelError::length("output", expected, out.len())?;
         if m == 0 {
             return Ok(());
         }
@@ -158,7 +161,11 @@ impl<'a> PackedView<'a> {
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(m));
         let blocks = strips(m).div_ceil(block);
         // As many pieces as keep the threads busy to the end.
-        let chunk = layout.panels().div_ceil(4 * parallel.threads().max(1)).next_multiple_of(4).min(CHUNK);
+        let chunk = layout
+            .panels()
+            .div_ceil(parallel.threads().max(1).saturating_mul(4))
+            .next_multiple_of(4)
+            .min(CHUNK);
         let chunks = layout.panels().div_ceil(chunk);
         let out = Disjoint::new(out);
         parallel.for_each(blocks * chunks, &|piece| {
@@ -264,7 +271,7 @@ impl PackedLinear {
     /// Packs a view; `sums` where activations may have a zero.
     ///
     /// # Errors
-    /// As [`Layout::of`], and when the bias is not `[n]`.
+    /// As [`Layout::pack`], and when the bias is not `[n]`.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -277,16 +284,20 @@ impl PackedLinear {
         }
         let mut lines = vec![Line([0; LINE]); layout.bytes() / LINE];
         let panel_lines = layout.panel_bytes() / LINE;
-        let out = Disjoint::new(&mut lines);
+        let (out, refused) = (Disjoint::new(&mut lines), Mutex::new(None));
         parallel.for_each(layout.panels(), &|panel| {
             // SAFETY: each panel is asked for once; lines are bytes without gaps.
             let bytes = unsafe {
                 let lines = out.part(panel * panel_lines..(panel + 1) * panel_lines);
                 core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u8>(), layout.panel_bytes())
             };
-            let packed = layout.pack(view, panel..panel + 1, bytes);
-            debug_assert!(packed.is_ok(), "the layout is that of the view");
+            if let Err(error) = layout.pack_panels(view, panel..panel + 1, bytes) {
+                *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
         });
+        if let Some(error) = refused.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
+        }
         Ok(Self { layout, lines, bias: bias.map(<[f32]>::to_vec) })
     }
 

@@ -101,8 +101,9 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
                         };
                     }
                 }
-                at = at.add(step_bytes);
-                a = a.add(t.strip * STEP);
+                // After the last step these point behind what is there, and are not followed.
+                at = at.wrapping_add(step_bytes);
+                a = a.wrapping_add(t.strip * STEP);
             }
             for p in 0..NP {
                 let scales = t.weights.add(p * panel + scales_at);
