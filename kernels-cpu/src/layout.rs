@@ -82,7 +82,9 @@ pub struct Layout {
     /// The zero of every group, or `None` where they are stored.
     middle: Option<u8>,
     sums: bool,
-    /// Bytes of a whole panel.
+    /// What follows from these, found once: kernels ask for it at every tile.
+    groups: usize,
+    steps: usize,
     panel_bytes: usize,
 }
 
@@ -125,7 +127,9 @@ impl Layout {
         if width > i32::MAX as usize / (weight * activation) {
             return Err(KernelError::TooLarge("the width of a group"));
         }
-        let mut layout = Self { n, k, code_bits, group_size, scales, middle, sums, panel_bytes: 0 };
+        let (groups, steps) = (k / group_size, group_size.div_ceil(STEP));
+        let mut layout =
+            Self { n, k, code_bits, group_size, scales, middle, sums, groups, steps, panel_bytes: 0 };
         let too_large = KernelError::TooLarge("the packed matrix");
         // Bytes of a group are few; only their number can be beyond all numbers.
         let group = layout.steps() * layout.step_bytes()
@@ -161,7 +165,7 @@ impl Layout {
 
     /// Groups of a row.
     pub fn groups(&self) -> usize {
-        self.k / self.group_size
+        self.groups
     }
 
     /// How scales are stored.
@@ -181,7 +185,7 @@ impl Layout {
 
     /// Steps of a group.
     pub fn steps(&self) -> usize {
-        self.group_size.div_ceil(STEP)
+        self.steps
     }
 
     /// Input features with the fillers of groups: what a row of activations is made of.

@@ -69,6 +69,8 @@ pub struct Int8Rows {
     pub(crate) codes: Vec<i8>,
     /// `[strips][groups][rows of the strip]`
     pub(crate) sums: Vec<i32>,
+    /// `−8 · sums`: what codes of 4 bits without a zero of their own count too much.
+    pub(crate) eights: Vec<i32>,
     /// `[m]`
     pub(crate) scales: Vec<f32>,
     pub(crate) zero: i32,
@@ -159,6 +161,7 @@ impl Int8Rows {
         self.codes.resize(m * padded, 0);
         self.sums.clear();
         self.sums.resize(m * groups, 0);
+        self.eights.clear();
         self.scales.clear();
         self.scales.resize(m, 0.0);
         if m == 0 {
@@ -181,6 +184,7 @@ impl Int8Rows {
                 quantize_row(row, layout, grid, [r, strip.len()], codes, sums);
             }
         });
+        self.eights.extend(self.sums.iter().map(|sum| -8 * sum));
         Ok(())
     }
 

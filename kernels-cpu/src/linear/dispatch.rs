@@ -4,11 +4,19 @@
 use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
 use super::tile::Tile;
 use super::{float_tile, tile};
+use crate::layout::ScaleType;
 use crate::simd::scalar::Scalar;
-use crate::{Isa, IsaToken};
+use crate::{Isa, IsaToken, Layout};
 
 /// Rows of a strip of activations, and of the highest tile.
 pub(crate) const MAX_ROWS: usize = 12;
+
+/// Kinds of tiles: whole numbers on a symmetric grid of 4 bits, on any other, below two levels of scales; and
+/// floats.
+const CENTRED: usize = 0;
+const ZEROS: usize = 1;
+const PROGRESSIVE: usize = 2;
+const FLOAT: usize = 3;
 
 type TileFn = unsafe fn(&Tile<'_>);
 
@@ -17,12 +25,23 @@ type TileFn = unsafe fn(&Tile<'_>);
 pub(super) struct Path {
     isa: Isa,
     bits: usize,
-    float: bool,
+    kind: usize,
 }
 
 impl Path {
-    pub(super) fn of(token: IsaToken, bits: usize, float: bool) -> Self {
-        Self { isa: token.isa(), bits, float }
+    /// The path of whole numbers.
+    pub(super) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
+        let kind = match layout.middle() {
+            _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
+            Some(tile::CENTRE) if zero == 0 => CENTRED,
+            _ => ZEROS,
+        };
+        Self { isa: token.isa(), bits: layout.code_bits(), kind }
+    }
+
+    /// The path of floats.
+    pub(super) fn float(token: IsaToken, layout: &Layout) -> Self {
+        Self { isa: token.isa(), bits: layout.code_bits(), kind: FLOAT }
     }
 
     /// How many of so many rows a tile takes.
@@ -48,20 +67,23 @@ impl Path {
 
     /// The tile of these rows and panels.
     pub(super) fn tile(self, rows: usize, panels: usize) -> TileFn {
-        match (self.bits, self.float) {
-            (4, false) => self.choose::<4, false>(rows, panels),
-            (4, true) => self.choose::<4, true>(rows, panels),
-            (_, false) => self.choose::<8, false>(rows, panels),
-            (_, true) => self.choose::<8, true>(rows, panels),
+        match (self.bits, self.kind) {
+            (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),
+            (4, FLOAT) => self.choose::<4, FLOAT>(rows, panels),
+            (4, ZEROS) => self.choose::<4, ZEROS>(rows, panels),
+            (4, _) => self.choose::<4, PROGRESSIVE>(rows, panels),
+            (_, FLOAT) => self.choose::<8, FLOAT>(rows, panels),
+            (_, PROGRESSIVE) => self.choose::<8, PROGRESSIVE>(rows, panels),
+            _ => self.choose::<8, ZEROS>(rows, panels),
         }
     }
 
-    fn choose<const BITS: usize, const FLOAT: bool>(self, rows: usize, panels: usize) -> TileFn {
+    fn choose<const BITS: usize, const KIND: usize>(self, rows: usize, panels: usize) -> TileFn {
         macro_rules! tiles {
             ($tile:ident, [$($panels:literal)*], $of:tt) => { $(tiles!(@ $tile, $panels, $of);)* };
             (@ $tile:ident, $panels:literal, [$($rows:literal)*]) => {
                 match (rows, panels) {
-                    $(($rows, $panels) => return $tile::<BITS, FLOAT, $rows, $panels>,)*
+                    $(($rows, $panels) => return $tile::<BITS, KIND, $rows, $panels>,)*
                     _ => {}
                 }
             };
@@ -79,7 +101,7 @@ impl Path {
                 tiles!(avxvnni_tile, [1], [3 4]);
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 if FLOAT => {
+            Isa::Avx512Bf16 if KIND == FLOAT => {
                 tiles!(avx512bf16_tile, [1 4], [1 2 3 4]);
                 tiles!(avx512bf16_tile, [1 2], [5 6 7 8 9 10 11 12]);
             }
@@ -93,7 +115,7 @@ impl Path {
         }
         // Only the portable path is left: `rows` and `panels` give every other a tile of its own.
         debug_assert!(self.isa == Isa::Scalar && rows <= 2 && panels == 1);
-        if rows == 1 { scalar::<BITS, FLOAT, 1, 1> } else { scalar::<BITS, FLOAT, 2, 1> }
+        if rows == 1 { scalar::<BITS, KIND, 1, 1> } else { scalar::<BITS, KIND, 2, 1> }
     }
 }
 
@@ -102,13 +124,14 @@ macro_rules! compiled {
         /// # Safety
         /// As [`multiply`](tile::multiply).
         $(#[target_feature(enable = $features)])?
-        pub(super) unsafe fn $name<const BITS: usize, const FLOAT: bool, const MR: usize, const NP: usize>(t: &Tile<'_>) {
+        pub(super) unsafe fn $name<const BITS: usize, const KIND: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
             // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the rest.
             unsafe {
-                if FLOAT {
-                    float_tile::multiply::<$lanes, BITS, MR, NP>(t);
-                } else {
-                    tile::multiply::<$lanes, BITS, MR, NP>(t);
+                match KIND {
+                    FLOAT => float_tile::multiply::<$lanes, BITS, MR, NP>(t),
+                    CENTRED => tile::multiply::<$lanes, BITS, true, false, MR, NP>(t),
+                    ZEROS => tile::multiply::<$lanes, BITS, false, false, MR, NP>(t),
+                    _ => tile::multiply::<$lanes, BITS, false, true, MR, NP>(t),
                 }
             }
         }

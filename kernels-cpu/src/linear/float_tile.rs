@@ -55,6 +55,8 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                 at = at.wrapping_add(step_bytes);
                 x = x.wrapping_add(t.strip * FLOAT_STEP);
             }
+            let scales = t.weights.add(scales_at);
+            let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
             for p in 0..NP {
                 if layout.middle().is_none() {
                     let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
@@ -66,8 +68,8 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                         acc[m][p] = L::fma(zeros, L::splat_f32(sum), acc[m][p]);
                     }
                 }
-                let scales = t.weights.add(p * panel + scales_at);
-                let scale = scales_of::<L>(layout.scales(), scales, g * PANEL_ROWS);
+                let progressive = layout.scales() == ScaleType::Progressive;
+                let scale = if progressive { L::to_f32(L::as_i32(scales[p])) } else { scales[p] };
                 for m in 0..MR {
                     totals[m][p] = L::fma(acc[m][p], scale, totals[m][p]);
                 }

@@ -36,7 +36,7 @@ use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
 
 /// Bytes of activations that stay in the second cache while panels pass.
-const BLOCK: usize = 512 << 10;
+const BLOCK: usize = 1024 << 10;
 /// Panels that one piece of work takes, at most.
 const CHUNK: usize = 16;
 
@@ -93,10 +93,11 @@ impl<'a> PackedView<'a> {
             step_bytes: STEP,
             activations: x.codes.as_ptr().cast(),
             sums: x.sums.as_ptr().cast(),
+            eights: Some(x.eights.as_ptr()),
             scales: Some(x.scales.as_ptr()),
             zero: x.zero,
         };
-        self.run(Path::of(token, self.layout.code_bits(), false), &rows, bias, out, parallel)
+        self.run(Path::whole(token, &self.layout, x.zero), &rows, bias, out, parallel)
     }
 
     /// The same on floats, by the instructions that `x` was packed for.
@@ -116,10 +117,11 @@ impl<'a> PackedView<'a> {
             step_bytes: FLOAT_STEP,
             activations: x.words.as_ptr().cast(),
             sums: x.sums.as_ptr().cast(),
+            eights: None,
             scales: None,
             zero: 0,
         };
-        self.run(Path::of(x.token, self.layout.code_bits(), true), &rows, bias, out, parallel)
+        self.run(Path::float(x.token, &self.layout), &rows, bias, out, parallel)
     }
 
     /// Some rows as floats again, `[rows.len(), k]` row-major: the values of
@@ -159,6 +161,9 @@ impl<'a> PackedView<'a> {
         // Strips whose activations stay in the second cache while panels pass.
         let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(m));
+        // Blocks of like size, for each reads all weights: none for what is left over.
+        let blocks = ((strips(m) + block / 2) / block).max(1);
+        let block = strips(m).div_ceil(blocks);
         let blocks = strips(m).div_ceil(block);
         // As many pieces as keep the threads busy to the end.
         let chunk = layout
@@ -215,12 +220,14 @@ impl<'a> PackedView<'a> {
                         // follow from the layout; the caller vouches for `out`.
                         unsafe {
                             let at = rows.start * steps + row - rows.start;
+                            let sums_at = rows.start * groups + row - rows.start;
                             let tile = Tile {
                                 layout,
                                 weights: self.bytes.as_ptr().add((panel + first) * layout.panel_bytes()),
                                 strip: rows.len(),
                                 activations: x.activations.add(at * x.step_bytes),
-                                sums: x.sums.add(4 * (rows.start * groups + row - rows.start)),
+                                sums: x.sums.add(4 * sums_at),
+                                eights: x.eights.map_or(core::ptr::null(), |e| e.add(sums_at)),
                                 scales: x.scales.map_or(core::ptr::null(), |s| s.add(row)),
                                 zero: x.zero,
                                 bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
@@ -248,6 +255,7 @@ struct Rows {
     activations: *const u8,
     /// Of four bytes each.
     sums: *const u8,
+    eights: Option<*const i32>,
     scales: Option<*const f32>,
     zero: i32,
 }

@@ -19,6 +19,8 @@ pub(crate) struct Tile<'a> {
     pub(crate) activations: *const u8,
     /// Sums of activations, `[groups][strip]`, as whole numbers or floats.
     pub(crate) sums: *const u8,
+    /// `−8` times these whole numbers, or null where activations are floats.
+    pub(crate) eights: *const i32,
     /// Scales of the activations, `[MR]`, or null where these are floats.
     pub(crate) scales: *const f32,
     /// Zero of all activations.
@@ -32,64 +34,57 @@ pub(crate) struct Tile<'a> {
     pub(crate) columns: usize,
 }
 
+/// The zero of a symmetric grid of 4 bits.
+pub(super) const CENTRE: u8 = 8;
+
 /// Multiplies.
 ///
 /// # Safety
 /// The processor must have `L`'s instructions. All pointers must be valid for what their fields say,
 /// `weights` for `NP` panels of `layout`, and nothing else may write to these parts of `out` meanwhile.
 #[inline(always)]
-pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
+pub(crate) unsafe fn multiply<
+    L: Lanes,
+    const BITS: usize,
+    const CENTRED: bool,
+    const PROGRESSIVE: bool,
+    const MR: usize,
+    const NP: usize,
+>(
+    t: &Tile<'_>,
+) {
     let layout = t.layout;
     let (groups, steps, panel) = (layout.groups(), layout.steps(), layout.panel_bytes());
     let step_bytes = PANEL_ROWS * STEP * BITS / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     // A tile of few rows waits for memory: the lines of the steps to come are asked for in time.
-    let ahead = if MR <= 8 { 2048 } else { 0 };
+    let ahead = if MR <= 8 { 2048 } else { BITS * 256 };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
     // counts, and the offsets are those of the layout.
     unsafe {
         let mut totals = [[L::zero(); NP]; MR];
         let mut at = t.weights;
         let mut a = t.activations.cast::<i8>();
+        if MR > 4 {
+            for m in 0..MR {
+                for p in 0..NP {
+                    L::prefetch_write(t.out.wrapping_add(m * t.stride + p * PANEL_ROWS).cast());
+                }
+            }
+        }
         for g in 0..groups {
             let row_sums = t.sums.cast::<i32>().add(g * t.strip);
+            let eights = t.eights.add(g * t.strip);
+            // From zero, for registers that start from anything else start late: what zeros take off comes after.
             let mut acc = [[L::splat(0); NP]; MR];
-            match layout.middle() {
-                Some(middle) => {
-                    for m in 0..MR {
-                        let start = L::splat(i32::from(middle).wrapping_mul(*row_sums.add(m)).wrapping_neg());
-                        acc[m] = [start; NP];
-                    }
-                }
-                None => {
-                    for p in 0..NP {
-                        let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
-                        let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
-                        for m in 0..MR {
-                            acc[m][p] = L::mul(zeros, L::splat((*row_sums.add(m)).wrapping_neg()));
-                        }
-                    }
-                }
-            }
-            if t.zero != 0 {
-                for p in 0..NP {
-                    let sums = L::load_i32(t.weights.add(p * panel + sums_at + 4 * g * PANEL_ROWS));
-                    let part = L::mul(sums, L::splat(t.zero));
-                    for m in 0..MR {
-                        acc[m][p] = L::sub(acc[m][p], part);
-                    }
-                }
-            }
             for _ in 0..steps {
                 let mut codes = [L::codes4(at); NP];
                 for p in 0..NP {
                     let from = at.add(p * panel);
                     codes[p] = if BITS == 4 { L::codes4(from) } else { L::codes8(from) };
-                    if ahead > 0 {
-                        L::prefetch(from.wrapping_add(ahead));
-                        if BITS == 8 {
-                            L::prefetch(from.wrapping_add(ahead + 64));
-                        }
+                    L::prefetch(from.wrapping_add(ahead));
+                    if BITS == 8 {
+                        L::prefetch(from.wrapping_add(ahead + 64));
                     }
                 }
                 for m in 0..MR {
@@ -105,24 +100,47 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
                 at = at.wrapping_add(step_bytes);
                 a = a.wrapping_add(t.strip * STEP);
             }
-            for p in 0..NP {
-                let scales = t.weights.add(p * panel + scales_at);
-                let first = g * PANEL_ROWS;
-                if layout.scales() == ScaleType::Progressive {
-                    let scale = L::load_u8(scales.add(first));
-                    for m in 0..MR {
-                        let part = L::mul(acc[m][p], scale);
-                        totals[m][p] = L::as_f32(L::add(L::as_i32(totals[m][p]), part));
-                    }
-                    continue;
-                }
-                let scale = scales_of::<L>(layout.scales(), scales, first);
+            // Whatever branches comes before sums are touched: what branches share, the compiler keeps in memory.
+            let scales = t.weights.add(scales_at);
+            let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
+            if CENTRED {
                 for m in 0..MR {
-                    totals[m][p] = L::fma(L::to_f32(acc[m][p]), scale, totals[m][p]);
+                    let eight = L::splat(*eights.add(m));
+                    for p in 0..NP {
+                        let sum = L::to_f32(L::add(acc[m][p], eight));
+                        totals[m][p] = L::fma(sum, scales[p], totals[m][p]);
+                    }
+                }
+                continue;
+            }
+            let (mut zeros, mut shift) = ([L::splat(0); NP], [L::splat(0); NP]);
+            for p in 0..NP {
+                zeros[p] = match layout.middle() {
+                    Some(middle) => L::splat(i32::from(middle)),
+                    None => {
+                        let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
+                        if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) }
+                    }
+                };
+                if t.zero != 0 {
+                    let sums = L::load_i32(t.weights.add(p * panel + sums_at + 4 * g * PANEL_ROWS));
+                    shift[p] = L::mul(sums, L::splat(t.zero));
+                }
+            }
+            for m in 0..MR {
+                let sum = L::splat(*row_sums.add(m));
+                for p in 0..NP {
+                    let off = L::add(L::mul(zeros[p], sum), shift[p]);
+                    let sum = L::sub(acc[m][p], off);
+                    totals[m][p] = if PROGRESSIVE {
+                        L::as_f32(L::add(L::as_i32(totals[m][p]), L::mul(sum, L::as_i32(scales[p]))))
+                    } else {
+                        L::fma(L::to_f32(sum), scales[p], totals[m][p])
+                    };
                 }
             }
         }
-        if layout.scales() == ScaleType::Progressive {
+        if PROGRESSIVE {
             for row in &mut totals {
                 *row = row.map(|total| L::to_f32(L::as_i32(total)));
             }
@@ -131,20 +149,44 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
     }
 }
 
-/// The scales of a group from those of its panel.
+/// The scales of a group, of panels that are so many bytes apart; of progressive weights the bits of whole
+/// numbers.
 ///
 /// # Safety
-/// As [`multiply`]; the group must be one of the panel's.
+/// As [`multiply`]; `first` must be a multiple of sixteen, and that group one of the panels'.
 #[inline(always)]
-pub(crate) unsafe fn scales_of<L: Lanes>(kind: ScaleType, scales: *const u8, first: usize) -> L::F {
+pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
+    kind: ScaleType,
+    scales: *const u8,
+    panel: usize,
+    first: usize,
+) -> [L::F; NP] {
     // SAFETY: the caller vouches for sixteen scales from `first` on.
     unsafe {
+        let mut out = [L::zero(); NP];
         match kind {
-            ScaleType::F16 => L::load_f16(scales.add(2 * first)),
-            ScaleType::Bf16 => L::load_bf16(scales.add(2 * first)),
-            ScaleType::F32 => L::load_f32(scales.add(4 * first)),
-            ScaleType::Progressive => L::to_f32(L::load_u8(scales.add(first))),
+            ScaleType::F16 => {
+                for p in 0..NP {
+                    out[p] = L::load_f16(scales.add(p * panel + 2 * first));
+                }
+            }
+            ScaleType::Bf16 => {
+                for p in 0..NP {
+                    out[p] = L::load_bf16(scales.add(p * panel + 2 * first));
+                }
+            }
+            ScaleType::F32 => {
+                for p in 0..NP {
+                    out[p] = L::load_f32(scales.add(p * panel + 4 * first));
+                }
+            }
+            ScaleType::Progressive => {
+                for p in 0..NP {
+                    out[p] = L::as_f32(L::load_u8(scales.add(p * panel + first)));
+                }
+            }
         }
+        out
     }
 }
 
@@ -156,40 +198,79 @@ pub(crate) unsafe fn scales_of<L: Lanes>(kind: ScaleType, scales: *const u8, fir
 #[inline(always)]
 pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
-    totals: [[L::F; NP]; MR],
+    mut totals: [[L::F; NP]; MR],
 ) {
-    let panel = t.layout.panel_bytes();
-    // SAFETY: columns are those that the caller says may be written.
+    // SAFETY: columns are those that the caller says may be written, and the bias has as many.
     unsafe {
-        for p in 0..NP {
-            let columns = t.columns.saturating_sub(p * PANEL_ROWS).min(PANEL_ROWS);
-            if columns == 0 {
-                break;
-            }
-            let mut bias = [0.0_f32; PANEL_ROWS];
-            if !t.bias.is_null() {
-                t.bias.add(p * PANEL_ROWS).copy_to_nonoverlapping(bias.as_mut_ptr(), columns);
-            }
-            let bias = L::load_f32(bias.as_ptr().cast());
-            for m in 0..MR {
-                let mut total = totals[m][p];
-                if t.layout.scales() == ScaleType::Progressive {
-                    let channels = L::load_f32(t.weights.add(p * panel + t.layout.channels_at()));
-                    total = L::mul_f32(total, channels);
-                }
-                let scale = if t.scales.is_null() { 1.0 } else { *t.scales.add(m) };
-                let scale = L::splat_f32(scale);
-                let value =
-                    if t.bias.is_null() { L::mul_f32(total, scale) } else { L::fma(total, scale, bias) };
-                let to = t.out.add(m * t.stride + p * PANEL_ROWS);
-                if columns == PANEL_ROWS {
-                    L::store_f32(to, value);
-                } else {
-                    let mut part = [0.0_f32; PANEL_ROWS];
-                    L::store_f32(part.as_mut_ptr(), value);
-                    part.as_ptr().copy_to_nonoverlapping(to, columns);
+        if t.layout.scales() == ScaleType::Progressive {
+            let (panel, channels_at) = (t.layout.panel_bytes(), t.layout.channels_at());
+            for p in 0..NP {
+                let channels = L::load_f32(t.weights.add(p * panel + channels_at));
+                for m in 0..MR {
+                    totals[m][p] = L::mul_f32(totals[m][p], channels);
                 }
             }
         }
+        let whole = t.columns >= NP * PANEL_ROWS;
+        let mut bias = [L::zero(); NP];
+        if !t.bias.is_null() {
+            for p in 0..NP {
+                let from = t.bias.wrapping_add(p * PANEL_ROWS);
+                bias[p] = if whole { L::load_f32(from.cast()) } else { load_part::<L>(from, t.columns, p) };
+            }
+        }
+        for m in 0..MR {
+            let scale = L::splat_f32(if t.scales.is_null() { 1.0 } else { *t.scales.add(m) });
+            for p in 0..NP {
+                totals[m][p] = if t.bias.is_null() {
+                    L::mul_f32(totals[m][p], scale)
+                } else {
+                    L::fma(totals[m][p], scale, bias[p])
+                };
+            }
+        }
+        for m in 0..MR {
+            for p in 0..NP {
+                let to = t.out.wrapping_add(m * t.stride + p * PANEL_ROWS);
+                if whole {
+                    L::store_f32(to, totals[m][p]);
+                } else {
+                    store_part::<L>(to, totals[m][p], t.columns, p);
+                }
+            }
+        }
+    }
+}
+
+/// How many of so many columns panel `p` has.
+fn columns_of(columns: usize, p: usize) -> usize {
+    columns.saturating_sub(p * PANEL_ROWS).min(PANEL_ROWS)
+}
+
+/// Reads as much of panel `p` as there is; the rest is zero.
+///
+/// # Safety
+/// `from` must be valid for what [`columns_of`] says.
+#[inline(always)]
+unsafe fn load_part<L: Lanes>(from: *const f32, columns: usize, p: usize) -> L::F {
+    let mut part = [0.0_f32; PANEL_ROWS];
+    // SAFETY: the caller vouches for `from`; the array is as long as what is read of it.
+    unsafe {
+        from.copy_to_nonoverlapping(part.as_mut_ptr(), columns_of(columns, p));
+        L::load_f32(part.as_ptr().cast())
+    }
+}
+
+/// Writes as much of panel `p` as there is.
+///
+/// # Safety
+/// `to` must be valid for what [`columns_of`] says.
+#[inline(always)]
+unsafe fn store_part<L: Lanes>(to: *mut f32, value: L::F, columns: usize, p: usize) {
+    let mut part = [0.0_f32; PANEL_ROWS];
+    // SAFETY: as above.
+    unsafe {
+        L::store_f32(part.as_mut_ptr(), value);
+        part.as_ptr().copy_to_nonoverlapping(to, columns_of(columns, p));
     }
 }

@@ -164,6 +164,11 @@ macro_rules! lanes {
                 // SAFETY: a prefetch of any address does nothing else.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
+            #[inline(always)]
+            unsafe fn prefetch_write(at: *const u8) {
+                // SAFETY: a prefetch of any address does nothing else.
+                unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
+            }
         }
     };
 }

@@ -66,6 +66,8 @@ pub(crate) trait Lanes: Copy {
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Fetches the line at an address that need not be valid.
     unsafe fn prefetch(at: *const u8);
+    /// The same for a line that will be written.
+    unsafe fn prefetch_write(at: *const u8);
 }
 
 /// Lanes that multiply float activations.
