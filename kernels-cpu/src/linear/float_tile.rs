@@ -9,6 +9,9 @@ use crate::simd::FloatLanes;
 
 use super::tile::{Tile, finish, scales_of};
 
+/// Sums that one output has at most.
+const CHAINS: usize = 4;
+
 /// Multiplies.
 ///
 /// # Safety
@@ -23,13 +26,15 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
     let (scales_at, zeros_at) = (layout.scales_at(), layout.zeros_at());
     let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
     let ahead = if MR <= 4 { 2048 } else { 0 };
+    // A product takes longer than the next one takes to begin: few rows need several sums in flight.
+    let chains = if L::ORDERED || MR > 2 { 1 } else { CHAINS / MR };
     // SAFETY: all reads are within what the caller vouches for, as in the tile of whole numbers.
     unsafe {
         let table = L::centre(centre);
         let mut totals = [[L::zero(); NP]; MR];
         let (mut at, mut x) = (t.weights, t.activations);
         for g in 0..groups {
-            let mut acc = [[L::zero(); NP]; MR];
+            let mut acc = [[[L::zero(); CHAINS]; NP]; MR];
             for _ in 0..steps {
                 for p in 0..NP {
                     if ahead > 0 {
@@ -47,13 +52,24 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                     for m in 0..MR {
                         let row = x.add(m * FLOAT_STEP);
                         for p in 0..NP {
-                            acc[m][p] = L::dot_float(acc[m][p], w[p], row, part);
+                            let sum = &mut acc[m][p][part % chains];
+                            *sum = L::dot_float(*sum, w[p], row, part);
                         }
                     }
                 }
                 // After the last step these point behind what is there, and are not followed.
                 at = at.wrapping_add(step_bytes);
                 x = x.wrapping_add(t.strip * FLOAT_STEP);
+            }
+            let mut sums = [[L::zero(); NP]; MR];
+            for m in 0..MR {
+                for p in 0..NP {
+                    let one = L::splat_f32(1.0);
+                    sums[m][p] = acc[m][p][0];
+                    for c in 1..chains {
+                        sums[m][p] = L::fma(acc[m][p][c], one, sums[m][p]);
+                    }
+                }
             }
             let scales = t.weights.add(scales_at);
             let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
@@ -65,13 +81,13 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                     let zeros = L::to_f32(L::sub(L::splat(centre), zeros));
                     for m in 0..MR {
                         let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
-                        acc[m][p] = L::fma(zeros, L::splat_f32(sum), acc[m][p]);
+                        sums[m][p] = L::fma(zeros, L::splat_f32(sum), sums[m][p]);
                     }
                 }
                 let progressive = layout.scales() == ScaleType::Progressive;
                 let scale = if progressive { L::to_f32(L::as_i32(scales[p])) } else { scales[p] };
                 for m in 0..MR {
-                    totals[m][p] = L::fma(acc[m][p], scale, totals[m][p]);
+                    totals[m][p] = L::fma(sums[m][p], scale, totals[m][p]);
                 }
             }
         }

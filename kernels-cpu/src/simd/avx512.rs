@@ -182,6 +182,7 @@ super::one_by_one!(Avx512Vnni);
 /// and (5, 7); activations come in these pairs, each once rounded to bf16 and once what that left over.
 impl FloatLanes for Avx512Bf16 {
     const PARTS: usize = 4;
+    const ORDERED: bool = false;
     /// For 4 bits the 16 floats, twice; for 8 the centre.
     type Table = (__m512i, __m512i);
     type W = __m512bh;

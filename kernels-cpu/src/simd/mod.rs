@@ -77,6 +77,8 @@ pub(crate) trait Lanes: Copy {
 pub(crate) trait FloatLanes: Lanes {
     /// Parts that a step is multiplied in.
     const PARTS: usize;
+    /// Whether products are added one by one, in order of features: then all such lanes give the same bits.
+    const ORDERED: bool;
     /// What turns codes into floats.
     type Table: Copy;
     /// Weights of a part, for every row.
@@ -95,6 +97,7 @@ macro_rules! one_by_one {
     ($lanes:ty) => {
         impl FloatLanes for $lanes {
             const PARTS: usize = $crate::layout::STEP;
+            const ORDERED: bool = true;
             type Table = <$lanes as Lanes>::I;
             type W = <$lanes as Lanes>::F;
 
