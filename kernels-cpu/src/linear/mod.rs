@@ -38,7 +38,7 @@ use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, Weight
 /// Bytes of activations that stay in the second cache while panels pass.
 const BLOCK: usize = 1024 << 10;
 /// Panels that one piece of work takes, at most.
-const CHUNK: usize = 16;
+const CHUNK: usize = 4;
 
 /// Packed weights, wherever they are.
 #[derive(Debug, Clone, Copy)]

@@ -15,7 +15,7 @@ use super::Session;
 use crate::output::{JsonOption, table};
 
 /// `[n, k]` of the linears, those of models of 1 and 8 billion parameters.
-const SHAPES: [[usize; 2]; 3] = [[4096, 4096], [14336, 4096], [2048, 8192]];
+const SHAPES: [[usize; 2]; 5] = [[4096, 4096], [14336, 4096], [4096, 14336], [2048, 2048], [8192, 2048]];
 const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
 /// Weights that are read in turn for few tokens: more than any last cache holds.
 const ROTATED: usize = 192 << 20;
