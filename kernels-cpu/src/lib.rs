@@ -21,7 +21,9 @@ pub mod reference;
 mod simd;
 mod weight_view;
 
-pub use activation::{FloatRows, Int8Rows, RowLayout, StaticScale};
+pub use activation::{
+    Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, rms_norm, silu_mul,
+};
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;
 pub use isa::{Isa, IsaToken};
