@@ -52,8 +52,11 @@
 // Quantization fused with RMSNorm and with SiLU.
 #define QZ1_FEATURE_FUSED 5
 
+// The Hadamard transform.
+#define QZ1_FEATURE_HADAMARD 6
+
 // Attention on a quantized cache.
-#define QZ1_FEATURE_ATTENTION 6
+#define QZ1_FEATURE_ATTENTION 7
 
 // Single precision.
 #define QZ1_TYPE_F32 1
@@ -96,6 +99,8 @@ enum qz1_status
   QZ1_STATUS_LAYOUT_ID = 5,
   // The processor lacks the instructions that were asked for.
   QZ1_STATUS_ISA = 6,
+  // A size for which there is no Hadamard matrix here.
+  QZ1_STATUS_ORDER = 7,
   // A pointer is null that must not be.
   QZ1_STATUS_NULL = 32,
   // A pointer is not aligned to its type.
@@ -120,8 +125,40 @@ typedef uint32_t qz1_status;
 // Float activations in the order of the kernels.
 typedef struct qz1_float_rows qz1_float_rows;
 
+// The orthonormal Hadamard transform of rows of one width.
+typedef struct qz1_hadamard qz1_hadamard;
+
 // Activations as whole numbers of 8 bits.
 typedef struct qz1_int8_rows qz1_int8_rows;
+
+// Where a call may say what is wrong.
+typedef struct qz1_message {
+  // `sizeof(qz1_message)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // Gets UTF-8 that ends with a zero byte, cut where it is longer.
+  char *text;
+  // Bytes at `text`.
+  size_t capacity;
+} qz1_message;
+
+// A piece of work: `piece(work, i)` does number `i`.
+typedef void (*qz1_piece)(void *work, size_t index);
+
+// Threads of the caller.
+typedef struct qz1_parallel {
+  // `sizeof(qz1_parallel)`
+  uint32_t struct_size;
+  // How many pieces may run at once; at least 1.
+  uint32_t threads;
+  // The caller's, for `for_each`.
+  void *ctx;
+  // Calls `piece(work, i)` once for every `i` below `count`, in any order, on any threads at once, and returns
+  // when all have returned. No call may come later, and nothing may be thrown or jumped through it. Pieces do not
+  // fail and do not block.
+  void (*for_each)(void *ctx, size_t count, qz1_piece piece, void *work);
+} qz1_parallel;
 
 // Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
 // checked against `id` whenever it is used.
@@ -153,35 +190,6 @@ typedef struct qz1_layout {
   // Names the order and all that it depends on.
   uint64_t id;
 } qz1_layout;
-
-// A piece of work: `piece(work, i)` does number `i`.
-typedef void (*qz1_piece)(void *work, size_t index);
-
-// Threads of the caller.
-typedef struct qz1_parallel {
-  // `sizeof(qz1_parallel)`
-  uint32_t struct_size;
-  // How many pieces may run at once; at least 1.
-  uint32_t threads;
-  // The caller's, for `for_each`.
-  void *ctx;
-  // Calls `piece(work, i)` once for every `i` below `count`, in any order, on any threads at once, and returns
-  // when all have returned. No call may come later, and nothing may be thrown or jumped through it. Pieces do not
-  // fail and do not block.
-  void (*for_each)(void *ctx, size_t count, qz1_piece piece, void *work);
-} qz1_parallel;
-
-// Where a call may say what is wrong.
-typedef struct qz1_message {
-  // `sizeof(qz1_message)`
-  uint32_t struct_size;
-  // 0
-  uint32_t reserved;
-  // Gets UTF-8 that ends with a zero byte, cut where it is longer.
-  char *text;
-  // Bytes at `text`.
-  size_t capacity;
-} qz1_message;
 
 // Values of rows, row-major.
 typedef struct qz1_values {
@@ -295,6 +303,23 @@ uint32_t qz1_isa_detect(void);
 
 // The name of a `QZ1_ISA_…`, or null where there is none.
 const char *qz1_isa_name(uint32_t isa);
+
+// A handle for rows of width `n`; freed by `qz1_hadamard_free`. `out` is null where there is none.
+qz1_status qz1_hadamard_new(size_t n, struct qz1_hadamard **out, const struct qz1_message *message);
+
+// Frees a handle; null is none.
+void qz1_hadamard_free(struct qz1_hadamard *by);
+
+// An entry of the matrix, 1 or −1; 0 where there is no such row or column, or the handle is null.
+int32_t qz1_hadamard_sign(const struct qz1_hadamard *by, size_t row, size_t column);
+
+// Transforms rows `[m, n]` in place, `m` the length over the width. A handle may be used by any number of threads.
+qz1_status qz1_hadamard_transform(const struct qz1_hadamard *by,
+                                  float *x,
+                                  size_t len,
+                                  uint32_t isa,
+                                  const struct qz1_parallel *parallel,
+                                  const struct qz1_message *message);
 
 // `out = x · Wᵀ + bias` on whole numbers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
 // the same bits, with any threads.

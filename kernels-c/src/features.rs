@@ -29,8 +29,10 @@ pub const QZ1_FEATURE_PROGRESSIVE: u32 = 3;
 pub const QZ1_FEATURE_HALF: u32 = 4;
 /// Quantization fused with RMSNorm and with SiLU.
 pub const QZ1_FEATURE_FUSED: u32 = 5;
+/// The Hadamard transform.
+pub const QZ1_FEATURE_HADAMARD: u32 = 6;
 /// Attention on a quantized cache.
-pub const QZ1_FEATURE_ATTENTION: u32 = 6;
+pub const QZ1_FEATURE_ATTENTION: u32 = 7;
 
 /// Names of instruction sets by number.
 const NAMES: [(u32, &str, &core::ffi::CStr); 5] = [
@@ -68,7 +70,7 @@ pub extern "C" fn qz1_version() -> *const c_char {
 /// 1 where a `QZ1_FEATURE_…` is there, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
-    u32::from((QZ1_FEATURE_INT8..=QZ1_FEATURE_FUSED).contains(&feature))
+    u32::from((QZ1_FEATURE_INT8..=QZ1_FEATURE_HADAMARD).contains(&feature))
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.

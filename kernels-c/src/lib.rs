@@ -15,6 +15,7 @@
 #![allow(non_camel_case_types, reason = "names as C has them")]
 
 mod features;
+mod hadamard;
 mod memory;
 mod multiply;
 mod parallel;
@@ -23,6 +24,7 @@ mod status;
 mod weights;
 
 pub use features::*;
+pub use hadamard::*;
 pub use multiply::*;
 pub use parallel::*;
 pub use rows::*;

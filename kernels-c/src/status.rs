@@ -25,6 +25,8 @@ pub enum qz1_status {
     LayoutId = 5,
     /// The processor lacks the instructions that were asked for.
     Isa = 6,
+    /// A size for which there is no Hadamard matrix here.
+    Order = 7,
     /// A pointer is null that must not be.
     Null = 32,
     /// A pointer is not aligned to its type.
@@ -76,6 +78,7 @@ impl From<KernelError> for Fault {
             4 => qz1_status::Mismatch,
             5 => qz1_status::LayoutId,
             6 => qz1_status::Isa,
+            7 => qz1_status::Order,
             // An error that is newer than this list.
             _ => qz1_status::Scheme,
         };

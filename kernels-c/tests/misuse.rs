@@ -407,6 +407,34 @@ fn products_that_do_not_fit() {
 }
 
 #[test]
+fn transforms() {
+    let mut by = null_mut();
+    let mut x = vec![0.0_f32; 2 * 24];
+    x[24] = 3.0;
+    let (to, len) = (x.as_mut_ptr(), x.len());
+    // SAFETY: all lives, and is as long as a length that is taken.
+    unsafe {
+        assert_eq!(qz1_hadamard_new(29 * 4, &mut by, null()), qz1_status::Order);
+        assert!(by.is_null());
+        assert_eq!(qz1_hadamard_new(24, null_mut(), null()), qz1_status::Null);
+        assert_eq!(qz1_hadamard_new(24, &mut by, null()), qz1_status::Ok);
+        let run = |x, len, isa| qz1_hadamard_transform(by, x, len, isa, null(), null());
+        assert_eq!(run(to, len - 1, 0), qz1_status::Length);
+        assert_eq!(run(null_mut(), len, 0), qz1_status::Null);
+        assert_eq!(run(to.wrapping_byte_add(1), 24, 0), qz1_status::Misaligned);
+        assert_eq!(run(to, len, 99), qz1_status::Isa);
+        assert_eq!(qz1_hadamard_transform(null(), to, len, 0, null(), null()), qz1_status::Null);
+        assert_eq!(run(to, len, 0), qz1_status::Ok);
+        for (row, value) in x[24..].iter().enumerate() {
+            assert_eq!(*value, 3.0 * qz1_hadamard_sign(by, row, 0) as f32 * (1.0 / 24.0_f64.sqrt()) as f32);
+        }
+        assert_eq!((qz1_hadamard_sign(by, 24, 0), qz1_hadamard_sign(null(), 0, 0)), (0, 0));
+        qz1_hadamard_free(by);
+        qz1_hadamard_free(null_mut());
+    }
+}
+
+#[test]
 fn messages_say_why() {
     let matrix = Matrix::new();
     let mut text = [0x55_u8; 12];

@@ -4,11 +4,13 @@
 //! activations is not part of the comparison.
 
 mod activation;
+mod hadamard;
 
 use std::ops::Range;
 
 pub(crate) use self::activation::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
 pub use self::activation::{rms_norm, silu, silu_mul};
+pub use self::hadamard::hadamard;
 
 use crate::{Int8Rows, Scales, WeightView};
 

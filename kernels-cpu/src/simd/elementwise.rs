@@ -129,3 +129,38 @@ impl RowLanes for Scalar {
         a.into_iter().fold(i32::MIN, i32::max)
     }
 }
+
+/// Functions of a module over [`RowLanes`], compiled for each instruction set and chosen by a token.
+macro_rules! dispatched {
+    ($rows:ident, $($(#[$doc:meta])* fn $name:ident [$($e:ident)?] [$($const:ident)?]
+        ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?;)*) => {$(
+        $(#[$doc])*
+        pub(super) fn $name<$($e: Element)? $(const $const: bool)?>(
+            token: $crate::IsaToken, $($arg: $ty),*
+        ) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn avx2<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: compiled for the instructions that the lanes ask for.
+                unsafe { $rows::$name::<$crate::simd::avx2::Avx2, $($e)? $($const)?>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+            unsafe fn avx512<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: compiled for the instructions that the lanes ask for.
+                unsafe { $rows::$name::<$crate::simd::avx512::Avx512Vnni, $($e)? $($const)?>($($arg),*) }
+            }
+            // SAFETY: the token proves the instructions; `Scalar` asks for none.
+            unsafe {
+                match token.isa() {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::Isa::Avx2 | $crate::Isa::AvxVnni => avx2::<$($e)? $($const)?>($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 => avx512::<$($e)? $($const)?>($($arg),*),
+                    _ => $rows::$name::<$crate::simd::scalar::Scalar, $($e)? $($const)?>($($arg),*),
+                }
+            }
+        }
+    )*};
+}
+pub(crate) use dispatched;
