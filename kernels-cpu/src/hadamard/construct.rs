@@ -10,7 +10,8 @@
 //!
 //! The last two are laid out in the array of Goethals and Seidel (1967), which asks for no symmetry.
 
-use std::collections::HashMap;
+use core::array::from_fn;
+use std::collections::{HashMap, HashSet};
 
 /// How a matrix was constructed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -188,33 +189,28 @@ fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
     }
     let sequence = |signs: usize| {
         let mut sequence = vec![1.0_f32; t];
-        for (i, class) in classes.iter().enumerate().filter(|(i, _)| signs >> i & 1 == 1) {
+        for (_, class) in classes.iter().enumerate().filter(|(i, _)| signs >> i & 1 == 1) {
             class.iter().for_each(|&x| sequence[x] = -1.0);
-            debug_assert!(i < CLASSES);
         }
         sequence
     };
-    // One shift of each class: the others are equal.
-    let correlations = |signs: usize| -> Vec<i32> {
-        let s = sequence(signs);
-        let at = |shift: usize| (0..t).map(|i| s[i] * s[(i + shift) % t]).sum::<f32>() as i32;
-        classes.iter().map(|class| at(class[0])).collect()
-    };
-    let mut distinct: HashMap<Vec<i32>, usize> = HashMap::new();
-    let mut singles: Vec<(Vec<i32>, usize)> = Vec::new();
-    for signs in 0..1 << classes.len() {
-        let correlations = correlations(signs);
-        if distinct.insert(correlations.clone(), signs).is_none() {
-            singles.push((correlations, signs));
+    // One shift of each class: the others are equal. Twice `t ≤ 63` fits 8 bits.
+    let correlations = |signs: usize| -> [i8; CLASSES] {
+        let (s, mut out) = (sequence(signs), [0; CLASSES]);
+        for (out, class) in out.iter_mut().zip(classes) {
+            *out = (0..t).map(|i| s[i] * s[(i + class[0]) % t]).sum::<f32>() as i8;
         }
-    }
-    let mut pairs: HashMap<Vec<i32>, [usize; 2]> = HashMap::new();
+        out
+    };
+    let mut seen = HashSet::new();
+    let all = (0..1 << classes.len()).map(|signs| (correlations(signs), signs));
+    let singles: Vec<([i8; CLASSES], usize)> = all.filter(|(c, _)| seen.insert(*c)).collect();
+    let mut pairs: HashMap<[i8; CLASSES], [usize; 2]> = HashMap::new();
     for (i, (left, a)) in singles.iter().enumerate() {
         for (right, b) in &singles[..=i] {
-            let sum: Vec<i32> = left.iter().zip(right).map(|(l, r)| l + r).collect();
-            let opposite: Vec<i32> = sum.iter().map(|s| -s).collect();
+            let sum: [i8; CLASSES] = from_fn(|i| left[i] + right[i]);
             pairs.entry(sum).or_insert([*a, *b]);
-            if let Some([c, d]) = pairs.get(&opposite) {
+            if let Some([c, d]) = pairs.get(&sum.map(|s| -s)) {
                 return Some([*a, *b, *c, *d].map(sequence));
             }
         }

@@ -5,9 +5,10 @@
 //! = n W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S` of
-//! Sylvester, `S[r, c] = (−1)^(bits that r and c share)`. Of all ways to write `m`, that with the smallest sum of orders is
-//! taken, the smaller factors first. For a power of two `H` is Sylvester's, symmetric; else it is one of many Hadamard matrices of
-//! that order, and not symmetric. [`Hadamard::sign`] gives its entries.
+//! Sylvester, `S[r, c] = (−1)^(bits that r and c share)`. Of all ways to write `m`, that with the smallest sum of orders
+//! is taken, of those that leave `S` an order of 16 if there are any, the smaller factors first. For a power of two `H` is
+//! Sylvester's, symmetric; else it is one of many Hadamard matrices of that order, and not symmetric.
+//! [`Hadamard::sign`] gives its entries.
 //!
 //! Each factor is [constructed](Construction), of every order `4 t`, `t` odd, up to 252 but 100, 116, 188, 236 and 244 (`t` = 25, 29,
 //! 47, 59 and 61). What that means for the widths of common models:
@@ -19,7 +20,8 @@
 //! | 2560, 5120 (5) | 20 |
 //! | 3584, 7168, 14336, 28672 (7) | 28 |
 //! | 2816 (11) | 44 |
-//! | 13824, 27648 (27) | 12 ⊗ 12 ⊗ 12 |
+//! | 13824 (27) | 12 ⊗ 36 |
+//! | 27648 (27) | 12 ⊗ 12 ⊗ 12 |
 //! | 18944 (37) | 148 |
 //! | 11008 (43) | 172 |
 //!
@@ -83,7 +85,7 @@ impl Hadamard {
             .collect();
         let mut best = None;
         search(odd, &there, power, &mut Vec::new(), &mut best);
-        let orders = best.ok_or(KernelError::Order(n))?;
+        let (_, orders) = best.ok_or(KernelError::Order(n))?;
         there.retain(|factor| orders.contains(&factor.order));
         let factors: Vec<Factor> =
             orders.iter().filter_map(|order| there.iter().find(|f| f.order == *order).cloned()).collect();
@@ -157,12 +159,16 @@ impl Hadamard {
     }
 }
 
+/// What a choice of factors costs, and their orders.
+type Best = ((bool, usize), Vec<usize>);
+
 /// Writes what is left of an odd number as a product of what is there, in ascending order, each factor taking two of
-/// `power`; keeps the first with the smallest sum of orders.
-fn search(left: usize, there: &[Factor], power: u32, taken: &mut Vec<usize>, best: &mut Option<Vec<usize>>) {
+/// `power`; keeps the first with the smallest sum of orders, and rather one that leaves registers whole.
+fn search(left: usize, there: &[Factor], power: u32, taken: &mut Vec<usize>, best: &mut Option<Best>) {
     if left == 1 {
-        if best.as_ref().is_none_or(|best| taken.iter().sum::<usize>() < best.iter().sum()) {
-            *best = Some(taken.clone());
+        let cost = (power < 4, taken.iter().sum::<usize>());
+        if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+            *best = Some((cost, taken.clone()));
         }
         return;
     }

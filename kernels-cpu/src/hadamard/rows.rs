@@ -1,13 +1,13 @@
 //! The transform of one row over [`RowLanes`].
 
+use core::mem::MaybeUninit;
+
 use super::Factor;
 use super::construct::LARGEST;
 use crate::simd::elementwise::RowLanes;
 
 /// Values in lanes.
 const LANES: usize = 16;
-/// Rows of a factor whose sums are in registers at once.
-const TILE: usize = 8;
 
 /// ±1 of the lanes that a step of a distance adds and takes away.
 const fn signs(distance: usize) -> [f32; LANES] {
@@ -62,7 +62,12 @@ pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: 
         let mut stride = 1 << power;
         for factor in factors.iter().rev() {
             for part in x.chunks_exact_mut(stride * factor.order) {
-                multiply::<L>(part, factor, stride);
+                // As many sums in registers as there are, and as hide how long one takes.
+                if L::WIDE {
+                    multiply::<L, 8>(part, factor, stride);
+                } else {
+                    multiply::<L, 4>(part, factor, stride);
+                }
             }
             stride *= factor.order;
         }
@@ -134,24 +139,26 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
     }
 }
 
-/// A factor times `order` vectors of `stride` values.
+/// A factor times `order` vectors of `stride` values, so many rows of the factor at once.
 #[inline(always)]
-unsafe fn multiply<L: RowLanes>(x: &mut [f32], factor: &Factor, stride: usize) {
+unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Factor, stride: usize) {
     let order = factor.order;
-    assert!(order <= LARGEST && x.len() == order * stride && factor.signs.len() == order * order);
-    let mut column = [[0.0_f32; LANES]; LARGEST];
+    assert!((ROWS..=LARGEST).contains(&order) && x.len() == order * stride);
+    assert!(factor.signs.len() == order * order);
+    let mut column = [const { MaybeUninit::<[f32; LANES]>::uninit() }; LARGEST];
     for first in (0..stride).step_by(LANES) {
         let width = LANES.min(stride - first);
-        // SAFETY: the caller has the instructions; rows and columns of the factor are below its order.
+        // SAFETY: the caller has the instructions; rows and columns of the factor are below its order, and as many values
+        // of the column are written before they are read.
         unsafe {
             for (a, column) in column[..order].iter_mut().enumerate() {
-                L::store_f32(column.as_mut_ptr(), load::<L>(&x[a * stride + first..][..width]));
+                L::store_f32(column.as_mut_ptr().cast(), load::<L>(&x[a * stride + first..][..width]));
             }
-            // Orders are multiples of four: the last tile begins earlier, and gives some rows twice.
-            for tile in (0..order).step_by(TILE) {
-                let tile = tile.min(order - TILE);
-                let signs = factor.signs.as_ptr().add(tile * order);
-                let mut sums = [L::zero(); TILE];
+            for at in (0..order).step_by(ROWS) {
+                // The last rows may begin earlier, and some be written twice.
+                let at = at.min(order - ROWS);
+                let signs = factor.signs.as_ptr().add(at * order);
+                let mut sums = [L::zero(); ROWS];
                 for (a, column) in column[..order].iter().enumerate() {
                     let v = L::load_f32(column.as_ptr().cast());
                     for (r, sum) in sums.iter_mut().enumerate() {
@@ -159,7 +166,7 @@ unsafe fn multiply<L: RowLanes>(x: &mut [f32], factor: &Factor, stride: usize) {
                     }
                 }
                 for (r, sum) in sums.into_iter().enumerate() {
-                    store::<L>(&mut x[(tile + r) * stride + first..][..width], sum);
+                    store::<L>(&mut x[(at + r) * stride + first..][..width], sum);
                 }
             }
         }

@@ -15,6 +15,9 @@ use super::scalar::Scalar;
 /// # Safety
 /// As [`Lanes`].
 pub(crate) trait RowLanes: Lanes {
+    /// Whether one register holds all lanes, of 32.
+    const WIDE: bool;
+
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F;
@@ -49,6 +52,8 @@ pub(crate) trait RowLanes: Lanes {
 }
 
 impl RowLanes for Scalar {
+    const WIDE: bool = false;
+
     #[inline(always)]
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] + b[i])

@@ -24,6 +24,8 @@ unsafe fn upper_halves(a: __m256) -> __m256i {
 
 // SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
 impl RowLanes for Avx2 {
+    const WIDE: bool = false;
+
     #[inline(always)]
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F {
         // SAFETY: as above.
@@ -161,6 +163,8 @@ impl RowLanes for Avx2 {
 
 // SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
 impl RowLanes for Avx512Vnni {
+    const WIDE: bool = true;
+
     #[inline(always)]
     unsafe fn add_f32(a: __m512, b: __m512) -> __m512 {
         // SAFETY: as above.
