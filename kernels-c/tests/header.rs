@@ -21,15 +21,20 @@ const TOP: &str = "/* Kernels that multiply activations with quantized weights: 
 #[test]
 fn the_header_is_current() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut config = cbindgen::Config::default();
-    config.language = cbindgen::Language::C;
-    config.header = Some(TOP.to_owned());
-    config.include_guard = Some("QUANT_KERNELS_H".to_owned());
-    config.cpp_compat = true;
-    config.usize_is_size_t = true;
-    config.documentation_style = cbindgen::DocumentationStyle::C99;
-    config.line_length = 110;
-    config.enumeration.rename_variants = cbindgen::RenameRule::QualifiedScreamingSnakeCase;
+    let config = cbindgen::Config {
+        language: cbindgen::Language::C,
+        header: Some(TOP.to_owned()),
+        include_guard: Some("QUANT_KERNELS_H".to_owned()),
+        cpp_compat: true,
+        usize_is_size_t: true,
+        documentation_style: cbindgen::DocumentationStyle::C99,
+        line_length: 110,
+        enumeration: cbindgen::EnumConfig {
+            rename_variants: cbindgen::RenameRule::QualifiedScreamingSnakeCase,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
     let builder = SOURCES.iter().fold(cbindgen::Builder::new().with_config(config), |builder, name| {
         builder.with_src(root.join(format!("src/{name}.rs")))
     });

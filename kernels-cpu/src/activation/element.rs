@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// A type of activations: `f32`, [`f16`] or [`bf16`]. Each becomes `f32` exactly, and all arithmetic is in `f32`.
+/// A type of activations: `f32`, [`half::f16`] or [`half::bf16`]. Each becomes `f32` exactly, and all arithmetic is in `f32`.
 pub trait Element: sealed::Values {}
 
 impl Element for f32 {}

@@ -35,7 +35,7 @@ const CLASSES: usize = 11;
 /// The matrix of an order `4t`, `t` odd and above 1, row-major, of ±1; by the first construction that gives it.
 pub(super) fn matrix(order: usize) -> Option<(Construction, Vec<f32>)> {
     let t = order / 4;
-    if order > LARGEST || order != 4 * t || t % 2 == 0 || t < 3 {
+    if order > LARGEST || order != 4 * t || t.is_multiple_of(2) || t < 3 {
         return None;
     }
     if is_prime(order - 1) {
@@ -49,14 +49,14 @@ pub(super) fn matrix(order: usize) -> Option<(Construction, Vec<f32>)> {
         return Some((Construction::Williamson(t), goethals_seidel(&sequences)));
     }
     let w = t / 3;
-    if t % 9 == 0 || t % 3 != 0 {
+    if t.is_multiple_of(9) || !t.is_multiple_of(3) {
         return None;
     }
     williamson(w).map(|four| (Construction::CooperWallis(w), goethals_seidel(&cooper_wallis(&four))))
 }
 
 fn is_prime(q: usize) -> bool {
-    q > 1 && (2..).take_while(|d| d * d <= q).all(|d| q % d != 0)
+    q > 1 && (2..).take_while(|d| d * d <= q).all(|d| !q.is_multiple_of(d))
 }
 
 /// 1 for squares, −1 for others, 0 for zero, modulo a prime.

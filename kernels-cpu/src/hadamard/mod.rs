@@ -76,7 +76,7 @@ impl Hadamard {
         let power = n.trailing_zeros();
         let odd = n >> power;
         // Each that could be a factor, once.
-        let divisors = (3..=construct::LARGEST / 4).step_by(2).filter(|m| odd % m == 0);
+        let divisors = (3..=construct::LARGEST / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
         let mut there: Vec<Factor> = divisors
             .filter_map(|m| {
                 let (construction, signs) = construct::matrix(4 * m)?;
@@ -175,7 +175,7 @@ fn search(left: usize, there: &[Factor], power: u32, taken: &mut Vec<usize>, bes
     if power < 2 {
         return;
     }
-    for (i, factor) in there.iter().enumerate().filter(|(_, f)| left % (f.order / 4) == 0) {
+    for (i, factor) in there.iter().enumerate().filter(|(_, f)| left.is_multiple_of(f.order / 4)) {
         taken.push(factor.order);
         search(left / (factor.order / 4), &there[i..], power - 2, taken, best);
         taken.pop();

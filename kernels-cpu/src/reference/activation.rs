@@ -42,7 +42,7 @@ pub(crate) const EXP_TERMS: [f32; 8] =
 /// Within `2⁻²¹` of `silu(g)`, relative, from −87 on; below it is −0, within `1.5 · 10⁻³⁶` absolute. NaN and
 /// −∞ give NaN, as the formula does.
 pub fn silu(g: f32) -> f32 {
-    let z = (-g).max(-SILU_END).min(SILU_END);
+    let z = (-g).clamp(-SILU_END, SILU_END);
     let n = (z * LOG2_E).round_ties_even();
     let r = n.mul_add(-LN_2[1], n.mul_add(-LN_2[0], z));
     let sum = EXP_TERMS[1..].iter().fold(EXP_TERMS[0], |sum, &term| sum.mul_add(r, term));
