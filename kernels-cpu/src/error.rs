@@ -41,6 +41,9 @@ pub enum KernelError {
     /// The processor lacks the instructions that were asked for.
     #[error("this processor does not have {0}")]
     Isa(&'static str),
+    /// A size for which no Hadamard matrix is constructed here.
+    #[error("there is no Hadamard matrix of order {0} here")]
+    Order(usize),
 }
 
 impl KernelError {
@@ -53,6 +56,7 @@ impl KernelError {
             Self::Mismatch { .. } => 4,
             Self::LayoutId { .. } => 5,
             Self::Isa(_) => 6,
+            Self::Order(_) => 7,
         }
     }
 

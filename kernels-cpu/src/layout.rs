@@ -102,10 +102,15 @@ impl Layout {
             Scales::Progressive { .. } => ScaleType::Progressive,
         };
         let middle = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
-        Self::new([view.n(), view.k()], code_bits, view.group_size(), scales, middle, sums)
+        Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, middle, sums)
     }
 
-    fn new(
+    /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` are 4 or 8,
+    /// `middle` the zero of every group or `None` where each has its own.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of), and when the group size does not divide `k` or a width or zero is none that weights have.
+    pub fn from_parts(
         [n, k]: [usize; 2],
         code_bits: usize,
         group_size: usize,
@@ -115,6 +120,12 @@ impl Layout {
     ) -> Result<Self, KernelError> {
         if n == 0 || k == 0 {
             return Err(KernelError::Scheme("an empty matrix"));
+        }
+        if !matches!(code_bits, 4 | 8) || middle.is_some_and(|m| usize::from(m) >> code_bits != 0) {
+            return Err(KernelError::Scheme("a width of codes, or a zero beyond it"));
+        }
+        if group_size == 0 || k % group_size != 0 {
+            return Err(KernelError::Mismatch { what: "the group size", expected: k, got: group_size });
         }
         // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15 and |a| ≤ 127, or
         // |a − a₀| ≤ 255 with a zero of the activations; progressive weights are summed over the whole row.

@@ -10,6 +10,8 @@ pub mod activation;
 pub mod bf16;
 mod dequantize;
 mod error;
+#[allow(unsafe_code, reason = "vector instructions, and threads that write rows of one matrix")]
+mod hadamard;
 mod isa;
 mod layout;
 pub mod limits;
@@ -21,9 +23,12 @@ pub mod reference;
 mod simd;
 mod weight_view;
 
-pub use activation::{FloatRows, Int8Rows, RowLayout, StaticScale};
+pub use activation::{
+    Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, rms_norm, silu_mul,
+};
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;
+pub use hadamard::{Construction, Hadamard};
 pub use isa::{Isa, IsaToken};
 pub use layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, Unpacked};
 pub use linear::{PackedLinear, PackedView};

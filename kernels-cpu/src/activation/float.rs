@@ -1,10 +1,12 @@
 //! Float activations in the order in which the kernels read them.
 #![allow(unsafe_code, reason = "threads fill parts of one vector")]
 
-use super::{RowLayout, strip, strips};
+use super::element::{Element, sealed::Kind};
+use super::source::{GateUp, Gated, Norm, Plain, RmsNorm, Source};
+use super::{RowLayout, dispatch, strip, strips};
 use crate::layout::STEP;
 use crate::parallel::Disjoint;
-use crate::{Isa, IsaToken, KernelError, Parallel};
+use crate::{IsaToken, KernelError, Parallel};
 
 /// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
 const PAIRS: [usize; 4] = [0, 4, 1, 5];
@@ -12,7 +14,8 @@ const PAIRS: [usize; 4] = [0, 4, 1, 5];
 /// Rows `[m, k]` of floats, packed for one instruction set.
 ///
 /// Where that has dot products of bf16, each value is two of them, the value rounded and what that left over,
-/// together within `2⁻¹⁶` of it; elsewhere it is itself.
+/// together within `2⁻¹⁶` of it; elsewhere it is itself. Of bf16 activations nothing is left over; f16 has 11
+/// significant bits, 8 and 3, so that two halves are exact.
 #[derive(Debug, Clone)]
 pub struct FloatRows {
     pub(crate) m: usize,
@@ -22,12 +25,17 @@ pub struct FloatRows {
     pub(crate) words: Vec<u32>,
     /// `[strips][groups][rows of the strip]`
     pub(crate) sums: Vec<f32>,
+    /// Whether all values are of bf16 by their type: every second half is zero.
+    pub(crate) exact_in_bf16: bool,
+    /// `[strips][k]`, where rows are made before they are packed.
+    made: Vec<f32>,
 }
 
 impl FloatRows {
     /// No rows yet, for these instructions.
     pub fn new(token: IsaToken) -> Self {
-        Self { m: 0, layout: None, token, words: Vec::new(), sums: Vec::new() }
+        let (words, sums, made) = (Vec::new(), Vec::new(), Vec::new());
+        Self { m: 0, layout: None, token, words, sums, exact_in_bf16: false, made }
     }
 
     /// Rows.
@@ -35,56 +43,113 @@ impl FloatRows {
         self.m
     }
 
+    /// Whether all values are of bf16 by their type.
+    pub fn exact_in_bf16(&self) -> bool {
+        self.exact_in_bf16
+    }
+
     /// Packs rows `[m, k]`, row-major. What was held is replaced, and its memory used again.
     ///
     /// # Errors
     /// When `x` is not whole rows of the width that the layout says.
-    pub fn pack(&mut self, x: &[f32], layout: RowLayout, parallel: &dyn Parallel) -> Result<(), KernelError> {
-        let (k, groups, padded) = (layout.k, layout.groups(), layout.padded());
-        let m = x.len() / k;
-        KernelError::length("activations", m * k, x.len())?;
-        (self.m, self.layout) = (m, Some(layout));
-        self.words.clear();
+    pub fn pack<E: Element>(
+        &mut self,
+        x: &[E],
+        layout: RowLayout,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let source = Plain::new(self.token, x, layout.k)?;
+        self.fill(&source, E::KIND == Kind::Bf16, layout, parallel);
+        Ok(())
+    }
+
+    /// Packs the RMSNorm of rows `[m, k]`; with a residual as
+    /// [`Int8Rows::quantize_rms_norm`](super::Int8Rows::quantize_rms_norm).
+    ///
+    /// # Errors
+    /// When a length or the norm's ε is none.
+    pub fn pack_rms_norm<E: Element>(
+        &mut self,
+        x: &[E],
+        norm: RmsNorm<'_>,
+        residual: Option<&mut [E]>,
+        layout: RowLayout,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let source = Norm::new(self.token, x, residual, norm, layout.k)?;
+        self.fill(&source, false, layout, parallel);
+        Ok(())
+    }
+
+    /// Packs `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
+    ///
+    /// # Errors
+    /// When a length is wrong.
+    pub fn pack_silu_mul<E: Element>(
+        &mut self,
+        x: GateUp<'_, E>,
+        layout: RowLayout,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let source = Gated::new(self.token, x, layout.k)?;
+        self.fill(&source, false, layout, parallel);
+        Ok(())
+    }
+
+    fn fill(&mut self, source: &dyn Source, in_bf16: bool, layout: RowLayout, parallel: &dyn Parallel) {
+        let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
+        let lent = if source.is_made() { k } else { 0 };
+        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
+        // All that stays is overwritten.
         self.words.resize(m * padded, 0);
-        self.sums.clear();
         self.sums.resize(m * groups, 0.0);
+        self.made.resize(self.made.len().max(strips(m) * lent), 0.0);
         if m == 0 {
-            return Ok(());
+            return;
         }
-        let split = self.token.isa() == Isa::Avx512Bf16;
         let (words, sums) = (Disjoint::new(&mut self.words), Disjoint::new(&mut self.sums));
+        let (made, token) = (Disjoint::new(&mut self.made), self.token);
         parallel.for_each(strips(m), &|i| {
             let strip = strip(m, i);
             // SAFETY: strips are disjoint, and each is asked for once.
             let words = unsafe { words.part(strip.start * padded..strip.end * padded) };
             // SAFETY: as above.
-            let sums = unsafe { sums.part(strip.start * groups..strip.end * groups) };
-            pack_strip(&x[strip.start * k..strip.end * k], layout, split, words, sums);
+            let (sums, made) = unsafe {
+                (sums.part(strip.start * groups..strip.end * groups), made.part(i * lent..(i + 1) * lent))
+            };
+            for r in 0..strip.len() {
+                // SAFETY: each row is in one strip.
+                let (row, _) = unsafe { source.row(strip.start + r, made) };
+                dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
+            }
         });
-        Ok(())
     }
 }
 
-/// Packs the rows of one strip.
-fn pack_strip(x: &[f32], layout: RowLayout, split: bool, words: &mut [u32], sums: &mut [f32]) {
-    let rows = x.len() / layout.k;
-    for (r, row) in x.chunks_exact(layout.k).enumerate() {
-        for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
-            let mut sum = [0.0_f32; STEP];
-            for (s, step) in group.chunks(STEP).enumerate() {
-                let at = ((g * layout.steps + s) * rows + r) * STEP;
-                let mut values = [0.0; STEP];
-                values[..step.len()].copy_from_slice(step);
-                sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
-                let words = &mut words[at..at + STEP];
-                if split {
-                    in_pairs(values, words);
-                } else {
-                    words.iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
-                }
+/// Packs row `r` of a strip of `rows`.
+#[inline(always)]
+pub(super) fn pack_row<const SPLIT: bool>(
+    row: &[f32],
+    layout: RowLayout,
+    [r, rows]: [usize; 2],
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
+        let mut sum = [0.0_f32; STEP];
+        for (s, step) in group.chunks(STEP).enumerate() {
+            let at = ((g * layout.steps + s) * rows + r) * STEP;
+            let mut values = [0.0; STEP];
+            values[..step.len()].copy_from_slice(step);
+            sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+            let words = &mut words[at..at + STEP];
+            if SPLIT {
+                in_pairs(values, words);
+            } else {
+                words.iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
             }
-            sums[g * rows + r] = sum.iter().sum();
         }
+        sums[g * rows + r] = sum.iter().sum();
     }
 }
 

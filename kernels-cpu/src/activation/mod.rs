@@ -9,17 +9,32 @@
 //!
 //! Beside the codes stand the sums over the groups of the weights, which a grid's zeros are multiplied with.
 //!
+//! What is rounded may be the activations themselves, their RMSNorm, or `silu(gate) · up`: a row is made in memory
+//! that stays in the first caches, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]); all
+//! arithmetic is in `f32`, in the order that [`reference`](crate::reference) has, and every instruction set, split and
+//! number of threads gives the same bits.
+//!
 //! Rows lie in strips of up to twelve, as many as a tile takes; of a strip step by step the eight codes of
 //! every row: a kernel reads from beginning to end.
-#![allow(unsafe_code, reason = "threads fill parts of one vector")]
+#![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
+mod dispatch;
+mod element;
 mod float;
+mod forms;
+mod rows;
+mod source;
 
+pub use self::element::Element;
 pub use self::float::FloatRows;
+pub use self::forms::{rms_norm, silu_mul};
+use self::rows::{Grid, Place};
+pub use self::source::{GateUp, RmsNorm};
+use self::source::{Gated, Norm, Plain, Source};
 use crate::layout::STEP;
 use crate::linear::MAX_ROWS;
 use crate::parallel::Disjoint;
-use crate::{KernelError, Layout, Parallel};
+use crate::{IsaToken, KernelError, Layout, Parallel};
 
 /// Rows whose largest magnitude is below are taken for zero: `127 / SMALLEST` is still a number.
 pub const SMALLEST: f32 = 1e-36;
@@ -61,8 +76,9 @@ pub struct StaticScale {
 }
 
 /// Rows `[m, k]` as whole numbers.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Int8Rows {
+    token: IsaToken,
     pub(crate) m: usize,
     pub(crate) layout: Option<RowLayout>,
     /// `[strips][padded_k / STEP][rows of the strip][STEP]`
@@ -74,6 +90,15 @@ pub struct Int8Rows {
     /// `[m]`
     pub(crate) scales: Vec<f32>,
     pub(crate) zero: i32,
+    /// `[strips][k]`, where rows are made before they are rounded.
+    made: Vec<f32>,
+}
+
+impl Default for Int8Rows {
+    /// No rows yet, on the widest instructions there are.
+    fn default() -> Self {
+        Self::new(IsaToken::detect())
+    }
 }
 
 /// Where the rows of strip `i` begin and end: strips differ by at most one row.
@@ -88,6 +113,13 @@ pub(crate) fn strips(m: usize) -> usize {
 }
 
 impl Int8Rows {
+    /// No rows yet. Which instructions make them changes no bit.
+    pub fn new(token: IsaToken) -> Self {
+        let (codes, scales, made) = (Vec::new(), Vec::new(), Vec::new());
+        let (sums, eights) = (Vec::new(), Vec::new());
+        Self { token, m: 0, layout: None, codes, sums, eights, scales, zero: 0, made }
+    }
+
     /// Rows.
     pub fn m(&self) -> usize {
         self.m
@@ -108,67 +140,88 @@ impl Int8Rows {
     ///
     /// # Errors
     /// When `x` is not whole rows of the width that the layout says.
-    pub fn quantize(
+    pub fn quantize<E: Element>(
         &mut self,
-        x: &[f32],
+        x: &[E],
         layout: RowLayout,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        self.fill(x, layout, 0, parallel, &|row| {
-            let (largest, finite) = largest(row);
-            match finite && largest >= SMALLEST {
-                true => Grid { scale: largest / 127.0, inverse: 127.0 / largest, zero: 0.0 },
-                // All codes are zero.
-                false => Grid { scale: if finite { 0.0 } else { f32::NAN }, inverse: 0.0, zero: 0.0 },
-            }
-        })
+        self.fill(&Plain::new(self.token, x, layout.k)?, layout, None, parallel)
     }
 
     /// Quantizes rows `[m, k]` by one scale and zero.
     ///
     /// # Errors
     /// When `x` is not whole rows, or the scale or its inverse is no number above zero.
-    pub fn quantize_static(
+    pub fn quantize_static<E: Element>(
         &mut self,
-        x: &[f32],
+        x: &[E],
         layout: RowLayout,
         by: StaticScale,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        let inverse = 1.0 / by.scale;
-        if !(by.scale > 0.0 && by.scale.is_finite() && inverse.is_finite()) {
-            return Err(KernelError::Scheme("an activation scale that is not above zero"));
-        }
-        self.fill(x, layout, i32::from(by.zero), parallel, &|row| {
-            let scale = if largest(row).1 { by.scale } else { f32::NAN };
-            Grid { scale, inverse, zero: f32::from(by.zero) }
-        })
+        self.fill(&Plain::new(self.token, x, layout.k)?, layout, Some(by), parallel)
+    }
+
+    /// Quantizes the RMSNorm of rows `[m, k]`, per token or `by` one scale and zero.
+    ///
+    /// With a residual, `[m, k]`, each row is added to it first: `residual += x`, rounded to its type, and what
+    /// stands there then is normed. A row whose sum of squares leaves `f32` counts as one that is not finite.
+    ///
+    /// # Errors
+    /// As [`quantize_static`](Self::quantize_static), and when a length or the norm's ε is none.
+    pub fn quantize_rms_norm<E: Element>(
+        &mut self,
+        x: &[E],
+        norm: RmsNorm<'_>,
+        residual: Option<&mut [E]>,
+        layout: RowLayout,
+        by: Option<StaticScale>,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        // Before the residual changes.
+        by.map_or(Ok(0.0), StaticScale::inverse)?;
+        self.fill(&Norm::new(self.token, x, residual, norm, layout.k)?, layout, by, parallel)
+    }
+
+    /// Quantizes `silu(gate) · up`, per token or `by` one scale and zero; see
+    /// [`reference::silu`](crate::reference::silu).
+    ///
+    /// # Errors
+    /// As [`quantize_static`](Self::quantize_static), and when the two differ in length.
+    pub fn quantize_silu_mul<E: Element>(
+        &mut self,
+        x: GateUp<'_, E>,
+        layout: RowLayout,
+        by: Option<StaticScale>,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.fill(&Gated::new(self.token, x, layout.k)?, layout, by, parallel)
     }
 
     fn fill(
         &mut self,
-        x: &[f32],
+        source: &dyn Source,
         layout: RowLayout,
-        zero: i32,
+        by: Option<StaticScale>,
         parallel: &dyn Parallel,
-        grid: &(dyn Fn(&[f32]) -> Grid + Sync),
     ) -> Result<(), KernelError> {
-        let (k, groups, padded) = (layout.k, layout.groups(), layout.padded());
-        let m = x.len() / k;
-        KernelError::length("activations", m * k, x.len())?;
-        (self.m, self.layout, self.zero) = (m, Some(layout), zero);
-        self.codes.clear();
+        let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
+        let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
+        let lent = if source.is_made() { k } else { 0 };
+        (self.m, self.layout, self.zero) = (m, Some(layout), by.map_or(0, |by| i32::from(by.zero)));
+        // All that stays is overwritten.
         self.codes.resize(m * padded, 0);
-        self.sums.clear();
         self.sums.resize(m * groups, 0);
         self.eights.clear();
-        self.scales.clear();
         self.scales.resize(m, 0.0);
+        self.made.resize(self.made.len().max(strips(m) * lent), 0.0);
         if m == 0 {
             return Ok(());
         }
         let (codes, sums) = (Disjoint::new(&mut self.codes), Disjoint::new(&mut self.sums));
-        let scales = Disjoint::new(&mut self.scales);
+        let (scales, made) = (Disjoint::new(&mut self.scales), Disjoint::new(&mut self.made));
+        let token = self.token;
         parallel.for_each(strips(m), &|i| {
             let strip = strip(m, i);
             // SAFETY: strips are disjoint, and each is asked for once.
@@ -176,23 +229,44 @@ impl Int8Rows {
             // SAFETY: as above.
             let sums = unsafe { sums.part(strip.start * groups..strip.end * groups) };
             // SAFETY: as above.
-            let scales = unsafe { scales.part(strip.clone()) };
+            let (scales, made) = unsafe { (scales.part(strip.clone()), made.part(i * lent..(i + 1) * lent)) };
+            let rows = strip.len();
             for (r, scale) in scales.iter_mut().enumerate() {
-                let row = &x[(strip.start + r) * k..][..k];
-                let grid = grid(row);
+                // SAFETY: each row is in one strip.
+                let (row, largest) = unsafe { source.row(strip.start + r, made) };
+                let grid = match fixed {
+                    Some((by, inverse)) => Grid::fixed(by, inverse, largest),
+                    None => Grid::of(largest),
+                };
                 *scale = grid.scale;
-                quantize_row(row, layout, grid, [r, strip.len()], codes, sums);
+                let place = Place { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
+                match fixed {
+                    Some(_) => dispatch::quantize::<true>(token, row, grid, place),
+                    None => dispatch::quantize::<false>(token, row, grid, place),
+                }
             }
         });
         self.eights.extend(self.sums.iter().map(|sum| -8 * sum));
         Ok(())
     }
 
+    /// The strip of a row, with its layout.
+    fn strip_of(&self, row: usize) -> Option<(RowLayout, core::ops::Range<usize>)> {
+        let layout = self.layout.filter(|_| row < self.m)?;
+        let strip = (0..strips(self.m)).map(|i| strip(self.m, i)).find(|s| s.contains(&row))?;
+        Some((layout, strip))
+    }
+
+    /// The sums over the groups of a row, for those who want to look.
+    pub fn sums(&self, row: usize) -> Vec<i32> {
+        let Some((layout, strip)) = self.strip_of(row) else { return Vec::new() };
+        let sums = &self.sums[strip.start * layout.groups() + row - strip.start..];
+        sums.iter().step_by(strip.len()).take(layout.groups()).copied().collect()
+    }
+
     /// The codes of a row in logical order, for those who want to look.
     pub fn row(&self, row: usize) -> Vec<i8> {
-        let Some(layout) = self.layout.filter(|_| row < self.m) else { return Vec::new() };
-        let strip = (0..strips(self.m)).map(|i| strip(self.m, i)).find(|s| s.contains(&row));
-        let Some(strip) = strip else { return Vec::new() };
+        let Some((layout, strip)) = self.strip_of(row) else { return Vec::new() };
         let codes = &self.codes[strip.start * layout.padded()..];
         (0..layout.k)
             .map(|k| {
@@ -204,53 +278,31 @@ impl Int8Rows {
     }
 }
 
-/// How a row becomes whole numbers.
-#[derive(Clone, Copy)]
-struct Grid {
-    scale: f32,
-    inverse: f32,
-    zero: f32,
-}
-
-/// The largest magnitude, and whether all are finite.
-fn largest(row: &[f32]) -> (f32, bool) {
-    const LANES: usize = 16;
-    let mut lanes = [0_u32; LANES];
-    let chunks = row.chunks_exact(LANES);
-    for v in chunks.remainder() {
-        lanes[0] = lanes[0].max(v.to_bits() & 0x7fff_ffff);
-    }
-    for chunk in chunks {
-        for (lane, v) in lanes.iter_mut().zip(chunk) {
-            // Magnitudes are in the order of their bits, and what is not finite is above all that is.
-            *lane = (*lane).max(v.to_bits() & 0x7fff_ffff);
+impl StaticScale {
+    fn inverse(self) -> Result<f32, KernelError> {
+        let inverse = 1.0 / self.scale;
+        match self.scale > 0.0 && self.scale.is_finite() && inverse.is_finite() {
+            true => Ok(inverse),
+            false => Err(KernelError::Scheme("an activation scale that is not above zero")),
         }
     }
-    let largest = f32::from_bits(lanes.into_iter().fold(0, u32::max));
-    (largest, largest.is_finite())
 }
 
-/// Row `r` of the `rows` of a strip.
-fn quantize_row(
-    row: &[f32],
-    layout: RowLayout,
-    grid: Grid,
-    [r, rows]: [usize; 2],
-    codes: &mut [i8],
-    sums: &mut [i32],
-) {
-    let finite = grid.scale.is_finite();
-    for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
-        let mut sum = 0;
-        for (s, step) in group.chunks(STEP).enumerate() {
-            let at = ((g * layout.steps + s) * rows + r) * STEP;
-            let codes = &mut codes[at..at + step.len()];
-            for (code, v) in codes.iter_mut().zip(step) {
-                let rounded = (v * grid.inverse).round_ties_even() + grid.zero;
-                *code = if finite { rounded.clamp(-128.0, 127.0) as i8 } else { 0 };
+impl Grid {
+    /// That of a row with this largest magnitude.
+    fn of(largest: f32) -> Self {
+        match largest.is_finite() && largest >= SMALLEST {
+            true => Self { scale: largest / 127.0, inverse: 127.0 / largest, zero: 0.0 },
+            // All codes are zero.
+            false => {
+                let scale = if largest.is_finite() { 0.0 } else { f32::NAN };
+                Self { scale, inverse: 0.0, zero: 0.0 }
             }
-            sum += codes.iter().map(|&c| i32::from(c)).sum::<i32>();
         }
-        sums[g * rows + r] = sum;
+    }
+
+    fn fixed(by: StaticScale, inverse: f32, largest: f32) -> Self {
+        let scale = if largest.is_finite() { by.scale } else { f32::NAN };
+        Self { scale, inverse, zero: f32::from(by.zero) }
     }
 }

@@ -8,6 +8,9 @@
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
+pub(crate) mod elementwise;
+#[cfg(target_arch = "x86_64")]
+mod elementwise_x86;
 pub(crate) mod scalar;
 
 /// Sixteen lanes of 32 bits, one a row.

@@ -3,7 +3,14 @@
 //! Faster variants are held to these functions. What they multiply are rows as packed, so that rounding of
 //! activations is not part of the comparison.
 
+mod activation;
+mod hadamard;
+
 use std::ops::Range;
+
+pub(crate) use self::activation::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
+pub use self::activation::{rms_norm, silu, silu_mul};
+pub use self::hadamard::hadamard;
 
 use crate::{Int8Rows, Scales, WeightView};
 

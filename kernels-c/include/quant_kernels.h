@@ -1,0 +1,456 @@
+/* Kernels that multiply activations with quantized weights: the C interface of the Rust crate
+ * quant-kernels-cpu. Written by cbindgen; `cargo test -p quant-kernels-c --test header` compares it.
+ *
+ * Every function with a qz1_status returns 0 when it is done. A structure begins with its size, which the caller
+ * sets; null and misaligned pointers, lengths that are not the shape's, outputs that overlap an input and layouts that
+ * are none are refused, and a qz1_message says why. Matrices are row-major; lengths count elements.
+ *
+ * No function keeps a pointer of the caller beyond the call, starts a thread, or has state beyond its handles; a
+ * handle may be used by one thread at a time. Floats are rounded to nearest: callers that change the rounding mode
+ * set it back. Link with -lpthread -ldl -lm.
+ */
+
+#ifndef QUANT_KERNELS_H
+#define QUANT_KERNELS_H
+
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+// The widest instructions that there are, or those that the environment variable `QUANT_ISA` names.
+#define QZ1_ISA_DETECT 0
+
+// Portable code, the definition of every result.
+#define QZ1_ISA_SCALAR 1
+
+// AVX2, FMA and F16C.
+#define QZ1_ISA_AVX2 2
+
+// The same and AVX-VNNI.
+#define QZ1_ISA_AVXVNNI 3
+
+// AVX-512 F, BW, VL and VNNI.
+#define QZ1_ISA_AVX512VNNI 4
+
+// The same and BF16.
+#define QZ1_ISA_AVX512BF16 5
+
+// Weights of 2 to 8 bits, activations of 8.
+#define QZ1_FEATURE_INT8 1
+
+// The same weights, float activations.
+#define QZ1_FEATURE_FLOAT 2
+
+// Weights with two levels of scales.
+#define QZ1_FEATURE_PROGRESSIVE 3
+
+// Activations of f16 and bf16.
+#define QZ1_FEATURE_HALF 4
+
+// Quantization fused with RMSNorm and with SiLU.
+#define QZ1_FEATURE_FUSED 5
+
+// The Hadamard transform.
+#define QZ1_FEATURE_HADAMARD 6
+
+// Attention on a quantized cache.
+#define QZ1_FEATURE_ATTENTION 7
+
+// Single precision.
+#define QZ1_TYPE_F32 1
+
+// IEEE half precision.
+#define QZ1_TYPE_F16 2
+
+// bfloat16.
+#define QZ1_TYPE_BF16 3
+
+// Scales stored as IEEE half precision.
+#define QZ1_SCALES_F16 1
+
+// Scales stored as bfloat16.
+#define QZ1_SCALES_BF16 2
+
+// Scales stored as single precision.
+#define QZ1_SCALES_F32 3
+
+// Two levels: whole numbers of 8 bits a group below a float a row.
+#define QZ1_SCALES_PROGRESSIVE 4
+
+// What became of a call. The numbers keep their meaning.
+enum qz1_status
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Done.
+  QZ1_STATUS_OK = 0,
+  // Memory has another length than the shape says.
+  QZ1_STATUS_LENGTH = 1,
+  // A shape or sum beyond the numbers of this machine.
+  QZ1_STATUS_TOO_LARGE = 2,
+  // A scheme, type or value that no kernel takes.
+  QZ1_STATUS_SCHEME = 3,
+  // Two operands that do not belong together.
+  QZ1_STATUS_MISMATCH = 4,
+  // A layout that is none, or packed bytes of another.
+  QZ1_STATUS_LAYOUT_ID = 5,
+  // The processor lacks the instructions that were asked for.
+  QZ1_STATUS_ISA = 6,
+  // A size for which there is no Hadamard matrix here.
+  QZ1_STATUS_ORDER = 7,
+  // A pointer is null that must not be.
+  QZ1_STATUS_NULL = 32,
+  // A pointer is not aligned to its type.
+  QZ1_STATUS_MISALIGNED = 33,
+  // A structure is smaller than any version of it, or has fields that this library does not know.
+  QZ1_STATUS_STRUCT_SIZE = 34,
+  // Memory that is written overlaps other memory of the call.
+  QZ1_STATUS_OVERLAP = 35,
+  // The caller's `for_each` did not call each number once.
+  QZ1_STATUS_FOR_EACH = 36,
+  // The library failed, which is its fault; what was to be written may be written in part.
+  QZ1_STATUS_INTERNAL = 37,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum qz1_status qz1_status;
+#else
+typedef uint32_t qz1_status;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Float activations in the order of the kernels.
+typedef struct qz1_float_rows qz1_float_rows;
+
+// The orthonormal Hadamard transform of rows of one width.
+typedef struct qz1_hadamard qz1_hadamard;
+
+// Activations as whole numbers of 8 bits.
+typedef struct qz1_int8_rows qz1_int8_rows;
+
+// Where a call may say what is wrong.
+typedef struct qz1_message {
+  // `sizeof(qz1_message)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // Gets UTF-8 that ends with a zero byte, cut where it is longer.
+  char *text;
+  // Bytes at `text`.
+  size_t capacity;
+} qz1_message;
+
+// A piece of work: `piece(work, i)` does number `i`.
+typedef void (*qz1_piece)(void *work, size_t index);
+
+// Threads of the caller.
+typedef struct qz1_parallel {
+  // `sizeof(qz1_parallel)`
+  uint32_t struct_size;
+  // How many pieces may run at once; at least 1.
+  uint32_t threads;
+  // The caller's, for `for_each`.
+  void *ctx;
+  // Calls `piece(work, i)` once for every `i` below `count`, in any order, on any threads at once, and returns
+  // when all have returned. No call may come later, and nothing may be thrown or jumped through it. Pieces do not
+  // fail and do not block.
+  void (*for_each)(void *ctx, size_t count, qz1_piece piece, void *work);
+} qz1_parallel;
+
+// Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
+// checked against `id` whenever it is used.
+typedef struct qz1_layout {
+  // `sizeof(qz1_layout)`
+  uint32_t struct_size;
+  // Bits that a code takes: 4 or 8.
+  uint32_t code_bits;
+  // `QZ1_SCALES_…`
+  uint32_t scales;
+  // 1 where every group has a zero of its own.
+  uint32_t zeros;
+  // The zero of every group where `zeros` is 0, else 0.
+  uint32_t middle;
+  // 1 with the sums that activations with a zero need.
+  uint32_t sums;
+  // Output features.
+  uint64_t n;
+  // Input features.
+  uint64_t k;
+  // Input features that share a scale.
+  uint64_t group_size;
+  // Panels of sixteen rows.
+  uint64_t panels;
+  // Bytes of a panel.
+  uint64_t panel_bytes;
+  // Bytes of the matrix. Kernels read fastest where they begin at a multiple of 64.
+  uint64_t bytes;
+  // Names the order and all that it depends on.
+  uint64_t id;
+} qz1_layout;
+
+// Values of rows, row-major.
+typedef struct qz1_values {
+  // `sizeof(qz1_values)`
+  uint32_t struct_size;
+  // `QZ1_TYPE_…`
+  uint32_t kind;
+  // The values, aligned to their type. What a function writes to it says.
+  void *data;
+  // Values, not bytes.
+  size_t len;
+} qz1_values;
+
+// One scale and zero for all tokens: `x ≈ scale · (a − zero)`.
+typedef struct qz1_static_scale {
+  // `sizeof(qz1_static_scale)`
+  uint32_t struct_size;
+  // Above zero and finite.
+  float scale;
+  // −128 to 127; other than 0 only with the sums of a layout.
+  int32_t zero;
+  // 0
+  uint32_t reserved;
+} qz1_static_scale;
+
+// RMSNorm: `y = x / √(mean x² + eps) · weight`.
+typedef struct qz1_rms_norm {
+  // `sizeof(qz1_rms_norm)`
+  uint32_t struct_size;
+  // Above zero and finite.
+  float eps;
+  // `[k]`
+  const float *weight;
+  // Elements of `weight`.
+  size_t weight_len;
+} qz1_rms_norm;
+
+// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
+// group of `group_size` neighbouring input features.
+typedef struct qz1_weights {
+  // `sizeof(qz1_weights)`
+  uint32_t struct_size;
+  // Bits of a code, 2 to 8.
+  uint32_t bits;
+  // Output features.
+  size_t n;
+  // Input features.
+  size_t k;
+  // Input features that share a scale; divides `k`, and is `k` where a row has one scale.
+  size_t group_size;
+  // `[n, k]`, one code a byte.
+  const uint8_t *codes;
+  // Elements of `codes`.
+  size_t codes_len;
+  // `[n, k / group_size]`, or `[n]` where `group_scales` is not null.
+  const float *scales;
+  // Elements of `scales`.
+  size_t scales_len;
+  // `[n, k / group_size]`, the lower level of two; null where there is one.
+  const uint8_t *group_scales;
+  // Elements of `group_scales`.
+  size_t group_scales_len;
+  // `[n, k / group_size]`, or null: every zero is `2^(bits − 1)`.
+  const uint8_t *zeros;
+  // Elements of `zeros`.
+  size_t zeros_len;
+} qz1_weights;
+
+// Where the parts of a packed matrix go.
+typedef struct qz1_parts {
+  // `sizeof(qz1_parts)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // `[n, k]`
+  uint8_t *codes;
+  // Elements of `codes`.
+  size_t codes_len;
+  // `[n, k / group_size]`; with two levels those of groups, whole numbers.
+  float *scales;
+  // Elements of `scales`.
+  size_t scales_len;
+  // `[n, k / group_size]`, or null with `zeros_len` 0 where every group has the same.
+  uint8_t *zeros;
+  // Elements of `zeros`.
+  size_t zeros_len;
+  // `[n]` with two levels of scales, else null with `channels_len` 0.
+  float *channels;
+  // Elements of `channels`.
+  size_t channels_len;
+} qz1_parts;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The version of this interface: major above 16 bits of minor. Within a major, functions and fields are only added.
+uint32_t qz1_abi_version(void);
+
+// The version of the library, such as "0.1.0".
+const char *qz1_version(void);
+
+// 1 where a `QZ1_FEATURE_…` is there, else 0.
+uint32_t qz1_has(uint32_t feature);
+
+// 1 where the processor has a `QZ1_ISA_…`, else 0.
+uint32_t qz1_isa_available(uint32_t isa);
+
+// The instructions that `QZ1_ISA_DETECT` means here.
+uint32_t qz1_isa_detect(void);
+
+// The name of a `QZ1_ISA_…`, or null where there is none.
+const char *qz1_isa_name(uint32_t isa);
+
+// A handle for rows of width `n`; freed by `qz1_hadamard_free`. `out` is null where there is none.
+qz1_status qz1_hadamard_new(size_t n, struct qz1_hadamard **out, const struct qz1_message *message);
+
+// Frees a handle; null is none.
+void qz1_hadamard_free(struct qz1_hadamard *by);
+
+// An entry of the matrix, 1 or −1; 0 where there is no such row or column, or the handle is null.
+int32_t qz1_hadamard_sign(const struct qz1_hadamard *by, size_t row, size_t column);
+
+// Transforms rows `[m, n]` in place, `m` the length over the width. A handle may be used by any number of threads.
+qz1_status qz1_hadamard_transform(const struct qz1_hadamard *by,
+                                  float *x,
+                                  size_t len,
+                                  uint32_t isa,
+                                  const struct qz1_parallel *parallel,
+                                  const struct qz1_message *message);
+
+// `out = x · Wᵀ + bias` on whole numbers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
+// the same bits, with any threads.
+qz1_status qz1_multiply(const struct qz1_layout *layout,
+                        const uint8_t *packed,
+                        size_t packed_len,
+                        const struct qz1_int8_rows *x,
+                        const float *bias,
+                        size_t bias_len,
+                        float *out,
+                        size_t out_len,
+                        uint32_t isa,
+                        const struct qz1_parallel *parallel,
+                        const struct qz1_message *message);
+
+// The same on floats, by the instructions that the handle was made for.
+qz1_status qz1_multiply_float(const struct qz1_layout *layout,
+                              const uint8_t *packed,
+                              size_t packed_len,
+                              const struct qz1_float_rows *x,
+                              const float *bias,
+                              size_t bias_len,
+                              float *out,
+                              size_t out_len,
+                              const struct qz1_parallel *parallel,
+                              const struct qz1_message *message);
+
+// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. `out` is
+// null where there is none.
+qz1_status qz1_int8_rows_new(uint32_t isa, struct qz1_int8_rows **out, const struct qz1_message *message);
+
+// Frees a handle; null is none.
+void qz1_int8_rows_free(struct qz1_int8_rows *rows);
+
+// Quantizes rows `[m, k]`, `m` the length over the layout's `k`: per token, or where `by` is not null by one scale.
+qz1_status qz1_int8_rows_quantize(struct qz1_int8_rows *rows,
+                                  const struct qz1_layout *layout,
+                                  const struct qz1_values *x,
+                                  const struct qz1_static_scale *by,
+                                  const struct qz1_parallel *parallel,
+                                  const struct qz1_message *message);
+
+// Quantizes the RMSNorm of rows. Where `residual` is not null, its rows `[m, k]`, of the same type, get `x` added
+// first, and the sum is normed.
+qz1_status qz1_int8_rows_quantize_rms_norm(struct qz1_int8_rows *rows,
+                                           const struct qz1_layout *layout,
+                                           const struct qz1_values *x,
+                                           const struct qz1_rms_norm *norm,
+                                           const struct qz1_values *residual,
+                                           const struct qz1_static_scale *by,
+                                           const struct qz1_parallel *parallel,
+                                           const struct qz1_message *message);
+
+// Quantizes `silu(gate) · up`. Where `up` is null, `gate` holds both: rows `[m, 2k]`, each a row of the gate and then
+// one of the other.
+qz1_status qz1_int8_rows_quantize_silu_mul(struct qz1_int8_rows *rows,
+                                           const struct qz1_layout *layout,
+                                           const struct qz1_values *gate,
+                                           const struct qz1_values *up,
+                                           const struct qz1_static_scale *by,
+                                           const struct qz1_parallel *parallel,
+                                           const struct qz1_message *message);
+
+// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. `out` is
+// null where there is none.
+qz1_status qz1_float_rows_new(uint32_t isa, struct qz1_float_rows **out, const struct qz1_message *message);
+
+// Frees a handle; null is none.
+void qz1_float_rows_free(struct qz1_float_rows *rows);
+
+// Packs rows `[m, k]` of floats.
+qz1_status qz1_float_rows_pack(struct qz1_float_rows *rows,
+                               const struct qz1_layout *layout,
+                               const struct qz1_values *x,
+                               const struct qz1_parallel *parallel,
+                               const struct qz1_message *message);
+
+// Packs the RMSNorm of rows, as `qz1_int8_rows_quantize_rms_norm` quantizes it.
+qz1_status qz1_float_rows_pack_rms_norm(struct qz1_float_rows *rows,
+                                        const struct qz1_layout *layout,
+                                        const struct qz1_values *x,
+                                        const struct qz1_rms_norm *norm,
+                                        const struct qz1_values *residual,
+                                        const struct qz1_parallel *parallel,
+                                        const struct qz1_message *message);
+
+// Packs `silu(gate) · up`, as `qz1_int8_rows_quantize_silu_mul` quantizes it.
+qz1_status qz1_float_rows_pack_silu_mul(struct qz1_float_rows *rows,
+                                        const struct qz1_layout *layout,
+                                        const struct qz1_values *gate,
+                                        const struct qz1_values *up,
+                                        const struct qz1_parallel *parallel,
+                                        const struct qz1_message *message);
+
+// The layout of weights; with `sums` not 0 it holds what activations with a zero need. Fills `out`, whose
+// `struct_size` is set.
+qz1_status qz1_layout_of(const struct qz1_weights *weights,
+                         uint32_t sums,
+                         struct qz1_layout *out,
+                         const struct qz1_message *message);
+
+// Packs `panels` panels of weights from `first_panel` on into `out`, which has `panels · panel_bytes` bytes: all
+// are 0 and `layout.panels`. `parallel` is null or the caller's threads.
+qz1_status qz1_pack(const struct qz1_weights *weights,
+                    const struct qz1_layout *layout,
+                    size_t first_panel,
+                    size_t panels,
+                    uint8_t *out,
+                    size_t out_len,
+                    const struct qz1_parallel *parallel,
+                    const struct qz1_message *message);
+
+// Writes the parts of packed weights, each of the length that `qz1_parts` says.
+qz1_status qz1_unpack(const struct qz1_layout *layout,
+                      const uint8_t *packed,
+                      size_t packed_len,
+                      const struct qz1_parts *parts,
+                      const struct qz1_message *message);
+
+// Writes `rows` rows of packed weights from `first_row` on as floats, `[rows, k]`.
+qz1_status qz1_dequantize_rows(const struct qz1_layout *layout,
+                               const uint8_t *packed,
+                               size_t packed_len,
+                               size_t first_row,
+                               size_t rows,
+                               float *out,
+                               size_t out_len,
+                               const struct qz1_message *message);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* QUANT_KERNELS_H */

@@ -1,0 +1,93 @@
+//! Versions, instruction sets and features.
+
+use core::ffi::c_char;
+
+use quant_kernels_cpu::{Isa, IsaToken};
+
+use crate::status::{Fault, qz1_status};
+
+/// The widest instructions that there are, or those that the environment variable `QUANT_ISA` names.
+pub const QZ1_ISA_DETECT: u32 = 0;
+/// Portable code, the definition of every result.
+pub const QZ1_ISA_SCALAR: u32 = 1;
+/// AVX2, FMA and F16C.
+pub const QZ1_ISA_AVX2: u32 = 2;
+/// The same and AVX-VNNI.
+pub const QZ1_ISA_AVXVNNI: u32 = 3;
+/// AVX-512 F, BW, VL and VNNI.
+pub const QZ1_ISA_AVX512VNNI: u32 = 4;
+/// The same and BF16.
+pub const QZ1_ISA_AVX512BF16: u32 = 5;
+
+/// Weights of 2 to 8 bits, activations of 8.
+pub const QZ1_FEATURE_INT8: u32 = 1;
+/// The same weights, float activations.
+pub const QZ1_FEATURE_FLOAT: u32 = 2;
+/// Weights with two levels of scales.
+pub const QZ1_FEATURE_PROGRESSIVE: u32 = 3;
+/// Activations of f16 and bf16.
+pub const QZ1_FEATURE_HALF: u32 = 4;
+/// Quantization fused with RMSNorm and with SiLU.
+pub const QZ1_FEATURE_FUSED: u32 = 5;
+/// The Hadamard transform.
+pub const QZ1_FEATURE_HADAMARD: u32 = 6;
+/// Attention on a quantized cache.
+pub const QZ1_FEATURE_ATTENTION: u32 = 7;
+
+/// Names of instruction sets by number.
+const NAMES: [(u32, &str, &core::ffi::CStr); 5] = [
+    (QZ1_ISA_SCALAR, "scalar", c"scalar"),
+    (QZ1_ISA_AVX2, "avx2", c"avx2"),
+    (QZ1_ISA_AVXVNNI, "avxvnni", c"avxvnni"),
+    (QZ1_ISA_AVX512VNNI, "avx512vnni", c"avx512vnni"),
+    (QZ1_ISA_AVX512BF16, "avx512bf16", c"avx512bf16"),
+];
+
+/// The instructions that a number asks for.
+pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
+    if isa == QZ1_ISA_DETECT {
+        return Ok(IsaToken::detect());
+    }
+    let name = NAMES.iter().find(|(number, ..)| *number == isa).map(|(_, name, _)| *name);
+    let isa = Isa::ALL.into_iter().find(|isa| Some(isa.name()) == name);
+    let isa =
+        isa.ok_or_else(|| Fault::new(qz1_status::Isa, format!("there is no instruction set {name:?}")))?;
+    Ok(isa.token()?)
+}
+
+/// The version of this interface: major above 16 bits of minor. Within a major, functions and fields are only added.
+#[unsafe(no_mangle)]
+pub extern "C" fn qz1_abi_version() -> u32 {
+    1 << 16
+}
+
+/// The version of the library, such as "0.1.0".
+#[unsafe(no_mangle)]
+pub extern "C" fn qz1_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// 1 where a `QZ1_FEATURE_…` is there, else 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn qz1_has(feature: u32) -> u32 {
+    u32::from((QZ1_FEATURE_INT8..=QZ1_FEATURE_HADAMARD).contains(&feature))
+}
+
+/// 1 where the processor has a `QZ1_ISA_…`, else 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn qz1_isa_available(isa: u32) -> u32 {
+    u32::from(token(isa).is_ok())
+}
+
+/// The instructions that `QZ1_ISA_DETECT` means here.
+#[unsafe(no_mangle)]
+pub extern "C" fn qz1_isa_detect() -> u32 {
+    let found = IsaToken::detect().isa().name();
+    NAMES.iter().find(|(_, name, _)| *name == found).map_or(QZ1_ISA_DETECT, |(isa, ..)| *isa)
+}
+
+/// The name of a `QZ1_ISA_…`, or null where there is none.
+#[unsafe(no_mangle)]
+pub extern "C" fn qz1_isa_name(isa: u32) -> *const c_char {
+    NAMES.iter().find(|(number, ..)| *number == isa).map_or(core::ptr::null(), |(.., name)| name.as_ptr())
+}

@@ -1,0 +1,77 @@
+//! The Hadamard transform of rows.
+
+use quant_kernels_cpu::Hadamard;
+
+use crate::features::token;
+use crate::memory::{self, Output};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::status::{call, qz1_message, qz1_status};
+
+/// The orthonormal Hadamard transform of rows of one width.
+pub struct qz1_hadamard {
+    by: Hadamard,
+}
+
+/// A handle for rows of width `n`; freed by `qz1_hadamard_free`. `out` is null where there is none.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_hadamard_new(
+    n: usize,
+    out: *mut *mut qz1_hadamard,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let out = memory::place(out, "the handle")?;
+        *out = core::ptr::null_mut();
+        *out = Box::into_raw(Box::new(qz1_hadamard { by: Hadamard::new(n)? }));
+        Ok(())
+    })
+}
+
+/// Frees a handle; null is none.
+///
+/// # Safety
+/// It is one of `qz1_hadamard_new`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_hadamard_free(by: *mut qz1_hadamard) {
+    if !by.is_null() {
+        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        drop(unsafe { Box::from_raw(by) });
+    }
+}
+
+/// An entry of the matrix, 1 or −1; 0 where there is no such row or column, or the handle is null.
+///
+/// # Safety
+/// The handle is null or one of `qz1_hadamard_new`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_hadamard_sign(by: *const qz1_hadamard, row: usize, column: usize) -> i32 {
+    // SAFETY: as the caller vouches.
+    let by = unsafe { by.as_ref() };
+    by.and_then(|by| by.by.sign(row, column)).map_or(0, i32::from)
+}
+
+/// Transforms rows `[m, n]` in place, `m` the length over the width. A handle may be used by any number of threads.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_hadamard_transform(
+    by: *const qz1_hadamard,
+    x: *mut f32,
+    len: usize,
+    isa: u32,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; nothing else is written.
+    call(message, || unsafe {
+        let (by, token) = (memory::look(by, "the handle")?, token(isa)?);
+        let (x, threads) = (Output::new(x, len, "the rows")?, Threads::new(parallel)?);
+        by.by.transform(token, x.slice(), &threads)?;
+        threads.finish()
+    })
+}

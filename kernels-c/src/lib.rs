@@ -1,0 +1,32 @@
+//! The C interface of `quant-kernels-cpu`: everything behind `include/quant_kernels.h`.
+//!
+//! Nothing here computes; it makes slices of pointers, after looking at each, and calls the kernels. What
+//! all functions keep:
+//!
+//! - They return a [`qz1_status`], write results through pointers, and on request say what is wrong in memory that the
+//!   caller lends ([`qz1_message`]). A panic is caught and is a status.
+//! - A structure begins with its size, so that later versions may add fields at its end: a larger one than this
+//!   library knows is taken where the rest is zero. Names begin with `qz1_`, and what stands behind a name stays.
+//! - A null or misaligned pointer, a length that is not the shape's, an output that overlaps an input, a layout that is
+//!   none: each is a status, before anything is written. That memory is as long as it is said to be, nobody can check.
+//! - No state, no threads, no initialization: instructions are found once, and each call may name others.
+//! - Handles may be used by one thread at a time; everything else by any number.
+#![allow(unsafe_code, reason = "pointers of a C caller")]
+#![allow(non_camel_case_types, reason = "names as C has them")]
+
+mod features;
+mod hadamard;
+mod memory;
+mod multiply;
+mod parallel;
+mod rows;
+mod status;
+mod weights;
+
+pub use features::*;
+pub use hadamard::*;
+pub use multiply::*;
+pub use parallel::*;
+pub use rows::*;
+pub use status::*;
+pub use weights::*;

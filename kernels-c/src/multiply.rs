@@ -1,0 +1,98 @@
+//! Products of packed weights with rows.
+
+use quant_kernels_cpu::{PackedView, Parallel};
+
+use crate::features::token;
+use crate::memory::{self, Output};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::rows::{qz1_float_rows, qz1_int8_rows};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::weights::{packed, qz1_layout};
+
+/// Reads everything but the rows, and multiplies.
+///
+/// # Safety
+/// As [`memory::read`] and [`memory::slice`], for everything.
+unsafe fn run(
+    layout: *const qz1_layout,
+    (bytes, bytes_len): (*const u8, usize),
+    (bias, bias_len): (*const f32, usize),
+    (out, out_len): (*mut f32, usize),
+    parallel: *const qz1_parallel,
+    multiply: impl FnOnce(&PackedView<'_>, Option<&[f32]>, &mut [f32], &dyn Parallel) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    // SAFETY: as the caller vouches; no part of `out` is one of what is read.
+    unsafe {
+        let view = packed(layout, bytes, bytes_len)?;
+        let bias = memory::slice_optional(bias, bias_len, "the bias")?;
+        let out = Output::new(out, out_len, "the output")?.apart(view.bytes())?;
+        let out = out.apart(bias.unwrap_or_default())?;
+        let threads = Threads::new(parallel)?;
+        multiply(&view, bias, out.slice(), &threads)?;
+        threads.finish()
+    }
+}
+
+/// `out = x · Wᵀ + bias` on whole numbers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
+/// the same bits, with any threads.
+///
+/// # Safety
+/// As for `qz1_layout_of`; nobody writes to the handle meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_multiply(
+    layout: *const qz1_layout,
+    packed: *const u8,
+    packed_len: usize,
+    x: *const qz1_int8_rows,
+    bias: *const f32,
+    bias_len: usize,
+    out: *mut f32,
+    out_len: usize,
+    isa: u32,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let (x, token) = (memory::look(x, "the handle")?, token(isa)?);
+        run(
+            layout,
+            (packed, packed_len),
+            (bias, bias_len),
+            (out, out_len),
+            parallel,
+            |view, bias, out, by| Ok(view.multiply(token, &x.rows, bias, out, by)?),
+        )
+    })
+}
+
+/// The same on floats, by the instructions that the handle was made for.
+///
+/// # Safety
+/// As for `qz1_multiply`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_multiply_float(
+    layout: *const qz1_layout,
+    packed: *const u8,
+    packed_len: usize,
+    x: *const qz1_float_rows,
+    bias: *const f32,
+    bias_len: usize,
+    out: *mut f32,
+    out_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let x = memory::look(x, "the handle")?;
+        run(
+            layout,
+            (packed, packed_len),
+            (bias, bias_len),
+            (out, out_len),
+            parallel,
+            |view, bias, out, by| Ok(view.multiply_float(&x.rows, bias, out, by)?),
+        )
+    })
+}

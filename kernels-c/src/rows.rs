@@ -1,0 +1,440 @@
+//! Activations: quantized or packed as floats, behind handles whose memory is used again.
+
+use core::ffi::c_void;
+
+use half::{bf16, f16};
+use quant_kernels_cpu::{
+    Element, FloatRows, GateUp, Int8Rows, KernelError, Layout, Parallel, RmsNorm, RowLayout, StaticScale,
+};
+
+use crate::features::token;
+use crate::memory::{self, Fields, Output};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::weights::{layout, qz1_layout};
+
+/// Single precision.
+pub const QZ1_TYPE_F32: u32 = 1;
+/// IEEE half precision.
+pub const QZ1_TYPE_F16: u32 = 2;
+/// bfloat16.
+pub const QZ1_TYPE_BF16: u32 = 3;
+
+/// Activations as whole numbers of 8 bits.
+pub struct qz1_int8_rows {
+    pub(crate) rows: Int8Rows,
+}
+
+/// Float activations in the order of the kernels.
+pub struct qz1_float_rows {
+    pub(crate) rows: FloatRows,
+}
+
+/// Values of rows, row-major.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_values {
+    /// `sizeof(qz1_values)`
+    pub struct_size: u32,
+    /// `QZ1_TYPE_…`
+    pub kind: u32,
+    /// The values, aligned to their type. What a function writes to it says.
+    pub data: *mut c_void,
+    /// Values, not bytes.
+    pub len: usize,
+}
+
+/// One scale and zero for all tokens: `x ≈ scale · (a − zero)`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_static_scale {
+    /// `sizeof(qz1_static_scale)`
+    pub struct_size: u32,
+    /// Above zero and finite.
+    pub scale: f32,
+    /// −128 to 127; other than 0 only with the sums of a layout.
+    pub zero: i32,
+    /// 0
+    pub reserved: u32,
+}
+
+/// RMSNorm: `y = x / √(mean x² + eps) · weight`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_rms_norm {
+    /// `sizeof(qz1_rms_norm)`
+    pub struct_size: u32,
+    /// Above zero and finite.
+    pub eps: f32,
+    /// `[k]`
+    pub weight: *const f32,
+    /// Elements of `weight`.
+    pub weight_len: usize,
+}
+
+impl Fields for qz1_values {}
+impl Fields for qz1_static_scale {}
+impl Fields for qz1_rms_norm {}
+
+/// Where a float activation goes.
+trait Sink {
+    fn plain<E: Element>(
+        &mut self,
+        x: &[E],
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError>;
+    fn norm<E: Element>(
+        &mut self,
+        x: &[E],
+        norm: RmsNorm<'_>,
+        residual: Option<&mut [E]>,
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError>;
+    fn gate<E: Element>(
+        &mut self,
+        x: GateUp<'_, E>,
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError>;
+}
+
+/// Whole numbers, per token or by one scale.
+struct Int8<'a>(&'a mut Int8Rows, Option<StaticScale>);
+
+impl Sink for Int8<'_> {
+    fn plain<E: Element>(
+        &mut self,
+        x: &[E],
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        match self.1 {
+            Some(by) => self.0.quantize_static(x, layout, by, threads),
+            None => self.0.quantize(x, layout, threads),
+        }
+    }
+    fn norm<E: Element>(
+        &mut self,
+        x: &[E],
+        norm: RmsNorm<'_>,
+        residual: Option<&mut [E]>,
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.0.quantize_rms_norm(x, norm, residual, layout, self.1, threads)
+    }
+    fn gate<E: Element>(
+        &mut self,
+        x: GateUp<'_, E>,
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.0.quantize_silu_mul(x, layout, self.1, threads)
+    }
+}
+
+impl Sink for &mut FloatRows {
+    fn plain<E: Element>(
+        &mut self,
+        x: &[E],
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.pack(x, layout, threads)
+    }
+    fn norm<E: Element>(
+        &mut self,
+        x: &[E],
+        norm: RmsNorm<'_>,
+        residual: Option<&mut [E]>,
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.pack_rms_norm(x, norm, residual, layout, threads)
+    }
+    fn gate<E: Element>(
+        &mut self,
+        x: GateUp<'_, E>,
+        layout: RowLayout,
+        threads: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        self.pack_silu_mul(x, layout, threads)
+    }
+}
+
+/// What rows are made of, as the caller gives it.
+enum Made {
+    Plain,
+    Norm(*const qz1_rms_norm, *const qz1_values),
+    Gate(*const qz1_values),
+}
+
+/// Runs a body with the type that a kind says.
+macro_rules! by_kind {
+    ($kind:expr, $body:ident($($arg:expr),*)) => {
+        match $kind {
+            QZ1_TYPE_F32 => $body::<f32>($($arg),*),
+            QZ1_TYPE_F16 => $body::<f16>($($arg),*),
+            QZ1_TYPE_BF16 => $body::<bf16>($($arg),*),
+            _ => Err(Fault::new(qz1_status::Scheme, "activations of an unknown type")),
+        }
+    };
+}
+
+/// Makes rows.
+///
+/// # Safety
+/// As [`memory::read`] and [`memory::slice`], for everything that structures point to.
+unsafe fn make(
+    x: *const qz1_values,
+    made: Made,
+    layout: *const qz1_layout,
+    parallel: *const qz1_parallel,
+    sink: impl Sink,
+) -> Result<(), Fault> {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let (x, layout) = (memory::read(x, "the activations")?, self::layout(layout)?);
+        let threads = Threads::new(parallel)?;
+        by_kind!(x.kind, make_of(x, made, &layout, &threads, sink))?;
+        threads.finish()
+    }
+}
+
+/// # Safety
+/// As [`make`]; the values are of type `E`.
+unsafe fn make_of<E: Element>(
+    x: qz1_values,
+    made: Made,
+    layout: &Layout,
+    threads: &Threads,
+    mut sink: impl Sink,
+) -> Result<(), Fault> {
+    let layout = RowLayout::of(layout);
+    let of_kind = |values: qz1_values| match values.kind == x.kind {
+        true => Ok(values),
+        false => Err(Fault::new(qz1_status::Mismatch, "activations of two types")),
+    };
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let data = memory::slice(x.data.cast_const().cast::<E>(), x.len, "the activations")?;
+        match made {
+            Made::Plain => sink.plain(data, layout, threads)?,
+            Made::Norm(norm, residual) => {
+                let norm = memory::read(norm, "the norm")?;
+                let weight = memory::slice(norm.weight, norm.weight_len, "the weight of the norm")?;
+                let residual = memory::read_optional(residual, "the residual")?.map(of_kind).transpose()?;
+                let residual = residual.map(|r| {
+                    Output::new(r.data.cast::<E>(), r.len, "the residual")?.apart(data)?.apart(weight)
+                });
+                // SAFETY: it overlaps nothing that is read.
+                let residual = residual.transpose()?.map(|r| r.slice());
+                sink.norm(data, RmsNorm { weight, eps: norm.eps }, residual, layout, threads)?;
+            }
+            Made::Gate(up) => match memory::read_optional(up, "up")?.map(of_kind).transpose()? {
+                Some(up) => {
+                    let up = memory::slice(up.data.cast_const().cast::<E>(), up.len, "up")?;
+                    sink.gate(GateUp::Apart { gate: data, up }, layout, threads)?;
+                }
+                None => sink.gate(GateUp::Joined(data), layout, threads)?,
+            },
+        }
+    }
+    Ok(())
+}
+
+/// A handle's rows and how they are rounded.
+///
+/// # Safety
+/// As [`memory::read`]; the handle is one of `qz1_int8_rows_new` that nobody else uses.
+unsafe fn int8<'a>(rows: *mut qz1_int8_rows, by: *const qz1_static_scale) -> Result<Int8<'a>, Fault> {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let rows = memory::place(rows, "the handle")?;
+        let by = memory::read_optional(by, "the static scale")?.map(|by| {
+            let zero = i8::try_from(by.zero);
+            let zero = zero.map_err(|_| Fault::new(qz1_status::Scheme, "a zero beyond 8 bits"))?;
+            Ok::<_, Fault>(StaticScale { scale: by.scale, zero })
+        });
+        Ok(Int8(&mut rows.rows, by.transpose()?))
+    }
+}
+
+/// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. `out` is
+/// null where there is none.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_int8_rows_new(
+    isa: u32,
+    out: *mut *mut qz1_int8_rows,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let out = memory::place(out, "the handle")?;
+        *out = core::ptr::null_mut();
+        *out = Box::into_raw(Box::new(qz1_int8_rows { rows: Int8Rows::new(token(isa)?) }));
+        Ok(())
+    })
+}
+
+/// Frees a handle; null is none.
+///
+/// # Safety
+/// It is one of `qz1_int8_rows_new`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
+    if !rows.is_null() {
+        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        drop(unsafe { Box::from_raw(rows) });
+    }
+}
+
+/// Quantizes rows `[m, k]`, `m` the length over the layout's `k`: per token, or where `by` is not null by one scale.
+///
+/// # Safety
+/// As for `qz1_layout_of`; nobody else uses the handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_int8_rows_quantize(
+    rows: *mut qz1_int8_rows,
+    layout: *const qz1_layout,
+    x: *const qz1_values,
+    by: *const qz1_static_scale,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { make(x, Made::Plain, layout, parallel, int8(rows, by)?) })
+}
+
+/// Quantizes the RMSNorm of rows. Where `residual` is not null, its rows `[m, k]`, of the same type, get `x` added
+/// first, and the sum is normed.
+///
+/// # Safety
+/// As for `qz1_int8_rows_quantize`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
+    rows: *mut qz1_int8_rows,
+    layout: *const qz1_layout,
+    x: *const qz1_values,
+    norm: *const qz1_rms_norm,
+    residual: *const qz1_values,
+    by: *const qz1_static_scale,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    let made = Made::Norm(norm, residual);
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { make(x, made, layout, parallel, int8(rows, by)?) })
+}
+
+/// Quantizes `silu(gate) · up`. Where `up` is null, `gate` holds both: rows `[m, 2k]`, each a row of the gate and then
+/// one of the other.
+///
+/// # Safety
+/// As for `qz1_int8_rows_quantize`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_int8_rows_quantize_silu_mul(
+    rows: *mut qz1_int8_rows,
+    layout: *const qz1_layout,
+    gate: *const qz1_values,
+    up: *const qz1_values,
+    by: *const qz1_static_scale,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { make(gate, Made::Gate(up), layout, parallel, int8(rows, by)?) })
+}
+
+/// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. `out` is
+/// null where there is none.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_float_rows_new(
+    isa: u32,
+    out: *mut *mut qz1_float_rows,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let out = memory::place(out, "the handle")?;
+        *out = core::ptr::null_mut();
+        *out = Box::into_raw(Box::new(qz1_float_rows { rows: FloatRows::new(token(isa)?) }));
+        Ok(())
+    })
+}
+
+/// Frees a handle; null is none.
+///
+/// # Safety
+/// It is one of `qz1_float_rows_new`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
+    if !rows.is_null() {
+        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        drop(unsafe { Box::from_raw(rows) });
+    }
+}
+
+/// Packs rows `[m, k]` of floats.
+///
+/// # Safety
+/// As for `qz1_layout_of`; nobody else uses the handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_float_rows_pack(
+    rows: *mut qz1_float_rows,
+    layout: *const qz1_layout,
+    x: *const qz1_values,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        make(x, Made::Plain, layout, parallel, &mut memory::place(rows, "the handle")?.rows)
+    })
+}
+
+/// Packs the RMSNorm of rows, as `qz1_int8_rows_quantize_rms_norm` quantizes it.
+///
+/// # Safety
+/// As for `qz1_float_rows_pack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
+    rows: *mut qz1_float_rows,
+    layout: *const qz1_layout,
+    x: *const qz1_values,
+    norm: *const qz1_rms_norm,
+    residual: *const qz1_values,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    let made = Made::Norm(norm, residual);
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { make(x, made, layout, parallel, &mut memory::place(rows, "the handle")?.rows) })
+}
+
+/// Packs `silu(gate) · up`, as `qz1_int8_rows_quantize_silu_mul` quantizes it.
+///
+/// # Safety
+/// As for `qz1_float_rows_pack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_float_rows_pack_silu_mul(
+    rows: *mut qz1_float_rows,
+    layout: *const qz1_layout,
+    gate: *const qz1_values,
+    up: *const qz1_values,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        make(gate, Made::Gate(up), layout, parallel, &mut memory::place(rows, "the handle")?.rows)
+    })
+}

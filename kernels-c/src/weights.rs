@@ -1,0 +1,363 @@
+//! Weights: their layout, packing and unpacking.
+
+use quant_kernels_cpu::{Layout, PackedView, Parallel, ScaleType, Scales, WeightView};
+
+use crate::memory::{self, Fields, Output};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// Scales stored as IEEE half precision.
+pub const QZ1_SCALES_F16: u32 = 1;
+/// Scales stored as bfloat16.
+pub const QZ1_SCALES_BF16: u32 = 2;
+/// Scales stored as single precision.
+pub const QZ1_SCALES_F32: u32 = 3;
+/// Two levels: whole numbers of 8 bits a group below a float a row.
+pub const QZ1_SCALES_PROGRESSIVE: u32 = 4;
+
+/// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
+/// group of `group_size` neighbouring input features.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_weights {
+    /// `sizeof(qz1_weights)`
+    pub struct_size: u32,
+    /// Bits of a code, 2 to 8.
+    pub bits: u32,
+    /// Output features.
+    pub n: usize,
+    /// Input features.
+    pub k: usize,
+    /// Input features that share a scale; divides `k`, and is `k` where a row has one scale.
+    pub group_size: usize,
+    /// `[n, k]`, one code a byte.
+    pub codes: *const u8,
+    /// Elements of `codes`.
+    pub codes_len: usize,
+    /// `[n, k / group_size]`, or `[n]` where `group_scales` is not null.
+    pub scales: *const f32,
+    /// Elements of `scales`.
+    pub scales_len: usize,
+    /// `[n, k / group_size]`, the lower level of two; null where there is one.
+    pub group_scales: *const u8,
+    /// Elements of `group_scales`.
+    pub group_scales_len: usize,
+    /// `[n, k / group_size]`, or null: every zero is `2^(bits − 1)`.
+    pub zeros: *const u8,
+    /// Elements of `zeros`.
+    pub zeros_len: usize,
+}
+
+/// Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
+/// checked against `id` whenever it is used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_layout {
+    /// `sizeof(qz1_layout)`
+    pub struct_size: u32,
+    /// Bits that a code takes: 4 or 8.
+    pub code_bits: u32,
+    /// `QZ1_SCALES_…`
+    pub scales: u32,
+    /// 1 where every group has a zero of its own.
+    pub zeros: u32,
+    /// The zero of every group where `zeros` is 0, else 0.
+    pub middle: u32,
+    /// 1 with the sums that activations with a zero need.
+    pub sums: u32,
+    /// Output features.
+    pub n: u64,
+    /// Input features.
+    pub k: u64,
+    /// Input features that share a scale.
+    pub group_size: u64,
+    /// Panels of sixteen rows.
+    pub panels: u64,
+    /// Bytes of a panel.
+    pub panel_bytes: u64,
+    /// Bytes of the matrix. Kernels read fastest where they begin at a multiple of 64.
+    pub bytes: u64,
+    /// Names the order and all that it depends on.
+    pub id: u64,
+}
+
+/// Where the parts of a packed matrix go.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_parts {
+    /// `sizeof(qz1_parts)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// `[n, k]`
+    pub codes: *mut u8,
+    /// Elements of `codes`.
+    pub codes_len: usize,
+    /// `[n, k / group_size]`; with two levels those of groups, whole numbers.
+    pub scales: *mut f32,
+    /// Elements of `scales`.
+    pub scales_len: usize,
+    /// `[n, k / group_size]`, or null with `zeros_len` 0 where every group has the same.
+    pub zeros: *mut u8,
+    /// Elements of `zeros`.
+    pub zeros_len: usize,
+    /// `[n]` with two levels of scales, else null with `channels_len` 0.
+    pub channels: *mut f32,
+    /// Elements of `channels`.
+    pub channels_len: usize,
+}
+
+impl Fields for qz1_weights {}
+impl Fields for qz1_layout {}
+impl Fields for qz1_parts {}
+
+/// A view of the caller's weights.
+///
+/// # Safety
+/// As [`memory::read`], and what it points to must be as long as it says.
+unsafe fn view<'a>(weights: *const qz1_weights) -> Result<WeightView<'a>, Fault> {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let w = memory::read(weights, "the weights")?;
+        let codes = memory::slice(w.codes, w.codes_len, "the codes")?;
+        let scales = memory::slice(w.scales, w.scales_len, "the scales")?;
+        let groups = memory::slice_optional(w.group_scales, w.group_scales_len, "the scales of groups")?;
+        let zeros = memory::slice_optional(w.zeros, w.zeros_len, "the zeros")?;
+        let scales = match groups {
+            Some(groups) => Scales::Progressive { groups, channels: scales },
+            None => Scales::Float(scales),
+        };
+        // What is not 2 to 8 is not, whatever its lower bits.
+        let bits = u8::try_from(w.bits).unwrap_or(u8::MAX);
+        Ok(WeightView::with_scales([w.n, w.k], bits, w.group_size, codes, scales, zeros)?)
+    }
+}
+
+fn describe(layout: &Layout) -> qz1_layout {
+    qz1_layout {
+        struct_size: size_of::<qz1_layout>() as u32,
+        code_bits: layout.code_bits() as u32,
+        scales: match layout.scales() {
+            ScaleType::F16 => QZ1_SCALES_F16,
+            ScaleType::Bf16 => QZ1_SCALES_BF16,
+            ScaleType::F32 => QZ1_SCALES_F32,
+            ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
+        },
+        zeros: u32::from(layout.middle().is_none()),
+        middle: layout.middle().map_or(0, u32::from),
+        sums: u32::from(layout.has_sums()),
+        n: layout.n() as u64,
+        k: layout.k() as u64,
+        group_size: layout.group_size() as u64,
+        panels: layout.panels() as u64,
+        panel_bytes: layout.panel_bytes() as u64,
+        bytes: layout.bytes() as u64,
+        id: layout.id(),
+    }
+}
+
+/// The layout that the caller's fields describe, every one of them.
+///
+/// # Safety
+/// As [`memory::read`].
+pub(crate) unsafe fn layout(at: *const qz1_layout) -> Result<Layout, Fault> {
+    // SAFETY: as the caller vouches.
+    let l = unsafe { memory::read(at, "the layout") }?;
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let size = |v: u64| usize::try_from(v).map_err(|_| none());
+    let scales = match l.scales {
+        QZ1_SCALES_F16 => ScaleType::F16,
+        QZ1_SCALES_BF16 => ScaleType::Bf16,
+        QZ1_SCALES_F32 => ScaleType::F32,
+        QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
+        _ => return Err(none()),
+    };
+    let middle = match l.zeros {
+        0 => Some(u8::try_from(l.middle).map_err(|_| none())?),
+        _ => None,
+    };
+    let (shape, group) = ([size(l.n)?, size(l.k)?], size(l.group_size)?);
+    let layout = Layout::from_parts(shape, l.code_bits as usize, group, scales, middle, l.sums == 1)
+        .map_err(|_| none())?;
+    // Each field as it would be written.
+    let same = qz1_layout { struct_size: l.struct_size, ..describe(&layout) };
+    let fields = |l: &qz1_layout| {
+        let small = [l.code_bits, l.scales, l.zeros, l.middle, l.sums].map(u64::from);
+        (small, [l.n, l.k, l.group_size, l.panels, l.panel_bytes, l.bytes, l.id])
+    };
+    if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }
+}
+
+/// Packed bytes of a layout.
+///
+/// # Safety
+/// As [`memory::slice`] and [`memory::read`].
+pub(crate) unsafe fn packed<'a>(
+    at: *const qz1_layout,
+    bytes: *const u8,
+    len: usize,
+) -> Result<PackedView<'a>, Fault> {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let layout = layout(at)?;
+        let bytes = memory::slice(bytes, len, "the packed weights")?;
+        Ok(PackedView::new(layout, layout.id(), bytes)?)
+    }
+}
+
+/// The layout of weights; with `sums` not 0 it holds what activations with a zero need. Fills `out`, whose
+/// `struct_size` is set.
+///
+/// # Safety
+/// Pointers are null or valid for what their structures and lengths say, here and below.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_layout_of(
+    weights: *const qz1_weights,
+    sums: u32,
+    out: *mut qz1_layout,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let view = view(weights)?;
+        let out = memory::fill(out, "the layout")?;
+        let layout = describe(&Layout::of(&view, sums != 0)?);
+        *out = qz1_layout { struct_size: out.struct_size, ..layout };
+        Ok(())
+    })
+}
+
+/// Packs `panels` panels of weights from `first_panel` on into `out`, which has `panels · panel_bytes` bytes: all
+/// are 0 and `layout.panels`. `parallel` is null or the caller's threads.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_pack(
+    weights: *const qz1_weights,
+    layout: *const qz1_layout,
+    first_panel: usize,
+    panels: usize,
+    out: *mut u8,
+    out_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of `out` is one of `weights`.
+    call(message, || unsafe {
+        let (view, layout) = (view(weights)?, self::layout(layout)?);
+        let threads = Threads::new(parallel)?;
+        let mut out = Output::new(out, out_len, "the packed weights")?.apart(view.codes(0..view.n()))?;
+        out = match view.all_scales() {
+            Scales::Float(scales) => out.apart(scales)?,
+            Scales::Progressive { groups, channels } => out.apart(groups)?.apart(channels)?,
+        };
+        if let Some(zeros) = view.zeros(0..view.n()) {
+            out = out.apart(zeros)?;
+        }
+        let end = first_panel.checked_add(panels).filter(|&end| end <= layout.panels());
+        let end = end.ok_or_else(|| Fault::new(qz1_status::Mismatch, "panels beyond the last"))?;
+        pack(&view, &layout, first_panel..end, out.slice(), &threads)
+    })
+}
+
+/// Packs panels, some on each thread.
+fn pack(
+    view: &WeightView<'_>,
+    layout: &Layout,
+    panels: core::ops::Range<usize>,
+    out: &mut [u8],
+    threads: &Threads,
+) -> Result<(), Fault> {
+    use std::sync::{Mutex, PoisonError};
+    let each = panels.len().div_ceil(threads.threads()).max(1);
+    if out.len() != panels.len() * layout.panel_bytes() || panels.len() <= each {
+        return Ok(layout.pack(view, panels, out)?);
+    }
+    // Each part is taken once, by the piece whose it is.
+    let parts: Vec<_> =
+        out.chunks_mut(each * layout.panel_bytes()).map(|part| Mutex::new(Some(part))).collect();
+    let refused = Mutex::new(None);
+    threads.for_each(parts.len(), &|i| {
+        let part = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(part) = part else { return };
+        let first = panels.start + i * each;
+        if let Err(error) = layout.pack(view, first..(first + each).min(panels.end), part) {
+            *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        }
+    });
+    threads.finish()?;
+    match refused.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error.into()),
+        None => Ok(()),
+    }
+}
+
+/// Writes the parts of packed weights, each of the length that `qz1_parts` says.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_unpack(
+    layout: *const qz1_layout,
+    packed: *const u8,
+    packed_len: usize,
+    parts: *const qz1_parts,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part is another's or one of `packed`.
+    call(message, || unsafe {
+        let view = self::packed(layout, packed, packed_len)?;
+        let p = memory::read(parts, "the parts")?;
+        let bytes = view.bytes();
+        let codes = Output::new(p.codes, p.codes_len, "the codes")?.apart(bytes)?;
+        let scales = Output::new(p.scales, p.scales_len, "the scales")?.apart(bytes)?;
+        let zeros = Output::new(p.zeros, p.zeros_len, "the zeros")?.apart(bytes)?;
+        let channels = Output::new(p.channels, p.channels_len, "the channels")?.apart(bytes)?;
+        let codes = codes.apart_from(p.scales, p.scales_len)?.apart_from(p.zeros, p.zeros_len)?;
+        let codes = codes.apart_from(p.channels, p.channels_len)?;
+        let scales = scales.apart_from(p.zeros, p.zeros_len)?.apart_from(p.channels, p.channels_len)?;
+        let zeros = zeros.apart_from(p.channels, p.channels_len)?;
+        let from = view.layout().unpack(bytes)?;
+        let fits = |what, expected: usize, got: usize| match expected == got {
+            true => Ok(()),
+            false => {
+                Err(Fault::new(qz1_status::Length, format!("{what} has {got} elements, {expected} expected")))
+            }
+        };
+        fits("codes", from.codes.len(), p.codes_len)?;
+        fits("scales", from.scales.len(), p.scales_len)?;
+        fits("zeros", from.zeros.len(), p.zeros_len)?;
+        fits("channels", from.channels.len(), p.channels_len)?;
+        codes.slice().copy_from_slice(&from.codes);
+        scales.slice().copy_from_slice(&from.scales);
+        zeros.slice().copy_from_slice(&from.zeros);
+        channels.slice().copy_from_slice(&from.channels);
+        Ok(())
+    })
+}
+
+/// Writes `rows` rows of packed weights from `first_row` on as floats, `[rows, k]`.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_dequantize_rows(
+    layout: *const qz1_layout,
+    packed: *const u8,
+    packed_len: usize,
+    first_row: usize,
+    rows: usize,
+    out: *mut f32,
+    out_len: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of `out` is one of `packed`.
+    call(message, || unsafe {
+        let view = self::packed(layout, packed, packed_len)?;
+        let out = Output::new(out, out_len, "the output")?.apart(view.bytes())?;
+        let end = first_row.checked_add(rows).filter(|&end| end <= view.layout().n());
+        let end = end.ok_or_else(|| Fault::new(qz1_status::Mismatch, "rows beyond the last"))?;
+        Ok(view.dequantize_rows(first_row..end, out.slice())?)
+    })
+}

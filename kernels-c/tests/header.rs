@@ -1,0 +1,79 @@
+//! The committed header is what the source says.
+//!
+//! After a change to the interface, write it anew: `QUANT_WRITE_HEADER=1 cargo test -p quant-kernels-c --test header`.
+
+use std::path::Path;
+
+const SOURCES: [&str; 7] = ["features", "hadamard", "multiply", "parallel", "rows", "status", "weights"];
+
+const TOP: &str = "/* Kernels that multiply activations with quantized weights: the C interface of the Rust crate
+ * quant-kernels-cpu. Written by cbindgen; `cargo test -p quant-kernels-c --test header` compares it.
+ *
+ * Every function with a qz1_status returns 0 when it is done. A structure begins with its size, which the caller
+ * sets; null and misaligned pointers, lengths that are not the shape's, outputs that overlap an input and layouts that
+ * are none are refused, and a qz1_message says why. Matrices are row-major; lengths count elements.
+ *
+ * No function keeps a pointer of the caller beyond the call, starts a thread, or has state beyond its handles; a
+ * handle may be used by one thread at a time. Floats are rounded to nearest: callers that change the rounding mode
+ * set it back. Link with -lpthread -ldl -lm.
+ */";
+
+#[test]
+fn the_header_is_current() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config {
+        language: cbindgen::Language::C,
+        header: Some(TOP.to_owned()),
+        include_guard: Some("QUANT_KERNELS_H".to_owned()),
+        cpp_compat: true,
+        usize_is_size_t: true,
+        documentation_style: cbindgen::DocumentationStyle::C99,
+        line_length: 110,
+        enumeration: cbindgen::EnumConfig {
+            rename_variants: cbindgen::RenameRule::QualifiedScreamingSnakeCase,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let builder = SOURCES.iter().fold(cbindgen::Builder::new().with_config(config), |builder, name| {
+        builder.with_src(root.join(format!("src/{name}.rs")))
+    });
+    let mut fresh = Vec::new();
+    builder.generate().expect("the interface is one of C").write(&mut fresh);
+    // What concerns Rust alone.
+    let fresh = String::from_utf8(fresh).expect("a header is text").replace("\r\n", "\n");
+    let fresh = without_safety(&fresh);
+    let path = root.join("include/quant_kernels.h");
+    if std::env::var_os("QUANT_WRITE_HEADER").is_some() {
+        std::fs::write(&path, &fresh).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default().replace("\r\n", "\n");
+    if committed != fresh {
+        let differs = committed.lines().zip(fresh.lines()).position(|(a, b)| a != b);
+        panic!(
+            "include/quant_kernels.h is not what the source says, from line {:?} on",
+            differs.map(|l| l + 1)
+        );
+    }
+}
+
+/// Without the sections that Rust asks for: the header's top says what they do.
+fn without_safety(header: &str) -> String {
+    let mut out = String::new();
+    let mut skipping = false;
+    for line in header.lines() {
+        if line.trim_end() == "// # Safety" {
+            skipping = true;
+            // The empty line before it.
+            if let Some(end) = out.strip_suffix("//\n").map(str::len) {
+                out.truncate(end);
+            }
+        }
+        skipping = skipping && line.starts_with("//");
+        if !skipping {
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+    }
+    out
+}

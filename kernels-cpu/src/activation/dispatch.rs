@@ -1,0 +1,38 @@
+//! The loops of [`rows`](super::rows), compiled for each instruction set.
+
+use super::RowLayout;
+use super::element::Element;
+use super::rows::{self, Grid, Place};
+use crate::simd::elementwise::dispatched;
+use crate::{Isa, IsaToken};
+
+dispatched! { rows,
+    /// The largest magnitude; infinite or NaN where any value is.
+    fn largest[][](row: &[f32]) -> f32;
+    /// Values as `f32`, and their largest magnitude.
+    fn widen[E][](x: &[E], out: &mut [f32]) -> f32;
+    /// A row of RMSNorm, and its largest magnitude.
+    fn rms_norm[E][](x: &[E], residual: Option<&mut [E]>, weight: &[f32], eps: f32, out: &mut [f32]) -> f32;
+    /// A row of `silu(gate) · up`, and its largest magnitude.
+    fn silu_mul[E][](gate: &[E], up: &[E], out: &mut [f32]) -> f32;
+    /// Rounds a row, and adds it up by groups.
+    fn quantize[][STATIC](row: &[f32], grid: Grid, to: Place<'_>);
+    /// Packs a row of floats, in two halves with `SPLIT`.
+    fn pack_row[][SPLIT](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
+}
+
+/// Packs a row of floats as these instructions take it.
+pub(super) fn pack(
+    token: IsaToken,
+    row: &[f32],
+    layout: RowLayout,
+    place: [usize; 2],
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    if token.isa() == Isa::Avx512Bf16 {
+        pack_row::<true>(token, row, layout, place, words, sums);
+    } else {
+        pack_row::<false>(token, row, layout, place, words, sums);
+    }
+}

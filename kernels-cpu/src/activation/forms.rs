@@ -1,0 +1,64 @@
+//! The same rows as floats, for layers that are not quantized.
+
+use super::element::Element;
+use super::source::{GateUp, Gated, Norm, RmsNorm, Source};
+use super::{strip, strips};
+use crate::parallel::Disjoint;
+use crate::{IsaToken, KernelError, Parallel};
+
+/// RMSNorm of rows `[m, k]`, `k` the length of the norm's weight, into `out` of the same shape; with a residual as
+/// [`Int8Rows::quantize_rms_norm`](crate::Int8Rows::quantize_rms_norm).
+///
+/// # Errors
+/// When a length or the norm's ε is none.
+pub fn rms_norm<E: Element>(
+    token: IsaToken,
+    x: &[E],
+    norm: RmsNorm<'_>,
+    residual: Option<&mut [E]>,
+    out: &mut [f32],
+    parallel: &dyn Parallel,
+) -> Result<(), KernelError> {
+    let k = norm.weight.len();
+    if k == 0 {
+        return Err(KernelError::Scheme("a norm without a weight"));
+    }
+    KernelError::length("output", x.len(), out.len())?;
+    write(&Norm::new(token, x, residual, norm, k)?, k, out, parallel);
+    Ok(())
+}
+
+/// `silu(gate) · up` of rows `[m, k]` into `out` of the same shape, see
+/// [`reference::silu`](crate::reference::silu).
+///
+/// # Errors
+/// When a length is wrong.
+pub fn silu_mul<E: Element>(
+    token: IsaToken,
+    x: GateUp<'_, E>,
+    k: usize,
+    out: &mut [f32],
+    parallel: &dyn Parallel,
+) -> Result<(), KernelError> {
+    if k == 0 {
+        return Err(KernelError::Scheme("rows without values"));
+    }
+    let source = Gated::new(token, x, k)?;
+    KernelError::length("output", source.m() * k, out.len())?;
+    write(&source, k, out, parallel);
+    Ok(())
+}
+
+/// Makes all rows in `out`, which is as long as they are.
+fn write(source: &dyn Source, k: usize, out: &mut [f32], parallel: &dyn Parallel) {
+    let (m, out) = (source.m(), Disjoint::new(out));
+    if m == 0 {
+        return;
+    }
+    parallel.for_each(strips(m), &|i| {
+        for row in strip(m, i) {
+            // SAFETY: strips are disjoint, each is asked for once, and so is each of its rows.
+            unsafe { source.row(row, out.part(row * k..(row + 1) * k)) };
+        }
+    });
+}

@@ -1,0 +1,280 @@
+//! The inner loops along one row, written once over [`RowLanes`].
+//!
+//! Sums run in 64 lanes: value `i` joins lane `i mod 64` by a fused multiply-add, in order; then lanes are added
+//! in halves, 32 to 32 down to 1 to 1. That order is the definition, so all instruction sets give its bits.
+
+use super::RowLayout;
+use super::element::{Element, sealed::Kind};
+use crate::layout::STEP;
+use crate::simd::elementwise::RowLanes;
+
+/// Values in lanes.
+const LANES: usize = 16;
+/// Registers of lanes in which a sum runs.
+const SUMS: usize = 4;
+
+/// How a row becomes whole numbers.
+#[derive(Clone, Copy)]
+pub(super) struct Grid {
+    pub(super) scale: f32,
+    pub(super) inverse: f32,
+    pub(super) zero: f32,
+}
+
+/// Where a row of a strip goes: row `r` of `rows`.
+pub(super) struct Place<'a> {
+    pub(super) layout: RowLayout,
+    pub(super) r: usize,
+    pub(super) rows: usize,
+    pub(super) codes: &'a mut [i8],
+    pub(super) sums: &'a mut [i32],
+}
+
+/// Up to sixteen values, filled up with zeros.
+#[inline(always)]
+unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
+    let left = &x[at..];
+    let mut part = [E::ZERO; LANES];
+    let from = if left.len() >= LANES {
+        left.as_ptr()
+    } else {
+        part[..left.len()].copy_from_slice(left);
+        part.as_ptr()
+    };
+    // SAFETY: there are sixteen, of the type that the kind says; the caller has the instructions.
+    unsafe {
+        match E::KIND {
+            Kind::F32 => L::load_f32(from.cast()),
+            Kind::F16 => L::load_f16(from.cast()),
+            Kind::Bf16 => L::load_bf16(from.cast()),
+        }
+    }
+}
+
+/// Writes up to sixteen values, rounded half to even.
+#[inline(always)]
+unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
+    let left = &mut x[at..];
+    let mut part = [E::ZERO; LANES];
+    let whole = left.len() >= LANES;
+    let to = if whole { left.as_mut_ptr() } else { part.as_mut_ptr() };
+    // SAFETY: as for `load`.
+    unsafe {
+        match E::KIND {
+            Kind::F32 => L::store_f32(to.cast(), a),
+            Kind::F16 => L::store_f16(to.cast(), a),
+            Kind::Bf16 => L::store_bf16(to.cast(), a),
+        }
+    }
+    if !whole {
+        left.copy_from_slice(&part[..left.len()]);
+    }
+}
+
+/// Magnitudes are in the order of their bits, and what is not finite is above all that is.
+#[inline(always)]
+unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
+    // SAFETY: the caller has the instructions.
+    unsafe { L::and(L::as_i32(a), L::splat(0x7fff_ffff)) }
+}
+
+/// The largest magnitude; infinite or NaN where any value is.
+///
+/// # Safety
+/// The processor must have the instructions of `L`, here and below.
+#[inline(always)]
+pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let mut most = [L::splat(0); SUMS];
+        let mut at = 0;
+        while at + SUMS * LANES <= row.len() {
+            for (i, most) in most.iter_mut().enumerate() {
+                *most =
+                    L::max_i32(*most, magnitude::<L>(L::load_f32(row.as_ptr().add(at + i * LANES).cast())));
+            }
+            at += SUMS * LANES;
+        }
+        while at < row.len() {
+            most[0] = L::max_i32(most[0], magnitude::<L>(load::<L, f32>(row, at)));
+            at += LANES;
+        }
+        let most = L::max_i32(L::max_i32(most[0], most[1]), L::max_i32(most[2], most[3]));
+        f32::from_bits(L::largest(most) as u32)
+    }
+}
+
+/// Values as `f32`, and their largest magnitude.
+#[inline(always)]
+pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
+    assert_eq!(x.len(), out.len());
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let mut most = L::splat(0);
+        for at in (0..x.len()).step_by(LANES) {
+            let v = load::<L, E>(x, at);
+            most = L::max_i32(most, magnitude::<L>(v));
+            store::<L, f32>(out, at, v);
+        }
+        f32::from_bits(L::largest(most) as u32)
+    }
+}
+
+/// `out = x / √(mean x² + ε) · γ`, with the residual added to `x` before; returns the largest magnitude.
+#[inline(always)]
+pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
+    x: &[E],
+    mut residual: Option<&mut [E]>,
+    weight: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) -> f32 {
+    let k = x.len();
+    assert!(weight.len() == k && out.len() == k && residual.as_ref().is_none_or(|r| r.len() == k));
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let mut sums = [L::zero(); SUMS];
+        for (i, at) in (0..k).step_by(LANES).enumerate() {
+            let mut v = load::<L, E>(x, at);
+            if let Some(residual) = residual.as_deref_mut() {
+                // What is normed is what was written.
+                store::<L, E>(residual, at, L::add_f32(v, load::<L, E>(residual, at)));
+                v = load::<L, E>(residual, at);
+            }
+            sums[i % SUMS] = L::fma(v, v, sums[i % SUMS]);
+            store::<L, f32>(out, at, v);
+        }
+        let mut lanes = [0.0_f32; SUMS * LANES];
+        for (i, sum) in sums.into_iter().enumerate() {
+            L::store_f32(lanes.as_mut_ptr().add(i * LANES), sum);
+        }
+        let by = L::splat_f32(inverse_root(&mut lanes, k, eps));
+        let mut most = L::splat(0);
+        for at in (0..k).step_by(LANES) {
+            let v = L::mul_f32(L::mul_f32(load::<L, f32>(out, at), by), load::<L, f32>(weight, at));
+            most = L::max_i32(most, magnitude::<L>(v));
+            store::<L, f32>(out, at, v);
+        }
+        f32::from_bits(L::largest(most) as u32)
+    }
+}
+
+/// `1 / √(mean + ε)` from the lanes of a sum; NaN where the sum is beyond `f32`.
+fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
+    let mut half = lanes.len() / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] += lanes[i + half];
+        }
+        half /= 2;
+    }
+    if lanes[0].is_finite() { 1.0 / (lanes[0] / k as f32 + eps).sqrt() } else { f32::NAN }
+}
+
+/// `out = silu(gate) · up`; returns the largest magnitude.
+#[inline(always)]
+pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out: &mut [f32]) -> f32 {
+    assert!(gate.len() == up.len() && gate.len() == out.len());
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let mut most = L::splat(0);
+        for at in (0..out.len()).step_by(LANES) {
+            let v = L::mul_f32(silu::<L>(load::<L, E>(gate, at)), load::<L, E>(up, at));
+            most = L::max_i32(most, magnitude::<L>(v));
+            store::<L, f32>(out, at, v);
+        }
+        f32::from_bits(L::largest(most) as u32)
+    }
+}
+
+/// `g / (1 + e^−g)`, see [`crate::reference::silu`].
+#[inline(always)]
+unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
+    use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let end = L::splat_f32(SILU_END);
+        let z = L::sub_f32(L::zero(), g);
+        let z = L::min_f32(L::max_f32(z, L::splat_f32(-SILU_END)), end);
+        let n = L::round(L::mul_f32(z, L::splat_f32(LOG2_E)));
+        let r = L::fma(n, L::splat_f32(-LN_2[0]), z);
+        let r = L::fma(n, L::splat_f32(-LN_2[1]), r);
+        let mut p = L::splat_f32(EXP_TERMS[0]);
+        for &term in &EXP_TERMS[1..] {
+            p = L::fma(p, r, L::splat_f32(term));
+        }
+        let one = L::splat_f32(1.0);
+        let sigmoid = L::div_f32(one, L::add_f32(one, L::times_power(p, n)));
+        L::mul_f32(g, L::unless_below(g, L::splat_f32(-SILU_END), sigmoid))
+    }
+}
+
+/// Rounds a row to whole numbers and adds them up by groups. With `STATIC` a zero is added, and what the
+/// eight bits do not hold is cut; else nothing is beyond them.
+#[inline(always)]
+pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid: Grid, to: Place<'_>) {
+    let Place { layout, r, rows, codes, sums } = to;
+    let (size, steps) = (layout.group_size, layout.steps);
+    assert!(r < rows && row.len() == layout.k);
+    assert!(codes.len() == layout.padded() * rows && sums.len() == layout.groups() * rows);
+    let finite = grid.scale.is_finite();
+    // SAFETY: the caller has the instructions. A step of the row begins at `(step · rows + r) · STEP`, and all are
+    // below `groups · steps`, so that its eight codes are within the strip.
+    unsafe {
+        let (inverse, zero) = (L::splat_f32(grid.inverse), L::splat_f32(grid.zero));
+        let code = |v: L::F| -> L::I {
+            let v = L::round(L::mul_f32(v, inverse));
+            if !STATIC {
+                return L::to_i32(v);
+            }
+            let v = L::add_f32(v, zero);
+            L::to_i32(L::min_f32(L::max_f32(v, L::splat_f32(-128.0)), L::splat_f32(127.0)))
+        };
+        for (g, group) in row.chunks_exact(size).enumerate() {
+            let stride = rows * STEP;
+            let mut to = codes.as_mut_ptr().add((g * steps * rows + r) * STEP);
+            if !finite {
+                for s in 0..steps {
+                    to.add(s * stride).write_bytes(0, STEP);
+                }
+                sums[g * rows + r] = 0;
+                continue;
+            }
+            let mut sum = L::splat(0);
+            let whole = size / LANES * LANES;
+            for at in (0..whole).step_by(LANES) {
+                let codes = code(L::load_f32(group.as_ptr().add(at).cast()));
+                sum = L::add(sum, codes);
+                L::store_codes(codes, to, to.wrapping_add(stride));
+                to = to.wrapping_add(2 * stride);
+            }
+            let mut sum = L::total(sum);
+            let left = size - whole;
+            if left > 0 {
+                let mut last = [0_i8; LANES];
+                let at = last.as_mut_ptr();
+                L::store_codes(code(load::<L, f32>(group, whole)), at, at.add(STEP));
+                // A filler is zero, whatever the zero.
+                last[left..].fill(0);
+                sum += last.iter().map(|&c| i32::from(c)).sum::<i32>();
+                for step in last.chunks_exact(STEP).take(left.div_ceil(STEP)) {
+                    step.as_ptr().copy_to_nonoverlapping(to, STEP);
+                    to = to.wrapping_add(stride);
+                }
+            }
+            sums[g * rows + r] = sum;
+        }
+    }
+}
+
+/// Packs a row of floats, see [`FloatRows`](super::FloatRows): plain code, compiled for the instructions of `L`.
+#[inline(always)]
+pub(super) unsafe fn pack_row<L: RowLanes, const SPLIT: bool>(
+    row: &[f32],
+    layout: RowLayout,
+    place: [usize; 2],
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    super::float::pack_row::<SPLIT>(row, layout, place, words, sums);
+}

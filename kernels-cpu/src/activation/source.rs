@@ -1,0 +1,173 @@
+//! Where rows come from: as they are, from a norm, or from a gate.
+
+use super::dispatch;
+use super::element::Element;
+use crate::parallel::Disjoint;
+use crate::{IsaToken, KernelError};
+
+/// RMSNorm: `y = x · (1 / √(mean x² + ε)) · γ`.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm<'a> {
+    /// γ, `[k]`.
+    pub weight: &'a [f32],
+    /// ε, above zero and finite.
+    pub eps: f32,
+}
+
+/// The two inputs of `silu(gate) · up`.
+#[derive(Debug, Clone, Copy)]
+pub enum GateUp<'a, E> {
+    /// Two matrices.
+    Apart {
+        /// `[m, k]`
+        gate: &'a [E],
+        /// `[m, k]`
+        up: &'a [E],
+    },
+    /// What one linear gave that joins both, `[m, 2k]`: a row of the gate, then one of the other.
+    Joined(&'a [E]),
+}
+
+/// Rows that are made when they are asked for.
+pub(super) trait Source: Sync {
+    /// Rows.
+    fn m(&self) -> usize;
+
+    /// Whether rows are made in memory that the caller lends.
+    fn is_made(&self) -> bool;
+
+    /// A row, and its largest magnitude. `lent` has the width of a row where [`is_made`](Self::is_made) says so.
+    ///
+    /// # Safety
+    /// Each row may be asked for once.
+    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32);
+}
+
+fn rows_of(what: &'static str, len: usize, k: usize) -> Result<usize, KernelError> {
+    let m = len / k;
+    KernelError::length(what, m * k, len)?;
+    Ok(m)
+}
+
+pub(super) struct Plain<'a, E> {
+    token: IsaToken,
+    x: &'a [E],
+    k: usize,
+    m: usize,
+}
+
+impl<'a, E: Element> Plain<'a, E> {
+    pub(super) fn new(token: IsaToken, x: &'a [E], k: usize) -> Result<Self, KernelError> {
+        Ok(Self { token, x, k, m: rows_of("activations", x.len(), k)? })
+    }
+}
+
+impl<E: Element> Source for Plain<'_, E> {
+    fn m(&self) -> usize {
+        self.m
+    }
+
+    fn is_made(&self) -> bool {
+        E::as_f32(self.x).is_none()
+    }
+
+    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
+        let x = &self.x[row * self.k..][..self.k];
+        match E::as_f32(x) {
+            Some(x) => (x, dispatch::largest(self.token, x)),
+            None => {
+                let largest = dispatch::widen(self.token, x, lent);
+                (lent, largest)
+            }
+        }
+    }
+}
+
+pub(super) struct Norm<'a, E> {
+    token: IsaToken,
+    x: &'a [E],
+    residual: Option<Disjoint<'a, E>>,
+    by: RmsNorm<'a>,
+    m: usize,
+}
+
+impl<'a, E: Element> Norm<'a, E> {
+    pub(super) fn new(
+        token: IsaToken,
+        x: &'a [E],
+        residual: Option<&'a mut [E]>,
+        by: RmsNorm<'a>,
+        k: usize,
+    ) -> Result<Self, KernelError> {
+        let m = rows_of("activations", x.len(), k)?;
+        KernelError::length("the weight of the norm", k, by.weight.len())?;
+        if let Some(residual) = &residual {
+            KernelError::length("the residual", x.len(), residual.len())?;
+        }
+        if !(by.eps > 0.0 && by.eps.is_finite()) {
+            return Err(KernelError::Scheme("an epsilon that is not above zero"));
+        }
+        Ok(Self { token, x, residual: residual.map(Disjoint::new), by, m })
+    }
+}
+
+impl<E: Element> Source for Norm<'_, E> {
+    fn m(&self) -> usize {
+        self.m
+    }
+
+    fn is_made(&self) -> bool {
+        true
+    }
+
+    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
+        let (weight, eps) = (self.by.weight, self.by.eps);
+        let range = row * weight.len()..(row + 1) * weight.len();
+        // SAFETY: rows are disjoint, and the caller asks for each once.
+        let residual = self.residual.as_ref().map(|r| unsafe { r.part(range.clone()) });
+        let largest = dispatch::rms_norm(self.token, &self.x[range], residual, weight, eps, lent);
+        (lent, largest)
+    }
+}
+
+pub(super) struct Gated<'a, E> {
+    token: IsaToken,
+    x: GateUp<'a, E>,
+    k: usize,
+    m: usize,
+}
+
+impl<'a, E: Element> Gated<'a, E> {
+    pub(super) fn new(token: IsaToken, x: GateUp<'a, E>, k: usize) -> Result<Self, KernelError> {
+        let m = match x {
+            GateUp::Apart { gate, up } => {
+                KernelError::length("up", gate.len(), up.len())?;
+                rows_of("gate", gate.len(), k)?
+            }
+            GateUp::Joined(both) => {
+                rows_of("gate and up", both.len(), k.checked_mul(2).ok_or(KernelError::TooLarge("a row"))?)?
+            }
+        };
+        Ok(Self { token, x, k, m })
+    }
+}
+
+impl<E: Element> Source for Gated<'_, E> {
+    fn m(&self) -> usize {
+        self.m
+    }
+
+    fn is_made(&self) -> bool {
+        true
+    }
+
+    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
+        let k = self.k;
+        let (gate, up) = match self.x {
+            GateUp::Apart { gate, up } => (&gate[row * k..][..k], &up[row * k..][..k]),
+            GateUp::Joined(both) => both[2 * row * k..][..2 * k].split_at(k),
+        };
+        let largest = dispatch::silu_mul(self.token, gate, up, lent);
+        (lent, largest)
+    }
+}

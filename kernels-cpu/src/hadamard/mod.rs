@@ -1,0 +1,188 @@
+//! Rotations of activations: the orthonormal Hadamard transform of rows.
+//!
+//! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads what stands out in a few channels over all (QuaRot,
+//! §4). A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform: `(W Hᵀ)(H x)
+//! = n W x`.
+//!
+//! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S` of
+//! Sylvester, `S[r, c] = (−1)^(bits that r and c share)`. Of all ways to write `m`, that with the smallest sum of orders
+//! is taken, of those that leave `S` an order of 16 if there are any, the smaller factors first. For a power of two `H` is
+//! Sylvester's, symmetric; else it is one of many Hadamard matrices of that order, and not symmetric.
+//! [`Hadamard::sign`] gives its entries.
+//!
+//! Each factor is [constructed](Construction), of every order `4 t`, `t` odd, up to 252 but 100, 116, 188, 236 and 244 (`t` = 25, 29,
+//! 47, 59 and 61). What that means for the widths of common models:
+//!
+//! | width | |
+//! |---|---|
+//! | 2048, 4096, 8192 | Sylvester |
+//! | 3072, 6144 (`m` = 3) | 12 |
+//! | 2560, 5120 (5) | 20 |
+//! | 3584, 7168, 14336, 28672 (7) | 28 |
+//! | 2816 (11) | 44 |
+//! | 13824 (27) | 12 ⊗ 36 |
+//! | 27648 (27) | 12 ⊗ 12 ⊗ 12 |
+//! | 18944 (37) | 148 |
+//! | 11008 (43) | 172 |
+//!
+//! each times Sylvester. A width is refused where `m` has a factor of which nothing is constructed, or `p` is below twice
+//! the number of factors.
+//!
+//! A row costs `n (p − 2f + Σ 4mᵢ)` additions, `f` the number of factors. They are made by distances 1, 2, 4 and so on within
+//! the Sylvester part, then factor by factor from the last, each sum in order of columns; then comes one multiplication by
+//! `1 / √n`, rounded. That order is the definition ([`reference::hadamard`](crate::reference::hadamard)), and all
+//! instruction sets and numbers of threads give its bits. A value is within `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n` of
+//! the exact one.
+
+mod construct;
+mod rows;
+
+pub use self::construct::Construction;
+use crate::parallel::Disjoint;
+use crate::simd::elementwise::dispatched;
+use crate::{IsaToken, KernelError, Parallel};
+
+/// A factor that is no power of two.
+#[derive(Debug, Clone)]
+pub(crate) struct Factor {
+    pub(crate) order: usize,
+    construction: Construction,
+    /// `[order, order]` of ±1.
+    pub(crate) signs: Vec<f32>,
+}
+
+/// The Hadamard transform of an order, to be made once and used for many rows.
+#[derive(Debug, Clone)]
+pub struct Hadamard {
+    n: usize,
+    /// The Sylvester part has order `2^power`.
+    power: u32,
+    factors: Vec<Factor>,
+    scale: f32,
+}
+
+/// Rows that a piece of work takes.
+const ROWS: usize = 8;
+
+impl Hadamard {
+    /// The transform of rows of this width.
+    ///
+    /// # Errors
+    /// [`KernelError::Order`] when none is constructed here.
+    pub fn new(n: usize) -> Result<Self, KernelError> {
+        if n == 0 {
+            return Err(KernelError::Order(n));
+        }
+        let power = n.trailing_zeros();
+        let odd = n >> power;
+        // Each that could be a factor, once.
+        let divisors = (3..=construct::LARGEST / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
+        let mut there: Vec<Factor> = divisors
+            .filter_map(|m| {
+                let (construction, signs) = construct::matrix(4 * m)?;
+                Some(Factor { order: 4 * m, construction, signs })
+            })
+            .collect();
+        let mut best = None;
+        search(odd, &there, power, &mut Vec::new(), &mut best);
+        let (_, orders) = best.ok_or(KernelError::Order(n))?;
+        there.retain(|factor| orders.contains(&factor.order));
+        let factors: Vec<Factor> =
+            orders.iter().filter_map(|order| there.iter().find(|f| f.order == *order).cloned()).collect();
+        let power = power - 2 * factors.len() as u32;
+        Ok(Self { n, power, factors, scale: (1.0 / (n as f64).sqrt()) as f32 })
+    }
+
+    /// The order.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// The order of the Sylvester part, the last factor; a power of two.
+    pub fn sylvester(&self) -> usize {
+        1 << self.power
+    }
+
+    /// The orders of the factors before it, and how each was constructed.
+    pub fn factors(&self) -> impl Iterator<Item = (usize, Construction)> + '_ {
+        self.factors.iter().map(|f| (f.order, f.construction))
+    }
+
+    /// What sums are multiplied with at the end: `1 / √n`, rounded.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// An entry of `H`, 1 or −1; none where there is no such row or column.
+    pub fn sign(&self, row: usize, column: usize) -> Option<i8> {
+        if row >= self.n || column >= self.n {
+            return None;
+        }
+        let (mut r, mut c) = (row >> self.power, column >> self.power);
+        let shared = row & column & (self.sylvester() - 1);
+        let mut negative = shared.count_ones() % 2 == 1;
+        for factor in self.factors.iter().rev() {
+            negative ^= factor.signs[r % factor.order * factor.order + c % factor.order] < 0.0;
+            (r, c) = (r / factor.order, c / factor.order);
+        }
+        Some(if negative { -1 } else { 1 })
+    }
+
+    /// Transforms rows `[m, n]`, row-major, in place.
+    ///
+    /// # Errors
+    /// When `x` is not whole rows.
+    pub fn transform(
+        &self,
+        token: IsaToken,
+        x: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let (n, m) = (self.n, x.len() / self.n);
+        KernelError::length("rows to transform", m * n, x.len())?;
+        let x = Disjoint::new(x);
+        if m > 0 {
+            parallel.for_each(m.div_ceil(ROWS), &|piece| {
+                let rows = piece * ROWS..m.min((piece + 1) * ROWS);
+                // SAFETY: pieces are disjoint, and each is asked for once.
+                let part = unsafe { x.part(rows.start * n..rows.end * n) };
+                for row in part.chunks_exact_mut(n) {
+                    transform(token, row, self.power, &self.factors, self.scale);
+                }
+            });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn parts(&self) -> &[Factor] {
+        &self.factors
+    }
+}
+
+/// What a choice of factors costs, and their orders.
+type Best = ((bool, usize), Vec<usize>);
+
+/// Writes what is left of an odd number as a product of what is there, in ascending order, each factor taking two of
+/// `power`; keeps the first with the smallest sum of orders, and rather one that leaves registers whole.
+fn search(left: usize, there: &[Factor], power: u32, taken: &mut Vec<usize>, best: &mut Option<Best>) {
+    if left == 1 {
+        let cost = (power < 4, taken.iter().sum::<usize>());
+        if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+            *best = Some((cost, taken.clone()));
+        }
+        return;
+    }
+    if power < 2 {
+        return;
+    }
+    for (i, factor) in there.iter().enumerate().filter(|(_, f)| left.is_multiple_of(f.order / 4)) {
+        taken.push(factor.order);
+        search(left / (factor.order / 4), &there[i..], power - 2, taken, best);
+        taken.pop();
+    }
+}
+
+dispatched! { rows,
+    /// Transforms a row.
+    fn transform[][](x: &mut [f32], power: u32, factors: &[Factor], scale: f32);
+}

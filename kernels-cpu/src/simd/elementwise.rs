@@ -1,0 +1,171 @@
+//! Sixteen neighbouring values of a row: what norms, activations, rounding and transforms are made of.
+//!
+//! Every method is one correctly rounded operation, or a choice of values, so that all instruction sets give the
+//! same bits.
+
+use core::array::from_fn;
+
+use half::{bf16, f16};
+
+use super::Lanes;
+use super::scalar::Scalar;
+
+/// Lanes that work along rows.
+///
+/// # Safety
+/// As [`Lanes`].
+pub(crate) trait RowLanes: Lanes {
+    /// Whether one register holds all lanes, of 32.
+    const WIDE: bool;
+
+    unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F;
+    /// The larger and the smaller; `b` where either is NaN.
+    unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F;
+    /// The nearest whole number, half to even.
+    unsafe fn round(a: Self::F) -> Self::F;
+    /// `v`, or 0 where `a` is below `limit`.
+    unsafe fn unless_below(a: Self::F, limit: Self::F, v: Self::F) -> Self::F;
+    /// `p · 2^n`, exact: `n` is whole and from −126 to 126, `p` and the result are normal.
+    unsafe fn times_power(p: Self::F, n: Self::F) -> Self::F;
+    /// The sign of `signs` given to `a` where that is negative, by flipping the sign of `a`.
+    unsafe fn flip(a: Self::F, signs: Self::F) -> Self::F;
+    /// Lane `i` gets that of `i ^ DISTANCE`; 1, 2, 4 or 8.
+    unsafe fn partner<const DISTANCE: usize>(a: Self::F) -> Self::F;
+
+    /// Whole numbers as integers.
+    unsafe fn to_i32(a: Self::F) -> Self::I;
+    unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
+    /// Writes eight integers as bytes, and the eight others; all are within −128 to 127.
+    unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8);
+    /// Writes sixteen bf16 or f16, rounded half to even.
+    unsafe fn store_bf16(at: *mut bf16, a: Self::F);
+    unsafe fn store_f16(at: *mut f16, a: Self::F);
+
+    /// The sum of all lanes, modulo `2³²`.
+    unsafe fn total(a: Self::I) -> i32;
+    /// The largest lane.
+    unsafe fn largest(a: Self::I) -> i32;
+}
+
+impl RowLanes for Scalar {
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] / b[i])
+    }
+    #[inline(always)]
+    unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::F) -> Self::F {
+        a.map(f32::round_ties_even)
+    }
+    #[inline(always)]
+    unsafe fn unless_below(a: Self::F, limit: Self::F, v: Self::F) -> Self::F {
+        from_fn(|i| if a[i] < limit[i] { 0.0 } else { v[i] })
+    }
+    #[inline(always)]
+    unsafe fn times_power(p: Self::F, n: Self::F) -> Self::F {
+        from_fn(|i| p[i] * f32::from_bits(((n[i] as i32 + 127) as u32) << 23))
+    }
+    #[inline(always)]
+    unsafe fn flip(a: Self::F, signs: Self::F) -> Self::F {
+        from_fn(|i| f32::from_bits(a[i].to_bits() ^ (signs[i].to_bits() & 0x8000_0000)))
+    }
+    #[inline(always)]
+    unsafe fn partner<const DISTANCE: usize>(a: Self::F) -> Self::F {
+        from_fn(|i| a[i ^ DISTANCE])
+    }
+    #[inline(always)]
+    unsafe fn to_i32(a: Self::F) -> Self::I {
+        a.map(|v| v as i32)
+    }
+    #[inline(always)]
+    unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I {
+        from_fn(|i| a[i].max(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
+        from_fn(|i| a[i] & b[i])
+    }
+    #[inline(always)]
+    unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
+        let codes = a.map(|v| v as i8);
+        // SAFETY: the caller vouches for eight bytes at each.
+        unsafe {
+            codes.as_ptr().copy_to_nonoverlapping(low, 8);
+            codes.as_ptr().add(8).copy_to_nonoverlapping(high, 8);
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(at: *mut bf16, a: Self::F) {
+        // SAFETY: the caller vouches for 16 values.
+        unsafe { at.cast::<[bf16; 16]>().write_unaligned(a.map(bf16::from_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(at: *mut f16, a: Self::F) {
+        // SAFETY: the caller vouches for 16 values.
+        unsafe { at.cast::<[f16; 16]>().write_unaligned(a.map(f16::from_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn total(a: Self::I) -> i32 {
+        a.into_iter().fold(0, i32::wrapping_add)
+    }
+    #[inline(always)]
+    unsafe fn largest(a: Self::I) -> i32 {
+        a.into_iter().fold(i32::MIN, i32::max)
+    }
+}
+
+/// Functions of a module over [`RowLanes`], compiled for each instruction set and chosen by a token.
+macro_rules! dispatched {
+    ($rows:ident, $($(#[$doc:meta])* fn $name:ident [$($e:ident)?] [$($const:ident)?]
+        ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?;)*) => {$(
+        $(#[$doc])*
+        pub(super) fn $name<$($e: Element)? $(const $const: bool)?>(
+            token: $crate::IsaToken, $($arg: $ty),*
+        ) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn avx2<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: compiled for the instructions that the lanes ask for.
+                unsafe { $rows::$name::<$crate::simd::avx2::Avx2, $($e)? $($const)?>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+            unsafe fn avx512<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: compiled for the instructions that the lanes ask for.
+                unsafe { $rows::$name::<$crate::simd::avx512::Avx512Vnni, $($e)? $($const)?>($($arg),*) }
+            }
+            // SAFETY: the token proves the instructions; `Scalar` asks for none.
+            unsafe {
+                match token.isa() {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::Isa::Avx2 | $crate::Isa::AvxVnni => avx2::<$($e)? $($const)?>($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 => avx512::<$($e)? $($const)?>($($arg),*),
+                    _ => $rows::$name::<$crate::simd::scalar::Scalar, $($e)? $($const)?>($($arg),*),
+                }
+            }
+        }
+    )*};
+}
+pub(crate) use dispatched;
