@@ -5,6 +5,7 @@ use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
 use super::tile::Tile;
 use super::{float_tile, tile};
 use crate::layout::ScaleType;
+use crate::simd::FloatLanes;
 use crate::simd::scalar::Scalar;
 use crate::{Isa, IsaToken, Layout};
 
@@ -128,7 +129,10 @@ macro_rules! compiled {
             // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the rest.
             unsafe {
                 match KIND {
-                    FLOAT => float_tile::multiply::<$lanes, BITS, MR, NP>(t),
+                    FLOAT if <$lanes as FloatLanes>::ORDERED || t.rest => {
+                        float_tile::multiply::<$lanes, BITS, true, MR, NP>(t)
+                    }
+                    FLOAT => float_tile::multiply::<$lanes, BITS, false, MR, NP>(t),
                     CENTRED => tile::multiply::<$lanes, BITS, true, false, MR, NP>(t),
                     ZEROS => tile::multiply::<$lanes, BITS, false, false, MR, NP>(t),
                     _ => tile::multiply::<$lanes, BITS, false, true, MR, NP>(t),

@@ -17,7 +17,13 @@ const CHAINS: usize = 4;
 /// # Safety
 /// As [`multiply`](super::tile::multiply), with activations as [`FloatLanes`] takes them.
 #[inline(always)]
-pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usize>(
+pub(crate) unsafe fn multiply<
+    L: FloatLanes,
+    const BITS: usize,
+    const REST: bool,
+    const MR: usize,
+    const NP: usize,
+>(
     t: &Tile<'_>,
 ) {
     let layout = t.layout;
@@ -53,7 +59,7 @@ pub(crate) unsafe fn multiply<L: FloatLanes, const BITS: usize, const MR: usize,
                         let row = x.add(m * FLOAT_STEP);
                         for p in 0..NP {
                             let sum = &mut acc[m][p][part % chains];
-                            *sum = L::dot_float(*sum, w[p], row, part);
+                            *sum = L::dot_float::<REST>(*sum, w[p], row, part);
                         }
                     }
                 }

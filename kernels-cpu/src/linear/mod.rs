@@ -95,6 +95,7 @@ impl<'a> PackedView<'a> {
             sums: x.sums.as_ptr().cast(),
             eights: Some(x.eights.as_ptr()),
             scales: Some(x.scales.as_ptr()),
+            rest: false,
             zero: x.zero,
         };
         self.run(Path::whole(token, &self.layout, x.zero), &rows, bias, out, parallel)
@@ -119,6 +120,7 @@ impl<'a> PackedView<'a> {
             sums: x.sums.as_ptr().cast(),
             eights: None,
             scales: None,
+            rest: !x.exact_in_bf16,
             zero: 0,
         };
         self.run(Path::float(x.token, &self.layout), &rows, bias, out, parallel)
@@ -230,6 +232,7 @@ impl<'a> PackedView<'a> {
                                 eights: x.eights.map_or(core::ptr::null(), |e| e.add(sums_at)),
                                 scales: x.scales.map_or(core::ptr::null(), |s| s.add(row)),
                                 zero: x.zero,
+                                rest: x.rest,
                                 bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
                                 out: out.pointer().add(row * n + column),
                                 stride: n,
@@ -257,6 +260,7 @@ struct Rows {
     sums: *const u8,
     eights: Option<*const i32>,
     scales: Option<*const f32>,
+    rest: bool,
     zero: i32,
 }
 // SAFETY: threads only read what the pointers point to, and the rows outlive the call.

@@ -25,6 +25,8 @@ pub(crate) struct Tile<'a> {
     pub(crate) scales: *const f32,
     /// Zero of all activations.
     pub(crate) zero: i32,
+    /// Whether rounding float activations to bf16 leaves anything over.
+    pub(crate) rest: bool,
     /// `[NP · 16]` or null; read where `columns` says.
     pub(crate) bias: *const f32,
     /// `[MR]` rows that are `stride` apart.

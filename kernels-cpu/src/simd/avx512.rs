@@ -222,13 +222,13 @@ impl FloatLanes for Avx512Bf16 {
         }
     }
     #[inline(always)]
-    unsafe fn dot_float(sum: __m512, w: __m512bh, x: *const u8, part: usize) -> __m512 {
+    unsafe fn dot_float<const REST: bool>(sum: __m512, w: __m512bh, x: *const u8, part: usize) -> __m512 {
         // SAFETY: the caller vouches for the 32 bytes of the step, and has the instruction set.
         unsafe {
             let x = x.add(8 * part).cast::<i32>();
             let (rounded, rest) = (x.read_unaligned(), x.add(1).read_unaligned());
             let sum = _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rounded)));
-            _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rest)))
+            if REST { _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rest))) } else { sum }
         }
     }
 }

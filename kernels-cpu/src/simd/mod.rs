@@ -91,8 +91,9 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn centre(centre: i32) -> Self::Table;
     /// The weights of a part of the step that begins at `at`.
     unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W;
-    /// Adds the products of a part; `x` is where a row's step begins, 32 bytes.
-    unsafe fn dot_float(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
+    /// Adds the products of a part; `x` is where a row's step begins, 32 bytes. Without `REST` what rounding to
+    /// bf16 leaves over is known to be zero, where there is such a thing.
+    unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
 }
 
 /// Feature `part` of a step as `f32`, times a float: the order of all paths but that of bf16.
@@ -115,7 +116,12 @@ macro_rules! one_by_one {
                 unsafe { Self::to_f32(Self::sub(Self::code::<BITS>(at, part), centre)) }
             }
             #[inline(always)]
-            unsafe fn dot_float(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F {
+            unsafe fn dot_float<const REST: bool>(
+                sum: Self::F,
+                w: Self::W,
+                x: *const u8,
+                part: usize,
+            ) -> Self::F {
                 // SAFETY: the caller vouches for the eight floats of the step.
                 let x = unsafe { x.cast::<f32>().add(part).read_unaligned() };
                 // SAFETY: the caller has the instruction set.
