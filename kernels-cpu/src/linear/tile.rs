@@ -45,6 +45,8 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     // A tile of few rows waits for memory: the lines of the steps to come are asked for in time.
     let ahead = if MR <= 8 { 2048 } else { 0 };
+    // What is missing of every code is part of its zero.
+    let offset = if BITS == 4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
     // counts, and the offsets are those of the layout.
     unsafe {
@@ -56,8 +58,9 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
             let mut acc = [[L::splat(0); NP]; MR];
             match layout.middle() {
                 Some(middle) => {
+                    let zero = i32::from(middle) - offset;
                     for m in 0..MR {
-                        let start = L::splat(i32::from(middle).wrapping_mul(*row_sums.add(m)).wrapping_neg());
+                        let start = L::splat(zero.wrapping_mul(*row_sums.add(m)).wrapping_neg());
                         acc[m] = [start; NP];
                     }
                 }
@@ -65,6 +68,7 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
                     for p in 0..NP {
                         let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
                         let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+                        let zeros = if offset == 0 { zeros } else { L::sub(zeros, L::splat(offset)) };
                         for m in 0..MR {
                             acc[m][p] = L::mul(zeros, L::splat((*row_sums.add(m)).wrapping_neg()));
                         }
