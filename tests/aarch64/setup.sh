@@ -98,6 +98,8 @@ exec "$linker" "\$@" "--sysroot=$sysroot" "-L$libraries" "-L$gcc" -dynamic-linke
 END
 cat >"$directory/bin/run" <<END
 #!/bin/sh
+# For tests that start themselves again.
+export QUANT_EMULATOR="$directory/bin/run"
 exec "$host/bin/qemu-aarch64" -cpu "\${QUANT_QEMU_CPU:-max}" -L "$sysroot" "\$@"
 END
 chmod +x "$directory"/bin/*
