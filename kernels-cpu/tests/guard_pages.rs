@@ -8,7 +8,7 @@
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -217,7 +217,8 @@ const FAULT: &str = "QUANT_PLANTED_FAULT";
 #[ignore = "ends the process: `the_fence_holds` runs it"]
 fn planted_fault() {
     let planted = std::env::var(FAULT).unwrap();
-    let (fault, isa) = planted.split_once(' ').unwrap();
+    let [fault, isa, side] = planted.split(' ').collect::<Vec<_>>()[..] else { panic!("{planted}") };
+    let side = if side == "fence" { Side::After } else { Side::Off };
     let isa = Isa::available().find(|i| i.name() == isa).unwrap();
     let (n, k) = (32, 64);
     let (codes, scales) = (vec![7; n * k], vec![1.000_000_1; n]);
@@ -227,7 +228,7 @@ fn planted_fault() {
     layout.pack(&view, 0..layout.panels(), &mut bytes).unwrap();
     let mut rows = Int8Rows::default();
     rows.quantize(&vec![1.0; k], RowLayout::of(&layout), &Serial).unwrap();
-    fenced(Side::After, || {
+    fenced(side, || {
         let short = |by: usize, what: &str| if fault == what { by } else { 0 };
         let mut weights = bytes[..bytes.len() - short(1, "weights")].to_vec();
         let bias = vec![0.0_f32; n - short(1, "bias")];
@@ -258,24 +259,42 @@ fn this_program() -> Command {
     command
 }
 
+/// Does something wrong in a child, and says how that ended.
+fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
+    let mut child = this_program();
+    child.args(["--ignored", "--exact", "planted_fault"]);
+    let ended = child.env(FAULT, format!("{fault} {} {side}", isa.name())).output().unwrap();
+    (ended.status, String::from_utf8_lossy(&ended.stderr).into_owned())
+}
+
 /// The test above can fail: a byte or a float too far, and memory that was freed, end the process on every path.
 #[test]
 fn the_fence_holds() {
     for isa in Isa::available() {
-        for fault in ["none"].iter().chain(&FAULTS) {
-            let mut child = this_program();
-            child
-                .args(["--ignored", "--exact", "planted_fault"])
-                .env(FAULT, format!("{fault} {}", isa.name()));
-            let ended = child.output().unwrap();
-            if *fault == "none" {
-                assert!(ended.status.success(), "{isa:?}: {}", String::from_utf8_lossy(&ended.stderr));
-                continue;
-            }
+        let (status, told) = plant("none", isa, "fence");
+        assert!(status.success(), "{isa:?}: {told}");
+        for fault in FAULTS {
+            let (status, told) = plant(fault, isa, "fence");
+            let killed = matches!(status.signal(), Some(SIGBUS | SIGSEGV));
             // A sanitizer catches the signal, and tells.
-            let told = String::from_utf8_lossy(&ended.stderr).contains("AddressSanitizer");
-            let killed = matches!(ended.status.signal(), Some(SIGBUS | SIGSEGV));
-            assert!(killed || told, "{isa:?} {fault}: {}", ended.status);
+            assert!(killed || told.contains("AddressSanitizer: SEGV"), "{isa:?} {fault}: {status}");
+        }
+    }
+}
+
+/// The same on the heap, where only a sanitizer sees it: tried where `QUANT_SANITIZER` says that there is one.
+#[test]
+fn the_sanitizer_sees() {
+    if std::env::var("QUANT_SANITIZER").as_deref() != Ok("address") {
+        return;
+    }
+    for isa in Isa::available() {
+        let (status, told) = plant("none", isa, "heap");
+        assert!(status.success(), "{isa:?}: {told}");
+        for fault in FAULTS {
+            let (status, told) = plant(fault, isa, "heap");
+            let what = if fault == "freed" { "heap-use-after-free" } else { "heap-buffer-overflow" };
+            assert!(!status.success() && told.contains(what), "{isa:?} {fault}: {status} {told}");
         }
     }
 }
