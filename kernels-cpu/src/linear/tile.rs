@@ -84,7 +84,10 @@ pub(crate) unsafe fn multiply<L: Lanes, const BITS: usize, const MR: usize, cons
                     }
                 }
             }
-            for _ in 0..steps {
+            let done = L::rows::<BITS, MR, NP>(&mut acc, at, panel, a, t.strip, steps);
+            at = at.wrapping_add(done * step_bytes);
+            a = a.wrapping_add(done * t.strip * STEP);
+            for _ in done..steps {
                 let mut codes = [L::codes4(at); NP];
                 for p in 0..NP {
                     let from = at.add(p * panel);

@@ -67,6 +67,20 @@ pub(crate) trait Lanes: Copy {
     unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
     /// The same for what `codes8` read.
     unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
+    /// Adds the products of steps from the first on, all rows of a tile in one go, and says of how many; a tile
+    /// takes the others row by row. `at` is where the codes of the first of panels begin that are `panel` bytes
+    /// apart, `a` that of activations of `MR` rows, steps `strip` rows apart.
+    #[inline(always)]
+    unsafe fn rows<const BITS: usize, const MR: usize, const NP: usize>(
+        _sums: &mut [[Self::I; NP]; MR],
+        _at: *const u8,
+        _panel: usize,
+        _a: *const i8,
+        _strip: usize,
+        _steps: usize,
+    ) -> usize {
+        0
+    }
     /// Reads feature `part` of a step, of every row.
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Fetches the line at an address that need not be valid.

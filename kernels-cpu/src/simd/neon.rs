@@ -1,5 +1,5 @@
 //! Lanes in four registers of 128 bits, for AArch64: multiplied by `smull` and pairwise sums, by `sdot`
-//! (dotprod), or by `usdot` (i8mm).
+//! (dotprod), or by `usdot` and, of two rows or more, `usmmla` (i8mm).
 //!
 //! The first two know only numbers with a sign. Codes of 4 bits are such already; codes of 8 bits become them
 //! by a flipped top bit, which takes [`Lanes::OFFSET`] off each, and the tile adds it again by the sums of
@@ -22,7 +22,7 @@ pub(crate) struct Neon;
 #[derive(Clone, Copy)]
 pub(crate) struct NeonDotprod;
 
-/// The same, and `usdot`.
+/// The same, `usdot` and `usmmla`.
 #[derive(Clone, Copy)]
 pub(crate) struct NeonI8mm;
 
@@ -99,6 +99,17 @@ trait Dot {
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
     /// The same of codes of 8 bits, less the offset.
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
+    /// As [`Lanes::rows`], of one panel.
+    #[inline(always)]
+    unsafe fn rows<const BITS: usize, const MR: usize>(
+        _sums: [&mut Quad<int32x4_t>; MR],
+        _at: *const u8,
+        _a: *const i8,
+        _strip: usize,
+        _steps: usize,
+    ) -> usize {
+        0
+    }
 }
 
 /// Both halves of a register times those of another, in 16 bits.
@@ -147,7 +158,7 @@ impl Dot for Neon {
 
 /// By lane: no activation is broadcast, one load serves both halves of a step.
 macro_rules! dot_products {
-    ($name:ident, $offset:literal, $dot:ident) => {
+    ($name:ident, $offset:literal, $dot:ident $(, $rows:item)?) => {
         impl Dot for $name {
             const OFFSET: i32 = $offset;
 
@@ -166,12 +177,90 @@ macro_rules! dot_products {
                 // SAFETY: the caller has the instruction.
                 unsafe { Self::small(sum, codes, a) }
             }
+            $(#[inline(always)] $rows)?
         }
     };
 }
 
 dot_products!(NeonDotprod, 128, sdot);
-dot_products!(NeonI8mm, 0, usdot);
+dot_products!(
+    NeonI8mm,
+    0,
+    usdot,
+    unsafe fn rows<const BITS: usize, const MR: usize>(
+        sums: [&mut Quad<int32x4_t>; MR],
+        at: *const u8,
+        a: *const i8,
+        strip: usize,
+        steps: usize,
+    ) -> usize {
+        if !(2..=4).contains(&MR) {
+            return 0;
+        }
+        // SAFETY: as the caller vouches.
+        unsafe { matrices::<BITS, MR>(sums, at, a, strip, steps) }
+        steps
+    }
+);
+
+/// `sum[i][j] + Σ codes[i] · a[j]`, of two rows of eight features each.
+#[inline(always)]
+unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
+    let mut sum = sum;
+    // SAFETY: reads and writes registers only; the caller has the instruction, and was compiled for it.
+    unsafe {
+        asm!(
+            "usmmla {0:v}.4s, {1:v}.16b, {2:v}.16b",
+            inout(vreg) sum, in(vreg) codes, in(vreg) a,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sum
+}
+
+/// Two rows of activations times two of a panel: an instruction does what two of `usdot` do. The rows of the
+/// layout's words become those of matrices by a zip of the halves of a step, once for all activations.
+#[inline(always)]
+unsafe fn matrices<const BITS: usize, const MR: usize>(
+    mut sums: [&mut Quad<int32x4_t>; MR],
+    at: *const u8,
+    a: *const i8,
+    strip: usize,
+    steps: usize,
+) {
+    // SAFETY: the caller vouches for the steps and the rows, and has i8mm.
+    unsafe {
+        let zero = vdupq_n_s32(0);
+        // Of two pairs of rows, each with eight pairs of the panel's.
+        let mut products = [[[zero; 2]; 4]; 2];
+        for step in 0..steps {
+            let at = at.add(step * 16 * BITS);
+            let [low, high] = if BITS == 4 { NeonI8mm::codes4(at) } else { NeonI8mm::codes8(at) };
+            let words = |bytes| vreinterpretq_u32_u8(bytes);
+            let codes = both(low, high, |low, high| {
+                let (low, high) = (words(low), words(high));
+                [vzip1q_u32(low, high), vzip2q_u32(low, high)].map(|pair| vreinterpretq_u8_u32(pair))
+            });
+            for pair in 0..MR.div_ceil(2) {
+                let a = a.add((step * strip + 2 * pair) * 8);
+                // A last row alone is multiplied twice: behind it there may be nothing.
+                let a = if 2 * pair + 1 < MR { vld1q_s8(a) } else { vcombine_s8(vld1_s8(a), vld1_s8(a)) };
+                for quad in 0..4 {
+                    for half in 0..2 {
+                        products[pair][quad][half] = usmmla(products[pair][quad][half], codes[quad][half], a);
+                    }
+                }
+            }
+        }
+        for (m, sums) in sums.iter_mut().enumerate() {
+            for quad in 0..4 {
+                let [first, second] = products[m / 2][quad];
+                let row = if m % 2 == 0 { vuzp1q_s32(first, second) } else { vuzp2q_s32(first, second) };
+                sums[quad] = vaddq_s32(sums[quad], row);
+            }
+        }
+    }
+}
 
 macro_rules! lanes {
     ($name:ident) => {
@@ -317,6 +406,23 @@ macro_rules! lanes {
                 let codes = both(low, high, |low, high| [low, high]);
                 // SAFETY: as above.
                 both(sum, codes, |sum, codes| unsafe { <Self as Dot>::whole(sum, codes, a) })
+            }
+            #[inline(always)]
+            unsafe fn rows<const BITS: usize, const MR: usize, const NP: usize>(
+                sums: &mut [[Self::I; NP]; MR],
+                at: *const u8,
+                panel: usize,
+                a: *const i8,
+                strip: usize,
+                steps: usize,
+            ) -> usize {
+                let mut done = 0;
+                for p in 0..NP {
+                    let sums = sums.each_mut().map(|row| &mut row[p]);
+                    // SAFETY: as above.
+                    done = unsafe { <Self as Dot>::rows::<BITS, MR>(sums, at.add(p * panel), a, strip, steps) };
+                }
+                done
             }
             #[inline(always)]
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
