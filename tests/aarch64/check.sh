@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The CPU kernels' tests on AArch64, for every instruction set that they have a path for.
+# The CPU kernels on AArch64: clippy, and their tests for every instruction set that they have a path for.
 #
 # Where there is no compiler or emulator (setup.sh), a line that starts with SKIPPED is all.
 set -euo pipefail
@@ -13,11 +13,16 @@ elif ((status != 0)); then
     exit "$status"
 fi
 
+package=(--locked --package quant-kernels-cpu --features rayon)
+# As cargo-clippy does it, which would look for its driver among rustup's.
+RUSTC_WORKSPACE_WRAPPER=$(dirname "$(dirname "$here")")/target/aarch64/bin/clippy-driver \
+    CLIPPY_ARGS=-Dwarnings__CLIPPY_HACKERY__ "$here/run.sh" check "${package[@]}" --lib
+
 while read -r processor paths; do
     echo "$processor: $paths"
     # What a processor lacks is not tested on it, so the paths that it must have are told.
     QUANT_QEMU_CPU=$processor QUANT_EXPECTED_ISAS=$paths \
-        "$here/run.sh" test --locked --package quant-kernels-cpu --features rayon --lib --tests "$@"
+        "$here/run.sh" test "${package[@]}" --lib --tests "$@"
 done <<'END'
 cortex-a53 scalar,neon
 cortex-a76 scalar,neon,neondot

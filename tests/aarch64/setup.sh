@@ -15,7 +15,7 @@ suite=trixie
 archive=http://deb.debian.org/debian
 # Compiler and emulator run with these, whatever this machine has of them.
 here_packages=(
-    rustc libstd-rust-dev qemu-user
+    rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
 )
 there_packages=(libstd-rust-dev libc6 libc6-dev libgcc-s1 libgcc-14-dev)
@@ -82,11 +82,15 @@ ln -sfn "$directory/sysroot/usr/lib/rustlib/aarch64-unknown-linux-gnu" "$directo
 
 # This compiler needs the libraries it came with, and they their own loader.
 host=$directory/host/usr
-cat >"$directory/bin/rustc" <<END
+for program in rustc clippy-driver; do
+    cat >"$directory/bin/$program" <<END
 #!/bin/sh
 exec "$host/lib64/ld-linux-x86-64.so.2" --library-path "$host/lib/x86_64-linux-gnu" \\
-    "$host/bin/rustc" --sysroot "$host" "\$@"
+    "$host/bin/$program" --sysroot "$host" "\$@"
 END
+done
+# Cargo names the compiler first where it runs another in its place.
+sed -i '2i shift' "$directory/bin/clippy-driver"
 # What a C compiler would add when it links; rust-lld is none.
 sysroot=$directory/sysroot
 libraries=$sysroot/usr/lib/aarch64-linux-gnu

@@ -241,13 +241,13 @@ unsafe fn matrices<const BITS: usize, const MR: usize>(
                 let (low, high) = (words(low), words(high));
                 [vzip1q_u32(low, high), vzip2q_u32(low, high)].map(|pair| vreinterpretq_u8_u32(pair))
             });
-            for pair in 0..MR.div_ceil(2) {
+            for (pair, products) in products.iter_mut().enumerate().take(MR.div_ceil(2)) {
                 let a = a.add((step * strip + 2 * pair) * 8);
                 // A last row alone is multiplied twice: behind it there may be nothing.
                 let a = if 2 * pair + 1 < MR { vld1q_s8(a) } else { vcombine_s8(vld1_s8(a), vld1_s8(a)) };
                 for quad in 0..4 {
                     for half in 0..2 {
-                        products[pair][quad][half] = usmmla(products[pair][quad][half], codes[quad][half], a);
+                        products[quad][half] = usmmla(products[quad][half], codes[quad][half], a);
                     }
                 }
             }
