@@ -33,7 +33,7 @@ enum Side {
 struct Fence;
 
 /// Addresses, not memory.
-const RANGE: usize = 1 << 36;
+const RANGE: usize = 1 << 40;
 /// A multiple of every usual page size.
 const PAGE: usize = 1 << 16;
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
