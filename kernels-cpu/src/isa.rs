@@ -1,13 +1,16 @@
 //! Instruction sets, found once, and tokens that prove them.
 //!
-//! `QUANT_ISA` forces a path: `scalar`, `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, or `f32`, the widest
-//! that rounds no float to bf16. A name that the processor lacks, or that is none, takes the portable path.
+//! `QUANT_ISA` forces a path: `scalar`, on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, on AArch64 `neon`,
+//! `neondot`, `neoni8mm`, or `f32`, the widest that rounds no float to bf16. A name that the processor lacks, or that
+//! is none, takes the portable path.
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::is_aarch64_feature_detected;
 use std::sync::LazyLock;
 
 use crate::KernelError;
 
-/// A path through the kernels. Whole numbers give the same bits on all; floats do on all but the last, which
+/// A path through the kernels. Whole numbers give the same bits on all; floats do on all but `avx512bf16`, which
 /// splits them into two bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -22,11 +25,26 @@ pub enum Isa {
     Avx512Vnni,
     /// The same and BF16: `vdpbf16ps` for float activations.
     Avx512Bf16,
+    /// AArch64's Advanced SIMD: products in 16 bits, added in pairs.
+    Neon,
+    /// The same with `sdot` (dotprod).
+    NeonDotprod,
+    /// The same with `usdot` (i8mm).
+    NeonI8mm,
 }
 
 impl Isa {
-    /// From the plainest to the widest.
-    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::AvxVnni, Self::Avx512Vnni, Self::Avx512Bf16];
+    /// From the plainest to the widest of each kind of processor.
+    pub const ALL: [Self; 8] = [
+        Self::Scalar,
+        Self::Avx2,
+        Self::AvxVnni,
+        Self::Avx512Vnni,
+        Self::Avx512Bf16,
+        Self::Neon,
+        Self::NeonDotprod,
+        Self::NeonI8mm,
+    ];
 
     /// Its name, as `QUANT_ISA` takes it.
     pub fn name(self) -> &'static str {
@@ -36,6 +54,9 @@ impl Isa {
             Self::AvxVnni => "avxvnni",
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx512Bf16 => "avx512bf16",
+            Self::Neon => "neon",
+            Self::NeonDotprod => "neondot",
+            Self::NeonI8mm => "neoni8mm",
         }
     }
 
@@ -61,7 +82,15 @@ impl Isa {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => Self::Avx512Vnni.is_available() && is_x86_feature_detected!("avx512bf16"),
-            #[cfg(not(target_arch = "x86_64"))]
+            // Vectors are read as memory has them.
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon => is_aarch64_feature_detected!("neon"),
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::NeonDotprod => Self::Neon.is_available() && is_aarch64_feature_detected!("dotprod"),
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::NeonI8mm => Self::NeonDotprod.is_available() && is_aarch64_feature_detected!("i8mm"),
+            // Of another kind of processor.
+            #[allow(unreachable_patterns, reason = "there may be none left")]
             _ => false,
         }
     }
@@ -78,7 +107,7 @@ impl Isa {
             match std::env::var_os("QUANT_ISA").filter(|name| !name.is_empty()) {
                 None => widest,
                 Some(name) if name == "f32" => {
-                    Isa::available().filter(|isa| *isa < Isa::Avx512Bf16).last().unwrap_or(Isa::Scalar)
+                    Isa::available().filter(|isa| *isa != Isa::Avx512Bf16).last().unwrap_or(Isa::Scalar)
                 }
                 Some(name) => Isa::available().find(|isa| name == isa.name()).unwrap_or(Isa::Scalar),
             }
@@ -108,5 +137,20 @@ impl IsaToken {
     /// Which.
     pub fn isa(self) -> Isa {
         self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Paths that a processor lacks are not tested on it; `QUANT_EXPECTED_ISAS` says that these must be there.
+    #[test]
+    fn expected_paths_are_there() {
+        let names: Vec<_> = Isa::available().map(Isa::name).collect();
+        assert!(names.contains(&"scalar") && Isa::detect().is_available());
+        if let Ok(expected) = std::env::var("QUANT_EXPECTED_ISAS") {
+            assert_eq!(names.join(","), expected);
+        }
     }
 }

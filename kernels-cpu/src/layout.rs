@@ -466,8 +466,8 @@ impl Layout {
                 for (i, out) in out.iter_mut().enumerate() {
                     let code = i32::from(self.code(panel, row, g * self.group_size + i)) - zero;
                     *out = match self.scales {
-                        // The product of two whole numbers is exact.
-                        ScaleType::Progressive => (code as f32 * scale) * self.channel(panel, row),
+                        // Of whole numbers, which have one zero.
+                        ScaleType::Progressive => (code * scale as i32) as f32 * self.channel(panel, row),
                         _ => code as f32 * scale,
                     };
                 }

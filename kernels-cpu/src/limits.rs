@@ -126,10 +126,10 @@ mod x86 {
         // SAFETY: the token proves the instructions.
         unsafe {
             match token.isa() {
-                Isa::Scalar => sum(words, streams),
                 Isa::Avx2 => sum_avx2(words, streams),
                 Isa::AvxVnni => sum_avxvnni(words, streams),
                 Isa::Avx512Vnni | Isa::Avx512Bf16 => sum_avx512(words, streams),
+                _ => sum(words, streams),
             }
         }
     }
@@ -138,10 +138,10 @@ mod x86 {
         // SAFETY: the token proves the instructions.
         unsafe {
             match token.isa() {
-                Isa::Scalar => dot::<Scalar>(steps),
                 Isa::Avx2 => dot_avx2(steps),
                 Isa::AvxVnni => dot_avxvnni(steps),
                 Isa::Avx512Vnni | Isa::Avx512Bf16 => dot_avx512(steps),
+                _ => dot::<Scalar>(steps),
             }
         }
     }
@@ -149,12 +149,48 @@ mod x86 {
 #[cfg(target_arch = "x86_64")]
 use x86::{dots, read};
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use super::*;
+    use crate::simd::neon::{Neon, NeonDotprod, NeonI8mm};
+
+    compiled!(sum_neon, dot_neon, Neon, "neon");
+    compiled!(sum_neondot, dot_neondot, NeonDotprod, "neon,dotprod");
+    compiled!(sum_neoni8mm, dot_neoni8mm, NeonI8mm, "neon,dotprod,i8mm");
+
+    pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
+        // SAFETY: the token proves the instructions.
+        unsafe {
+            match token.isa() {
+                Isa::Neon => sum_neon(words, streams),
+                Isa::NeonDotprod => sum_neondot(words, streams),
+                Isa::NeonI8mm => sum_neoni8mm(words, streams),
+                _ => sum(words, streams),
+            }
+        }
+    }
+
+    pub(super) fn dots(token: IsaToken, steps: usize) -> i32 {
+        // SAFETY: the token proves the instructions.
+        unsafe {
+            match token.isa() {
+                Isa::Neon => dot_neon(steps),
+                Isa::NeonDotprod => dot_neondot(steps),
+                Isa::NeonI8mm => dot_neoni8mm(steps),
+                _ => dot::<Scalar>(steps),
+            }
+        }
+    }
+}
+#[cfg(target_arch = "aarch64")]
+use arm::{dots, read};
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn read(_: IsaToken, words: &[u64], streams: usize) -> u64 {
     sum(words, streams)
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn dots(_: IsaToken, steps: usize) -> i32 {
     // SAFETY: portable.
     unsafe { dot::<Scalar>(steps) }

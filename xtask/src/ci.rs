@@ -8,9 +8,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::interop;
-use crate::support::shell::{cargo, run as execute, shared_dir, succeeds, target_dir};
+use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool};
 use crate::support::steps::Steps;
+use crate::{interop, sanitize};
 
 /// The README's second command, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
@@ -23,7 +23,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop
+    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop, aarch64, sanitize
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -43,6 +43,9 @@ pub fn run(args: &Args) -> Result<()> {
     });
     steps.step("deny", || deny(&["licenses", "bans", "sources"]));
     steps.step("interop", || interop::run(&[]));
+    // A compiler of its own, and its own builds of a few crates.
+    steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
+    steps.step("sanitize", sanitize::run);
     steps.finish()
 }
 
@@ -103,18 +106,9 @@ pub fn judge_skips(skipped: &str, shared: Option<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// cargo-deny on the whole tree, installed first where it is missing.
+/// cargo-deny on the whole tree.
 pub fn deny(checks: &[&str]) -> Result<()> {
-    let own = target_dir().join("tools");
-    let program = own.join("bin/cargo-deny");
-    let installed = succeeds(Command::new("cargo-deny").arg("--version"));
-    if !installed && !program.is_file() {
-        // Unoptimized: building it takes longer than anything it does here.
-        let mut install = cargo(&["install", "cargo-deny", "--version", CARGO_DENY, "--locked", "--debug"]);
-        execute(install.arg("--root").arg(&own))?;
-    }
-    let program = if installed { PathBuf::from("cargo-deny") } else { program };
-    let mut command = Command::new(program);
+    let mut command = Command::new(tool("cargo-deny", CARGO_DENY)?);
     command.current_dir(crate::support::shell::root());
     command.args(["--locked", "check", "--hide-inclusion-graph"]).args(checks);
     execute(&mut command)

@@ -19,10 +19,18 @@ const SCRIPT: &str = "tests/interop/run.sh";
 /// # Errors
 /// When the script is missing, fails, or skipped something without a reason.
 pub fn run(arguments: &[&str]) -> Result<()> {
-    ensure!(root().join(SCRIPT).is_file(), "{SCRIPT} is missing");
-    let (ok, skipped) = watch(Command::new("bash").arg(SCRIPT).args(arguments).current_dir(root()))?;
+    script(SCRIPT, arguments)
+}
+
+/// Runs a script of the repository that fetches what it needs, and says so where it cannot.
+///
+/// # Errors
+/// As [`run`].
+pub fn script(script: &str, arguments: &[&str]) -> Result<()> {
+    ensure!(root().join(script).is_file(), "{script} is missing");
+    let (ok, skipped) = watch(Command::new("bash").arg(script).args(arguments).current_dir(root()))?;
     judge_skips(&skipped, shared_dir())?;
-    ensure!(ok, "{SCRIPT} failed");
+    ensure!(ok, "{script} failed");
     Ok(())
 }
 
@@ -31,7 +39,7 @@ pub fn run(arguments: &[&str]) -> Result<()> {
 fn watch(command: &mut Command) -> Result<(bool, String)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdout(writer.try_clone()?).stderr(writer).stdin(Stdio::null());
-    let mut child = command.spawn().context("cannot start the interop check")?;
+    let mut child = command.spawn().context("cannot start bash")?;
     // The command holds the pipe's other end; only without it does the output end with the child.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut skipped = String::new();

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_kernels, bench_rtn, ci, dist, gate_trials, interop, nightly, peers_awq, plant,
-    quality, search_agreement, synth,
+    bench_awq_memory, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly, peers_awq,
+    plant, quality, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -24,6 +24,10 @@ enum Command {
     Nightly(nightly::Args),
     /// Load what we write with readers that nobody here wrote
     Interop,
+    /// Run the kernels' tests under AddressSanitizer
+    Sanitize,
+    /// Run the fuzz targets under libFuzzer
+    Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
     /// Write a random Llama checkpoint of any size
@@ -51,6 +55,8 @@ fn main() -> ExitCode {
         Command::Ci(args) => ci::run(&args),
         Command::Nightly(args) => nightly::run(&args),
         Command::Interop => interop::run(&[]),
+        Command::Sanitize => sanitize::run(),
+        Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),

@@ -3,12 +3,12 @@
 use anyhow::Result;
 
 use crate::support::steps::Steps;
-use crate::{bench_awq_memory, bench_rtn, ci, dist, interop};
+use crate::{bench_awq_memory, bench_rtn, ci, dist, fuzz, interop};
 
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, proptest, interop, dist, bench-rtn, bench-awq-memory
+    /// Run these steps only: advisories, proptest, interop, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases of each property test
@@ -27,6 +27,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("interop", || interop::run(&["--whole", "--only", "profile"]));
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
+    steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));
     steps.step("bench-rtn", || {
         bench_rtn::run(&bench_rtn::Args {
             layers: 16,

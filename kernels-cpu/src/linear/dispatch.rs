@@ -1,5 +1,7 @@
 //! Which tile an instruction set uses for how many rows.
 
+#[cfg(target_arch = "aarch64")]
+use self::arm::{neon_tile, neondot_tile, neoni8mm_tile};
 #[cfg(target_arch = "x86_64")]
 use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
 use super::tile::Tile;
@@ -51,6 +53,8 @@ impl Path {
             Isa::Scalar => left.min(2),
             // Sixteen registers hold the sums of four rows, two each, and what they are made of.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
+            // Thirty-two hold the sums of four rows, four each, and a step of codes.
+            Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm if left > 4 => left.div_ceil(left.div_ceil(4)),
             _ => left,
         }
     }
@@ -59,6 +63,8 @@ impl Path {
     pub(super) fn panels(self, rows: usize) -> usize {
         match (self.isa, rows) {
             (Isa::Avx2 | Isa::AvxVnni, 1 | 2) => 2,
+            (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, 1) => 2,
+            (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, _) => 1,
             (Isa::Scalar | Isa::Avx2 | Isa::AvxVnni, _) => 1,
             // Few rows wait for memory: four panels are four streams. Many fill the registers.
             (Isa::Avx512Vnni | Isa::Avx512Bf16, ..=4) => 4,
@@ -89,6 +95,13 @@ impl Path {
                 }
             };
         }
+        #[cfg(target_arch = "aarch64")]
+        macro_rules! tiles_of_neon {
+            ($tile:ident) => {{
+                tiles!($tile, [1 2], [1]);
+                tiles!($tile, [1], [2 3 4]);
+            }};
+        }
         match self.isa {
             Isa::Scalar => {}
             #[cfg(target_arch = "x86_64")]
@@ -111,7 +124,13 @@ impl Path {
                 tiles!(avx512vnni_tile, [1 4], [1 2 3 4]);
                 tiles!(avx512vnni_tile, [1 2], [5 6 7 8 9 10 11 12]);
             }
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => tiles_of_neon!(neon_tile),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDotprod => tiles_of_neon!(neondot_tile),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => tiles_of_neon!(neoni8mm_tile),
+            // Of another kind of processor.
             _ => {}
         }
         // Only the portable path is left: `rows` and `panels` give every other a tile of its own.
@@ -157,4 +176,14 @@ mod x86 {
         avx512::Avx512Bf16,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16"
     );
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use super::*;
+    use crate::simd::neon::{Neon, NeonDotprod, NeonI8mm};
+
+    compiled!(neon_tile, Neon, "neon");
+    compiled!(neondot_tile, NeonDotprod, "neon,dotprod");
+    compiled!(neoni8mm_tile, NeonI8mm, "neon,dotprod,i8mm");
 }

@@ -61,6 +61,8 @@ pub(crate) unsafe fn multiply<
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     // A tile of few rows waits for memory: the lines of the steps to come are asked for in time.
     let ahead = if MR <= 8 { 2048 } else { BITS * 256 };
+    // What is missing of every code is part of its zero.
+    let offset = if BITS == 4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
     // counts, and the offsets are those of the layout.
     unsafe {
@@ -79,7 +81,10 @@ pub(crate) unsafe fn multiply<
             let eights = t.eights.add(g * t.strip);
             // From zero, for registers that start from anything else start late: what zeros take off comes after.
             let mut acc = [[L::splat(0); NP]; MR];
-            for _ in 0..steps {
+            let done = L::rows::<BITS, MR, NP>(&mut acc, at, panel, a, t.strip, steps);
+            at = at.wrapping_add(done * step_bytes);
+            a = a.wrapping_add(done * t.strip * STEP);
+            for _ in done..steps {
                 let mut codes = [L::codes4(at); NP];
                 for p in 0..NP {
                     let from = at.add(p * panel);
@@ -118,10 +123,11 @@ pub(crate) unsafe fn multiply<
             let (mut zeros, mut shift) = ([L::splat(0); NP], [L::splat(0); NP]);
             for p in 0..NP {
                 zeros[p] = match layout.middle() {
-                    Some(middle) => L::splat(i32::from(middle)),
+                    Some(middle) => L::splat(i32::from(middle) - offset),
                     None => {
                         let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
-                        if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) }
+                        let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+                        if offset == 0 { zeros } else { L::sub(zeros, L::splat(offset)) }
                     }
                 };
                 if t.zero != 0 {

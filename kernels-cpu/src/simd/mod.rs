@@ -11,6 +11,8 @@ pub(crate) mod avx512;
 pub(crate) mod elementwise;
 #[cfg(target_arch = "x86_64")]
 mod elementwise_x86;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
 pub(crate) mod scalar;
 
 /// Sixteen lanes of 32 bits, one a row.
@@ -27,6 +29,9 @@ pub(crate) trait Lanes: Copy {
     type B: Copy;
     /// Four activations, for every row.
     type A: Copy;
+
+    /// What [`codes8`](Self::codes8) takes off every code; the tile adds it again, by the sums of activations.
+    const OFFSET: i32 = 0;
 
     unsafe fn splat(value: i32) -> Self::I;
     unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
@@ -57,20 +62,35 @@ pub(crate) trait Lanes: Copy {
 
     /// Reads the 64 bytes of a step of codes of 4 bits: features 0 to 3, and 4 to 7.
     unsafe fn codes4(at: *const u8) -> [Self::B; 2];
-    /// Reads the 128 bytes of a step of codes of 8 bits.
+    /// Reads the 128 bytes of a step of codes of 8 bits, less [`OFFSET`](Self::OFFSET).
     unsafe fn codes8(at: *const u8) -> [Self::B; 2];
     /// Reads the eight activations of a step.
     unsafe fn activations(at: *const i8) -> [Self::A; 2];
     /// Adds the eight products of a step to every row's sum; codes are at most 15.
     unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
-    /// The same for codes of 8 bits.
+    /// The same for what `codes8` read.
     unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
+    /// Adds the products of steps from the first on, all rows of a tile in one go, and says of how many; a tile
+    /// takes the others row by row. `at` is where the codes of the first of panels begin that are `panel` bytes
+    /// apart, `a` that of activations of `MR` rows, steps `strip` rows apart.
+    #[inline(always)]
+    unsafe fn rows<const BITS: usize, const MR: usize, const NP: usize>(
+        _sums: &mut [[Self::I; NP]; MR],
+        _at: *const u8,
+        _panel: usize,
+        _a: *const i8,
+        _strip: usize,
+        _steps: usize,
+    ) -> usize {
+        0
+    }
     /// Reads feature `part` of a step, of every row.
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Fetches the line at an address that need not be valid.
     unsafe fn prefetch(at: *const u8);
     /// The same for a line that will be written.
-    unsafe fn prefetch_write(at: *const u8);
+    #[inline(always)]
+    unsafe fn prefetch_write(_at: *const u8) {}
 }
 
 /// Lanes that multiply float activations.

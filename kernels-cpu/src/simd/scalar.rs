@@ -141,8 +141,6 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
-    #[inline(always)]
-    unsafe fn prefetch_write(_: *const u8) {}
 }
 
 super::one_by_one!(Scalar);

@@ -69,6 +69,21 @@ pub fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|o| o.status.success())
 }
 
+/// A program of that name, installed first where it is missing, from the registry of crates.
+pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
+    if succeeds(Command::new(name).arg("--version")) {
+        return Ok(PathBuf::from(name));
+    }
+    let own = target_dir().join("tools");
+    let program = own.join("bin").join(name);
+    if !program.is_file() {
+        // Unoptimized: building it takes longer than anything it does here.
+        let mut install = cargo(&["install", name, "--version", version, "--locked", "--debug"]);
+        run(install.arg("--root").arg(&own))?;
+    }
+    Ok(program)
+}
+
 /// The sizes of all files of a directory, added up.
 pub fn directory_bytes(dir: &Path) -> Result<u64> {
     let mut total = 0;

@@ -1,0 +1,72 @@
+//! Bytes become numbers, sizes and floats, however few bytes there are.
+
+/// Bytes that are taken one after another; behind their end come numbers that follow from them.
+#[derive(Debug)]
+pub(crate) struct Input<'a> {
+    bytes: &'a [u8],
+    state: u64,
+}
+
+impl<'a> Input<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        // FNV-1a, so that every byte counts.
+        let state = bytes
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+        Self { bytes, state: state | 1 }
+    }
+
+    pub(crate) fn byte(&mut self) -> u8 {
+        if let Some((&first, rest)) = self.bytes.split_first() {
+            self.bytes = rest;
+            return first;
+        }
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        (self.state >> 32) as u8
+    }
+
+    pub(crate) fn flag(&mut self) -> bool {
+        self.byte() & 1 == 1
+    }
+
+    /// True once in so many times, as bytes go.
+    pub(crate) fn rarely(&mut self, times: u8) -> bool {
+        self.byte() % times == times - 1
+    }
+
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        usize::from(u16::from_le_bytes([self.byte(), self.byte()])) % n.max(1)
+    }
+
+    /// From 1 to `most`.
+    pub(crate) fn size(&mut self, most: usize) -> usize {
+        1 + self.below(most)
+    }
+
+    /// Any number at all.
+    pub(crate) fn word(&mut self) -> usize {
+        let wide = self.flag();
+        usize::from_le_bytes(std::array::from_fn(|i| if wide || i == 0 { self.byte() } else { 0 }))
+    }
+
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.byte()).collect()
+    }
+
+    /// Codes or zeros of these bits.
+    pub(crate) fn codes(&mut self, bits: u8, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.byte() >> (8 - bits)).collect()
+    }
+
+    /// Any floats, or only small and finite ones.
+    pub(crate) fn floats(&mut self, len: usize) -> Vec<f32> {
+        let any = self.flag();
+        let mut float = || match any {
+            true => f32::from_le_bytes(std::array::from_fn(|_| self.byte())),
+            false => f32::from(self.byte() as i8) / 32.0,
+        };
+        (0..len).map(|_| float()).collect()
+    }
+}

@@ -1,0 +1,42 @@
+//! The fuzz targets on stable Rust: random bytes, and those that are kept.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+use quant_fuzz::TARGETS;
+
+proptest! {
+    #[test]
+    fn random_bytes(data in prop::collection::vec(any::<u8>(), 0..256)) {
+        for (_, target) in TARGETS {
+            target(&data);
+        }
+    }
+}
+
+/// Inputs that once showed something, a folder a target.
+#[test]
+fn kept_bytes() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+    for (name, target) in TARGETS {
+        target(&[]);
+        let Ok(files) = std::fs::read_dir(corpus.join(name)) else { continue };
+        for file in files {
+            let path = file.unwrap().path();
+            println!("{}", path.display());
+            target(&std::fs::read(&path).unwrap());
+        }
+    }
+}
+
+/// Every target has its file for libFuzzer.
+#[test]
+fn all_are_fuzzed() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("libfuzzer/fuzz_targets");
+    let mut files: Vec<String> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|f| f.unwrap().path().file_stem().unwrap().to_string_lossy().into_owned())
+        .collect();
+    files.sort();
+    assert_eq!(files, TARGETS.map(|(name, _)| name.to_owned()));
+}

@@ -1,0 +1,455 @@
+//! Lanes in four registers of 128 bits, for AArch64: multiplied by `smull` and pairwise sums, by `sdot`
+//! (dotprod), or by `usdot` and, of two rows or more, `usmmla` (i8mm).
+//!
+//! The first two know only numbers with a sign. Codes of 4 bits are such already; codes of 8 bits become them
+//! by a flipped top bit, which takes [`Lanes::OFFSET`] off each, and the tile adds it again by the sums of
+//! activations. Products of 8 bits are at most `128 · 128 = 2¹⁴`: one fits 16 bits, a sum of two may not, and is
+//! made in 32. With codes of 4 bits a sum of four is at most `4 · 15 · 128 = 7680`.
+//!
+//! The instructions of dotprod and i8mm, and the conversion of halves, are written as assembly: their
+//! intrinsics are not stable in the oldest compiler that we support.
+
+use core::arch::aarch64::*;
+use core::arch::asm;
+
+use super::{FloatLanes, Lanes};
+
+/// Advanced SIMD, which every AArch64 with an operating system has.
+#[derive(Clone, Copy)]
+pub(crate) struct Neon;
+
+/// The same, and `sdot`.
+#[derive(Clone, Copy)]
+pub(crate) struct NeonDotprod;
+
+/// The same, `usdot` and `usmmla`.
+#[derive(Clone, Copy)]
+pub(crate) struct NeonI8mm;
+
+type Quad<T> = [T; 4];
+
+#[inline(always)]
+unsafe fn load(at: *const u8) -> Quad<uint8x16_t> {
+    // SAFETY: the caller vouches for 64 bytes.
+    unsafe { [vld1q_u8(at), vld1q_u8(at.add(16)), vld1q_u8(at.add(32)), vld1q_u8(at.add(48))] }
+}
+
+/// Sixteen bytes, each widened.
+#[inline(always)]
+unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
+    // SAFETY: the caller has NEON.
+    unsafe {
+        let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+        [
+            vmovl_u16(vget_low_u16(low)),
+            vmovl_high_u16(low),
+            vmovl_u16(vget_low_u16(high)),
+            vmovl_high_u16(high),
+        ]
+        .map(|words| vreinterpretq_s32_u32(words))
+    }
+}
+
+/// Two at a time.
+#[inline(always)]
+fn both<A: Copy, B: Copy, C>(a: Quad<A>, b: Quad<B>, f: impl Fn(A, B) -> C) -> Quad<C> {
+    [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
+}
+
+/// Four halves as floats.
+#[inline(always)]
+unsafe fn from_f16(halves: uint16x4_t) -> float32x4_t {
+    let floats: float32x4_t;
+    // SAFETY: reads and writes registers only; part of NEON, which the caller has.
+    unsafe {
+        asm!("fcvtl {0:v}.4s, {1:v}.4h", lateout(vreg) floats, in(vreg) halves, options(pure, nomem, nostack, preserves_flags));
+    }
+    floats
+}
+
+/// A product that adds to a sum, four by four bytes a lane: the lanes of `b` are all its lane of that index.
+macro_rules! dot_by_lane {
+    ($name:ident, $instruction:literal) => {
+        #[inline(always)]
+        unsafe fn $name<const LANE: usize>(sum: int32x4_t, codes: uint8x16_t, b: int8x16_t) -> int32x4_t {
+            let mut sum = sum;
+            // SAFETY: reads and writes registers only; the caller has the instruction, and was compiled for it.
+            unsafe {
+                asm!(
+                    concat!($instruction, " {0:v}.4s, {1:v}.16b, {2:v}.4b[{3}]"),
+                    inout(vreg) sum, in(vreg) codes, in(vreg) b, const LANE,
+                    options(pure, nomem, nostack, preserves_flags),
+                );
+            }
+            sum
+        }
+    };
+}
+
+dot_by_lane!(sdot, "sdot");
+dot_by_lane!(usdot, "usdot");
+
+/// How one instruction set multiplies; the rest is the same for all.
+trait Dot {
+    const OFFSET: i32;
+
+    /// The eight activations of a step, as the others take them.
+    unsafe fn activations(at: *const i8) -> [int8x16_t; 2];
+    /// `sum + Σ codes · a` over eight features of four rows; codes are at most 15.
+    unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
+    /// The same of codes of 8 bits, less the offset.
+    unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
+    /// As [`Lanes::rows`], of one panel.
+    #[inline(always)]
+    unsafe fn rows<const BITS: usize, const MR: usize>(
+        _sums: [&mut Quad<int32x4_t>; MR],
+        _at: *const u8,
+        _a: *const i8,
+        _strip: usize,
+        _steps: usize,
+    ) -> usize {
+        0
+    }
+}
+
+/// Both halves of a register times those of another, in 16 bits.
+#[inline(always)]
+unsafe fn products(a: uint8x16_t, b: int8x16_t) -> [int16x8_t; 2] {
+    // SAFETY: the caller has NEON.
+    unsafe {
+        let a = vreinterpretq_s8_u8(a);
+        [vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)]
+    }
+}
+
+impl Dot for Neon {
+    const OFFSET: i32 = 128;
+
+    #[inline(always)]
+    unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
+        let at = at.cast::<i32>();
+        // SAFETY: the caller vouches for 8 values, and has NEON.
+        unsafe {
+            [at.read_unaligned(), at.add(1).read_unaligned()].map(|a| vreinterpretq_s8_s32(vdupq_n_s32(a)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
+        // SAFETY: the caller has NEON.
+        unsafe {
+            let [low, high] = products(codes[0], a[0]);
+            let (codes, a) = (vreinterpretq_s8_u8(codes[1]), a[1]);
+            let low = vmlal_s8(low, vget_low_s8(codes), vget_low_s8(a));
+            let high = vmlal_high_s8(high, codes, a);
+            vpadalq_s16(sum, vpaddq_s16(low, high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
+        // SAFETY: the caller has NEON.
+        unsafe {
+            let (first, second) = (products(codes[0], a[0]), products(codes[1], a[1]));
+            let low = vpadalq_s16(vpaddlq_s16(first[0]), second[0]);
+            let high = vpadalq_s16(vpaddlq_s16(first[1]), second[1]);
+            vaddq_s32(sum, vpaddq_s32(low, high))
+        }
+    }
+}
+
+/// By lane: no activation is broadcast, one load serves both halves of a step.
+macro_rules! dot_products {
+    ($name:ident, $offset:literal, $dot:ident $(, $rows:item)?) => {
+        impl Dot for $name {
+            const OFFSET: i32 = $offset;
+
+            #[inline(always)]
+            unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
+                // SAFETY: the caller vouches for 8 values, and has NEON.
+                unsafe { [vcombine_s8(vld1_s8(at), vdup_n_s8(0)); 2] }
+            }
+            #[inline(always)]
+            unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
+                // SAFETY: the caller has the instruction.
+                unsafe { $dot::<1>($dot::<0>(sum, codes[0], a[0]), codes[1], a[1]) }
+            }
+            #[inline(always)]
+            unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
+                // SAFETY: the caller has the instruction.
+                unsafe { Self::small(sum, codes, a) }
+            }
+            $(#[inline(always)] $rows)?
+        }
+    };
+}
+
+dot_products!(NeonDotprod, 128, sdot);
+dot_products!(
+    NeonI8mm,
+    0,
+    usdot,
+    unsafe fn rows<const BITS: usize, const MR: usize>(
+        sums: [&mut Quad<int32x4_t>; MR],
+        at: *const u8,
+        a: *const i8,
+        strip: usize,
+        steps: usize,
+    ) -> usize {
+        if !(2..=4).contains(&MR) {
+            return 0;
+        }
+        // SAFETY: as the caller vouches.
+        unsafe { matrices::<BITS, MR>(sums, at, a, strip, steps) }
+        steps
+    }
+);
+
+/// `sum[i][j] + Σ codes[i] · a[j]`, of two rows of eight features each.
+#[inline(always)]
+unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
+    let mut sum = sum;
+    // SAFETY: reads and writes registers only; the caller has the instruction, and was compiled for it.
+    unsafe {
+        asm!(
+            "usmmla {0:v}.4s, {1:v}.16b, {2:v}.16b",
+            inout(vreg) sum, in(vreg) codes, in(vreg) a,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sum
+}
+
+/// Two rows of activations times two of a panel: an instruction does what two of `usdot` do. The rows of the
+/// layout's words become those of matrices by a zip of the halves of a step, once for all activations.
+#[inline(always)]
+unsafe fn matrices<const BITS: usize, const MR: usize>(
+    mut sums: [&mut Quad<int32x4_t>; MR],
+    at: *const u8,
+    a: *const i8,
+    strip: usize,
+    steps: usize,
+) {
+    // SAFETY: the caller vouches for the steps and the rows, and has i8mm.
+    unsafe {
+        let zero = vdupq_n_s32(0);
+        // Of two pairs of rows, each with eight pairs of the panel's.
+        let mut products = [[[zero; 2]; 4]; 2];
+        for step in 0..steps {
+            let at = at.add(step * 16 * BITS);
+            let [low, high] = if BITS == 4 { NeonI8mm::codes4(at) } else { NeonI8mm::codes8(at) };
+            let words = |bytes| vreinterpretq_u32_u8(bytes);
+            let codes = both(low, high, |low, high| {
+                let (low, high) = (words(low), words(high));
+                [vzip1q_u32(low, high), vzip2q_u32(low, high)].map(|pair| vreinterpretq_u8_u32(pair))
+            });
+            for (pair, products) in products.iter_mut().enumerate().take(MR.div_ceil(2)) {
+                let a = a.add((step * strip + 2 * pair) * 8);
+                // A last row alone is multiplied twice: behind it there may be nothing.
+                let a = if 2 * pair + 1 < MR { vld1q_s8(a) } else { vcombine_s8(vld1_s8(a), vld1_s8(a)) };
+                for quad in 0..4 {
+                    for half in 0..2 {
+                        products[quad][half] = usmmla(products[quad][half], codes[quad][half], a);
+                    }
+                }
+            }
+        }
+        for (m, sums) in sums.iter_mut().enumerate() {
+            for quad in 0..4 {
+                let [first, second] = products[m / 2][quad];
+                let row = if m % 2 == 0 { vuzp1q_s32(first, second) } else { vuzp2q_s32(first, second) };
+                sums[quad] = vaddq_s32(sums[quad], row);
+            }
+        }
+    }
+}
+
+macro_rules! lanes {
+    ($name:ident) => {
+        // SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+        impl Lanes for $name {
+            type I = Quad<int32x4_t>;
+            type F = Quad<float32x4_t>;
+            type B = Quad<uint8x16_t>;
+            type A = int8x16_t;
+
+            const OFFSET: i32 = <Self as Dot>::OFFSET;
+
+            #[inline(always)]
+            unsafe fn splat(value: i32) -> Self::I {
+                // SAFETY: as above.
+                unsafe { [vdupq_n_s32(value); 4] }
+            }
+            #[inline(always)]
+            unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: as above.
+                both(a, b, |a, b| unsafe { vaddq_s32(a, b) })
+            }
+            #[inline(always)]
+            unsafe fn sub(a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: as above.
+                both(a, b, |a, b| unsafe { vsubq_s32(a, b) })
+            }
+            #[inline(always)]
+            unsafe fn mul(a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: as above.
+                both(a, b, |a, b| unsafe { vmulq_s32(a, b) })
+            }
+            #[inline(always)]
+            unsafe fn load_i32(at: *const u8) -> Self::I {
+                // SAFETY: as above.
+                unsafe { load(at).map(|bytes| vreinterpretq_s32_u8(bytes)) }
+            }
+            #[inline(always)]
+            unsafe fn load_u8(at: *const u8) -> Self::I {
+                // SAFETY: as above.
+                unsafe { widen(vld1q_u8(at)) }
+            }
+            #[inline(always)]
+            unsafe fn load_u4(at: *const u8) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    let halves = vld1_u8(at);
+                    let (low, high) = (vand_u8(halves, vdup_n_u8(0x0f)), vshr_n_u8::<4>(halves));
+                    widen(vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high)))
+                }
+            }
+            #[inline(always)]
+            unsafe fn zero() -> Self::F {
+                // SAFETY: as above.
+                unsafe { [vdupq_n_f32(0.0); 4] }
+            }
+            #[inline(always)]
+            unsafe fn splat_f32(value: f32) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [vdupq_n_f32(value); 4] }
+            }
+            #[inline(always)]
+            unsafe fn to_f32(a: Self::I) -> Self::F {
+                // SAFETY: as above.
+                a.map(|a| unsafe { vcvtq_f32_s32(a) })
+            }
+            #[inline(always)]
+            unsafe fn as_f32(a: Self::I) -> Self::F {
+                // SAFETY: as above.
+                a.map(|a| unsafe { vreinterpretq_f32_s32(a) })
+            }
+            #[inline(always)]
+            unsafe fn as_i32(a: Self::F) -> Self::I {
+                // SAFETY: as above.
+                a.map(|a| unsafe { vreinterpretq_s32_f32(a) })
+            }
+            #[inline(always)]
+            unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+                // SAFETY: as above.
+                both(both(a, b, |a, b| (a, b)), c, |(a, b), c| unsafe { vfmaq_f32(c, a, b) })
+            }
+            #[inline(always)]
+            unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F {
+                // SAFETY: as above.
+                both(a, b, |a, b| unsafe { vmulq_f32(a, b) })
+            }
+            #[inline(always)]
+            unsafe fn load_f32(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe { load(at).map(|bytes| vreinterpretq_f32_u8(bytes)) }
+            }
+            #[inline(always)]
+            unsafe fn load_bf16(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let words = [0, 8, 16, 24].map(|i| vreinterpret_u16_u8(vld1_u8(at.add(i))));
+                    words.map(|words| vreinterpretq_f32_u32(vshll_n_u16::<16>(words)))
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_f16(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [0, 8, 16, 24].map(|i| from_f16(vreinterpret_u16_u8(vld1_u8(at.add(i))))) }
+            }
+            #[inline(always)]
+            unsafe fn store_f32(at: *mut f32, a: Self::F) {
+                // SAFETY: as above.
+                unsafe {
+                    for (i, part) in a.into_iter().enumerate() {
+                        vst1q_f32(at.add(4 * i), part);
+                    }
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes4(at: *const u8) -> [Self::B; 2] {
+                // SAFETY: as above.
+                unsafe {
+                    let both = load(at);
+                    [both.map(|b| vandq_u8(b, vdupq_n_u8(0x0f))), both.map(|b| vshrq_n_u8::<4>(b))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
+                // SAFETY: as above.
+                unsafe {
+                    let flip = vdupq_n_u8(<Self as Dot>::OFFSET as u8);
+                    [load(at), load(at.add(64))].map(|half| half.map(|codes| veorq_u8(codes, flip)))
+                }
+            }
+            #[inline(always)]
+            unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
+                // SAFETY: as above.
+                unsafe { <Self as Dot>::activations(at) }
+            }
+            #[inline(always)]
+            unsafe fn dot4(sum: Self::I, [low, high]: [Self::B; 2], a: [int8x16_t; 2]) -> Self::I {
+                let codes = both(low, high, |low, high| [low, high]);
+                // SAFETY: as above.
+                both(sum, codes, |sum, codes| unsafe { <Self as Dot>::small(sum, codes, a) })
+            }
+            #[inline(always)]
+            unsafe fn dot8(sum: Self::I, [low, high]: [Self::B; 2], a: [int8x16_t; 2]) -> Self::I {
+                let codes = both(low, high, |low, high| [low, high]);
+                // SAFETY: as above.
+                both(sum, codes, |sum, codes| unsafe { <Self as Dot>::whole(sum, codes, a) })
+            }
+            #[inline(always)]
+            unsafe fn rows<const BITS: usize, const MR: usize, const NP: usize>(
+                sums: &mut [[Self::I; NP]; MR],
+                at: *const u8,
+                panel: usize,
+                a: *const i8,
+                strip: usize,
+                steps: usize,
+            ) -> usize {
+                let mut done = 0;
+                for p in 0..NP {
+                    let sums = sums.each_mut().map(|row| &mut row[p]);
+                    // SAFETY: as above.
+                    done = unsafe { <Self as Dot>::rows::<BITS, MR>(sums, at.add(p * panel), a, strip, steps) };
+                }
+                done
+            }
+            #[inline(always)]
+            unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
+                // SAFETY: as above.
+                unsafe {
+                    let (words, shift, mask) = match BITS {
+                        4 => (load(at), 8 * (part % 4) + 4 * (part / 4), 0x0f),
+                        _ => (load(at.add(64 * (part / 4))), 8 * (part % 4), 0xff),
+                    };
+                    let (right, mask) = (vdupq_n_s32(-(shift as i32)), vdupq_n_u32(mask));
+                    words.map(|words| {
+                        let word = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(words), right), mask);
+                        vreinterpretq_s32_u32(word)
+                    })
+                }
+            }
+            #[inline(always)]
+            unsafe fn prefetch(at: *const u8) {
+                // SAFETY: a prefetch of any address does nothing else.
+                unsafe { asm!("prfm pldl1keep, [{0}]", in(reg) at, options(nostack, preserves_flags, readonly)) }
+            }
+        }
+
+        super::one_by_one!($name);
+    };
+}
+
+lanes!(Neon);
+lanes!(NeonDotprod);
+lanes!(NeonI8mm);

@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Makes a compiler for AArch64 and an emulator that runs what it makes: setup.sh [DIR]
+#
+# DIR defaults to target/aarch64 under the repository root. rustup's toolchains come with the standard
+# library of their own machine only, and a library fits no compiler but the one that made it. So both
+# come from Debian, whose packages are unpacked, not installed: rustc for this machine, its standard
+# library for both, AArch64's C library, and qemu. Nothing outside DIR is written, and root is not needed.
+#
+# Exits with 3, and a line that starts with SKIPPED, where that cannot work: another platform, no
+# apt-get or dpkg-deb, or no rust-lld. A finished folder carries a stamp; with the same stamp nothing is done.
+set -euo pipefail
+
+# With its backports: the stable suite's own rustc is older than our minimum.
+suite=trixie
+# Compiler and emulator run with these, whatever this machine has of them.
+here_packages=(
+    rustc rust-clippy libstd-rust-dev qemu-user
+    libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
+)
+there_packages=(libstd-rust-dev libc6 libc6-dev libgcc-s1 libgcc-14-dev)
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+directory=${1:-$(dirname "$(dirname "$here")")/target/aarch64}
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+
+skip() {
+    echo "SKIPPED: the kernels of AArch64 $1"
+    exit 3
+}
+[[ $(uname -sm) == "Linux x86_64" ]] || skip "are compiled and emulated on Linux x86-64 only"
+for tool in apt-get apt-cache dpkg-deb; do
+    command -v "$tool" >/dev/null || skip "take $tool, to fetch Debian's packages with"
+done
+[[ -f $keyring ]] || skip "take Debian's keys, $keyring"
+# Debian's archive, wherever this machine gets its own packages from.
+archive=$(apt-get indextargets --no-release-info --format '$(REPO_URI)' | grep -E '/debian/?$' | sort -u | head -n1 || true)
+[[ -n $archive ]] || skip "take Debian's archive, and apt here knows none"
+linker=$(rustc --print sysroot)/lib/rustlib/x86_64-unknown-linux-gnu/bin/rust-lld
+[[ -x $linker ]] || skip "are linked by rust-lld, and there is no $linker"
+stamp=$(sha256sum "$here/setup.sh" | cut -d' ' -f1)-$linker
+
+mkdir -p "$(dirname "$directory")"
+if command -v flock >/dev/null; then
+    exec 9>"$directory.lock"
+    flock 9
+fi
+if [[ -f $directory/stamp && $(<"$directory/stamp") == "$stamp" ]]; then
+    echo "AArch64 ready: $directory"
+    exit 0
+fi
+
+SECONDS=0
+rm -rf "$directory"
+mkdir -p "$directory"/apt/{lists/partial,archives/partial,sources,debs} "$directory"/{bin,host,sysroot}
+directory=$(cd "$directory" && pwd)
+apt=$directory/apt
+touch "$apt/status"
+printf 'Types: deb\nURIs: %s\nSuites: %s %s-backports\nComponents: main\nArchitectures: amd64 arm64\nSigned-By: %s\n' \
+    "$archive" "$suite" "$suite" "$keyring" >"$apt/sources/debian.sources"
+printf 'Package: *\nPin: release n=%s-backports\nPin-Priority: 600\n' "$suite" >"$apt/preferences"
+options=(
+    -o "Dir::State=$apt" -o "Dir::State::status=$apt/status" -o "Dir::Cache=$apt"
+    -o Dir::Etc::SourceList=/dev/null -o "Dir::Etc::SourceParts=$apt/sources"
+    -o "Dir::Etc::Preferences=$apt/preferences" -o Dir::Etc::PreferencesParts=/dev/null
+    -o APT::Architecture=amd64 -o APT::Architectures=amd64,arm64 -o APT::Sandbox::User= -o Acquire::Languages=none
+)
+apt-get "${options[@]}" -qq update
+# What these are called depends on the compiler's version.
+versioned=$(apt-cache "${options[@]}" depends libstd-rust-dev | sed -n 's/.*Depends: \(libstd-rust-[0-9.]*\)$/\1/p' | head -n1)
+llvm=$(apt-cache "${options[@]}" depends "$versioned" | sed -n 's/.*Depends: \(libllvm[0-9]*\)$/\1/p' | head -n1)
+(cd "$apt/debs" && apt-get "${options[@]}" -qq download \
+    "${here_packages[@]}" "$versioned" "$llvm" "${there_packages[@]/%/:arm64}")
+for tree in host:amd64 sysroot:arm64; do
+    for package in "$apt"/debs/*_"${tree#*:}".deb; do
+        dpkg-deb --extract "$package" "$directory/${tree%:*}"
+    done
+done
+rm -rf "$apt"
+# The emulators of all other processors are a third of everything.
+find "$directory/host/usr/bin" -name 'qemu-*' ! -name qemu-aarch64 -delete
+# As Debian merges them.
+ln -sfn usr/lib "$directory/sysroot/lib"
+ln -sfn "$directory/sysroot/usr/lib/rustlib/aarch64-unknown-linux-gnu" "$directory/host/usr/lib/rustlib/"
+
+# This compiler needs the libraries it came with, and they their own loader.
+host=$directory/host/usr
+for program in rustc clippy-driver; do
+    cat >"$directory/bin/$program" <<END
+#!/bin/sh
+exec "$host/lib64/ld-linux-x86-64.so.2" --library-path "$host/lib/x86_64-linux-gnu" \\
+    "$host/bin/$program" --sysroot "$host" "\$@"
+END
+done
+# Cargo names the compiler first where it runs another in its place.
+sed -i '2i shift' "$directory/bin/clippy-driver"
+# What a C compiler would add when it links; rust-lld is none.
+sysroot=$directory/sysroot
+libraries=$sysroot/usr/lib/aarch64-linux-gnu
+gcc=$sysroot/usr/lib/gcc/aarch64-linux-gnu/14
+cat >"$directory/bin/ld" <<END
+#!/bin/sh
+exec "$linker" "\$@" "--sysroot=$sysroot" "-L$libraries" "-L$gcc" -dynamic-linker /lib/ld-linux-aarch64.so.1 \\
+    "$libraries/Scrt1.o" "$libraries/crti.o" "$gcc/crtbeginS.o" "$gcc/crtendS.o" "$libraries/crtn.o"
+END
+cat >"$directory/bin/run" <<END
+#!/bin/sh
+# For tests that start themselves again.
+export QUANT_EMULATOR="$directory/bin/run"
+exec "$host/bin/qemu-aarch64" -cpu "\${QUANT_QEMU_CPU:-max}" -L "$sysroot" "\$@"
+END
+chmod +x "$directory"/bin/*
+"$directory/bin/rustc" --version
+"$host/bin/qemu-aarch64" --version | head -n1
+echo "$stamp" >"$directory/stamp"
+echo "AArch64 made in ${SECONDS} s: $directory"
