@@ -356,7 +356,7 @@ fn products_that_do_not_fit() {
     let (matrix, rows) = (Matrix::new(), Rows::new());
     let (layout, packed) = (matrix.layout(), matrix.packed());
     let mut x = vec![0.5_f32; 3 * K];
-    let bias = vec![0.25_f32; N];
+    let bias = [0.25_f32; N];
     let mut out = vec![0.0_f32; 3 * N];
     let to = out.as_mut_ptr();
     let run = |x: *const qz1_int8_rows,

@@ -39,7 +39,7 @@ pub(crate) const EXP_TERMS: [f32; 8] =
 /// `e^z = 2^n · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, the sum up to `i = 7` by Horner's rule in fused
 /// multiply-adds.
 ///
-/// Within `2⁻²¹` of `silu(g)`, relative, from −87 on; below it is −0, within `1.5 · 10⁻³⁶` absolute. NaN and
+/// Within `2⁻²²` of `silu(g)`, relative, where that is normal and `g ≥ −87`; below it is −0, within `1.5 · 10⁻³⁶` absolute. NaN and
 /// −∞ give NaN, as the formula does.
 pub fn silu(g: f32) -> f32 {
     let z = (-g).clamp(-SILU_END, SILU_END);
