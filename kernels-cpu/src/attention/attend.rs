@@ -359,19 +359,20 @@ impl<'l> Call<'_, 'l> {
         head: usize,
         rows: core::ops::Range<usize>,
         chunk: usize,
-        next: Option<&u32>,
+        next: &[u32],
+        is_first: bool,
         out: *mut f32,
     ) -> [Mass; TILE_ROWS] {
         let (list, layout) = ((self.lists)(head), self.pages.layout);
         let begin = chunk * CHUNK;
         let pages = list.tokens.div_ceil(PAGE_TOKENS).min((chunk + 1) * CHUNK_PAGES);
         let bytes = self.pages.bytes.as_ptr();
-        let next = next.map_or(0, |&page| page as usize);
         let mut tile = Tile {
             layout,
             bytes,
             pages: &list.pages[chunk * CHUNK_PAGES..pages],
-            next: bytes.wrapping_add(next.wrapping_mul(layout.page_bytes())),
+            next,
+            is_first,
             first: list.first.saturating_sub(begin).min(CHUNK),
             seen: [0; TILE_ROWS],
             q: [core::ptr::null(); TILE_ROWS],
@@ -420,8 +421,9 @@ impl<'l> Call<'_, 'l> {
                     if list.seen_by((tile.end - 1) / self.group()) <= chunk * CHUNK {
                         continue;
                     }
-                    let next = list.pages.get((chunk + 1) * CHUNK_PAGES);
-                    let masses = self.tile(head, tile.clone(), chunk, next, part.as_mut_ptr());
+                    let next = list.pages.get((chunk + 1) * CHUNK_PAGES..).unwrap_or_default();
+                    let is_first = first == rows.start;
+                    let masses = self.tile(head, tile.clone(), chunk, next, is_first, part.as_mut_ptr());
                     for (t, r) in tile.enumerate() {
                         let row = self.row(head, r);
                         let out = self.out.pointer().add(row * d);
@@ -449,13 +451,14 @@ impl<'l> Call<'_, 'l> {
         let begin = (chunk * self.heads.kv + head) * rows;
         // Most likely the next piece of this thread.
         let next = (chunk * self.heads.kv + head + 1) % (self.heads.kv * (self.lists)(head).chunks());
-        let next = (self.lists)(next % self.heads.kv).pages.get(next / self.heads.kv * CHUNK_PAGES);
+        let list = (self.lists)(next % self.heads.kv);
+        let next = list.pages.get(next / self.heads.kv * CHUNK_PAGES..).unwrap_or_default();
         // SAFETY: chunks, heads and rows are below their numbers, and so is their place.
         unsafe {
             for first in (0..rows).step_by(TILE_ROWS) {
                 let tile = first..(first + TILE_ROWS).min(rows);
                 let out = self.word(self.room.parts + (begin + first) * d).cast::<f32>();
-                let masses = self.tile(head, tile.clone(), chunk, next, out);
+                let masses = self.tile(head, tile.clone(), chunk, next, first == 0, out);
                 for (t, r) in tile.enumerate() {
                     self.word(self.room.masses + 2 * (begin + r)).cast::<Mass>().write_unaligned(masses[t]);
                 }

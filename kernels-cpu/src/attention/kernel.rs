@@ -27,8 +27,10 @@ pub(super) struct Tile<'a> {
     pub(super) bytes: *const u8,
     /// Those of the chunk, at most [`CHUNK_PAGES`].
     pub(super) pages: &'a [u32],
-    /// What is read next, to be asked for in time; need not be valid.
-    pub(super) next: *const u8,
+    /// Those that will most likely be read next.
+    pub(super) next: &'a [u32],
+    /// Whether pages come from memory, and lines are asked for ahead.
+    pub(super) is_first: bool,
     /// Tokens of the chunk that no row sees, at its beginning.
     pub(super) first: usize,
     /// Tokens of the chunk up to the last that each row sees; those before `first` count.
@@ -53,6 +55,72 @@ pub(super) struct Mass {
 impl Mass {
     /// That of no tokens.
     pub(super) const NONE: Self = Self { most: f32::NEG_INFINITY, total: 0.0 };
+}
+
+/// Lines that are asked for while a step of sixty-four keys, of 4, 8 or 16 bits, is multiplied: fewer than it
+/// has, for keys take less time than values. The rest is asked for meanwhile.
+const KEY_LINES: [usize; 3] = [2, 4, 14];
+/// While sixteen scores of every row become probabilities.
+const SCORE_LINES: [usize; 3] = [8, 16, 8];
+/// While a step of sixty-four features' values is multiplied.
+const VALUE_LINES: [usize; 3] = [5, 10, 18];
+/// Pages of keys that were asked for before a chunk begins.
+const LEAD: usize = 7;
+
+/// Asks for lines at an even pace, which the passes do not read them at: the keys of a chunk, its values, and
+/// the first keys of the next.
+struct Ahead<'a> {
+    tile: &'a Tile<'a>,
+    pages: &'a [u32],
+    /// Which half of a page comes next.
+    half: usize,
+    at: *const u8,
+    /// Lines left of the half that is asked for.
+    left: usize,
+}
+
+impl<'a> Ahead<'a> {
+    #[inline(always)]
+    fn new(tile: &'a Tile<'a>, pages: &'a [u32]) -> Self {
+        let half = if tile.is_first { LEAD.min(pages.len()) } else { usize::MAX };
+        let mut ahead = Self { tile, pages, half, at: core::ptr::null(), left: 0 };
+        ahead.turn();
+        ahead
+    }
+
+    /// Asks for so many lines.
+    #[inline(always)]
+    unsafe fn ask<L: Lanes>(&mut self, lines: usize) {
+        let now = lines.min(self.left);
+        for line in 0..lines {
+            if line < now {
+                // SAFETY: the caller has the instructions; addresses need not be valid.
+                unsafe { L::prefetch(self.at.wrapping_add(64 * line)) };
+            }
+        }
+        self.at = self.at.wrapping_add(64 * now);
+        self.left -= now;
+        if self.left == 0 {
+            self.turn();
+        }
+    }
+
+    /// On to the next half of a page.
+    fn turn(&mut self) {
+        let (count, layout) = (self.pages.len(), self.tile.layout);
+        let (keys, all) = (layout.values_at(), layout.page_bytes());
+        let (page, part) = match self.half {
+            half if half < count => (self.pages.get(half), 0..keys),
+            half if half < 2 * count => (self.pages.get(half - count), keys..all),
+            half if half < 2 * count + LEAD => (self.tile.next.get(half - 2 * count), 0..keys),
+            // Nothing any more: asking costs two comparisons.
+            _ => (None, 0..0),
+        };
+        let Some(&page) = page else { return };
+        self.half += 1;
+        self.at = self.tile.bytes.wrapping_add((page as usize).wrapping_mul(all) + part.start);
+        self.left = part.len() / 64;
+    }
 }
 
 /// A score, and later a probability, for each token of a chunk, a row after another.
@@ -83,22 +151,18 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
         }
         let (start, pages) = (t.first / PAGE_TOKENS, end.div_ceil(PAGE_TOKENS));
         let page = |i: usize| t.bytes.wrapping_add(t.pages[i] as usize * t.layout.page_bytes());
+        let mut ahead = Ahead::new(t, &t.pages[start..pages]);
         for i in start..pages {
-            let next =
-                if i + 1 < pages { page(i + 1) } else { page(start).wrapping_add(t.layout.values_at()) };
             let out = at.add(i * PAGE_TOKENS);
             if L::WIDE {
-                keys::<L, BITS, MR, 4>(t, page(i), next, 0, out);
+                keys::<L, BITS, MR, 4>(t, page(i), &mut ahead, 0, out);
             } else {
                 for panel in 0..PAGE_TOKENS / PANEL_ROWS {
-                    keys::<L, BITS, MR, 1>(t, page(i), next, panel, out.add(panel * PANEL_ROWS));
+                    keys::<L, BITS, MR, 1>(t, page(i), &mut ahead, panel, out.add(panel * PANEL_ROWS));
                 }
             }
         }
-        let mut offsets = [0.0; MR];
-        for m in 0..MR {
-            (masses[m], offsets[m]) = weigh::<L, BITS>(t, m, at.add(m * CHUNK), end);
-        }
+        let offsets = weigh::<L, BITS, MR>(t, at, end, &mut ahead, &mut masses);
         for m in 0..MR {
             let offset = L::splat_f32(offsets[m]);
             for f in 0..d / PANEL_ROWS {
@@ -108,24 +172,23 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
         for i in start..pages {
             let tokens = [t.first.saturating_sub(i * PAGE_TOKENS), (end - i * PAGE_TOKENS).min(PAGE_TOKENS)];
             let values = page(i).wrapping_add(t.layout.values_at());
-            let next = if i + 1 < pages { page(i + 1).wrapping_add(t.layout.values_at()) } else { t.next };
             let p = at.cast::<u8>().add(i * PAGE_TOKENS / STEP * step_bytes::<L, BITS>());
             let groups = d / PANEL_ROWS;
             let mut f = 0;
             if L::WIDE {
                 if MR <= 2 {
                     while f + 8 <= groups {
-                        weighted::<L, BITS, MR, 8>(t, values, next, f, tokens, p);
+                        weighted::<L, BITS, MR, 8>(t, values, &mut ahead, f, tokens, p);
                         f += 8;
                     }
                 }
                 while f + 4 <= groups {
-                    weighted::<L, BITS, MR, 4>(t, values, next, f, tokens, p);
+                    weighted::<L, BITS, MR, 4>(t, values, &mut ahead, f, tokens, p);
                     f += 4;
                 }
             }
             while f < groups {
-                weighted::<L, BITS, MR, 1>(t, values, next, f, tokens, p);
+                weighted::<L, BITS, MR, 1>(t, values, &mut ahead, f, tokens, p);
                 f += 1;
             }
         }
@@ -146,7 +209,7 @@ const fn step_bytes<L: ValueLanes, const BITS: usize>() -> usize {
 unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
     page: *const u8,
-    next: *const u8,
+    ahead: &mut Ahead<'_>,
     panel: usize,
     out: *mut f32,
 ) {
@@ -156,15 +219,14 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
         let mut scores = [[L::zero(); NP]; MR];
         if BITS == 16 {
             let row = 2 * PANEL_ROWS;
-            let offset = panel * d * row;
-            let at = page.add(offset);
+            let at = page.add(panel * d * row);
             for i in 0..d {
                 let mut k = [L::zero(); NP];
                 for p in 0..NP {
                     k[p] = L::load_f16(at.add((p * d + i) * row));
-                    if i % 2 == 0 {
-                        L::prefetch(next.wrapping_add(offset + (p * d + i) * row));
-                    }
+                }
+                if i % STEP == 0 {
+                    ahead.ask::<L>(KEY_LINES[2] * NP / 4);
                 }
                 for m in 0..MR {
                     let q = L::splat_f32(t.q[m].cast::<f32>().add(i).read_unaligned());
@@ -175,19 +237,15 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
             }
         } else {
             let (steps, bytes) = (d / STEP, PANEL_ROWS * STEP * BITS / 8);
-            let offset = panel * steps * bytes;
-            let at = page.add(offset);
+            let at = page.add(panel * steps * bytes);
             let mut sums = [[L::splat(0); NP]; MR];
             for s in 0..steps {
                 let mut codes = [L::codes4(at); NP];
                 for p in 0..NP {
                     let line = (p * steps + s) * bytes;
                     codes[p] = if BITS == 4 { L::codes4(at.add(line)) } else { L::codes8(at.add(line)) };
-                    L::prefetch(next.wrapping_add(offset + line));
-                    if BITS == 8 {
-                        L::prefetch(next.wrapping_add(offset + line + 64));
-                    }
                 }
+                ahead.ask::<L>(KEY_LINES[BITS / 8] * NP / 4);
                 for m in 0..MR {
                     let q = L::activations(t.q[m].cast::<i8>().add(s * STEP));
                     for p in 0..NP {
@@ -200,8 +258,8 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
             }
             for p in 0..NP {
                 let row = 2 * (panel + p) * PANEL_ROWS;
-                let scale = L::load_f16(page.add(t.layout.scales_at() + row));
-                let zero = L::load_f16(page.add(t.layout.zeros_at() + row));
+                let scale = L::load_f16(page.add(t.layout.scales_at(true) + row));
+                let zero = L::load_f16(page.add(t.layout.zeros_at(true) + row));
                 for m in 0..MR {
                     let zeros = L::mul_f32(zero, L::splat_f32(t.sum[m]));
                     scores[m][p] = L::fma(scale, L::to_f32(sums[m][p]), zeros);
@@ -217,66 +275,79 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
     }
 }
 
-/// Scores of a row become probabilities, not yet divided by their sum and, but for f16, multiplied with the
-/// values' scales; what values share beyond that is returned: `Σ p · (zero + centre · scale)`.
+/// Scores become probabilities, not yet divided by their sum and, but for f16, multiplied with the values' scales;
+/// what a row's values share beyond that is returned: `Σ p · (zero + centre · scale)`.
 ///
 /// # Safety
-/// As [`attend`]; `row` holds the scores of all tokens from `first`'s page to `end`'s.
+/// As [`attend`]; `rows` holds the scores of all tokens from `first`'s page to `end`'s.
 #[inline(always)]
-unsafe fn weigh<L: ValueLanes, const BITS: usize>(
+unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     t: &Tile<'_>,
-    m: usize,
-    row: *mut f32,
+    rows: *mut f32,
     end: usize,
-) -> (Mass, f32) {
-    let seen = [t.first, t.seen[m].max(t.first)];
-    let panels = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS)..end.div_ceil(PANEL_ROWS);
+    ahead: &mut Ahead<'_>,
+    masses: &mut [Mass; TILE_ROWS],
+) -> [f32; MR] {
+    let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
+    let panels = start..end.div_ceil(PANEL_ROWS);
+    // Panels that all rows see all of.
+    let least = (0..MR).fold(end, |least, m| least.min(t.seen[m]));
+    let whole = t.first.div_ceil(PANEL_ROWS)..least / PANEL_ROWS;
+    let bytes = 2 * step_bytes::<L, BITS>();
     // SAFETY: panels are those whose scores there are, and pages those of the chunk.
     unsafe {
-        let least = L::splat_f32(f32::NEG_INFINITY);
-        let mut most = least;
-        for v in panels.clone() {
-            let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
-            most = match within(v, seen) {
-                Within::All => L::max_f32(scores, most),
-                Within::Some => L::max_f32(keep::<L>(scores, v, seen, f32::NEG_INFINITY), most),
-                Within::None => most,
-            };
+        let mut minus = [L::zero(); MR];
+        for m in 0..MR {
+            let row = rows.add(m * CHUNK);
+            let mut most = L::splat_f32(f32::NEG_INFINITY);
+            for v in panels.clone() {
+                let mut scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
+                if !whole.contains(&v) {
+                    scores = keep::<L>(scores, v, [t.first, t.seen[m]], f32::NEG_INFINITY);
+                }
+                most = L::max_f32(scores, most);
+            }
+            let most = array::<L>(most).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+            masses[m].most = most;
+            minus[m] = L::splat_f32(if most == f32::NEG_INFINITY { 0.0 } else { -most });
         }
-        let most = array::<L>(most).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
-        let minus = L::splat_f32(if most == f32::NEG_INFINITY { 0.0 } else { -most });
         let (one, centre) = (L::splat_f32(1.0), L::splat_f32(centre::<BITS>() as f32));
-        let (mut total, mut offset) = (L::zero(), L::zero());
-        let bytes = 2 * step_bytes::<L, BITS>();
+        let (mut totals, mut offsets) = ([L::zero(); MR], [L::zero(); MR]);
         for v in panels {
-            let to = row.cast::<u8>().add(v * bytes);
-            let within = within(v, seen);
-            if let Within::None = within {
-                store::<L, BITS>(to, L::zero());
-                continue;
-            }
-            let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
-            let mut p = exp::<L>(L::fma(scores, one, minus));
-            if let Within::Some = within {
-                p = keep::<L>(p, v, seen, 0.0);
-            }
-            total = L::fma(p, one, total);
+            ahead.ask::<L>(SCORE_LINES[BITS / 8]);
+            let is_whole = whole.contains(&v);
+            let (mut scale, mut zero) = (one, one);
             if BITS != 16 {
                 let page = t.pages[v * PANEL_ROWS / PAGE_TOKENS] as usize * t.layout.page_bytes();
-                let grids = t.bytes.add(page + t.layout.values_at() + v * PANEL_ROWS % PAGE_TOKENS * 2);
-                let mut scale = L::load_f16(grids.add(t.layout.scales_at()));
-                let mut zero = L::load_f16(grids.add(t.layout.zeros_at()));
-                if let Within::Some = within {
-                    // Slots that were never written may hold anything.
-                    (scale, zero) = (keep::<L>(scale, v, seen, 0.0), keep::<L>(zero, v, seen, 0.0));
+                let grids = t.bytes.add(page + v * PANEL_ROWS % PAGE_TOKENS * 2);
+                scale = L::load_f16(grids.add(t.layout.scales_at(false)));
+                zero = L::load_f16(grids.add(t.layout.zeros_at(false)));
+                if !is_whole {
+                    // Slots that nobody wrote may hold anything.
+                    scale = keep::<L>(scale, v, [t.first, end], 0.0);
+                    zero = keep::<L>(zero, v, [t.first, end], 0.0);
                 }
-                offset = L::fma(p, zero, offset);
-                p = L::mul_f32(p, scale);
-                offset = L::fma(p, centre, offset);
             }
-            store::<L, BITS>(to, p);
+            for m in 0..MR {
+                let row = rows.add(m * CHUNK);
+                let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
+                let mut p = exp::<L>(L::fma(scores, one, minus[m]));
+                if !is_whole {
+                    p = keep::<L>(p, v, [t.first, t.seen[m]], 0.0);
+                }
+                totals[m] = L::fma(p, one, totals[m]);
+                if BITS != 16 {
+                    offsets[m] = L::fma(p, zero, offsets[m]);
+                    p = L::mul_f32(p, scale);
+                    offsets[m] = L::fma(p, centre, offsets[m]);
+                }
+                store::<L, BITS>(row.cast::<u8>().add(v * bytes), p);
+            }
         }
-        (Mass { most, total: sum(array::<L>(total)) }, sum(array::<L>(offset)))
+        for m in 0..MR {
+            masses[m].total = sum(array::<L>(totals[m]));
+        }
+        offsets.map(|offset| sum(array::<L>(offset)))
     }
 }
 
@@ -291,24 +362,6 @@ const fn centre<const BITS: usize>() -> i32 {
 unsafe fn store<L: ValueLanes, const BITS: usize>(to: *mut u8, p: L::F) {
     // SAFETY: the caller vouches for the place.
     unsafe { if BITS == 16 { L::store_f32(to.cast(), p) } else { L::store_probabilities(to, p) } }
-}
-
-/// Which tokens of a panel are among those seen.
-#[derive(Clone, Copy)]
-enum Within {
-    All,
-    Some,
-    None,
-}
-
-#[inline(always)]
-fn within(panel: usize, [first, end]: [usize; 2]) -> Within {
-    let (from, to) = (panel * PANEL_ROWS, (panel + 1) * PANEL_ROWS);
-    match () {
-        () if from >= first && to <= end => Within::All,
-        () if from >= end || to <= first => Within::None,
-        () => Within::Some,
-    }
 }
 
 /// Lanes of a panel that are seen; `other` in the rest.
@@ -358,7 +411,7 @@ fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
 unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: usize>(
     t: &Tile<'_>,
     values: *const u8,
-    next: *const u8,
+    ahead: &mut Ahead<'_>,
     f: usize,
     [first, last]: [usize; 2],
     p: *const u8,
@@ -379,13 +432,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
         }
         let table = L::centre(centre::<BITS>());
         for s in first / STEP..last.div_ceil(STEP) {
-            let offset = f * panel + s * bytes;
-            let at = values.add(offset);
-            for g in 0..NF {
-                for line in (0..bytes).step_by(64) {
-                    L::prefetch(next.wrapping_add(offset + g * panel + line));
-                }
-            }
+            let at = values.add(f * panel + s * bytes);
+            ahead.ask::<L>(VALUE_LINES[BITS / 8] * NF / 4);
             let p = p.add(s * step_bytes::<L, BITS>());
             if BITS == 16 {
                 // Halves that nobody wrote may be no numbers; of codes beside a probability of 0, all are.

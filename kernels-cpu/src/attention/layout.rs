@@ -4,9 +4,9 @@
 //! page:  key codes     [4 panels of 16 tokens][head_dim / 8 steps] of 64 bytes (4 bits) or 128 (8)
 //!        key scales    [64] f16
 //!        key zeros     [64] f16
-//!        value codes   [head_dim / 16 panels of 16 features][8 steps of 8 tokens], the same
-//!        value scales  [64] f16
+//!        value scales  [64] f16, here because they are read with the keys, before any value
 //!        value zeros   [64] f16
+//!        value codes   [head_dim / 16 panels of 16 features][8 steps of 8 tokens], as those of keys
 //!
 //! step, 4 bits:  byte 4·r + i = code(r, i) | code(r, i + 4) << 4      r < 16, i < 4
 //! step, 8 bits:  byte 4·r + i = code(r, i), byte 64 + 4·r + i = code(r, i + 4)
@@ -82,7 +82,7 @@ impl KvLayout {
 
     /// Bytes of a page: a multiple of [`LINE`], less than 2¹⁸.
     pub fn page_bytes(&self) -> usize {
-        2 * self.values_at()
+        self.values_at() + self.code_bytes()
     }
 
     /// Identifies the order and everything that it depends on.
@@ -104,18 +104,18 @@ impl KvLayout {
         PANEL_ROWS * STEP * self.bits() / 8
     }
 
-    /// Where scales begin behind the codes, and zeros behind these.
-    pub(crate) fn scales_at(&self) -> usize {
-        self.code_bytes()
+    /// Where the scales of keys, or of values, begin.
+    pub(crate) fn scales_at(&self, is_key: bool) -> usize {
+        self.code_bytes() + if is_key { 0 } else { 4 * PAGE_TOKENS }
     }
 
-    pub(crate) fn zeros_at(&self) -> usize {
-        self.code_bytes() + 2 * PAGE_TOKENS
+    pub(crate) fn zeros_at(&self, is_key: bool) -> usize {
+        self.scales_at(is_key) + 2 * PAGE_TOKENS
     }
 
-    /// Where the values begin.
+    /// Where the codes, or halves, of values begin.
     pub(crate) fn values_at(&self) -> usize {
-        let grids = if self.kind == KvType::F16 { 0 } else { 4 * PAGE_TOKENS };
+        let grids = if self.kind == KvType::F16 { 0 } else { 8 * PAGE_TOKENS };
         debug_assert!((self.code_bytes() + grids).is_multiple_of(LINE));
         self.code_bytes() + grids
     }
@@ -129,25 +129,25 @@ impl KvLayout {
         self.check(page.len(), slot, key.len(), value.len())?;
         check_values(key)?;
         check_values(value)?;
-        let (keys, values) = page.split_at_mut(self.values_at());
-        for (part, x, is_key) in [(keys, key, true), (values, value, false)] {
+        for (x, is_key) in [(key, true), (value, false)] {
             if self.kind == KvType::F16 {
                 for (i, &x) in x.iter().enumerate() {
                     let at = self.half_at(slot, i, is_key);
-                    part[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
+                    page[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
                 }
                 continue;
             }
             let mut codes = [0; MAX_HEAD_DIM];
             let codes = &mut codes[..self.head_dim];
             let grid = quantize_head(x, self.bits() as u32, codes)?;
-            for (at, v) in [(self.scales_at(), grid.scale), (self.zeros_at(), grid.zero)] {
-                part[at + 2 * slot..][..2].copy_from_slice(&v.to_le_bytes());
+            for (at, v) in [(self.scales_at(is_key), grid.scale), (self.zeros_at(is_key), grid.zero)] {
+                page[at + 2 * slot..][..2].copy_from_slice(&v.to_le_bytes());
             }
+            let at = self.values_at();
             if is_key {
-                self.write_key(part, slot, codes);
+                self.write_key(page, slot, codes);
             } else {
-                self.write_value(part, slot, codes);
+                self.write_value(&mut page[at..], slot, codes);
             }
         }
         Ok(())
@@ -189,7 +189,7 @@ impl KvLayout {
             true => (slot / PANEL_ROWS * self.head_dim + i, slot % PANEL_ROWS),
             false => (i / PANEL_ROWS * PAGE_TOKENS + slot, i % PANEL_ROWS),
         };
-        2 * (rows * PANEL_ROWS + place)
+        2 * (rows * PANEL_ROWS + place) + if is_key { 0 } else { self.values_at() }
     }
 
     /// Reads a token back as floats: what [`dequantize_head`] gives, or the halves.
@@ -204,16 +204,16 @@ impl KvLayout {
         value: &mut [f32],
     ) -> Result<(), KernelError> {
         self.check(page.len(), slot, key.len(), value.len())?;
-        let (keys, values) = page.split_at(self.values_at());
-        for (part, out, is_key) in [(keys, key, true), (values, value, false)] {
-            let half = |at: usize| f16::from_le_bytes([part[at], part[at + 1]]);
+        for (out, is_key) in [(key, true), (value, false)] {
+            let half = |at: usize| f16::from_le_bytes([page[at], page[at + 1]]);
             if self.kind == KvType::F16 {
                 let halves = (0..out.len()).map(|i| half(self.half_at(slot, i, is_key)).to_f32());
                 out.iter_mut().zip(halves).for_each(|(out, v)| *out = v);
                 continue;
             }
             let grid =
-                HeadGrid { scale: half(self.scales_at() + 2 * slot), zero: half(self.zeros_at() + 2 * slot) };
+                HeadGrid { scale: half(self.scales_at(is_key) + 2 * slot), zero: half(self.zeros_at(is_key) + 2 * slot) };
+            let part = if is_key { page } else { &page[self.values_at()..] };
             let mut codes = [0; MAX_HEAD_DIM];
             let codes = &mut codes[..self.head_dim];
             for (i, code) in codes.iter_mut().enumerate() {
