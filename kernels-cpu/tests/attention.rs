@@ -115,8 +115,8 @@ impl Case {
         let mut bytes = vec![0xff; order.len() * layout.page_bytes()];
         let pages: Vec<Vec<u32>> = (0..kv).map(|h| order[h * blocks..(h + 1) * blocks].to_vec()).collect();
         for t in 0..tokens {
-            for h in 0..kv {
-                let page = pages[h][t / PAGE_TOKENS] as usize * layout.page_bytes();
+            for (h, pages) in pages.iter().enumerate() {
+                let page = pages[t / PAGE_TOKENS] as usize * layout.page_bytes();
                 let page = &mut bytes[page..page + layout.page_bytes()];
                 let at = (t * kv + h) * d;
                 layout.write(page, t % PAGE_TOKENS, &keys[at..at + d], &values[at..at + d]).unwrap();

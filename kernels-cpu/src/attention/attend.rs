@@ -1,68 +1,15 @@
 //! Queries on lists of pages: checks, the split into pieces, and the order in which parts are joined.
 
 use super::dispatch::Path;
-use super::grid::ROUND;
 use super::kernel::{CHUNK, CHUNK_PAGES, Mass, TILE_ROWS, Tile};
 use super::layout::{KvLayout, MAX_HEAD_DIM, PAGE_TOKENS};
-use crate::activation::SMALLEST;
+use super::list::{Heads, PageList};
+use super::query::{LARGEST_QUERY, largest, quantize_query};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
 /// Rows of queries of one key-value head that pass over a chunk while it is in the second cache.
 const BLOCK_ROWS: usize = 64;
-/// Scores of a row whose queries or factor are above might leave the range of `f32`; its result is NaN.
-pub const LARGEST_QUERY: f32 = 1e27;
-
-/// What of the cache one key-value head attends to.
-///
-/// Tokens are counted along the list, whatever pages it names: a selection of pages, or of a window, is a list.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PageList<'a> {
-    /// Numbers of pages, in order.
-    pub pages: &'a [u32],
-    /// Tokens in them; the last pages may be unfilled or unused.
-    pub tokens: usize,
-    /// Tokens at the beginning that no query sees.
-    pub first: usize,
-    /// Tokens up to the last that the first query sees; each query sees one more than the one before it, and
-    /// none sees more than there are. May be negative: then the first queries see nothing.
-    pub seen: isize,
-}
-
-impl<'a> PageList<'a> {
-    /// All queries see all tokens.
-    pub fn all(pages: &'a [u32], tokens: usize) -> Self {
-        Self { pages, tokens, first: 0, seen: isize::MAX }
-    }
-
-    /// The last tokens are those of the queries, and a query sees none that comes after it.
-    pub fn causal(pages: &'a [u32], tokens: usize, queries: usize) -> Self {
-        let seen = (tokens as isize).saturating_sub(queries as isize).saturating_add(1);
-        Self { pages, tokens, first: 0, seen }
-    }
-
-    /// Tokens up to the last that a query sees.
-    fn seen_by(&self, query: usize) -> usize {
-        let seen = self.seen.saturating_add_unsigned(query).max(0) as usize;
-        seen.min(self.tokens)
-    }
-
-    fn chunks(&self) -> usize {
-        self.tokens.div_ceil(CHUNK)
-    }
-}
-
-/// Heads, and what scores are multiplied with.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Heads {
-    /// A multiple of the key-value heads: query head `h` attends with head `h / (query / kv)`.
-    pub query: usize,
-    /// Key-value heads.
-    pub kv: usize,
-    /// Usually `1 / √head_dim`.
-    pub scale: f32,
-}
-
 /// Pages of a cache, wherever they are.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPages<'a> {
@@ -535,29 +482,4 @@ impl<'l> Call<'_, 'l> {
         // SAFETY: the row is the caller's.
         unsafe { lse.write(result) };
     }
-}
-
-/// The largest magnitude; NaN or infinite where a value is.
-fn largest(q: &[f32]) -> f32 {
-    f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
-}
-
-/// A query of one head becomes whole numbers, as rows of [`Int8Rows`](crate::Int8Rows) do:
-/// `s = max |q| / 127`, `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero where
-/// the largest magnitude is below [`SMALLEST`], and `s` is NaN where a value is not finite.
-///
-/// # Panics
-/// When `codes` has another length.
-pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
-    assert_eq!(codes.len(), q.len(), "codes have another length");
-    let largest = largest(q);
-    if !largest.is_finite() || largest < SMALLEST {
-        codes.fill(0);
-        return (if largest.is_finite() { 0.0 } else { f32::NAN }, 0);
-    }
-    let inverse = 127.0 / largest;
-    for (code, q) in codes.iter_mut().zip(q) {
-        *code = (q * inverse + ROUND).to_bits() as i8;
-    }
-    (largest / 127.0, codes.iter().map(|&c| i32::from(c)).sum())
 }

@@ -2,9 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::attend::{Heads, KvPages, PageList};
+use super::attend::KvPages;
 use super::grid::check_values;
 use super::layout::{KvLayout, PAGE_TOKENS};
+use super::list::{Heads, PageList};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, LINE, Parallel};
 

@@ -9,7 +9,7 @@ const LEAST: f32 = -87.0;
 /// Upper bits of ln 2, few enough that products with whole numbers are exact, and the rest.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];
 /// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes, `1.1 · 10⁻⁸` of `eʳ` off.
-const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_392_640_1];
+const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_392_64];
 
 /// `eˣ` for `x ≤ 0`, `2⁻²²` of it off at most; `e⁻⁸⁷` below −87, and minus infinity too.
 ///

@@ -211,8 +211,10 @@ impl KvLayout {
                 out.iter_mut().zip(halves).for_each(|(out, v)| *out = v);
                 continue;
             }
-            let grid =
-                HeadGrid { scale: half(self.scales_at(is_key) + 2 * slot), zero: half(self.zeros_at(is_key) + 2 * slot) };
+            let grid = HeadGrid {
+                scale: half(self.scales_at(is_key) + 2 * slot),
+                zero: half(self.zeros_at(is_key) + 2 * slot),
+            };
             let part = if is_key { page } else { &page[self.values_at()..] };
             let mut codes = [0; MAX_HEAD_DIM];
             let codes = &mut codes[..self.head_dim];

@@ -40,6 +40,7 @@
 //! term in brackets on `avx512bf16`; and `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³ |lse|`. These assume that
 //! no `p_t · s_t` that matters is below `10⁻³⁸`.
 
+mod ahead;
 mod attend;
 mod cache;
 mod dispatch;
@@ -47,10 +48,14 @@ mod exp;
 mod grid;
 mod kernel;
 mod layout;
+mod list;
 mod merge;
+mod query;
 
-pub use self::attend::{Heads, KvPages, LARGEST_QUERY, PageList, quantize_query};
+pub use self::attend::KvPages;
 pub use self::cache::{KvCache, Workspace};
 pub use self::grid::{HeadGrid, LARGEST, dequantize_head, quantize_head};
 pub use self::layout::{KvLayout, KvType, MAX_HEAD_DIM, PAGE_TOKENS};
+pub use self::list::{Heads, PageList};
 pub use self::merge::merge;
+pub use self::query::{LARGEST_QUERY, quantize_query};
