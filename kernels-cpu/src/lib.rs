@@ -7,6 +7,8 @@
 #![deny(unsafe_code)]
 
 pub mod activation;
+#[allow(unsafe_code, reason = "kernels read and write through pointers, whose bounds callers check")]
+pub mod attention;
 pub mod bf16;
 mod dequantize;
 mod error;

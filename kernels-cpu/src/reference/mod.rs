@@ -127,3 +127,24 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
     }
     out
 }
+
+/// Attention of one query head in `f64`: `keys` and `values` are `[tokens, q.len()]`, as a cache holds them. Returns
+/// the output, the log-sum-exp of the scores, and each token's probability; zeros and minus infinity of none.
+///
+/// # Panics
+/// When keys are not whole tokens, or values are not as many.
+pub fn attention(q: &[f64], keys: &[f32], values: &[f32], scale: f64) -> (Vec<f64>, f64, Vec<f64>) {
+    let d = q.len();
+    assert!(d > 0 && keys.len().is_multiple_of(d) && values.len() == keys.len(), "not whole tokens");
+    let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| q * f64::from(*k)).sum::<f64>();
+    let scores: Vec<f64> = keys.chunks_exact(d).map(|k| scale * dot(k)).collect();
+    let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - most).exp()).sum();
+    let lse = if scores.is_empty() { most } else { most + sum.ln() };
+    let probabilities: Vec<f64> = scores.iter().map(|s| (s - lse).exp()).collect();
+    let mut out = vec![0.0; d];
+    for (p, v) in probabilities.iter().zip(values.chunks_exact(d)) {
+        out.iter_mut().zip(v).for_each(|(out, v)| *out += p * f64::from(*v));
+    }
+    (out, lse, probabilities)
+}

@@ -152,6 +152,11 @@ macro_rules! lanes {
                 unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
             }
             #[inline(always)]
+            unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
+                // SAFETY: as above.
+                unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+            }
+            #[inline(always)]
             unsafe fn load_f32(at: *const u8) -> Self::F {
                 // SAFETY: as above.
                 unsafe { [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.add(32).cast())] }

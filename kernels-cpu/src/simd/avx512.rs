@@ -3,7 +3,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{FloatLanes, Lanes};
+use super::{FloatLanes, Lanes, ValueLanes};
 
 /// AVX-512 F, BW, VL and VNNI.
 #[derive(Clone, Copy)]
@@ -92,6 +92,11 @@ macro_rules! lanes {
                 unsafe { _mm512_mul_ps(a, b) }
             }
             #[inline(always)]
+            unsafe fn max_f32(a: __m512, b: __m512) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_max_ps(a, b) }
+            }
+            #[inline(always)]
             unsafe fn load_f32(at: *const u8) -> __m512 {
                 // SAFETY: the caller vouches for 64 bytes.
                 unsafe { _mm512_loadu_ps(at.cast()) }
@@ -176,7 +181,7 @@ macro_rules! lanes {
 lanes!(Avx512Vnni);
 lanes!(Avx512Bf16);
 
-super::one_by_one!(Avx512Vnni);
+super::one_by_one!(Avx512Vnni, wide: true);
 
 /// Pairs of bf16. A step's words hold at shifts of 0, 4, 8 and 12 the codes of features (0, 2), (4, 6), (1, 3)
 /// and (5, 7); activations come in these pairs, each once rounded to bf16 and once what that left over.
@@ -229,6 +234,30 @@ impl FloatLanes for Avx512Bf16 {
             let (rounded, rest) = (x.read_unaligned(), x.add(1).read_unaligned());
             let sum = _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rounded)));
             if REST { _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rest))) } else { sum }
+        }
+    }
+}
+
+/// Probabilities are rounded once, half to even, and stand in the pairs that a step's parts take.
+impl ValueLanes for Avx512Bf16 {
+    const WIDE: bool = true;
+    const STEP_BYTES: usize = 16;
+
+    #[inline(always)]
+    unsafe fn store_probabilities(at: *mut u8, p: __m512) {
+        // SAFETY: the caller vouches for 32 bytes, and has the instruction set.
+        unsafe {
+            let order = _mm256_setr_epi16(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+            let rounded = core::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(p));
+            _mm256_storeu_si256(at.cast(), _mm256_permutexvar_epi16(order, rounded));
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_probabilities(sum: __m512, w: __m512bh, p: *const u8, part: usize) -> __m512 {
+        // SAFETY: the caller vouches for the 16 bytes of the step, and has the instruction set.
+        unsafe {
+            let pair = p.add(4 * part).cast::<i32>().read_unaligned();
+            _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(pair)))
         }
     }
 }

@@ -21,8 +21,7 @@ pub(crate) trait RowLanes: Lanes {
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F;
-    /// The larger and the smaller; `b` where either is NaN.
-    unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F;
+    /// The smaller; `b` where either is NaN.
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F;
     /// The nearest whole number, half to even.
     unsafe fn round(a: Self::F) -> Self::F;
@@ -65,10 +64,6 @@ impl RowLanes for Scalar {
     #[inline(always)]
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] / b[i])
-    }
-    #[inline(always)]
-    unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
-        from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F {

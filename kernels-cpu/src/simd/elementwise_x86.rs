@@ -42,11 +42,6 @@ impl RowLanes for Avx2 {
         unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
-        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F {
         // SAFETY: as above.
         unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
@@ -179,11 +174,6 @@ impl RowLanes for Avx512Vnni {
     unsafe fn div_f32(a: __m512, b: __m512) -> __m512 {
         // SAFETY: as above.
         unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn max_f32(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: as above.
-        unsafe { _mm512_max_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn min_f32(a: __m512, b: __m512) -> __m512 {

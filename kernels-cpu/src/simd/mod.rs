@@ -53,6 +53,17 @@ pub(crate) trait Lanes: Copy {
     /// `a · b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F;
+    /// The larger; `b` where either is NaN.
+    unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
+        let (mut left, mut right) = ([0.0; 16], [0.0; 16]);
+        // SAFETY: the arrays hold sixteen; the caller has the instruction set.
+        unsafe {
+            Self::store_f32(left.as_mut_ptr(), a);
+            Self::store_f32(right.as_mut_ptr(), b);
+            left.iter_mut().zip(right).for_each(|(a, b)| *a = if *a > b { *a } else { b });
+            Self::load_f32(left.as_ptr().cast())
+        }
+    }
     /// Reads sixteen `f32`, bf16 or f16.
     unsafe fn load_f32(at: *const u8) -> Self::F;
     unsafe fn load_bf16(at: *const u8) -> Self::F;
@@ -116,9 +127,28 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
 }
 
+/// Lanes that multiply codes with probabilities, which need no more bits than the instruction set likes best.
+///
+/// # Safety
+/// As [`Lanes`].
+pub(crate) trait ValueLanes: FloatLanes {
+    /// Whether there are registers for sixteen sums and what they are made of.
+    const WIDE: bool;
+    /// Bytes of the eight probabilities of a step.
+    const STEP_BYTES: usize;
+
+    /// Writes sixteen probabilities as they are read, `2 · STEP_BYTES`.
+    unsafe fn store_probabilities(at: *mut u8, p: Self::F);
+    /// Adds the products of a part; `p` is where a step's probabilities begin.
+    unsafe fn dot_probabilities(sum: Self::F, w: Self::W, p: *const u8, part: usize) -> Self::F;
+}
+
 /// Feature `part` of a step as `f32`, times a float: the order of all paths but that of bf16.
 macro_rules! one_by_one {
     ($lanes:ty) => {
+        $crate::simd::one_by_one!($lanes, wide: false);
+    };
+    ($lanes:ty, wide: $wide:literal) => {
         impl FloatLanes for $lanes {
             const PARTS: usize = $crate::layout::STEP;
             const ORDERED: bool = true;
@@ -146,6 +176,22 @@ macro_rules! one_by_one {
                 let x = unsafe { x.cast::<f32>().add(part).read_unaligned() };
                 // SAFETY: the caller has the instruction set.
                 unsafe { Self::fma(w, Self::splat_f32(x), sum) }
+            }
+        }
+
+        impl $crate::simd::ValueLanes for $lanes {
+            const WIDE: bool = $wide;
+            const STEP_BYTES: usize = 32;
+
+            #[inline(always)]
+            unsafe fn store_probabilities(at: *mut u8, p: Self::F) {
+                // SAFETY: the caller vouches for 64 bytes, and has the instruction set.
+                unsafe { Self::store_f32(at.cast(), p) }
+            }
+            #[inline(always)]
+            unsafe fn dot_probabilities(sum: Self::F, w: Self::W, p: *const u8, part: usize) -> Self::F {
+                // SAFETY: as that.
+                unsafe { Self::dot_float::<true>(sum, w, p, part) }
             }
         }
     };

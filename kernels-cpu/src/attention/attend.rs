@@ -1,0 +1,485 @@
+//! Queries on lists of pages: checks, the split into pieces, and the order in which parts are joined.
+
+use super::dispatch::Path;
+use super::kernel::{CHUNK, CHUNK_PAGES, Mass, TILE_ROWS, Tile};
+use super::layout::{KvLayout, MAX_HEAD_DIM, PAGE_TOKENS};
+use super::list::{Heads, PageList};
+use super::query::{LARGEST_QUERY, largest, quantize_query};
+use crate::parallel::Disjoint;
+use crate::{IsaToken, KernelError, Parallel};
+
+/// Rows of queries of one key-value head that pass over a chunk while it is in the second cache.
+const BLOCK_ROWS: usize = 64;
+/// Pages of a cache, wherever they are.
+#[derive(Debug, Clone, Copy)]
+pub struct KvPages<'a> {
+    layout: KvLayout,
+    bytes: &'a [u8],
+}
+
+/// The list of a key-value head.
+pub(super) type Lists<'a, 'l> = dyn Fn(usize) -> PageList<'l> + Sync + 'a;
+
+/// Where things are in the workspace, in words.
+struct Room {
+    rows: usize,
+    sums: usize,
+    totals: usize,
+    masses: usize,
+    parts: usize,
+    words: usize,
+}
+
+impl<'a> KvPages<'a> {
+    /// Pages one after another, numbered from 0. Kernels read fastest where they begin at a multiple of
+    /// [`LINE`](crate::LINE).
+    ///
+    /// # Errors
+    /// When `id` is not that of the layout, or `bytes` are not whole pages.
+    pub fn new(layout: KvLayout, id: u64, bytes: &'a [u8]) -> Result<Self, KernelError> {
+        if id != layout.id() {
+            return Err(KernelError::LayoutId { expected: layout.id(), got: id });
+        }
+        let whole = bytes.len() / layout.page_bytes() * layout.page_bytes();
+        KernelError::length("pages", whole, bytes.len())?;
+        Ok(Self { layout, bytes })
+    }
+
+    /// Bytes that are whole pages of this layout.
+    pub(super) fn of(layout: KvLayout, bytes: &'a [u8]) -> Self {
+        Self { layout, bytes }
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Words that [`attend`](Self::attend) needs for so many queries on lists of at most so many tokens.
+    ///
+    /// # Errors
+    /// When there is no such number.
+    pub fn workspace(
+        layout: &KvLayout,
+        heads: Heads,
+        queries: usize,
+        tokens: usize,
+    ) -> Result<usize, KernelError> {
+        Ok(room(layout, heads, queries, tokens.div_ceil(CHUNK))?.words)
+    }
+
+    /// Attention of queries `q` `[m, heads.query, head_dim]` on a list for every key-value head: `out` is as `q`,
+    /// `lse` `[m, heads.query]` the logarithm of the sum of `exp(score)`. With these, results on parts of a
+    /// sequence are [merged](super::merge). A query that sees nothing gets zeros and minus infinity; one with
+    /// heads that are not finite, or whose `scale · q` is beyond [`LARGEST_QUERY`], gets NaN in these.
+    ///
+    /// # Errors
+    /// When a length is wrong, query heads are no multiple of key-value heads, the scale is not finite, a list names
+    /// pages that are not there, holds fewer than its tokens or skips more, or the workspace is too short.
+    #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
+    pub fn attend(
+        &self,
+        token: IsaToken,
+        heads: Heads,
+        lists: &[PageList<'_>],
+        q: &[f32],
+        out: &mut [f32],
+        lse: &mut [f32],
+        workspace: &mut [u32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        KernelError::length("page lists", heads.kv, lists.len())?;
+        self.attend_to(token, heads, &|head| lists[head], q, out, lse, workspace, parallel)
+    }
+
+    /// The same with a list for every head below their number.
+    #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
+    pub(super) fn attend_to(
+        &self,
+        token: IsaToken,
+        heads: Heads,
+        lists: &Lists<'_, '_>,
+        q: &[f32],
+        out: &mut [f32],
+        lse: &mut [f32],
+        workspace: &mut [u32],
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let layout = &self.layout;
+        check_heads(heads)?;
+        let d = layout.head_dim();
+        let width = heads.query.checked_mul(d).ok_or(KernelError::TooLarge("the number of heads"))?;
+        let m = q.len() / width;
+        KernelError::length("queries", m * width, q.len())?;
+        KernelError::length("output", q.len(), out.len())?;
+        KernelError::length("log-sum-exp", m * heads.query, lse.len())?;
+        let there = self.bytes.len() / layout.page_bytes();
+        for list in (0..heads.kv).map(lists) {
+            let needed = list.tokens.div_ceil(PAGE_TOKENS);
+            if list.pages.len() < needed || list.first > list.tokens {
+                let (expected, got) = (needed, list.pages.len());
+                return Err(KernelError::Mismatch { what: "pages of a list", expected, got });
+            }
+            if let Some(&page) = list.pages[..needed].iter().find(|&&page| page as usize >= there) {
+                let (expected, got) = (there, page as usize);
+                return Err(KernelError::Mismatch { what: "a page's number", expected, got });
+            }
+        }
+        let chunks = (0..heads.kv).map(|head| lists(head).chunks()).max().unwrap_or(0);
+        let room = room(layout, heads, m, chunks)?;
+        if workspace.len() < room.words {
+            let (expected, got) = (room.words, workspace.len());
+            return Err(KernelError::Length { what: "workspace", expected, got });
+        }
+        if m == 0 {
+            return Ok(());
+        }
+        let workspace = &mut workspace[..room.words];
+        let call = Call {
+            path: Path::of(token, layout.bits()),
+            pages: *self,
+            heads,
+            lists,
+            m,
+            q,
+            room: &room,
+            out: Disjoint::new(out),
+            lse: Disjoint::new(lse),
+            workspace: Disjoint::new(workspace),
+        };
+        call.run(chunks, parallel);
+        Ok(())
+    }
+}
+
+fn check_heads(heads: Heads) -> Result<(), KernelError> {
+    if heads.kv == 0 || heads.query == 0 || !heads.query.is_multiple_of(heads.kv) {
+        let (expected, got) = (heads.kv, heads.query);
+        return Err(KernelError::Mismatch { what: "query heads", expected, got });
+    }
+    if !heads.scale.is_finite() {
+        return Err(KernelError::Scheme("a scale that is not finite"));
+    }
+    Ok(())
+}
+
+/// Whether every chunk is a piece of its own, and its results wait in the workspace.
+fn is_split(heads: Heads, m: usize, chunks: usize) -> bool {
+    chunks > 1 && m * (heads.query / heads.kv) <= BLOCK_ROWS
+}
+
+fn room(layout: &KvLayout, heads: Heads, m: usize, chunks: usize) -> Result<Room, KernelError> {
+    check_heads(heads)?;
+    let count = || {
+        let rows = m.checked_mul(heads.query)?;
+        let words = layout.head_dim();
+        let codes = if layout.bits() == 16 { 0 } else { rows.checked_mul(words / 4)? };
+        let sums = codes.checked_add(rows)?;
+        let totals = sums.checked_add(rows)?;
+        let masses = totals.checked_add(rows)?;
+        let parts = if is_split(heads, m, chunks) { rows.checked_mul(chunks)? } else { 0 };
+        let parts_at = masses.checked_add(parts.checked_mul(2)?)?;
+        let words = parts_at.checked_add(parts.checked_mul(words)?)?;
+        isize::try_from(words.checked_mul(4)?).ok()?;
+        Some(Room { rows, sums, totals, masses, parts: parts_at, words })
+    };
+    count().ok_or(KernelError::TooLarge("the workspace"))
+}
+
+/// One call of `attend`, checked.
+struct Call<'a, 'l> {
+    path: Path,
+    pages: KvPages<'a>,
+    heads: Heads,
+    lists: &'a Lists<'a, 'l>,
+    /// Queries.
+    m: usize,
+    q: &'a [f32],
+    room: &'a Room,
+    out: Disjoint<'a, f32>,
+    lse: Disjoint<'a, f32>,
+    /// Codes of queries `[rows][head_dim]`, then a word a row each: factors, sums of codes, totals; then, if
+    /// chunks are pieces, of every chunk and row a mass and a result.
+    workspace: Disjoint<'a, u32>,
+}
+
+impl<'l> Call<'_, 'l> {
+    fn run(&self, chunks: usize, parallel: &dyn Parallel) {
+        parallel.for_each(self.m, &|i| {
+            if i < self.m {
+                // SAFETY: each query is asked for once, and its rows are its own.
+                unsafe { self.quantize(i) };
+            }
+        });
+        let rows = self.head_rows();
+        if !is_split(self.heads, self.m, chunks) {
+            let blocks = rows.div_ceil(BLOCK_ROWS);
+            let pieces = self.heads.kv * blocks;
+            parallel.for_each(pieces, &|piece| {
+                if piece < pieces {
+                    // The last blocks see most: they begin first.
+                    let (block, head) = (blocks - 1 - piece / self.heads.kv, piece % self.heads.kv);
+                    // SAFETY: pieces are disjoint in rows, if each is asked for once.
+                    unsafe { self.block(head, block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(rows)) };
+                }
+            });
+            return;
+        }
+        let pieces = chunks * self.heads.kv;
+        parallel.for_each(pieces, &|piece| {
+            if piece < pieces {
+                // SAFETY: pieces are disjoint in heads or chunks, if each is asked for once.
+                unsafe { self.chunk(piece % self.heads.kv, piece / self.heads.kv) };
+            }
+        });
+        parallel.for_each(self.heads.kv, &|head| {
+            if head < self.heads.kv {
+                // SAFETY: pieces are disjoint in rows, and all chunks are done.
+                unsafe { self.join(head) };
+            }
+        });
+    }
+
+    /// Rows of queries of one key-value head.
+    fn head_rows(&self) -> usize {
+        self.m * self.group()
+    }
+
+    /// Query heads of a key-value head.
+    fn group(&self) -> usize {
+        self.heads.query / self.heads.kv
+    }
+
+    /// Where row `r` of a head stands among all.
+    fn row(&self, head: usize, r: usize) -> usize {
+        r / self.group() * self.heads.query + head * self.group() + r % self.group()
+    }
+
+    /// Words of the workspace from `at` on.
+    ///
+    /// # Safety
+    /// `at` must be within it.
+    unsafe fn word(&self, at: usize) -> *mut u32 {
+        // SAFETY: as the caller says.
+        unsafe { self.workspace.pointer().add(at) }
+    }
+
+    /// # Safety
+    /// `row` must be one of all.
+    unsafe fn factor(&self, row: usize) -> *mut f32 {
+        // SAFETY: factors stand before the sums, one a row.
+        unsafe { self.word(self.room.sums - self.room.rows + row).cast() }
+    }
+
+    /// The codes, factors and sums of one query's heads.
+    ///
+    /// # Safety
+    /// Nobody else may be at these rows.
+    unsafe fn quantize(&self, i: usize) {
+        let d = self.pages.layout.head_dim();
+        let quantized = self.pages.layout.bits() != 16;
+        for row in i * self.heads.query..(i + 1) * self.heads.query {
+            let q = &self.q[row * d..][..d];
+            // SAFETY: rows are below their number, and the room is what they need.
+            unsafe {
+                let (factor, sum) = if quantized {
+                    let codes = core::slice::from_raw_parts_mut(self.word(row * d / 4).cast::<i8>(), d);
+                    let (scale, sum) = quantize_query(q, codes);
+                    (scale * self.heads.scale, sum as f32)
+                } else {
+                    let largest = largest(q);
+                    let fits = largest * self.heads.scale.abs().max(1.0) <= LARGEST_QUERY;
+                    (if fits { self.heads.scale } else { f32::NAN }, 0.0)
+                };
+                self.factor(row).write(if factor.abs() <= LARGEST_QUERY { factor } else { f32::NAN });
+                self.word(self.room.sums + row).cast::<f32>().write(sum);
+            }
+        }
+    }
+
+    /// Some rows of a head against some pages of its list.
+    ///
+    /// # Safety
+    /// As [`kernel::attend`](super::kernel::attend): `out` must be valid for at most [`TILE_ROWS`] rows.
+    unsafe fn tile(
+        &self,
+        head: usize,
+        rows: core::ops::Range<usize>,
+        chunk: usize,
+        next: &[u32],
+        is_first: bool,
+        out: *mut f32,
+    ) -> [Mass; TILE_ROWS] {
+        let (list, layout) = ((self.lists)(head), self.pages.layout);
+        let begin = chunk * CHUNK;
+        let pages = list.tokens.div_ceil(PAGE_TOKENS).min((chunk + 1) * CHUNK_PAGES);
+        let bytes = self.pages.bytes.as_ptr();
+        let mut tile = Tile {
+            layout,
+            bytes,
+            pages: &list.pages[chunk * CHUNK_PAGES..pages],
+            next,
+            is_first,
+            first: list.first.saturating_sub(begin).min(CHUNK),
+            seen: [0; TILE_ROWS],
+            q: [core::ptr::null(); TILE_ROWS],
+            factor: [0.0; TILE_ROWS],
+            sum: [0.0; TILE_ROWS],
+            out,
+        };
+        let d = layout.head_dim();
+        for (t, r) in rows.clone().enumerate() {
+            let row = self.row(head, r);
+            tile.seen[t] = list.seen_by(r / self.group()).saturating_sub(begin).min(CHUNK);
+            // SAFETY: rows are below their number; what they point to was written before pieces began.
+            unsafe {
+                tile.q[t] = match layout.bits() {
+                    16 => self.q.as_ptr().add(row * d).cast(),
+                    _ => self.word(row * d / 4).cast::<u8>().cast_const(),
+                };
+                let factor = *self.factor(row);
+                // Its result is NaN, and set at the end.
+                tile.factor[t] = if factor.is_nan() { 0.0 } else { factor };
+                tile.sum[t] = *self.word(self.room.sums + row).cast::<f32>();
+            }
+        }
+        // SAFETY: the token proved the instructions; pages and rows were checked; the caller vouches for `out`.
+        unsafe { (self.path.attend[rows.len() - 1])(&tile) }
+    }
+
+    /// All that some rows see, chunk after chunk.
+    ///
+    /// # Safety
+    /// Nobody else may be at these rows.
+    unsafe fn block(&self, head: usize, rows: core::ops::Range<usize>) {
+        let d = self.pages.layout.head_dim();
+        let list = (self.lists)(head);
+        let mut part = [0.0_f32; TILE_ROWS * MAX_HEAD_DIM];
+        // SAFETY: rows are below their number, and the caller vouches for them.
+        unsafe {
+            for r in rows.clone() {
+                let row = self.row(head, r);
+                self.store(row, Mass::NONE);
+            }
+            let last = list.seen_by((rows.end - 1) / self.group());
+            for chunk in list.first / CHUNK..last.div_ceil(CHUNK) {
+                for first in rows.clone().step_by(TILE_ROWS) {
+                    let tile = first..(first + TILE_ROWS).min(rows.end);
+                    if list.seen_by((tile.end - 1) / self.group()) <= chunk * CHUNK {
+                        continue;
+                    }
+                    let next = list.pages.get((chunk + 1) * CHUNK_PAGES..).unwrap_or_default();
+                    let is_first = first == rows.start;
+                    let masses = self.tile(head, tile.clone(), chunk, next, is_first, part.as_mut_ptr());
+                    for (t, r) in tile.enumerate() {
+                        let row = self.row(head, r);
+                        let out = self.out.pointer().add(row * d);
+                        let mass = self.load(row);
+                        let part = part.as_ptr().add(t * d);
+                        self.store(row, (self.path.join)(d, out, mass, part, masses[t]));
+                    }
+                }
+            }
+            for r in rows {
+                self.finish(self.row(head, r));
+            }
+        }
+    }
+
+    /// One chunk for all rows of a head.
+    ///
+    /// # Safety
+    /// Nobody else may be at this chunk of this head; chunks must have room in the workspace.
+    unsafe fn chunk(&self, head: usize, chunk: usize) {
+        if chunk >= (self.lists)(head).chunks() {
+            return;
+        }
+        let (rows, d) = (self.head_rows(), self.pages.layout.head_dim());
+        let begin = (chunk * self.heads.kv + head) * rows;
+        // Most likely the next piece of this thread.
+        let next = (chunk * self.heads.kv + head + 1) % (self.heads.kv * (self.lists)(head).chunks());
+        let list = (self.lists)(next % self.heads.kv);
+        let next = list.pages.get(next / self.heads.kv * CHUNK_PAGES..).unwrap_or_default();
+        // SAFETY: chunks, heads and rows are below their numbers, and so is their place.
+        unsafe {
+            for first in (0..rows).step_by(TILE_ROWS) {
+                let tile = first..(first + TILE_ROWS).min(rows);
+                let out = self.word(self.room.parts + (begin + first) * d).cast::<f32>();
+                let masses = self.tile(head, tile.clone(), chunk, next, first == 0, out);
+                for (t, r) in tile.enumerate() {
+                    self.word(self.room.masses + 2 * (begin + r)).cast::<Mass>().write_unaligned(masses[t]);
+                }
+            }
+        }
+    }
+
+    /// The results of all chunks of a head, in their order.
+    ///
+    /// # Safety
+    /// Nobody else may be at these rows, and all chunks must be done.
+    unsafe fn join(&self, head: usize) {
+        let (rows, d) = (self.head_rows(), self.pages.layout.head_dim());
+        for r in 0..rows {
+            let row = self.row(head, r);
+            let mut mass = Mass::NONE;
+            // SAFETY: as in `chunk`.
+            unsafe {
+                for chunk in 0..(self.lists)(head).chunks() {
+                    let at = (chunk * self.heads.kv + head) * rows + r;
+                    let other = self.word(self.room.masses + 2 * at).cast::<Mass>().read_unaligned();
+                    let part = self.word(self.room.parts + at * d).cast::<f32>();
+                    let out = self.out.pointer().add(row * d);
+                    mass = (self.path.join)(d, out, mass, part, other);
+                }
+                self.store(row, mass);
+                self.finish(row);
+            }
+        }
+    }
+
+    /// # Safety
+    /// `row` must be one of all, and the caller's.
+    unsafe fn load(&self, row: usize) -> Mass {
+        // SAFETY: as the caller says.
+        unsafe {
+            let total = *self.word(self.room.totals + row).cast::<f32>();
+            Mass { most: *self.lse.pointer().add(row), total }
+        }
+    }
+
+    /// # Safety
+    /// As [`load`](Self::load).
+    unsafe fn store(&self, row: usize, mass: Mass) {
+        // SAFETY: as the caller says.
+        unsafe {
+            self.lse.pointer().add(row).write(mass.most);
+            self.word(self.room.totals + row).cast::<f32>().write(mass.total);
+        }
+    }
+
+    /// Divides by the total.
+    ///
+    /// # Safety
+    /// As [`load`](Self::load).
+    unsafe fn finish(&self, row: usize) {
+        let d = self.pages.layout.head_dim();
+        // SAFETY: the row is the caller's.
+        let (mass, out, lse, factor) = unsafe {
+            let out = core::slice::from_raw_parts_mut(self.out.pointer().add(row * d), d);
+            (self.load(row), out, self.lse.pointer().add(row), *self.factor(row))
+        };
+        let result = if factor.is_nan() {
+            out.fill(f32::NAN);
+            f32::NAN
+        } else if mass.total == 0.0 {
+            out.fill(0.0);
+            f32::NEG_INFINITY
+        } else {
+            let inverse = 1.0 / mass.total;
+            out.iter_mut().for_each(|v| *v *= inverse);
+            (f64::from(mass.most) + f64::from(mass.total).ln()) as f32
+        };
+        // SAFETY: the row is the caller's.
+        unsafe { lse.write(result) };
+    }
+}

@@ -1,0 +1,445 @@
+//! The inner loops: a few rows of queries against the pages of one chunk.
+//!
+//! Three passes over a chunk: all scores; their largest, exponentials and sums; the values. Nothing is rescaled
+//! within a chunk, a row's result does not depend on the rows beside it, and codes are unpacked once for all
+//! rows of the tile.
+#![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
+
+use core::mem::MaybeUninit;
+
+use super::ahead::{Ahead, KEY_LINES, SCORE_LINES, VALUE_LINES};
+use super::exp::exp;
+use super::layout::{KvLayout, PAGE_TOKENS};
+use crate::layout::{PANEL_ROWS, STEP};
+use crate::simd::{Lanes, ValueLanes};
+
+/// Pages of a chunk, the unit that results are made of whatever the split.
+pub(super) const CHUNK_PAGES: usize = 16;
+/// Tokens of a chunk.
+pub(super) const CHUNK: usize = CHUNK_PAGES * PAGE_TOKENS;
+/// Rows of the highest tile.
+pub(super) const TILE_ROWS: usize = 4;
+
+/// What a tile attends to, and where it writes.
+#[derive(Clone, Copy)]
+pub(super) struct Tile<'a> {
+    pub(super) layout: KvLayout,
+    /// All pages there are.
+    pub(super) bytes: *const u8,
+    /// Those of the chunk, at most [`CHUNK_PAGES`].
+    pub(super) pages: &'a [u32],
+    /// Those that will most likely be read next.
+    pub(super) next: &'a [u32],
+    /// Whether pages come from memory, and lines are asked for ahead.
+    pub(super) is_first: bool,
+    /// Tokens of the chunk that no row sees, at its beginning.
+    pub(super) first: usize,
+    /// Tokens of the chunk up to the last that each row sees; those before `first` count.
+    pub(super) seen: [usize; TILE_ROWS],
+    /// Each row's queries, `[head_dim]`: `i8` codes, or `f32` for pages of f16.
+    pub(super) q: [*const u8; TILE_ROWS],
+    /// What a row's products are multiplied with to be scores.
+    pub(super) factor: [f32; TILE_ROWS],
+    /// The sums of the rows' codes.
+    pub(super) sum: [f32; TILE_ROWS],
+    /// `[rows][head_dim]`, written: `Σ exp(score − largest) · value`.
+    pub(super) out: *mut f32,
+}
+
+/// Of a row of queries and some tokens: the largest score, and the sum of `exp(score − largest)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Mass {
+    pub(super) most: f32,
+    pub(super) total: f32,
+}
+
+impl Mass {
+    /// That of no tokens.
+    pub(super) const NONE: Self = Self { most: f32::NEG_INFINITY, total: 0.0 };
+}
+
+/// A score, and later a probability, for each token of a chunk, a row after another.
+#[repr(C, align(64))]
+struct Scores<const MR: usize>([[f32; CHUNK]; MR]);
+
+/// Attends.
+///
+/// # Safety
+/// The processor must have `L`'s instructions. Pages must lie within `bytes`, `first` and `seen` within the pages;
+/// `MR` rows of `q` and `out` must be valid for what their fields say, and nothing else may write to these
+/// parts of `out` meanwhile. `BITS` must be those of the layout.
+#[inline(always)]
+pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
+    t: &Tile<'_>,
+) -> [Mass; TILE_ROWS] {
+    let mut scores = MaybeUninit::<Scores<MR>>::uninit();
+    let at = scores.as_mut_ptr().cast::<f32>();
+    let end = (0..MR).fold(0, |end, m| end.max(t.seen[m]));
+    let mut masses = [Mass::NONE; TILE_ROWS];
+    // SAFETY: all reads and writes are within what the caller vouches for: pages and tokens stay below
+    // their counts, offsets are those of the layout, and scores are written before they are read.
+    unsafe {
+        let d = t.layout.head_dim();
+        if end <= t.first {
+            core::slice::from_raw_parts_mut(t.out, MR * d).fill(0.0);
+            return masses;
+        }
+        let (start, pages) = (t.first / PAGE_TOKENS, end.div_ceil(PAGE_TOKENS));
+        let page = |i: usize| t.bytes.wrapping_add(t.pages[i] as usize * t.layout.page_bytes());
+        let mut ahead = Ahead::new(t, &t.pages[start..pages]);
+        for i in start..pages {
+            let out = at.add(i * PAGE_TOKENS);
+            if L::WIDE {
+                keys::<L, BITS, MR, 4>(t, page(i), &mut ahead, 0, out);
+            } else {
+                for panel in 0..PAGE_TOKENS / PANEL_ROWS {
+                    keys::<L, BITS, MR, 1>(t, page(i), &mut ahead, panel, out.add(panel * PANEL_ROWS));
+                }
+            }
+        }
+        let offsets = weigh::<L, BITS, MR>(t, at, end, &mut ahead, &mut masses);
+        for m in 0..MR {
+            let offset = L::splat_f32(offsets[m]);
+            for f in 0..d / PANEL_ROWS {
+                L::store_f32(t.out.add(m * d + f * PANEL_ROWS), offset);
+            }
+        }
+        for i in start..pages {
+            let tokens = [t.first.saturating_sub(i * PAGE_TOKENS), (end - i * PAGE_TOKENS).min(PAGE_TOKENS)];
+            let values = page(i).wrapping_add(t.layout.values_at());
+            let p = at.cast::<u8>().add(i * PAGE_TOKENS / STEP * step_bytes::<L, BITS>());
+            let groups = d / PANEL_ROWS;
+            let mut f = 0;
+            if L::WIDE {
+                if MR <= 2 {
+                    while f + 8 <= groups {
+                        weighted::<L, BITS, MR, 8>(t, values, &mut ahead, f, tokens, p);
+                        f += 8;
+                    }
+                }
+                while f + 4 <= groups {
+                    weighted::<L, BITS, MR, 4>(t, values, &mut ahead, f, tokens, p);
+                    f += 4;
+                }
+            }
+            while f < groups {
+                weighted::<L, BITS, MR, 1>(t, values, &mut ahead, f, tokens, p);
+                f += 1;
+            }
+        }
+    }
+    masses
+}
+
+/// Bytes of the probabilities of a step.
+const fn step_bytes<L: ValueLanes, const BITS: usize>() -> usize {
+    if BITS == 16 { 32 } else { L::STEP_BYTES }
+}
+
+/// The scores of `NP` panels of a page: `factor · (scale · Σ q·code + zero · Σ q)`, or `factor · Σ q·k`.
+///
+/// # Safety
+/// As [`attend`]; `out` takes `NP · 16` scores a row.
+#[inline(always)]
+unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usize>(
+    t: &Tile<'_>,
+    page: *const u8,
+    ahead: &mut Ahead<'_>,
+    panel: usize,
+    out: *mut f32,
+) {
+    let d = t.layout.head_dim();
+    // SAFETY: steps and features stay within the panels, and panels within the page.
+    unsafe {
+        let mut scores = [[L::zero(); NP]; MR];
+        if BITS == 16 {
+            let row = 2 * PANEL_ROWS;
+            let at = page.add(panel * d * row);
+            for i in 0..d {
+                let mut k = [L::zero(); NP];
+                for p in 0..NP {
+                    k[p] = L::load_f16(at.add((p * d + i) * row));
+                }
+                if i % STEP == 0 {
+                    ahead.ask::<L>(KEY_LINES[2] * NP / 4);
+                }
+                for m in 0..MR {
+                    let q = L::splat_f32(t.q[m].cast::<f32>().add(i).read_unaligned());
+                    for p in 0..NP {
+                        scores[m][p] = L::fma(k[p], q, scores[m][p]);
+                    }
+                }
+            }
+        } else {
+            let (steps, bytes) = (d / STEP, PANEL_ROWS * STEP * BITS / 8);
+            let at = page.add(panel * steps * bytes);
+            let mut sums = [[L::splat(0); NP]; MR];
+            for s in 0..steps {
+                let mut codes = [L::codes4(at); NP];
+                for p in 0..NP {
+                    let line = (p * steps + s) * bytes;
+                    codes[p] = if BITS == 4 { L::codes4(at.add(line)) } else { L::codes8(at.add(line)) };
+                }
+                ahead.ask::<L>(KEY_LINES[BITS / 8] * NP / 4);
+                for m in 0..MR {
+                    let q = L::activations(t.q[m].cast::<i8>().add(s * STEP));
+                    for p in 0..NP {
+                        sums[m][p] = match BITS {
+                            4 => L::dot4(sums[m][p], codes[p], q),
+                            _ => L::dot8(sums[m][p], codes[p], q),
+                        };
+                    }
+                }
+            }
+            for p in 0..NP {
+                let row = 2 * (panel + p) * PANEL_ROWS;
+                let scale = L::load_f16(page.add(t.layout.scales_at(true) + row));
+                let zero = L::load_f16(page.add(t.layout.zeros_at(true) + row));
+                for m in 0..MR {
+                    let zeros = L::mul_f32(zero, L::splat_f32(t.sum[m]));
+                    scores[m][p] = L::fma(scale, L::to_f32(sums[m][p]), zeros);
+                }
+            }
+        }
+        for m in 0..MR {
+            let factor = L::splat_f32(t.factor[m]);
+            for p in 0..NP {
+                L::store_f32(out.add(m * CHUNK + p * PANEL_ROWS), L::mul_f32(scores[m][p], factor));
+            }
+        }
+    }
+}
+
+/// Scores become probabilities, not yet divided by their sum and, but for f16, multiplied with the values' scales;
+/// what a row's values share beyond that is returned: `Σ p · (zero + centre · scale)`.
+///
+/// # Safety
+/// As [`attend`]; `rows` holds the scores of all tokens from `first`'s page to `end`'s.
+#[inline(always)]
+unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
+    t: &Tile<'_>,
+    rows: *mut f32,
+    end: usize,
+    ahead: &mut Ahead<'_>,
+    masses: &mut [Mass; TILE_ROWS],
+) -> [f32; MR] {
+    let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
+    let panels = start..end.div_ceil(PANEL_ROWS);
+    // Panels that all rows see all of.
+    let least = (0..MR).fold(end, |least, m| least.min(t.seen[m]));
+    let whole = t.first.div_ceil(PANEL_ROWS)..least / PANEL_ROWS;
+    let bytes = 2 * step_bytes::<L, BITS>();
+    // SAFETY: panels are those whose scores there are, and pages those of the chunk.
+    unsafe {
+        let mut minus = [L::zero(); MR];
+        for m in 0..MR {
+            let row = rows.add(m * CHUNK);
+            let mut most = L::splat_f32(f32::NEG_INFINITY);
+            for v in panels.clone() {
+                let mut scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
+                if !whole.contains(&v) {
+                    scores = keep::<L>(scores, v, [t.first, t.seen[m]], f32::NEG_INFINITY);
+                }
+                most = L::max_f32(scores, most);
+            }
+            let most = array::<L>(most).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+            masses[m].most = most;
+            minus[m] = L::splat_f32(if most == f32::NEG_INFINITY { 0.0 } else { -most });
+        }
+        let (one, centre) = (L::splat_f32(1.0), L::splat_f32(centre::<BITS>() as f32));
+        let (mut totals, mut offsets) = ([L::zero(); MR], [L::zero(); MR]);
+        for v in panels {
+            ahead.ask::<L>(SCORE_LINES[BITS / 8]);
+            let is_whole = whole.contains(&v);
+            let (mut scale, mut zero) = (one, one);
+            if BITS != 16 {
+                let page = t.pages[v * PANEL_ROWS / PAGE_TOKENS] as usize * t.layout.page_bytes();
+                let grids = t.bytes.add(page + v * PANEL_ROWS % PAGE_TOKENS * 2);
+                scale = L::load_f16(grids.add(t.layout.scales_at(false)));
+                zero = L::load_f16(grids.add(t.layout.zeros_at(false)));
+                if !is_whole {
+                    // Slots that nobody wrote may hold anything.
+                    scale = keep::<L>(scale, v, [t.first, end], 0.0);
+                    zero = keep::<L>(zero, v, [t.first, end], 0.0);
+                }
+            }
+            for m in 0..MR {
+                let row = rows.add(m * CHUNK);
+                let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
+                let mut p = exp::<L>(L::fma(scores, one, minus[m]));
+                if !is_whole {
+                    p = keep::<L>(p, v, [t.first, t.seen[m]], 0.0);
+                }
+                totals[m] = L::fma(p, one, totals[m]);
+                if BITS != 16 {
+                    offsets[m] = L::fma(p, zero, offsets[m]);
+                    p = L::mul_f32(p, scale);
+                    offsets[m] = L::fma(p, centre, offsets[m]);
+                }
+                store::<L, BITS>(row.cast::<u8>().add(v * bytes), p);
+            }
+        }
+        for m in 0..MR {
+            masses[m].total = sum(array::<L>(totals[m]));
+        }
+        offsets.map(|offset| sum(array::<L>(offset)))
+    }
+}
+
+/// What codes of values are counted from: the middle, so that rounding a probability errs least.
+const fn centre<const BITS: usize>() -> i32 {
+    if BITS == 16 { 0 } else { 1 << (BITS - 1) }
+}
+
+/// # Safety
+/// As [`attend`]; `to` takes the probabilities of two steps.
+#[inline(always)]
+unsafe fn store<L: ValueLanes, const BITS: usize>(to: *mut u8, p: L::F) {
+    // SAFETY: the caller vouches for the place.
+    unsafe { if BITS == 16 { L::store_f32(to.cast(), p) } else { L::store_probabilities(to, p) } }
+}
+
+/// Lanes of a panel that are seen; `other` in the rest.
+///
+/// # Safety
+/// As [`attend`].
+#[inline(always)]
+unsafe fn keep<L: Lanes>(lanes: L::F, panel: usize, [first, end]: [usize; 2], other: f32) -> L::F {
+    // SAFETY: the caller has the instructions; the array holds sixteen.
+    unsafe {
+        let mut kept = array::<L>(lanes);
+        for (i, lane) in kept.iter_mut().enumerate() {
+            if !(first..end).contains(&(panel * PANEL_ROWS + i)) {
+                *lane = other;
+            }
+        }
+        L::load_f32(kept.as_ptr().cast())
+    }
+}
+
+/// # Safety
+/// As [`attend`].
+#[inline(always)]
+unsafe fn array<L: Lanes>(lanes: L::F) -> [f32; PANEL_ROWS] {
+    let mut array = [0.0; PANEL_ROWS];
+    // SAFETY: the caller has the instructions; the array holds sixteen.
+    unsafe { L::store_f32(array.as_mut_ptr(), lanes) };
+    array
+}
+
+/// Halves are added to halves: the same order everywhere.
+#[inline(always)]
+fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
+    for width in [8, 4, 2, 1] {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+    }
+    lanes[0]
+}
+
+/// Adds the values of some tokens of a page, `NF` panels of features from `f` on, token after token.
+///
+/// # Safety
+/// As [`attend`]; `p` is where the page's probabilities begin.
+#[inline(always)]
+unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: usize>(
+    t: &Tile<'_>,
+    values: *const u8,
+    ahead: &mut Ahead<'_>,
+    f: usize,
+    [first, last]: [usize; 2],
+    p: *const u8,
+) {
+    let d = t.layout.head_dim();
+    let bytes = PANEL_ROWS * STEP * BITS / 8;
+    let panel = PAGE_TOKENS / STEP * bytes;
+    let row = CHUNK * size_of::<f32>();
+    // SAFETY: steps stay within the page, panels of features within the head; a row of probabilities takes the
+    // room of its scores.
+    unsafe {
+        let out = |m: usize, g: usize| t.out.add(m * d + (f + g) * PANEL_ROWS);
+        let mut sums = [[L::zero(); NF]; MR];
+        for m in 0..MR {
+            for g in 0..NF {
+                sums[m][g] = L::load_f32(out(m, g).cast());
+            }
+        }
+        let table = L::centre(centre::<BITS>());
+        for s in first / STEP..last.div_ceil(STEP) {
+            let at = values.add(f * panel + s * bytes);
+            ahead.ask::<L>(VALUE_LINES[BITS / 8] * NF / 4);
+            let p = p.add(s * step_bytes::<L, BITS>());
+            if BITS == 16 {
+                // Halves that nobody wrote may be no numbers; of codes beside a probability of 0, all are.
+                for i in first.saturating_sub(s * STEP)..STEP.min(last - s * STEP) {
+                    let mut v = [L::zero(); NF];
+                    for g in 0..NF {
+                        v[g] = L::load_f16(at.add(g * panel + i * 2 * PANEL_ROWS));
+                    }
+                    for m in 0..MR {
+                        let p = L::splat_f32(p.add(m * row).cast::<f32>().add(i).read_unaligned());
+                        for g in 0..NF {
+                            sums[m][g] = L::fma(v[g], p, sums[m][g]);
+                        }
+                    }
+                }
+                continue;
+            }
+            for part in 0..L::PARTS {
+                let mut w = [L::weights::<4>(at, part, table); NF];
+                for g in 0..NF {
+                    w[g] = match BITS {
+                        4 => L::weights::<4>(at.add(g * panel), part, table),
+                        _ => L::weights::<8>(at.add(g * panel), part, table),
+                    };
+                }
+                for m in 0..MR {
+                    let p = p.add(m * row);
+                    for g in 0..NF {
+                        sums[m][g] = L::dot_probabilities(sums[m][g], w[g], p, part);
+                    }
+                }
+            }
+        }
+        for m in 0..MR {
+            for g in 0..NF {
+                L::store_f32(out(m, g), sums[m][g]);
+            }
+        }
+    }
+}
+
+/// Joins a part to what there is: `out` and `part` are `[head_dim]`, not yet divided by their totals.
+///
+/// # Safety
+/// The processor must have `L`'s instructions; `out` and `part` must be valid for `head_dim` values, and nothing
+/// else may write to them meanwhile.
+#[inline(always)]
+pub(super) unsafe fn join<L: ValueLanes>(
+    head_dim: usize,
+    out: *mut f32,
+    mass: Mass,
+    part: *const f32,
+    other: Mass,
+) -> Mass {
+    if other.total == 0.0 {
+        return mass;
+    }
+    // SAFETY: features are within the head.
+    unsafe {
+        if mass.total == 0.0 {
+            out.copy_from_nonoverlapping(part, head_dim);
+            return other;
+        }
+        let most = if other.most > mass.most { other.most } else { mass.most };
+        let by = |m: f32| exp::<L>(L::splat_f32(m - most));
+        let (left, right) = (by(mass.most), by(other.most));
+        for i in (0..head_dim).step_by(PANEL_ROWS) {
+            let (a, b) = (L::load_f32(out.add(i).cast()), L::load_f32(part.add(i).cast()));
+            L::store_f32(out.add(i), L::fma(a, left, L::mul_f32(b, right)));
+        }
+        let [left, right] = [left, right].map(|lanes| array::<L>(lanes)[0]);
+        Mass { most, total: left.mul_add(mass.total, right * other.total) }
+    }
+}

@@ -1,0 +1,50 @@
+//! Results on parts of a sequence become that of the whole.
+
+use crate::KernelError;
+
+/// Joins what queries found in other tokens to what they found so far: `out` and `other` are `[rows, head_dim]`,
+/// `lse` and `other_lse` `[rows]`, as [`attend`](super::KvPages::attend) gives them.
+///
+/// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`: a
+/// log-sum-exp that is `ε` off, as a rounded one is by `2⁻²⁴` of itself, moves the result by at most
+/// `ε · |out − other| / 2`.
+///
+/// # Errors
+/// When lengths differ, or are no whole rows.
+pub fn merge(
+    head_dim: usize,
+    out: &mut [f32],
+    lse: &mut [f32],
+    other: &[f32],
+    other_lse: &[f32],
+) -> Result<(), KernelError> {
+    let expected = lse.len().checked_mul(head_dim).ok_or(KernelError::TooLarge("the output"))?;
+    KernelError::length("output", expected, out.len())?;
+    KernelError::length("the other output", expected, other.len())?;
+    KernelError::length("the other log-sum-exp", lse.len(), other_lse.len())?;
+    if head_dim == 0 {
+        return Ok(());
+    }
+    let rows = out.chunks_exact_mut(head_dim).zip(other.chunks_exact(head_dim));
+    for ((out, other), (lse, &other_lse)) in rows.zip(lse.iter_mut().zip(other_lse)) {
+        if other_lse == f32::NEG_INFINITY {
+            continue;
+        }
+        if *lse == f32::NEG_INFINITY {
+            out.copy_from_slice(other);
+            *lse = other_lse;
+            continue;
+        }
+        let (left, right) = (f64::from(*lse), f64::from(other_lse));
+        // NaN in either is one in both.
+        let most = if left > right { left } else { right } + 0.0 * (left + right);
+        let (left, right) = ((left - most).exp(), (right - most).exp());
+        let sum = left + right;
+        let (left, right) = (left / sum, right / sum);
+        out.iter_mut().zip(other).for_each(|(out, &other)| {
+            *out = (left * f64::from(*out) + right * f64::from(other)) as f32;
+        });
+        *lse = (most + sum.ln()) as f32;
+    }
+    Ok(())
+}

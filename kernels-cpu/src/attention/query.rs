@@ -1,0 +1,32 @@
+//! Queries become whole numbers.
+
+use super::grid::ROUND;
+use crate::activation::SMALLEST;
+
+/// Scores of a row whose queries or factor are above might leave the range of `f32`; its result is NaN.
+pub const LARGEST_QUERY: f32 = 1e27;
+
+/// The largest magnitude; NaN or infinite where a value is.
+pub(super) fn largest(q: &[f32]) -> f32 {
+    f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
+}
+
+/// A query of one head becomes whole numbers, as rows of [`Int8Rows`](crate::Int8Rows) do:
+/// `s = max |q| / 127`, `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero where
+/// the largest magnitude is below [`SMALLEST`], and `s` is NaN where a value is not finite.
+///
+/// # Panics
+/// When `codes` has another length.
+pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
+    assert_eq!(codes.len(), q.len(), "codes have another length");
+    let largest = largest(q);
+    if !largest.is_finite() || largest < SMALLEST {
+        codes.fill(0);
+        return (if largest.is_finite() { 0.0 } else { f32::NAN }, 0);
+    }
+    let inverse = 127.0 / largest;
+    for (code, q) in codes.iter_mut().zip(q) {
+        *code = (q * inverse + ROUND).to_bits() as i8;
+    }
+    (largest / 127.0, codes.iter().map(|&c| i32::from(c)).sum())
+}
