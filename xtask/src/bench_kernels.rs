@@ -36,7 +36,7 @@ pub fn run(args: &Args) -> Result<()> {
     println!("{body}");
     let record = Record {
         benchmark: "kernels",
-        title: "Linear kernels beside the limits of the machine".into(),
+        title: "Kernels beside the limits of the machine".into(),
         command: typed_command(),
         body,
         csv,
@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String> {
     let mut rows: Vec<Vec<String>> = Vec::new();
     let mut tokens = Vec::new();
-    for case in report["cases"].as_array()? {
+    for case in report["linear"].as_array()? {
         let number = |key: &str| case[key].as_f64();
         let (kernel, m) = (case["kernel"].as_str()?, case["tokens"].as_u64()?);
         let shape = format!("{} × {}", case["n"].as_u64()?, case["k"].as_u64()?);
@@ -75,12 +75,53 @@ fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String>
     let header: Vec<&str> =
         ["kernel", "n × k", "bits"].into_iter().chain(names.iter().map(String::as_str)).collect();
     Some(format!(
-        "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams a thread, dot products in registers {:.2} TOPS: \
-         medians of looks between the cases, each the best of its patterns. Medians; per cent are of these.\n\n{}\n",
+        "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams a thread (at best {:.1}), dot products in \
+         registers {:.2} TOPS: medians of looks between the cases, each the best of its patterns. Medians; per cent \
+         are of these.\n\n{}\n{}\n",
         report["isa"].as_str()?,
         report["memory"]["gb_per_second"].as_f64()?,
         report["memory"]["streams"].as_u64()?,
+        report["memory"]["best_gb_per_second"].as_f64()?,
         report["dot_tops"].as_f64()?,
-        table(&header, &rows)
+        table(&header, &rows),
+        attention(threads, report, csv)?
+    ))
+}
+
+/// The caches: decoding beside memory and f16, prefill, and what appending takes.
+fn attention(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String> {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let cases = report["attention"].as_array()?;
+    for case in cases {
+        let number = |key: &str| case[key].as_f64();
+        let (kernel, tokens) = (case["kernel"].as_str()?, case["tokens"].as_u64()?);
+        for seconds in case["decode_seconds"].as_array()? {
+            csv.push(format!("{threads},{kernel}-decode,,,{tokens},{seconds}"));
+        }
+        for seconds in case["prefill_seconds"].as_array()? {
+            csv.push(format!("{threads},{kernel}-prefill,,,{},{seconds}", case["prefill_tokens"]));
+        }
+        rows.push(vec![
+            kernel.to_owned(),
+            format!("{:.0}", number("bytes_per_token")?),
+            format!("{:.1} GB/s, {:.0} %", number("gb_per_second")?, 100.0 * number("memory_share")?),
+            format!("{:.2}", number("over_f16")?),
+            format!("{:.0} GFLOP/s", number("prefill_gflops")?),
+            format!("{:.1} µs", 1e6 * number("append_seconds_per_token")?),
+        ]);
+    }
+    let first = cases.first()?;
+    let whole = |key: &str| first[key].as_u64();
+    Some(format!(
+        "Attention: {} query heads on {} of {} features; decode on {} tokens, {} layers in turn; prefill of {} queries \
+         that end {} tokens.\n\n{}",
+        whole("query_heads")?,
+        whole("kv_heads")?,
+        whole("head_dim")?,
+        whole("tokens")?,
+        whole("layers")?,
+        whole("prefill_queries")?,
+        whole("prefill_tokens")?,
+        table(&["cache", "bytes a token", "decode", "times f16", "prefill", "append, a token"], &rows)
     ))
 }

@@ -1,0 +1,163 @@
+//! Linear layers: few tokens wait for memory, many for arithmetic.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use quant_core::Result;
+use quant_core::random::SplitMix64;
+use quant_kernels_cpu::{
+    FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Rayon, RowLayout, WeightView,
+};
+use serde::Serialize;
+
+use super::super::Session;
+use super::{Limits, median, refused};
+use crate::output::table;
+
+/// `[n, k]` of the linears, those of models of 1 and 8 billion parameters.
+const SHAPES: [[usize; 2]; 5] = [[4096, 4096], [14336, 4096], [4096, 14336], [2048, 2048], [8192, 2048]];
+const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
+/// Weights that are read in turn for few tokens: more than any last cache holds.
+const ROTATED: usize = 192 << 20;
+/// Times of each case; the median counts.
+const ROUNDS: usize = 7;
+
+/// A scheme and whether activations are whole numbers.
+#[derive(Debug, Clone, Copy)]
+struct Scheme {
+    name: &'static str,
+    bits: u8,
+    group_size: Option<usize>,
+    int8: bool,
+}
+
+const SCHEMES: [Scheme; 5] = [
+    Scheme { name: "w4a8-g128", bits: 4, group_size: Some(128), int8: true },
+    Scheme { name: "w4a8-g32", bits: 4, group_size: Some(32), int8: true },
+    Scheme { name: "w8a8-channel", bits: 8, group_size: None, int8: true },
+    Scheme { name: "w4a16-g128", bits: 4, group_size: Some(128), int8: false },
+    Scheme { name: "w8a16-channel", bits: 8, group_size: None, int8: false },
+];
+
+/// A scheme, a shape, and a number of tokens.
+#[derive(Serialize)]
+pub(super) struct Case {
+    kernel: &'static str,
+    n: usize,
+    k: usize,
+    tokens: usize,
+    bits_per_weight: f64,
+    /// Of each round.
+    seconds: Vec<f64>,
+    gb_per_second: f64,
+    /// Of what memory gave in this run.
+    pub(super) memory_share: f64,
+    tops: f64,
+    /// Of what dot products in registers gave.
+    pub(super) dot_share: f64,
+}
+
+impl Case {
+    /// Shares of what the machine gave.
+    pub(super) fn judge(&mut self, gb_per_second: f64, tops: f64) {
+        (self.memory_share, self.dot_share) = (self.gb_per_second / gb_per_second, self.tops / tops);
+    }
+}
+
+/// Measures all, and looks at the limits in between.
+pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    for shape in SHAPES {
+        for scheme in SCHEMES {
+            limits.look(token);
+            session.cancel.check()?;
+            session.progress.note(&format!("{} {} x {}", scheme.name, shape[0], shape[1]));
+            let packed = pack(scheme, shape).map_err(refused)?;
+            let copies = vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.bits) / 8)];
+            for tokens in TOKENS {
+                session.cancel.check()?;
+                cases.push(time(scheme, &copies, tokens, token).map_err(refused)?);
+            }
+        }
+    }
+    Ok(cases)
+}
+
+fn pack(scheme: Scheme, [n, k]: [usize; 2]) -> Result<PackedLinear, KernelError> {
+    let group_size = scheme.group_size.unwrap_or(k);
+    let mut random = SplitMix64(n as u64 ^ k as u64);
+    let mask = u8::MAX >> (8 - scheme.bits);
+    let codes: Vec<u8> =
+        (0..n * k / 8).flat_map(|_| random.next_u64().to_le_bytes()).map(|b| b & mask).collect();
+    let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
+    let Ok(view) = WeightView::new([n, k], scheme.bits, group_size, &codes, &scales, None) else {
+        return Err(KernelError::Scheme("a shape that its groups do not divide"));
+    };
+    PackedLinear::pack(&view, None, false, &Rayon)
+}
+
+fn time(
+    scheme: Scheme,
+    copies: &[PackedLinear],
+    tokens: usize,
+    token: IsaToken,
+) -> Result<Case, KernelError> {
+    let layout = *copies[0].layout();
+    let (n, k) = (layout.n(), layout.k());
+    let x: Vec<f32> = (0..tokens * k).map(|i| ((i * 7919) % 997) as f32 - 498.0).collect();
+    let (mut whole, mut floats) = (Int8Rows::default(), FloatRows::new(token));
+    whole.quantize(&x, RowLayout::of(&layout), &Rayon)?;
+    floats.pack(&x, RowLayout::of(&layout), &Rayon)?;
+    // Not zeros, which the system would only make when they are written.
+    let mut out = vec![1.0; tokens * n];
+    let mut seconds = Vec::new();
+    // The first round of all copies only fetches them.
+    let rounds = if tokens <= 16 { ROUNDS.max(2 * copies.len()) } else { ROUNDS };
+    for round in 0..rounds {
+        let weights = &copies[round % copies.len()];
+        let started = Instant::now();
+        match scheme.int8 {
+            true => weights.multiply(&whole, &mut out, &Rayon)?,
+            false => weights.multiply_float(&floats, &mut out, &Rayon)?,
+        }
+        black_box(&out);
+        if round >= rounds.min(copies.len()) / 2 {
+            seconds.push(started.elapsed().as_secs_f64());
+        }
+    }
+    let usual = median(&seconds);
+    let (bytes, operations) = (layout.bytes() as f64, 2.0 * (n * k * tokens) as f64);
+    Ok(Case {
+        kernel: scheme.name,
+        n,
+        k,
+        tokens,
+        bits_per_weight: layout.bits_per_weight(),
+        gb_per_second: bytes / usual / 1e9,
+        memory_share: 0.0,
+        tops: operations / usual / 1e12,
+        dot_share: 0.0,
+        seconds,
+    })
+}
+
+/// A line a scheme and shape, a column a number of tokens.
+pub(super) fn show(cases: &[Case]) -> String {
+    let mut header: Vec<String> = vec!["kernel".into(), "n x k".into(), "bits".into()];
+    header.extend(TOKENS.iter().map(|t| if *t <= 4 { format!("{t}: GB/s") } else { format!("{t}: TOPS") }));
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let rows: Vec<Vec<String>> = cases
+        .chunks(TOKENS.len())
+        .map(|cases| {
+            let first = &cases[0];
+            let shape = format!("{} x {}", first.n, first.k);
+            let mut row = vec![first.kernel.to_owned(), shape, format!("{:.3}", first.bits_per_weight)];
+            row.extend(cases.iter().map(|c| match c.tokens {
+                ..=4 => format!("{:.1} ({:.0} %)", c.gb_per_second, 100.0 * c.memory_share),
+                _ => format!("{:.2} ({:.0} %)", c.tops, 100.0 * c.dot_share),
+            }));
+            row
+        })
+        .collect();
+    table(&header, &rows)
+}
