@@ -10,6 +10,8 @@ pub mod activation;
 #[allow(unsafe_code, reason = "kernels read and write through pointers, whose bounds callers check")]
 pub mod attention;
 pub mod bf16;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod dequantize;
 mod error;
 #[allow(unsafe_code, reason = "vector instructions, and threads that write rows of one matrix")]
@@ -26,7 +28,7 @@ mod simd;
 mod weight_view;
 
 pub use activation::{
-    Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, rms_norm, silu_mul,
+    Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, narrow, rms_norm, silu_mul,
 };
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;

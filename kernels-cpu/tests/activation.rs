@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use quant_kernels_cpu::{
     Element, FloatRows, GateUp, Int8Rows, Isa, KernelError, Layout, PackedLinear, Parallel, RmsNorm,
-    RowLayout, Serial, StaticScale, WeightView, reference, rms_norm, silu_mul,
+    RowLayout, Serial, StaticScale, WeightView, narrow, reference, rms_norm, silu_mul,
 };
 
 /// Threads of its own.
@@ -199,6 +199,34 @@ fn norms_and_gates_are_near_their_formulas() {
 }
 
 /// Squares beyond `f32` are not taken for a row of zeros, and a row of zeros is one.
+#[test]
+fn floats_are_rounded_half_to_even() {
+    let special = [65519.99, 65520.0, 3.39e38, f32::MAX, f32::MIN_POSITIVE, 5.96e-8, 2.98e-8, 1e-40, -0.0];
+    let halves = (0..2000_u32).map(|i| f32::from_bits(0x3f80_0000 + i * 0x800));
+    let mut x: Vec<f32> = special.iter().flat_map(|&v| [v, -v]).chain(halves).collect();
+    x.extend(values(40_000, 5, true));
+    for len in [0, 1, 15, 16, 33, x.len()] {
+        let x = &x[x.len() - len..];
+        for isa in Isa::available() {
+            let token = isa.token().unwrap();
+            let (mut f, mut b, mut same) = (vec![f16::ONE; len], vec![bf16::ONE; len], vec![1.0_f32; len]);
+            narrow(token, x, &mut f, &Threads(3)).unwrap();
+            narrow(token, x, &mut b, &Threads(3)).unwrap();
+            narrow(token, x, &mut same, &Threads(3)).unwrap();
+            for (i, &v) in x.iter().enumerate() {
+                if v.is_nan() {
+                    assert!(f[i].is_nan() && b[i].is_nan() && same[i].is_nan());
+                    continue;
+                }
+                assert_eq!(f[i].to_bits(), f16::from_f32(v).to_bits(), "{v:e} on {isa:?}");
+                assert_eq!(b[i].to_bits(), bf16::from_f32(v).to_bits(), "{v:e} on {isa:?}");
+                assert_eq!(same[i].to_bits(), v.to_bits());
+            }
+            assert!(matches!(narrow(token, x, &mut [f16::ONE; 2], &Serial), Err(KernelError::Length { .. })));
+        }
+    }
+}
+
 #[test]
 fn extreme_rows_of_a_norm() {
     let layout = layout(2, 32);

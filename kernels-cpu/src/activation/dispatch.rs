@@ -11,6 +11,8 @@ dispatched! { rows,
     fn largest[][](row: &[f32]) -> f32;
     /// Values as `f32`, and their largest magnitude.
     fn widen[E][](x: &[E], out: &mut [f32]) -> f32;
+    /// Values rounded to their type.
+    fn narrow[E][](x: &[f32], out: &mut [E]);
     /// A row of RMSNorm, and its largest magnitude.
     fn rms_norm[E][](x: &[E], residual: Option<&mut [E]>, weight: &[f32], eps: f32, out: &mut [f32]) -> f32;
     /// A row of `silu(gate) · up`, and its largest magnitude.

@@ -1,8 +1,8 @@
-//! The same rows as floats, for layers that are not quantized.
+//! The same rows as floats, for layers that are not quantized; and what linears give in the type of what they took.
 
 use super::element::Element;
 use super::source::{GateUp, Gated, Norm, RmsNorm, Source};
-use super::{strip, strips};
+use super::{dispatch, strip, strips};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
@@ -46,6 +46,29 @@ pub fn silu_mul<E: Element>(
     let source = Gated::new(token, x, k)?;
     KernelError::length("output", source.m() * k, out.len())?;
     write(&source, k, out, parallel);
+    Ok(())
+}
+
+/// Values that one piece of work rounds.
+const PIECE: usize = 1 << 14;
+
+/// `f32` values rounded to their type, half to even; what is beyond it becomes infinite, and NaN stays NaN.
+///
+/// # Errors
+/// When `out` has another length.
+pub fn narrow<E: Element>(
+    token: IsaToken,
+    x: &[f32],
+    out: &mut [E],
+    parallel: &dyn Parallel,
+) -> Result<(), KernelError> {
+    KernelError::length("output", x.len(), out.len())?;
+    let out = Disjoint::new(out);
+    parallel.for_each(x.len().div_ceil(PIECE), &|i| {
+        let piece = i * PIECE..x.len().min((i + 1) * PIECE);
+        // SAFETY: pieces are disjoint, and each is asked for once.
+        dispatch::narrow(token, &x[piece.clone()], unsafe { out.part(piece) });
+    });
     Ok(())
 }
 

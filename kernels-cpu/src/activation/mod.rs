@@ -27,7 +27,7 @@ mod source;
 
 pub use self::element::Element;
 pub use self::float::FloatRows;
-pub use self::forms::{rms_norm, silu_mul};
+pub use self::forms::{narrow, rms_norm, silu_mul};
 use self::rows::{Grid, Place};
 pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};

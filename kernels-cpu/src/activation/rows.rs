@@ -120,6 +120,18 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     }
 }
 
+/// Values rounded half to even.
+#[inline(always)]
+pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
+    assert_eq!(x.len(), out.len());
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        for at in (0..x.len()).step_by(LANES) {
+            store::<L, E>(out, at, load::<L, f32>(x, at));
+        }
+    }
+}
+
 /// `out = x / √(mean x² + ε) · γ`, with the residual added to `x` before; returns the largest magnitude.
 #[inline(always)]
 pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(

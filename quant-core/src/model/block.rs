@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_nn::kv_cache::KvCache as LayerCache;
+use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{BlockGraph, NodeId, Op};
 use super::attention::{causal_attention, gated_silu};
@@ -103,9 +104,9 @@ impl Block {
     ///
     /// # Errors
     /// As [`WeightBody::packed`](super::WeightBody::packed).
-    pub fn packed(mut self) -> Result<Self> {
+    pub fn packed(mut self, runner: &Runner) -> Result<Self> {
         for linear in self.linears.values_mut() {
-            *linear = linear.packed()?;
+            *linear = linear.packed(runner)?;
         }
         Ok(self)
     }

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
+use quant_kernels_cpu::Rayon;
+use quant_kernels_cpu::candle::Runner;
 
 use super::{Block, KvCache, Linear, Model, NoTap, NodeId, Tap, WeightBody};
 use crate::{CancelToken, Error, Event, Observer, Result};
@@ -62,8 +64,9 @@ impl Decoder {
     /// # Errors
     /// As [`WeightBody::packed`].
     pub fn packed(mut self) -> Result<Self> {
-        self.head = self.head.packed()?;
-        self.blocks = self.blocks.into_iter().map(Block::packed).collect::<Result<_>>()?;
+        let runner = Runner::new(Rayon);
+        self.head = self.head.packed(&runner)?;
+        self.blocks = self.blocks.into_iter().map(|block| block.packed(&runner)).collect::<Result<_>>()?;
         Ok(self)
     }
 

@@ -1,7 +1,9 @@
 //! What a linear's weight may be: float in the checkpoint's dtype, or quantized.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon, dequantize_rows};
 
 use crate::checkpoint::Dtype;
@@ -30,7 +32,7 @@ pub enum WeightBody {
     /// Codes, dequantized tile by tile when used.
     Quantized(QuantizedTensor),
     /// The same in the order in which the kernels read them, multiplied without becoming floats in memory.
-    Packed(PackedLinear),
+    Packed(QuantizedLinear),
 }
 
 impl WeightBody {
@@ -46,17 +48,18 @@ impl WeightBody {
     }
 
     /// The same weight packed for the kernels, where it is quantized and they have vector instructions here:
-    /// their portable path is a definition, and slower than dense products.
+    /// their portable path is a definition, and slower than dense products. It is multiplied by the runner.
     ///
     /// # Errors
     /// When its parts do not fit each other, or its scheme is none that the kernels multiply.
-    pub fn packed(&self) -> Result<Option<Self>> {
+    pub fn packed(&self, runner: &Runner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
         }
         let packed = PackedLinear::pack(&tensor.view()?, None, false, &Rayon).map_err(kernel_error)?;
-        Ok(Some(Self::Packed(packed)))
+        let linear = QuantizedLinear::new(Arc::new(packed), Activations::Float, runner);
+        Ok(Some(Self::Packed(linear.map_err(kernel_error)?)))
     }
 
     /// `[n, k]`: output and input features.
@@ -64,7 +67,7 @@ impl WeightBody {
         match self {
             Self::F32 { shape, .. } | Self::Raw { shape, .. } => *shape,
             Self::Quantized(tensor) => tensor.shape,
-            Self::Packed(packed) => [packed.layout().n(), packed.layout().k()],
+            Self::Packed(linear) => [linear.weight().layout().n(), linear.weight().layout().k()],
         }
     }
 
@@ -73,7 +76,7 @@ impl WeightBody {
         match self {
             Self::F32 { values, .. } => values.len() * 4,
             Self::Raw { bytes, .. } => bytes.len(),
-            Self::Packed(packed) => packed.layout().bytes(),
+            Self::Packed(linear) => linear.weight().layout().bytes(),
             Self::Quantized(t) => t.codes.len() + t.scales.len() * 4 + t.zeros.as_ref().map_or(0, Vec::len),
         }
     }
@@ -97,9 +100,9 @@ impl WeightBody {
                 dequantize_rows(&tensor.view()?, rows, scratch);
                 Ok(scratch)
             }
-            Self::Packed(packed) => {
+            Self::Packed(linear) => {
                 scratch.resize(span.len(), 0.0);
-                packed.view().dequantize_rows(rows, scratch).map_err(kernel_error)?;
+                linear.weight().view().dequantize_rows(rows, scratch).map_err(kernel_error)?;
                 Ok(scratch)
             }
         }

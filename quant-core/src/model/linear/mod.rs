@@ -5,8 +5,9 @@ mod product;
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Module, Tensor};
 use quant_kernels_cpu::Isa;
+use quant_kernels_cpu::candle::Runner;
 
 pub use body::WeightBody;
 pub use product::{Product, multiply};
@@ -53,8 +54,8 @@ impl Linear {
     ///
     /// # Errors
     /// As [`WeightBody::packed`].
-    pub fn packed(&self) -> Result<Self> {
-        Ok(self.weight.packed()?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
+    pub fn packed(&self, runner: &Runner) -> Result<Self> {
+        Ok(self.weight.packed(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
     /// Multiplies `x` `[batch, positions, k]`.
@@ -62,7 +63,10 @@ impl Linear {
     /// # Errors
     /// When `x` has another width.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = x.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?;
+        let y = match &*self.weight {
+            WeightBody::Packed(linear) => linear.forward(x)?,
+            _ => x.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?,
+        };
         Ok(match &self.bias {
             Some(bias) => y.broadcast_add(bias)?,
             None => y,

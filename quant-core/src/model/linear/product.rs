@@ -1,5 +1,5 @@
-//! The product: of packed weights by the kernels, of all others dense, in tiles of fixed size, each computed by
-//! one call of faer.
+//! The product of all weights that are not packed: dense, in tiles of fixed size, each computed by one call of
+//! faer.
 //!
 //! The tiles depend on the shapes alone and every output element is computed inside one tile, so
 //! the result does not depend on how many threads share the work. A weight that is not `f32` is
@@ -10,7 +10,6 @@ use std::sync::Arc;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
-use quant_kernels_cpu::{FloatRows, IsaToken, Rayon, RowLayout};
 use rayon::prelude::*;
 
 use super::WeightBody;
@@ -24,7 +23,8 @@ const TILE_M: usize = 2048;
 /// Up to this many tokens a plain dot product beats packing for a matrix product.
 const FEW_TOKENS: usize = 4;
 
-/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool.
+/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool; of packed weights on their
+/// runner's threads.
 ///
 /// # Errors
 /// When a quantized weight's parts do not fit each other.
@@ -42,10 +42,8 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
         out.fill(0.0);
         return Ok(());
     }
-    if let WeightBody::Packed(packed) = weight {
-        let mut rows = FloatRows::new(IsaToken::detect());
-        rows.pack(x, RowLayout::of(packed.layout()), &Rayon).map_err(kernel_error)?;
-        return packed.multiply_float(&rows, out, &Rayon).map_err(kernel_error);
+    if let WeightBody::Packed(linear) = weight {
+        return linear.multiply(x, out).map_err(kernel_error);
     }
     // Narrow outputs get narrower tiles, so that two threads still find work.
     let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));

@@ -1,0 +1,258 @@
+//! Linears on packed weights as operations on candle's tensors: what an engine written with candle calls.
+//!
+//! A [`QuantizedLinear`] is a [`Module`] like `candle_nn::Linear`, and the [`CustomOp1`] behind it. What the
+//! linears of a model share, threads and memory, is a [`Runner`]; what becomes of their input is
+//! [`Activations`]. Results are those of [`PackedLinear::multiply`] and
+//! [`multiply_float`](PackedLinear::multiply_float), to the bit.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
+//! use quant_kernels_cpu::{PackedLinear, Serial, WeightView};
+//!
+//! // Two output features of eight inputs: codes of 4 bits whose zero is 8, one scale a row.
+//! let (codes, scales) = ([9, 9, 9, 9, 9, 9, 9, 9, 7, 7, 7, 7, 7, 7, 7, 7], [0.5, 0.25]);
+//! let view = WeightView::new([2, 8], 4, 8, &codes, &scales, None)?;
+//! let weight = Arc::new(PackedLinear::pack(&view, None, false, &Serial)?);
+//!
+//! let runner = Runner::new(Serial); // one for all linears; `Rayon` with the feature `rayon`
+//! let linear = QuantizedLinear::new(weight, Activations::PerToken, &runner)?;
+//!
+//! let x = Tensor::ones((1, 3, 8), DType::BF16, &Device::Cpu)?; // [batch, positions, k]
+//! let y = linear.forward(&x)?; // [batch, positions, n]
+//! assert_eq!((y.dims(), y.dtype()), (&[1, 3, 2][..], DType::BF16));
+//! assert_eq!(y.get(0)?.get(2)?.to_dtype(DType::F32)?.to_vec1::<f32>()?, [4.0, -2.0]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Attention on a [`KvCache`](crate::attention::KvCache) is no operation here: candle's are functions of their
+//! inputs, and a cache is not what it was after a token is appended.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, MetalStorage, Module, Result, Shape, Tensor,
+    bail,
+};
+use half::{bf16, f16};
+
+use crate::{
+    Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RowLayout, StaticScale,
+    narrow,
+};
+
+/// What weights are multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activations {
+    /// The activations themselves (W4A16, W8A16).
+    Float,
+    /// Whole numbers of 8 bits with a scale for every token (W4A8, W8A8).
+    PerToken,
+    /// Whole numbers of 8 bits with one scale and zero. A zero that is not 0 needs weights packed with sums.
+    Static(StaticScale),
+}
+
+/// Threads and memory that the linears of a model share.
+///
+/// A call takes memory that an earlier one left, and leaves it for the next: as much stays as the largest calls that
+/// ran at once have needed. Clones share it.
+#[derive(Clone)]
+pub struct Runner {
+    parallel: Arc<dyn Parallel + Send>,
+    idle: Arc<Mutex<Vec<Rows>>>,
+}
+
+impl Runner {
+    /// A runner on these threads.
+    pub fn new(parallel: impl Parallel + Send + 'static) -> Self {
+        Self { parallel: Arc::new(parallel), idle: Arc::default() }
+    }
+
+    /// Frees what calls have left, as after a long prompt.
+    pub fn release(&self) {
+        // The lock is not held while memory is freed.
+        let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(idle);
+    }
+
+    /// Lends memory to a call.
+    fn lend<T>(&self, call: impl FnOnce(&mut Rows, &dyn Parallel) -> T) -> T {
+        let left = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut rows = left.unwrap_or_else(Rows::new);
+        let result = call(&mut rows, &*self.parallel);
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(rows);
+        result
+    }
+}
+
+impl fmt::Debug for Runner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runner").field("threads", &self.parallel.threads()).finish_non_exhaustive()
+    }
+}
+
+/// What one call works in.
+struct Rows {
+    float: FloatRows,
+    whole: Int8Rows,
+    /// Results before they are rounded to f16 or bf16.
+    out: Vec<f32>,
+}
+
+impl Rows {
+    fn new() -> Self {
+        Self { float: FloatRows::new(IsaToken::detect()), whole: Int8Rows::default(), out: Vec::new() }
+    }
+}
+
+/// `y = x Ŵᵀ + b` of packed weights `[n, k]`.
+///
+/// The input is `[.., k]` in `f32`, f16 or bf16, in main memory, with any strides; what is not contiguous is copied
+/// first. The result is `[.., n]` in the type of the input: sums are `f32` and rounded once, half to even. There is
+/// no gradient: [`forward`](Module::forward) gives a tensor that none flows through, and behind `apply_op1`
+/// `backward` fails. Clones share weights and runner.
+#[derive(Debug, Clone)]
+pub struct QuantizedLinear {
+    weight: Arc<PackedLinear>,
+    activations: Activations,
+    runner: Runner,
+}
+
+impl QuantizedLinear {
+    /// A linear with these weights, and the bias they were packed with.
+    ///
+    /// # Errors
+    /// When a static scale is not above zero, or has a zero that needs sums which the weights were packed without.
+    pub fn new(
+        weight: Arc<PackedLinear>,
+        activations: Activations,
+        runner: &Runner,
+    ) -> std::result::Result<Self, KernelError> {
+        let linear = Self { weight, activations, runner: runner.clone() };
+        // No rows are refused for what all would be.
+        linear.multiply::<f32>(&[], &mut [])?;
+        Ok(linear)
+    }
+
+    /// The weights.
+    pub fn weight(&self) -> &Arc<PackedLinear> {
+        &self.weight
+    }
+
+    /// What they are multiplied with.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// The same on slices: `x` `[m, k]`, `out` `[m, n]`, row-major and overwritten.
+    ///
+    /// # Errors
+    /// When `x` is not whole rows, or `out` has another length.
+    pub fn multiply<E: Element>(&self, x: &[E], out: &mut [f32]) -> std::result::Result<(), KernelError> {
+        self.runner
+            .lend(|rows, parallel| self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel))
+    }
+
+    fn multiply_in<E: Element>(
+        &self,
+        float: &mut FloatRows,
+        whole: &mut Int8Rows,
+        x: &[E],
+        out: &mut [f32],
+        parallel: &dyn Parallel,
+    ) -> std::result::Result<(), KernelError> {
+        let layout = RowLayout::of(self.weight.layout());
+        match self.activations {
+            Activations::Float => {
+                float.pack(x, layout, parallel)?;
+                return self.weight.multiply_float(float, out, parallel);
+            }
+            Activations::PerToken => whole.quantize(x, layout, parallel)?,
+            Activations::Static(by) => whole.quantize_static(x, layout, by, parallel)?,
+        }
+        self.weight.multiply(whole, out, parallel)
+    }
+
+    /// The same with results in the type of `x`.
+    fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
+        self.runner.lend(|rows, parallel| {
+            // Grows and does not shrink, so that a call of few rows clears nothing for one of many.
+            rows.out.resize(rows.out.len().max(out.len()), 0.0);
+            let sums = &mut rows.out[..out.len()];
+            self.multiply_in(&mut rows.float, &mut rows.whole, x, sums, parallel)?;
+            narrow(IsaToken::detect(), sums, out, parallel)
+        })
+    }
+}
+
+impl Module for QuantizedLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.apply_op1_no_bwd(self)
+    }
+}
+
+impl CustomOp1 for QuantizedLinear {
+    fn name(&self) -> &'static str {
+        "quantized-linear"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (name, dtype) = (self.name(), storage.dtype());
+        let [n, k] = [self.weight.layout().n(), self.weight.layout().k()];
+        let mut dims = layout.dims().to_vec();
+        match dims.last_mut() {
+            Some(last) if *last == k => *last = n,
+            _ => bail!("{name} [{n}, {k}] takes [.., {k}], not {:?}", layout.dims()),
+        }
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            bail!("{name} takes f32, f16 or bf16, not {}", dtype.as_str());
+        }
+        let count = layout.shape().elem_count();
+        let Some((start, _)) = layout.contiguous_offsets() else {
+            let mut rows = storage.device().zeros_impl(layout.shape(), dtype)?;
+            storage.copy_strided_src(&mut rows, 0, layout)?;
+            return self.cpu_fwd(&rows, &Layout::contiguous(layout.shape()));
+        };
+        let results = (count / k).checked_mul(n).filter(|&r| r <= isize::MAX as usize / size_of::<f32>());
+        let results = results.ok_or_else(|| Error::wrap(KernelError::TooLarge("the output")))?;
+        let out = match storage {
+            CpuStorage::F32(x) => {
+                let mut out = vec![0.0; results];
+                self.multiply(part(x, start, count)?, &mut out).map_err(Error::wrap)?;
+                CpuStorage::F32(out)
+            }
+            CpuStorage::F16(x) => {
+                let mut out = vec![f16::ZERO; results];
+                self.multiply_narrow(part(x, start, count)?, &mut out).map_err(Error::wrap)?;
+                CpuStorage::F16(out)
+            }
+            CpuStorage::BF16(x) => {
+                let mut out = vec![bf16::ZERO; results];
+                self.multiply_narrow(part(x, start, count)?, &mut out).map_err(Error::wrap)?;
+                CpuStorage::BF16(out)
+            }
+            _ => bail!("{name} takes f32, f16 or bf16, not {}", dtype.as_str()),
+        };
+        Ok((out, Shape::from(dims)))
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        bail!("{} runs on the CPU only, and its input is on CUDA: move it there first", self.name())
+    }
+
+    fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        bail!("{} runs on the CPU only, and its input is on Metal: move it there first", self.name())
+    }
+}
+
+/// The elements that a layout is about.
+fn part<E>(x: &[E], start: usize, count: usize) -> Result<&[E]> {
+    let left = x.get(start..).and_then(|left| left.get(..count));
+    left.ok_or_else(|| {
+        Error::wrap(KernelError::Length { what: "activations", expected: count, got: x.len() })
+    })
+}

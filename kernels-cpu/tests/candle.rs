@@ -1,0 +1,254 @@
+//! Linears on candle's tensors give the bits of the kernels they are made of.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{CustomOp1, DType, Device, Layout, Module, Tensor, Var};
+use half::{bf16, f16};
+use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
+use quant_kernels_cpu::{
+    Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RowLayout, Serial,
+    StaticScale, WeightView,
+};
+
+const STATIC: Activations = Activations::Static(StaticScale { scale: 0.03, zero: 7 });
+const ALL: [Activations; 3] = [Activations::Float, Activations::PerToken, STATIC];
+
+/// Threads of its own, and how often they were asked for.
+#[derive(Clone, Default)]
+struct Threads(Arc<AtomicUsize>);
+
+// SAFETY: each number is called once, and all calls are done at the end.
+unsafe impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        3
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            for t in 0..3 {
+                scope.spawn(move || (t..count).step_by(3).for_each(piece));
+            }
+        });
+    }
+}
+
+fn number(i: usize) -> usize {
+    let z = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((z ^ z >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as usize
+}
+
+/// Weights of 4 bits with zeros, sums and a bias.
+fn weight([n, k]: [usize; 2], group_size: usize) -> Arc<PackedLinear> {
+    let codes: Vec<u8> = (0..n * k).map(|i| (number(i) % 16) as u8).collect();
+    let groups = n * k / group_size;
+    let scales: Vec<f32> = (0..groups).map(|i| (1 + number(i) % 100) as f32 / 512.0).collect();
+    let zeros: Vec<u8> = (0..groups).map(|i| (number(i + 7) % 16) as u8).collect();
+    let bias: Vec<f32> = (0..n).map(|i| number(i + 3) as f32 / 1e7).collect();
+    let view = WeightView::new([n, k], 4, group_size, &codes, &scales, Some(&zeros)).unwrap();
+    Arc::new(PackedLinear::pack(&view, Some(&bias), true, &Serial).unwrap())
+}
+
+fn values(len: usize) -> Vec<f32> {
+    (0..len).map(|i| number(i) as f32 / 4e6 - 2.0).collect()
+}
+
+/// What the kernels give, called one by one.
+fn direct<E: Element>(weight: &PackedLinear, activations: Activations, x: &[E]) -> Vec<f32> {
+    let (layout, m) = (RowLayout::of(weight.layout()), x.len() / weight.layout().k());
+    let (mut out, mut whole) = (vec![f32::NAN; m * weight.layout().n()], Int8Rows::default());
+    match activations {
+        Activations::Float => {
+            let mut rows = FloatRows::new(IsaToken::detect());
+            rows.pack(x, layout, &Serial).unwrap();
+            weight.multiply_float(&rows, &mut out, &Serial).unwrap();
+            return out;
+        }
+        Activations::PerToken => whole.quantize(x, layout, &Serial).unwrap(),
+        Activations::Static(by) => whole.quantize_static(x, layout, by, &Serial).unwrap(),
+    }
+    weight.multiply(&whole, &mut out, &Serial).unwrap();
+    out
+}
+
+/// The same of a tensor, in its type.
+fn expected(weight: &PackedLinear, activations: Activations, x: &Tensor) -> Vec<f32> {
+    let x = x.flatten_all().unwrap();
+    match x.dtype() {
+        DType::F16 => {
+            let out = direct(weight, activations, &x.to_vec1::<f16>().unwrap());
+            out.into_iter().map(|v| f16::from_f32(v).to_f32()).collect()
+        }
+        DType::BF16 => {
+            let out = direct(weight, activations, &x.to_vec1::<bf16>().unwrap());
+            out.into_iter().map(|v| bf16::from_f32(v).to_f32()).collect()
+        }
+        _ => direct(weight, activations, &x.to_vec1::<f32>().unwrap()),
+    }
+}
+
+fn found(y: &Tensor) -> Vec<f32> {
+    y.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Every kind of activations of a tensor, in every type; zeros and infinities are told apart.
+fn holds(weight: &Arc<PackedLinear>, runner: &Runner, x: &Tensor) {
+    for activations in ALL {
+        let linear = QuantizedLinear::new(weight.clone(), activations, runner).unwrap();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            // A change of type would make it contiguous: the strides are those of the view.
+            let x = if x.dtype() == dtype { x.clone() } else { x.to_dtype(dtype).unwrap() };
+            let y = linear.forward(&x).unwrap();
+            assert_eq!(y.dtype(), dtype);
+            let (inputs, outputs) = (x.dims().split_last().unwrap().1, y.dims().split_last().unwrap());
+            assert_eq!(outputs, (&weight.layout().n(), inputs));
+            let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            let same = bits(found(&y)) == bits(expected(weight, activations, &x));
+            assert!(same, "{activations:?} {dtype:?} {:?}", x.layout());
+        }
+    }
+}
+
+fn tensor(shape: &[usize]) -> Tensor {
+    Tensor::from_vec(values(shape.iter().product()), shape, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn bits_are_those_of_the_kernels() {
+    let runner = Runner::new(Threads::default());
+    for (shape, group_size) in [([1, 4], 4), ([33, 96], 32), ([100, 128], 128), ([16, 60], 20)] {
+        let weight = weight(shape, group_size);
+        // Large and small calls in turn, so that what one left does not show in the next.
+        for inputs in [&[37, shape[1]][..], &[shape[1]], &[2, 9, shape[1]], &[1, 1, 1, shape[1]]] {
+            holds(&weight, &runner, &tensor(inputs));
+        }
+        runner.release();
+    }
+}
+
+#[test]
+fn rounded_results_may_be_many() {
+    // More than one piece of work, the last one ragged.
+    let weight = weight([301, 32], 32);
+    holds(&weight, &Runner::new(Threads::default()), &tensor(&[121, 32]));
+}
+
+#[test]
+fn any_strides_and_offsets() {
+    let (k, runner) = (64, Runner::new(Serial));
+    let weight = weight([20, k], 32);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let whole = tensor(&[3, 8, k]).to_dtype(dtype).unwrap();
+        let views = [
+            whole.transpose(0, 1).unwrap(),
+            whole.narrow(1, 2, 3).unwrap(),
+            whole.narrow(0, 1, 2).unwrap(),
+            tensor(&[2, k, 5]).to_dtype(dtype).unwrap().transpose(1, 2).unwrap(),
+            tensor(&[1, k]).to_dtype(dtype).unwrap().expand((6, k)).unwrap(),
+            tensor(&[4, 2 * k]).to_dtype(dtype).unwrap().narrow(1, k, k).unwrap(),
+        ];
+        for view in &views {
+            for activations in ALL {
+                let linear = QuantizedLinear::new(weight.clone(), activations, &runner).unwrap();
+                let y = found(&linear.forward(view).unwrap());
+                assert_eq!(y, expected(&weight, activations, view), "{:?}", view.layout());
+            }
+        }
+        let strided = views.iter().filter(|view| !view.is_contiguous()).count();
+        assert_eq!(strided, 5);
+    }
+}
+
+#[test]
+fn no_rows_give_none() {
+    let (weight, runner) = (weight([20, 64], 32), Runner::new(Serial));
+    for shape in [&[0, 64][..], &[2, 0, 64], &[0, 3, 64]] {
+        holds(&weight, &runner, &tensor(shape));
+        holds(&weight, &runner, &tensor(shape).to_dtype(DType::BF16).unwrap());
+    }
+}
+
+#[test]
+fn threads_are_those_of_the_runner_and_calls_may_be_at_once() {
+    let threads = Threads::default();
+    let runner = Runner::new(threads.clone());
+    let weight = weight([48, 128], 64);
+    let linear = QuantizedLinear::new(weight.clone(), Activations::PerToken, &runner).unwrap();
+    let before = threads.0.load(Ordering::Relaxed);
+    std::thread::scope(|scope| {
+        for m in 1..6 {
+            let (linear, weight) = (linear.clone(), &weight);
+            scope.spawn(move || {
+                let x = tensor(&[m, 128]).to_dtype(DType::F16).unwrap();
+                let expected = expected(weight, Activations::PerToken, &x);
+                for _ in 0..20 {
+                    assert_eq!(found(&linear.forward(&x).unwrap()), expected);
+                }
+            });
+        }
+    });
+    assert!(threads.0.load(Ordering::Relaxed) >= before + 200);
+    assert_eq!(format!("{runner:?}"), "Runner { threads: 3, .. }");
+}
+
+#[test]
+fn not_a_number_and_infinities_come_through() {
+    let weight = weight([17, 32], 32);
+    let mut x = values(3 * 32);
+    x[3] = f32::NAN;
+    x[40] = f32::INFINITY;
+    // Sums beyond what f16 holds.
+    x[64..].fill(60_000.0);
+    let linear = QuantizedLinear::new(weight.clone(), Activations::PerToken, &Runner::new(Serial)).unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let x = Tensor::from_slice(&x, (3, 32), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let (y, expected) =
+            (found(&linear.forward(&x).unwrap()), expected(&weight, Activations::PerToken, &x));
+        assert!(y[..2 * 17].iter().all(|v| v.is_nan()));
+        assert_eq!(y[2 * 17..], expected[2 * 17..]);
+        assert_eq!(y.iter().any(|v| v.is_infinite()), dtype == DType::F16);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let runner = Runner::new(Serial);
+    let linear = QuantizedLinear::new(weight([20, 64], 32), Activations::Float, &runner).unwrap();
+    let refused = |x: &Tensor| linear.forward(x).unwrap_err().to_string();
+    assert_eq!(refused(&tensor(&[3, 32])), "quantized-linear [20, 64] takes [.., 64], not [3, 32]");
+    assert_eq!(refused(&tensor(&[])), "quantized-linear [20, 64] takes [.., 64], not []");
+    let double = tensor(&[3, 64]).to_dtype(DType::F64).unwrap();
+    assert_eq!(refused(&double), "quantized-linear takes f32, f16 or bf16, not f64");
+    assert_eq!(refused(&double.t().unwrap().contiguous().unwrap().t().unwrap()), refused(&double));
+
+    let layout = Layout::contiguous((1, 64));
+    let cuda = linear.cuda_fwd(&candle_core::CudaStorage, &layout).unwrap_err().to_string();
+    assert!(cuda.contains("runs on the CPU only") && cuda.contains("CUDA"), "{cuda}");
+    let metal = linear.metal_fwd(&candle_core::MetalStorage, &layout).unwrap_err().to_string();
+    assert!(metal.contains("runs on the CPU only") && metal.contains("Metal"), "{metal}");
+
+    // A layout that is about more than there is says what the kernels would.
+    let short = candle_core::CpuStorage::F32(vec![0.0; 70]);
+    let error = linear.cpu_fwd(&short, &Layout::contiguous((2, 64))).unwrap_err();
+    let kernels = KernelError::Length { what: "activations", expected: 128, got: 70 };
+    assert_eq!(error.to_string(), kernels.to_string());
+
+    let view = WeightView::new([2, 8], 4, 8, &[8; 16], &[1.0; 2], None).unwrap();
+    let plain = Arc::new(PackedLinear::pack(&view, None, false, &Serial).unwrap());
+    let refused = |by| QuantizedLinear::new(plain.clone(), Activations::Static(by), &runner).unwrap_err();
+    assert!(matches!(refused(StaticScale { scale: 0.1, zero: 1 }), KernelError::Scheme(_)));
+    assert!(matches!(refused(StaticScale { scale: 0.0, zero: 0 }), KernelError::Scheme(_)));
+    let error = linear.multiply(&[0.0_f32; 65], &mut [0.0; 20]).unwrap_err();
+    assert!(matches!(error, KernelError::Length { .. }));
+}
+
+#[test]
+fn there_is_no_gradient() {
+    let linear =
+        QuantizedLinear::new(weight([20, 64], 32), Activations::Float, &Runner::new(Serial)).unwrap();
+    let x = Var::from_tensor(&tensor(&[3, 64])).unwrap();
+    assert!(!linear.forward(&x).unwrap().track_op());
+    let y = x.apply_op1(linear).unwrap();
+    assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
+}
