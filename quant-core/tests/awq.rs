@@ -15,9 +15,6 @@ use quant_core::recipe::{Pattern, Recipe};
 use quant_core::transform::{Awq, BlockTask, Grid, Rewrite, Search as SearchMode, Transform};
 use quant_core::{CancelToken, TensorSource};
 
-const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
-
 fn tiny() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
 }
@@ -27,8 +24,8 @@ fn tiny() -> Tiny {
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {
-        let name = |module: &str| format!("model.layers.{layer}.{module}.weight");
-        for (norm, consumers) in [("input_layernorm", &QKV[..]), ("post_attention_layernorm", &GATE_UP[..])] {
+        let name = |module: &str| format!("{}{module}.weight", tiny.block(layer));
+        for (norm, consumers) in tiny.norms() {
             let consumers: Vec<String> = consumers.iter().map(|c| name(c)).collect();
             let consumers: Vec<&str> = consumers.iter().map(String::as_str).collect();
             let channels: Vec<usize> = (0..6).map(|i| (layer * 11 + i * 21) % tiny.hidden).collect();
@@ -40,6 +37,11 @@ fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
 
 fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -> Quantized {
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
+}
+
+/// An OPT of the sizes of [`tiny`].
+fn opt() -> Tiny {
+    Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::opt() }
 }
 
 /// One block with its inputs, searched directly.
@@ -179,9 +181,11 @@ fn recorded_errors_are_those_of_the_definition_by_every_route() {
         (SearchMode::Reference, "w4a16-channel", 15, 20),
         (SearchMode::Reference, "w4a16-g32", 35, 60),
     ] {
-        let checkpoint = planted(&Tiny { layers: 1, kv_heads: 4, attention_bias: true, ..tiny() }, 1);
         let windows = common::windows(128, count, length, 2);
-        records_are_right(&Search::by(mode, &checkpoint, scheme, &windows), scheme);
+        for tiny in [Tiny { kv_heads: 4, attention_bias: true, ..tiny() }, opt()] {
+            let checkpoint = planted(&Tiny { layers: 1, ..tiny }, 1);
+            records_are_right(&Search::by(mode, &checkpoint, scheme, &windows), scheme);
+        }
     }
 }
 
@@ -215,8 +219,12 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
         (common::Kind::Llama, "w4a16-g32", 4, 30),
         (common::Kind::Llama, "w4a16-channel", 8, 90),
         (common::Kind::Mistral(Some(7)), "w3a16-g64-asym", 6, 60),
+        (common::Kind::Opt, "w4a16-g32", 6, 60),
     ] {
-        let tiny = Tiny { layers: 1, kv_heads: 4, family, ..tiny() };
+        let tiny = match family {
+            common::Kind::Opt => Tiny { layers: 1, ..opt() },
+            _ => Tiny { layers: 1, kv_heads: 4, family, ..tiny() },
+        };
         let checkpoint = planted(&tiny, 1);
         let windows = common::masked_windows(128, count, length, 2);
         let [fast, reference] = [SearchMode::Fast, SearchMode::Reference]
@@ -231,7 +239,8 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
             assert_near(fast.error_after, reference.error_after, 1e-3, &fast.producer);
         }
         for search in [&fast, &reference] {
-            assert_eq!(search.rewrite.tokens.len(), 7, "every linear is counted");
+            let linears = search.block.graph().linears().count();
+            assert_eq!(search.rewrite.tokens.len(), linears, "every linear is counted");
             assert!(search.rewrite.tokens.values().all(|t| *t == counted));
         }
         // Other tokens, other numbers: the mask reaches the search.
@@ -262,7 +271,8 @@ fn records_are_right(search: &Search, scheme: &str) {
         assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
         assert!(record.error_after <= record.error_before, "{what}");
     }
-    assert_eq!(search.rewrite.clip_records.len(), 5, "all but queries and keys");
+    let linears = search.block.graph().linears().count();
+    assert_eq!(search.rewrite.clip_records.len(), linears - 2, "all but queries and keys");
     for record in &search.rewrite.clip_records {
         let what = format!("{scheme}, {tokens} tokens, clip of {}", record.module);
         let name = record.module.strip_prefix("block.").unwrap();
@@ -366,10 +376,14 @@ fn searches_never_end_worse_and_change_what_is_written() {
 #[test]
 fn on_planted_outliers_awq_loses_far_less_than_rounding() {
     let (calibration, held_out) = (common::windows(128, 16, 32, 5), common::windows(128, 8, 32, 6));
-    for (scheme, dtype, most) in
-        [("w4a16-g32", Dtype::F32, 0.35), ("w4a16", Dtype::Bf16, 0.35), ("w3a16-g64-asym", Dtype::Bf16, 0.65)]
-    {
-        let tiny = Tiny { dtype, norm_dtype: dtype, ..tiny() };
+    for (tiny, scheme, dtype, most) in [
+        (tiny(), "w4a16-g32", Dtype::F32, 0.35),
+        (tiny(), "w4a16", Dtype::Bf16, 0.35),
+        (tiny(), "w3a16-g64-asym", Dtype::Bf16, 0.65),
+        (opt(), "w4a16-g32", Dtype::F32, 0.35),
+        (opt(), "w4a16", Dtype::Bf16, 0.35),
+    ] {
+        let tiny = Tiny { dtype, norm_dtype: dtype, ..tiny };
         let checkpoint = planted(&tiny, 7);
         let exact = logits(&checkpoint.model(), &held_out);
         assert!(exact == logits(&tiny.random(7).model(), &held_out), "planting changes no float logit");

@@ -1,5 +1,5 @@
 //! The model stage against its definition in double precision, for what other decoders at hand do
-//! not run: biases, heads wider or narrower than the hidden width, linear position interpolation.
+//! not run: biases, heads wider or narrower than the hidden width, linear position interpolation, OPT.
 
 mod common;
 
@@ -10,13 +10,19 @@ use quant_core::TensorSource;
 use quant_core::checkpoint::{Dtype, MemorySource};
 use serde_json::json;
 
-/// A Llama written down as plainly as possible.
+/// A model written down as plainly as possible.
 struct Definition {
     tiny: Tiny,
     tensors: BTreeMap<String, Vec<f64>>,
 }
 
 type Rows = Vec<Vec<f64>>;
+
+fn add(x: &mut Rows, y: Rows) {
+    for (x, y) in x.iter_mut().zip(y) {
+        x.iter_mut().zip(y).for_each(|(a, b)| *a += b);
+    }
+}
 
 impl Definition {
     fn new(tiny: &Tiny, source: &MemorySource) -> Self {
@@ -30,6 +36,19 @@ impl Definition {
         let scaled = |row: &Vec<f64>| {
             let mean_square = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
             row.iter().zip(weight).map(|(v, w)| v / (mean_square + 1e-5).sqrt() * w).collect()
+        };
+        x.iter().map(scaled).collect()
+    }
+
+    fn layer_norm(&self, x: &[Vec<f64>], name: &str) -> Rows {
+        let parameter = |kind: &str, i: usize, other: f64| {
+            self.tensors.get(&format!("{name}.{kind}")).map_or(other, |values| values[i])
+        };
+        let scaled = |row: &Vec<f64>| {
+            let mean = row.iter().sum::<f64>() / row.len() as f64;
+            let variance = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / row.len() as f64;
+            let unit = row.iter().map(|v| (v - mean) / (variance + 1e-5).sqrt()).enumerate();
+            unit.map(|(i, v)| v * parameter("weight", i, 1.0) + parameter("bias", i, 0.0)).collect()
         };
         x.iter().map(scaled).collect()
     }
@@ -91,16 +110,35 @@ impl Definition {
         out
     }
 
+    /// Some rows of a tensor.
+    fn rows(&self, name: &str, rows: impl Iterator<Item = usize>) -> Rows {
+        let (values, h) = (&self.tensors[name], self.tiny.hidden);
+        rows.map(|row| values[row * h..(row + 1) * h].to_vec()).collect()
+    }
+
+    fn opt_logits(&self, tokens: &[u32]) -> Vec<f32> {
+        let mut x = self.rows("model.decoder.embed_tokens.weight", tokens.iter().map(|&t| t as usize));
+        add(&mut x, self.rows("model.decoder.embed_positions.weight", 2..2 + tokens.len()));
+        for layer in 0..self.tiny.layers {
+            let name = |module: &str| format!("{}{module}", self.tiny.block(layer));
+            let n = self.layer_norm(&x, &name("self_attn_layer_norm"));
+            let [q, k, v] = ["q", "k", "v"].map(|m| self.linear(&n, &name(&format!("self_attn.{m}_proj"))));
+            add(&mut x, self.linear(&self.attention(&q, &k, &v), &name("self_attn.out_proj")));
+            let n = self.layer_norm(&x, &name("final_layer_norm"));
+            let mut wide = self.linear(&n, &name("fc1"));
+            wide.iter_mut().flatten().for_each(|v| *v = v.max(0.0));
+            add(&mut x, self.linear(&wide, &name("fc2")));
+        }
+        x = self.layer_norm(&x, "model.decoder.final_layer_norm");
+        let head = if self.tiny.tied { "model.decoder.embed_tokens" } else { "lm_head" };
+        self.linear(&x, head).concat().into_iter().map(|v| v as f32).collect()
+    }
+
     fn logits(&self, tokens: &[u32]) -> Vec<f32> {
-        let embedding = &self.tensors["model.embed_tokens.weight"];
-        let h = self.tiny.hidden;
-        let mut x: Rows =
-            tokens.iter().map(|&t| embedding[t as usize * h..(t as usize + 1) * h].to_vec()).collect();
-        let add = |x: &mut Rows, y: Rows| {
-            for (x, y) in x.iter_mut().zip(y) {
-                x.iter_mut().zip(y).for_each(|(a, b)| *a += b);
-            }
-        };
+        if self.tiny.family == Kind::Opt {
+            return self.opt_logits(tokens);
+        }
+        let mut x = self.rows("model.embed_tokens.weight", tokens.iter().map(|&t| t as usize));
         for layer in 0..self.tiny.layers {
             let name = |module: &str| format!("model.layers.{layer}.{module}");
             let n = self.norm(&x, &name("input_layernorm"));
@@ -146,6 +184,10 @@ fn logits_are_those_of_the_definition() {
         ("qwen2", Tiny { family: Kind::Qwen2, tied: true, ..Tiny::default() }),
         ("qwen3", Tiny { family: Kind::Qwen3, head_dim: 24, ..Tiny::default() }),
         ("qwen3, biases", Tiny { family: Kind::Qwen3, attention_bias: true, ..Tiny::default() }),
+        ("opt", Tiny::opt()),
+        ("opt, tied, norms in f16", Tiny { tied: true, norm_dtype: Dtype::F16, ..Tiny::opt() }),
+        ("opt, no biases", Tiny { attention_bias: false, mlp_bias: false, ..Tiny::opt() }),
+        ("opt, norms without parameters", Tiny { affine: false, ..Tiny::opt() }),
         ("interpolated positions", Tiny { rope_scaling: interpolated, ..biased }),
     ] {
         for seed in 0..2 {

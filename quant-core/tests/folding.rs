@@ -106,6 +106,9 @@ fn cases() -> Vec<(&'static str, Tiny)> {
         ("qwen2, every head its own", Tiny { family: Kind::Qwen2, kv_heads: 4, ..Tiny::default() }),
         ("qwen3", Tiny { family: Kind::Qwen3, head_dim: 24, ..Tiny::default() }),
         ("qwen3, biases", Tiny { family: Kind::Qwen3, kv_heads: 4, attention_bias: true, ..Tiny::default() }),
+        ("opt", Tiny::opt()),
+        ("opt without biases", Tiny { attention_bias: false, mlp_bias: false, ..Tiny::opt() }),
+        ("opt, norms in bf16", Tiny { norm_dtype: Dtype::Bf16, ..Tiny::opt() }),
         ("norms in bf16", Tiny { kv_heads: 4, norm_dtype: Dtype::Bf16, ..biased.clone() }),
         ("norms in f16", Tiny { norm_dtype: Dtype::F16, dtype: Dtype::F16, ..biased }),
     ]
@@ -161,8 +164,9 @@ fn folding_twice_composes() {
 #[test]
 fn a_consumer_left_out_breaks_the_identity() {
     // What proves that the tests above can fail.
-    for kv_heads in [2, 4] {
-        let bench = Bench::new(&Tiny { kv_heads, ..Tiny::default() }, 6);
+    let grouped = Tiny::default();
+    for tiny in [grouped.clone(), Tiny { kv_heads: 4, ..grouped }, Tiny::opt()] {
+        let bench = Bench::new(&tiny, 6);
         for group in bench.groups() {
             for i in 0..group.consumers.len() {
                 let mut wrong = group.clone();
@@ -261,6 +265,56 @@ fn zero_tiny_and_huge_norm_weights_keep_the_identity() {
         assert!(columns[6..].iter().all(|c| c.is_normal() && *c != 1.0), "{dtype}");
         let change = bench.change(&rewrite);
         assert!(change <= BOUND, "{dtype}: {change:e}");
+    }
+}
+
+/// What a layer norm adds has to be scaled too, or the identity breaks; a channel that is nothing but
+/// what it adds keeps its scale, and so does one whose bias would leave its type.
+#[test]
+fn biases_of_norms_are_folded_with_their_weights() {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+        let tiny = Tiny { norm_dtype: dtype, ..Tiny::opt() };
+        let mut checkpoint = tiny.random(12);
+        let norm = format!("{}self_attn_layer_norm", tiny.block(0));
+        checkpoint.values(&format!("{norm}.weight"))[..2].fill(0.0);
+        let bias = checkpoint.values(&format!("{norm}.bias"));
+        (bias[0], bias[1], bias[2], bias[3]) = (0.0, 5.0, 0.0, 6e4);
+        // What reads the huge bias is small, so that the others still show in the output.
+        for consumer in tiny.norms()[0].1 {
+            let weight = checkpoint.values(&format!("{}{consumer}.weight", tiny.block(0)));
+            weight.chunks_exact_mut(tiny.hidden).for_each(|row| row[3] /= 6e4);
+        }
+        let bench = Bench::of(checkpoint.model(), &tiny, 12);
+        let group = &bench.groups()[0];
+        let mut scales = random_scales(tiny.hidden, 13);
+        scales[..4].copy_from_slice(&[8.0, 8.0, 8.0, 1.0 / 16.0]);
+        let mut rewrite = Rewrite::default();
+        bench.fold(&mut rewrite, group, &scales).unwrap();
+        let columns = &rewrite.columns[&group.consumers[0]];
+        assert_eq!(columns[..2], [1.0, 1.0], "{dtype}");
+        assert_eq!(columns[3] == 1.0, dtype == Dtype::F16, "{dtype}");
+        let (before, after) = (bench.block.norm_bias(group.producer), &rewrite.norm_biases[&group.producer]);
+        for ((b, a), c) in flat(before.unwrap()).iter().zip(after).zip(columns) {
+            assert_eq!(*a, b / c, "{dtype}");
+        }
+        assert!(bench.change(&rewrite) <= BOUND, "{dtype}");
+        rewrite.norm_biases.clear();
+        assert!(bench.change(&rewrite) > 0.05, "{dtype}: without the biases");
+    }
+}
+
+/// A rectifier lets positive scales pass and no others: these are refused whatever lies between.
+#[test]
+fn scales_that_are_not_positive_are_refused() {
+    let bench = Bench::new(&Tiny::opt(), 2);
+    for group in bench.groups() {
+        for bad in [0.0, -2.0, f32::NAN, f32::INFINITY] {
+            let mut scales = vec![2.0; bench.channels(&group)];
+            scales[1] = bad;
+            let mut rewrite = Rewrite::default();
+            assert!(bench.fold(&mut rewrite, &group, &scales).is_err(), "{bad}");
+            assert!(rewrite.columns.is_empty());
+        }
     }
 }
 

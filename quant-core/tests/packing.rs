@@ -32,8 +32,12 @@ fn packed_documents_run_as_if_alone() {
         (Kind::Mistral(Some(9)), serde_json::Value::Null),
         (Kind::Qwen2, serde_json::Value::Null),
         (Kind::Qwen3, serde_json::Value::Null),
+        (Kind::Opt, serde_json::Value::Null),
     ] {
-        let tiny = Tiny { family, rope_scaling, ..Tiny::default() };
+        let tiny = match family {
+            Kind::Opt => Tiny::opt(),
+            _ => Tiny { family, rope_scaling, ..Tiny::default() },
+        };
         let model = tiny.random(7).model();
         // Several chunks of several windows each.
         let windows = common::masked_windows(tiny.vocab, 30, 150, 3);

@@ -47,7 +47,7 @@ PERPLEXITY_TOLERANCE = 1e-3
 CHAT = ["turns", "headers", "brackets", "generation"]
 
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
-        "mistral", "qwen2", "qwen3"]
+        "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare"]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
 # Model, name of the case, options of `quant quantize`, whether transformers must dequantize; None
@@ -67,6 +67,12 @@ QUANTIZED = [
     ("mistral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2", "awq-w4-g64-asym", ["--scheme", "w4a16-g64-asym", *QUICK], True),
     ("qwen3", "awq-w4-g128", QUICK, False),
+    ("opt", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
+    ("opt", "awq-w4-g64-asym-head",
+     ["--scheme", "w4a16-g64-asym", "--override", "lm_head=w4a16-g64-asym", *QUICK], True),
+    ("opt-plain", "rtn-w8-channel", ["--method", "rtn", "--scheme", "w8a16-channel"], False),
+    ("opt-bare", "awq-w4-g32-ignored", ["--group-size", "32", "--ignore", "*.layers.1.*", *QUICK], False),
+    ("opt", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], False),
     ("demo", "format-awq-g128", ["--format", "awq", *QUICK], False),
     ("books-7m", "format-awq-g64-sym", ["--format", "awq", "--group-size", "64", "--symmetric", *QUICK], False),
     ("qwen2", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], False),

@@ -17,6 +17,7 @@ VOCABULARY = 272
 LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                "original_max_position_embeddings": 64, "rope_type": "llama3"}
 LINEAR_ROPE = {"factor": 4.0, "rope_type": "linear"}
+OPT = {"model_type": "opt", "ffn_dim": 384, "word_embed_proj_dim": 128, "pad_token_id": 1}
 VARIANTS = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -29,6 +30,11 @@ VARIANTS = {
     "mistral": {"model_type": "mistral", "sliding_window": 48},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
+    "opt": OPT,
+    "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
+                        "tie_word_embeddings": False},
+    # As saved by a class without a head: names lack their first part.
+    "opt-bare": OPT,
 }
 
 
@@ -64,6 +70,13 @@ def make_tokenizer():
     return tokenizer
 
 
+def save_without_head(model, out):
+    """Writes the decoder alone, but says of it what the whole model says."""
+    model.model.save_pretrained(out)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(out)
+
+
 def use_rope_scaling_key(config_file):
     """Writes `rope_theta` and `rope_scaling` as the published Llama 3.2 checkpoints do."""
     config = json.loads(config_file.read_text())
@@ -85,6 +98,8 @@ def main():
     model = make_model(arguments.variant, arguments.seed)
     if arguments.variant == "sharded-bf16":
         model.to(torch.bfloat16).save_pretrained(arguments.out, max_shard_size="400KB")
+    elif arguments.variant == "opt-bare":
+        save_without_head(model, arguments.out)
     else:
         model.save_pretrained(arguments.out)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))

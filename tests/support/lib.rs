@@ -12,6 +12,7 @@
 
 pub mod files;
 pub mod models;
+pub mod opt;
 pub mod program;
 pub mod refusal;
 

@@ -197,15 +197,24 @@ impl TinyLlama {
     /// When a file cannot be written.
     #[track_caller]
     pub fn write_with(&self, directory: &Path, tensors: &[RawTensor]) {
-        std::fs::create_dir_all(directory).expect("the directory can be created");
-        let write = |name: &str, bytes: &[u8]| {
-            std::fs::write(directory.join(name), bytes).expect("the file can be written");
-        };
-        write("config.json", format!("{:#}", self.config()).as_bytes());
-        write("generation_config.json", b"{\"eos_token_id\": 0}");
-        write("tokenizer.json", byte_tokenizer().to_string().as_bytes());
-        write("model.safetensors", &safetensors(tensors));
+        write_model(directory, &self.config(), tensors);
     }
+}
+
+/// Writes a model directory with a tokenizer of one token a byte.
+///
+/// # Panics
+/// When a file cannot be written.
+#[track_caller]
+pub fn write_model(directory: &Path, config: &Value, tensors: &[RawTensor]) {
+    std::fs::create_dir_all(directory).expect("the directory can be created");
+    let write = |name: &str, bytes: &[u8]| {
+        std::fs::write(directory.join(name), bytes).expect("the file can be written");
+    };
+    write("config.json", format!("{config:#}").as_bytes());
+    write("generation_config.json", b"{\"eos_token_id\": 0}");
+    write("tokenizer.json", byte_tokenizer().to_string().as_bytes());
+    write("model.safetensors", &safetensors(tensors));
 }
 
 /// Changes `config.json`: each key gets a value, or is removed for `null`.
@@ -271,11 +280,11 @@ pub fn byte_tokenizer() -> Value {
 }
 
 /// Steele, Lea and Flood's SplitMix64: weights need to be arbitrary, not good.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     /// From −1 to 1.
-    fn signed(&mut self) -> f32 {
+    pub(crate) fn signed(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

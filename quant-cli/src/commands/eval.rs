@@ -237,6 +237,7 @@ pub fn text(
     session: &Session,
 ) -> Result<EvaluationText> {
     let (positions, window) = (opened.model.architecture().max_positions, request.profile.window());
+    opened.model.check_positions(window)?;
     if window > positions {
         session.progress.note(&format!(
             "warning: windows of {window} tokens are longer than the {positions} positions the model was made \

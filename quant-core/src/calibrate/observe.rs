@@ -43,10 +43,15 @@ impl HiddenStates {
     /// The embeddings of the windows: what enters the first block.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
+    /// When a token is outside the vocabulary, the model has fewer positions than a window, or a row
+    /// cannot be read or is not finite.
     pub fn embed(model: &Model, windows: &TokenWindows) -> Result<Self> {
-        let values = model.embed_streamed(windows.tokens())?;
-        Ok(Self { layout: windows.layout(), hidden: model.architecture().hidden, values })
+        let mut values = model.embed_streamed(windows.tokens())?;
+        let layout = windows.layout();
+        if let Some(table) = model.position_table(layout.length())? {
+            table.add_to(&mut values, |token| layout.place(token))?;
+        }
+        Ok(Self { layout, hidden: model.architecture().hidden, values })
     }
 
     /// The shape of the batch, its documents, and which of its tokens count.

@@ -1,10 +1,11 @@
-//! Causal attention with grouped queries, and the gated product: the operations between linears.
+//! Causal attention with grouped queries, the gated product and the rectifier: the operations between
+//! linears.
 //!
 //! Both run on plain slices in fixed pieces, so results do not depend on the number of threads.
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Tensor};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
@@ -50,7 +51,15 @@ pub(crate) fn gated_silu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &GatedSilu)?)
 }
 
-fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
+/// `max(x, 0)`, elementwise; NaN stays NaN.
+///
+/// # Errors
+/// When the result cannot be made.
+pub(crate) fn relu(x: &Tensor) -> Result<Tensor> {
+    Ok(x.contiguous()?.apply_op1_no_bwd(&Relu)?)
+}
+
+pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),
         None => candle_core::bail!("contiguous tensors expected"),
@@ -234,6 +243,30 @@ impl CustomOp2 for GatedSilu {
     }
 }
 
+struct Relu;
+
+impl CustomOp1 for Relu {
+    fn name(&self) -> &'static str {
+        "relu"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        // `f32::max`, and candle's own operation with it, would turn NaN into 0.
+        let mut out = slice(x, layout)?.to_vec();
+        out.par_chunks_mut(ELEMENT_TILE).for_each(|out| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for v in out {
+                        *v = if *v < 0.0 { 0.0 } else { *v };
+                    }
+                },
+            );
+        });
+        Ok((CpuStorage::F32(out), layout.shape().clone()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -330,6 +363,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn relu_keeps_what_is_not_a_number() {
+        let x = Tensor::from_slice(&[-1.0, -0.0, 2.0, f32::NAN, f32::INFINITY], 5, &Device::Cpu).unwrap();
+        let y = relu(&x).unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(y[..3], [0.0, 0.0, 2.0]);
+        assert!(y[3].is_nan() && y[4] == f32::INFINITY);
     }
 
     #[test]

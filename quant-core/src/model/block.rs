@@ -8,9 +8,9 @@ use candle_nn::kv_cache::KvCache as LayerCache;
 use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{BlockGraph, NodeId, Op};
-use super::attention::{causal_attention, gated_silu};
+use super::attention::{causal_attention, gated_silu, relu};
 use super::cache;
-use super::{Linear, RopeTable, Segments};
+use super::{Linear, Norm, RopeTable, Segments};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -47,26 +47,33 @@ impl Tap for CancelTap<'_> {
 #[derive(Debug, Clone)]
 pub struct Block {
     graph: Arc<BlockGraph>,
-    norms: BTreeMap<NodeId, Tensor>,
+    norms: BTreeMap<NodeId, Norm>,
     linears: BTreeMap<NodeId, Linear>,
     rope: Arc<RopeTable>,
     norm_eps: f32,
 }
 
 impl Block {
-    /// A block from its parts: a weight `[width]` for every norm and a [`Linear`] for every linear
-    /// of the graph.
+    /// A block from its parts: the parameters of every norm that has any, and a [`Linear`] for every
+    /// linear of the graph.
     ///
     /// # Errors
     /// When one is missing.
     pub fn new(
         graph: Arc<BlockGraph>,
-        norms: BTreeMap<NodeId, Tensor>,
+        mut norms: BTreeMap<NodeId, Norm>,
         linears: BTreeMap<NodeId, Linear>,
         rope: Arc<RopeTable>,
         norm_eps: f64,
     ) -> Result<Self> {
-        let complete = graph.norms().all(|(id, ..)| norms.contains_key(&id))
+        for (id, node) in graph.nodes().iter().enumerate() {
+            if let Op::LayerNorm { width, affine: false, .. } = node.op {
+                norms.insert(id, Norm::plain(width)?);
+            }
+        }
+        let has_its_own =
+            |id: NodeId| norms.get(&id).is_some_and(|norm| norm.bias.is_some() == graph.has_bias(id));
+        let complete = graph.norms().all(|(id, ..)| has_its_own(id))
             && graph.linears().all(|(id, ..)| linears.contains_key(&id));
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
@@ -92,7 +99,15 @@ impl Block {
     /// # Panics
     /// When the node is not a norm.
     pub fn norm(&self, id: NodeId) -> &Tensor {
-        &self.norms[&id]
+        &self.norms[&id].weight
+    }
+
+    /// A norm's bias, `[width]`, if it has one.
+    ///
+    /// # Panics
+    /// When the node is not a norm.
+    pub fn norm_bias(&self, id: NodeId) -> Option<&Tensor> {
+        self.norms[&id].bias.as_ref()
     }
 
     /// The same block with one linear replaced.
@@ -111,9 +126,9 @@ impl Block {
         Ok(self)
     }
 
-    /// The same block with one norm's weight replaced.
-    pub fn replace_norm(&mut self, id: NodeId, weight: Tensor) {
-        self.norms.insert(id, weight);
+    /// The same block with one norm's parameters replaced.
+    pub fn replace_norm(&mut self, id: NodeId, norm: Norm) {
+        self.norms.insert(id, norm);
     }
 
     /// Runs the whole block on `hidden` `[batch, positions, width]`.
@@ -232,12 +247,7 @@ impl Run<'_> {
 
     fn compute(&mut self, id: NodeId, inputs: Vec<Tensor>) -> Result<Tensor> {
         match (&self.block.graph.nodes()[id].op, inputs.as_slice()) {
-            (Op::RmsNorm { width, .. }, [x]) => {
-                let (batch, positions, features) = x.dims3()?;
-                let x = x.contiguous()?.reshape((batch, positions, features / width, *width))?;
-                let y = candle_nn::ops::rms_norm(&x, self.block.norm(id), self.block.norm_eps)?;
-                Ok(y.reshape((batch, positions, features))?)
-            }
+            (op, [x]) if op.is_norm() => self.block.norms[&id].apply(op, self.block.norm_eps, x),
             (Op::Linear { .. }, [x]) => {
                 self.tap.linear_input(id, x)?;
                 self.block.linear(id).forward(x)
@@ -252,6 +262,7 @@ impl Run<'_> {
                 None => causal_attention(q, k, v, *repeat, *head_dim, *window, self.segments),
             },
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
+            (Op::Relu, [x]) => relu(x),
             (Op::Add, [a, b]) => Ok((a + b)?),
             (op, inputs) => Err(Error::Internal(format!("{op:?} with {} inputs", inputs.len()))),
         }

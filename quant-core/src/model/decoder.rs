@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use quant_kernels_cpu::Rayon;
 use quant_kernels_cpu::candle::Runner;
 
-use super::{Block, KvCache, Linear, Model, NoTap, NodeId, Tap, WeightBody};
+use super::{Block, KvCache, Linear, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// All blocks, the embedding and the head.
@@ -16,8 +16,9 @@ pub struct Decoder {
     hidden: usize,
     vocab: usize,
     embedding: Arc<WeightBody>,
+    position_table: Option<PositionTable>,
     blocks: Vec<Block>,
-    final_norm: Tensor,
+    final_norm: Option<(Op, Norm)>,
     norm_eps: f32,
     head: Linear,
     positions: usize,
@@ -27,7 +28,7 @@ impl Decoder {
     /// Loads the model for windows of up to `positions` tokens.
     ///
     /// # Errors
-    /// When a tensor cannot be read or is not finite, or the token pulls.
+    /// When a tensor cannot be read or is not finite, the model has fewer positions, or the token pulls.
     pub fn load(
         model: &Model,
         positions: usize,
@@ -36,6 +37,7 @@ impl Decoder {
     ) -> Result<Self> {
         let a = model.architecture();
         let rope = model.rope(positions)?;
+        let position_table = model.position_table(positions)?;
         observer.event(&Event::StageStarted { stage: "load", unit: "block", units: a.layers as u64 });
         let embedding = model.embedding()?;
         let head = model.head(&embedding)?;
@@ -50,6 +52,7 @@ impl Decoder {
             hidden: a.hidden,
             vocab: a.vocab,
             embedding,
+            position_table,
             blocks,
             final_norm: model.final_norm()?,
             norm_eps: a.norm_eps as f32,
@@ -93,8 +96,14 @@ impl Decoder {
     /// The hidden states of equally long windows before the first block, `[batch, positions, hidden]`.
     ///
     /// # Errors
-    /// When the windows differ in length, or a token is outside the vocabulary.
+    /// When the windows differ in length or are longer than the decoder allows, or a token is outside the
+    /// vocabulary.
     pub fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
+        self.embed_from(windows, 0)
+    }
+
+    /// The same for windows whose first token stands at position `start`.
+    fn embed_from(&self, windows: &[&[u32]], start: usize) -> Result<Tensor> {
         let length = windows.first().map_or(0, |w| w.len());
         let mut values = Vec::with_capacity(windows.len() * length * self.hidden);
         let mut scratch = Vec::new();
@@ -109,6 +118,9 @@ impl Decoder {
                 }
                 values.extend_from_slice(self.embedding.rows(row..row + 1, &mut scratch)?);
             }
+        }
+        if let Some(table) = &self.position_table {
+            table.add_to(&mut values, |token| start + token % length)?;
         }
         Ok(Tensor::from_vec(values, (windows.len(), length, self.hidden), &Device::Cpu)?)
     }
@@ -125,7 +137,10 @@ impl Decoder {
     }
 
     fn finish(&self, hidden: &Tensor) -> Result<Tensor> {
-        Ok(candle_nn::ops::rms_norm(&hidden.contiguous()?, &self.final_norm, self.norm_eps)?)
+        match &self.final_norm {
+            Some((op, norm)) => norm.apply(op, self.norm_eps, hidden),
+            None => Ok(hidden.clone()),
+        }
     }
 
     /// Prefill: the normed hidden states of equally long windows, `[batch, positions, hidden]`.
@@ -180,7 +195,7 @@ impl Decoder {
                 self.positions
             )));
         }
-        let mut hidden = self.embed(&[tokens])?;
+        let mut hidden = self.embed_from(&[tokens], start)?;
         for (index, block) in self.blocks.iter().enumerate() {
             hidden = block.forward(&hidden, start, Some(cache.layer(index)), &mut NoTap)?;
         }

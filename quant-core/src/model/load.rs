@@ -8,8 +8,9 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 
-use super::arch::{self, Architecture, NodeId};
-use super::{Block, Linear, RopeTable, WeightBody};
+use super::arch::{self, Architecture, Op, Positions};
+use super::names;
+use super::{Block, Linear, Norm, PositionTable, RopeScaling, RopeTable, WeightBody};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -48,6 +49,7 @@ impl Model {
     /// As [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
         let architecture = arch::describe(&ConfigFields::new(path, config))?;
+        let source = names::with_base(source, &architecture);
         let quantization = match config.get("quantization_config").filter(|v| !v.is_null()) {
             None => None,
             Some(settings) => Some(Quantization {
@@ -73,7 +75,7 @@ impl Model {
         &self.architecture
     }
 
-    /// The tensors.
+    /// The tensors, by the names that the architecture has for them.
     pub fn source(&self) -> &Arc<dyn TensorSource> {
         &self.source
     }
@@ -147,7 +149,17 @@ impl Model {
     /// the weights of quantized linears, which are packed, excluded.
     fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
-        let mut expected = vec![(a.final_norm.clone(), vec![a.hidden])];
+        let norm = |name: &str, width: usize, bias: bool| {
+            let parameters = std::iter::once("weight").chain(bias.then_some("bias"));
+            parameters.map(|p| (format!("{name}.{p}"), vec![width])).collect::<Vec<_>>()
+        };
+        let mut expected = Vec::new();
+        if let Some((name, width, bias)) = a.final_norm.as_ref().and_then(Op::stored_norm) {
+            expected.extend(norm(name, width, bias));
+        }
+        if let Positions::Learned { table, offset } = &a.positions {
+            expected.push((table.clone(), vec![a.max_positions + offset, a.hidden]));
+        }
         if self.module_scheme(&a.embedding_module()).is_none() {
             expected.push((self.embedding_name(), vec![a.vocab, a.hidden]));
         }
@@ -155,8 +167,8 @@ impl Model {
             expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
         }
         for layer in 0..a.layers {
-            for (_, name, width) in self.graph.norms() {
-                expected.push((format!("{}.weight", a.in_block(layer, name)), vec![width]));
+            for (id, name, width) in self.graph.norms() {
+                expected.extend(norm(&a.in_block(layer, name), width, self.graph.has_bias(id)));
             }
             for (_, name, shape, bias) in self.graph.linears() {
                 let module = a.in_block(layer, name);
@@ -293,12 +305,23 @@ impl Model {
         Ok(Linear::new(Arc::new(weight), None))
     }
 
-    /// The weight of the norm before the head, `[hidden]`.
+    /// The norm before the head and its parameters, if there is one.
     ///
     /// # Errors
-    /// When it cannot be read or is not finite.
-    pub fn final_norm(&self) -> Result<Tensor> {
-        self.vector(&self.architecture.final_norm)
+    /// When they cannot be read or are not finite.
+    pub fn final_norm(&self) -> Result<Option<(Op, Norm)>> {
+        let Some(op) = &self.architecture.final_norm else { return Ok(None) };
+        let norm = match op.stored_norm() {
+            Some((name, _, bias)) => self.norm(name, bias)?,
+            None => Norm::plain(self.architecture.hidden)?,
+        };
+        Ok(Some((op.clone(), norm)))
+    }
+
+    fn norm(&self, name: &str, bias: bool) -> Result<Norm> {
+        let weight = self.vector(&format!("{name}.weight"))?;
+        let bias = if bias { Some(self.vector(&format!("{name}.bias"))?) } else { None };
+        Ok(Norm { weight, bias })
     }
 
     fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
@@ -308,13 +331,57 @@ impl Model {
         }
     }
 
-    /// Tables for positions `0..positions`.
+    /// Rotary tables for positions `0..positions`; empty ones where nothing is turned.
     ///
     /// # Errors
     /// When they cannot be made.
     pub fn rope(&self, positions: usize) -> Result<Arc<RopeTable>> {
         let a = &self.architecture;
-        Ok(Arc::new(RopeTable::new(a.rope_theta, a.rope_scaling, a.head_dim, positions)?))
+        let table = match a.positions {
+            Positions::Rotary { theta, scaling } => RopeTable::new(theta, scaling, a.head_dim, positions)?,
+            Positions::Learned { .. } => RopeTable::new(1.0, RopeScaling::None, a.head_dim, 0)?,
+        };
+        Ok(Arc::new(table))
+    }
+
+    /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
+    /// are always enough.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the number that there is.
+    pub fn check_positions(&self, window: usize) -> Result<()> {
+        let a = &self.architecture;
+        match a.positions {
+            Positions::Learned { .. } if window > a.max_positions => Err(Error::usage(
+                format!(
+                    "windows of {window} tokens are longer than the {} positions that the model has learned",
+                    a.max_positions
+                ),
+                format!(
+                    "ask for {} at most: with --seq-len, --window, or --prefill and --decode together",
+                    a.max_positions
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The rows that are added to the embeddings at positions `0..positions`, where the family has such.
+    ///
+    /// # Errors
+    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
+    pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
+        self.check_positions(positions)?;
+        let Positions::Learned { table, offset } = &self.architecture.positions else { return Ok(None) };
+        let dtype = self.source.require(table)?.dtype;
+        let row = self.architecture.hidden * dtype.size();
+        let mut bytes = vec![0; positions * row];
+        self.source.read_range(table, (offset * row) as u64, &mut bytes)?;
+        require_finite_bytes(self.source.location(table), table, dtype, &bytes)
+            .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
+        let mut values = vec![0.0; positions * self.architecture.hidden];
+        dtype.widen(&bytes, &mut values);
+        Ok(Some(PositionTable::new(self.architecture.hidden, values)))
     }
 
     /// Block `index` with its weights in the file's dtypes.
@@ -323,9 +390,9 @@ impl Model {
     /// When a tensor cannot be read or is not finite.
     pub fn block(&self, index: usize, rope: &Arc<RopeTable>) -> Result<Block> {
         let a = &self.architecture;
-        let mut norms: BTreeMap<NodeId, Tensor> = BTreeMap::new();
+        let mut norms = BTreeMap::new();
         for (id, name, _) in self.graph.norms() {
-            norms.insert(id, self.vector(&format!("{}.weight", a.in_block(index, name)))?);
+            norms.insert(id, self.norm(&a.in_block(index, name), self.graph.has_bias(id))?);
         }
         let mut linears = BTreeMap::new();
         for (id, name, shape, bias) in self.graph.linears() {
@@ -337,7 +404,8 @@ impl Model {
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
-    /// by row from the checkpoint: the table itself is never in memory.
+    /// by row from the checkpoint: the table itself is never in memory. What
+    /// [`position_table`](Self::position_table) has is not added yet.
     ///
     /// # Errors
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.

@@ -187,8 +187,10 @@ pub(super) fn transformed(
             let values = rewritten(job, entry, *node, &bytes, rewrite)?;
             let bytes = match values {
                 Some(values) => {
-                    crate::checkpoint::require_finite(path(), &entry.tensor, &values)?;
-                    entry.info.dtype.narrow(&values)
+                    // What is finite in f32 need not be in the type that it is stored in.
+                    let bytes = entry.info.dtype.narrow(&values);
+                    require_finite_bytes(path(), &entry.tensor, entry.info.dtype, &bytes)?;
+                    bytes
                 }
                 None => bytes,
             };
@@ -237,7 +239,10 @@ fn rewritten(
     let mut values = vec![0.0; entry.info.elements()];
     entry.info.dtype.widen(bytes, &mut values);
     Ok(match &job.model.architecture().block.nodes()[node].op {
-        Op::RmsNorm { .. } => rewrite.norms.get(&node).cloned(),
+        op if op.is_norm() => match entry.tensor.ends_with(".bias") {
+            true => rewrite.norm_biases.get(&node).cloned(),
+            false => rewrite.norms.get(&node).cloned(),
+        },
         Op::Linear { .. } if !rewrite.changes(node) => None,
         Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
             Some(rewrite.weight(node, &WeightBody::F32 { shape: *shape, values })?)

@@ -8,7 +8,7 @@ use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::{Container, ModuleSchemes};
-use crate::model::{FusedLinears, Model, NodeId, Op};
+use crate::model::{FusedLinears, Model, NodeId};
 use crate::recipe::Method;
 use crate::transform::Search;
 use crate::{Error, Result};
@@ -265,6 +265,7 @@ impl Plan {
         };
         if plan.method.transform.is_some() {
             plan.sampling.check()?;
+            model.check_positions(plan.sampling.length)?;
         }
         plan.complete(model, &folds)
     }
@@ -310,13 +311,15 @@ impl Plan {
         let mut rewritten = std::collections::BTreeMap::new();
         for layer in 0..architecture.layers {
             for (node, op) in architecture.block.nodes().iter().enumerate().map(|(i, n)| (i, &n.op)) {
-                let parameter = match op {
-                    Op::RmsNorm { name, .. } => format!("{name}.weight"),
-                    Op::Linear { name, bias: true, .. } => format!("{name}.bias"),
-                    _ => continue,
-                };
-                if folds.contains(&node) {
-                    rewritten.insert(architecture.in_block(layer, &parameter), (layer, node));
+                if !folds.contains(&node) {
+                    continue;
+                }
+                // The weight of a linear has an entry already.
+                let weight = op.is_norm().then_some("weight");
+                let bias = architecture.block.has_bias(node).then_some("bias");
+                for parameter in weight.into_iter().chain(bias) {
+                    let name = format!("{}.{parameter}", op.name());
+                    rewritten.insert(architecture.in_block(layer, &name), (layer, node));
                 }
             }
         }

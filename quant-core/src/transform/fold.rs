@@ -8,17 +8,22 @@ use crate::{Error, Result};
 ///
 /// A norm's weight is stored in a narrow type, so `γ / s` is rounded there. The consumers are
 /// therefore multiplied not by `s` but by `γ / round(γ / s)`: the rewrite stays an identity however
-/// narrow the type. Where the quotient underflows, the channel keeps its scale of 1.
+/// narrow the type. A norm's bias is divided by the same. Where a quotient underflows or overflows, the
+/// channel keeps its scale of 1.
 ///
 /// # Errors
-/// When the group cannot be folded channel by channel, or there are not as many scales as channels.
+/// When the group cannot be folded channel by channel, there are not as many scales as channels, or one
+/// of them is not positive: what lies between producer and consumers need not let such pass.
 pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<()> {
     if group.repeat != 1 {
         return Err(Error::Internal("channels that are repeated cannot be folded one by one".into()));
     }
+    if let Some(scale) = scales.iter().find(|s| !(s.is_finite() && **s > 0.0)) {
+        return Err(Error::Internal(format!("a scale of {scale} cannot be folded")));
+    }
     let node = group.producer;
     let effective: Vec<f32> = match &task.block.graph().nodes()[node].op {
-        Op::RmsNorm { width, .. } if *width == scales.len() => {
+        op if op.stored_norm().is_some_and(|(_, width, _)| width == scales.len()) => {
             let dtype = *task
                 .norm_dtypes
                 .get(&node)
@@ -27,16 +32,30 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
                 Some(weight) => weight,
                 None => task.block.norm(node).to_vec1()?,
             };
+            let bias = match (rewrite.norm_biases.remove(&node), task.block.norm_bias(node)) {
+                (Some(bias), _) => Some(bias),
+                (None, Some(bias)) => Some(bias.to_vec1::<f32>()?),
+                (None, None) => None,
+            };
+            let fits = |channel: usize, scale: f32| {
+                bias.as_ref().is_none_or(|bias| dtype.round(bias[channel] / scale).is_finite())
+            };
             let folded: Vec<f32> = weight
                 .iter()
                 .zip(scales)
-                .map(|(&w, &s)| match dtype.round(w / s) {
-                    folded if w == 0.0 || (folded.is_normal() && (w / folded).is_normal()) => folded,
+                .enumerate()
+                .map(|(c, (&w, &s))| match dtype.round(w / s) {
+                    folded if w == 0.0 => folded,
+                    folded if folded.is_normal() && (w / folded).is_normal() && fits(c, w / folded) => folded,
                     _ => w,
                 })
                 .collect();
-            let effective =
+            let effective: Vec<f32> =
                 weight.iter().zip(&folded).map(|(&w, &f)| if f == 0.0 { 1.0 } else { w / f }).collect();
+            if let Some(mut bias) = bias {
+                bias.iter_mut().zip(&effective).for_each(|(b, s)| *b /= s);
+                rewrite.norm_biases.insert(node, bias);
+            }
             rewrite.norms.insert(node, folded);
             effective
         }

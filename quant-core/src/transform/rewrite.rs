@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::TriedScales;
 use crate::Result;
-use crate::model::{Block, Linear, NodeId, WeightBody};
+use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
 
 /// The decision of a scale search for one fold group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -85,6 +85,8 @@ pub struct Rewrite {
     pub tokens: BTreeMap<NodeId, u64>,
     /// New weights of norms, exact in the type they are stored in.
     pub norms: BTreeMap<NodeId, Vec<f32>>,
+    /// New biases of norms; as those of linears, they are rounded to their type when they are written.
+    pub norm_biases: BTreeMap<NodeId, Vec<f32>>,
     /// Factors for the columns of linears.
     pub columns: BTreeMap<NodeId, Vec<f32>>,
     /// Divisors for the rows, and bias, of linears.
@@ -165,8 +167,13 @@ impl Rewrite {
     /// When a weight cannot be had.
     pub fn apply(&self, block: &Block) -> Result<Block> {
         let mut rewritten = block.clone();
-        for (&node, weight) in &self.norms {
-            rewritten.replace_norm(node, Tensor::from_slice(weight, weight.len(), &Device::Cpu)?);
+        let tensor = |values: &[f32]| Tensor::from_slice(values, values.len(), &Device::Cpu);
+        for (node, weight) in &self.norms {
+            let bias = match self.norm_biases.get(node) {
+                Some(bias) => Some(tensor(bias)?),
+                None => block.norm_bias(*node).cloned(),
+            };
+            rewritten.replace_norm(*node, Norm { weight: tensor(weight)?, bias });
         }
         let graph = block.graph().clone();
         for (node, _, shape, _) in graph.linears() {

@@ -1,4 +1,4 @@
-//! What the tests of the whole path share: tiny random Llama checkpoints in memory, and the few
+//! What the tests of the whole path share: tiny random checkpoints in memory, and the few
 //! lines that take one through the pipeline and run what comes out.
 //!
 //! Nothing here is trained; what the tests compare are two ways to the same numbers.
@@ -28,6 +28,7 @@ pub enum Kind {
     Mistral(Option<usize>),
     Qwen2,
     Qwen3,
+    Opt,
 }
 
 impl Kind {
@@ -37,6 +38,7 @@ impl Kind {
             Self::Mistral(_) => "MistralForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Opt => "OPTForCausalLM",
         }
     }
 
@@ -49,7 +51,8 @@ impl Kind {
     }
 }
 
-/// The sizes of a random Llama; `..Tiny::default()` leaves a small one with grouped queries.
+/// The sizes of a random model; `..Tiny::default()` leaves a small Llama with grouped queries, `..Tiny::opt()`
+/// a small OPT.
 #[derive(Debug, Clone)]
 pub struct Tiny {
     pub hidden: usize,
@@ -61,9 +64,12 @@ pub struct Tiny {
     pub vocab: usize,
     pub tied: bool,
     pub family: Kind,
-    /// Of all four linears of attention; Qwen2 has those of queries, keys and values anyway.
+    /// Of all four linears of attention; Qwen2 has those of queries, keys and values anyway. OPT has
+    /// them in all linears or in none.
     pub attention_bias: bool,
     pub mlp_bias: bool,
+    /// Whether OPT's norms have weights and biases.
+    pub affine: bool,
     /// The value of `rope_scaling`.
     pub rope_scaling: Value,
     /// The type of everything but norms.
@@ -85,6 +91,7 @@ impl Default for Tiny {
             family: Kind::Llama,
             attention_bias: false,
             mlp_bias: false,
+            affine: true,
             rope_scaling: Value::Null,
             dtype: Dtype::F32,
             norm_dtype: Dtype::F32,
@@ -94,10 +101,20 @@ impl Default for Tiny {
 
 /// Positions that every tiny model's configuration promises.
 pub const POSITIONS: usize = 256;
+/// Those of an OPT, which has no others: as many as calibration asks for by default.
+pub const OPT_POSITIONS: usize = 512;
 
 impl Tiny {
+    /// A small OPT with everything that the family has.
+    pub fn opt() -> Self {
+        Self { family: Kind::Opt, kv_heads: 4, attention_bias: true, mlp_bias: true, ..Self::default() }
+    }
+
     /// The fields of `config.json`.
     pub fn config(&self) -> Map<String, Value> {
+        if self.family == Kind::Opt {
+            return self.opt_config();
+        }
         let mut config = json!({
             "architectures": [self.family.architecture()],
             "hidden_size": self.hidden,
@@ -122,8 +139,91 @@ impl Tiny {
         config.as_object().expect("an object").clone()
     }
 
+    fn opt_config(&self) -> Map<String, Value> {
+        assert!(self.kv_heads == self.heads && self.heads * self.head_dim == self.hidden);
+        assert_eq!(self.attention_bias, self.mlp_bias);
+        let config = json!({
+            "architectures": [self.family.architecture()],
+            "model_type": "opt",
+            "activation_function": "relu",
+            "do_layer_norm_before": true,
+            "enable_bias": self.attention_bias,
+            "ffn_dim": self.intermediate,
+            "hidden_size": self.hidden,
+            "layer_norm_elementwise_affine": self.affine,
+            "max_position_embeddings": OPT_POSITIONS,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocab,
+            "word_embed_proj_dim": self.hidden,
+        });
+        config.as_object().expect("an object").clone()
+    }
+
+    /// The prefix of a block's modules.
+    pub fn block(&self, layer: usize) -> String {
+        match self.family {
+            Kind::Opt => format!("model.decoder.layers.{layer}."),
+            _ => format!("model.layers.{layer}."),
+        }
+    }
+
+    /// The norms of a block, each with the linears that read it.
+    pub fn norms(&self) -> [(&'static str, &'static [&'static str]); 2] {
+        let qkv = &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+        match self.family {
+            Kind::Opt => [("self_attn_layer_norm", qkv), ("final_layer_norm", &["fc1"])],
+            _ => [("input_layernorm", qkv), ("post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"])],
+        }
+    }
+
+    fn random_opt(&self, seed: u64) -> Checkpoint {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut tensors = BTreeMap::new();
+        let mut add = |name: String, shape: &[usize], mean: f32, deviation: f32| {
+            let len = shape.iter().product();
+            let values = (0..len).map(|_| mean + deviation * normal(&mut rng)).collect();
+            tensors.insert(name, (shape.to_vec(), values));
+        };
+        let fan_in = |k: usize| 1.0 / (k as f32).sqrt();
+        let (h, ffn) = (self.hidden, self.intermediate);
+        add("model.decoder.embed_tokens.weight".into(), &[self.vocab, h], 0.0, 1.0);
+        add("model.decoder.embed_positions.weight".into(), &[OPT_POSITIONS + 2, h], 0.0, 0.5);
+        if !self.tied {
+            add("lm_head.weight".into(), &[self.vocab, h], 0.0, 2.0 * fan_in(h));
+        }
+        let norms = (0..self.layers)
+            .flat_map(|l| self.norms().map(|(norm, _)| format!("{}{norm}", self.block(l))))
+            .chain(["model.decoder.final_layer_norm".to_owned()]);
+        for norm in norms.filter(|_| self.affine) {
+            add(format!("{norm}.weight"), &[h], 1.0, 0.3);
+            add(format!("{norm}.bias"), &[h], 0.0, 0.3);
+        }
+        for layer in 0..self.layers {
+            for (name, n, k) in [
+                ("self_attn.q_proj", h, h),
+                ("self_attn.k_proj", h, h),
+                ("self_attn.v_proj", h, h),
+                ("self_attn.out_proj", h, h),
+                ("fc1", ffn, h),
+                ("fc2", h, ffn),
+            ] {
+                let module = format!("{}{name}", self.block(layer));
+                add(format!("{module}.weight"), &[n, k], 0.0, fan_in(k));
+                if self.attention_bias {
+                    add(format!("{module}.bias"), &[n], 0.0, 0.3);
+                }
+            }
+        }
+        Checkpoint { tiny: self.clone(), tensors }
+    }
+
     /// Random weights: linears keep the magnitude of what they multiply, norms are `1 + 0.3 ε`.
     pub fn random(&self, seed: u64) -> Checkpoint {
+        if self.family == Kind::Opt {
+            return self.random_opt(seed);
+        }
         let mut rng = StdRng::seed_from_u64(seed);
         let mut tensors = BTreeMap::new();
         let mut add = |name: String, shape: &[usize], mean: f32, deviation: f32| {
@@ -181,11 +281,14 @@ impl Checkpoint {
         &mut self.tensors.get_mut(name).expect("a tensor of the model").1
     }
 
-    /// Multiplies some channels of a norm by `factor` and divides the columns that read them by
-    /// it. For a power of two the model's float outputs stay the same, bit for bit.
+    /// Multiplies some channels of a norm, whose weight this is, by `factor` and divides the columns
+    /// that read them by it. For a power of two the model's float outputs stay the same, bit for bit.
     pub fn plant(&mut self, norm: &str, consumers: &[&str], channels: &[usize], factor: f32) {
         for &c in channels {
             self.values(norm)[c] *= factor;
+        }
+        if let Some((_, bias)) = self.tensors.get_mut(&norm.replace(".weight", ".bias")) {
+            channels.iter().for_each(|&c| bias[c] *= factor);
         }
         let hidden = self.tiny.hidden;
         for consumer in consumers {

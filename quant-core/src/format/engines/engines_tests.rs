@@ -173,3 +173,25 @@ fn what_each_container_reaches() {
     mistral.family = "mistral";
     assert_eq!(words("LMDeploy", &mistral), ["no"; 4]);
 }
+
+#[test]
+fn opt_in_engines() {
+    let opt = |container, scheme| Outline { family: "opt", ..outline(container, LLAMA_8B, scheme) };
+    let mut model = opt("compressed-tensors", "w4a16-g128-sym");
+    for name in ["vLLM, CUDA", "vLLM, CPU", "SGLang"] {
+        assert_eq!(words(name, &model), ["yes"; 4], "{name}");
+    }
+    assert_eq!(words("transformers", &model)[0], "yes");
+    assert_eq!(words("LMDeploy", &model), ["no"; 4]);
+    assert_eq!(words("llama.cpp", &model)[0], "no");
+    assert_eq!(words("mlx-lm", &opt("awq", "w4a16-g128-asym"))[0], "unsure");
+    // What is said of single linears does not reach SGLang's modules.
+    model.layers[1].parts[0].scheme = None;
+    assert_eq!(words("SGLang", &model), ["no"; 4]);
+    assert!(reason("SGLang", &model, 1).starts_with("`o_proj` is another in its OPT"));
+    assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);
+    let mut head = opt("compressed-tensors", "w4a16-g128-sym");
+    head.head = Some("w8a16-g128-sym".parse().unwrap());
+    assert_eq!(words("vLLM, CUDA", &head), ["unsure"; 4]);
+    assert_eq!(words("SGLang", &head), ["no"; 4]);
+}

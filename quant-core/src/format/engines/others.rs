@@ -50,6 +50,9 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     if outline.family == "mistral" {
         return No("Mistral is not among its models".into());
     }
+    if outline.family == "opt" {
+        return No("OPT is not among its models".into());
+    }
     if outline.embedding.is_some() {
         return No("a quantized embedding is not read".into());
     }
@@ -89,6 +92,9 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     if !is_awq(outline) {
         return No("it reads the awq container only".into());
     }
+    if outline.family == "opt" {
+        return Unsure("whether OPT is among its models".into());
+    }
     match outline.schemes()[..] {
         [WeightScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
         _ => No("it has groups of 32, 64 and 128".into()),
@@ -99,6 +105,9 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     if is_awq(outline) {
         return No("it reads the compressed-tensors container only".into());
+    }
+    if outline.family == "opt" {
+        return No("OPT is not among the models that it converts".into());
     }
     match all_schemes(outline)[..] {
         [WeightScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }]

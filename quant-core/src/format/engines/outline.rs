@@ -125,8 +125,8 @@ fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
         return LayerKind::Attention;
     }
     let input = graph.nodes()[id].inputs[0];
-    match graph.nodes()[input].op {
-        Op::RmsNorm { .. } | Op::Input => LayerKind::Column,
+    match &graph.nodes()[input].op {
+        op if op.is_norm() || *op == Op::Input => LayerKind::Column,
         _ => LayerKind::Row,
     }
 }

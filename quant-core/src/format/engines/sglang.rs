@@ -9,10 +9,30 @@ pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
         return No("a quantized embedding is not read, and stays as it was initialized".into());
     }
-    linears(outline, ranks, |share| match outline.container {
+    opt(outline).and(linears(outline, ranks, |share| match outline.container {
         "awq" => awq(share),
         _ => compressed_tensors(share),
-    })
+    }))
+}
+
+/// Its OPT calls `self_attn.out_proj` `o_proj`, and leaves `decoder` out of the names of blocks: nothing
+/// that a checkpoint says of single modules is found.
+fn opt(outline: &Outline) -> Verdict {
+    if outline.family != "opt" {
+        return Yes;
+    }
+    if outline.head.is_some() {
+        return No("the head of its OPT has no quantization".into());
+    }
+    let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);
+    let first = parts.next().and_then(|part| part.scheme);
+    match parts.find(|part| part.scheme != first) {
+        None => Yes,
+        Some(part) => No(format!(
+            "`{}` is another in its OPT: what is said of single linears, float or of another scheme, is lost",
+            part.module
+        )),
+    }
 }
 
 fn is_marlin_group(share: &Share<'_>) -> bool {

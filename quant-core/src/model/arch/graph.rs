@@ -3,9 +3,10 @@
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a
 //! norm's weight, a linear's row) by `s` and multiply the matching input column of *every* linear
 //! that reads it by `s`. Which producers and consumers these are follows from the graph: a
-//! channel's scale passes unchanged through the `up` side of a gated product and the value side
-//! of attention, and is stopped by everything else. Balance lists are therefore computed, never
-//! typed by hand, and a consumer cannot be forgotten.
+//! channel's scale passes unchanged through the `up` side of a gated product, a rectifier and the
+//! value side of attention, and is stopped by everything else. Balance lists are therefore computed,
+//! never typed by hand, and a consumer cannot be forgotten. Scales are positive: a rectifier lets no
+//! others through.
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
 pub type NodeId = usize;
@@ -21,6 +22,16 @@ pub enum Op {
         name: String,
         /// Features that are normed together: all of the input's, or those of a head.
         width: usize,
+    },
+    /// Every `width` features in a row brought to mean 0 and variance 1; times a weight and plus a
+    /// bias of `width`, if it is affine.
+    LayerNorm {
+        /// Module name inside the block.
+        name: String,
+        /// Features that are normed together.
+        width: usize,
+        /// Whether it has a weight and a bias.
+        affine: bool,
     },
     /// `x Wᵀ (+ b)`.
     Linear {
@@ -44,8 +55,46 @@ pub enum Op {
     },
     /// `silu(gate) · up` of inputs `[gate, up]`.
     GatedSilu,
+    /// `max(x, 0)`.
+    Relu,
     /// The sum of its two inputs.
     Add,
+}
+
+impl Op {
+    /// Module name inside the block; empty where the operation is no module.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::RmsNorm { name, .. } | Self::LayerNorm { name, .. } | Self::Linear { name, .. } => name,
+            _ => "",
+        }
+    }
+
+    /// Of a norm that has parameters: its name, its width, and whether there is a bias beside the
+    /// weight.
+    pub fn stored_norm(&self) -> Option<(&str, usize, bool)> {
+        match self {
+            Self::RmsNorm { name, width } => Some((name, *width, false)),
+            Self::LayerNorm { name, width, affine: true } => Some((name, *width, true)),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a norm of whatever kind.
+    pub fn is_norm(&self) -> bool {
+        matches!(self, Self::RmsNorm { .. } | Self::LayerNorm { .. })
+    }
+
+    /// Whether positive scales of the channels of its input `port` come out as they went in, and if
+    /// so how many times each channel then stands there.
+    fn passes_scales(&self, port: usize) -> Option<usize> {
+        match self {
+            Self::GatedSilu if port == 1 => Some(1),
+            Self::Relu => Some(1),
+            Self::Attention { repeat, .. } if port == 2 => Some(*repeat),
+            _ => None,
+        }
+    }
 }
 
 /// One step of a block.
@@ -133,38 +182,41 @@ impl BlockGraph {
         })
     }
 
-    /// Norms in order of evaluation: id, name inside the block, width.
+    /// Norms with parameters in order of evaluation: id, name inside the block, width.
     pub fn norms(&self) -> impl Iterator<Item = (NodeId, &str, usize)> {
-        self.nodes.iter().enumerate().filter_map(|(id, n)| match &n.op {
-            Op::RmsNorm { name, width } => Some((id, name.as_str(), *width)),
-            _ => None,
+        self.nodes.iter().enumerate().filter_map(|(id, node)| {
+            let (name, width, _) = node.op.stored_norm()?;
+            Some((id, name, width))
         })
     }
 
-    /// A node's name inside the block, if it has weights.
-    pub fn name(&self, id: NodeId) -> &str {
+    /// Whether a norm or a linear has a bias.
+    pub fn has_bias(&self, id: NodeId) -> bool {
         match &self.nodes[id].op {
-            Op::RmsNorm { name, .. } | Op::Linear { name, .. } => name,
-            _ => "",
+            Op::Linear { bias, .. } => *bias,
+            op => op.stored_norm().is_some_and(|(.., bias)| bias),
         }
+    }
+
+    /// A node's name inside the block, if it is a module.
+    pub fn name(&self, id: NodeId) -> &str {
+        self.nodes[id].op.name()
     }
 
     /// Whether a linear's output becomes a query or key: its error passes through a softmax, so
     /// weight clipping, which minimizes the error of the linear's own output, leaves it alone.
     pub fn feeds_queries_or_keys(&self, id: NodeId) -> bool {
-        self.users(id).any(|(user, port)| match self.nodes[user].op {
+        self.users(id).any(|(user, port)| match &self.nodes[user].op {
             Op::Attention { .. } => port < 2,
-            Op::Rope | Op::RmsNorm { .. } => self.feeds_queries_or_keys(user),
-            _ => false,
+            op => (*op == Op::Rope || op.is_norm()) && self.feeds_queries_or_keys(user),
         })
     }
 
     /// Whether a linear's output becomes a query, key or value.
     pub fn feeds_attention(&self, id: NodeId) -> bool {
-        self.users(id).any(|(user, _)| match self.nodes[user].op {
+        self.users(id).any(|(user, _)| match &self.nodes[user].op {
             Op::Attention { .. } => true,
-            Op::Rope | Op::RmsNorm { .. } => self.feeds_attention(user),
-            _ => false,
+            op => (*op == Op::Rope || op.is_norm()) && self.feeds_attention(user),
         })
     }
 
@@ -174,7 +226,8 @@ impl BlockGraph {
     }
 
     fn fold_group(&self, producer: NodeId) -> Option<FoldGroup> {
-        if !matches!(self.nodes[producer].op, Op::RmsNorm { .. } | Op::Linear { .. }) {
+        let op = &self.nodes[producer].op;
+        if op.stored_norm().is_none() && !matches!(op, Op::Linear { .. }) {
             return None;
         }
         let mut walk = Walk::default();
@@ -191,7 +244,7 @@ impl BlockGraph {
     /// Collects the linears that read `value`'s channels; `None` if something stops the scale.
     fn follow(&self, value: NodeId, repeat: usize, walk: &mut Walk) -> Option<()> {
         for (user, port) in self.users(value) {
-            match self.nodes[user].op {
+            match &self.nodes[user].op {
                 Op::Linear { .. } => {
                     // All consumers must see the channels in one arrangement.
                     if walk.input.is_some_and(|i| i != value) {
@@ -201,11 +254,7 @@ impl BlockGraph {
                     walk.repeat = repeat;
                     walk.consumers.push(user);
                 }
-                Op::GatedSilu if port == 1 => self.follow(user, repeat, walk)?,
-                Op::Attention { repeat: heads, .. } if port == 2 => {
-                    self.follow(user, repeat * heads, walk)?
-                }
-                _ => return None,
+                op => self.follow(user, repeat * op.passes_scales(port)?, walk)?,
             }
         }
         Some(())

@@ -1,7 +1,7 @@
 //! Llama 1, 2, 3 and the families that share their block but for a detail: Mistral's sliding window,
 //! the biases of Qwen2, the query and key norms of Qwen3.
 
-use super::{Architecture, BlockGraph, Family, GraphBuilder, Op};
+use super::{Architecture, BlockGraph, Family, GraphBuilder, Op, Positions};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeScaling;
@@ -205,7 +205,7 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
             config.error("rms_norm_eps", format!("is {norm_eps}; expected 0 or a small positive number"))
         );
     }
-    let (rope_theta, rope_scaling) = RopeScaling::from_config(config)?;
+    let (theta, scaling) = RopeScaling::from_config(config)?;
     Ok(Architecture {
         family: details.family,
         hidden,
@@ -216,13 +216,13 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
         head_dim,
         max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
         norm_eps,
-        rope_theta,
-        rope_scaling,
+        positions: Positions::Rotary { theta, scaling },
         tied: config.optional_bool("tie_word_embeddings")?.unwrap_or(false),
         embedding: "model.embed_tokens.weight".into(),
-        final_norm: "model.norm.weight".into(),
+        final_norm: Some(Op::RmsNorm { name: "model.norm".into(), width: hidden }),
         head: "lm_head".into(),
         block_prefix: "model.layers.{}.",
+        base: "",
         fused: &[
             ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
             ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),

@@ -2,6 +2,7 @@
 
 mod graph;
 mod llama;
+mod opt;
 
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, Op};
 
@@ -28,27 +29,47 @@ pub struct Architecture {
     pub head_dim: usize,
     /// Positions the model was made for.
     pub max_positions: usize,
-    /// Added to the mean square in norms.
+    /// Added to the mean square, or the variance, in norms.
     pub norm_eps: f64,
-    /// Base of the rotary frequencies.
-    pub rope_theta: f64,
-    /// Change of the rotary frequencies for long contexts.
-    pub rope_scaling: RopeScaling,
+    /// How positions are told apart.
+    pub positions: Positions,
     /// Whether the output head is the embedding.
     pub tied: bool,
     /// Name of the embedding tensor.
     pub embedding: String,
-    /// Name of the norm before the head.
-    pub final_norm: String,
+    /// The norm before the head, with its whole name, if there is one.
+    pub final_norm: Option<Op>,
     /// Module name of the head.
     pub head: String,
     /// Prefix of a block's tensors, with `{}` for its index.
     pub block_prefix: &'static str,
+    /// What all names but the head's begin with, if checkpoints that were saved without the head may
+    /// lack it; else empty.
+    pub base: &'static str,
     /// Linears inside a block that engines run as one matrix: the name they give it, and its parts
     /// in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
     /// One block; all are alike.
     pub block: BlockGraph,
+}
+
+/// How a family tells positions apart.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Positions {
+    /// Queries and keys are turned: any position will do.
+    Rotary {
+        /// Base of the frequencies.
+        theta: f64,
+        /// Change of the frequencies for long contexts.
+        scaling: RopeScaling,
+    },
+    /// A row is added to every token's embedding: there are as many positions as rows.
+    Learned {
+        /// Name of the tensor `[offset + positions, hidden]`.
+        table: String,
+        /// The row of position 0.
+        offset: usize,
+    },
 }
 
 /// Linears that engines run as one matrix.
@@ -113,7 +134,8 @@ pub trait Family: Send + Sync {
 }
 
 /// The families this version knows.
-pub static FAMILIES: &[&dyn Family] = &[&llama::Llama, &llama::Mistral, &llama::Qwen2, &llama::Qwen3];
+pub static FAMILIES: &[&dyn Family] =
+    &[&llama::Llama, &llama::Mistral, &llama::Qwen2, &llama::Qwen3, &opt::Opt];
 
 /// Reads the family and sizes from a configuration.
 ///

@@ -1,0 +1,197 @@
+//! OPT: layer norms, biases, a rectifier between the two linears of the MLP, learned positions.
+//!
+//! Not read: the post-norm variant (`do_layer_norm_before: false`), embeddings narrower than the hidden
+//! states (`word_embed_proj_dim`), both of which opt-350m alone has, and other activations than ReLU.
+
+use super::{Architecture, BlockGraph, Family, GraphBuilder, Op, Positions};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// The family of `OPTForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Opt;
+
+/// Rows of the table of positions that stand before the one of position 0.
+const POSITION_OFFSET: usize = 2;
+/// What readers add to the variance; no configuration says otherwise.
+const NORM_EPS: f64 = 1e-5;
+
+impl Family for Opt {
+    fn name(&self) -> &'static str {
+        "opt"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["OPTForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let hidden = config.require_positive("hidden_size")?;
+        let heads = config.require_positive("num_attention_heads")?;
+        if hidden % heads != 0 {
+            return Err(config.error(
+                "num_attention_heads",
+                format!("is {heads}, which does not divide hidden_size {hidden}"),
+            ));
+        }
+        let flag = |key: &str, default: bool| config.optional_bool(key).map(|value| value.unwrap_or(default));
+        if !flag("do_layer_norm_before", true)? {
+            return Err(config.error(
+                "do_layer_norm_before",
+                "is false: norms after the residual sums, as in opt-350m, are not supported",
+            ));
+        }
+        if let Some(width) = config.optional_positive("word_embed_proj_dim")?.filter(|w| *w != hidden) {
+            return Err(config.error(
+                "word_embed_proj_dim",
+                format!("is {width}, and hidden_size {hidden}: projected embeddings are not supported"),
+            ));
+        }
+        let activation = config.optional_str("activation_function")?.unwrap_or("relu");
+        if activation != "relu" {
+            return Err(config.error(
+                "activation_function",
+                format!("is `{activation}`; this version computes `relu` for this family"),
+            ));
+        }
+        let sizes = Sizes {
+            hidden,
+            ffn: config.require_positive("ffn_dim")?,
+            heads,
+            bias: flag("enable_bias", true)?,
+            affine: flag("layer_norm_elementwise_affine", true)?,
+        };
+        let final_norm = Op::LayerNorm {
+            name: "model.decoder.final_layer_norm".into(),
+            width: hidden,
+            affine: sizes.affine,
+        };
+        Ok(Architecture {
+            family: self.name(),
+            hidden,
+            vocab: config.require_positive("vocab_size")?,
+            layers: config.require_positive("num_hidden_layers")?,
+            heads,
+            kv_heads: heads,
+            head_dim: hidden / heads,
+            max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
+            norm_eps: NORM_EPS,
+            positions: Positions::Learned {
+                table: "model.decoder.embed_positions.weight".into(),
+                offset: POSITION_OFFSET,
+            },
+            tied: flag("tie_word_embeddings", true)?,
+            embedding: "model.decoder.embed_tokens.weight".into(),
+            final_norm: (!flag("_remove_final_layer_norm", false)?).then_some(final_norm),
+            head: "lm_head".into(),
+            block_prefix: "model.decoder.layers.{}.",
+            base: "model.",
+            fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
+            block: block(&sizes),
+        })
+    }
+}
+
+struct Sizes {
+    hidden: usize,
+    ffn: usize,
+    heads: usize,
+    bias: bool,
+    affine: bool,
+}
+
+fn block(&Sizes { hidden, ffn, heads, bias, affine }: &Sizes) -> BlockGraph {
+    let linear = |name: &str, shape: [usize; 2]| Op::Linear { name: name.to_owned(), shape, bias };
+    let norm = |name: &str| Op::LayerNorm { name: name.to_owned(), width: hidden, affine };
+    let mut g = GraphBuilder::default();
+    let input = g.add(Op::Input, &[]);
+
+    let x = g.add(norm("self_attn_layer_norm"), &[input]);
+    let q = g.add(linear("self_attn.q_proj", [hidden, hidden]), &[x]);
+    let k = g.add(linear("self_attn.k_proj", [hidden, hidden]), &[x]);
+    let v = g.add(linear("self_attn.v_proj", [hidden, hidden]), &[x]);
+    let attention = Op::Attention { repeat: 1, head_dim: hidden / heads, window: None };
+    let attended = g.add(attention, &[q, k, v]);
+    let out = g.add(linear("self_attn.out_proj", [hidden, hidden]), &[attended]);
+    let middle = g.add(Op::Add, &[input, out]);
+
+    let x = g.add(norm("final_layer_norm"), &[middle]);
+    let fc1 = g.add(linear("fc1", [ffn, hidden]), &[x]);
+    let rectified = g.add(Op::Relu, &[fc1]);
+    let fc2 = g.add(linear("fc2", [hidden, ffn]), &[rectified]);
+    g.add(Op::Add, &[middle, fc2]);
+    g.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn describe(changes: Value) -> Result<Architecture> {
+        let mut config = json!({
+            "hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "num_hidden_layers": 2,
+            "vocab_size": 100,
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        let path = std::path::Path::new("config.json");
+        Opt.describe(&ConfigFields::new(path, config.as_object().unwrap()))
+    }
+
+    #[test]
+    fn balance_lists_follow_from_the_graph() {
+        let groups = |affine: bool| -> Vec<(String, Vec<String>, String)> {
+            let graph = describe(json!({ "layer_norm_elementwise_affine": affine })).unwrap().block;
+            let name = |id: usize| graph.name(id).to_owned();
+            let of = |g: super::super::FoldGroup| {
+                assert_eq!(g.repeat, 1);
+                (name(g.producer), g.consumers.iter().map(|&c| name(c)).collect(), name(g.inspected))
+            };
+            graph.fold_groups().into_iter().map(of).collect()
+        };
+        let expected = [
+            (
+                "self_attn_layer_norm",
+                &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"][..],
+                "self_attn.out_proj",
+            ),
+            ("self_attn.v_proj", &["self_attn.out_proj"], "self_attn.out_proj"),
+            ("final_layer_norm", &["fc1"], "fc1"),
+            ("fc1", &["fc2"], "fc2"),
+        ];
+        let expected = expected.map(|(producer, consumers, inspected)| {
+            (producer.to_owned(), consumers.iter().map(|c| (*c).to_owned()).collect(), inspected.to_owned())
+        });
+        assert_eq!(groups(true), expected);
+        // A norm without parameters has nothing to fold into.
+        assert_eq!(groups(false), [expected[1].clone(), expected[3].clone()]);
+    }
+
+    #[test]
+    fn defaults() {
+        let a = describe(json!({})).unwrap();
+        assert!(a.tied && a.block.linears().all(|(.., bias)| bias));
+        assert_eq!((a.max_positions, a.head_dim, a.kv_heads), (2048, 16, 4));
+        assert_eq!(a.in_block(1, "fc1"), "model.decoder.layers.1.fc1");
+        let plain = describe(json!({ "enable_bias": false, "_remove_final_layer_norm": true })).unwrap();
+        assert!(plain.final_norm.is_none() && plain.block.linears().all(|(.., bias)| !bias));
+    }
+
+    #[test]
+    fn what_is_not_supported_is_refused_by_its_field() {
+        for (field, value, says) in [
+            ("do_layer_norm_before", json!(false), "opt-350m"),
+            ("word_embed_proj_dim", json!(32), "projected embeddings"),
+            ("activation_function", json!("gelu"), "`gelu`"),
+            ("num_attention_heads", json!(5), "does not divide"),
+            ("enable_bias", json!("yes"), "true or false"),
+            ("ffn_dim", json!(0), "is 0"),
+        ] {
+            let said = describe(json!({ field: value })).unwrap_err().to_string();
+            assert!(said.contains(field) && said.contains(says), "{said}");
+        }
+        assert!(describe(json!({ "word_embed_proj_dim": 64, "activation_function": "relu" })).is_ok());
+    }
+}

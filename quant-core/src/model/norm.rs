@@ -1,0 +1,161 @@
+//! Norms: their parameters, and what they compute.
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
+use rayon::prelude::*;
+
+use super::arch::Op;
+use super::attention::slice;
+use crate::vector::vectorized;
+use crate::{Error, Result};
+
+/// The parameters of a norm.
+#[derive(Debug, Clone)]
+pub struct Norm {
+    /// `[width]`.
+    pub weight: Tensor,
+    /// `[width]`, if there is one.
+    pub bias: Option<Tensor>,
+}
+
+impl Norm {
+    /// Those of a norm that has none: it computes as with ones and zeros.
+    ///
+    /// # Errors
+    /// When the tensors cannot be made.
+    pub(super) fn plain(width: usize) -> Result<Self> {
+        let filled = |value: f32| Tensor::full(value, width, &candle_core::Device::Cpu);
+        Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
+    }
+
+    /// What `op` makes of `x` `[batch, positions, features]`, of which `width` at a time are normed.
+    ///
+    /// # Errors
+    /// When shapes do not fit, or `op` is no norm.
+    pub(super) fn apply(&self, op: &Op, eps: f32, x: &Tensor) -> Result<Tensor> {
+        let (batch, positions, features) = x.dims3()?;
+        let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
+        let y = match (op, &self.bias) {
+            (Op::RmsNorm { width, .. }, None) => candle_nn::ops::rms_norm(&rows(*width)?, &self.weight, eps)?,
+            (Op::LayerNorm { width, .. }, Some(bias)) => {
+                rows(*width)?.apply_op3_no_bwd(&self.weight, bias, &LayerNorm { eps })?
+            }
+            (op, _) => return Err(Error::Internal(format!("{op:?} with the parameters of another norm"))),
+        };
+        Ok(y.reshape((batch, positions, features))?)
+    }
+}
+
+/// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
+///
+/// The variance is that of the differences from the mean, in a second pass: in families that have this norm
+/// a few features are hundreds of times as large as the others, and a difference of squares would lose in
+/// `f32` what is left.
+struct LayerNorm {
+    eps: f32,
+}
+
+impl CustomOp3 for LayerNorm {
+    fn name(&self) -> &'static str {
+        "layer-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (x, weight, bias) =
+            (slice(x, x_layout)?, slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let width = weight.len();
+        if bias.len() != width || x_layout.dims().last() != Some(&width) {
+            candle_core::bail!("layer norm of width {width} got input of shape {:?}", x_layout.dims());
+        }
+        let mut out = vec![0.0_f32; x.len()];
+        let rows = out.par_chunks_mut(width.max(1)).zip(x.par_chunks(width.max(1)));
+        rows.for_each(|(out, x)| {
+            vectorized(
+                #[inline(always)]
+                || layer_norm(x, weight, bias, self.eps, out),
+            );
+        });
+        Ok((CpuStorage::F32(out), x_layout.shape().clone()))
+    }
+}
+
+#[inline(always)]
+fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+    let count = x.len() as f32;
+    let mean = sum(x, |v| v) / count;
+    let variance = sum(x, |v| (v - mean) * (v - mean)) / count;
+    let inverse = 1.0 / (variance + eps).sqrt();
+    for ((o, &v), (&w, &b)) in out.iter_mut().zip(x).zip(weight.iter().zip(bias)) {
+        *o = (v - mean) * inverse * w + b;
+    }
+}
+
+/// `Σ f(x)` in as many partial sums as fill a vector.
+#[inline(always)]
+fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0_f32; LANES];
+    for part in x.chunks(LANES) {
+        for (sum, &v) in sums.iter_mut().zip(part) {
+            *sum += f(v);
+        }
+    }
+    sums.iter().sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn normed(rows: usize, width: usize, x: Vec<f32>, norm: &Norm) -> Vec<f32> {
+        let x = Tensor::from_vec(x, (1, rows, width), &Device::Cpu).unwrap();
+        let op = Op::LayerNorm { name: String::new(), width, affine: true };
+        norm.apply(&op, 1e-5, &x).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn layer_norm_matches_its_definition_with_outliers() {
+        for (rows, width, outlier) in
+            [(1, 1, 1.0), (3, 2, 1.0), (5, 33, 1.0), (4, 768, 300.0), (2, 4096, 3e4)]
+        {
+            let value = |i: usize| (i as f32 * 0.37).sin() + if i % width == 1 { outlier } else { 5.0 };
+            let x: Vec<f32> = (0..rows * width).map(value).collect();
+            let vector = |phase: f32| -> Vec<f32> { (0..width).map(|i| (i as f32 + phase).cos()).collect() };
+            let (w, b) = (vector(0.1), vector(2.0));
+            let tensor = |v: &Vec<f32>| Tensor::from_slice(v, width, &Device::Cpu).unwrap();
+            let norm = Norm { weight: tensor(&w), bias: Some(tensor(&b)) };
+            let found = normed(rows, width, x.clone(), &norm);
+            for (found, x) in found.chunks(width).zip(x.chunks(width)) {
+                let x: Vec<f64> = x.iter().map(|v| f64::from(*v)).collect();
+                let mean = x.iter().sum::<f64>() / width as f64;
+                let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / width as f64;
+                for (i, (found, v)) in found.iter().zip(&x).enumerate() {
+                    let exact = (v - mean) / (variance + 1e-5).sqrt() * f64::from(w[i]) + f64::from(b[i]);
+                    approx::assert_abs_diff_eq!(f64::from(*found), exact, epsilon = 2e-5);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_number_stays_so_and_misfits_are_errors() {
+        let plain = Norm::plain(4).unwrap();
+        let found = normed(2, 4, vec![1.0, f32::NAN, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0], &plain);
+        assert!(found[..4].iter().all(|v| v.is_nan()));
+        assert_eq!(found[4..], [0.0; 4]);
+        let x = Tensor::zeros((1, 2, 8), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let layer = |width| Op::LayerNorm { name: String::new(), width, affine: false };
+        assert!(plain.apply(&layer(4), 1e-5, &x).is_ok());
+        assert!(plain.apply(&layer(8), 1e-5, &x).is_err());
+        assert!(plain.apply(&Op::RmsNorm { name: String::new(), width: 4 }, 1e-5, &x).is_err());
+        assert!(plain.apply(&Op::Relu, 1e-5, &x).is_err());
+    }
+}

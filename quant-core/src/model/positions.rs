@@ -1,0 +1,46 @@
+//! Learned positions: rows that are added to the embeddings of tokens, by their places.
+
+use crate::{Error, Result};
+
+/// The rows of the first positions.
+#[derive(Debug, Clone)]
+pub struct PositionTable {
+    hidden: usize,
+    values: Vec<f32>,
+}
+
+impl PositionTable {
+    /// A table `[positions, hidden]`.
+    pub(super) fn new(hidden: usize, values: Vec<f32>) -> Self {
+        Self { hidden, values }
+    }
+
+    /// Adds to every row of `states` `[tokens, hidden]` that of its token's place.
+    ///
+    /// # Errors
+    /// When a place lies beyond the table.
+    pub fn add_to(&self, states: &mut [f32], place: impl Fn(usize) -> usize) -> Result<()> {
+        for (token, state) in states.chunks_exact_mut(self.hidden.max(1)).enumerate() {
+            let position = place(token);
+            let row = self.values.chunks_exact(self.hidden.max(1)).nth(position).ok_or_else(|| {
+                Error::Internal(format!("position {position} is beyond those that were loaded"))
+            })?;
+            state.iter_mut().zip(row).for_each(|(s, p)| *s += p);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_added_by_place() {
+        let table = PositionTable::new(2, vec![1.0, 2.0, 10.0, 20.0]);
+        let mut states = vec![0.5; 6];
+        table.add_to(&mut states, |token| token % 2).unwrap();
+        assert_eq!(states, [1.5, 2.5, 10.5, 20.5, 1.5, 2.5]);
+        assert!(table.add_to(&mut states, |token| token).is_err());
+    }
+}
