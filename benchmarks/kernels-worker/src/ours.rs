@@ -8,20 +8,32 @@ use serde_json::{Value, json};
 use crate::Case;
 use crate::data::{BASE, repeated, weights};
 
-/// A scheme of weights, and whether activations are whole numbers.
+/// A scheme of weights, and what becomes of activations.
 #[derive(Debug, Clone, Copy)]
 pub struct Contestant {
     pub name: &'static str,
     bits: u8,
     group_size: Option<usize>,
-    int8: bool,
+    rows: Rows,
 }
 
-pub const CONTESTANTS: [Contestant; 4] = [
-    Contestant { name: "w4a8-g128", bits: 4, group_size: Some(128), int8: true },
-    Contestant { name: "w4a8-g32", bits: 4, group_size: Some(32), int8: true },
-    Contestant { name: "w8a8-channel", bits: 8, group_size: None, int8: true },
-    Contestant { name: "w4a16-g128", bits: 4, group_size: Some(128), int8: false },
+/// How activations reach the product.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rows {
+    /// Quantized in every product.
+    Int8,
+    /// Quantized before: what several linears read is quantized once. No peer is measured so.
+    Int8Ready,
+    /// As floats.
+    Float,
+}
+
+pub const CONTESTANTS: [Contestant; 5] = [
+    Contestant { name: "w4a8-g128", bits: 4, group_size: Some(128), rows: Rows::Int8 },
+    Contestant { name: "w4a8-g128-ready", bits: 4, group_size: Some(128), rows: Rows::Int8Ready },
+    Contestant { name: "w4a8-g32", bits: 4, group_size: Some(32), rows: Rows::Int8 },
+    Contestant { name: "w8a8-channel", bits: 8, group_size: None, rows: Rows::Int8 },
+    Contestant { name: "w4a16-g128", bits: 4, group_size: Some(128), rows: Rows::Float },
 ];
 
 pub fn version() -> String {
@@ -30,7 +42,7 @@ pub fn version() -> String {
 
 /// A contestant's weights.
 pub struct Linear {
-    int8: bool,
+    rows: Rows,
     copies: Vec<PackedLinear>,
     x: Vec<f32>,
     whole: Int8Rows,
@@ -48,9 +60,9 @@ impl Linear {
         let (mut codes, mut scales) = (Vec::with_capacity(BASE * k), Vec::new());
         for group in base.chunks_exact(group_size) {
             let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-            // As a checkpoint stores it.
-            let scale = (largest / (half - 1) as f32 * 1024.0).ceil() / 1024.0;
-            let scale = if contestant.bits == 8 { largest / (half - 1) as f32 } else { scale };
+            // As a checkpoint stores it: bf16, rounded up.
+            let scale = (largest / (half - 1) as f32).to_bits();
+            let scale = f32::from_bits(scale.saturating_add(0xffff) & 0xffff_0000);
             let code = |w: &f32| ((w / scale).round() as i32).clamp(-half, half - 1) + half;
             codes.extend(group.iter().map(|w| code(w) as u8));
             scales.push(scale);
@@ -60,7 +72,7 @@ impl Linear {
         let packed = PackedLinear::pack(&view, None, false, &Rayon)?;
         let copies = rotate.div_ceil(packed.layout().bytes()).max(1);
         Ok(Self {
-            int8: contestant.int8,
+            rows: contestant.rows,
             copies: vec![packed; copies],
             x: Vec::new(),
             whole: Int8Rows::default(),
@@ -86,18 +98,21 @@ impl Case for Linear {
     fn tokens(&mut self, x: &[f32], m: usize) -> Result<()> {
         self.x = x.to_vec();
         self.out = vec![0.0; m * self.copies[0].layout().n()];
+        self.whole.quantize(x, RowLayout::of(self.copies[0].layout()), &Rayon)?;
         Ok(())
     }
 
     fn pass(&mut self, copies: usize) -> Result<()> {
         for weights in &self.copies[..copies] {
             let rows = RowLayout::of(weights.layout());
-            if self.int8 {
-                self.whole.quantize(&self.x, rows, &Rayon)?;
-                weights.multiply(&self.whole, &mut self.out, &Rayon)?;
-            } else {
-                self.floats.pack(&self.x, rows, &Rayon)?;
-                weights.multiply_float(&self.floats, &mut self.out, &Rayon)?;
+            match self.rows {
+                Rows::Int8 => self.whole.quantize(&self.x, rows, &Rayon)?,
+                Rows::Int8Ready => {}
+                Rows::Float => self.floats.pack(&self.x, rows, &Rayon)?,
+            }
+            match self.rows {
+                Rows::Float => weights.multiply_float(&self.floats, &mut self.out, &Rayon)?,
+                _ => weights.multiply(&self.whole, &mut self.out, &Rayon)?,
             }
         }
         Ok(())

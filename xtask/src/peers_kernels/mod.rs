@@ -120,7 +120,7 @@ fn notes(args: &Args) -> String {
     format!(
         "Each peer is a process on the first cores of the machine, as many as threads, and every variable that sets a \
          number of threads is set to it. Every contestant takes `f32` activations and gives `f32`; quantizing the \
-         activations is within its time, ours too. {} rounds; in each, one after the other has a turn of {} ms, every \
+         activations is within its time, ours too but for `ready`, which found them quantized. {} rounds; in each, one after the other has a turn of {} ms, every \
          second round in the opposite order, and the limits of the machine are looked at: memory is the best of \
          five patterns of reading 256 MiB, dot products are from registers. A turn's figure is the median of its \
          products; figures here are medians over rounds, per cent are of the limits of the same round, and ratios are \
