@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of the comparison with llm-compressor: setup_venv.sh [DIR]
+# Makes the virtual environment of a comparison with peers: setup_venv.sh [DIR [PEERS]]
 #
-# DIR defaults to target/peers-venv under the repository root; PYTHON names the interpreter
-# (default python3). A finished environment carries a stamp, the hash of requirements.txt and the
-# scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
+# PEERS is awq (default), llm-compressor, or kernels: ONNX Runtime, OpenVINO and PyTorch. DIR defaults to
+# target/peers-venv under the repository root; PYTHON names the interpreter (default python3). A finished
+# environment carries a stamp, the hash of its requirements and the scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
 # torch comes without its GPU libraries, see tests/interop/reduced_torch.sh.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$(dirname "$here")")
 directory=${1:-$root/target/peers-venv}
-requirements=$here/requirements.txt
+peers=${2:-awq}
+case $peers in
+awq) requirements=$here/requirements.txt ;;
+kernels) requirements=$here/kernels_requirements.txt ;;
+*) echo "no peers are called $peers" >&2 && exit 2 ;;
+esac
 python=$directory/bin/python
 stamp_file=$directory/peers-stamp
 shared=$root/tests/interop/reduced_torch.sh
@@ -31,6 +36,19 @@ create() {
 }
 
 works() {
+    "works_$peers"
+}
+
+works_kernels() {
+    "$python" - <<'PYTHON'
+import gguf, numpy, onnx, onnxruntime, openvino, torch
+
+assert "onednn" in torch.backends.quantized.supported_engines
+assert openvino.Core().available_devices == ["CPU"]
+PYTHON
+}
+
+works_awq() {
     HF_HUB_OFFLINE=1 "$python" - <<'PYTHON'
 import numpy, torch
 from llmcompressor import oneshot

@@ -14,6 +14,8 @@ pub mod gate_trials;
 pub mod interop;
 pub mod nightly;
 pub mod peers_awq;
+pub mod peers_kernels;
+pub mod peers_models;
 pub mod plant;
 pub mod quality;
 pub mod sanitize;

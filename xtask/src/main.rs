@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     bench_awq_memory, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly, peers_awq,
-    plant, quality, sanitize, search_agreement, synth,
+    peers_kernels, peers_models, plant, quality, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -44,6 +44,10 @@ enum Command {
     SearchAgreement(search_agreement::Args),
     /// Compare our AWQ with llm-compressor's, on the same calibration tokens
     PeersAwq(peers_awq::Args),
+    /// Compare our kernels with those of other engines, in turns within one run
+    PeersKernels(peers_kernels::Args),
+    /// Compare whole models with llama.cpp: tokens a second of prefill and decode
+    PeersModels(peers_models::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -65,6 +69,8 @@ fn main() -> ExitCode {
         Command::BenchKernels(args) => bench_kernels::run(&args),
         Command::SearchAgreement(args) => search_agreement::run(&args),
         Command::PeersAwq(args) => peers_awq::run(&args),
+        Command::PeersKernels(args) => peers_kernels::run(&args),
+        Command::PeersModels(args) => peers_models::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

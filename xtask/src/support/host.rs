@@ -99,11 +99,18 @@ pub fn today() -> anyhow::Result<String> {
 /// The commit that is checked out, marked where the working tree differs from it.
 pub fn commit() -> String {
     let git = |args: &[&str]| output(Command::new("git").current_dir(root()).args(args)).ok();
-    match (git(&["rev-parse", "--short=12", "HEAD"]), git(&["status", "--porcelain"])) {
-        (Some(hash), Some(changes)) if changes.is_empty() => hash,
-        (Some(hash), _) => format!("{hash} with local changes"),
+    match (clean_commit(), git(&["rev-parse", "--short=12", "HEAD"])) {
+        (Some(hash), _) => hash,
+        (None, Some(hash)) => format!("{hash} with local changes"),
         _ => "unknown".into(),
     }
+}
+
+/// The commit whose files are all as it has them, but for records, which change nothing that is measured.
+pub fn clean_commit() -> Option<String> {
+    let git = |args: &[&str]| output(Command::new("git").current_dir(root()).args(args)).ok();
+    let changes = git(&["status", "--porcelain", "--", ".", ":(exclude)benchmarks/record"])?;
+    changes.is_empty().then(|| git(&["rev-parse", "--short=12", "HEAD"]))?
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 pub mod host;
 pub mod llama;
+pub mod llama_cpp;
 pub mod measure;
 pub mod noise;
 pub mod record;
@@ -9,3 +10,4 @@ pub mod rows;
 pub mod shards;
 pub mod shell;
 pub mod steps;
+pub mod venv;

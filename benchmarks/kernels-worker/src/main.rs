@@ -1,0 +1,150 @@
+//! Our kernels, or candle's, as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle THREADS`.
+//!
+//! It reads requests from standard input, a line each, and answers each with a line of JSON. The workers of other
+//! peers (`benchmarks/peers/kernels_*`) speak the same:
+//!
+//! ```text
+//! at the start              {"name", "version", "contestants": [name…]}
+//! prepare NAME N K BYTES    weights [n, k], in copies of so many bytes together    {"bytes", "copies", "note"}
+//! tokens NAME M 0|1         activations [m, k]; 1: every copy is read in turn      {"error"}
+//! run NAME MILLISECONDS     passes over the copies, for so long                    {"seconds": [of a product…]}
+//! drop NAME                                                                       {}
+//! limits                    ours alone: of memory and of dot products              {"memory", "streams", "tops"}
+//! ```
+//!
+//! Whatever fails is answered with `{"failed": reason}`. `bytes` are those of one copy, packed; `error` is that of
+//! some outputs against the product of the weights before they were quantized, root mean square over root mean square.
+//! What a kernel does to activations is within its time, as it is within that of all peers.
+#![forbid(unsafe_code)]
+
+mod candle;
+mod data;
+mod ours;
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, Write};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::data::{activations, error};
+
+/// Weights of one contestant, ready to be multiplied.
+trait Case {
+    /// Bytes of a copy.
+    fn bytes(&self) -> usize;
+
+    /// Copies.
+    fn copies(&self) -> usize;
+
+    /// What should be known of it beside the figures.
+    fn note(&self) -> String;
+
+    /// Takes rows `[m, k]`.
+    fn tokens(&mut self, x: &[f32], m: usize) -> Result<()>;
+
+    /// Multiplies them with the first so many copies in turn.
+    fn pass(&mut self, copies: usize) -> Result<()>;
+
+    /// What the last product gave, `[m, n]`.
+    fn out(&self) -> Result<Vec<f32>>;
+}
+
+/// A case with what was last asked of it.
+struct Running {
+    case: Box<dyn Case>,
+    n: usize,
+    k: usize,
+    copies: usize,
+}
+
+fn main() -> Result<()> {
+    let usage = "kernels-worker ours|candle THREADS";
+    let mut args = std::env::args().skip(1);
+    let (who, threads) = args.next().zip(args.next()).context(usage)?;
+    let threads: usize = threads.parse().context(usage)?;
+    // Products are asked for from within the pool, as a program would that computes more than one.
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build()?.install(|| serve(&who))
+}
+
+fn serve(who: &str) -> Result<()> {
+    let (version, contestants) = match who {
+        "ours" => (ours::version(), ours::CONTESTANTS.map(|c| c.name).to_vec()),
+        "candle" => (candle::version(), candle::CONTESTANTS.map(|c| c.0).to_vec()),
+        _ => bail!("no worker is called `{who}`"),
+    };
+    answer(&json!({"name": who, "version": version, "contestants": contestants}))?;
+    let mut cases = BTreeMap::new();
+    let mut limits = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let reply = match words[..] {
+            ["limits"] => Ok(limits.get_or_insert_with(ours::Limits::new).look()),
+            [request, name, ref numbers @ ..] => {
+                let numbers: Vec<usize> = numbers.iter().filter_map(|n| n.parse().ok()).collect();
+                serve_case(&mut cases, who, request, name, &numbers)
+            }
+            _ => bail!("an empty request"),
+        };
+        answer(&reply.unwrap_or_else(|failure| json!({"failed": format!("{failure:#}")})))?;
+    }
+    Ok(())
+}
+
+fn serve_case(
+    cases: &mut BTreeMap<String, Running>,
+    who: &str,
+    request: &str,
+    name: &str,
+    numbers: &[usize],
+) -> Result<Value> {
+    if let ("prepare", &[n, k, rotate]) = (request, numbers) {
+        let case: Box<dyn Case> = match who {
+            "ours" => Box::new(ours::Linear::new(name, [n, k], rotate)?),
+            _ => Box::new(candle::Linear::new(name, [n, k], rotate)?),
+        };
+        let reply = json!({"bytes": case.bytes(), "copies": case.copies(), "note": case.note()});
+        cases.insert(name.to_owned(), Running { case, n, k, copies: 1 });
+        return Ok(reply);
+    }
+    let running = cases.get_mut(name).with_context(|| format!("{name} was not prepared"))?;
+    match (request, numbers) {
+        ("tokens", &[m, rotate]) => {
+            ensure!(m > 0, "no tokens");
+            running.copies = if rotate == 1 { running.case.copies() } else { 1 };
+            let x = activations(m, running.k);
+            running.case.tokens(&x, m)?;
+            // Of all copies: some peers put weights into another order when they first see them.
+            running.case.pass(running.copies)?;
+            Ok(json!({"error": error(&running.case.out()?, &x, [running.n, running.k])}))
+        }
+        ("run", &[milliseconds]) => Ok(json!({"seconds": passes(running, milliseconds)?})),
+        ("drop", []) => {
+            cases.remove(name);
+            Ok(json!({}))
+        }
+        _ => bail!("a request that is not understood: {request}"),
+    }
+}
+
+/// Seconds of a product, of as many passes as fit the time; the first one only warms up, unless it was long.
+fn passes(running: &mut Running, milliseconds: usize) -> Result<Vec<f64>> {
+    let (started, mut taken) = (Instant::now(), Vec::new());
+    while started.elapsed().as_millis() < milliseconds as u128 {
+        let before = Instant::now();
+        running.case.pass(running.copies)?;
+        taken.push(before.elapsed().as_secs_f64() / running.copies as f64);
+    }
+    if taken.len() > 1 {
+        taken.remove(0);
+    }
+    Ok(taken)
+}
+
+fn answer(reply: &Value) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{reply}")?;
+    Ok(out.flush()?)
+}

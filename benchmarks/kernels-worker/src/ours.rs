@@ -1,0 +1,144 @@
+//! Our kernels.
+
+use anyhow::{Context, Result};
+use quant_kernels_cpu::limits::{dot_limit, read_limit};
+use quant_kernels_cpu::{FloatRows, Int8Rows, IsaToken, PackedLinear, Rayon, RowLayout, WeightView};
+use serde_json::{Value, json};
+
+use crate::Case;
+use crate::data::{BASE, repeated, weights};
+
+/// A scheme of weights, and what becomes of activations.
+#[derive(Debug, Clone, Copy)]
+pub struct Contestant {
+    pub name: &'static str,
+    bits: u8,
+    group_size: Option<usize>,
+    rows: Rows,
+}
+
+/// How activations reach the product.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rows {
+    /// Quantized in every product.
+    Int8,
+    /// Quantized before: what several linears read is quantized once. No peer is measured so.
+    Int8Ready,
+    /// As floats.
+    Float,
+}
+
+pub const CONTESTANTS: [Contestant; 5] = [
+    Contestant { name: "w4a8-g128", bits: 4, group_size: Some(128), rows: Rows::Int8 },
+    Contestant { name: "w4a8-g128-ready", bits: 4, group_size: Some(128), rows: Rows::Int8Ready },
+    Contestant { name: "w4a8-g32", bits: 4, group_size: Some(32), rows: Rows::Int8 },
+    Contestant { name: "w8a8-channel", bits: 8, group_size: None, rows: Rows::Int8 },
+    Contestant { name: "w4a16-g128", bits: 4, group_size: Some(128), rows: Rows::Float },
+];
+
+pub fn version() -> String {
+    format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
+}
+
+/// A contestant's weights.
+pub struct Linear {
+    rows: Rows,
+    copies: Vec<PackedLinear>,
+    x: Vec<f32>,
+    whole: Int8Rows,
+    floats: FloatRows,
+    out: Vec<f32>,
+}
+
+impl Linear {
+    pub fn new(name: &str, [n, k]: [usize; 2], rotate: usize) -> Result<Self> {
+        let found = CONTESTANTS.iter().find(|c| c.name == name);
+        let contestant = found.with_context(|| format!("{name} is none of ours"))?;
+        let group_size = contestant.group_size.unwrap_or(k);
+        let base = weights(k);
+        let half = 1 << (contestant.bits - 1);
+        let (mut codes, mut scales) = (Vec::with_capacity(BASE * k), Vec::new());
+        for group in base.chunks_exact(group_size) {
+            let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+            // As a checkpoint stores it: bf16, rounded up.
+            let scale = (largest / (half - 1) as f32).to_bits();
+            let scale = f32::from_bits(scale.saturating_add(0xffff) & 0xffff_0000);
+            let code = |w: &f32| ((w / scale).round() as i32).clamp(-half, half - 1) + half;
+            codes.extend(group.iter().map(|w| code(w) as u8));
+            scales.push(scale);
+        }
+        let (codes, scales) = (repeated(&codes, n), repeated(&scales, n));
+        let view = WeightView::new([n, k], contestant.bits, group_size, &codes, &scales, None)?;
+        let packed = PackedLinear::pack(&view, None, false, &Rayon)?;
+        let copies = rotate.div_ceil(packed.layout().bytes()).max(1);
+        Ok(Self {
+            rows: contestant.rows,
+            copies: vec![packed; copies],
+            x: Vec::new(),
+            whole: Int8Rows::default(),
+            floats: FloatRows::new(IsaToken::detect()),
+            out: Vec::new(),
+        })
+    }
+}
+
+impl Case for Linear {
+    fn bytes(&self) -> usize {
+        self.copies[0].layout().bytes()
+    }
+
+    fn copies(&self) -> usize {
+        self.copies.len()
+    }
+
+    fn note(&self) -> String {
+        format!("{:.3} bits a weight", self.copies[0].layout().bits_per_weight())
+    }
+
+    fn tokens(&mut self, x: &[f32], m: usize) -> Result<()> {
+        self.x = x.to_vec();
+        self.out = vec![0.0; m * self.copies[0].layout().n()];
+        self.whole.quantize(x, RowLayout::of(self.copies[0].layout()), &Rayon)?;
+        Ok(())
+    }
+
+    fn pass(&mut self, copies: usize) -> Result<()> {
+        for weights in &self.copies[..copies] {
+            let rows = RowLayout::of(weights.layout());
+            match self.rows {
+                Rows::Int8 => self.whole.quantize(&self.x, rows, &Rayon)?,
+                Rows::Int8Ready => {}
+                Rows::Float => self.floats.pack(&self.x, rows, &Rayon)?,
+            }
+            match self.rows {
+                Rows::Float => weights.multiply_float(&self.floats, &mut self.out, &Rayon)?,
+                _ => weights.multiply(&self.whole, &mut self.out, &Rayon)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn out(&self) -> Result<Vec<f32>> {
+        Ok(self.out.clone())
+    }
+}
+
+/// What the machine gives, between the rounds.
+pub struct Limits {
+    memory: Vec<u64>,
+}
+
+impl Limits {
+    /// More memory than any last cache holds.
+    pub fn new() -> Self {
+        Self { memory: vec![1; 32 << 20] }
+    }
+
+    /// The best of all patterns of reading, and of several looks at dot products in registers.
+    pub fn look(&self) -> Value {
+        let token = IsaToken::detect();
+        let memory = read_limit(token, &self.memory, 1, &Rayon);
+        let tops = dot_limit(token, 2, &Rayon) / 1e12;
+        json!({"memory": memory.bytes_per_second / 1e9, "streams": memory.streams, "tops": tops})
+    }
+}

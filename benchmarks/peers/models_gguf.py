@@ -1,0 +1,80 @@
+"""A Llama checkpoint in one safetensors file of bf16 as GGUF: models_gguf.py MODEL OUT
+
+For benchmarks of speed alone: the same weights in the same shape, without vocabulary, the head written apart from the
+embedding even where it is the same. Rows of queries and keys stay in the order of the checkpoint, and rotary scaling
+is left out: neither changes what is computed, only with which numbers.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def renamed(name):
+    module = name.removesuffix(".weight")
+    if module in OUTER:
+        return f"{OUTER[module]}.weight"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.weight"
+
+
+def main():
+    model, out = Path(sys.argv[1]), sys.argv[2]
+    config = json.loads((model / "config.json").read_text())
+    data = np.memmap(model / "model.safetensors", dtype=np.uint8, mode="r")
+    length = int(data[:8].view("<u8")[0])
+    header = json.loads(bytes(data[8 : 8 + length]))
+    header.pop("__metadata__", None)
+
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+    def add(name, entry):
+        begin, end = entry["data_offsets"]
+        bits = data[8 + length + begin : 8 + length + end].view("<u2").reshape(entry["shape"])
+        if len(entry["shape"]) == 1:
+            writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    for name, entry in header.items():
+        if entry["dtype"] != "BF16":
+            raise SystemExit(f"error: {name} is {entry['dtype']}, not BF16")
+        add(renamed(name), entry)
+    if "lm_head.weight" not in header:
+        add("output.weight", header["model.embed_tokens.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+main()

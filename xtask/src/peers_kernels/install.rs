@@ -1,0 +1,49 @@
+//! The peers, made on this machine from the package registries.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+
+use super::worker::Program;
+use crate::support::llama_cpp::LlamaCpp;
+use crate::support::shell::{self, cargo, root, target_dir};
+
+/// Ours first, then these peers.
+pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
+    shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
+    let mut programs = vec![program(&[&target_dir().join("release/kernels-worker").display(), &"ours"])];
+    for peer in peers {
+        programs.push(match peer.as_str() {
+            "candle" => candle()?,
+            "ggml" => ggml()?,
+            "onnxruntime" | "openvino" | "torch" => python(peer)?,
+            _ => bail!("no peer is called `{peer}`: ggml, candle, onnxruntime, openvino or torch"),
+        });
+    }
+    Ok(programs)
+}
+
+fn program(words: &[&dyn std::fmt::Display]) -> Program {
+    Program { command: words.iter().map(ToString::to_string).collect() }
+}
+
+/// Built for this very processor: part of its kernels exists for nothing less.
+fn candle() -> Result<Program> {
+    let target = target_dir().join("peers-native");
+    let mut command = cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]);
+    shell::run(command.env("CARGO_TARGET_DIR", &target).env("RUSTFLAGS", "-C target-cpu=native"))?;
+    Ok(program(&[&target.join("release/kernels-worker").display(), &"candle"]))
+}
+
+/// The libraries as published, which hold code for several processors and choose.
+fn ggml() -> Result<Program> {
+    let llama_cpp = LlamaCpp::install()?;
+    let worker = llama_cpp.compile(Path::new("benchmarks/peers/kernels_ggml.cpp"))?;
+    Ok(program(&[&worker.display(), &llama_cpp.libraries().display()]))
+}
+
+fn python(peer: &str) -> Result<Program> {
+    let python = crate::support::venv::kernels_python()?;
+    let script = root().join("benchmarks/peers/kernels_python.py");
+    Ok(program(&[&python.display(), &script.display(), &peer]))
+}

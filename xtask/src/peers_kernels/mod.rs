@@ -1,0 +1,203 @@
+//! `cargo xtask peers-kernels`: our linear kernels and those of others, in one run, in turns.
+//!
+//! Each peer is a process of its own that keeps its weights, on the same cores and with the same number of threads.
+//! Of every shape and number of tokens the driver goes round: every contestant has a short turn while all others
+//! wait at their standard input, several times, so that what disturbs the machine meets all of them; and the limits of
+//! the machine are looked at in every round. Ratios are taken round by round.
+//!
+//! What was measured is kept until a record of it is written, so that a run may be split by threads and shapes.
+
+mod install;
+mod report;
+mod worker;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use self::report::{Measured, Turn};
+use self::worker::Worker;
+pub use self::worker::cpus;
+use crate::support::host::clean_commit;
+use crate::support::record::{Record, typed_command};
+use crate::support::shell::target_dir;
+
+const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
+/// Up to so many tokens every product reads weights that no cache holds.
+const ROTATED_TOKENS: usize = 16;
+/// Bytes of all copies of a matrix, or four times the last cache where that is more.
+const ROTATED: usize = 192 << 20;
+/// So long nobody works between two turns: threads that wait for more work by looking for it have gone to sleep then.
+const SETTLE: Duration = Duration::from_millis(8);
+/// What a product may be off by, root mean square over root mean square, at 4 and at 8 bits.
+const ERRORS: [f64; 2] = [0.15, 0.03];
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Numbers of threads
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    threads: Vec<usize>,
+    /// Peers beside ours
+    #[arg(long, value_delimiter = ',', default_value = "ggml,candle,onnxruntime,openvino,torch")]
+    peers: Vec<String>,
+    /// Shapes of weights, output by input features
+    #[arg(long, value_delimiter = ',', default_values = SHAPES)]
+    shapes: Vec<String>,
+    /// Numbers of tokens
+    #[arg(long, value_delimiter = ',', default_value = "1,4,16,64,512")]
+    tokens: Vec<usize>,
+    /// Turns of every contestant
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Milliseconds of a turn
+    #[arg(long, default_value_t = 40)]
+    milliseconds: usize,
+    /// One shape, few tokens, short turns: whether everything works; writes no record
+    #[arg(long)]
+    quick: bool,
+}
+
+/// Measures and writes the record.
+///
+/// # Errors
+/// When a peer cannot be made, fails, or multiplies to something else.
+pub fn run(args: &Args) -> Result<()> {
+    let mut args = args.clone();
+    if args.quick {
+        (args.shapes, args.tokens) = (vec!["4096x4096".into()], vec![1, 16, 512]);
+        (args.rounds, args.milliseconds) = (2, 20);
+    }
+    ensure!(args.rounds > 0 && args.milliseconds > 0, "nothing to measure");
+    let shapes = args.shapes.iter().map(|s| shape(s)).collect::<Result<Vec<_>>>()?;
+    let programs = install::programs(&args.peers)?;
+    let kept =
+        target_dir().join("peers-kernels").join(format!("{}.csv", clean_commit().unwrap_or("trial".into())));
+    let mut measured = Measured::default();
+    for &threads in &args.threads {
+        let cpus = worker::cpus(threads)?;
+        let started = programs.iter().map(|p| Worker::start(p, threads, &cpus));
+        let mut workers = started.collect::<Result<Vec<_>>>()?;
+        for &shape in &shapes {
+            measure(&args, threads, shape, &mut workers, &mut measured)?;
+            println!("{}", measured.page_of(threads, shape));
+        }
+        measured.versions = workers.iter().map(|w| format!("{} {}", w.name, w.version)).collect();
+    }
+    println!("{}", measured.comparison());
+    if args.quick {
+        return Ok(());
+    }
+    measured.keep(&kept)?;
+    if clean_commit().is_none() {
+        println!("not recorded: the working tree is not that of a commit");
+        return Ok(());
+    }
+    let (body, csv) = (measured.page(&notes(&args)), measured.csv());
+    let record = Record {
+        benchmark: "peers-kernels",
+        title: "Linear kernels, ours and others'".into(),
+        command: typed_command(),
+        body,
+        csv,
+    };
+    println!("recorded in {}", record.write()?.display());
+    Ok(())
+}
+
+fn shape(text: &str) -> Result<[usize; 2]> {
+    let (n, k) = text.split_once('x').with_context(|| format!("`{text}` is no shape such as 4096x4096"))?;
+    let shape = [n.parse()?, k.parse()?];
+    ensure!(
+        shape.iter().all(|s| *s > 0 && s % 256 == 0),
+        "{text}: both must be multiples of 256, which the blocks of all contestants divide"
+    );
+    Ok(shape)
+}
+
+fn notes(args: &Args) -> String {
+    format!(
+        "Each peer is a process on the first cores of the machine, as many as threads, and every variable that sets a \
+         number of threads is set to it. Every contestant takes `f32` activations and gives `f32`; quantizing the \
+         activations is within its time, ours too but for `ready`, which found them quantized. {} rounds; in each, one after the other has a turn of {} ms, every \
+         second round in the opposite order, and the limits of the machine are looked at: memory is the best of \
+         five patterns of reading 256 MiB, dot products are from registers. A turn's figure is the median of its \
+         products; figures here are medians over rounds, per cent are of the limits of the same round, and ratios are \
+         taken round by round. Up to {ROTATED_TOKENS} tokens, weights are read in turn from copies of {} MiB together; \
+         beyond, they are the same every time. GB/s are of packed weights, their scales within.\n\nEvery product is \
+         checked on 256 of its outputs for two tokens against that of the float weights (random, normal): off by at \
+         most {} % at 4 bits and {} % at 8, root mean square.\n",
+        args.rounds,
+        args.milliseconds,
+        rotated() >> 20,
+        100.0 * ERRORS[0],
+        100.0 * ERRORS[1],
+    )
+}
+
+/// Bytes of all copies of a matrix.
+fn rotated() -> usize {
+    let size = |index: usize| {
+        let path = PathBuf::from(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size"));
+        let text = std::fs::read_to_string(path).ok()?;
+        Some(text.trim().strip_suffix('K')?.parse::<usize>().ok()? << 10)
+    };
+    (0..5).filter_map(size).max().map_or(ROTATED, |last| ROTATED.max(4 * last))
+}
+
+fn measure(
+    args: &Args,
+    threads: usize,
+    [n, k]: [usize; 2],
+    workers: &mut [Worker],
+    measured: &mut Measured,
+) -> Result<()> {
+    // Who, by number, with which contestant.
+    let mut contestants = Vec::new();
+    for (i, worker) in workers.iter_mut().enumerate() {
+        for name in worker.contestants.clone() {
+            let made = worker.prepare(&name, [n, k], rotated())?;
+            measured.note(&worker.name, &name, &made.note);
+            contestants.push((i, name, made.bytes));
+        }
+    }
+    for &tokens in &args.tokens {
+        for (i, name, bytes) in &contestants {
+            let error = workers[*i].tokens(name, tokens, tokens <= ROTATED_TOKENS)?;
+            let most = ERRORS[usize::from(8 * bytes > 6 * n * k)];
+            let who = &workers[*i].name;
+            ensure!(
+                error <= most,
+                "{who} {name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {most}"
+            );
+        }
+        for round in 0..args.rounds {
+            let limits = workers[0].limits()?;
+            let mut order: Vec<_> = contestants.iter().collect();
+            if round % 2 == 1 {
+                order.reverse();
+            }
+            for (i, name, bytes) in order {
+                std::thread::sleep(SETTLE);
+                let seconds = workers[*i].run(name, args.milliseconds)?;
+                measured.turns.push(Turn {
+                    threads,
+                    shape: [n, k],
+                    tokens,
+                    round,
+                    peer: workers[*i].name.clone(),
+                    contestant: name.clone(),
+                    bytes: *bytes,
+                    products: seconds.len(),
+                    seconds: crate::support::measure::median(seconds),
+                    limits,
+                });
+            }
+        }
+    }
+    for (i, name, _) in &contestants {
+        workers[*i].release(name)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! A peer's process, and what is said to it: see `benchmarks/kernels-worker`.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+/// All that libraries read a number of threads from.
+const THREADS: [&str; 8] = [
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+    "CANDLE_NUM_THREADS",
+];
+
+/// How to start a peer; the number of threads is the last argument.
+pub struct Program {
+    /// The command and its arguments.
+    pub command: Vec<String>,
+}
+
+/// A peer that waits for requests.
+pub struct Worker {
+    /// Who it is.
+    pub name: String,
+    /// Of what version.
+    pub version: String,
+    /// What it multiplies.
+    pub contestants: Vec<String>,
+    child: Child,
+    requests: Option<ChildStdin>,
+    replies: BufReader<ChildStdout>,
+}
+
+/// Weights that are ready.
+pub struct Prepared {
+    /// Of a copy, packed.
+    pub bytes: usize,
+    /// What should be known of it.
+    pub note: String,
+}
+
+/// What the machine gave.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    /// GB/s.
+    pub memory: f64,
+    /// 10¹² operations a second.
+    pub tops: f64,
+}
+
+impl Worker {
+    /// Starts a peer on these cores and nothing else in its environment that could change what it does.
+    pub fn start(program: &Program, threads: usize, cpus: &str) -> Result<Self> {
+        let mut command = Command::new("taskset");
+        command.args(["--cpu-list", cpus]).args(&program.command).arg(threads.to_string());
+        command.env_clear().envs(THREADS.map(|name| (name, threads.to_string())));
+        command.envs(["PATH", "HOME"].iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+        command.envs([("OMP_DYNAMIC", "false"), ("MKL_DYNAMIC", "false"), ("PYTHONDONTWRITEBYTECODE", "1")]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().context("cannot start `taskset`")?;
+        let requests = child.stdin.take();
+        let replies = BufReader::new(child.stdout.take().context("no output")?);
+        let name = program.command.join(" ");
+        let mut worker =
+            Self { name, version: String::new(), contestants: Vec::new(), child, requests, replies };
+        let hello = worker.reply("start")?;
+        let text = |value: &Value| value.as_str().map(str::to_owned).context("a greeting of another form");
+        (worker.name, worker.version) = (text(&hello["name"])?, text(&hello["version"])?);
+        let contestants = hello["contestants"].as_array().context("no contestants")?;
+        worker.contestants = contestants.iter().map(text).collect::<Result<_>>()?;
+        Ok(worker)
+    }
+
+    /// Makes weights of this shape, so many copies that they take `rotated` bytes together.
+    pub fn prepare(&mut self, contestant: &str, [n, k]: [usize; 2], rotated: usize) -> Result<Prepared> {
+        let reply = self.ask(&format!("prepare {contestant} {n} {k} {rotated}"))?;
+        Ok(Prepared {
+            bytes: reply["bytes"].as_u64().context("no bytes")? as usize,
+            note: reply["note"].as_str().unwrap_or_default().to_owned(),
+        })
+    }
+
+    /// Makes activations and multiplies once; how far that is from the product of the float weights.
+    pub fn tokens(&mut self, contestant: &str, tokens: usize, rotate: bool) -> Result<f64> {
+        let reply = self.ask(&format!("tokens {contestant} {tokens} {}", u8::from(rotate)))?;
+        reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
+    }
+
+    /// Multiplies for so long; seconds of a product, of each pass.
+    pub fn run(&mut self, contestant: &str, milliseconds: usize) -> Result<Vec<f64>> {
+        let reply = self.ask(&format!("run {contestant} {milliseconds}"))?;
+        let seconds = reply["seconds"].as_array().context("no seconds")?;
+        let seconds: Vec<f64> = seconds.iter().filter_map(Value::as_f64).collect();
+        ensure!(!seconds.is_empty(), "{} {contestant} measured nothing", self.name);
+        Ok(seconds)
+    }
+
+    /// What the machine gives now.
+    pub fn limits(&mut self) -> Result<Limits> {
+        let reply = self.ask("limits")?;
+        let number = |name: &str| reply[name].as_f64().with_context(|| format!("no {name}"));
+        Ok(Limits { memory: number("memory")?, tops: number("tops")? })
+    }
+
+    /// Lets go of weights.
+    pub fn release(&mut self, contestant: &str) -> Result<()> {
+        self.ask(&format!("drop {contestant}")).map(|_| ())
+    }
+
+    fn ask(&mut self, request: &str) -> Result<Value> {
+        let requests = self.requests.as_mut().context("no input")?;
+        writeln!(requests, "{request}").with_context(|| format!("{} has ended", self.name))?;
+        requests.flush()?;
+        self.reply(request)
+    }
+
+    fn reply(&mut self, request: &str) -> Result<Value> {
+        let mut line = String::new();
+        self.replies.read_line(&mut line)?;
+        ensure!(!line.is_empty(), "{} has ended after `{request}`", self.name);
+        let reply: Value =
+            serde_json::from_str(&line).with_context(|| format!("{} says `{}`", self.name, line.trim()))?;
+        if let Some(reason) = reply.get("failed") {
+            bail!("{} fails at `{request}`: {}", self.name, reason.as_str().unwrap_or("?"));
+        }
+        Ok(reply)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // It ends with its input; if it does not, it must not outlive us.
+        drop(self.requests.take());
+        for _ in 0..200 {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The first so many of the cores that we may use, `0,1`.
+pub fn cpus(threads: usize) -> Result<String> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let list =
+        status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).context("no list of cores")?;
+    let allowed = expand(list.trim()).with_context(|| format!("cores `{list}`"))?;
+    ensure!(threads > 0 && threads <= allowed.len(), "{threads} threads on {} cores", allowed.len());
+    let cpus: Vec<String> = allowed[..threads].iter().map(usize::to_string).collect();
+    Ok(cpus.join(","))
+}
+
+/// `0-2,5` in full.
+fn expand(list: &str) -> Option<Vec<usize>> {
+    let mut cpus = Vec::new();
+    for part in list.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        cpus.extend(first.parse::<usize>().ok()?..=last.parse().ok()?);
+    }
+    Some(cpus)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cores() {
+        assert_eq!(expand("0-2,5"), Some(vec![0, 1, 2, 5]));
+        assert_eq!(expand("3"), Some(vec![3]));
+        assert_eq!(expand("x"), None);
+    }
+
+    #[test]
+    fn a_worker_is_asked_and_its_failures_are_told() {
+        let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'
+            while read what name rest; do case $what in
+                prepare) echo '{"bytes":8,"note":"n"}';; run) echo '{"seconds":[0.5,0.25]}';;
+                tokens) echo '{"error":0.125}';; *) echo '{"failed":"why"}';; esac; done"#;
+        let command = ["bash", "-c", script].map(str::to_owned).to_vec();
+        let mut worker = Worker::start(&Program { command }, 1, &cpus(1).unwrap()).unwrap();
+        assert_eq!((worker.name.as_str(), worker.contestants.len()), ("a", 1));
+        assert_eq!(worker.prepare("q", [1, 2], 3).unwrap().bytes, 8);
+        assert_eq!(worker.tokens("q", 1, true).unwrap(), 0.125);
+        assert_eq!(worker.run("q", 1).unwrap(), [0.5, 0.25]);
+        assert!(worker.limits().unwrap_err().to_string().contains("why"));
+    }
+}
