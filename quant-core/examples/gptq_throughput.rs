@@ -152,5 +152,6 @@ fn measure(
         solved_all / (chain + update)
     );
     println!("loss {loss:e}, checksum of the codes {checksum:016x}");
+    println!("csv: {threads},{side},{tokens},{product},{summed},{triangle},{chain},{factored},{solved}");
     Ok(())
 }

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_kernels, bench_rtn, ci, dist, gate_trials, interop, nightly, peers_awq, plant,
-    quality, search_agreement, synth,
+    bench_awq_memory, bench_gptq, bench_kernels, bench_rtn, ci, dist, gate_trials, interop, nightly,
+    peers_awq, plant, quality, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -40,6 +40,8 @@ enum Command {
     SearchAgreement(search_agreement::Args),
     /// Compare our AWQ with llm-compressor's, on the same calibration tokens
     PeersAwq(peers_awq::Args),
+    /// Time one solve and one Hessian of GPTQ against the products in them
+    BenchGptq(bench_gptq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         Command::BenchKernels(args) => bench_kernels::run(&args),
         Command::SearchAgreement(args) => search_agreement::run(&args),
         Command::PeersAwq(args) => peers_awq::run(&args),
+        Command::BenchGptq(args) => bench_gptq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

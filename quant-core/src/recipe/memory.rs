@@ -111,6 +111,7 @@ impl Plan {
         };
         // A transform's block stands in f32.
         let widened = if self.method.transform.is_some() { 4 * codes } else { 0 };
-        one.saturating_add(others).saturating_add(codes + widened)
+        // Codes stand in the block, for those that follow, and in the result.
+        one.saturating_add(others).saturating_add(2 * codes + widened)
     }
 }
