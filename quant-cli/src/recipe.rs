@@ -5,7 +5,10 @@ use std::path::PathBuf;
 use quant_core::Result;
 use quant_core::calibrate::Sampling;
 use quant_core::model::Model;
-use quant_core::recipe::{Granularity, METHODS, PRESETS, Pattern, Plan, Recipe, SchemeRequest, method};
+use quant_core::quantize::gptq::GptqSettings;
+use quant_core::recipe::{
+    Granularity, METHODS, PRESETS, Pattern, Plan, Recipe, Rounding, SchemeRequest, method,
+};
 use quant_core::{Error, format};
 
 /// What to do with a model.
@@ -20,7 +23,7 @@ pub struct RecipeOptions {
     /// How the numbers are found; the preset's when not given
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Numeric format: w3a16, w4a16 or w8a16, optionally with -g128, -channel, -sym, -asym
+    /// Numeric format: w2a16, w3a16, w4a16 or w8a16, optionally with -g128, -channel, -sym, -asym
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
     /// Container to write [default: compressed-tensors]; several go into OUT/FORMAT each
@@ -46,6 +49,21 @@ pub struct RecipeOptions {
     /// on the whole batch) [default: fast]
     #[arg(long, value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
+    /// GPTQ: what is added to the diagonal of the Hessian, as a share of its mean [default: 0.01]
+    #[arg(long, value_name = "SHARE", help_heading = "Recipe")]
+    pub damping: Option<f64>,
+    /// GPTQ: columns whose updates of later ones are one matrix product [default: 128]
+    #[arg(long, value_name = "COLUMNS", help_heading = "Recipe")]
+    pub block_size: Option<usize>,
+    /// GPTQ: the order in which columns are rounded: none (as they stand), static-groups (the largest inputs
+    /// first, on grids found before) or group-aware (the groups with the largest inputs first, and so in each)
+    /// [default: group-aware]
+    #[arg(long, value_name = "none|static-groups|group-aware", help_heading = "Recipe")]
+    pub act_order: Option<String>,
+    /// GPTQ: what a linear is judged on: inputs from the model that is quantized up to it, or from the float
+    /// model [default: quantized]
+    #[arg(long, value_name = "quantized|float", help_heading = "Recipe")]
+    pub layer_inputs: Option<String>,
     /// Calibration windows [default: 64]
     #[arg(long, value_name = "N", help_heading = "Calibration")]
     pub samples: Option<usize>,
@@ -92,21 +110,29 @@ impl RecipeOptions {
         for option in &self.overrides {
             recipe.overrides.push(parse_override(option, recipe.scheme)?);
         }
-        if recipe.method.transform.is_none() {
+        if recipe.method.transform.is_none() && self.search.is_some() {
+            return Err(self.has_no_effect(&recipe, "--search", "searches nothing on a calibration text"));
+        }
+        if recipe.method.rounding != Rounding::Gptq {
+            let given = self.gptq_options().into_iter().find(|(_, given)| *given);
+            if let Some((option, _)) = given {
+                return Err(self.has_no_effect(&recipe, option, "does not round with GPTQ"));
+            }
+        }
+        if !recipe.method.needs_text() {
             let given = [
                 ("--samples", self.samples.is_some()),
                 ("--seq-len", self.seq_len.is_some()),
                 ("--seed", self.seed.is_some()),
                 ("--packing", self.packing.is_some()),
                 ("--mask", self.mask.is_some()),
-                ("--search", self.search.is_some()),
             ];
             let given = given.into_iter().find(|(_, given)| *given);
             if let Some((option, _)) = given {
                 return Err(self.needs_no_text(&recipe, option));
             }
         }
-        if let (Some(path), None) = (&self.recipe, recipe.method.transform) {
+        if let (Some(path), false) = (&self.recipe, recipe.method.needs_text()) {
             // A file that rounds only has none; this one's transform was overruled.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(self.needs_no_text(&recipe, &format!("[calibration] of {}", path.display())));
@@ -115,6 +141,14 @@ impl RecipeOptions {
         if let Some(search) = &self.search {
             recipe.search = search.parse()?;
         }
+        let gptq = &mut recipe.gptq;
+        *gptq = GptqSettings {
+            damping: self.damping.unwrap_or(gptq.damping),
+            block_size: self.block_size.unwrap_or(gptq.block_size),
+            act_order: self.act_order.as_deref().map_or(Ok(gptq.act_order), str::parse)?,
+            inputs: self.layer_inputs.as_deref().map_or(Ok(gptq.inputs), str::parse)?,
+        };
+        gptq.check()?;
         let sampling = &mut recipe.sampling;
         *sampling = Sampling {
             samples: self.samples.unwrap_or(sampling.samples),
@@ -140,6 +174,7 @@ impl RecipeOptions {
             || !(ignore.is_empty() && overrides.is_empty())
             || [samples, seq_len].iter().any(|o| o.is_some())
             || seed.is_some()
+            || self.gptq_options().iter().any(|(_, given)| *given)
             || file.is_some();
         if other || format.is_empty() {
             model.require_float()?;
@@ -149,13 +184,23 @@ impl RecipeOptions {
 
     /// The error that an option about the calibration text has nothing to act on.
     pub fn needs_no_text(&self, recipe: &Recipe, option: &str) -> Error {
+        self.has_no_effect(recipe, option, "searches nothing on a calibration text")
+    }
+
+    fn has_no_effect(&self, recipe: &Recipe, option: &str, why: &str) -> Error {
         Error::usage(
-            format!(
-                "{option} has no effect: method `{}` searches nothing on a calibration text",
-                recipe.method.name
-            ),
+            format!("{option} has no effect: method `{}` {why}", recipe.method.name),
             "leave it out, or choose another --method",
         )
+    }
+
+    fn gptq_options(&self) -> [(&'static str, bool); 4] {
+        [
+            ("--damping", self.damping.is_some()),
+            ("--block-size", self.block_size.is_some()),
+            ("--act-order", self.act_order.is_some()),
+            ("--layer-inputs", self.layer_inputs.is_some()),
+        ]
     }
 
     /// `--scheme w4a16-g64 --group-size 128` asks for two things at once.

@@ -121,7 +121,7 @@ fn one_run_gives_what_each_would_alone() {
             .iter()
             .map(|name| Plan::new(&source, &open_recipe(method), named(name)).unwrap())
             .collect();
-        let batch = plans[0].method.transform.and(Some(&batch));
+        let batch = plans[0].method.needs_text().then_some(&batch);
         let jobs: Vec<Job<'_>> = plans.iter().map(|plan| job(&source, plan, batch)).collect();
         let alone: Vec<_> = jobs
             .iter()

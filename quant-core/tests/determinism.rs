@@ -115,3 +115,14 @@ fn another_seed_gives_other_bytes() {
     assert_ne!(one.report.to_json().unwrap(), two.report.to_json().unwrap());
     assert!(one.source == of(1).source);
 }
+
+#[test]
+fn gptq_on_a_batch_that_comes_in_pieces() {
+    // More than 2048 tokens; an MLP wider than a block of the factorization and a tile of the Hessian.
+    let tiny = Tiny { hidden: 128, intermediate: 640, kv_heads: 4, layers: 2, ..Tiny::default() };
+    let windows = common::windows(tiny.vocab, 36, 60, 4);
+    same_on_any_number_of_threads(&tiny, "gptq", "w3a16-g32-asym", Some(&windows));
+    // And with masked prompts, and documents that share windows, after a search.
+    let windows = common::masked_windows(tiny.vocab, 36, 100, 4);
+    same_on_any_number_of_threads(&tiny, "awq-gptq", "w4a16-g32", Some(&windows));
+}

@@ -79,6 +79,18 @@ QUANTIZED = [
     ("sharded-bf16", "format-awq-rtn", ["--format", "awq", "--method", "rtn"], False),
     ("tied", "format-awq-ignored",
      ["--format", "awq", "--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.*"], False),
+    ("demo", "gptq-w4-g128", ["--method", "gptq", *QUICK], False),
+    ("demo", "format-gptq-g128", ["--method", "gptq", "--format", "gptq", *QUICK], False),
+    ("books-7m", "format-gptq-g32-asym",
+     ["--method", "gptq", "--format", "gptq", "--scheme", "w4a16-g32-asym", *QUICK], False),
+    ("qwen2", "format-gptq-w8-channel",
+     ["--method", "gptq", "--format", "gptq", "--scheme", "w8a16-channel", *QUICK], False),
+    ("demo", "format-gptq-w3-g64",
+     ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], False),
+    ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], False),
+    ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], False),
+    ("demo", "format-gptq-ignored",
+     ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
     ("head-dim", "rtn-w8-g64-asym", ["--method", "rtn", "--scheme", "w8a16-g64-asym"], True),
     ("demo", "rtn-head-alike", ["--method", "rtn", "--override", "lm_head=w4a16"], False),
     ("demo", "rtn-head-w8-and-fused",
@@ -96,6 +108,7 @@ REPACKED = [
     ("demo", "awq-from-compressed-tensors", ["--method", "rtn"], "awq"),
     ("demo", "compressed-tensors-from-awq", ["--method", "rtn", "--format", "awq", "--symmetric"],
      "compressed-tensors"),
+    ("demo", "gptq-from-compressed-tensors", ["--method", "rtn"], "gptq"),
 ]
 
 
@@ -214,8 +227,9 @@ class Check:
             ours, theirs = self.scratch / "weights.safetensors", self.scratch / "packed.safetensors"
             self.program("interop-dump", "weights", out, ours)
             config = json.loads((out / "config.json").read_text())
-            is_awq = config["quantization_config"]["quant_method"] == "awq"
-            self.script("independent_awq" if is_awq else "independent_pack", out, "--out", theirs)
+            readers = {"awq": "independent_awq", "gptq": "independent_gptq"}
+            reader = readers.get(config["quantization_config"]["quant_method"], "independent_pack")
+            self.script(reader, out, "--out", theirs)
             ours, theirs = load_file(ours), load_file(theirs)
             different = [name for name, weight in theirs.items()
                          if name not in ours or not numpy.array_equal(ours[name], weight)]

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench_awq_memory;
+pub mod bench_gptq;
 pub mod bench_kernels;
 pub mod bench_rtn;
 pub mod ci;

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly, peers_awq,
-    peers_kernels, peers_models, plant, quality, sanitize, search_agreement, synth,
+    bench_awq_memory, bench_gptq, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly,
+    peers_awq, peers_kernels, peers_models, plant, quality, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -48,6 +48,8 @@ enum Command {
     PeersKernels(peers_kernels::Args),
     /// Compare whole models with llama.cpp: tokens a second of prefill and decode
     PeersModels(peers_models::Args),
+    /// Time one solve and one Hessian of GPTQ against the products in them
+    BenchGptq(bench_gptq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -71,6 +73,7 @@ fn main() -> ExitCode {
         Command::PeersAwq(args) => peers_awq::run(&args),
         Command::PeersKernels(args) => peers_kernels::run(&args),
         Command::PeersModels(args) => peers_models::run(&args),
+        Command::BenchGptq(args) => bench_gptq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

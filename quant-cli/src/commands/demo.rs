@@ -126,9 +126,9 @@ fn produce(
     recipe.scheme = scheme.parse()?;
     recipe.sampling.samples = if quick { 4 } else { SAMPLES };
     let plan = Plan::new(&opened.model, &recipe, recipe.containers[0])?;
-    let windows = match plan.method.transform {
-        Some(_) => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling, session)?),
-        None => None,
+    let windows = match plan.method.needs_text() {
+        true => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling, session)?),
+        false => None,
     };
     let job = Job {
         model: &opened.model,

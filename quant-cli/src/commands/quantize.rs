@@ -93,7 +93,7 @@ struct Calibration {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let started = Instant::now();
     let recipe = args.recipe.recipe()?;
-    if let (Some(text), None) = (&args.calibration, recipe.method.transform) {
+    if let (Some(text), false) = (&args.calibration, recipe.method.needs_text()) {
         return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
     }
     let outputs = outputs(&args.output, &recipe)?;
@@ -192,11 +192,11 @@ fn quantize(
     let plans = args.recipe.plans(&opened.model, recipe)?;
     refuse_existing(outputs, args)?;
     let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
-    if let (Some(text), None) = (&args.calibration, plan.method.transform) {
+    if let (Some(text), false) = (&args.calibration, plan.method.needs_text()) {
         return Err(args.recipe.needs_no_text(recipe, &format!("--calibration {text}")));
     }
     let positions = opened.model.architecture().max_positions;
-    if plan.method.transform.is_some() && plan.sampling.length > positions {
+    if plan.method.needs_text() && plan.sampling.length > positions {
         session.progress.note(&format!(
             "warning: calibration windows of {} tokens are longer than the {positions} positions the model was \
              made for; --seq-len {positions} stays inside",
@@ -217,13 +217,13 @@ fn quantize(
     for note in notes {
         session.progress.note(&format!("note: {note}"));
     }
-    let windows = match plan.method.transform {
-        Some(_) => {
+    let windows = match plan.method.needs_text() {
+        true => {
             let named = args.calibration.as_deref().or(recipe.calibration.as_deref());
             let text = named.unwrap_or(inputs::BUILTIN);
             Some(inputs::calibration(opened, text, plan.sampling, session)?)
         }
-        None => None,
+        false => None,
     };
     if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
         session.progress.note(&format!(

@@ -8,7 +8,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{BatchLayout, TokenWindows};
-use crate::model::{Block, CancelTap, Model, Segments, Tap};
+use crate::model::{Block, CancelTap, Model, NodeId, Op, Segments, Tap};
 use crate::{CancelToken, Result};
 
 /// Tokens that go through a block at a time: enough for full speed, few enough that a block's
@@ -32,7 +32,7 @@ impl BatchTap for CancelTap<'_> {
 }
 
 /// The hidden states of the calibration batch before some block, `[windows, length, hidden]`.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct HiddenStates {
     layout: BatchLayout,
     hidden: usize,
@@ -135,6 +135,109 @@ impl HiddenStates {
         }
         Ok(())
     }
+}
+
+/// Parts of a block: from the values of one node to those of another.
+impl HiddenStates {
+    /// Takes the states for the values of a node and replaces them by those of a later one, which are as wide and
+    /// from which all that follows is computed.
+    ///
+    /// # Errors
+    /// When one does not follow from the other, or the token pulls. Some states may then be replaced already.
+    pub fn advance_between(&mut self, block: &Block, nodes: [NodeId; 2], cancel: &CancelToken) -> Result<()> {
+        let (width, piece) = (self.hidden, self.piece_between(block, nodes));
+        let length = self.layout.length();
+        for (i, chunk) in self.values.chunks_mut((piece * width).max(1)).enumerate() {
+            let before = piece_of(chunk, width, length, piece)?;
+            run_between(block, &self.layout, i * piece, &before, nodes, cancel, &mut |at, rows| {
+                chunk[at * width..at * width + rows.len()].copy_from_slice(rows);
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Takes the states for the values of a node and hands over those of a later one: rows of any width, with the
+    /// place of the first of them in the batch.
+    ///
+    /// # Errors
+    /// As [`advance_between`](Self::advance_between).
+    pub fn values_between(
+        &self,
+        block: &Block,
+        nodes: [NodeId; 2],
+        cancel: &CancelToken,
+        take: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        let (width, piece) = (self.hidden, self.piece_between(block, nodes));
+        for (i, chunk) in self.values.chunks((piece * width).max(1)).enumerate() {
+            let before = piece_of(chunk, width, self.layout.length(), piece)?;
+            let first = i * piece;
+            run_between(block, &self.layout, first, &before, nodes, cancel, &mut |at, rows| {
+                take(first + at, rows);
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Tokens that go through a part of a block at a time: whole windows where tokens look at each other.
+    fn piece_between(&self, block: &Block, nodes: [NodeId; 2]) -> usize {
+        match mixes_tokens(block, nodes) {
+            true => self.chunk_windows() * self.layout.length(),
+            false => CHUNK_TOKENS,
+        }
+    }
+}
+
+/// Whether tokens look at each other, or at where they stand, on the way from one node to another.
+fn mixes_tokens(block: &Block, [from, to]: [NodeId; 2]) -> bool {
+    block.graph().nodes()[from + 1..to.max(from) + 1]
+        .iter()
+        .any(|n| matches!(n.op, Op::Attention { .. } | Op::Rope))
+}
+
+/// Rows of states as whole windows, where a piece is made of them, else as one.
+fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
+    let tokens = rows.len() / width.max(1);
+    let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
+    Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
+}
+
+/// Runs a piece of a batch, whose first token is `first`, from the values of one node to those of another, and hands
+/// these over: rows, and the place of the first of them in the piece.
+fn run_between(
+    block: &Block,
+    layout: &BatchLayout,
+    first: usize,
+    before: &Tensor,
+    [from, to]: [NodeId; 2],
+    cancel: &CancelToken,
+    take: &mut dyn FnMut(usize, &[f32]),
+) -> Result<()> {
+    cancel.check()?;
+    let mut tap = CancelTap(cancel);
+    let (windows, length, _) = before.dims3()?;
+    let whole = |value: &Tensor| -> Result<Vec<f32>> { Ok(value.flatten_all()?.to_vec1::<f32>()?) };
+    let known = [(from, before.clone())];
+    if !mixes_tokens(block, [from, to]) {
+        let value = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
+        take(0, &whole(&value)?);
+        return Ok(());
+    }
+    let segments = layout.segments(first..first + windows * length);
+    let split = block.graph().only_attention().filter(|&a| length > CHUNK_TOKENS && from < a && a < to);
+    let Some(attention) = split else {
+        let value = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
+        take(0, &whole(&value)?);
+        return Ok(());
+    };
+    let attended = block.evaluate_packed(&known, &[attention], segments, &mut tap)?.swap_remove(0);
+    for at in (0..length).step_by(CHUNK_TOKENS) {
+        let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
+        let known = [(from, rows(before)?), (attention, rows(&attended)?)];
+        let value = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
+        take(at, &whole(&value)?);
+    }
+    Ok(())
 }
 
 /// Runs a piece `[windows, length, hidden]` of a batch, whose first token is `first`, through a block,

@@ -155,6 +155,10 @@ impl TensorSink for MemorySink {
         Ok(())
     }
 
+    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.bytes(name).filter(|_| self.is_complete(name)).map(<[u8]>::to_vec))
+    }
+
     fn commit(&mut self) -> Result<()> {
         self.commits += 1;
         Ok(())

@@ -145,6 +145,17 @@ pub trait TensorSink: Send {
         None
     }
 
+    /// The bytes of a tensor that [is complete](Self::is_complete), whether this run wrote it or one that it resumes;
+    /// `None` from a sink that does not keep them where it can read them.
+    ///
+    /// A method that follows the quantized model takes it up again from there.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    fn read_back(&self, _name: &str) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
     /// Makes all that was written so far survive a crash: the end of a unit of work.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ use sha2::Digest;
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::header_error::printable;
-use super::input_file::{listed, open_regular, relative_name_fault};
+use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
 use super::job::{Job, differences, job_path, parent_of};
 use super::journal::{Entries, Journal};
 use super::layout::DEFAULT_SHARD_BYTES;
@@ -459,6 +459,17 @@ impl TensorSink for CheckpointWriter {
 
     fn recall(&self, key: &str) -> Option<Value> {
         self.records.get(key).cloned()
+    }
+
+    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        let Some((shard, tensor)) = self.layout.place(name).filter(|_| self.is_complete(name)) else {
+            return Ok(None);
+        };
+        let Ok(len) = usize::try_from(tensor.info.byte_len()) else { return Ok(None) };
+        let Staged { path, file, .. } = &self.shards[shard];
+        let mut bytes = vec![0; len];
+        read_exact_at(file.file(), path, tensor.offset, &mut bytes)?;
+        Ok(Some(bytes))
     }
 
     fn commit(&mut self) -> Result<()> {

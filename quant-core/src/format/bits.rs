@@ -110,6 +110,17 @@ pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> 
     Ok(())
 }
 
+/// `[rows, columns]` → `[columns, rows]`.
+pub(super) fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
+    (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
+}
+
+/// The same for the bytes of words.
+pub(super) fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
+    let words: Vec<[u8; 4]> = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect();
+    transpose(&words, rows, columns).into_iter().flatten().collect()
+}
+
 /// One row; `bytes` are its words', and what the codes leave of them becomes 0.
 fn pack_row(codes: &[u8], bits: u8, bytes: &mut [u8]) {
     debug_assert!(codes.iter().all(|&c| c <= u8::MAX >> (8 - bits)), "a code has more than {bits} bits");

@@ -7,6 +7,7 @@ mod awq;
 mod bits;
 mod compressed_tensors;
 pub mod engines;
+mod gptq;
 
 use serde_json::Value;
 
@@ -19,6 +20,7 @@ use crate::{Error, Result};
 pub use awq::AutoAwq;
 pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
+pub use gptq::GptqV1;
 
 /// What a checkpoint's configuration must say: which modules are quantized how.
 #[derive(Debug, Clone, Default)]
@@ -92,6 +94,11 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// The value of `quantization_config` in `config.json`.
     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value;
 
+    /// Files beside `config.json` that readers of this container look for.
+    fn companion_files(&self, _schemes: &ModuleSchemes<'_>) -> Vec<(&'static str, Value)> {
+        Vec::new()
+    }
+
     /// Notes for the user on readers that cannot load these schemes.
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String>;
 
@@ -149,7 +156,7 @@ pub trait PackedReader: Send + Sync {
 }
 
 /// The containers this version writes and reads.
-pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq];
+pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1];
 
 /// The container of that name.
 ///

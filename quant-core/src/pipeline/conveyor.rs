@@ -6,10 +6,10 @@ use std::ops::Range;
 use serde_json::json;
 
 use super::Job;
+use super::batch::Decision;
 use super::report::QuantReport;
 use super::tensor::{Finished, Source, copy, recalled, remembered, transformed};
 use crate::recipe::{Action, Plan, PlanEntry};
-use crate::transform::Rewrite;
 use crate::{Event, Result, TensorSink};
 
 /// Takes the entries of a plan to the sink, span after span, and gathers the report.
@@ -69,26 +69,31 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         remembered(entry, self.sink).is_some() && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
 
+    /// The bytes of a tensor that was written, where the sink gives them back.
+    pub(super) fn written(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        self.sink.read_back(name)
+    }
+
     /// Takes the entries of one span, those of block `layer` if it is one. Reads ahead up to the end
     /// of the span `horizon`.
     pub(super) fn take(
         &mut self,
         span: usize,
         layer: Option<usize>,
-        rewrite: &Rewrite,
+        decision: &Decision,
         horizon: usize,
     ) -> Result<()> {
         let (span, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
         for i in span.clone() {
             self.job.cancel.check()?;
-            let tensor = self.tensor(i, rewrite, horizon)?;
+            let tensor = self.tensor(i, decision, horizon)?;
             let end = (i + 1 == span.end).then_some(SpanEnd { layer });
             self.behind = Some(Behind { tensor, end });
         }
         Ok(())
     }
 
-    fn tensor(&mut self, index: usize, rewrite: &Rewrite, horizon: usize) -> Result<Finished> {
+    fn tensor(&mut self, index: usize, decision: &Decision, horizon: usize) -> Result<Finished> {
         let (job, entries) = (self.job, &self.job.plan.entries);
         let entry = &entries[index];
         if self.is_written(entry) {
@@ -108,7 +113,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(
-            || transformed(job, entry, source, rewrite),
+            || transformed(job, entry, source, decision),
             || rayon::join(|| next.map(|e| Source::read(job, e, spare)), || self.flush(behind)),
         );
         flushed?;

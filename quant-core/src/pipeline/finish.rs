@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
-use crate::recipe::Plan;
+use crate::recipe::{Plan, Rounding};
 use crate::{Error, Result};
 
 /// The name of the report in a checkpoint.
@@ -41,7 +41,10 @@ fn pretty(value: &Value) -> Result<String> {
 /// When a file of the model cannot be looked at.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     const REPORT_OF_A_TENSOR: u64 = 4096;
-    let mut bytes = quantized_config(directory, plan)?.len() as u64;
+    let beside = plan.container.companion_files(&plan.module_schemes());
+    let beside = beside.iter().map(|(_, value)| pretty(value));
+    let beside = beside.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
+    let mut bytes = beside + quantized_config(directory, plan)?.len() as u64;
     for sidecar in directory.sidecar_files() {
         // Opened, so that one that may not be read is told now and not after the work.
         let metadata = std::fs::File::open(&sidecar.real).and_then(|file| file.metadata());
@@ -61,6 +64,9 @@ pub fn add_companions(
     writer: &mut CheckpointWriter,
 ) -> Result<()> {
     writer.add_file("config.json", quantized_config(directory, plan)?.as_bytes())?;
+    for (name, value) in plan.container.companion_files(&plan.module_schemes()) {
+        writer.add_file(name, pretty(&value)?.as_bytes())?;
+    }
     for sidecar in directory.sidecar_files() {
         writer.add_copy(sidecar)?;
     }
@@ -77,7 +83,9 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
         .iter()
         .map(|(module, scheme)| ((*module).to_owned(), json!(scheme.to_string())))
         .collect();
-    let calibration = job.plan.method.transform.and(job.windows).map(|w| super::report::calibration(job, w));
+    let text = job.windows.filter(|_| job.plan.method.needs_text());
+    let calibration = text.map(|w| super::report::calibration(job, w));
+    let gptq = (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq);
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "config_sha256": sha256_hex(json!(directory.config()).to_string()),
@@ -85,5 +93,6 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
         "format": job.plan.container.name(),
         "schemes": schemes,
         "calibration": calibration,
+        "gptq": gptq,
     })
 }

@@ -4,21 +4,24 @@
 //! whatever the number of layers. Methods without a transform need not even the block: their
 //! linears stream through one at a time.
 
+mod batch;
 mod conveyor;
 mod finish;
+mod gptq;
 mod report;
 mod tensor;
 
 use std::collections::BTreeMap;
 
+pub use self::gptq::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use report::{CalibrationReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
+use self::batch::{Batch, Decision};
 use self::conveyor::Conveyor;
-use crate::calibrate::{HiddenStates, TokenWindows};
-use crate::model::{Model, NodeId};
-use crate::recipe::{Action, Plan, PlanEntry};
-use crate::transform::{BlockTask, Grid, Rewrite, Transform};
+use crate::calibrate::TokenWindows;
+use crate::model::Model;
+use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// Everything a run is made of, but for where the result goes.
@@ -27,7 +30,7 @@ pub struct Job<'a> {
     pub model: &'a Model,
     /// What happens to each of its tensors.
     pub plan: &'a Plan,
-    /// The calibration batch; required by methods with a transform.
+    /// The calibration batch; required by methods that look at one.
     pub windows: Option<&'a TokenWindows>,
     /// Told of every block.
     pub observer: &'a dyn Observer,
@@ -60,19 +63,20 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
         return Err(Error::Internal("jobs of one run differ in more than their grids".into()));
     }
+    if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
+        // What comes out of a block depends on its grids.
+        let jobs = jobs.iter().zip(sinks);
+        return jobs.map(|(job, sink)| quantize(job, sink)).collect();
+    }
     let layers = job.model.architecture().layers;
     let units = (layers * jobs.len()) as u64;
     job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units });
     let conveyors = jobs.iter().zip(sinks).map(|(job, sink)| Conveyor::new(job, sink, jobs.len() > 1));
     let mut conveyors = conveyors.collect::<Result<Vec<_>>>()?;
-    let mut hidden = match (job.plan.method.transform, job.windows) {
-        (None, _) => None,
-        (Some(transform), Some(windows)) => Some(Batch {
-            transform,
-            states: HiddenStates::embed(job.model, windows)?,
-            rope: job.model.rope(windows.length())?,
-        }),
-        (Some(_), None) => {
+    let mut hidden = match (job.plan.method.needs_text(), job.windows) {
+        (false, _) => None,
+        (true, Some(windows)) => Some(Batch::new(job.model, job.plan, windows)?),
+        (true, None) => {
             return Err(Error::usage(
                 format!("method `{}` needs a calibration text", job.plan.method.name),
                 "give one with --calibration",
@@ -84,12 +88,12 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let Some(batch) = &mut hidden else {
-            conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &Rewrite::default(), layers + 1))?;
+            conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &Decision::default(), layers + 1))?;
             continue;
         };
         // A search takes long: what was done before it should survive it.
         conveyors.iter_mut().try_for_each(Conveyor::drain)?;
-        let mut rewrites = match layer {
+        let mut decisions = match layer {
             Some(layer) if Some(layer) <= last_incomplete => {
                 let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
                 batch.block(&conveyors, span, layer, &open, Some(layer) < last_incomplete)?
@@ -97,7 +101,7 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
             _ => BTreeMap::new(),
         };
         for (i, conveyor) in conveyors.iter_mut().enumerate() {
-            conveyor.take(span, layer, &rewrites.remove(&i).unwrap_or_default(), span)?;
+            conveyor.take(span, layer, &decisions.remove(&i).unwrap_or_default(), span)?;
         }
     }
     let reports = conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()?;
@@ -111,69 +115,7 @@ impl Job<'_> {
         std::ptr::eq(self.model, other.model)
             && std::ptr::eq(self.plan.method, other.plan.method)
             && self.plan.search == other.plan.search
+            && self.plan.gptq == other.plan.gptq
             && self.windows.map(std::ptr::from_ref) == other.windows.map(std::ptr::from_ref)
     }
-}
-
-/// The calibration batch on its way through the blocks.
-struct Batch {
-    transform: &'static dyn Transform,
-    states: HiddenStates,
-    rope: std::sync::Arc<crate::model::RopeTable>,
-}
-
-impl Batch {
-    /// Searches block `layer` for the jobs at the positions `open`, those whose result is not there
-    /// already, and moves on to the next block where it is asked to.
-    fn block(
-        &mut self,
-        conveyors: &[Conveyor<'_, '_>],
-        span: usize,
-        layer: usize,
-        open: &[usize],
-        advance: bool,
-    ) -> Result<BTreeMap<usize, Rewrite>> {
-        let job = conveyors[0].job();
-        let block = job.model.block(layer, &self.rope)?;
-        if open.is_empty() {
-            if advance {
-                self.states.advance(&block, job.cancel)?;
-            }
-            return Ok(BTreeMap::new());
-        }
-        let prefix = job.model.architecture().in_block(layer, "");
-        let norm_dtypes = norm_dtypes(job.model, layer)?;
-        let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
-        let task = |grids| BlockTask {
-            prefix: &prefix,
-            block: &block,
-            grids,
-            norm_dtypes: &norm_dtypes,
-            search: job.plan.search,
-            cancel: job.cancel,
-        };
-        let tasks: Vec<_> = grids.iter().map(task).collect();
-        let rewrites = self.transform.search(&tasks, &mut self.states)?;
-        Ok(open.iter().copied().zip(rewrites).collect())
-    }
-}
-
-fn grids(entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
-    let of = |entry: &PlanEntry| match entry.action {
-        Action::Quantize { node, scheme, scale_dtype, .. } => Some((node?, Grid { scheme, scale_dtype })),
-        _ => None,
-    };
-    entries.iter().filter_map(of).collect()
-}
-
-fn norm_dtypes(model: &Model, layer: usize) -> Result<BTreeMap<NodeId, crate::checkpoint::Dtype>> {
-    let architecture = model.architecture();
-    architecture
-        .block
-        .norms()
-        .map(|(node, name, _)| {
-            let tensor = format!("{}.weight", architecture.in_block(layer, name));
-            Ok((node, model.source().require(&tensor)?.dtype))
-        })
-        .collect()
 }

@@ -7,13 +7,14 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Job, REPORT};
+use super::{GptqRecord, Job, REPORT};
 use crate::calibrate::{Mask, Packing, TokenWindows};
 use crate::checkpoint::{TensorInfo, parse_strictly, read_capped};
 use crate::digest::sha256_hex;
 use crate::model::Model;
 use crate::quantize::ErrorStats;
-use crate::recipe::PlanEntry;
+use crate::quantize::gptq::GptqSettings;
+use crate::recipe::{PlanEntry, Rounding};
 use crate::transform::{ClipRecord, FoldRecord, Search};
 use crate::{Error, Result};
 
@@ -36,6 +37,9 @@ pub struct QuantReport {
     pub format: String,
     /// The calibration batch, if the method used one.
     pub calibration: Option<CalibrationReport>,
+    /// How GPTQ was run, if it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gptq: Option<GptqSettings>,
     /// Bytes of all tensors of the input.
     pub bytes_before: u64,
     /// Bytes of all tensors written.
@@ -60,8 +64,9 @@ pub struct SourceDigest {
 /// The calibration batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CalibrationReport {
-    /// How candidates were compared.
-    pub search: Search,
+    /// How candidates were compared, by methods that search.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub search: Option<Search>,
     /// Windows.
     pub samples: usize,
     /// Tokens of one window.
@@ -74,7 +79,7 @@ pub struct CalibrationReport {
     pub mask: Mask,
     /// Tokens of the text in all windows.
     pub tokens: u64,
-    /// How many of these the search looked at; the others are masked prompts.
+    /// How many of these the method looked at; the others are masked prompts.
     pub tokens_counted: u64,
     /// Positions that documents left open.
     pub padding: u64,
@@ -132,6 +137,9 @@ pub struct TensorReport {
     pub scale_search: Option<FoldRecord>,
     /// The clip search.
     pub clip_search: Option<ClipRecord>,
+    /// What GPTQ did; absent where it was not run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gptq: Option<GptqRecord>,
     /// Tokens of the calibration batch that went through the linear and counted; absent where none
     /// were looked at.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -151,6 +159,7 @@ pub(super) struct Searched {
     pub(super) clip: Option<ClipRecord>,
     /// Tokens that it saw go through.
     pub(super) tokens: Option<u64>,
+    pub(super) gptq: Option<GptqRecord>,
 }
 
 impl TensorReport {
@@ -170,6 +179,7 @@ impl TensorReport {
             weight_error: None,
             scale_search: None,
             clip_search: None,
+            gptq: None,
             calibration_tokens: None,
             bytes_before: entry.input_bytes(),
             bytes_after: entry.output_bytes(),
@@ -195,12 +205,13 @@ impl TensorReport {
         error: WeightError,
         search: Searched,
     ) -> Self {
-        let Searched { fold, clip, tokens } = search;
+        let Searched { fold, clip, tokens, gptq } = search;
         Self {
             ratio: fold.as_ref().and_then(|f| f.ratio),
             weight_error: Some(error),
             scale_search: fold,
             clip_search: clip,
+            gptq,
             calibration_tokens: tokens,
             ..Self::new(entry, "quantized", source_sha256)
         }
@@ -214,7 +225,8 @@ impl QuantReport {
             version: env!("CARGO_PKG_VERSION").into(),
             method: job.plan.method.name.into(),
             format: job.plan.container.name().into(),
-            calibration: job.plan.method.transform.and(job.windows).map(|w| calibration(job, w)),
+            calibration: job.windows.filter(|_| job.plan.method.needs_text()).map(|w| calibration(job, w)),
+            gptq: (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq),
             bytes_before: job.plan.input_bytes(),
             bytes_after: job.plan.output_bytes(),
             bits_per_quantized_weight: job.plan.bits_per_quantized_weight(),
@@ -282,7 +294,7 @@ impl QuantReport {
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
     let [counted, context, padding] = windows.uses();
     CalibrationReport {
-        search: job.plan.search,
+        search: job.plan.method.transform.map(|_| job.plan.search),
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,

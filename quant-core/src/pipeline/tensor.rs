@@ -3,11 +3,12 @@
 use sha2::{Digest, Sha256};
 
 use super::Job;
+use super::batch::Decision;
 use super::report::{Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::model::{Op, WeightBody};
-use crate::quantize::{QuantizedTensor, Rows, quantize_tensor};
+use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::Rewrite;
 use crate::{Error, Result, TensorSink};
@@ -163,8 +164,9 @@ pub(super) fn transformed(
     job: &Job<'_>,
     entry: &PlanEntry,
     source: Source,
-    rewrite: &Rewrite,
+    decision: &Decision,
 ) -> Result<Finished> {
+    let rewrite = &decision.rewrite;
     let path = || job.model.source().location(entry.sources()[0].0);
     match &entry.action {
         Action::Copy => Err(Error::Internal(format!("`{}` is copied, not transformed", entry.tensor))),
@@ -204,23 +206,36 @@ pub(super) fn transformed(
             let clip = node.and_then(|node| rewrite.clips.get(&node)).map(Vec::as_slice);
             let changed = node.filter(|node| clip.is_some() || rewrite.changes(*node));
             let mut spare = Vec::new();
-            let (quantized, error) = if let Some(node) = changed {
+            let rounded = node.and_then(|node| decision.rounded.get(&node));
+            let (own, error);
+            let quantized = if let (Some(rounded), Some(node)) = (rounded, *node) {
+                let values = rewrite.weight(node, &WeightBody::raw(shape, entry.info.dtype, bytes)?)?;
+                error = ErrorStats::of(&values, &rounded.tensor)?;
+                &rounded.tensor
+            } else if let Some(node) = changed {
                 let body = WeightBody::raw(shape, entry.info.dtype, bytes)?;
                 let values = rewrite.weight(node, &body)?;
                 drop(body);
-                quantize_tensor(Rows::Floats(&values), shape, *scheme, *scale_dtype, clip)
-                    .map_err(|e| e.within(&entry.tensor, None))?
+                (own, error) = quantize_tensor(Rows::Floats(&values), shape, *scheme, *scale_dtype, clip)
+                    .map_err(|e| e.within(&entry.tensor, None))?;
+                &own
             } else {
                 spare = bytes;
                 let rows = Rows::Bytes(&spare, entry.info.dtype);
-                quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
-                    .map_err(|e| e.within(&entry.tensor, Some(path())))?
+                (own, error) = quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
+                    .map_err(|e| e.within(&entry.tensor, Some(path())))?;
+                &own
             };
-            let outputs = job.plan.container.pack(module, &quantized)?;
+            let outputs = job.plan.container.pack(module, quantized)?;
             let fold = rewrite.folds.iter().find(|f| f.consumers.contains(module));
             let clip = rewrite.clip_records.iter().find(|c| c.module == *module);
-            let tokens = node.and_then(|node| rewrite.tokens.get(&node)).copied();
-            let search = Searched { fold: fold.cloned(), clip: clip.cloned(), tokens };
+            let seen = node.and_then(|node| rewrite.tokens.get(&node)).copied();
+            let search = Searched {
+                fold: fold.cloned(),
+                clip: clip.cloned(),
+                tokens: seen.or(rounded.map(|r| r.tokens)),
+                gptq: rounded.map(|r| r.record.clone()),
+            };
             let report = TensorReport::quantized(entry, sha256, WeightError::from(error), search);
             let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();
             Ok(Finished { report, outputs, spare })

@@ -62,6 +62,20 @@ fn greater(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
+/// Steps from 0 to `w`, within limits but not rounded yet. Clamping to integers before rounding gives the
+/// same as clamping after it, and keeps [`MAGIC`] in its range.
+#[inline(always)]
+fn steps(w: f32, scale: f32, (low, high): (f32, f32)) -> f32 {
+    lesser(greater(w / scale, low), high)
+}
+
+/// Whole steps of `scale` from 0 to `w`, within the [limits](Grid::limits) of a grid: what [`Grid::code`] says, for a
+/// loop over rows that have a grid each.
+#[inline(always)]
+pub(crate) fn nearest(w: f32, scale: f32, limits: (f32, f32)) -> f32 {
+    round(steps(w, scale, limits))
+}
+
 /// The range of a group, extended to include 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Extent {
@@ -149,7 +163,7 @@ impl GridRule {
         if !(2..=8).contains(&scheme.bits) {
             return Err(Error::usage(
                 format!("weights cannot be quantized to {} bits", scheme.bits),
-                "choose 3, 4 or 8 bits",
+                "choose 2, 3, 4 or 8 bits",
             ));
         }
         if !scale_dtype.is_weight_float() {
@@ -159,6 +173,12 @@ impl GridRule {
             ));
         }
         Ok(Self { max_code: scheme.max_code(), symmetric: scheme.symmetric, scale_dtype })
+    }
+
+    /// The largest code.
+    #[cfg(test)]
+    pub(crate) fn max_code(self) -> u8 {
+        self.max_code
     }
 
     /// The grid for weights of this range.
@@ -248,15 +268,15 @@ impl Grid {
     }
 
     /// The steps from 0 to the lowest and to the highest value: `−zero` and `max_code − zero`.
-    fn limits(self) -> (f32, f32) {
+    #[inline(always)]
+    pub(crate) fn limits(self) -> (f32, f32) {
         (-f32::from(self.zero), f32::from(self.max_code) - f32::from(self.zero))
     }
 
-    /// Steps from 0 to `w`, within the grid but not rounded yet. Clamping to integers before
-    /// rounding gives the same as clamping after it, and keeps [`MAGIC`] in its range.
+    /// Steps from 0 to `w`, within the grid but not rounded yet.
     #[inline(always)]
-    fn steps(self, w: f32, (low, high): (f32, f32)) -> f32 {
-        lesser(greater(w / self.scale, low), high)
+    fn steps(self, w: f32, limits: (f32, f32)) -> f32 {
+        steps(w, self.scale, limits)
     }
 
     /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.

@@ -1,9 +1,10 @@
 //! Float weights become codes, scales and zeros; no packing yet.
 //!
-//! [`grid`] is the arithmetic of one group, [`rtn`] runs it over matrices, and [`ErrorStats`]
-//! measures what it cost.
+//! [`grid`] is the arithmetic of one group, [`rtn`] runs it over matrices, [`gptq`] lets weights make up for each
+//! other's rounding, and [`ErrorStats`] measures what it cost.
 
 mod error_stats;
+pub mod gptq;
 pub mod grid;
 mod rows;
 pub mod rtn;

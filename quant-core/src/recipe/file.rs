@@ -7,12 +7,19 @@
 //! kind = "awq"
 //!
 //! [quantize]
+//! method = "gptq"
 //! scheme = "w4a16-g128-sym"
 //! ignore = ["*.layers.0.*"]
 //!
 //! [[quantize.override]]
 //! pattern = "down_proj"
 //! scheme = "w8a16-g128-sym"
+//!
+//! [quantize.gptq]
+//! damping = 0.01
+//! block_size = 128
+//! act_order = "group-aware"
+//! inputs = "quantized"
 //!
 //! [calibration]
 //! text = "builtin"
@@ -32,15 +39,14 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{METHODS, Method, Pattern, Recipe, SchemeRequest, schema};
+use super::{METHODS, Method, Pattern, Recipe, Rounding, SchemeRequest, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
+use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::transform::Search;
 use crate::{Error, Result, format};
 
 /// A recipe file is read up to this size.
 const MAX_BYTES: u64 = 1 << 20;
-/// The rounding that every method ends with.
-pub(super) const ROUNDING: &str = "rtn";
 
 /// How `quant quantize --recipe` treats a model.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -88,6 +94,9 @@ struct QuantizeEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::rounding")]
     method: Option<String>,
+    /// How GPTQ is run, where it is the method.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    gptq: Option<GptqEntry>,
     /// Bits, granularity and symmetry; without `-sym` or `-asym` the container's symmetry.
     #[schemars(schema_with = "schema::scheme")]
     scheme: String,
@@ -97,6 +106,48 @@ struct QuantizeEntry {
     /// Linears with a scheme of their own; of several that match, the last counts.
     #[serde(default, rename = "override", skip_serializing_if = "Vec::is_empty")]
     overrides: Vec<OverrideEntry>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct GptqEntry {
+    /// What is added to the diagonal of the Hessian, as a share of its mean.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    damping: Option<f64>,
+    /// Columns whose updates of later ones are one matrix product.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 4096))]
+    block_size: Option<usize>,
+    /// The order in which columns are rounded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    act_order: Option<ActOrder>,
+    /// Whose outputs are the inputs that a linear is judged on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    inputs: Option<LayerInputs>,
+}
+
+impl From<GptqSettings> for GptqEntry {
+    fn from(settings: GptqSettings) -> Self {
+        let GptqSettings { damping, block_size, act_order, inputs } = settings;
+        Self {
+            damping: Some(damping),
+            block_size: Some(block_size),
+            act_order: Some(act_order),
+            inputs: Some(inputs),
+        }
+    }
+}
+
+impl GptqEntry {
+    fn settings(&self) -> GptqSettings {
+        let usual = GptqSettings::default();
+        GptqSettings {
+            damping: self.damping.unwrap_or(usual.damping),
+            block_size: self.block_size.unwrap_or(usual.block_size),
+            act_order: self.act_order.unwrap_or(usual.act_order),
+            inputs: self.inputs.unwrap_or(usual.inputs),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -189,8 +240,12 @@ impl Recipe {
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
         let calibration = file.calibration.as_ref();
-        if let (Some(_), None) = (calibration, method.transform) {
-            return Err(Error::usage("[calibration] has no effect: no transform uses a text", REMEDY));
+        if calibration.is_some() && !method.needs_text() {
+            return Err(Error::usage("[calibration] has no effect: nothing uses a text", REMEDY));
+        }
+        let gptq = file.quantize.gptq.as_ref();
+        if gptq.is_some() && method.rounding != Rounding::Gptq {
+            return Err(Error::usage("[quantize.gptq] has no effect: quantize.method is not gptq", REMEDY));
         }
         Ok(Self {
             method,
@@ -208,31 +263,32 @@ impl Recipe {
                 mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
             },
             search: file.transform.first().and_then(|t| t.search).unwrap_or_default(),
+            gptq: gptq.map_or_else(GptqSettings::default, GptqEntry::settings),
             calibration: calibration.and_then(|c| c.text.clone()),
         })
     }
 
     /// The recipe as a file, every default spelled out: [`parse`](Self::parse) gives it back.
     pub fn to_toml(&self) -> String {
-        let transformed = self.method.transform.is_some();
         let file = RecipeFile {
             format: Some(match &self.containers[..] {
                 [one] => Formats::One(one.name().into()),
                 several => Formats::Several(several.iter().map(|c| c.name().into()).collect()),
             }),
-            transform: (transformed
-                .then(|| TransformEntry { kind: self.method.name.into(), search: Some(self.search) }))
-            .into_iter()
-            .collect(),
+            transform: (self.method.transform)
+                .map(|t| TransformEntry { kind: t.name().into(), search: Some(self.search) })
+                .into_iter()
+                .collect(),
             quantize: QuantizeEntry {
-                method: Some(ROUNDING.into()),
+                method: Some(self.method.rounding.name().into()),
+                gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
                 scheme: self.scheme.to_string(),
                 ignore: self.ignore.iter().map(|p| p.text().to_owned()).collect(),
                 overrides: (self.overrides.iter())
                     .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })
                     .collect(),
             },
-            calibration: transformed.then(|| CalibrationEntry {
+            calibration: self.method.needs_text().then(|| CalibrationEntry {
                 text: self.calibration.clone(),
                 samples: Some(self.sampling.samples),
                 length: Some(self.sampling.length),
@@ -249,27 +305,35 @@ impl Recipe {
 impl RecipeFile {
     /// The method that transforms and rounding make together.
     fn method(&self) -> Result<&'static Method> {
-        if let Some(other) = self.quantize.method.as_deref().filter(|m| *m != ROUNDING) {
-            return Err(Error::usage(
-                format!("quantize.method `{other}` is not known"),
-                format!("it is {ROUNDING}; what comes before it is a [[transform]]"),
-            ));
-        }
-        let known = || METHODS.iter().filter(|m| m.transform.is_some());
-        match &self.transform[..] {
-            [] => super::method(ROUNDING),
-            [one] => known().find(|m| m.name == one.kind).ok_or_else(|| {
-                let names: Vec<_> = known().map(|m| m.name).collect();
+        let rounding = match self.quantize.method.as_deref() {
+            None => Rounding::Nearest,
+            Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
+                let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
                 Error::usage(
-                    format!("transform.kind `{}` is not known; there is {}", one.kind, names.join(", ")),
-                    "see `quant plan --print-recipe awq-w4a16`",
+                    format!("quantize.method `{name}` is not known"),
+                    format!("it is {}; what comes before it is a [[transform]]", names.join(" or ")),
                 )
-            }),
-            [_, second, ..] => Err(Error::usage(
-                format!("a second transform (`{}`) cannot follow yet", second.kind),
-                "leave one of them out",
-            )),
-        }
+            })?,
+        };
+        let transform = match &self.transform[..] {
+            [] => None,
+            [one] => Some(one.kind.as_str()),
+            [_, second, ..] => {
+                return Err(Error::usage(
+                    format!("a second transform (`{}`) cannot follow yet", second.kind),
+                    "leave one of them out",
+                ));
+            }
+        };
+        let mut known = METHODS.iter().filter(|m| m.rounding == rounding);
+        known.find(|m| m.transform.map(|t| t.name()) == transform).ok_or_else(|| {
+            let names: Vec<_> = METHODS.iter().filter_map(|m| m.transform).map(|t| t.name()).collect();
+            let kind = transform.unwrap_or_default();
+            Error::usage(
+                format!("transform.kind `{kind}` is not known; there is {}", names[0]),
+                "see `quant plan --print-recipe awq-w4a16`",
+            )
+        })
     }
 }
 
@@ -342,7 +406,15 @@ mod tests {
             ("[quantize]\nscheme = 4", "line 2: invalid type"),
             ("[quantize]\nscheme = \"w4a16\"\nscehme = 1", "line 3: unknown field `scehme`"),
             ("[quantize]\nscheme = \"w5a16\"", "w5a16"),
-            ("[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"", "quantize.method `gptq`"),
+            ("[quantize]\nscheme = \"w4a16\"\nmethod = \"magic\"", "quantize.method `magic`"),
+            (
+                "[quantize]\nscheme = \"w4a16\"\n[quantize.gptq]\ndamping = 0.1",
+                "[quantize.gptq] has no effect",
+            ),
+            (
+                "[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"\n[quantize.gptq]\nact_order = \"desc\"",
+                "line 5: unknown variant `desc`",
+            ),
             ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "transform.kind `magic`"),
             ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),

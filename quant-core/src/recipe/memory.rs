@@ -1,8 +1,9 @@
 //! How much memory a plan will need at its peak: an estimate from shapes alone.
 
-use super::{Action, Plan};
+use super::{Action, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
 use crate::model::{FoldGroup, Model, Op};
+use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, kept_bytes};
 
 /// What the program itself, its threads and the tokenizer take.
@@ -13,7 +14,7 @@ const CHUNK_TOKENS: u64 = 2048;
 impl Plan {
     /// Bytes of memory at the peak, about, of one run of all these plans for a model.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
-        let searched = plans.iter().filter(|p| p.method.transform.is_some());
+        let searched = plans.iter().filter(|p| p.method.needs_text());
         // What is gathered of the batch serves all.
         let search = searched.map(|p| p.search_memory(model)).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
@@ -27,7 +28,7 @@ impl Plan {
             Action::Copy => 16 << 20,
             _ => {
                 let elements = entry.info.elements() as u64;
-                let widened = if self.method.transform.is_some() { 4 * elements } else { 0 };
+                let widened = if self.method.needs_text() { 4 * elements } else { 0 };
                 2 * entry.info.byte_len() + elements + widened + entry.output_bytes()
             }
         };
@@ -45,7 +46,7 @@ impl Plan {
             Op::Linear { shape, .. } => shape.map(|s| s as u64),
             _ => [0, 0],
         };
-        let groups = graph.fold_groups();
+        let groups = if self.method.transform.is_some() { graph.fold_groups() } else { Vec::new() };
         let rounded = |g: &FoldGroup| -> u64 {
             4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
         };
@@ -71,7 +72,11 @@ impl Plan {
         // Where documents begin and which tokens count is noted of each, twice while it is made.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let noted = if plain { 0 } else { 16 };
-        let states = (4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
+        let gptq = self.method.rounding == Rounding::Gptq;
+        // A search and GPTQ behind it look at states of their own.
+        let copies = if gptq && self.method.transform.is_some() { 2 } else { 1 };
+        let states = (copies * 4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
+        let solved = if gptq { self.gptq_memory(model) } else { 0 };
         let length = self.sampling.length as u64;
         let running = match self.search {
             // A longer window goes through attention whole, and through the rest in pieces.
@@ -86,6 +91,27 @@ impl Plan {
             }
             _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
         };
-        states.saturating_add(kept).saturating_add(running).saturating_add(block)
+        // The search is over when GPTQ begins.
+        states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
+    }
+
+    /// Hessians, what is made of them, and the codes of the block.
+    fn gptq_memory(&self, model: &Model) -> u64 {
+        let graph = &model.architecture().block;
+        let mut widths = std::collections::BTreeMap::new();
+        let mut codes = 0;
+        for (id, _, [n, k], _) in graph.linears() {
+            widths.insert(graph.nodes()[id].inputs[0], k as u64);
+            codes += (n * k) as u64;
+        }
+        let one = widths.values().map(|k| Hessian::peak_bytes(*k)).max().unwrap_or(0);
+        let others: u64 = match self.gptq.inputs {
+            LayerInputs::Quantized => 0,
+            LayerInputs::Float => widths.values().map(|k| Hessian::kept_bytes(*k)).sum(),
+        };
+        // A transform's block stands in f32.
+        let widened = if self.method.transform.is_some() { 4 * codes } else { 0 };
+        // Codes stand in the block, for those that follow, and in the result.
+        one.saturating_add(others).saturating_add(2 * codes + widened)
     }
 }

@@ -22,6 +22,7 @@ pub use time::Rates;
 
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
+use crate::quantize::gptq::GptqSettings;
 use crate::transform::Search;
 use crate::{Error, Result};
 
@@ -35,6 +36,37 @@ pub struct Method {
     /// The search that rewrites a block's float weights before they are rounded, if any; it runs on
     /// a calibration batch.
     pub transform: Option<&'static dyn crate::transform::Transform>,
+    /// How weights are rounded after that.
+    pub rounding: Rounding,
+}
+
+impl Method {
+    /// Whether it looks at a calibration text.
+    pub fn needs_text(&self) -> bool {
+        self.transform.is_some() || self.rounding == Rounding::Gptq
+    }
+}
+
+/// How weights become codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// Each to the nearest of its grid.
+    Nearest,
+    /// In columns that make up for each other: [`gptq`](crate::quantize::gptq).
+    Gptq,
+}
+
+impl Rounding {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
+
+    /// The name that recipes take: the method that rounds so and does nothing before.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nearest => "rtn",
+            Self::Gptq => "gptq",
+        }
+    }
 }
 
 /// The methods this version knows.
@@ -43,8 +75,26 @@ pub static METHODS: &[Method] = &[
         name: "awq",
         summary: "activation-aware scales and clipping, searched on a calibration text",
         transform: Some(&crate::transform::Awq),
+        rounding: Rounding::Nearest,
     },
-    Method { name: "rtn", summary: "round to nearest: needs no text and no forward pass", transform: None },
+    Method {
+        name: "awq-gptq",
+        summary: "AWQ's scales, then GPTQ",
+        transform: Some(&crate::transform::Awq),
+        rounding: Rounding::Gptq,
+    },
+    Method {
+        name: "gptq",
+        summary: "columns that make up for each other's rounding, by the inputs that a calibration text gives",
+        transform: None,
+        rounding: Rounding::Gptq,
+    },
+    Method {
+        name: "rtn",
+        summary: "round to nearest: needs no text and no forward pass",
+        transform: None,
+        rounding: Rounding::Nearest,
+    },
 ];
 
 /// The method of that name.
@@ -72,6 +122,7 @@ pub struct Preset {
 /// The presets this version knows; the first is the default.
 pub static PRESETS: &[Preset] = &[
     Preset { name: "awq-w4a16", method: "awq", scheme: "w4a16-g128" },
+    Preset { name: "gptq-w4a16", method: "gptq", scheme: "w4a16-g128" },
     Preset { name: "rtn-w4a16", method: "rtn", scheme: "w4a16-g128" },
     Preset { name: "rtn-w8a16", method: "rtn", scheme: "w8a16-g128" },
 ];
@@ -93,6 +144,8 @@ pub struct Recipe {
     pub sampling: Sampling,
     /// How candidates of a search are compared, for methods with one.
     pub search: Search,
+    /// How GPTQ is run, for methods that round with it.
+    pub gptq: GptqSettings,
     /// The calibration text, a file or the name of a set, where the recipe names one.
     pub calibration: Option<String>,
 }
@@ -115,6 +168,7 @@ impl Recipe {
             overrides: Vec::new(),
             sampling: Sampling::default(),
             search: Search::default(),
+            gptq: GptqSettings::default(),
             calibration: None,
         })
     }

@@ -9,7 +9,8 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::{Container, ModuleSchemes};
 use crate::model::{FusedLinears, Model, NodeId};
-use crate::recipe::Method;
+use crate::quantize::gptq::GptqSettings;
+use crate::recipe::{Method, Rounding};
 use crate::transform::Search;
 use crate::{Error, Result};
 
@@ -151,6 +152,8 @@ pub struct Plan {
     pub sampling: Sampling,
     /// How candidates of a search are compared, for methods with one.
     pub search: Search,
+    /// How GPTQ is run, for methods that round with it.
+    pub gptq: GptqSettings,
     /// All tensors.
     pub entries: Vec<PlanEntry>,
     /// What the patterns of the recipe selected.
@@ -256,6 +259,7 @@ impl Plan {
             container,
             sampling: recipe.sampling,
             search: recipe.search,
+            gptq: recipe.gptq,
             entries,
             selectors,
             float_modules,
@@ -263,9 +267,12 @@ impl Plan {
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
         };
-        if plan.method.transform.is_some() {
+        if plan.method.needs_text() {
             plan.sampling.check()?;
             model.check_positions(plan.sampling.length)?;
+        }
+        if plan.method.rounding == Rounding::Gptq {
+            plan.gptq.check()?;
         }
         plan.complete(model, &folds)
     }

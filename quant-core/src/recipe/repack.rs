@@ -1,11 +1,12 @@
 //! The plan for a checkpoint that is quantized already: every number is kept, only the container
 //! changes.
 
-use super::{Action, Method, Plan, PlanEntry, WeightScheme};
+use super::{Action, Method, Plan, PlanEntry, Rounding, WeightScheme};
 use crate::calibrate::Sampling;
 use crate::checkpoint::TensorInfo;
 use crate::format::Container;
 use crate::model::Model;
+use crate::quantize::gptq::GptqSettings;
 use crate::transform::Search;
 use crate::{Error, Result};
 
@@ -14,6 +15,7 @@ pub static REPACK: Method = Method {
     name: "repack",
     summary: "the numbers of a quantized checkpoint in another container",
     transform: None,
+    rounding: Rounding::Nearest,
 };
 
 impl Plan {
@@ -68,6 +70,7 @@ impl Plan {
             container,
             sampling: Sampling::default(),
             search: Search::default(),
+            gptq: GptqSettings::default(),
             entries,
             selectors: Vec::new(),
             float_modules,

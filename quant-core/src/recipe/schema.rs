@@ -6,8 +6,8 @@
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
 
-use super::file::{ROUNDING, RecipeFile};
-use super::{METHODS, Recipe, WeightScheme};
+use super::file::RecipeFile;
+use super::{METHODS, Recipe, Rounding, WeightScheme};
 use crate::format::CONTAINERS;
 
 impl Recipe {
@@ -32,11 +32,18 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn transform(_: &mut SchemaGenerator) -> Schema {
-    one_of(METHODS.iter().filter(|m| m.transform.is_some()).map(|m| (m.name, m.summary)))
+    // A transform has the name of the method that does nothing else.
+    let alone = METHODS.iter().filter(|m| m.transform.is_some_and(|t| t.name() == m.name));
+    one_of(alone.map(|m| (m.name, m.summary)))
 }
 
 pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
-    one_of(METHODS.iter().filter(|m| m.name == ROUNDING).map(|m| (m.name, m.summary)))
+    one_of(
+        METHODS
+            .iter()
+            .filter(|m| Rounding::ALL.iter().any(|r| r.name() == m.name))
+            .map(|m| (m.name, m.summary)),
+    )
 }
 
 pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {

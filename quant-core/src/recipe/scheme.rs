@@ -30,7 +30,7 @@ impl Granularity {
 /// symmetry (`sym` or `asym`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WeightScheme {
-    /// Bits of one code: 3, 4 or 8.
+    /// Bits of one code: 2, 3, 4 or 8.
     pub bits: u8,
     /// What shares a scale.
     pub granularity: Granularity,
@@ -40,7 +40,7 @@ pub struct WeightScheme {
 
 impl WeightScheme {
     /// The widths this version can quantize to.
-    pub const BITS: [u8; 3] = [3, 4, 8];
+    pub const BITS: [u8; 4] = [2, 3, 4, 8];
 
     /// The largest unsigned code, `2^bits − 1`.
     pub fn max_code(&self) -> u8 {
@@ -77,7 +77,7 @@ impl fmt::Display for WeightScheme {
 /// Written as a [`WeightScheme`] is, without `-sym` or `-asym` where nothing was said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
-    /// Bits of one code: 3, 4 or 8.
+    /// Bits of one code: 2, 3, 4 or 8.
     pub bits: u8,
     /// What shares a scale.
     pub granularity: Granularity,
@@ -95,7 +95,7 @@ impl SchemeRequest {
         let unknown = |part: &str| {
             Error::usage(
                 format!("scheme `{text}`: `{part}` is not understood"),
-                "a scheme is w3a16, w4a16 or w8a16, then optionally -g32, -g64, -g128 … or -channel, then \
+                "a scheme is w2a16, w3a16, w4a16 or w8a16, then optionally -g32, -g64, -g128 … or -channel, then \
                  -sym or -asym; for example w4a16-g64-asym",
             )
         };

@@ -3,10 +3,11 @@
 
 use std::time::Instant;
 
-use super::{Action, Plan};
+use super::{Action, Plan, Rounding};
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
 use crate::model::{FoldGroup, Model, Op, WeightBody, multiply};
+use crate::quantize::gptq::LayerInputs;
 use crate::quantize::{Rows, quantize_tensor};
 use crate::transform::{CLIP_CANDIDATES, SCALE_CANDIDATES, Search, kept_bytes};
 use crate::{Error, Result};
@@ -78,12 +79,17 @@ impl Plan {
         let Some(first) = plans.first() else { return 0.0 };
         let mut operations = 0.0;
         let mut rounded = 0.0;
-        if first.method.transform.is_some() {
+        if first.method.needs_text() {
             operations += first.forward_operations(model);
-            for plan in plans {
+        }
+        for plan in plans {
+            if plan.method.transform.is_some() {
                 let (searched, tried) = plan.search_work(model);
                 operations += searched;
                 rounded += tried;
+            }
+            if plan.method.rounding == Rounding::Gptq {
+                operations += plan.gptq_operations(model);
             }
         }
         let mut bytes = 0.0;
@@ -93,6 +99,27 @@ impl Plan {
             bytes += (plan.input_bytes() + plan.output_bytes()) as f64;
         }
         operations / rates.operations + rounded / rates.rounded + PASSES * bytes / rates.hashed
+    }
+
+    /// Hessians, their factors, the solves; and what running a block in stages costs beyond one pass.
+    fn gptq_operations(&self, model: &Model) -> f64 {
+        let architecture = model.architecture();
+        let graph = &architecture.block;
+        let mut widths = std::collections::BTreeMap::new();
+        let mut operations = 0.0;
+        for (id, _, [n, k], _) in graph.linears() {
+            widths.insert(graph.nodes()[id].inputs[0], k as f64);
+            operations += n as f64 * (k as f64).powi(2);
+        }
+        for k in widths.values() {
+            // In f64 the factor runs at half the rate.
+            operations += self.tokens() * k * k + 4.0 / 3.0 * k.powi(3);
+        }
+        let again = match self.gptq.inputs {
+            LayerInputs::Quantized => 0.75,
+            LayerInputs::Float => 0.0,
+        };
+        architecture.layers as f64 * operations + again * self.forward_operations(model)
     }
 
     fn tokens(&self) -> f64 {

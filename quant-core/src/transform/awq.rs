@@ -42,6 +42,10 @@ fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 }
 
 impl Transform for Awq {
+    fn name(&self) -> &'static str {
+        "awq"
+    }
+
     fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId> {
         groups(graph).into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
     }

@@ -72,6 +72,9 @@ impl BlockTask<'_> {
 
 /// A search for a rewrite of a block.
 pub trait Transform: Debug + Send + Sync {
+    /// The name that recipes take.
+    fn name(&self) -> &'static str;
+
     /// Norms and linears whose stored parameters the search may change, beyond rounding.
     fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId>;
 

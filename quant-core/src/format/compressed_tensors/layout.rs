@@ -14,7 +14,7 @@
 
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
-use crate::format::bits::{pack_rows, unpack_rows, words_for};
+use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows, words_for};
 use crate::quantize::QuantizedTensor;
 use crate::recipe::WeightScheme;
 use crate::{Error, Result};
@@ -116,16 +116,6 @@ pub(super) fn unpack_zeros(bytes: &[u8], n: usize, groups: usize, bits: u8) -> R
     let mut columns = vec![0; n * groups];
     unpack_rows(&packed, n, bits, &mut columns).map_err(|e| Error::Internal(format!("packed zeros: {e}")))?;
     Ok(transpose(&columns, groups, n))
-}
-
-/// `[rows, columns]` → `[columns, rows]`.
-fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
-    (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
-}
-
-fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
-    let words: Vec<[u8; 4]> = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect();
-    transpose(&words, rows, columns).into_iter().flatten().collect()
 }
 
 #[cfg(test)]

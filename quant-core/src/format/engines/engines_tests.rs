@@ -61,6 +61,8 @@ fn even_shapes_load_everywhere() {
         ("compressed-tensors", "w4a16-g128-asym"),
         ("awq", "w4a16-g128-asym"),
         ("awq", "w4a16-g64-asym"),
+        ("gptq", "w4a16-g128-sym"),
+        ("gptq", "w4a16-channel-sym"),
     ] {
         let model = outline(container, LLAMA_8B, scheme);
         for name in ["vLLM, CUDA", "vLLM, CPU", "SGLang"] {
@@ -121,6 +123,22 @@ fn bits_and_zeros_that_kernels_lack() {
 }
 
 #[test]
+fn what_is_read_of_the_gptq_format() {
+    for scheme in ["w4a16-g128-asym", "w3a16-g128-sym", "w2a16-g64-sym"] {
+        let model = outline("gptq", LLAMA_8B, scheme);
+        assert_eq!(words("vLLM, CUDA", &model), ["no"; 4], "{scheme}");
+        assert_eq!(words("vLLM, CPU", &model), ["no"; 4], "{scheme}");
+        assert_eq!(words("SGLang", &model), ["unsure"; 4], "{scheme}");
+    }
+    let eight = outline("gptq", LLAMA_8B, "w8a16-g64-sym");
+    assert_eq!(words("vLLM, CUDA", &eight), ["yes"; 4]);
+    assert_eq!(words("SGLang", &eight), ["yes"; 4]);
+    assert_eq!(words("vLLM, CPU", &eight), ["no"; 4]);
+    let odd = outline("gptq", LLAMA_8B, "w4a16-g16-sym");
+    assert!(reason("vLLM, CUDA", &odd, 1).contains("in groups of 32, 64, 128 or channels"));
+}
+
+#[test]
 fn linears_that_run_as_one_need_one_scheme() {
     let mut model = outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym");
     model.layers[0].parts[2].scheme = Some("w8a16-g128-sym".parse().unwrap());
@@ -169,6 +187,13 @@ fn what_each_container_reaches() {
     assert!(yes("compressed-tensors", "w4a16-g64-sym", "llama.cpp"));
     assert!(!yes("compressed-tensors", "w4a16-channel-sym", "llama.cpp"));
     assert!(!yes("awq", "w4a16-g128-asym", "llama.cpp"));
+    assert!(yes("gptq", "w4a16-g128-sym", "LMDeploy"));
+    assert!(!yes("gptq", "w4a16-g128-asym", "LMDeploy"));
+    assert!(!yes("gptq", "w4a16-g64-sym", "LMDeploy"));
+    assert!(!yes("gptq", "w4a16-g64-sym", "mlx-lm"));
+    assert!(yes("gptq", "w8a16-channel-asym", "llama.cpp"));
+    assert!(!yes("gptq", "w3a16-g64-sym", "llama.cpp"));
+    assert!(yes("gptq", "w2a16-g64-asym", "transformers"));
     let mut mistral = outline("awq", LLAMA_8B, "w4a16-g128-asym");
     mistral.family = "mistral";
     assert_eq!(words("LMDeploy", &mistral), ["no"; 4]);

@@ -8,6 +8,10 @@ fn is_awq(outline: &Outline) -> bool {
     outline.container == "awq"
 }
 
+fn is_gptq(outline: &Outline) -> bool {
+    outline.container == "gptq"
+}
+
 /// All schemes of a checkpoint, head and embedding included.
 fn all_schemes(outline: &Outline) -> Vec<WeightScheme> {
     let mut schemes = outline.schemes();
@@ -23,6 +27,18 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
         return No("its models initialize an embedding that is not there: AttributeError".into());
     }
     let schemes = all_schemes(outline);
+    if is_gptq(outline) {
+        let mut parts = outline.layers.iter().flat_map(|l| l.parts.iter().map(move |p| (p, l.k)));
+        let narrow = parts
+            .find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
+        return match narrow {
+            Some((part, k)) => Unsure(format!(
+                "`{}`: gptqmodel takes inputs and outputs in multiples of 32, and pads others, not {} × {k}",
+                part.module, part.n
+            )),
+            None => Yes,
+        };
+    }
     if is_awq(outline) {
         let narrow = (outline.layers.iter().flat_map(|l| &l.parts))
             .find(|part| part.scheme.is_some() && !part.n.is_multiple_of(32));
@@ -71,7 +87,10 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
         Granularity::Group(size) => size,
         Granularity::Channel => return No("it reads no scale a channel".into()),
     };
-    let known: &[usize] = if is_awq(outline) { &[128] } else { &[32, 128] };
+    if is_gptq(outline) && !scheme.symmetric {
+        return No("of the gptq format it reads symmetric grids only".into());
+    }
+    let known: &[usize] = if is_awq(outline) || is_gptq(outline) { &[128] } else { &[32, 128] };
     if scheme.bits != 4 || !known.contains(&group) {
         return No(format!("it reads 4 bits in groups of {known:?}, not {scheme}"));
     }
@@ -104,12 +123,13 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
 /// llama.cpp's converter to GGUF.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     if is_awq(outline) {
-        return No("it reads the compressed-tensors container only".into());
+        return No("it does not read the awq container".into());
     }
     if outline.family == "opt" {
         return No("OPT is not among the models that it converts".into());
     }
     match all_schemes(outline)[..] {
+        [WeightScheme { bits: 2 | 4 | 8, .. }] if is_gptq(outline) => Yes,
         [WeightScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }]
             if outline.head.is_none() && outline.embedding.is_none() =>
         {

@@ -1,6 +1,6 @@
 //! SGLang: Marlin kernels without padding; for the AWQ container a slow path beside them.
 
-use super::Verdict::{self, No, With, Yes};
+use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 
@@ -11,6 +11,7 @@ pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     }
     opt(outline).and(linears(outline, ranks, |share| match outline.container {
         "awq" => awq(share),
+        "gptq" => gptq(share),
         _ => compressed_tensors(share),
     }))
 }
@@ -59,6 +60,16 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
             No(share.fault(format!("{n} × {k} a rank fits none of Marlin's tiles, and nothing pads it")))
         }
     }
+}
+
+fn gptq(share: &Share<'_>) -> Verdict {
+    if share.scheme.symmetric && matches!(share.scheme.bits, 4 | 8) {
+        return compressed_tensors(share);
+    }
+    Unsure(share.fault(format!(
+        "{} runs on a slow kernel, in F16 only, and what that makes of a zero of 0 was not seen",
+        share.scheme
+    )))
 }
 
 fn awq(share: &Share<'_>) -> Verdict {

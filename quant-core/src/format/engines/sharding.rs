@@ -113,6 +113,13 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
             None => Ok(()),
         };
     }
+    if container == "gptq" {
+        // Zeros are packed along the outputs even where grids are symmetric.
+        let part = share.parts.iter().find(|n| !(*n * bits).is_multiple_of(32));
+        if let Some(n) = part {
+            return Err(share.fault(format!("zeros of {n} outputs a rank are no whole words")));
+        }
+    }
     if share.split_inputs && !(k * bits).is_multiple_of(32) {
         return Err(share.fault(format!("{k} codes of {bits} bits a rank are no whole words")));
     }

@@ -33,13 +33,23 @@ pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
         (_, Some(head)) if head.bits != 4 => No(format!("no CPU kernel for a head of {} bits", head.bits)),
         _ => Yes,
     };
-    outside.and(around_opt(outline)).and(linears(outline, ranks, cpu_kernel))
+    let format = match outline.schemes().iter().find(|s| outline.container == "gptq" && !s.symmetric) {
+        Some(scheme) => No(format!("of the gptq format it reads symmetric grids, not {scheme}")),
+        None => Yes,
+    };
+    outside.and(format).and(around_opt(outline)).and(linears(outline, ranks, cpu_kernel))
 }
 
 fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
     let (bits, symmetric, group) = (share.scheme.bits, share.scheme.symmetric, share.group());
     let (n, k) = (share.n(), share.k);
     let marlin_group = matches!(group, None | Some(32 | 64 | 128));
+    if outline.container == "gptq" && !(marlin_group && symmetric && matches!(bits, 4 | 8)) {
+        return No(share.fault(format!(
+            "of the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or channels, not {}",
+            share.scheme
+        )));
+    }
     if outline.container == "awq" && !marlin_group {
         let group = group.unwrap_or(0);
         return match n.is_multiple_of(64) && group.is_multiple_of(32) && n.is_multiple_of(group) {

@@ -165,6 +165,13 @@ impl BlockGraph {
         self.nodes.len() - 1
     }
 
+    /// Whether everything after a node is computed from its value alone: the block falls in two there. Its value is as
+    /// wide as the block's input.
+    pub fn is_cut(&self, id: NodeId) -> bool {
+        let alone = self.nodes[id + 1..].iter().all(|n| n.inputs.iter().all(|&i| i >= id));
+        alone && self.nodes[id].op == Op::Add
+    }
+
     /// The attention, where it is the only node after which tokens are no longer looked at each by
     /// itself: nothing that follows on it moves or mixes positions.
     pub fn only_attention(&self) -> Option<NodeId> {

@@ -155,7 +155,8 @@ fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), Kern
 
 /// A line a kind.
 pub(super) fn show(cases: &[Case]) -> String {
-    let header = ["cache", "bytes a token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
+    let header =
+        ["cache", "bytes a token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
     let rows: Vec<Vec<String>> = cases
         .iter()
         .map(|case| {

@@ -1,0 +1,317 @@
+//! The tensors of one linear, and their bytes.
+//!
+//! For a module `X` with weight `[n, k]`, `b` bits and groups of `g` (`g = k` per channel), all transposed:
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.qweight` | I32 | `[k·b/32, n]` | codes, an output's along the inputs: a column at a time |
+//! | `X.qzeros` | I32 | `[k/g, n·b/32]` | zeros less one modulo `2^b`, a group's along the outputs |
+//! | `X.scales` | F16 | `[k/g, n]` | scales |
+//! | `X.g_idx` | I32 | `[k]` | the group of every input |
+//!
+//! Codes and zeros are a dense little-endian bit stream ([`bits`](crate::format::bits)).
+//!
+//! A zero of 0 less one does not fit. Readers that add one to each zero (llama.cpp's converter) then see `2^b`, those
+//! that add one to all zeros of a word at once (gptqmodel) see a carry in the next one. Such a group is therefore
+//! written with codes and zero one higher, which is the same numbers, and refused where its codes leave no room.
+
+use std::borrow::Cow;
+
+use super::METHOD;
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::error::Indivisible;
+use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::WeightScheme;
+use crate::{Error, Result};
+
+pub(super) fn codes_name(module: &str) -> String {
+    format!("{module}.qweight")
+}
+
+pub(super) fn zeros_name(module: &str) -> String {
+    format!("{module}.qzeros")
+}
+
+pub(super) fn scales_name(module: &str) -> String {
+    format!("{module}.scales")
+}
+
+pub(super) fn index_name(module: &str) -> String {
+    format!("{module}.g_idx")
+}
+
+/// See [`Container::layout`](crate::format::Container::layout).
+pub(super) fn layout(
+    module: &str,
+    [n, k]: [usize; 2],
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+) -> Result<Vec<TensorSpec>> {
+    let unusable = |what: String| {
+        Error::usage(
+            format!("`{module}.weight`: {what}"),
+            "leave it float with --ignore, or write --format compressed-tensors",
+        )
+    };
+    let bits = usize::from(scheme.bits);
+    if !matches!(bits, 2 | 3 | 4 | 8) {
+        return Err(unusable(format!("the {METHOD} format packs 2, 3, 4 or 8 bits, not {bits}")));
+    }
+    if scale_dtype != Dtype::F16 {
+        return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));
+    }
+    // Every count below is at most 8 bytes a weight, and the index is an int32.
+    if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) || i32::try_from(k).is_err()
+    {
+        return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+    }
+    for (size, what) in [(k, "inputs"), (n, "outputs")] {
+        if !(size * bits).is_multiple_of(32) {
+            return Err(unusable(format!(
+                "the {METHOD} format packs whole 32-bit words, and {size} {what} of {bits} bits are none"
+            )));
+        }
+    }
+    let group_size = scheme.granularity.group_size(k);
+    if group_size == 0 || !k.is_multiple_of(group_size) {
+        let tensor = format!("{module}.weight");
+        return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
+    }
+    let groups = k / group_size;
+    Ok(vec![
+        TensorSpec::new(codes_name(module), Dtype::I32, [k * bits / 32, n]),
+        TensorSpec::new(zeros_name(module), Dtype::I32, [groups, n * bits / 32]),
+        TensorSpec::new(scales_name(module), Dtype::F16, [groups, n]),
+        TensorSpec::new(index_name(module), Dtype::I32, [k]),
+    ])
+}
+
+/// See [`Container::pack`](crate::format::Container::pack).
+pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+    let [n, k] = tensor.shape;
+    let bits = tensor.scheme.bits;
+    let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
+    tensor.require_storable(module)?;
+    if n == 0 || k == 0 {
+        let empty = |spec: TensorSpec| {
+            let len = spec.info.byte_len() as usize;
+            (spec, vec![0; len])
+        };
+        return Ok(specs.into_iter().map(empty).collect());
+    }
+    let groups = tensor.scales.len() / n;
+    let (codes, zeros) = match &tensor.zeros {
+        Some(zeros) => with_room(module, tensor, zeros, k / groups)?,
+        None => (Cow::Borrowed(&tensor.codes[..]), vec![1 << (bits - 1); n * groups]),
+    };
+    let codes = pack_rows(&codes, k, bits);
+    let codes = transpose_words(&codes, n, codes.len() / 4 / n);
+    let zeros: Vec<u8> = transpose(&zeros, n, groups).into_iter().map(|z| z - 1).collect();
+    let index = group_index(k, k / groups).flat_map(i32::to_le_bytes).collect();
+    let bytes = [
+        codes,
+        pack_rows(&zeros, n, bits),
+        tensor.scale_dtype.narrow(&transpose(&tensor.scales, n, groups)),
+        index,
+    ];
+    Ok(specs.into_iter().zip(bytes).collect())
+}
+
+/// Codes and zeros of which no zero is 0.
+fn with_room<'t>(
+    module: &str,
+    tensor: &'t QuantizedTensor,
+    zeros: &[u8],
+    group_size: usize,
+) -> Result<(Cow<'t, [u8]>, Vec<u8>)> {
+    let mut codes = Cow::Borrowed(&tensor.codes[..]);
+    let mut raised = zeros.to_vec();
+    for (group, zero) in raised.iter_mut().enumerate().filter(|(_, zero)| **zero == 0) {
+        let of_group = group * group_size..(group + 1) * group_size;
+        if tensor.codes[of_group.clone()].contains(&tensor.scheme.max_code()) {
+            return Err(Error::Numeric {
+                tensor: format!("{module}.weight"),
+                reason: format!(
+                    "group {group} has no weight below 0, and the {METHOD} format does not store its zero of 0: \
+                     readers disagree on it; --symmetric, or another --format, has no such groups"
+                ),
+            });
+        }
+        *zero = 1;
+        codes.to_mut()[of_group].iter_mut().for_each(|code| *code += 1);
+    }
+    Ok((codes, raised))
+}
+
+/// The group of every input.
+pub(super) fn group_index(k: usize, group_size: usize) -> impl Iterator<Item = i32> {
+    (0..k).map(move |i| (i / group_size.max(1)) as i32)
+}
+
+/// The codes `[n, k]` from the bytes of words `[k·bits/32, n]`; the caller checked their number.
+pub(super) fn unpack_codes(bytes: &[u8], [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
+    let mut codes = vec![0; n * k];
+    if !codes.is_empty() {
+        let rows = transpose_words(bytes, bytes.len() / 4 / n, n);
+        unpack_rows(&rows, k, bits, &mut codes).map_err(inconsistent)?;
+    }
+    Ok(codes)
+}
+
+/// The zeros `[n, groups]` from the bytes of words `[groups, n·bits/32]`, which hold them less one or as they are.
+///
+/// One is added to whole words, as gptqmodel does: where it wrote zeros of 0, its own words come back. Of 3 bits, which
+/// straddle words, it is added to each.
+pub(super) fn unpack_zeros(
+    bytes: &[u8],
+    n: usize,
+    groups: usize,
+    bits: u8,
+    less_one: bool,
+) -> Result<Vec<u8>> {
+    let mut zeros = vec![0; n * groups];
+    if zeros.is_empty() {
+        return Ok(zeros);
+    }
+    let mask = u8::MAX >> (8 - bits);
+    if less_one && bits != 3 {
+        let one = (0..32 / u32::from(bits)).fold(0_u32, |word, i| word | 1 << (i * u32::from(bits)));
+        let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        let words: Vec<u8> = words.flat_map(|word| word.wrapping_add(one).to_le_bytes()).collect();
+        unpack_rows(&words, n, bits, &mut zeros).map_err(inconsistent)?;
+    } else {
+        unpack_rows(bytes, n, bits, &mut zeros).map_err(inconsistent)?;
+        zeros.iter_mut().for_each(|z| *z = z.wrapping_add(u8::from(less_one)) & mask);
+    }
+    Ok(transpose(&zeros, groups, n))
+}
+
+fn inconsistent(error: impl std::fmt::Display) -> Error {
+    Error::Internal(format!("packed words: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::quantize::quantize_rtn;
+    use crate::recipe::Granularity;
+
+    fn words(bytes: &[u8]) -> Vec<u32> {
+        bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    }
+
+    fn tensor(scheme: &str, [n, k]: [usize; 2], codes: Vec<u8>, zeros: Option<Vec<u8>>) -> QuantizedTensor {
+        let scheme: WeightScheme = scheme.parse().unwrap();
+        let groups = n * k / scheme.granularity.group_size(k);
+        QuantizedTensor {
+            shape: [n, k],
+            scheme,
+            codes,
+            scales: (1..=groups).map(|i| i as f32).collect(),
+            scale_dtype: Dtype::F16,
+            zeros,
+        }
+    }
+
+    #[test]
+    fn words_by_hand() {
+        // Output o has code (o + i) mod 16 for input i.
+        let codes: Vec<u8> = (0..8).flat_map(|o| (0..16).map(move |i| (o + i) % 16)).collect();
+        let zeros: Vec<u8> = (0..8).flat_map(|o| [o, 15 - o]).collect();
+        let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
+        let codes = words(&parts[0].1);
+        // Inputs 0 to 7 of outputs 0 to 7, then inputs 8 to 15.
+        // Those of output 0 are one higher, for its zero of 0 is.
+        assert_eq!(codes[..3], [0x8765_4321, 0x8765_4321, 0x9876_5432]);
+        assert_eq!(codes[8], 0xfedc_ba98);
+        assert_eq!(words(&parts[1].1), [0x6543_2100, 0x789a_bcde]);
+        let scales: Vec<f32> =
+            parts[2].1.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect();
+        assert_eq!(scales[..8], [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]);
+        assert_eq!(words(&parts[3].1), [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn symmetric_zeros_are_the_middle_less_one() {
+        for (scheme, word) in
+            [("w2a16-g32", 0x5555_5555), ("w4a16-g32", 0x7777_7777), ("w8a16-g32", 0x7f7f_7f7f)]
+        {
+            let parts = pack("x", &tensor(scheme, [16, 32], vec![0; 16 * 32], None)).unwrap();
+            assert!(words(&parts[1].1).iter().all(|w| *w == word), "{scheme}");
+        }
+        // 3 bits of 3, 32 times.
+        let parts = pack("x", &tensor("w3a16-g32", [32, 32], vec![0; 32 * 32], None)).unwrap();
+        assert_eq!(words(&parts[1].1), [0xdb6d_b6db, 0xb6db_6db6, 0x6db6_db6d]);
+    }
+
+    #[test]
+    fn shapes() {
+        let weights: Vec<f32> = (0..32 * 96).map(|i| (i as f32 * 0.37).sin()).collect();
+        let tensor =
+            quantize_rtn("x", &weights, [32, 96], "w3a16-g48-asym".parse().unwrap(), Dtype::F16, None)
+                .unwrap();
+        let parts = pack("x", &tensor).unwrap();
+        let shapes: Vec<_> = parts.iter().map(|(s, _)| (s.name.as_str(), s.info.shape.clone())).collect();
+        let expected = [
+            ("x.qweight", vec![9, 32]),
+            ("x.qzeros", vec![2, 3]),
+            ("x.scales", vec![2, 32]),
+            ("x.g_idx", vec![96]),
+        ];
+        assert_eq!(shapes, expected);
+        assert!(parts.iter().all(|(s, b)| s.info.byte_len() == b.len() as u64));
+    }
+
+    #[test]
+    fn what_the_format_cannot_hold() {
+        let said = |shape, scheme: &str, dtype| {
+            layout("x", shape, scheme.parse().unwrap(), dtype).unwrap_err().to_string()
+        };
+        assert!(said([32, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
+        assert!(said([12, 64], "w4a16-g32", Dtype::F16).contains("12 outputs of 4 bits"));
+        assert!(said([32, 80], "w3a16-g16", Dtype::F16).contains("80 inputs of 3 bits"));
+        assert!(said([32, 64], "w4a16-g48", Dtype::F16).contains("does not divide"));
+        assert!(said([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
+    }
+
+    #[test]
+    fn a_zero_of_0_that_has_no_room_is_refused() {
+        let mut codes = vec![3; 8 * 16];
+        codes[8 + 2] = 15;
+        let mut zeros = vec![7; 16];
+        zeros[0] = 0;
+        let fits = tensor("w4a16-g8-asym", [8, 16], codes.clone(), Some(zeros.clone()));
+        assert!(pack("x", &fits).is_ok());
+        zeros[1] = 0;
+        let error = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap_err();
+        assert_eq!(error.category().exit_code(), 6, "{error}");
+        assert!(error.to_string().contains("`x.weight`: group 1 has no weight below 0"), "{error}");
+        // What gptqmodel writes of a zero of 0 borrows from its neighbour, and comes back.
+        let word = 0x8888_8880_u32.wrapping_sub(0x1111_1111).to_le_bytes();
+        assert_eq!(unpack_zeros(&word, 8, 1, 4, true).unwrap(), [0, 8, 8, 8, 8, 8, 8, 8]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_codes_and_zeros_come_back(
+            n in 1_usize..4, groups in 1_usize..4, which in 0_usize..4, seed: u64,
+        ) {
+            let (n, k) = (32 * n, 32 * groups);
+            let bits = [2, 3, 4, 8][which];
+            let mask = u8::MAX >> (8 - bits);
+            let noise = |i: usize| (seed.rotate_left(i as u32 % 64) as u8 ^ (i * 7) as u8) & mask;
+            let scheme = WeightScheme { bits, granularity: Granularity::Group(32), symmetric: false };
+            let (codes, zeros): (Vec<u8>, Vec<u8>) =
+                ((0..n * k).map(noise).collect(), (0..n * groups).map(|i| noise(i + 3).max(1)).collect());
+            let tensor = tensor(&scheme.to_string(), [n, k], codes.clone(), Some(zeros.clone()));
+            let parts = pack("x", &tensor).unwrap();
+            prop_assert_eq!(unpack_codes(&parts[0].1, [n, k], bits).unwrap(), codes);
+            prop_assert_eq!(unpack_zeros(&parts[1].1, n, groups, bits, true).unwrap(), zeros.clone());
+            let less: Vec<u8> = zeros.iter().map(|z| z - 1).collect();
+            prop_assert_eq!(unpack_zeros(&parts[1].1, n, groups, bits, false).unwrap(), less);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! GPTQ v1: the container that AutoGPTQ began and gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
+//!
+//! 2, 3, 4 or 8 bits, one scheme for the whole model, scales in F16, always zeros (stored less one) and an index of
+//! groups. Groups are runs of neighbouring inputs whatever the order in which they were rounded, so the index is
+//! `i / group_size` and `desc_act` false. [`layout`] packs and unpacks, [`reader`] tells what a configuration means.
+//! `docs/formats/gptq.md` draws the bytes.
+
+mod layout;
+mod reader;
+
+use serde_json::{Map, Value, json};
+
+use super::{Container, ModuleSchemes, PackedReader};
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::{Granularity, WeightScheme};
+use crate::{Error, Result};
+
+/// `quant_method`.
+const METHOD: &str = "gptq";
+/// `checkpoint_format` of zeros that are stored less one.
+const V1: &str = "gptq";
+/// `checkpoint_format` of zeros that are stored as they are; read, not written.
+const V2: &str = "gptq_v2";
+/// The module that readers leave float unless `lm_head` is set.
+const HEAD: &str = "lm_head";
+/// Copy of the configuration that older readers look for.
+const CONFIG_FILE: &str = "quantize_config.json";
+/// What a key of `dynamic` begins with whose modules stay float.
+const EXCLUDED: &str = "-:";
+
+/// The container that gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
+#[derive(Debug, Clone, Copy)]
+pub struct GptqV1;
+
+impl Container for GptqV1 {
+    fn name(&self) -> &'static str {
+        METHOD
+    }
+
+    fn summary(&self) -> &'static str {
+        "GPTQ v1 for vLLM, SGLang, transformers and llama.cpp's converter: 2, 3, 4 or 8 bits, one scheme"
+    }
+
+    fn scale_dtype(&self, _weight: Dtype) -> Dtype {
+        Dtype::F16
+    }
+
+    fn layout(
+        &self,
+        module: &str,
+        shape: [usize; 2],
+        scheme: WeightScheme,
+        scale_dtype: Dtype,
+    ) -> Result<Vec<TensorSpec>> {
+        layout::layout(module, shape, scheme, scale_dtype)
+    }
+
+    fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+        layout::pack(module, tensor)
+    }
+
+    /// One scheme for all: readers differ in how they look for others. Head and embedding stay float.
+    fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
+        const REMEDY: &str = "leave it float, or write --format compressed-tensors";
+        let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));
+        if let Some(module) = head {
+            return Err(Error::usage(
+                format!(
+                    "`{module}` is to be quantized, but not all readers of the {METHOD} format look for it"
+                ),
+                REMEDY,
+            ));
+        }
+        let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
+        match schemes.quantized.iter().find(|(_, other)| other != scheme) {
+            None => Ok(()),
+            Some((module, other)) => Err(Error::usage(
+                format!(
+                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format is written with one \
+                     scheme for all"
+                ),
+                "leave modules float with --ignore, or write --format compressed-tensors",
+            )),
+        }
+    }
+
+    fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
+        let scheme = schemes.quantized.first().map(|(_, scheme)| *scheme).unwrap_or_default();
+        let group_size = match scheme.granularity {
+            Granularity::Group(size) => json!(size),
+            Granularity::Channel => json!(-1),
+        };
+        let mut config = json!({
+            "quant_method": METHOD,
+            "checkpoint_format": V1,
+            "bits": scheme.bits,
+            "group_size": group_size,
+            "desc_act": false,
+            "sym": scheme.symmetric,
+            "lm_head": false,
+            "pack_dtype": "int32",
+        });
+        let float: Vec<&str> = schemes.float.iter().copied().filter(|m| *m != HEAD).collect();
+        if !float.is_empty() {
+            let names = float.iter().copied().chain(schemes.fused_of(&float));
+            let excluded: Map<String, Value> = names.map(|m| (excluding(m), json!({}))).collect();
+            config["dynamic"] = excluded.into();
+        }
+        config
+    }
+
+    fn companion_files(&self, schemes: &ModuleSchemes<'_>) -> Vec<(&'static str, Value)> {
+        vec![(CONFIG_FILE, self.quantization_config(schemes))]
+    }
+
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        let mut notes = Vec::new();
+        let Some(&(_, WeightScheme { bits, symmetric, .. })) = schemes.quantized.first() else {
+            return notes;
+        };
+        if !symmetric {
+            notes.push(
+                "vLLM and SGLang read symmetric grids only in this format, and ignore zeros".to_owned(),
+            );
+        }
+        if !matches!(bits, 4 | 8) {
+            notes.push(format!("vLLM and SGLang read 4 and 8 bits in this format, not {bits}"));
+        }
+        if schemes.float.iter().any(|m| *m != HEAD) {
+            notes.push(
+                "linears that stay float are listed as `dynamic`, which vLLM, SGLang and gptqmodel understand, and \
+                 older readers pass over"
+                    .to_owned(),
+            );
+        }
+        notes
+    }
+
+    fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+        Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
+    }
+}
+
+/// The key that leaves exactly this module float: an expression that readers match from the start of a name.
+fn excluding(module: &str) -> String {
+    format!("{EXCLUDED}^{}$", module.replace('.', "\\."))
+}

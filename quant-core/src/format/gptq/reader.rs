@@ -1,0 +1,292 @@
+//! Reads GPTQ checkpoints back, ours or others', into logical order.
+
+use regex::Regex;
+use serde_json::Value;
+
+use super::layout::{
+    self, codes_name, group_index, index_name, scales_name, unpack_codes, unpack_zeros, zeros_name,
+};
+use super::{EXCLUDED, HEAD, METHOD, V1, V2};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::format::{PackedReader, PackedWeight};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::{Granularity, WeightScheme};
+use crate::{Error, Result};
+
+/// Which modules are quantized, all by one scheme.
+#[derive(Debug)]
+pub(super) struct Reader {
+    scheme: WeightScheme,
+    /// Whether zeros are stored less one.
+    less_one: bool,
+    /// Whether the head is quantized too.
+    head: bool,
+    /// Modules that stay float.
+    float: Vec<Regex>,
+}
+
+impl Reader {
+    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+    ///
+    /// # Errors
+    /// A reason that names the key, when it says what this reader does not implement.
+    pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
+        let Some(map) = config.as_object() else { return Ok(None) };
+        if map.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
+            return Ok(None);
+        }
+        let get = |key: &str| map.get(key).filter(|v| !v.is_null());
+        let refuse = |key: &str, reason: &str| Err(format!("`quantization_config.{key}` {reason}"));
+        let less_one = match get("checkpoint_format").map(Value::as_str) {
+            None | Some(Some(V1)) => true,
+            Some(Some(V2)) => false,
+            Some(_) => return refuse("checkpoint_format", "is neither gptq nor gptq_v2"),
+        };
+        let bits = match get("bits").and_then(Value::as_u64) {
+            Some(bits @ (2 | 3 | 4 | 8)) => bits as u8,
+            _ => return refuse("bits", "is not 2, 3, 4 or 8"),
+        };
+        let granularity = match get("group_size").map(Value::as_i64) {
+            Some(Some(-1)) => Granularity::Channel,
+            Some(Some(size)) if size > 0 => Granularity::Group(usize::try_from(size).unwrap_or(usize::MAX)),
+            _ => return refuse("group_size", "is neither a positive number nor -1"),
+        };
+        let symmetric = match get("sym").map(Value::as_bool) {
+            None => true,
+            Some(Some(sym)) => sym,
+            Some(None) => return refuse("sym", "is neither true nor false"),
+        };
+        if get("pack_dtype").is_some_and(|t| t.as_str() != Some("int32")) {
+            return refuse("pack_dtype", "is not int32");
+        }
+        if get("modules_in_block_to_quantize").is_some() {
+            return refuse("modules_in_block_to_quantize", "is not supported");
+        }
+        let mut float = Vec::new();
+        match get("dynamic") {
+            None => {}
+            Some(Value::Object(rules)) => {
+                for key in rules.keys() {
+                    let Some(pattern) = key.strip_prefix(EXCLUDED) else {
+                        return refuse(
+                            "dynamic",
+                            "gives modules a scheme of their own, which is not supported",
+                        );
+                    };
+                    // Matched from the start of a name, as Python's `re.match` does.
+                    match Regex::new(&format!("^(?:{pattern})")) {
+                        Ok(pattern) => float.push(pattern),
+                        Err(_) => return refuse("dynamic", "holds an expression that cannot be read"),
+                    }
+                }
+            }
+            Some(_) => return refuse("dynamic", "is not an object"),
+        }
+        let head = get("lm_head").and_then(Value::as_bool).unwrap_or(false);
+        Ok(Some(Self { scheme: WeightScheme { bits, granularity, symmetric }, less_one, head, float }))
+    }
+
+    /// What a file holds that its configuration rules out.
+    fn broken(source: &dyn TensorSource, tensor: &str, reason: &str) -> Error {
+        Error::UnsupportedQuantization {
+            path: source.location(tensor),
+            reason: format!("`{tensor}` {reason}"),
+        }
+    }
+}
+
+impl PackedReader for Reader {
+    fn scheme(&self, module: &str) -> Option<WeightScheme> {
+        let float =
+            (module == HEAD && !self.head) || self.float.iter().any(|pattern| pattern.is_match(module));
+        (!float).then_some(self.scheme)
+    }
+
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        Ok(source.require(&scales_name(module))?.dtype)
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        let PackedWeight { module, shape, scheme } = weight;
+        let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
+            Error::UnsupportedQuantization {
+                path: source.location(&codes_name(module)),
+                reason: format!("`{module}` cannot be {scheme}: {e}"),
+            }
+        })?;
+        for spec in &specs {
+            let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
+            let path = source.location(&spec.name);
+            let tensor = spec.name.clone();
+            let is_index = tensor == index_name(module);
+            let fits = match dtype {
+                // Other writers keep the type of the model.
+                Dtype::F16 | Dtype::Bf16 | Dtype::F32 => spec.info.dtype == Dtype::F16,
+                Dtype::I64 => is_index,
+                other => other == spec.info.dtype,
+            };
+            if !fits {
+                let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
+                return Err(Error::TensorDtype { path, tensor, expected, got });
+            }
+            if shape != spec.info.shape {
+                return Err(Error::TensorShape {
+                    path,
+                    tensor,
+                    expected: spec.info.shape.clone(),
+                    got: shape,
+                });
+            }
+        }
+        Ok(specs)
+    }
+
+    fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        let PackedWeight { module, shape: [n, k], scheme } = weight;
+        let groups = k / scheme.granularity.group_size(k);
+        let name = zeros_name(module);
+        let zeros = unpack_zeros(&source.read(&name)?, n, groups, scheme.bits, self.less_one)?;
+        if !scheme.symmetric {
+            return Ok(Some(zeros));
+        }
+        match zeros.iter().all(|&z| z == 1 << (scheme.bits - 1)) {
+            true => Ok(None),
+            false => Err(Self::broken(source, &name, "holds zeros beside the middle, but `sym` is true")),
+        }
+    }
+
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        self.tensors(source, weight)?;
+        let PackedWeight { module, shape, scheme } = weight;
+        let [n, k] = shape;
+        let group_size = scheme.granularity.group_size(k);
+        let groups = k / group_size;
+        let name = index_name(module);
+        let index = source.read(&name)?;
+        let expected: Vec<u8> = match source.require(&name)?.dtype {
+            Dtype::I64 => group_index(k, group_size).flat_map(|g| i64::from(g).to_le_bytes()).collect(),
+            _ => group_index(k, group_size).flat_map(i32::to_le_bytes).collect(),
+        };
+        if index != expected {
+            return Err(Self::broken(
+                source,
+                &name,
+                "puts inputs that do not stand together into one group (desc_act), which is not supported",
+            ));
+        }
+        let name = scales_name(module);
+        let scale_dtype = source.require(&name)?.dtype;
+        let mut stored = vec![0.0; n * groups];
+        scale_dtype.widen(&source.read(&name)?, &mut stored);
+        require_finite(source.location(&name), &name, &stored)?;
+        let tensor = QuantizedTensor {
+            shape,
+            scheme,
+            codes: unpack_codes(&source.read(&codes_name(module))?, shape, scheme.bits)?,
+            scales: crate::format::bits::transpose(&stored, groups, n),
+            scale_dtype,
+            zeros: self.zeros(source, weight)?,
+        };
+        tensor.view()?;
+        Ok(tensor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::checkpoint::MemorySource;
+    use crate::format::gptq::GptqV1;
+    use crate::format::{Container, ModuleSchemes};
+    use crate::quantize::quantize_rtn;
+
+    fn written(scheme: &str) -> (QuantizedTensor, MemorySource, Value) {
+        let weights: Vec<f32> = (0..32 * 96).map(|i| (i as f32 * 0.61).sin() + 0.1).collect();
+        let tensor =
+            quantize_rtn("m", &weights, [32, 96], scheme.parse().unwrap(), Dtype::F16, None).unwrap();
+        let mut source = MemorySource::new();
+        for (spec, bytes) in GptqV1.pack("m", &tensor).unwrap() {
+            source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes).unwrap();
+        }
+        let schemes = ModuleSchemes {
+            quantized: vec![("m", tensor.scheme)],
+            float: vec!["model.layers.3.mlp.up_proj", "lm_head"],
+            ..Default::default()
+        };
+        (tensor, source, GptqV1.quantization_config(&schemes))
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        for scheme in
+            ["w2a16-g32-sym", "w3a16-g32-asym", "w4a16-g32-asym", "w4a16-channel-sym", "w8a16-g48-asym"]
+        {
+            let (tensor, source, config) = written(scheme);
+            let reader = Reader::new(&config).unwrap().unwrap();
+            assert!(reader.scheme("lm_head").is_none());
+            assert!(reader.scheme("model.layers.3.mlp.up_proj").is_none());
+            assert!(reader.scheme("model.layers.13.mlp.up_proj").is_some());
+            let of = |module, shape| PackedWeight { module, shape, scheme: reader.scheme("m").unwrap() };
+            assert_eq!(reader.read(&source, of("m", [32, 96])).unwrap(), tensor, "{scheme}");
+            assert!(reader.tensors(&source, of("m", [32, 64])).is_err());
+            assert!(reader.tensors(&source, of("n", [32, 96])).is_err());
+        }
+    }
+
+    #[test]
+    fn zeros_that_contradict_and_groups_that_are_scattered_are_refused() {
+        let (tensor, source, mut config) = written("w4a16-g32-asym");
+        config["sym"] = json!(true);
+        let reader = Reader::new(&config).unwrap().unwrap();
+        let of = |reader: &Reader| PackedWeight {
+            module: "m",
+            shape: [32, 96],
+            scheme: reader.scheme("m").unwrap(),
+        };
+        let error = reader.read(&source, of(&reader)).unwrap_err();
+        assert!(error.to_string().contains("beside the middle"), "{error}");
+        // The same words as v2 mean zeros that are one less.
+        config["sym"] = json!(false);
+        config["checkpoint_format"] = json!("gptq_v2");
+        let reader = Reader::new(&config).unwrap().unwrap();
+        let zeros = reader.read(&source, of(&reader)).unwrap().zeros.unwrap();
+        let less: Vec<u8> = tensor.zeros.unwrap().iter().map(|z| z.wrapping_sub(1) & 15).collect();
+        assert_eq!(zeros, less);
+        let mut scattered = MemorySource::new();
+        for name in source.names() {
+            let TensorInfo { dtype, shape } = source.info(name).unwrap().clone();
+            let mut bytes = source.read(name).unwrap();
+            if name == "m.g_idx" {
+                bytes[0] = 1;
+            }
+            scattered.insert(name, dtype, shape, bytes).unwrap();
+        }
+        let error = reader.read(&scattered, of(&reader)).unwrap_err();
+        assert!(error.to_string().contains("desc_act"), "{error}");
+    }
+
+    #[test]
+    fn configurations() {
+        let (.., config) = written("w4a16-g32-sym");
+        assert_eq!(config["dynamic"], json!({ "-:^model\\.layers\\.3\\.mlp\\.up_proj$": {} }));
+        assert!(Reader::new(&json!({ "quant_method": "awq" })).unwrap().is_none());
+        for (key, value) in [
+            ("checkpoint_format", json!("marlin")),
+            ("bits", json!(5)),
+            ("group_size", json!(0)),
+            ("sym", json!("yes")),
+            ("pack_dtype", json!("int16")),
+            ("modules_in_block_to_quantize", json!([["q_proj"]])),
+            ("dynamic", json!({ "+:.*down.*": { "bits": 8 } })),
+            ("dynamic", json!({ "-:(": {} })),
+            ("dynamic", json!([1])),
+        ] {
+            let mut config = config.clone();
+            config[key] = value;
+            let reason = Reader::new(&config).unwrap_err();
+            assert!(reason.contains(&format!("`quantization_config.{key}`")), "{reason}");
+        }
+    }
+}

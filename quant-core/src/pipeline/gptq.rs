@@ -1,0 +1,217 @@
+//! GPTQ through a block: which linears are rounded when, and on what inputs.
+//!
+//! Linears that read the same value are a *stage*: they share a Hessian. With the inputs of the quantized model
+//! stages come one after the other, and each sees the outputs of those before it as they will be when the model
+//! runs; with the inputs of the float model all Hessians are gathered in one pass.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
+use crate::model::{Block, BlockGraph, NodeId, Tap, WeightBody};
+use crate::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, Solved, solve};
+use crate::quantize::{QuantizedTensor, Rows};
+use crate::transform::{Grid, Rewrite};
+use crate::{CancelToken, Error, Result};
+
+/// What GPTQ did to a linear.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GptqRecord {
+    /// The mean over outputs and tokens of the squared error that is left in the linear's output, with what damping
+    /// adds to it.
+    pub loss: f64,
+    /// The damping that was used: more than was asked for where the Hessian was not positive definite with that, or
+    /// is so wide that it is factored in `f32`.
+    pub damping: f64,
+    /// Input channels that were always 0.
+    pub dead_channels: usize,
+    /// The order in which columns were rounded.
+    pub act_order: ActOrder,
+}
+
+/// A linear that is quantized already when its tensor is due.
+#[derive(Debug)]
+pub(super) struct Rounded {
+    pub(super) tensor: QuantizedTensor,
+    pub(super) record: GptqRecord,
+    /// Tokens that the Hessian is a sum over.
+    pub(super) tokens: u64,
+}
+
+/// A block that is to be rounded.
+pub(super) struct GptqTask<'a> {
+    /// Prefix of the block's modules, for messages.
+    pub(super) prefix: &'a str,
+    /// The block with the rewrite applied to it.
+    pub(super) block: Block,
+    /// The grids of the linears that will be quantized.
+    pub(super) grids: &'a BTreeMap<NodeId, Grid>,
+    /// What a transform decided; its clip bounds limit the ranges of grids.
+    pub(super) rewrite: &'a Rewrite,
+    pub(super) settings: GptqSettings,
+    pub(super) cancel: &'a CancelToken,
+}
+
+/// What came of a block.
+pub(super) type BlockRounded = BTreeMap<NodeId, Rounded>;
+
+impl GptqTask<'_> {
+    /// Rounds the block's linears. `states` is what enters it, and afterwards what comes out of it: with
+    /// [`LayerInputs::Quantized`] of the quantized block, and only where `advance` is set; with
+    /// [`LayerInputs::Float`] of the float block.
+    pub(super) fn run(mut self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
+        match self.settings.inputs {
+            LayerInputs::Quantized => self.stage_by_stage(states, advance),
+            LayerInputs::Float => {
+                let mut watch = Watch::new(&self, states.layout().clone());
+                states.advance_watched(&self.block, self.cancel, &mut watch)?;
+                self.all_at_once(watch)
+            }
+        }
+    }
+
+    /// The same from what a pass over float states tells, which stay as they are.
+    pub(super) fn run_beside(mut self, states: &HiddenStates) -> Result<BlockRounded> {
+        let mut watch = Watch::new(&self, states.layout().clone());
+        states.watch(&self.block, self.cancel, &mut watch)?;
+        self.all_at_once(watch)
+    }
+
+    fn all_at_once(&mut self, watch: Watch<'_>) -> Result<BlockRounded> {
+        let mut rounded = BlockRounded::new();
+        for (value, mut hessian) in watch.hessians {
+            hessian.finish();
+            let linears = stages(self.block.graph(), self.grids).remove(&value).unwrap_or_default();
+            self.solve_stage(&hessian, &linears, &mut rounded)?;
+        }
+        Ok(rounded)
+    }
+
+    fn stage_by_stage(&mut self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
+        let graph = self.block.graph().clone();
+        let mut rounded = BlockRounded::new();
+        // The states are the values of this node.
+        let mut from = graph.input();
+        for (value, linears) in stages(&graph, self.grids) {
+            if let Some(cut) = (from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
+                states.advance_between(&self.block, [from, cut], self.cancel)?;
+                from = cut;
+            }
+            let width = self.block.linear(linears[0]).weight().shape()[1];
+            let mut hessian = Hessian::new(width);
+            let layout = states.layout().clone();
+            states.values_between(&self.block, [from, value], self.cancel, &mut |first, rows| {
+                hessian.add(&layout.counted_rows(first, width, rows));
+            })?;
+            hessian.finish();
+            self.solve_stage(&hessian, &linears, &mut rounded)?;
+            for &node in &linears {
+                let linear = self.block.linear(node).clone();
+                let tensor = rounded[&node].tensor.clone();
+                self.block.replace_linear(node, linear.with_weight(WeightBody::Quantized(tensor)));
+            }
+        }
+        if advance {
+            states.advance_between(&self.block, [from, graph.output()], self.cancel)?;
+        }
+        Ok(rounded)
+    }
+
+    /// Rounds linears that read the same value.
+    fn solve_stage(&self, hessian: &Hessian, linears: &[NodeId], rounded: &mut BlockRounded) -> Result<()> {
+        let diagonal = hessian.diagonal();
+        let mut latest: Option<Factor> = None;
+        for &node in linears {
+            self.cancel.check()?;
+            let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
+            let Grid { scheme, scale_dtype } = self.grids[&node];
+            let weight = self.block.linear(node).weight();
+            let shape = weight.shape();
+            let columns = self.settings.act_order.columns(&diagonal, scheme.granularity.group_size(shape[1]));
+            let factor = match latest.take().filter(|f| f.columns() == columns) {
+                Some(factor) => factor,
+                None => Factor::new(hessian, columns, self.settings.damping)
+                    .map_err(|e| Error::Numeric { tensor: tensor.clone(), reason: e.to_string() })?,
+            };
+            let rows = match &**weight {
+                WeightBody::F32 { values, .. } => Rows::Floats(values),
+                WeightBody::Raw { dtype, bytes, .. } => Rows::Bytes(bytes, *dtype),
+                _ => return Err(Error::Internal(format!("`{tensor}` is quantized already"))),
+            };
+            let clip = self.rewrite.clips.get(&node).map(Vec::as_slice);
+            let Solved { tensor: quantized, loss } =
+                solve(rows, shape, scheme, scale_dtype, clip, &factor, self.settings)
+                    .map_err(|e| e.within(&tensor, None))?;
+            let record = GptqRecord {
+                loss,
+                damping: factor.damping(),
+                dead_channels: factor.dead(),
+                act_order: self.settings.act_order,
+            };
+            tracing::debug!(tensor, loss, damping = record.damping, dead = record.dead_channels, "rounded");
+            rounded.insert(node, Rounded { tensor: quantized, record, tokens: hessian.tokens() });
+            latest = Some(factor);
+        }
+        Ok(())
+    }
+}
+
+/// The linears that are quantized, by the value that they read, in order of evaluation.
+fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, Grid>) -> BTreeMap<NodeId, Vec<NodeId>> {
+    let mut stages: BTreeMap<NodeId, Vec<NodeId>> = BTreeMap::new();
+    for &node in grids.keys() {
+        stages.entry(graph.nodes()[node].inputs[0]).or_default().push(node);
+    }
+    stages
+}
+
+/// Hessians of all stages of a block, in one pass.
+struct Watch<'a> {
+    graph: std::sync::Arc<BlockGraph>,
+    cancel: &'a CancelToken,
+    layout: BatchLayout,
+    first: usize,
+    hessians: BTreeMap<NodeId, Hessian>,
+    /// The values seen in the current piece: linears share inputs, which count once.
+    seen: Vec<NodeId>,
+}
+
+impl<'a> Watch<'a> {
+    fn new(task: &GptqTask<'a>, layout: BatchLayout) -> Self {
+        let graph = task.block.graph().clone();
+        let width = |linears: &[NodeId]| task.block.linear(linears[0]).weight().shape()[1];
+        let hessians = stages(&graph, task.grids)
+            .into_iter()
+            .map(|(value, linears)| (value, Hessian::new(width(&linears))))
+            .collect();
+        Self { graph, cancel: task.cancel, layout, first: 0, hessians, seen: Vec::new() }
+    }
+}
+
+impl BatchTap for Watch<'_> {
+    fn piece(&mut self, first: usize) {
+        self.first = first;
+        self.seen.clear();
+    }
+
+    fn as_tap(&mut self) -> &mut dyn Tap {
+        self
+    }
+}
+
+impl Tap for Watch<'_> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+        self.cancel.check()?;
+        let value = self.graph.nodes()[linear].inputs[0];
+        let Some(hessian) = self.hessians.get_mut(&value).filter(|_| !self.seen.contains(&value)) else {
+            return Ok(());
+        };
+        self.seen.push(value);
+        let k = x.dim(D::Minus1)?;
+        let x = x.flatten_all()?.to_vec1::<f32>()?;
+        hessian.add(&self.layout.counted_rows(self.first, k, &x));
+        Ok(())
+    }
+}

@@ -1,0 +1,163 @@
+//! The Hessian of a linear's output error, summed as the batch comes by.
+
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+/// Tokens that are multiplied at once, in `f32`; their product is added to the sum.
+const PANEL: usize = 2048;
+/// Rows of the sum that one task computes.
+const TILE: usize = 256;
+/// Up to this width the sum is `f64`, and so is what is computed of it. It does not depend on the machine, so
+/// neither does the result.
+const WIDEST_F64: usize = 8192;
+
+/// `2/N · Σ x xᵀ` over the `N` tokens that went through a linear.
+///
+/// Only the lower triangle is computed. Tokens are taken in panels of fixed size and each tile of the sum by one
+/// task, so neither the number of threads nor the pieces in which tokens arrive change a bit.
+#[derive(Debug, Clone)]
+pub struct Hessian {
+    channels: usize,
+    tokens: u64,
+    sum: Sum,
+    /// Rows that do not make a panel yet.
+    pending: Vec<f32>,
+}
+
+/// `[channels, channels]` row-major; what is above the diagonal's tiles stays 0.
+#[derive(Debug, Clone)]
+enum Sum {
+    F64(Vec<f64>),
+    F32(Vec<f32>),
+}
+
+impl Hessian {
+    /// Nothing seen yet of an input with so many channels.
+    pub fn new(channels: usize) -> Self {
+        let sum = match Self::is_f64(channels) {
+            true => Sum::F64(vec![0.0; channels * channels]),
+            false => Sum::F32(vec![0.0; channels * channels]),
+        };
+        Self { channels, tokens: 0, sum, pending: Vec::new() }
+    }
+
+    /// Whether a Hessian of this width is summed and factored in `f64`.
+    pub fn is_f64(channels: usize) -> bool {
+        channels <= WIDEST_F64
+    }
+
+    /// Bytes that a Hessian of this width takes while the batch comes by.
+    pub fn kept_bytes(channels: u64) -> u64 {
+        let number = if channels <= WIDEST_F64 as u64 { 8 } else { 4 };
+        (number * channels).saturating_mul(channels).saturating_add(4 * PANEL as u64 * channels)
+    }
+
+    /// Bytes that it and what is made of it take at the most: the triangles of its factor and of the inverse, and
+    /// the inverse in rows.
+    pub fn peak_bytes(channels: u64) -> u64 {
+        let number = if channels <= WIDEST_F64 as u64 { 8 } else { 4 };
+        Self::kept_bytes(channels).saturating_add(((number + 4) * channels).saturating_mul(channels))
+    }
+
+    /// Width of the input.
+    pub fn channels(&self) -> usize {
+        self.channels
+    }
+
+    /// Tokens that were added.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Adds rows `[tokens, channels]`.
+    pub fn add(&mut self, mut x: &[f32]) {
+        let panel = PANEL * self.channels;
+        if panel == 0 {
+            return;
+        }
+        self.tokens += (x.len() / self.channels) as u64;
+        if !self.pending.is_empty() {
+            let (head, rest) = x.split_at(x.len().min(panel - self.pending.len()));
+            self.pending.extend_from_slice(head);
+            x = rest;
+            if self.pending.len() == panel {
+                let full = std::mem::take(&mut self.pending);
+                self.sum.add(&full, self.channels);
+                self.pending = full;
+                self.pending.clear();
+            }
+        }
+        let panels = x.chunks_exact(panel);
+        self.pending.extend_from_slice(panels.remainder());
+        for panel in panels {
+            self.sum.add(panel, self.channels);
+        }
+    }
+
+    /// Adds what is left over. To be called when all tokens were added.
+    pub fn finish(&mut self) {
+        let rest = std::mem::take(&mut self.pending);
+        if !rest.is_empty() {
+            self.sum.add(&rest, self.channels);
+        }
+    }
+
+    /// The element in row `i` and column `j`, in either triangle. Of a batch without tokens all are 0.
+    #[inline(always)]
+    pub fn at(&self, i: usize, j: usize) -> f64 {
+        let at = i.max(j) * self.channels + i.min(j);
+        let sum = match &self.sum {
+            Sum::F64(sum) => sum[at],
+            Sum::F32(sum) => f64::from(sum[at]),
+        };
+        sum * self.scale()
+    }
+
+    fn scale(&self) -> f64 {
+        2.0 / self.tokens.max(1) as f64
+    }
+
+    /// The diagonal.
+    pub fn diagonal(&self) -> Vec<f64> {
+        (0..self.channels).map(|i| self.at(i, i)).collect()
+    }
+}
+
+impl Sum {
+    /// Adds `xᵀx` of at most a panel of rows to the tiles on and below the diagonal.
+    fn add(&mut self, x: &[f32], channels: usize) {
+        let x = MatRef::from_row_major_slice(x, x.len() / channels, channels);
+        match self {
+            Self::F64(sum) => tiles(sum, channels).for_each_init(Vec::new, |product, (first, rows)| {
+                let height = rows.len() / channels;
+                let width = first + height;
+                product.resize(height * width, 0.0_f32);
+                let tile = MatMut::from_row_major_slice_mut(product, height, width);
+                multiply(tile, Accum::Replace, x, first);
+                for (row, product) in rows.chunks_exact_mut(channels).zip(product.chunks_exact(width)) {
+                    for (sum, p) in row.iter_mut().zip(product) {
+                        *sum += f64::from(*p);
+                    }
+                }
+            }),
+            Self::F32(sum) => tiles(sum, channels).for_each(|(first, rows)| {
+                let height = rows.len() / channels;
+                let tile = MatMut::from_row_major_slice_mut(rows, height, channels);
+                multiply(tile.subcols_mut(0, first + height), Accum::Add, x, first);
+            }),
+        }
+    }
+}
+
+/// The rows of a sum in tiles, each with its first row.
+fn tiles<T: Send>(sum: &mut [T], channels: usize) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
+    // The last ones are the longest.
+    sum.par_chunks_mut(TILE * channels).enumerate().map(|(i, rows)| (i * TILE, rows)).rev().with_max_len(1)
+}
+
+/// `tile (+)= x[:, first..]ᵀ x`, as much of it as the tile holds.
+fn multiply(tile: MatMut<'_, f32>, accum: Accum, x: MatRef<'_, f32>, first: usize) {
+    let (height, width) = (tile.nrows(), tile.ncols());
+    matmul(tile, accum, x.subcols(first, height).transpose(), x.subcols(0, width), 1.0_f32, Par::Seq);
+}

@@ -1,0 +1,31 @@
+//! GPTQ: codes that make up for each other's rounding (Frantar et al., ICLR 2023).
+//!
+//! Rounding to nearest minimizes the error of every weight. What a linear is there for is its output, whose
+//! error over the batch is `tr((W − Ŵ) H (W − Ŵ)ᵀ) / 2` with the [`Hessian`] `H = 2/N · Σ x xᵀ`. GPTQ takes the
+//! columns one after the other, rounds each to its grid, and moves what is left of the row to where that costs
+//! least (eqs. 2 and 3 of the paper):
+//!
+//! ```text
+//! H⁻¹ = Uᵀ U, U upper triangular              the only thing that is needed of H     [`Factor`]
+//! q   = nearest(w_c)                          on the grid of the column's group
+//! w_j ← w_j − (w_c − q) · U_cj / U_cc         for every later column j
+//! ```
+//!
+//! [`solve`] does it in blocks of columns whose updates of all later columns are one matrix product, for rows in
+//! tiles of fixed size: rows do not know of each other. `docs/gptq.md` says where this differs from other
+//! implementations, and why.
+
+mod factor;
+mod hessian;
+mod order;
+#[cfg(test)]
+mod reference;
+mod settings;
+mod solve;
+#[cfg(test)]
+mod tests;
+
+pub use factor::{Factor, FactorError};
+pub use hessian::Hessian;
+pub use settings::{ActOrder, GptqSettings, LayerInputs};
+pub use solve::{Solved, solve};

@@ -1,0 +1,334 @@
+//! The blocked solve: rows in tiles, columns in blocks.
+//!
+//! A tile stands transposed, a column of the weight after the other in the order in which they are rounded, so
+//! that what is done to a column is done to many rows at once. Columns are rounded in runs of 32; what a run
+//! leaves moves to the rest of its block by a matrix product, what a block leaves to the rest of the row.
+//! A group whose grid is found when it is reached never begins inside a run, nor inside a block that it leaves:
+//! all its weights are then what the columns before have made of them.
+
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::super::grid::{Extent, GridError, GridRule, nearest};
+use super::super::rows::{Rows, RowsError, group_size};
+use super::super::tensor::QuantizedTensor;
+use super::{ActOrder, Factor, GptqSettings};
+use crate::checkpoint::Dtype;
+use crate::recipe::WeightScheme;
+use crate::vector::vectorized;
+
+/// Rows of a tile.
+const TILE: usize = 128;
+/// Columns of a run.
+const RUN: usize = 32;
+
+/// A weight that GPTQ quantized.
+#[derive(Debug)]
+pub struct Solved {
+    /// Codes, scales and zeros.
+    pub tensor: QuantizedTensor,
+    /// The mean over outputs and tokens of the squared error that is left in the linear's output, with what damping
+    /// adds to it.
+    pub loss: f64,
+}
+
+/// Quantizes a weight `[n, k]`, row-major, with the factor of its input's Hessian.
+///
+/// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
+/// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are found. Weights beyond saturate, and
+///   others make up for it.
+///
+/// The factor's columns must be in the order of `settings.act_order`.
+///
+/// # Errors
+/// When the group size does not divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its type.
+pub fn solve(
+    rows: Rows<'_>,
+    shape: [usize; 2],
+    scheme: WeightScheme,
+    scale_dtype: Dtype,
+    clip: Option<&[f32]>,
+    factor: &Factor,
+    settings: GptqSettings,
+) -> Result<Solved, RowsError> {
+    let [n, k] = shape;
+    let rule = GridRule::new(scheme, scale_dtype).map_err(|e| RowsError::Scheme(e.to_string()))?;
+    let group_size = group_size(scheme, k)?;
+    let groups = k / group_size;
+    let layout = |what: &str| Err(RowsError::Layout(what.to_owned()));
+    if rows.count(k)? != n || factor.columns().len() != k {
+        return layout("weights or the factor are not of the shape");
+    }
+    if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
+        return layout("clip bounds are not a magnitude a group");
+    }
+    let work = Work {
+        rows,
+        k,
+        group_size,
+        rule,
+        clip,
+        factor,
+        block: settings.block_size.max(1),
+        is_static: settings.act_order == ActOrder::StaticGroups,
+    };
+    let mut tensor = QuantizedTensor {
+        shape,
+        scheme,
+        codes: vec![0; n * k],
+        scales: vec![0.0; n * groups],
+        scale_dtype,
+        zeros: (!scheme.symmetric).then(|| vec![0; n * groups]),
+    };
+    let codes = tensor.codes.par_chunks_mut(TILE * k);
+    let scales = tensor.scales.par_chunks_mut(TILE * groups);
+    let tiles = codes.zip(scales).enumerate();
+    let outcomes: Vec<Result<(Vec<u8>, Vec<f64>), RowsError>> = tiles
+        .map_init(Tile::default, |tile, (i, (codes, scales))| {
+            tile.start(&work, i * TILE, codes.len() / k);
+            tile.solve(&work)?;
+            Ok((tile.store(&work, codes, scales), tile.losses.clone()))
+        })
+        .collect();
+    let mut loss = 0.0;
+    for (outcome, row) in outcomes.into_iter().zip((0..).step_by(TILE)) {
+        let (zeros, losses) = outcome?;
+        if let Some(all) = &mut tensor.zeros {
+            all[row * groups..row * groups + zeros.len()].copy_from_slice(&zeros);
+        }
+        if let Some(at) = losses.iter().position(|l| !l.is_finite()) {
+            return Err(RowsError::Grid { row: row + at, group: 0, source: GridError::NonFinite });
+        }
+        loss += losses.iter().sum::<f64>();
+    }
+    // Each is a sum over a row of (w − q)² / 2 in units of the inverse's diagonal: with H = 2/N Σ x xᵀ the mean
+    // squared error of the row's output.
+    Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
+}
+
+/// A checked request.
+struct Work<'a> {
+    rows: Rows<'a>,
+    k: usize,
+    group_size: usize,
+    rule: GridRule,
+    clip: Option<&'a [f32]>,
+    factor: &'a Factor,
+    block: usize,
+    /// Whether grids come from the float weights.
+    is_static: bool,
+}
+
+impl Work<'_> {
+    fn groups(&self) -> usize {
+        self.k / self.group_size
+    }
+
+    /// Where the run or block of at most `most` columns that begins at `at` ends. Where groups come one after the
+    /// other, it holds whole groups or a part of one.
+    fn step(&self, at: usize, most: usize, end: usize) -> usize {
+        let step = match self.is_static {
+            true => most,
+            false if self.group_size <= most => most / self.group_size * self.group_size,
+            false => most.min(self.group_size - at % self.group_size),
+        };
+        end.min(at + step)
+    }
+}
+
+/// Some rows on their way. What is `[k, r]` or `[groups, r]` has a column's or group's `r` rows side by side.
+#[derive(Default)]
+struct Tile {
+    /// The first row, and how many.
+    first: usize,
+    r: usize,
+    /// `[k, r]`, in the order in which columns are rounded.
+    weights: Vec<f32>,
+    /// Alike.
+    codes: Vec<u8>,
+    /// Errors of the columns of a block, `[block, r]`.
+    errors: Vec<f32>,
+    /// Grids, `[groups, r]`: scale, and the steps of the lowest and the highest code from 0.
+    scales: Vec<f32>,
+    lows: Vec<f32>,
+    highs: Vec<f32>,
+    zeros: Vec<u8>,
+    /// Of every row.
+    losses: Vec<f64>,
+}
+
+impl Tile {
+    /// Takes rows up.
+    fn start(&mut self, work: &Work<'_>, first: usize, r: usize) {
+        let (k, groups) = (work.k, work.groups());
+        (self.first, self.r) = (first, r);
+        self.weights.resize(k * r, 0.0);
+        self.codes.resize(k * r, 0);
+        self.errors.resize(work.block.min(k) * r, 0.0);
+        for grid in [&mut self.scales, &mut self.lows, &mut self.highs] {
+            grid.resize(groups * r, 0.0);
+        }
+        self.zeros.resize(groups * r, 0);
+        self.losses.clear();
+        self.losses.resize(r, 0.0);
+        let mut row = vec![0.0; k];
+        for i in 0..r {
+            work.rows.load(first + i, &mut row);
+            for (at, &column) in work.factor.columns().iter().enumerate() {
+                self.weights[at * r + i] = row[column];
+            }
+        }
+    }
+
+    fn solve(&mut self, work: &Work<'_>) -> Result<(), RowsError> {
+        let k = work.k;
+        if work.is_static {
+            let columns = work.factor.columns();
+            let mut places = vec![0; k];
+            for (at, &column) in columns.iter().enumerate() {
+                places[column] = at;
+            }
+            for (group, places) in places.chunks_exact(work.group_size).enumerate() {
+                self.find_grids(work, group, places.iter().copied())?;
+            }
+        }
+        let mut at = 0;
+        while at < k {
+            let end = work.step(at, work.block, k);
+            let mut run = at;
+            while run < end {
+                let run_end = work.step(run, RUN, end);
+                self.round(work, at, run..run_end)?;
+                self.update(work, run..run_end, at, end);
+                run = run_end;
+            }
+            self.update(work, at..end, at, k);
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Finds the grids of a group from what stands in these places.
+    fn find_grids(
+        &mut self,
+        work: &Work<'_>,
+        group: usize,
+        places: impl Iterator<Item = usize>,
+    ) -> Result<(), RowsError> {
+        let r = self.r;
+        let (mut min, mut max, mut check) = (vec![0.0_f32; r], vec![0.0_f32; r], vec![0.0_f32; r]);
+        let weights = &self.weights;
+        for place in places {
+            let column = &weights[place * r..(place + 1) * r];
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (i, &w) in column.iter().enumerate() {
+                        min[i] = if w < min[i] { w } else { min[i] };
+                        max[i] = if w > max[i] { w } else { max[i] };
+                        check[i] += w * 0.0;
+                    }
+                },
+            );
+        }
+        for i in 0..r {
+            let row = self.first + i;
+            let fault = |source| RowsError::Grid { row, group, source };
+            if check[i] != 0.0 {
+                return Err(fault(GridError::NonFinite));
+            }
+            let mut extent = Extent { min: min[i], max: max[i] };
+            if let Some(clip) = work.clip {
+                let bound = clip[row * work.groups() + group];
+                extent.min = extent.min.max(-bound);
+                extent.max = extent.max.min(bound);
+            }
+            let grid = work.rule.fit(extent).map_err(fault)?;
+            let at = group * r + i;
+            (self.lows[at], self.highs[at]) = grid.limits();
+            self.scales[at] = grid.scale();
+            self.zeros[at] = grid.zero();
+        }
+        Ok(())
+    }
+
+    /// Rounds a run of columns of the block that begins at `block`; what each leaves moves on within the run.
+    fn round(&mut self, work: &Work<'_>, block: usize, run: std::ops::Range<usize>) -> Result<(), RowsError> {
+        let (k, r, size) = (work.k, self.r, work.group_size);
+        let factor = work.factor;
+        for c in run.clone() {
+            let group = factor.columns()[c] / size;
+            if !work.is_static && c.is_multiple_of(size) {
+                self.find_grids(work, group, c..c + size)?;
+            }
+            let grids = group * r..(group + 1) * r;
+            let (scales, lows, highs) =
+                (&self.scales[grids.clone()], &self.lows[grids.clone()], &self.highs[grids]);
+            let (now, later) = self.weights[c * r..run.end * r].split_at_mut(r);
+            let codes = &mut self.codes[c * r..(c + 1) * r];
+            let errors = &mut self.errors[(c - block) * r..(c - block + 1) * r];
+            let ratios = &factor.ratios()[c * k + c + 1..c * k + run.end];
+            let (weight, losses) = (factor.weights()[c] / 2.0, &mut self.losses);
+            vectorized(
+                #[inline(always)]
+                || {
+                    for i in 0..r {
+                        let steps = nearest(now[i], scales[i], (lows[i], highs[i]));
+                        // Steps from the lowest code are the code.
+                        codes[i] = (steps - lows[i]) as i32 as u8;
+                        errors[i] = now[i] - steps * scales[i];
+                    }
+                    for i in 0..r {
+                        let error = f64::from(errors[i]);
+                        losses[i] += error * error * weight;
+                    }
+                    for (column, &ratio) in later.chunks_exact_mut(r).zip(ratios) {
+                        for (w, e) in column.iter_mut().zip(&*errors) {
+                            *w -= e * ratio;
+                        }
+                    }
+                },
+            );
+        }
+        Ok(())
+    }
+
+    /// Moves what some columns of the block that begins at `block` left to the columns between them and `end`.
+    fn update(&mut self, work: &Work<'_>, columns: std::ops::Range<usize>, block: usize, end: usize) {
+        let (k, r) = (work.k, self.r);
+        let (depth, width) = (columns.len(), end - columns.end);
+        if width == 0 {
+            return;
+        }
+        let errors = &self.errors[(columns.start - block) * r..(columns.end - block) * r];
+        let weights = &mut self.weights[columns.end * r..end * r];
+        let ratios = MatRef::from_row_major_slice_with_stride(
+            &work.factor.ratios()[columns.start * k + columns.end..(columns.end - 1) * k + end],
+            depth,
+            width,
+            k,
+        );
+        let errors = MatRef::from_column_major_slice(errors, r, depth);
+        let weights = MatMut::from_column_major_slice_mut(weights, r, width);
+        matmul(weights, Accum::Add, errors, ratios, -1.0_f32, Par::Seq);
+    }
+
+    /// Writes codes and scales in their own order, and gives the zeros back.
+    fn store(&self, work: &Work<'_>, codes: &mut [u8], scales: &mut [f32]) -> Vec<u8> {
+        let (k, r, groups) = (work.k, self.r, work.groups());
+        for (i, row) in codes.chunks_exact_mut(k).enumerate() {
+            for (at, &column) in work.factor.columns().iter().enumerate() {
+                row[column] = self.codes[at * r + i];
+            }
+        }
+        let mut zeros = vec![0; r * groups];
+        for i in 0..r {
+            for group in 0..groups {
+                scales[i * groups + group] = self.scales[group * r + i];
+                zeros[i * groups + group] = self.zeros[group * r + i];
+            }
+        }
+        zeros
+    }
+}

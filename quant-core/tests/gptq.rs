@@ -1,0 +1,258 @@
+//! GPTQ through the pipeline: every linear's codes are what its solver gives on the inputs that the linear really
+//! has, in the quantized model or in the float one, and where outliers are planted much less is lost than by rounding.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use common::{Checkpoint, Quantized, Tiny, logits, mean_divergence, recipe, run};
+use quant_core::calibrate::{BatchLayout, BatchTap, HiddenStates, TokenWindows};
+use quant_core::checkpoint::MemorySink;
+use quant_core::model::{Block, Model, NodeId, Tap, WeightBody};
+use quant_core::pipeline::{Job, quantize};
+use quant_core::quantize::Rows;
+use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, solve};
+use quant_core::recipe::{Plan, Recipe};
+use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSink, TensorSource};
+
+fn tiny() -> Tiny {
+    Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
+}
+
+fn gptq(scheme: &str, gptq: GptqSettings) -> Recipe {
+    Recipe { gptq, ..recipe("gptq", scheme) }
+}
+
+fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -> Quantized {
+    run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
+}
+
+/// The Hessian of every linear's input, by its definition: one pass of a block, and all tokens that count.
+struct Watch {
+    layout: BatchLayout,
+    first: usize,
+    hessians: BTreeMap<NodeId, Hessian>,
+}
+
+impl BatchTap for Watch {
+    fn piece(&mut self, first: usize) {
+        self.first = first;
+    }
+
+    fn as_tap(&mut self) -> &mut dyn Tap {
+        self
+    }
+}
+
+impl Tap for Watch {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+        let k = x.dims3()?.2;
+        let rows = x.flatten_all()?.to_vec1::<f32>()?;
+        let hessian = self.hessians.entry(linear).or_insert_with(|| Hessian::new(k));
+        hessian.add(&self.layout.counted_rows(self.first, k, &rows));
+        Ok(())
+    }
+}
+
+/// Runs the batch through block `layer` and gives the Hessians of its linears.
+fn hessians(block: &Block, states: &mut HiddenStates) -> BTreeMap<NodeId, Hessian> {
+    let mut watch = Watch { layout: states.layout().clone(), first: 0, hessians: BTreeMap::new() };
+    states.advance_watched(block, &CancelToken::new(), &mut watch).unwrap();
+    watch.hessians.values_mut().for_each(Hessian::finish);
+    watch.hessians
+}
+
+fn holds(checkpoint: &Checkpoint, windows: &TokenWindows, settings: GptqSettings, scheme: &str) {
+    let float = checkpoint.model();
+    let recipe = gptq(scheme, settings);
+    let result = quantized(checkpoint, &recipe, windows);
+    let written = result.model();
+    let rope = float.rope(windows.length()).unwrap();
+    let mut states = HiddenStates::embed(&float, windows).unwrap();
+    for layer in 0..checkpoint.tiny.layers {
+        let (exact, rounded) = (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
+        // A linear's input depends on those before it alone, and all of them are quantized in the result.
+        let runs = match settings.inputs {
+            LayerInputs::Quantized => &rounded,
+            LayerInputs::Float => &exact,
+        };
+        for (node, hessian) in hessians(runs, &mut states) {
+            let name = exact.graph().name(node).to_owned();
+            let weight = exact.linear(node).weight();
+            let values = weight.to_f32().unwrap();
+            let WeightBody::Quantized(found) = &**rounded.linear(node).weight() else {
+                panic!("{name} is float")
+            };
+            let group_size = found.scheme.granularity.group_size(weight.shape()[1]);
+            let columns = settings.act_order.columns(&hessian.diagonal(), group_size);
+            let factor = Factor::new(&hessian, columns, settings.damping).unwrap();
+            let rows = Rows::Floats(&values);
+            let expected =
+                solve(rows, weight.shape(), found.scheme, found.scale_dtype, None, &factor, settings)
+                    .unwrap();
+            assert!(expected.tensor == *found, "{settings:?}: codes of {name} in block {layer}");
+            let report =
+                result.report.tensors.iter().find(|t| t.tensor.contains(&format!(".{layer}.{name}.")));
+            let record = report.unwrap().gptq.as_ref().unwrap();
+            assert_eq!((record.loss, record.damping), (expected.loss, factor.damping()), "{name}");
+        }
+    }
+}
+
+#[test]
+fn linears_are_solved_on_the_inputs_that_they_have() {
+    let checkpoint = tiny().random(3);
+    let windows = common::windows(128, 5, 48, 1);
+    for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
+        for act_order in [ActOrder::None, ActOrder::StaticGroups, ActOrder::GroupAware] {
+            let settings = GptqSettings { inputs, act_order, ..GptqSettings::default() };
+            holds(&checkpoint, &windows, settings, "w4a16-g32-asym");
+        }
+        // Documents that share windows, prompts that do not count, padding that nothing sees.
+        let settings = GptqSettings { inputs, damping: 0.03, ..GptqSettings::default() };
+        holds(&checkpoint, &common::masked_windows(128, 5, 48, 2), settings, "w3a16-g64-sym");
+    }
+    // A batch in several pieces, and windows longer than a piece.
+    let small = Tiny { hidden: 32, intermediate: 64, head_dim: 16, layers: 1, ..tiny() };
+    let settings = GptqSettings::default();
+    holds(&small.random(4), &common::windows(128, 50, 64, 3), settings, "w4a16-g32-sym");
+}
+
+#[test]
+fn less_is_lost_than_by_rounding() {
+    let tiny = tiny();
+    let mut checkpoint = tiny.random(5);
+    for layer in 0..tiny.layers {
+        let name = |module: &str| format!("model.layers.{layer}.{module}.weight");
+        let readers = [name("mlp.gate_proj"), name("mlp.up_proj")];
+        let readers: Vec<&str> = readers.iter().map(String::as_str).collect();
+        checkpoint.plant(&name("post_attention_layernorm"), &readers, &[3, 40, 77, 120], 32.0);
+    }
+    let (windows, others) = (common::windows(128, 40, 60, 1), common::windows(128, 6, 60, 2));
+    let exact = logits(&checkpoint.model(), &others);
+    let lost = |recipe: &Recipe| {
+        mean_divergence(&exact, &logits(&quantized(&checkpoint, recipe, &windows).model(), &others), 128)
+    };
+    let rtn = lost(&recipe("rtn", "w3a16-g32"));
+    let usual = lost(&gptq("w3a16-g32", GptqSettings::default()));
+    assert!(usual < 0.7 * rtn, "{usual} with GPTQ, {rtn} without");
+}
+
+/// A sink that forgets what it is given, as one that streams elsewhere does, and is interrupted.
+struct Forgetful {
+    inner: MemorySink,
+    records: BTreeMap<String, serde_json::Value>,
+    stop: Option<(CancelToken, usize)>,
+    reads_back: bool,
+}
+
+impl TensorSink for Forgetful {
+    fn is_complete(&self, name: &str) -> bool {
+        self.inner.is_complete(name)
+    }
+
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.write(name, offset, bytes)
+    }
+
+    fn remember(&mut self, key: &str, value: &serde_json::Value) -> Result<()> {
+        self.records.insert(key.to_owned(), value.clone());
+        Ok(())
+    }
+
+    fn recall(&self, key: &str) -> Option<serde_json::Value> {
+        self.records.get(key).cloned()
+    }
+
+    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        if self.reads_back { self.inner.read_back(name) } else { Ok(None) }
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        self.inner.commit()?;
+        if let Some((cancel, commits)) = &self.stop
+            && self.inner.commits() == *commits
+        {
+            cancel.cancel();
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_any_block_whether_or_not_its_sink_reads_back() {
+    let checkpoint = Tiny { layers: 3, ..tiny() }.random(6);
+    let windows = common::windows(128, 4, 40, 1);
+    let model: Model = checkpoint.model();
+    for method in ["gptq", "awq-gptq"] {
+        for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
+            let gptq = GptqSettings { inputs, ..GptqSettings::default() };
+            let recipe = Recipe { gptq, ..recipe(method, "w4a16-g32-asym") };
+            let whole = quantized(&checkpoint, &recipe, &windows).source;
+            let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+            for (commits, reads_back) in [(2, true), (3, true), (2, false), (4, true)] {
+                let cancel = CancelToken::new();
+                let mut sink = Forgetful {
+                    inner: MemorySink::new(plan.outputs()).unwrap(),
+                    records: BTreeMap::new(),
+                    stop: Some((cancel.clone(), commits)),
+                    reads_back,
+                };
+                let job = Job {
+                    model: &model,
+                    plan: &plan,
+                    windows: Some(&windows),
+                    observer: &Silent,
+                    cancel: &cancel,
+                };
+                if let Err(error) = quantize(&job, &mut sink) {
+                    assert_eq!(error.category(), Category::Interrupted, "{error}");
+                    sink.stop = None;
+                    let cancel = CancelToken::new();
+                    quantize(&Job { cancel: &cancel, ..job }, &mut sink).unwrap();
+                }
+                let source = sink.inner.into_source().unwrap();
+                assert!(source == whole, "{method} {inputs:?} after {commits} commits");
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_that_are_not_finite_are_told_by_their_linear() {
+    let mut checkpoint = tiny().random(7);
+    checkpoint.values("model.layers.0.mlp.up_proj.weight").iter_mut().for_each(|w| *w *= 1e30);
+    checkpoint.values("model.layers.0.mlp.gate_proj.weight").iter_mut().for_each(|w| *w = w.abs() * 1e30);
+    let tiny = Tiny { dtype: quant_core::checkpoint::Dtype::F32, ..checkpoint.tiny.clone() };
+    let checkpoint = Checkpoint { tiny, ..checkpoint };
+    let model = checkpoint.model();
+    let windows = common::windows(128, 2, 16, 1);
+    for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
+        let recipe = gptq("w4a16-g32", GptqSettings { inputs, ..GptqSettings::default() });
+        let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+        let mut sink = MemorySink::new(plan.outputs()).unwrap();
+        let cancel = CancelToken::new();
+        let job =
+            Job { model: &model, plan: &plan, windows: Some(&windows), observer: &Silent, cancel: &cancel };
+        let error = quantize(&job, &mut sink).unwrap_err();
+        assert_eq!(error.category(), Category::Numeric, "{error}");
+        assert!(
+            matches!(&error, Error::Numeric { tensor, .. } if tensor.contains("mlp.down_proj")),
+            "{error}"
+        );
+        assert!(plan.outputs().iter().all(|o| !sink.is_complete(&o.name) || !o.name.contains("layers.0")));
+    }
+}
+
+#[test]
+fn the_report_reads_back() {
+    let checkpoint = tiny().random(8);
+    let result =
+        quantized(&checkpoint, &gptq("w4a16-g32", GptqSettings::default()), &common::windows(128, 3, 30, 1));
+    let text = result.report.to_json().unwrap();
+    let back: quant_core::pipeline::QuantReport = serde_json::from_str(&text).unwrap();
+    assert_eq!(back, result.report);
+    let names = result.source.names();
+    assert!(names.iter().all(|n| !n.contains("g_idx")), "groups need no index");
+}
