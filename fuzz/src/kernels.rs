@@ -5,6 +5,7 @@ use quant_kernels_cpu::{
     WeightView, reference,
 };
 
+use crate::bits;
 use crate::input::Input;
 
 /// Slices that a view borrows.
@@ -76,11 +77,6 @@ impl Matrix {
         let zeros = self.zeros.as_deref();
         WeightView::with_scales(self.shape, self.bits, self.group_size, &self.codes, scales, zeros).ok()
     }
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    // NaN is NaN; which one, processors do not agree upon.
-    values.iter().map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() }).collect()
 }
 
 /// Rows of activations of 8 bits, per token or static.

@@ -5,15 +5,32 @@
 //! coverage and with AddressSanitizer, from the crate in `libfuzzer/`, which stands outside the workspace.
 //!
 //! A new target is a function here, a line in [`TARGETS`], and a file in `libfuzzer/fuzz_targets`.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+mod attention;
+#[allow(unsafe_code, reason = "a C caller's side of the interface")]
+mod c_abi;
 mod input;
 mod kernels;
 
+pub use attention::attention;
+pub use c_abi::{c_abi, c_attention};
 pub use kernels::{pack, packed, round_trip};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
-/// All targets by name. The C ABI of the kernels will be one.
-pub const TARGETS: [(&str, Target); 3] = [("pack", pack), ("packed", packed), ("round_trip", round_trip)];
+/// All targets by name.
+pub const TARGETS: [(&str, Target); 6] = [
+    ("attention", attention),
+    ("c_abi", c_abi),
+    ("c_attention", c_attention),
+    ("pack", pack),
+    ("packed", packed),
+    ("round_trip", round_trip),
+];
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    // NaN is NaN; which one, processors do not agree upon.
+    values.iter().map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() }).collect()
+}

@@ -37,6 +37,15 @@
 // The same and BF16.
 #define QZ1_ISA_AVX512BF16 5
 
+// AArch64's Advanced SIMD.
+#define QZ1_ISA_NEON 6
+
+// The same and dotprod.
+#define QZ1_ISA_NEONDOT 7
+
+// The same and i8mm.
+#define QZ1_ISA_NEONI8MM 8
+
 // Weights of 2 to 8 bits, activations of 8.
 #define QZ1_FEATURE_INT8 1
 
@@ -57,6 +66,15 @@
 
 // Attention on a quantized cache.
 #define QZ1_FEATURE_ATTENTION 7
+
+// Codes of 4 bits, a scale and a zero a token and head.
+#define QZ1_KV_4BIT 1
+
+// The same of 8 bits.
+#define QZ1_KV_8BIT 2
+
+// Half floats.
+#define QZ1_KV_F16 3
 
 // Single precision.
 #define QZ1_TYPE_F32 1
@@ -131,6 +149,9 @@ typedef struct qz1_hadamard qz1_hadamard;
 // Activations as whole numbers of 8 bits.
 typedef struct qz1_int8_rows qz1_int8_rows;
 
+// The keys and values of one sequence in one layer, and a workspace.
+typedef struct qz1_kv_cache qz1_kv_cache;
+
 // Where a call may say what is wrong.
 typedef struct qz1_message {
   // `sizeof(qz1_message)`
@@ -159,6 +180,55 @@ typedef struct qz1_parallel {
   // fail and do not block.
   void (*for_each)(void *ctx, size_t count, qz1_piece piece, void *work);
 } qz1_parallel;
+
+// Pages of keys and values: each holds the same number of tokens of one key-value head. Made by
+// `qz1_kv_layout_of`; its fields may be kept beside pages, and are checked against `id` whenever it is used.
+typedef struct qz1_kv_layout {
+  // `sizeof(qz1_kv_layout)`
+  uint32_t struct_size;
+  // `QZ1_KV_…`
+  uint32_t kind;
+  // Features of a head: a multiple of 16 up to 512.
+  uint32_t head_dim;
+  // Tokens of a page: 64.
+  uint32_t page_tokens;
+  // Bytes of a page, a multiple of 64. Kernels read fastest where pages begin at one.
+  uint64_t page_bytes;
+  // Names the order and all that it depends on.
+  uint64_t id;
+} qz1_kv_layout;
+
+// The pages of one key-value head, and what is seen of them. Tokens are counted along the list, whatever pages it
+// names: a selection of pages, or a window, is a list. In an array of lists all have the same `struct_size`.
+typedef struct qz1_page_list {
+  // `sizeof(qz1_page_list)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // Numbers of pages, in order; page `i` begins at `i · page_bytes`.
+  const uint32_t *pages;
+  // Elements of `pages`; those behind the last token are not looked at.
+  size_t pages_len;
+  // Tokens in them.
+  size_t tokens;
+  // Tokens at the beginning that no query sees.
+  size_t first;
+  // Tokens up to the last that the first query sees; each query sees one more than the one before it, and none
+  // more than there are. `PTRDIFF_MAX`: all see all. Causal: `tokens − queries + 1`, which may be negative.
+  ptrdiff_t seen;
+} qz1_page_list;
+
+// Heads of attention.
+typedef struct qz1_heads {
+  // `sizeof(qz1_heads)`
+  uint32_t struct_size;
+  // What scores are multiplied with, usually `1 / √head_dim`; finite.
+  float scale;
+  // A multiple of the key-value heads, up to 65536: query head `h` attends with head `h / (query / kv)`.
+  size_t query;
+  // Key-value heads.
+  size_t kv;
+} qz1_heads;
 
 // Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
 // checked against `id` whenever it is used.
@@ -320,6 +390,154 @@ qz1_status qz1_hadamard_transform(const struct qz1_hadamard *by,
                                   uint32_t isa,
                                   const struct qz1_parallel *parallel,
                                   const struct qz1_message *message);
+
+// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` is set.
+qz1_status qz1_kv_layout_of(uint32_t kind,
+                            size_t head_dim,
+                            struct qz1_kv_layout *out,
+                            const struct qz1_message *message);
+
+// Quantizes one token of one head into `slot` of a page, below 64: `key` and `value` are `[head_dim]`, the key after
+// rotary embedding. Other slots are left alone, and nothing is written where a value is refused: beyond ±65504.
+qz1_status qz1_kv_write(const struct qz1_kv_layout *layout,
+                        uint8_t *page,
+                        size_t page_len,
+                        size_t slot,
+                        const float *key,
+                        size_t key_len,
+                        const float *value,
+                        size_t value_len,
+                        const struct qz1_message *message);
+
+// Reads one token of one head back as floats, `[head_dim]` each.
+qz1_status qz1_kv_read(const struct qz1_kv_layout *layout,
+                       const uint8_t *page,
+                       size_t page_len,
+                       size_t slot,
+                       float *key,
+                       size_t key_len,
+                       float *value,
+                       size_t value_len,
+                       const struct qz1_message *message);
+
+// Quantizes `m` tokens and appends them behind the `tokens` of each list, one list a key-value head: `keys` and `values`
+// are `[m, lists_len, head_dim]`, `pages` whole pages. Lists name pages for the new tokens too, none of these twice;
+// the caller counts the tokens up afterwards.
+qz1_status qz1_kv_append(const struct qz1_kv_layout *layout,
+                         uint8_t *pages,
+                         size_t pages_len,
+                         const struct qz1_page_list *lists,
+                         size_t lists_len,
+                         const float *keys,
+                         size_t keys_len,
+                         const float *values,
+                         size_t values_len,
+                         const struct qz1_parallel *parallel,
+                         const struct qz1_message *message);
+
+// Writes to `words` how many words of 32 bits `qz1_attend` needs for so many queries on lists of at most so many tokens.
+qz1_status qz1_attend_workspace(const struct qz1_kv_layout *layout,
+                                const struct qz1_heads *heads,
+                                size_t queries,
+                                size_t tokens,
+                                size_t *words,
+                                const struct qz1_message *message);
+
+// Attention of queries `q` `[m, heads.query, head_dim]` on a list for every key-value head: `out` is as `q`, `lse`
+// `[m, heads.query]` the logarithm of the sum of `exp(score)`, with which `qz1_attend_merge` joins parts of a sequence.
+//
+// A query that sees nothing gets zeros and minus infinity; a head whose query is not finite gets NaN in both. `isa`
+// is a `QZ1_ISA_…`: all give the same bits, with any threads, but for the outputs of `QZ1_ISA_AVX512BF16`. The workspace
+// is the caller's, holds nothing that stays, and must not be that of another call that runs at once.
+qz1_status qz1_attend(const struct qz1_kv_layout *layout,
+                      const uint8_t *pages,
+                      size_t pages_len,
+                      const struct qz1_heads *heads,
+                      const struct qz1_page_list *lists,
+                      size_t lists_len,
+                      const float *q,
+                      size_t q_len,
+                      float *out,
+                      size_t out_len,
+                      float *lse,
+                      size_t lse_len,
+                      uint32_t *workspace,
+                      size_t workspace_len,
+                      uint32_t isa,
+                      const struct qz1_parallel *parallel,
+                      const struct qz1_message *message);
+
+// Joins what queries found in other tokens to what they found so far: `out` and `other` are `[rows, head_dim]`, `lse` and
+// `other_lse` `[rows]`, as `qz1_attend` gives them.
+qz1_status qz1_attend_merge(size_t head_dim,
+                            float *out,
+                            size_t out_len,
+                            float *lse,
+                            size_t lse_len,
+                            const float *other,
+                            size_t other_len,
+                            const float *other_lse,
+                            size_t other_lse_len,
+                            const struct qz1_message *message);
+
+// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. `out` is null
+// where there is none.
+qz1_status qz1_kv_cache_new(const struct qz1_kv_layout *layout,
+                            const struct qz1_heads *heads,
+                            size_t max_tokens,
+                            struct qz1_kv_cache **out,
+                            const struct qz1_message *message);
+
+// Frees a handle; null is none.
+void qz1_kv_cache_free(struct qz1_kv_cache *cache);
+
+// Tokens that it holds; 0 of null.
+size_t qz1_kv_cache_tokens(const struct qz1_kv_cache *cache);
+
+// Bytes of its pages; 0 of null.
+size_t qz1_kv_cache_bytes(const struct qz1_kv_cache *cache);
+
+// Quantizes and appends `m` tokens: `keys`, after rotary embedding, and `values` are `[m, heads.kv, head_dim]`. It holds
+// the tokens from before where the status is not 0.
+qz1_status qz1_kv_cache_append(struct qz1_kv_cache *cache,
+                               const float *keys,
+                               size_t keys_len,
+                               const float *values,
+                               size_t values_len,
+                               const struct qz1_parallel *parallel,
+                               const struct qz1_message *message);
+
+// The last token's queries, by the instructions that `QZ1_ISA_DETECT` means: `q` and `out` are `[heads.query, head_dim]`,
+// `lse` `[heads.query]`. All tokens are seen; of none there are zeros and minus infinity.
+qz1_status qz1_kv_cache_decode(struct qz1_kv_cache *cache,
+                               const float *q,
+                               size_t q_len,
+                               float *out,
+                               size_t out_len,
+                               float *lse,
+                               size_t lse_len,
+                               const struct qz1_parallel *parallel,
+                               const struct qz1_message *message);
+
+// The queries of the last `m` tokens, which were appended before: `q` and `out` are `[m, heads.query, head_dim]`, `lse`
+// `[m, heads.query]`. No query sees a token after its own.
+qz1_status qz1_kv_cache_prefill(struct qz1_kv_cache *cache,
+                                const float *q,
+                                size_t q_len,
+                                float *out,
+                                size_t out_len,
+                                float *lse,
+                                size_t lse_len,
+                                const struct qz1_parallel *parallel,
+                                const struct qz1_message *message);
+
+// Forgets all but the first `tokens`, which it holds; memory stays for the next.
+qz1_status qz1_kv_cache_truncate(struct qz1_kv_cache *cache,
+                                 size_t tokens,
+                                 const struct qz1_message *message);
+
+// Forgets all tokens; memory stays for the next.
+qz1_status qz1_kv_cache_clear(struct qz1_kv_cache *cache, const struct qz1_message *message);
 
 // `out = x · Wᵀ + bias` on whole numbers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
 // the same bits, with any threads.

@@ -18,6 +18,12 @@ pub const QZ1_ISA_AVXVNNI: u32 = 3;
 pub const QZ1_ISA_AVX512VNNI: u32 = 4;
 /// The same and BF16.
 pub const QZ1_ISA_AVX512BF16: u32 = 5;
+/// AArch64's Advanced SIMD.
+pub const QZ1_ISA_NEON: u32 = 6;
+/// The same and dotprod.
+pub const QZ1_ISA_NEONDOT: u32 = 7;
+/// The same and i8mm.
+pub const QZ1_ISA_NEONI8MM: u32 = 8;
 
 /// Weights of 2 to 8 bits, activations of 8.
 pub const QZ1_FEATURE_INT8: u32 = 1;
@@ -35,12 +41,15 @@ pub const QZ1_FEATURE_HADAMARD: u32 = 6;
 pub const QZ1_FEATURE_ATTENTION: u32 = 7;
 
 /// Names of instruction sets by number.
-const NAMES: [(u32, &str, &core::ffi::CStr); 5] = [
+const NAMES: [(u32, &str, &core::ffi::CStr); 8] = [
     (QZ1_ISA_SCALAR, "scalar", c"scalar"),
     (QZ1_ISA_AVX2, "avx2", c"avx2"),
     (QZ1_ISA_AVXVNNI, "avxvnni", c"avxvnni"),
     (QZ1_ISA_AVX512VNNI, "avx512vnni", c"avx512vnni"),
     (QZ1_ISA_AVX512BF16, "avx512bf16", c"avx512bf16"),
+    (QZ1_ISA_NEON, "neon", c"neon"),
+    (QZ1_ISA_NEONDOT, "neondot", c"neondot"),
+    (QZ1_ISA_NEONI8MM, "neoni8mm", c"neoni8mm"),
 ];
 
 /// The instructions that a number asks for.
@@ -49,9 +58,9 @@ pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
         return Ok(IsaToken::detect());
     }
     let name = NAMES.iter().find(|(number, ..)| *number == isa).map(|(_, name, _)| *name);
-    let isa = Isa::ALL.into_iter().find(|isa| Some(isa.name()) == name);
+    let found = Isa::ALL.into_iter().find(|isa| Some(isa.name()) == name);
     let isa =
-        isa.ok_or_else(|| Fault::new(qz1_status::Isa, format!("there is no instruction set {name:?}")))?;
+        found.ok_or_else(|| Fault::new(qz1_status::Isa, format!("there is no instruction set {isa}")))?;
     Ok(isa.token()?)
 }
 
@@ -70,7 +79,7 @@ pub extern "C" fn qz1_version() -> *const c_char {
 /// 1 where a `QZ1_FEATURE_…` is there, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
-    u32::from((QZ1_FEATURE_INT8..=QZ1_FEATURE_HADAMARD).contains(&feature))
+    u32::from((QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION).contains(&feature))
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.

@@ -16,6 +16,8 @@
 
 mod features;
 mod hadamard;
+mod kv;
+mod kv_cache;
 mod memory;
 mod multiply;
 mod parallel;
@@ -25,6 +27,8 @@ mod weights;
 
 pub use features::*;
 pub use hadamard::*;
+pub use kv::*;
+pub use kv_cache::*;
 pub use multiply::*;
 pub use parallel::*;
 pub use rows::*;

@@ -66,6 +66,39 @@ pub(crate) unsafe fn read_optional<T: Fields>(at: *const T, what: &str) -> Resul
     if at.is_null() { Ok(None) } else { unsafe { read(at, what) }.map(Some) }
 }
 
+/// Structures one after another, each of the size that the first has.
+///
+/// # Safety
+/// As [`read`], for all of them.
+pub(crate) unsafe fn each<T: Fields>(
+    at: *const T,
+    count: usize,
+    what: &str,
+    mut body: impl FnMut(usize, T) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    if count == 0 {
+        return Ok(());
+    }
+    // SAFETY: as the caller vouches.
+    let size = unsafe { check(at, what) }?;
+    let refuse = |why| Err(Fault::new(qz1_status::StructSize, format!("{what} {why}")));
+    if !size.is_multiple_of(align_of::<T>()) {
+        return refuse("has a size that no array has");
+    }
+    span(at.cast::<u8>(), count.saturating_mul(size), what)?;
+    for i in 0..count {
+        // SAFETY: the caller vouches for so many structures of this size.
+        unsafe {
+            let at = at.byte_add(i * size);
+            if check(at, what)? != size {
+                return refuse("has another size than the first");
+            }
+            body(i, at.read())?;
+        }
+    }
+    Ok(())
+}
+
 /// Where a structure goes, whose size the caller has set.
 ///
 /// # Safety

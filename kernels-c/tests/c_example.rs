@@ -1,4 +1,4 @@
-//! The C example, compiled against the static library and run; and the header as C++.
+//! The C examples, compiled against the static library and run; and the header as C++.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -42,26 +42,56 @@ fn succeeds(command: &mut Command) -> String {
     text
 }
 
-#[test]
+/// What the library needs beside it: where it is built with AddressSanitizer, the runtime of its compiler, which then
+/// watches the heap of the C program, too.
+fn beside() -> Vec<String> {
+    let mut needed: Vec<String> = ["-lpthread", "-ldl", "-lm"].map(str::to_owned).into();
+    if std::env::var("QUANT_SANITIZER").as_deref() == Ok("address") {
+        let libraries = succeeds(Command::new("rustc").args(["--print", "target-libdir"]));
+        let runtime = std::fs::read_dir(libraries.trim()).unwrap().map(|file| file.unwrap().path());
+        let runtime = runtime.filter(|path| path.to_string_lossy().ends_with("_rt.asan.a")).next().unwrap();
+        needed.splice(
+            0..0,
+            [format!("-Wl,--whole-archive,{},--no-whole-archive", runtime.display()), "-rdynamic".to_owned()],
+        );
+        needed.extend(["-lrt", "-lresolv"].map(str::to_owned));
+    }
+    needed
+}
+
+/// Compiles an example and runs it on some instruction sets.
 #[cfg(unix)]
-fn the_example_runs() {
+fn runs(name: &str) {
     if !has("cc") {
         return;
     }
-    let program = built("linear");
+    let program = built(name);
     succeeds(
         Command::new("cc")
-            .args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-pedantic", "-I"])
+            .args(["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pedantic", "-I"])
             .arg(root().join("include"))
-            .arg(root().join("examples/linear.c"))
+            .arg(root().join(format!("examples/{name}.c")))
             .arg(library())
-            .args(["-lpthread", "-ldl", "-lm", "-o"])
+            .args(beside())
+            .arg("-o")
             .arg(&program),
     );
     for isa in ["", "scalar", "avx2"] {
         let text = succeeds(Command::new(&program).env("QUANT_ISA", isa));
         assert!(text.ends_with("done\n"), "{text}");
     }
+}
+
+#[test]
+#[cfg(unix)]
+fn the_linear_example_runs() {
+    runs("linear");
+}
+
+#[test]
+#[cfg(unix)]
+fn the_attention_example_runs() {
+    runs("attention");
 }
 
 /// Each alone, without anything before it.

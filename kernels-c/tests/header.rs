@@ -4,7 +4,8 @@
 
 use std::path::Path;
 
-const SOURCES: [&str; 7] = ["features", "hadamard", "multiply", "parallel", "rows", "status", "weights"];
+const SOURCES: [&str; 9] =
+    ["features", "hadamard", "kv", "kv_cache", "multiply", "parallel", "rows", "status", "weights"];
 
 const TOP: &str = "/* Kernels that multiply activations with quantized weights: the C interface of the Rust crate
  * quant-kernels-cpu. Written by cbindgen; `cargo test -p quant-kernels-c --test header` compares it.

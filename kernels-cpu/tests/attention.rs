@@ -440,6 +440,53 @@ fn a_cache_is_filled_in_any_portions() {
     }
 }
 
+/// Pages of any owner, appended to in portions, hold what tokens written one by one hold.
+#[test]
+fn pages_are_appended_to_by_lists() {
+    for kind in KINDS {
+        // More pages than are compared without allocating.
+        let case = Case::new(kind, 16, [3, 1], [1500, 1], 5);
+        let mut bytes = vec![0xff; case.bytes.len()];
+        let mut at = 0;
+        for portion in [1, 63, 1, 0, 200, 64, 1171] {
+            let lists: Vec<_> = case.pages.iter().map(|pages| PageList::all(pages, at)).collect();
+            let part = at * 48..(at + portion) * 48;
+            let (keys, values) = (&case.keys[part.clone()], &case.values[part]);
+            case.layout.append(&mut bytes, &lists, keys, values, &Backwards).unwrap();
+            at += portion;
+        }
+        assert!(at == 1500 && bytes == case.bytes, "{kind:?}");
+    }
+}
+
+#[test]
+fn appending_what_does_not_fit_writes_nothing() {
+    let layout = KvLayout::new(KvType::Kv8, 16).unwrap();
+    let mut bytes = vec![7; 4 * layout.page_bytes()];
+    let x = vec![1.0; 2 * 32];
+    let mut code = |len: usize, lists: &[PageList<'_>], keys: &[f32], values: &[f32]| {
+        layout.append(&mut bytes[..len], lists, keys, values, &Serial).map_err(|e| e.code())
+    };
+    let all = 4 * layout.page_bytes();
+    let lists = |a: &'static [u32], b: &'static [u32], tokens| [a, b].map(|p| PageList::all(p, tokens));
+    assert_eq!(code(all, &[], &x, &x), Err(4));
+    assert_eq!(code(all, &lists(&[0], &[1], 0), &x[1..], &x[1..]), Err(1));
+    assert_eq!(code(all, &lists(&[0], &[1], 0), &x, &x[32..]), Err(1));
+    assert_eq!(code(all - 1, &lists(&[0], &[1], 0), &x, &x), Err(1));
+    assert_eq!(code(all, &lists(&[0], &[1], 63), &x, &x), Err(4));
+    assert_eq!(code(all, &lists(&[0], &[4], 0), &x, &x), Err(4));
+    assert_eq!(code(all, &lists(&[2], &[2], 0), &x, &x), Err(4));
+    assert_eq!(code(all, &lists(&[0, 1], &[1, 2], 63), &x, &x), Err(4));
+    assert_eq!(code(all, &lists(&[0], &[1], usize::MAX), &x, &x), Err(2));
+    let mut bad = x.clone();
+    bad[33] = f32::INFINITY;
+    assert_eq!(code(all, &lists(&[0], &[1], 0), &x, &bad), Err(3));
+    // What is full is not written.
+    assert_eq!(code(all, &lists(&[9, 0], &[9, 1], 64), &[], &[]), Ok(()));
+    assert!(bytes.iter().all(|&b| b == 7));
+    assert_eq!(layout.append(&mut bytes, &lists(&[9, 0], &[9, 1], 64), &x, &x, &Serial), Ok(()));
+}
+
 /// 4.25 bits a number at 128 features, 8.25, and 16.
 #[test]
 fn caches_are_small() {
@@ -487,6 +534,9 @@ fn misuse_is_an_error() {
     assert_eq!(KvPages::workspace(&case.layout, heads, usize::MAX / 2, 1).map_err(code).unwrap_err(), 2);
     assert_eq!(KvCache::new(case.layout, heads, usize::MAX).map_err(code).unwrap_err(), 2);
     assert_eq!(KvCache::new(case.layout, heads, 1 << 50).map_err(code).unwrap_err(), 2);
+
+    let many = Heads { query: 1 << 40, kv: 1 << 40, scale: 1.0 };
+    assert_eq!(KvCache::new(case.layout, many, 0).map_err(code).unwrap_err(), 2);
 
     let mut cache = KvCache::new(case.layout, heads, 66).unwrap();
     let x = vec![1.0; 67 * 32];

@@ -14,6 +14,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
+use quant_kernels_cpu::attention::{
+    Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace,
+};
 use quant_kernels_cpu::bf16::{Avx512Bf16, LeftBf16, RightBf16, bf16_gemm};
 use quant_kernels_cpu::{
     FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial, StaticScale,
@@ -202,6 +205,51 @@ proptest! {
     #[test]
     fn no_kernel_leaves_its_buffers(case in cases(), before: bool) {
         fenced(if before { Side::Before } else { Side::After }, || case.run());
+    }
+}
+
+/// Pages, lists, queries, results and workspace of exactly the sizes that are asked for, and a cache.
+fn attend(kind: KvType, d: usize, [kv, group]: [usize; 2], [tokens, m]: [usize; 2]) {
+    let layout = KvLayout::new(kind, d).unwrap();
+    let heads = Heads { query: kv * group, kv, scale: 0.25 };
+    let blocks = tokens.div_ceil(PAGE_TOKENS);
+    let mut bytes = vec![0; kv * blocks * layout.page_bytes()];
+    let x: Vec<f32> = (0..tokens * kv * d).map(|i| (i % 23) as f32 - 11.0).collect();
+    // The last page comes first.
+    let numbers: Vec<u32> = (0..(kv * blocks) as u32).rev().collect();
+    let lists = |tokens| -> Vec<_> {
+        numbers.chunks_exact(blocks).map(|pages| PageList::causal(pages, tokens, m)).collect()
+    };
+    layout.append(&mut bytes, &lists(0), &x, &x, &Serial).unwrap();
+    let pages = KvPages::new(layout, layout.id(), &bytes).unwrap();
+    let q: Vec<f32> = (0..m * heads.query * d).map(|i| (i % 13) as f32 - 6.0).collect();
+    let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; m * heads.query]);
+    let mut words = vec![0; KvPages::workspace(&layout, heads, m, tokens).unwrap()];
+    for isa in Isa::available() {
+        let token = isa.token().unwrap();
+        pages.attend(token, heads, &lists(tokens), &q, &mut out, &mut lse, &mut words, &Serial).unwrap();
+        assert!(out.iter().chain(&lse).all(|v| v.is_finite()), "{isa:?}");
+    }
+    let mut cache = KvCache::new(layout, heads, tokens).unwrap();
+    cache.append(&x, &x, &Serial).unwrap();
+    cache.prefill(&q, &mut out, &mut lse, &mut Workspace::default(), &Serial).unwrap();
+    let (mut key, mut value) = (vec![0.0; d], vec![0.0; d]);
+    let page = bytes[..layout.page_bytes()].to_vec();
+    layout.read(&page, PAGE_TOKENS - 1, &mut key, &mut value).unwrap();
+}
+
+proptest! {
+    #[test]
+    fn attention_stays_within_its_buffers(
+        kind in prop_oneof![Just(KvType::Kv4), Just(KvType::Kv8), Just(KvType::F16)],
+        panels in 1usize..9,
+        heads in [1usize..3, 1usize..6],
+        tokens in prop_oneof![1usize..200, 1000usize..1100],
+        m in 1usize..9,
+        before: bool,
+    ) {
+        let side = if before { Side::Before } else { Side::After };
+        fenced(side, || attend(kind, 16 * panels, heads, [tokens, m.min(tokens)]));
     }
 }
 

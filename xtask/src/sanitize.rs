@@ -2,7 +2,7 @@
 //!
 //! The compiler's flag is one of nightly's, but the runtime comes with the stable toolchain; standard library and
 //! dependencies' build scripts stay as they are. Tests that plant a fault for every instruction set, on the
-//! heap and past its end, fail where the sanitizer does not tell of it.
+//! heap and past its end, fail where the sanitizer does not tell of it. The C examples are linked with the same runtime.
 
 use std::process::Command;
 
@@ -28,7 +28,9 @@ pub fn run() -> Result<()> {
     // Optimized for speed the kernels take minutes to compile with what is added to them.
     let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
     let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick, "--lib", "--tests"]);
-    command.args(["--package", "quant-kernels-cpu", "--package", "quant-fuzz"]);
+    for package in ["quant-kernels-cpu", "quant-kernels-c", "quant-fuzz"] {
+        command.args(["--package", package]);
+    }
     command.args(["--features", "quant-kernels-cpu/rayon"]);
     command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
     command.env("CARGO_TARGET_DIR", target_dir().join("sanitize")).env("QUANT_SANITIZER", "address");

@@ -10,6 +10,9 @@ use crate::{IsaToken, KernelError, Parallel};
 
 /// Rows of queries of one key-value head that pass over a chunk while it is in the second cache.
 const BLOCK_ROWS: usize = 64;
+/// The most query heads.
+pub const MAX_HEADS: usize = 1 << 16;
+
 /// Pages of a cache, wherever they are.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPages<'a> {
@@ -156,6 +159,9 @@ fn check_heads(heads: Heads) -> Result<(), KernelError> {
     if heads.kv == 0 || heads.query == 0 || !heads.query.is_multiple_of(heads.kv) {
         let (expected, got) = (heads.kv, heads.query);
         return Err(KernelError::Mismatch { what: "query heads", expected, got });
+    }
+    if heads.query > MAX_HEADS {
+        return Err(KernelError::TooLarge("the number of heads"));
     }
     if !heads.scale.is_finite() {
         return Err(KernelError::Scheme("a scale that is not finite"));

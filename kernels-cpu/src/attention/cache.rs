@@ -1,12 +1,9 @@
 //! A cache that owns its pages.
 
-use std::sync::{Mutex, PoisonError};
-
 use super::attend::KvPages;
 use super::grid::check_values;
 use super::layout::{KvLayout, PAGE_TOKENS};
 use super::list::{Heads, PageList};
-use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, LINE, Parallel};
 
 /// A cache line.
@@ -136,25 +133,13 @@ impl KvCache {
         check_values(keys)?;
         check_values(values)?;
         self.grow(after.div_ceil(PAGE_TOKENS))?;
-        let (layout, tokens, page_lines) = (self.layout, self.tokens, self.layout.page_bytes() / LINE);
-        let (lines, lists) = (Disjoint::new(&mut self.lines), &self.lists);
-        let refused = Mutex::new(None);
-        parallel.for_each(kv, &|head| {
-            let Some(pages) = lists.get(head) else { return };
-            for i in 0..m {
-                let (page, slot) = (pages[(tokens + i) / PAGE_TOKENS] as usize, (tokens + i) % PAGE_TOKENS);
-                // SAFETY: each head is asked for once, and its pages are its own.
-                let page = unsafe { lines.part(page * page_lines..(page + 1) * page_lines) };
-                let at = (i * kv + head) * d;
-                let written =
-                    layout.write(Line::bytes_mut(page), slot, &keys[at..at + d], &values[at..at + d]);
-                if let Err(error) = written {
-                    *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                }
-            }
-        });
-        if let Some(error) = refused.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
+        let (layout, tokens, lists) = (self.layout, self.tokens, &self.lists);
+        let place = |head: usize, i: usize| {
+            (lists[head][(tokens + i) / PAGE_TOKENS] as usize, (tokens + i) % PAGE_TOKENS)
+        };
+        // SAFETY: the pages of a head are its own.
+        unsafe {
+            layout.write_all(Line::bytes_mut(&mut self.lines), kv, m, &place, keys, values, parallel)?;
         }
         self.tokens = after;
         Ok(())

@@ -44,7 +44,7 @@ impl<'a> PageList<'a> {
 /// Heads, and what scores are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
-    /// A multiple of the key-value heads: query head `h` attends with head `h / (query / kv)`.
+    /// A multiple of the key-value heads, up to [`MAX_HEADS`](super::MAX_HEADS): query head `h` attends with head `h / (query / kv)`.
     pub query: usize,
     /// Key-value heads.
     pub kv: usize,

@@ -1,7 +1,7 @@
 //! Attention on a cache of keys and values: appended token by token, read page by page.
 //!
 //! Keys and values are quantized when they are appended ([`quantize_head`]), stored in pages of 64 tokens
-//! ([`KvLayout`]), and attended to through lists of pages ([`KvPages::attend`]); [`KvCache`] does all three for
+//! ([`KvLayout`], [`KvLayout::append`]), and attended to through lists of pages ([`KvPages::attend`]); [`KvCache`] does all three for
 //! one sequence. Decoding is one query, prefill many: the same kernel.
 //!
 //! # The definition
@@ -41,6 +41,7 @@
 //! no `p_t · s_t` that matters is below `10⁻³⁸`.
 
 mod ahead;
+mod append;
 mod attend;
 mod cache;
 mod dispatch;
@@ -52,7 +53,7 @@ mod list;
 mod merge;
 mod query;
 
-pub use self::attend::KvPages;
+pub use self::attend::{KvPages, MAX_HEADS};
 pub use self::cache::{KvCache, Workspace};
 pub use self::grid::{HeadGrid, LARGEST, dequantize_head, quantize_head};
 pub use self::layout::{KvLayout, KvType, MAX_HEAD_DIM, PAGE_TOKENS};

@@ -1,0 +1,377 @@
+//! Pages of keys and values in memory of the caller, and attention on lists of them.
+
+use quant_kernels_cpu::attention::{
+    Heads, KvLayout, KvPages, KvType, MAX_HEADS, PAGE_TOKENS, PageList, merge,
+};
+
+use crate::features::token;
+use crate::memory::{self, Fields, Output};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// Codes of 4 bits, a scale and a zero a token and head.
+pub const QZ1_KV_4BIT: u32 = 1;
+/// The same of 8 bits.
+pub const QZ1_KV_8BIT: u32 = 2;
+/// Half floats.
+pub const QZ1_KV_F16: u32 = 3;
+
+/// Pages of keys and values: each holds the same number of tokens of one key-value head. Made by
+/// `qz1_kv_layout_of`; its fields may be kept beside pages, and are checked against `id` whenever it is used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_kv_layout {
+    /// `sizeof(qz1_kv_layout)`
+    pub struct_size: u32,
+    /// `QZ1_KV_…`
+    pub kind: u32,
+    /// Features of a head: a multiple of 16 up to 512.
+    pub head_dim: u32,
+    /// Tokens of a page: 64.
+    pub page_tokens: u32,
+    /// Bytes of a page, a multiple of 64. Kernels read fastest where pages begin at one.
+    pub page_bytes: u64,
+    /// Names the order and all that it depends on.
+    pub id: u64,
+}
+
+/// Heads of attention.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_heads {
+    /// `sizeof(qz1_heads)`
+    pub struct_size: u32,
+    /// What scores are multiplied with, usually `1 / √head_dim`; finite.
+    pub scale: f32,
+    /// A multiple of the key-value heads, up to 65536: query head `h` attends with head `h / (query / kv)`.
+    pub query: usize,
+    /// Key-value heads.
+    pub kv: usize,
+}
+
+/// The pages of one key-value head, and what is seen of them. Tokens are counted along the list, whatever pages it
+/// names: a selection of pages, or a window, is a list. In an array of lists all have the same `struct_size`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_page_list {
+    /// `sizeof(qz1_page_list)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Numbers of pages, in order; page `i` begins at `i · page_bytes`.
+    pub pages: *const u32,
+    /// Elements of `pages`; those behind the last token are not looked at.
+    pub pages_len: usize,
+    /// Tokens in them.
+    pub tokens: usize,
+    /// Tokens at the beginning that no query sees.
+    pub first: usize,
+    /// Tokens up to the last that the first query sees; each query sees one more than the one before it, and none
+    /// more than there are. `PTRDIFF_MAX`: all see all. Causal: `tokens − queries + 1`, which may be negative.
+    pub seen: isize,
+}
+
+impl Fields for qz1_kv_layout {}
+impl Fields for qz1_heads {}
+impl Fields for qz1_page_list {}
+
+fn describe(layout: &KvLayout) -> qz1_kv_layout {
+    qz1_kv_layout {
+        struct_size: size_of::<qz1_kv_layout>() as u32,
+        kind: match layout.kind() {
+            KvType::Kv4 => QZ1_KV_4BIT,
+            KvType::Kv8 => QZ1_KV_8BIT,
+            KvType::F16 => QZ1_KV_F16,
+        },
+        head_dim: layout.head_dim() as u32,
+        page_tokens: PAGE_TOKENS as u32,
+        page_bytes: layout.page_bytes() as u64,
+        id: layout.id(),
+    }
+}
+
+fn kind(kind: u32) -> Result<KvType, Fault> {
+    match kind {
+        QZ1_KV_4BIT => Ok(KvType::Kv4),
+        QZ1_KV_8BIT => Ok(KvType::Kv8),
+        QZ1_KV_F16 => Ok(KvType::F16),
+        _ => Err(Fault::new(qz1_status::Scheme, "a cache of an unknown type")),
+    }
+}
+
+/// The layout that the caller's fields describe, every one of them.
+///
+/// # Safety
+/// As [`memory::read`].
+pub(crate) unsafe fn kv_layout(at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
+    // SAFETY: as the caller vouches.
+    let l = unsafe { memory::read(at, "the layout") }?;
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
+    let same = describe(&layout);
+    let fields = |l: &qz1_kv_layout| (l.kind, l.head_dim, l.page_tokens, l.page_bytes, l.id);
+    if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }
+}
+
+/// # Safety
+/// As [`memory::read`].
+pub(crate) unsafe fn heads(at: *const qz1_heads) -> Result<Heads, Fault> {
+    // SAFETY: as the caller vouches.
+    let h = unsafe { memory::read(at, "the heads") }?;
+    Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
+}
+
+/// Lists that are kept without allocating.
+const FEW: usize = 32;
+
+/// Calls `body` with the lists of the caller.
+///
+/// # Safety
+/// As [`memory::each`] and [`memory::slice`], for what lists point to.
+unsafe fn with_lists<R>(
+    at: *const qz1_page_list,
+    count: usize,
+    body: impl FnOnce(&[PageList<'_>]) -> Result<R, Fault>,
+) -> Result<R, Fault> {
+    if count > MAX_HEADS {
+        return Err(Fault::new(qz1_status::TooLarge, "the number of page lists"));
+    }
+    let mut few = [PageList::all(&[], 0); FEW];
+    let mut many = Vec::new();
+    let lists = match few.get_mut(..count) {
+        Some(few) => few,
+        None => {
+            many.resize(count, PageList::all(&[], 0));
+            &mut many[..]
+        }
+    };
+    // SAFETY: as the caller vouches.
+    unsafe {
+        memory::each(at, count, "a page list", |i, list: qz1_page_list| {
+            let pages = memory::slice(list.pages, list.pages_len, "the pages of a list")?;
+            lists[i] = PageList { pages, tokens: list.tokens, first: list.first, seen: list.seen };
+            Ok(())
+        })?;
+    }
+    body(lists)
+}
+
+/// The same memory, which overlaps no list.
+fn apart_from_lists<T>(mut out: Output<T>, lists: &[PageList<'_>]) -> Result<Output<T>, Fault> {
+    for list in lists {
+        out = out.apart(list.pages)?;
+    }
+    Ok(out)
+}
+
+/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` is set.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_layout_of(
+    kind: u32,
+    head_dim: usize,
+    out: *mut qz1_kv_layout,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let out = memory::fill(out, "the layout")?;
+        let layout = describe(&KvLayout::new(self::kind(kind)?, head_dim)?);
+        *out = qz1_kv_layout { struct_size: out.struct_size, ..layout };
+        Ok(())
+    })
+}
+
+/// Quantizes one token of one head into `slot` of a page, below 64: `key` and `value` are `[head_dim]`, the key after
+/// rotary embedding. Other slots are left alone, and nothing is written where a value is refused: beyond ±65504.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_write(
+    layout: *const qz1_kv_layout,
+    page: *mut u8,
+    page_len: usize,
+    slot: usize,
+    key: *const f32,
+    key_len: usize,
+    value: *const f32,
+    value_len: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of the page is one of what is read.
+    call(message, || unsafe {
+        let layout = kv_layout(layout)?;
+        let key = memory::slice(key, key_len, "the key")?;
+        let value = memory::slice(value, value_len, "the value")?;
+        let page = Output::new(page, page_len, "the page")?.apart(key)?.apart(value)?;
+        Ok(layout.write(page.slice(), slot, key, value)?)
+    })
+}
+
+/// Reads one token of one head back as floats, `[head_dim]` each.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_read(
+    layout: *const qz1_kv_layout,
+    page: *const u8,
+    page_len: usize,
+    slot: usize,
+    key: *mut f32,
+    key_len: usize,
+    value: *mut f32,
+    value_len: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of what is written is another's.
+    call(message, || unsafe {
+        let layout = kv_layout(layout)?;
+        let page = memory::slice(page, page_len, "the page")?;
+        let key = Output::new(key, key_len, "the key")?.apart(page)?.apart_from(value, value_len)?;
+        let value = Output::new(value, value_len, "the value")?.apart(page)?;
+        Ok(layout.read(page, slot, key.slice(), value.slice())?)
+    })
+}
+
+/// Quantizes `m` tokens and appends them behind the `tokens` of each list, one list a key-value head: `keys` and `values`
+/// are `[m, lists_len, head_dim]`, `pages` whole pages. Lists name pages for the new tokens too, none of these twice;
+/// the caller counts the tokens up afterwards.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_append(
+    layout: *const qz1_kv_layout,
+    pages: *mut u8,
+    pages_len: usize,
+    lists: *const qz1_page_list,
+    lists_len: usize,
+    keys: *const f32,
+    keys_len: usize,
+    values: *const f32,
+    values_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of the pages is one of what is read.
+    call(message, || unsafe {
+        let layout = kv_layout(layout)?;
+        let keys = memory::slice(keys, keys_len, "the keys")?;
+        let values = memory::slice(values, values_len, "the values")?;
+        let pages = Output::new(pages, pages_len, "the pages")?.apart(keys)?.apart(values)?;
+        let threads = Threads::new(parallel)?;
+        with_lists(lists, lists_len, |lists| {
+            let pages = apart_from_lists(pages, lists)?;
+            // SAFETY: it overlaps nothing that is read.
+            Ok(layout.append(pages.slice(), lists, keys, values, &threads)?)
+        })?;
+        threads.finish()
+    })
+}
+
+/// Writes to `words` how many words of 32 bits `qz1_attend` needs for so many queries on lists of at most so many tokens.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_attend_workspace(
+    layout: *const qz1_kv_layout,
+    heads: *const qz1_heads,
+    queries: usize,
+    tokens: usize,
+    words: *mut usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let (layout, heads) = (kv_layout(layout)?, self::heads(heads)?);
+        let words = memory::place(words, "the number of words")?;
+        *words = KvPages::workspace(&layout, heads, queries, tokens)?;
+        Ok(())
+    })
+}
+
+/// Attention of queries `q` `[m, heads.query, head_dim]` on a list for every key-value head: `out` is as `q`, `lse`
+/// `[m, heads.query]` the logarithm of the sum of `exp(score)`, with which `qz1_attend_merge` joins parts of a sequence.
+///
+/// A query that sees nothing gets zeros and minus infinity; a head whose query is not finite gets NaN in both. `isa`
+/// is a `QZ1_ISA_…`: all give the same bits, with any threads, but for the outputs of `QZ1_ISA_AVX512BF16`. The workspace
+/// is the caller's, holds nothing that stays, and must not be that of another call that runs at once.
+///
+/// # Safety
+/// As for `qz1_layout_of`; nobody writes to the pages meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_attend(
+    layout: *const qz1_kv_layout,
+    pages: *const u8,
+    pages_len: usize,
+    heads: *const qz1_heads,
+    lists: *const qz1_page_list,
+    lists_len: usize,
+    q: *const f32,
+    q_len: usize,
+    out: *mut f32,
+    out_len: usize,
+    lse: *mut f32,
+    lse_len: usize,
+    workspace: *mut u32,
+    workspace_len: usize,
+    isa: u32,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of what is written is another's or one of what is read.
+    call(message, || unsafe {
+        let (layout, heads, token) = (kv_layout(layout)?, self::heads(heads)?, token(isa)?);
+        let pages = memory::slice(pages, pages_len, "the pages")?;
+        let q = memory::slice(q, q_len, "the queries")?;
+        let out_at = Output::new(out, out_len, "the output")?.apart(pages)?.apart(q)?;
+        let out_at = out_at.apart_from(lse, lse_len)?.apart_from(workspace, workspace_len)?;
+        let lse_at = Output::new(lse, lse_len, "the log-sum-exps")?.apart(pages)?.apart(q)?;
+        let lse_at = lse_at.apart_from(workspace, workspace_len)?;
+        let words = Output::new(workspace, workspace_len, "the workspace")?.apart(pages)?.apart(q)?;
+        let threads = Threads::new(parallel)?;
+        let pages = KvPages::new(layout, layout.id(), pages)?;
+        with_lists(lists, lists_len, |lists| {
+            let (out, lse) = (apart_from_lists(out_at, lists)?, apart_from_lists(lse_at, lists)?);
+            let words = apart_from_lists(words, lists)?;
+            // SAFETY: they overlap neither each other nor anything that is read.
+            let (out, lse, words) = (out.slice(), lse.slice(), words.slice());
+            Ok(pages.attend(token, heads, lists, q, out, lse, words, &threads)?)
+        })?;
+        threads.finish()
+    })
+}
+
+/// Joins what queries found in other tokens to what they found so far: `out` and `other` are `[rows, head_dim]`, `lse` and
+/// `other_lse` `[rows]`, as `qz1_attend` gives them.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_attend_merge(
+    head_dim: usize,
+    out: *mut f32,
+    out_len: usize,
+    lse: *mut f32,
+    lse_len: usize,
+    other: *const f32,
+    other_len: usize,
+    other_lse: *const f32,
+    other_lse_len: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of what is written is another's or one of what is read.
+    call(message, || unsafe {
+        let other = memory::slice(other, other_len, "the other output")?;
+        let other_lse = memory::slice(other_lse, other_lse_len, "the other log-sum-exps")?;
+        let out = Output::new(out, out_len, "the output")?.apart(other)?.apart(other_lse)?;
+        let out = out.apart_from(lse, lse_len)?;
+        let lse = Output::new(lse, lse_len, "the log-sum-exps")?.apart(other)?.apart(other_lse)?;
+        Ok(merge(head_dim, out.slice(), lse.slice(), other, other_lse)?)
+    })
+}

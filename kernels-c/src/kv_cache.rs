@@ -1,0 +1,203 @@
+//! A cache that owns its pages, behind a handle.
+
+use quant_kernels_cpu::Parallel;
+use quant_kernels_cpu::attention::{KvCache, Workspace};
+
+use crate::kv::{heads, kv_layout, qz1_heads, qz1_kv_layout};
+use crate::memory::{self, Output};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// The keys and values of one sequence in one layer, and a workspace.
+pub struct qz1_kv_cache {
+    cache: KvCache,
+    workspace: Workspace,
+}
+
+/// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. `out` is null
+/// where there is none.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_new(
+    layout: *const qz1_kv_layout,
+    heads: *const qz1_heads,
+    max_tokens: usize,
+    out: *mut *mut qz1_kv_cache,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let out = memory::place(out, "the handle")?;
+        *out = core::ptr::null_mut();
+        let cache = KvCache::new(kv_layout(layout)?, self::heads(heads)?, max_tokens)?;
+        *out = Box::into_raw(Box::new(qz1_kv_cache { cache, workspace: Workspace::default() }));
+        Ok(())
+    })
+}
+
+/// Frees a handle; null is none.
+///
+/// # Safety
+/// It is one of `qz1_kv_cache_new`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
+    if !cache.is_null() {
+        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        drop(unsafe { Box::from_raw(cache) });
+    }
+}
+
+/// Tokens that it holds; 0 of null.
+///
+/// # Safety
+/// The handle is null or one of `qz1_kv_cache_new`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_tokens(cache: *const qz1_kv_cache) -> usize {
+    // SAFETY: as the caller vouches.
+    unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.tokens())
+}
+
+/// Bytes of its pages; 0 of null.
+///
+/// # Safety
+/// As for `qz1_kv_cache_tokens`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_bytes(cache: *const qz1_kv_cache) -> usize {
+    // SAFETY: as the caller vouches.
+    unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.bytes())
+}
+
+/// Quantizes and appends `m` tokens: `keys`, after rotary embedding, and `values` are `[m, heads.kv, head_dim]`. It holds
+/// the tokens from before where the status is not 0.
+///
+/// # Safety
+/// As for `qz1_layout_of`; nobody else uses the handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_append(
+    cache: *mut qz1_kv_cache,
+    keys: *const f32,
+    keys_len: usize,
+    values: *const f32,
+    values_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        let cache = &mut memory::place(cache, "the handle")?.cache;
+        let keys = memory::slice(keys, keys_len, "the keys")?;
+        let values = memory::slice(values, values_len, "the values")?;
+        let threads = Threads::new(parallel)?;
+        let before = cache.tokens();
+        cache.append(keys, values, &threads)?;
+        threads.finish().or_else(|fault| {
+            // Some heads may lack the new tokens.
+            cache.truncate(before)?;
+            Err(fault)
+        })
+    })
+}
+
+/// How queries are answered.
+type Answer =
+    fn(&KvCache, &[f32], &mut [f32], &mut [f32], &mut Workspace, &dyn Parallel) -> Result<(), Fault>;
+
+/// # Safety
+/// As [`memory::slice`], for everything.
+unsafe fn answer(
+    cache: *mut qz1_kv_cache,
+    (q, q_len): (*const f32, usize),
+    (out, out_len): (*mut f32, usize),
+    (lse, lse_len): (*mut f32, usize),
+    parallel: *const qz1_parallel,
+    by: Answer,
+) -> Result<(), Fault> {
+    // SAFETY: as the caller vouches; no part of what is written is another's or one of `q`.
+    unsafe {
+        let of = memory::place(cache, "the handle")?;
+        let q = memory::slice(q, q_len, "the queries")?;
+        let out = Output::new(out, out_len, "the output")?.apart(q)?.apart_from(lse, lse_len)?;
+        let lse = Output::new(lse, lse_len, "the log-sum-exps")?.apart(q)?;
+        let threads = Threads::new(parallel)?;
+        by(&of.cache, q, out.slice(), lse.slice(), &mut of.workspace, &threads)?;
+        threads.finish()
+    }
+}
+
+/// The last token's queries, by the instructions that `QZ1_ISA_DETECT` means: `q` and `out` are `[heads.query, head_dim]`,
+/// `lse` `[heads.query]`. All tokens are seen; of none there are zeros and minus infinity.
+///
+/// # Safety
+/// As for `qz1_kv_cache_append`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_decode(
+    cache: *mut qz1_kv_cache,
+    q: *const f32,
+    q_len: usize,
+    out: *mut f32,
+    out_len: usize,
+    lse: *mut f32,
+    lse_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    let by: Answer =
+        |cache, q, out, lse, workspace, threads| Ok(cache.decode(q, out, lse, workspace, threads)?);
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { answer(cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by) })
+}
+
+/// The queries of the last `m` tokens, which were appended before: `q` and `out` are `[m, heads.query, head_dim]`, `lse`
+/// `[m, heads.query]`. No query sees a token after its own.
+///
+/// # Safety
+/// As for `qz1_kv_cache_append`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_prefill(
+    cache: *mut qz1_kv_cache,
+    q: *const f32,
+    q_len: usize,
+    out: *mut f32,
+    out_len: usize,
+    lse: *mut f32,
+    lse_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    let by: Answer =
+        |cache, q, out, lse, workspace, threads| Ok(cache.prefill(q, out, lse, workspace, threads)?);
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { answer(cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by) })
+}
+
+/// Forgets all but the first `tokens`, which it holds; memory stays for the next.
+///
+/// # Safety
+/// As for `qz1_kv_cache_append`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_truncate(
+    cache: *mut qz1_kv_cache,
+    tokens: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe { Ok(memory::place(cache, "the handle")?.cache.truncate(tokens)?) })
+}
+
+/// Forgets all tokens; memory stays for the next.
+///
+/// # Safety
+/// As for `qz1_kv_cache_append`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_kv_cache_clear(
+    cache: *mut qz1_kv_cache,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, || unsafe {
+        memory::place(cache, "the handle")?.cache.clear();
+        Ok(())
+    })
+}
