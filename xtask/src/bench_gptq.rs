@@ -9,7 +9,7 @@ use crate::support::shell::{cargo, output};
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Numbers of threads
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
+    #[arg(long, value_delimiter = ',', default_values_t = [1])]
     pub threads: Vec<usize>,
     /// Inputs and outputs of the weight
     #[arg(long, default_value_t = 4096)]
