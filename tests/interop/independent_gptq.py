@@ -8,8 +8,8 @@ or with any engine. For a linear layer X of shape [out, in], b bits, groups of g
   X.scales   half  [in/g, out]
   X.g_idx    int32 [in]              the group of every input
 
-and w[o, i] = (q[i, o] - z[g_idx[i], o]) * s[g_idx[i], o], computed in f32 with one rounding. A
-stored zero of all ones has no meaning on which readers agree, so there must be none.
+and w[o, i] = (q[i, o] - z[g_idx[i], o]) * s[g_idx[i], o], computed in f32 with one rounding. The one
+is taken from all zeros of a word at once, with borrows; of 3 bits, from each modulo 8.
 """
 
 import argparse
@@ -28,6 +28,15 @@ def unpack(words, bits):
     return ones @ (1 << numpy.arange(bits, dtype=numpy.int32))
 
 
+def unpack_zeros(words, bits):
+    """[rows, words] of int32 -> [rows, 32 * words / bits] of zeros."""
+    if bits == 3:
+        return (unpack(words, bits) + 1) & 7
+    one = sum(1 << shift for shift in range(0, 32, bits))
+    words = numpy.ascontiguousarray(words).view(numpy.uint32)
+    return unpack(words + numpy.uint32(one), bits)
+
+
 def dequantize(checkpoint, module, bits, group_size):
     """f32 [out, in]"""
     codes = unpack(checkpoint.read(f"{module}.qweight").T, bits).T
@@ -35,10 +44,7 @@ def dequantize(checkpoint, module, bits, group_size):
     group = inputs if group_size == -1 else group_size
     if inputs % group != 0:
         raise ValueError(f"{module}: {inputs} inputs do not divide into groups of {group}")
-    stored = unpack(checkpoint.read(f"{module}.qzeros"), bits)
-    if (stored == (1 << bits) - 1).any():
-        raise ValueError(f"{module}: readers disagree on a stored zero of {(1 << bits) - 1}")
-    zeros = stored + 1
+    zeros = unpack_zeros(checkpoint.read(f"{module}.qzeros"), bits)
     scales = checkpoint.read(f"{module}.scales")
     index = checkpoint.read(f"{module}.g_idx")
     expect(f"shape of {module}.qzeros", zeros.shape, (inputs // group, outputs))
@@ -83,8 +89,8 @@ def main():
     weights = {f"{module}.weight": dequantize(checkpoint, module, bits, group_size) for module in modules}
     if quantization["sym"]:
         for module in modules:
-            stored = unpack(checkpoint.read(f"{module}.qzeros"), bits)
-            expect(f"zeros of {module}", sorted(set(stored.flatten().tolist())), [(1 << (bits - 1)) - 1])
+            zeros = unpack_zeros(checkpoint.read(f"{module}.qzeros"), bits)
+            expect(f"zeros of {module}", sorted(set(zeros.flatten().tolist())), [1 << (bits - 1)])
     save_file(weights, arguments.out)
 
 

@@ -11,9 +11,9 @@
 //!
 //! Codes and zeros are a dense little-endian bit stream ([`bits`](crate::format::bits)).
 //!
-//! A zero of 0 less one does not fit. Readers that add one to each zero (llama.cpp's converter) then see `2^b`, those
-//! that add one to all zeros of a word at once (gptqmodel) see a carry in the next one. Such a group is therefore
-//! written with codes and zero one higher, which is the same numbers, and refused where its codes leave no room.
+//! A zero of 0 less one does not fit. It is taken from whole words, with a borrow from the next zero, as gptqmodel does,
+//! which adds it back the same way. Readers that add one to each zero (llama.cpp's converter) see `2^b`; where the
+//! codes of such a group leave room, they and the zero are written one higher, which is the same numbers to all.
 
 use std::borrow::Cow;
 
@@ -102,46 +102,49 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     }
     let groups = tensor.scales.len() / n;
     let (codes, zeros) = match &tensor.zeros {
-        Some(zeros) => with_room(module, tensor, zeros, k / groups)?,
+        Some(zeros) => with_room(tensor, zeros, k / groups),
         None => (Cow::Borrowed(&tensor.codes[..]), vec![1 << (bits - 1); n * groups]),
     };
     let codes = pack_rows(&codes, k, bits);
     let codes = transpose_words(&codes, n, codes.len() / 4 / n);
-    let zeros: Vec<u8> = transpose(&zeros, n, groups).into_iter().map(|z| z - 1).collect();
     let index = group_index(k, k / groups).flat_map(i32::to_le_bytes).collect();
     let bytes = [
         codes,
-        pack_rows(&zeros, n, bits),
+        pack_zeros(transpose(&zeros, n, groups), n, bits),
         tensor.scale_dtype.narrow(&transpose(&tensor.scales, n, groups)),
         index,
     ];
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// Codes and zeros of which no zero is 0.
-fn with_room<'t>(
-    module: &str,
-    tensor: &'t QuantizedTensor,
-    zeros: &[u8],
-    group_size: usize,
-) -> Result<(Cow<'t, [u8]>, Vec<u8>)> {
+/// Codes and zeros of which no zero is 0 where the codes leave room for that.
+fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -> (Cow<'t, [u8]>, Vec<u8>) {
     let mut codes = Cow::Borrowed(&tensor.codes[..]);
     let mut raised = zeros.to_vec();
     for (group, zero) in raised.iter_mut().enumerate().filter(|(_, zero)| **zero == 0) {
         let of_group = group * group_size..(group + 1) * group_size;
-        if tensor.codes[of_group.clone()].contains(&tensor.scheme.max_code()) {
-            return Err(Error::Numeric {
-                tensor: format!("{module}.weight"),
-                reason: format!(
-                    "group {group} has no weight below 0, and the {METHOD} format does not store its zero of 0: \
-                     readers disagree on it; --symmetric, or another --format, has no such groups"
-                ),
-            });
+        if !tensor.codes[of_group.clone()].contains(&tensor.scheme.max_code()) {
+            *zero = 1;
+            codes.to_mut()[of_group].iter_mut().for_each(|code| *code += 1);
         }
-        *zero = 1;
-        codes.to_mut()[of_group].iter_mut().for_each(|code| *code += 1);
     }
-    Ok((codes, raised))
+    (codes, raised)
+}
+
+/// A one for every zero of a word.
+fn ones(bits: u8) -> u32 {
+    (0..32 / u32::from(bits)).fold(0, |word, i| word | 1 << (i * u32::from(bits)))
+}
+
+/// Words of zeros `[groups, n]`, each less one: taken from whole words, but of 3 bits, which straddle words, from each.
+fn pack_zeros(mut zeros: Vec<u8>, n: usize, bits: u8) -> Vec<u8> {
+    if bits == 3 {
+        zeros.iter_mut().for_each(|z| *z = z.wrapping_sub(1) & 7);
+        return pack_rows(&zeros, n, bits);
+    }
+    let words = pack_rows(&zeros, n, bits);
+    let words = words.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+    words.flat_map(|word| word.wrapping_sub(ones(bits)).to_le_bytes()).collect()
 }
 
 /// The group of every input.
@@ -176,9 +179,8 @@ pub(super) fn unpack_zeros(
     }
     let mask = u8::MAX >> (8 - bits);
     if less_one && bits != 3 {
-        let one = (0..32 / u32::from(bits)).fold(0_u32, |word, i| word | 1 << (i * u32::from(bits)));
         let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        let words: Vec<u8> = words.flat_map(|word| word.wrapping_add(one).to_le_bytes()).collect();
+        let words: Vec<u8> = words.flat_map(|word| word.wrapping_add(ones(bits)).to_le_bytes()).collect();
         unpack_rows(&words, n, bits, &mut zeros).map_err(inconsistent)?;
     } else {
         unpack_rows(bytes, n, bits, &mut zeros).map_err(inconsistent)?;
@@ -278,20 +280,21 @@ mod tests {
     }
 
     #[test]
-    fn a_zero_of_0_that_has_no_room_is_refused() {
+    fn a_zero_of_0_borrows_where_it_has_no_room() {
         let mut codes = vec![3; 8 * 16];
         codes[8 + 2] = 15;
-        let mut zeros = vec![7; 16];
-        zeros[0] = 0;
-        let fits = tensor("w4a16-g8-asym", [8, 16], codes.clone(), Some(zeros.clone()));
-        assert!(pack("x", &fits).is_ok());
-        zeros[1] = 0;
-        let error = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap_err();
-        assert_eq!(error.category().exit_code(), 6, "{error}");
-        assert!(error.to_string().contains("`x.weight`: group 1 has no weight below 0"), "{error}");
-        // What gptqmodel writes of a zero of 0 borrows from its neighbour, and comes back.
-        let word = 0x8888_8880_u32.wrapping_sub(0x1111_1111).to_le_bytes();
-        assert_eq!(unpack_zeros(&word, 8, 1, 4, true).unwrap(), [0, 8, 8, 8, 8, 8, 8, 8]);
+        let mut zeros = vec![8; 16];
+        (zeros[0], zeros[1]) = (0, 0);
+        let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
+        // Group 0 had room, group 1 of output 0 had not.
+        assert_eq!(words(&parts[1].1), [0x7777_7770, 0x8888_8880_u32.wrapping_sub(0x1111_1111)]);
+        let back = unpack_zeros(&parts[1].1, 8, 2, 4, true).unwrap();
+        assert_eq!(back[..4], [1, 0, 8, 8]);
+        // Of 3 bits each wraps by itself.
+        let zeros: Vec<u8> = (0..32).map(|i| i % 8).collect();
+        let full = tensor("w3a16-g32-asym", [32, 32], vec![7; 32 * 32], Some(zeros.clone()));
+        let parts = pack("x", &full).unwrap();
+        assert_eq!(unpack_zeros(&parts[1].1, 32, 1, 3, true).unwrap(), zeros);
     }
 
     proptest! {

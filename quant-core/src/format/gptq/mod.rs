@@ -123,6 +123,7 @@ impl Container for GptqV1 {
             notes.push(
                 "vLLM and SGLang read symmetric grids only in this format, and ignore zeros".to_owned(),
             );
+            notes.push("llama.cpp's converter misreads groups with a zero of 0 in this format".to_owned());
         }
         if !matches!(bits, 4 | 8) {
             notes.push(format!("vLLM and SGLang read 4 and 8 bits in this format, not {bits}"));
