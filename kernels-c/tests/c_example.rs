@@ -48,8 +48,8 @@ fn beside() -> Vec<String> {
     let mut needed: Vec<String> = ["-lpthread", "-ldl", "-lm"].map(str::to_owned).into();
     if std::env::var("QUANT_SANITIZER").as_deref() == Ok("address") {
         let libraries = succeeds(Command::new("rustc").args(["--print", "target-libdir"]));
-        let runtime = std::fs::read_dir(libraries.trim()).unwrap().map(|file| file.unwrap().path());
-        let runtime = runtime.filter(|path| path.to_string_lossy().ends_with("_rt.asan.a")).next().unwrap();
+        let mut files = std::fs::read_dir(libraries.trim()).unwrap().map(|file| file.unwrap().path());
+        let runtime = files.find(|path| path.to_string_lossy().ends_with("_rt.asan.a")).unwrap();
         needed.splice(
             0..0,
             [format!("-Wl,--whole-archive,{},--no-whole-archive", runtime.display()), "-rdynamic".to_owned()],

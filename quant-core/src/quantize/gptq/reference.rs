@@ -129,9 +129,8 @@ impl Row<'_> {
             let pivot = self.upper[c * k + c];
             let error = (w[c] - value) / pivot;
             out.loss += error * error / 2.0;
-            for j in c..k {
-                w[j] -= error * self.upper[c * k + j];
-            }
+            let row = &self.upper[c * k..(c + 1) * k];
+            w.iter_mut().zip(row).skip(c).for_each(|(w, u)| *w -= error * u);
         }
         out
     }

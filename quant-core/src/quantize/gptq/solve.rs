@@ -33,6 +33,9 @@ pub struct Solved {
     pub loss: f64,
 }
 
+/// Zeros and losses of a tile.
+type TileOutcome = Result<(Vec<u8>, Vec<f64>), RowsError>;
+
 /// Quantizes a weight `[n, k]`, row-major, with the factor of its input's Hessian.
 ///
 /// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
@@ -84,7 +87,7 @@ pub fn solve(
     let codes = tensor.codes.par_chunks_mut(TILE * k);
     let scales = tensor.scales.par_chunks_mut(TILE * groups);
     let tiles = codes.zip(scales).enumerate();
-    let outcomes: Vec<Result<(Vec<u8>, Vec<f64>), RowsError>> = tiles
+    let outcomes: Vec<TileOutcome> = tiles
         .map_init(Tile::default, |tile, (i, (codes, scales))| {
             tile.start(&work, i * TILE, codes.len() / k);
             tile.solve(&work)?;
