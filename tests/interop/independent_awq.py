@@ -48,7 +48,7 @@ def check_plain_layers(checkpoint, names):
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
         is_linear = (name != module and len(entry["shape"]) == 2
-                     and not module.endswith("embed_tokens"))
+                     and not module.endswith(("embed_tokens", "embed_positions")))
         if is_linear and not any(part in module for part in names):
             raise ValueError(f"{name} is not packed, and modules_to_not_convert does not name it")
 

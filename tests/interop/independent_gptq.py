@@ -79,7 +79,7 @@ def main():
     modules = [name.removesuffix(suffix) for name in checkpoint.places if name.endswith(suffix)]
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
-        if name != module and len(entry["shape"]) == 2 and not module.endswith(("embed_tokens", "lm_head")):
+        if name != module and len(entry["shape"]) == 2 and not module.endswith(("embed_tokens", "embed_positions", "lm_head")):
             if not is_excluded(module, dynamic):
                 raise ValueError(f"{name} is not packed, and dynamic does not name it")
     for module in modules:

@@ -68,8 +68,8 @@ def load(model_dir, dequantize=False):
 
 def packed_attribute(quantization):
     """What a module's packed codes are called."""
-    is_awq = quantization is not None and quantization.get("quant_method") == "awq"
-    return "qweight" if is_awq else "weight_packed"
+    in_columns = quantization is not None and quantization.get("quant_method") in ("awq", "gptq")
+    return "qweight" if in_columns else "weight_packed"
 
 
 def logits(model, tokens):
@@ -114,7 +114,7 @@ def check_config(quantization, packed, dequantize):
         return
     if not packed:
         raise CheckpointError("config.json has a quantization_config, but no tensor is packed")
-    if quantization["quant_method"] == "awq":
+    if quantization["quant_method"] in ("awq", "gptq"):
         if dequantize:
             raise CheckpointError("--dequantize is for compressed-tensors")
         return
