@@ -1,9 +1,10 @@
 //! The options that say what is quantized how, shared by `plan` and `quantize`.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use quant_core::Result;
-use quant_core::calibrate::Sampling;
+use quant_core::calibrate::{ChannelMaxima, Sampling};
 use quant_core::model::Model;
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{
@@ -23,7 +24,8 @@ pub struct RecipeOptions {
     /// How the numbers are found; the preset's when not given
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Numeric format: w2a16, w3a16, w4a16 or w8a16, optionally with -g128, -channel, -sym, -asym
+    /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally with -g128, -channel, -sym, -asym, and after a8
+    /// with -static or -static-asym
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
     /// Container to write [default: compressed-tensors]; several go into OUT/FORMAT each
@@ -45,7 +47,19 @@ pub struct RecipeOptions {
     /// the head
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
     pub overrides: Vec<String>,
-    /// How candidate scales are compared: fast (on growing shares of the batch) or reference (each
+    /// SmoothQuant: how much of the outliers moves from the activations into the weights, 0 to 1, or auto: what
+    /// leaves each block the least error [default: the family's]
+    #[arg(long, value_name = "A|auto", help_heading = "Recipe")]
+    pub alpha: Option<String>,
+    /// SmoothQuant: what is divided by its scales: norms, or all (linears too, whose outputs reach the next linear
+    /// channel by channel) [default: norms]
+    #[arg(long, value_name = "norms|all", help_heading = "Recipe")]
+    pub smooth_producers: Option<String>,
+    /// SmoothQuant: maxima of channels from FILE (safetensors), as --save-channel-maxima of quantize writes them,
+    /// instead of a calibration text
+    #[arg(long, value_name = "FILE", help_heading = "Recipe")]
+    pub channel_maxima: Option<PathBuf>,
+    /// AWQ: how candidate scales are compared: fast (on growing shares of the batch) or reference (each
     /// on the whole batch) [default: fast]
     #[arg(long, value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
@@ -110,8 +124,24 @@ impl RecipeOptions {
         for option in &self.overrides {
             recipe.overrides.push(parse_override(option, recipe.scheme)?);
         }
-        if recipe.method.transform.is_none() && self.search.is_some() {
+        if !recipe.method.has("awq") && self.search.is_some() {
             return Err(self.has_no_effect(&recipe, "--search", "searches nothing on a calibration text"));
+        }
+        if !recipe.method.has("smoothquant") {
+            let given = self.smooth_options().into_iter().find(|(_, given)| *given);
+            if let Some((option, _)) = given {
+                return Err(self.has_no_effect(&recipe, option, "does not smooth activations"));
+            }
+        }
+        let smooth = &mut recipe.settings.smooth;
+        if let Some(alpha) = &self.alpha {
+            smooth.alpha = Some(alpha.parse()?);
+        }
+        if let Some(producers) = &self.smooth_producers {
+            smooth.producers = producers.parse()?;
+        }
+        if let Some(path) = &self.channel_maxima {
+            smooth.maxima = Some(Arc::new(ChannelMaxima::read(path)?));
         }
         if recipe.method.rounding != Rounding::Gptq {
             let given = self.gptq_options().into_iter().find(|(_, given)| *given);
@@ -119,7 +149,7 @@ impl RecipeOptions {
                 return Err(self.has_no_effect(&recipe, option, "does not round with GPTQ"));
             }
         }
-        if !recipe.method.needs_text() {
+        if !recipe.needs_text() {
             let given = [
                 ("--samples", self.samples.is_some()),
                 ("--seq-len", self.seq_len.is_some()),
@@ -132,14 +162,14 @@ impl RecipeOptions {
                 return Err(self.needs_no_text(&recipe, option));
             }
         }
-        if let (Some(path), false) = (&self.recipe, recipe.method.needs_text()) {
+        if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
             // A file that rounds only has none; this one's transform was overruled.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(self.needs_no_text(&recipe, &format!("[calibration] of {}", path.display())));
             }
         }
         if let Some(search) = &self.search {
-            recipe.search = search.parse()?;
+            recipe.settings.search = search.parse()?;
         }
         let gptq = &mut recipe.gptq;
         *gptq = GptqSettings {
@@ -174,7 +204,7 @@ impl RecipeOptions {
             || !(ignore.is_empty() && overrides.is_empty())
             || [samples, seq_len].iter().any(|o| o.is_some())
             || seed.is_some()
-            || self.gptq_options().iter().any(|(_, given)| *given)
+            || self.gptq_options().iter().chain(&self.smooth_options()).any(|(_, given)| *given)
             || file.is_some();
         if other || format.is_empty() {
             model.require_float()?;
@@ -192,6 +222,14 @@ impl RecipeOptions {
             format!("{option} has no effect: method `{}` {why}", recipe.method.name),
             "leave it out, or choose another --method",
         )
+    }
+
+    fn smooth_options(&self) -> [(&'static str, bool); 3] {
+        [
+            ("--alpha", self.alpha.is_some()),
+            ("--smooth-producers", self.smooth_producers.is_some()),
+            ("--channel-maxima", self.channel_maxima.is_some()),
+        ]
     }
 
     fn gptq_options(&self) -> [(&'static str, bool); 4] {

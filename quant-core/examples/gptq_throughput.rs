@@ -19,7 +19,7 @@ use faer::{Accum, Mat, MatRef, Par, Side};
 use quant_core::checkpoint::Dtype;
 use quant_core::quantize::Rows;
 use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, solve};
-use quant_core::recipe::WeightScheme;
+use quant_core::recipe::LinearScheme;
 
 const RUNS: usize = 3;
 
@@ -79,7 +79,7 @@ fn measure(
     let weights = values(side * side, 2);
     let square = MatRef::from_row_major_slice(&weights, side, side);
     let settings = GptqSettings { act_order: ActOrder::GroupAware, ..GptqSettings::default() };
-    let scheme: WeightScheme = "w4a16-g128-sym".parse()?;
+    let scheme: LinearScheme = "w4a16-g128-sym".parse()?;
 
     let never = f64::INFINITY;
     let (mut triangle, mut summed, mut product, mut chain, mut factored, mut solved) =

@@ -13,7 +13,7 @@ use std::time::Instant;
 use quant_core::checkpoint::Dtype;
 use quant_core::format::pack_rows;
 use quant_core::quantize::{QuantizedRows, Rows, quantize_rows};
-use quant_core::recipe::WeightScheme;
+use quant_core::recipe::LinearScheme;
 
 const RUNS: usize = 9;
 
@@ -68,7 +68,7 @@ fn measure(
     n: usize,
     k: usize,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    let scheme: WeightScheme = text.parse()?;
+    let scheme: LinearScheme = text.parse()?;
     let groups = n * k / scheme.granularity.group_size(k);
     let (mut codes, mut scales) = (vec![0; n * k], vec![0.0; groups]);
     let mut zeros = vec![0; if scheme.symmetric { 0 } else { groups }];

@@ -12,7 +12,9 @@ use quant_core::checkpoint::Dtype;
 use quant_core::model::{Block, FoldGroup, NoTap, NodeId, WeightBody};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
-use quant_core::transform::{Awq, BlockTask, Grid, Rewrite, Search as SearchMode, Transform};
+use quant_core::transform::{
+    Awq, BlockTask, Grid, Rewrite, Search as SearchMode, Transform, TransformSettings,
+};
 use quant_core::{CancelToken, TensorSource};
 
 fn tiny() -> Tiny {
@@ -66,10 +68,12 @@ impl Search {
             block: &block,
             grids: &grids,
             norm_dtypes: &norm_dtypes,
-            search,
+            settings: &TransformSettings { search, ..TransformSettings::default() },
+            smoothing: 0.5,
+            ranges: &BTreeMap::new(),
             cancel: &CancelToken::new(),
         };
-        let rewrite = Awq.search(&[task], &mut hidden).unwrap().remove(0);
+        let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);
         // The search has moved the batch on to the next block, whatever it looked at.
         let mut next = embed();
         next.advance(&block, &CancelToken::new()).unwrap();
@@ -457,6 +461,7 @@ fn without_a_calibration_batch_awq_is_refused() {
         model: &model,
         plan: &plan,
         windows: None,
+        maxima: None,
         observer: &quant_core::Silent,
         cancel: &CancelToken::new(),
     };

@@ -37,7 +37,7 @@ fn execute(model: &Model, from: &Quantized, plan: &Plan) -> Quantized {
 
 fn job<'a>(model: &'a Model, plan: &'a Plan, windows: Option<&'a TokenWindows>) -> Job<'a> {
     static NEVER: std::sync::LazyLock<CancelToken> = std::sync::LazyLock::new(CancelToken::new);
-    Job { model, plan, windows, observer: &Silent, cancel: &NEVER }
+    Job { model, plan, windows, maxima: None, observer: &Silent, cancel: &NEVER }
 }
 
 fn in_container(name: &str, method: &str, scheme: &str) -> Recipe {
@@ -121,7 +121,7 @@ fn one_run_gives_what_each_would_alone() {
             .iter()
             .map(|name| Plan::new(&source, &open_recipe(method), named(name)).unwrap())
             .collect();
-        let batch = plans[0].method.needs_text().then_some(&batch);
+        let batch = plans[0].needs_text().then_some(&batch);
         let jobs: Vec<Job<'_>> = plans.iter().map(|plan| job(&source, plan, batch)).collect();
         let alone: Vec<_> = jobs
             .iter()

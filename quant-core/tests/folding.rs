@@ -10,7 +10,7 @@ use common::{Kind, Tiny, flat, normal, relative_difference};
 use quant_core::CancelToken;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Block, BlockGraph, FoldGroup, Model, NoTap, NodeId, Op};
-use quant_core::transform::{BlockTask, Rewrite, Search, fold};
+use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -45,7 +45,7 @@ impl Bench {
     }
 
     fn groups(&self) -> Vec<FoldGroup> {
-        self.graph().fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
+        self.graph().fold_groups()
     }
 
     fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, scales: &[f32]) -> quant_core::Result<()> {
@@ -55,15 +55,17 @@ impl Bench {
             block: &self.block,
             grids: &BTreeMap::new(),
             norm_dtypes: &self.norm_dtypes,
-            search: Search::Reference,
+            settings: &TransformSettings::default(),
+            smoothing: 0.5,
+            ranges: &BTreeMap::new(),
             cancel: &CancelToken::new(),
         };
         fold(rewrite, &task, group, scales)
     }
 
-    /// Channels that the consumers of a group read.
+    /// Channels of a group's producer.
     fn channels(&self, group: &FoldGroup) -> usize {
-        self.block.linear(group.consumers[0]).weight().shape()[1]
+        self.block.linear(group.consumers[0]).weight().shape()[1] / group.repeat
     }
 
     /// Random scales folded into all of these groups.
@@ -121,7 +123,9 @@ fn folding_every_group_leaves_the_output_unchanged() {
         for seed in 0..4 {
             let bench = Bench::new(&tiny, seed);
             let groups = bench.groups();
-            assert_eq!(groups.len(), if tiny.kv_heads == tiny.heads { 4 } else { 3 }, "{name}");
+            assert_eq!(groups.len(), 4, "{name}");
+            let repeated = groups.iter().filter(|g| g.repeat != 1).count();
+            assert_eq!(repeated, usize::from(tiny.kv_heads != tiny.heads), "{name}");
             let change = bench.change(&bench.fold_all(&groups, 10 * seed));
             assert!(change <= BOUND, "{name}, seed {seed}: {change:e}");
             worst = worst.max(change);
@@ -318,12 +322,44 @@ fn scales_that_are_not_positive_are_refused() {
     }
 }
 
+/// A scale of a value head stands in every query head that reads it, and in no other.
 #[test]
-fn repeated_channels_and_wrong_counts_are_refused() {
+fn repeated_channels_are_scaled_wherever_they_stand() {
     let bench = Bench::new(&Tiny::default(), 1);
-    let repeated = bench.graph().fold_groups().into_iter().find(|g| g.repeat == 2).unwrap();
-    let scales = vec![2.0; bench.channels(&repeated)];
-    assert!(bench.fold(&mut Rewrite::default(), &repeated, &scales).is_err());
+    let repeated = bench.groups().into_iter().find(|g| g.repeat == 2).unwrap();
+    let mut scales = vec![1.0; bench.channels(&repeated)];
+    // Channel 3 of the second of two heads of 16.
+    scales[16 + 3] = 4.0;
+    let mut rewrite = Rewrite::default();
+    bench.fold(&mut rewrite, &repeated, &scales).unwrap();
+    let columns = &rewrite.columns[&repeated.consumers[0]];
+    let scaled: Vec<usize> = (0..columns.len()).filter(|&c| columns[c] != 1.0).collect();
+    assert_eq!(scaled, [2 * 16 + 3, 3 * 16 + 3]);
+    assert_eq!(repeated.gather_largest(columns), scales);
+}
+
+/// One rewrite after another is one rewrite, and still changes nothing.
+#[test]
+fn rewrites_follow_on_each_other() {
+    for (name, tiny) in cases() {
+        let bench = Bench::new(&tiny, 5);
+        let groups = bench.groups();
+        let first = bench.fold_all(&groups, 21);
+        let between = Bench { block: first.apply(&bench.block).unwrap(), ..Bench::new(&tiny, 5) };
+        let both = first.then(between.fold_all(&groups, 22)).unwrap();
+        assert!(bench.change(&both) <= 2.0 * BOUND, "{name}: {:e}", bench.change(&both));
+        for (node, weight) in &both.norms {
+            let dtype = tiny.norm_dtype;
+            assert!(weight.iter().all(|&w| dtype.round(w) == w), "{name} {}", bench.graph().name(*node));
+        }
+    }
+    let clipped = Rewrite { clips: BTreeMap::from([(0, vec![1.0])]), ..Rewrite::default() };
+    assert!(clipped.then(Rewrite::default()).is_err());
+}
+
+#[test]
+fn wrong_counts_are_refused() {
+    let bench = Bench::new(&Tiny::default(), 1);
     for group in bench.groups() {
         let mut rewrite = Rewrite::default();
         let scales = vec![2.0; bench.channels(&group) - 1];

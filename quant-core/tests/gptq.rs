@@ -203,6 +203,7 @@ fn a_run_goes_on_from_any_block_whether_or_not_its_sink_reads_back() {
                     model: &model,
                     plan: &plan,
                     windows: Some(&windows),
+                    maxima: None,
                     observer: &Silent,
                     cancel: &cancel,
                 };
@@ -234,7 +235,7 @@ fn activations_that_are_not_finite_are_told_by_their_linear() {
         let mut sink = MemorySink::new(plan.outputs()).unwrap();
         let cancel = CancelToken::new();
         let job =
-            Job { model: &model, plan: &plan, windows: Some(&windows), observer: &Silent, cancel: &cancel };
+            Job { model: &model, plan: &plan, windows: Some(&windows), maxima: None, observer: &Silent, cancel: &cancel };
         let error = quantize(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(

@@ -3,8 +3,10 @@
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use quant_core::calibrate::ChannelMaxima;
 use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use quant_core::format::CONTAINERS;
 use quant_core::format::engines::{ENGINES, Outline, Verdict};
@@ -39,6 +41,10 @@ pub struct Args {
     /// go through the model's chat template) or the name of a set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
+    /// Write the largest magnitude of every input channel of every linear to FILE (safetensors), for --channel-maxima
+    /// of another run
+    #[arg(long, value_name = "FILE", help_heading = "Calibration")]
+    pub save_channel_maxima: Option<PathBuf>,
     /// Replace OUT if it exists; the old one stays until the new one is complete
     #[arg(long)]
     pub force: bool,
@@ -93,7 +99,7 @@ struct Calibration {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let started = Instant::now();
     let recipe = args.recipe.recipe()?;
-    if let (Some(text), false) = (&args.calibration, recipe.method.needs_text()) {
+    if let (Some(text), false) = (&args.calibration, recipe.needs_text()) {
         return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
     }
     let outputs = outputs(&args.output, &recipe)?;
@@ -105,6 +111,13 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             ));
         }
         output::outside(&[("--report", Some(path))], &[&args.model])?;
+        output::check_writable(path)?;
+    }
+    if let Some(path) = &args.save_channel_maxima {
+        if !recipe.needs_text() {
+            return Err(args.recipe.needs_no_text(&recipe, "--save-channel-maxima"));
+        }
+        output::outside(&[("--save-channel-maxima", Some(path))], &[&args.model])?;
         output::check_writable(path)?;
     }
     // Found later for a model that is here; nothing is fetched for a run that cannot write.
@@ -192,11 +205,11 @@ fn quantize(
     let plans = args.recipe.plans(&opened.model, recipe)?;
     refuse_existing(outputs, args)?;
     let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
-    if let (Some(text), false) = (&args.calibration, plan.method.needs_text()) {
+    if let (Some(text), false) = (&args.calibration, plan.needs_text()) {
         return Err(args.recipe.needs_no_text(recipe, &format!("--calibration {text}")));
     }
     let positions = opened.model.architecture().max_positions;
-    if plan.method.needs_text() && plan.sampling.length > positions {
+    if plan.needs_text() && plan.sampling.length > positions {
         session.progress.note(&format!(
             "warning: calibration windows of {} tokens are longer than the {positions} positions the model was \
              made for; --seq-len {positions} stays inside",
@@ -217,7 +230,7 @@ fn quantize(
     for note in notes {
         session.progress.note(&format!("note: {note}"));
     }
-    let windows = match plan.method.needs_text() {
+    let windows = match plan.needs_text() {
         true => {
             let named = args.calibration.as_deref().or(recipe.calibration.as_deref());
             let text = named.unwrap_or(inputs::BUILTIN);
@@ -231,10 +244,12 @@ fn quantize(
         ));
     }
     session.cancel.check()?;
+    let maxima = args.save_channel_maxima.as_ref().map(|path| (path, Mutex::new(ChannelMaxima::default())));
     let job = |plan| Job {
         model: &opened.model,
         plan,
         windows: windows.as_ref(),
+        maxima: maxima.as_ref().map(|(_, kept)| kept),
         observer: &session.progress,
         cancel: &session.cancel,
     };
@@ -244,7 +259,12 @@ fn quantize(
         // Made for them; stays where anything is left in it.
         let _ = std::fs::remove_dir(&args.output);
     }
-    written
+    let written = written?;
+    if let Some((path, kept)) = maxima {
+        let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
+        std::fs::write(path, kept.to_bytes()?).map_err(|e| Error::io("write", path, e))?;
+    }
+    Ok(written)
 }
 
 /// Runs jobs on one model, each into a directory that appears only when everything in it is

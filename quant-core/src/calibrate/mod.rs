@@ -7,8 +7,10 @@
 
 mod chat;
 mod layout;
+mod maxima;
 mod observe;
 mod packing;
+mod ranges;
 mod settings;
 mod text;
 mod tokenizer;
@@ -16,8 +18,10 @@ mod windows;
 
 pub use chat::{ChatTemplate, Conversation, RenderedChat};
 pub use layout::{BatchLayout, TokenUse};
+pub use maxima::ChannelMaxima;
 pub use observe::{AbsMean, BatchTap, HiddenStates, SampledRows, gram};
 pub use packing::{Mask, Packing};
+pub use ranges::ChannelRanges;
 pub use settings::TokenizerSettings;
 pub use text::{Corpus, read_corpus, read_documents, read_json_lines};
 pub use tokenizer::{TextTokenizer, guard_panics, panic_is_handled};

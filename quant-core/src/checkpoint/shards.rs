@@ -59,6 +59,18 @@ impl ShardedCheckpoint {
         Self::open_in(&Root::open(directory)?)
     }
 
+    /// Opens one safetensors file, whatever it is called, and checks its header.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let (shard, header) = Shard::open(path.to_owned(), path)?;
+        let tensors =
+            header.tensors.into_iter().map(|(name, located)| (name, Place { shard: 0, located })).collect();
+        let directory = path.parent().unwrap_or(Path::new("")).to_owned();
+        Ok(Self { directory, shards: vec![shard], tensors, warnings: Vec::new() })
+    }
+
     pub(crate) fn open_in(root: &Root) -> Result<Self> {
         let single = weight_file(root, SINGLE)?;
         let Some(index) = weight_file(root, INDEX)? else {

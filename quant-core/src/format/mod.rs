@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
 use crate::model::FusedLinears;
 use crate::quantize::QuantizedTensor;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 use crate::{Error, Result};
 
 pub use awq::AutoAwq;
@@ -26,7 +26,7 @@ pub use gptq::GptqV1;
 #[derive(Debug, Clone, Default)]
 pub struct ModuleSchemes<'a> {
     /// Quantized linears by module name (`model.layers.0.mlp.up_proj`), in model order.
-    pub quantized: Vec<(&'a str, WeightScheme)>,
+    pub quantized: Vec<(&'a str, LinearScheme)>,
     /// Linears that stay float, in model order (`lm_head` among them).
     pub float: Vec<&'a str>,
     /// Linears that engines run as one, in model order.
@@ -34,7 +34,7 @@ pub struct ModuleSchemes<'a> {
     /// The head, where it is among the quantized.
     pub head: Option<&'a str>,
     /// The embedding's scheme, where it is quantized.
-    pub embedding: Option<WeightScheme>,
+    pub embedding: Option<LinearScheme>,
 }
 
 impl ModuleSchemes<'_> {
@@ -81,7 +81,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         &self,
         module: &str,
         shape: [usize; 2],
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>>;
 
@@ -117,16 +117,16 @@ pub struct PackedWeight<'a> {
     /// `[n, k]`, as the model implies it.
     pub shape: [usize; 2],
     /// How it is quantized.
-    pub scheme: WeightScheme,
+    pub scheme: LinearScheme,
 }
 
 /// Reads quantized weights of one checkpoint back into logical order.
 pub trait PackedReader: Send + Sync {
     /// The scheme of a linear, or `None` if it is stored float.
-    fn scheme(&self, module: &str) -> Option<WeightScheme>;
+    fn scheme(&self, module: &str) -> Option<LinearScheme>;
 
     /// The scheme of the embedding, a module of this name, or `None` if it is stored float.
-    fn embedding_scheme(&self, _module: &str) -> Option<WeightScheme> {
+    fn embedding_scheme(&self, _module: &str) -> Option<LinearScheme> {
         None
     }
 

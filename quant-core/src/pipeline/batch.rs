@@ -1,34 +1,37 @@
 //! The calibration batch on its way through the blocks, and what it decides about each.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use candle_core::{Device, Tensor};
+use quant_kernels_cpu::StaticScale;
 
 use super::Job;
 use super::conveyor::Conveyor;
 use super::gptq::{BlockRounded, GptqTask};
-use crate::calibrate::{HiddenStates, TokenWindows};
+use crate::calibrate::{BatchLayout, BatchTap, ChannelRanges, HiddenStates};
 use crate::checkpoint::{Dtype, MemorySource};
 use crate::format::{self, PackedWeight};
-use crate::model::{Block, Linear, Model, NodeId, Norm, Op, RopeTable, WeightBody};
+use crate::model::{Block, BlockGraph, Linear, Model, NodeId, Norm, Op, RopeTable, Tap, WeightBody};
 use crate::quantize::gptq::LayerInputs;
-use crate::recipe::{Action, Plan, PlanEntry, Rounding};
+use crate::recipe::{Action, PlanEntry, Rounding};
 use crate::transform::{BlockTask, Grid, Rewrite, Transform};
-use crate::{Error, Result};
+use crate::{CancelToken, Error, Result};
 
 /// What was decided about a block.
 #[derive(Default)]
 pub(super) struct Decision {
     pub(super) rewrite: Rewrite,
+    /// The grids of inputs that are the same for all tokens.
+    pub(super) inputs: BTreeMap<NodeId, StaticScale>,
     /// Linears that are rounded already.
     pub(super) rounded: BlockRounded,
 }
 
-/// The calibration batch before some block.
+/// The calibration batch before some block; no states where blocks are looked at without a text.
 pub(super) struct Batch {
-    transform: Option<&'static dyn Transform>,
-    /// In the float model: what a transform looks at, and GPTQ if it is asked to.
+    transforms: &'static [&'static dyn Transform],
+    /// In the float model: what transforms and static grids are found from, and GPTQ if it is asked to.
     float: Option<HiddenStates>,
     /// In the model that is being written: what GPTQ looks at where it is not asked otherwise.
     quantized: Option<HiddenStates>,
@@ -36,18 +39,23 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// The batch before the first block, for a method that needs one.
-    pub(super) fn new(model: &Model, plan: &Plan, windows: &TokenWindows) -> Result<Self> {
-        let transform = plan.method.transform;
+    /// The batch before the first block, for a plan that looks at blocks.
+    pub(super) fn new(job: &Job<'_>) -> Result<Self> {
+        let Job { model, plan, windows, .. } = *job;
+        let transforms = plan.method.transforms;
+        let Some(windows) = windows else {
+            return Ok(Self { transforms, float: None, quantized: None, rope: model.rope(1)? });
+        };
         let follows = plan.method.rounding == Rounding::Gptq && plan.gptq.inputs == LayerInputs::Quantized;
+        let looks = plan.needs_ranges() || job.maxima.is_some() || transforms.iter().any(|t| t.needs(&plan.settings).states);
         let states = HiddenStates::embed(model, windows)?;
         let rope = model.rope(windows.length())?;
-        let (float, quantized) = match (transform.is_some() || !follows, follows) {
+        let (float, quantized) = match (looks || !follows, follows) {
             (true, true) => (Some(states.clone()), Some(states)),
             (true, false) => (Some(states), None),
             (false, _) => (None, Some(states)),
         };
-        Ok(Self { transform, float, quantized, rope })
+        Ok(Self { transforms, float, quantized, rope })
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,
@@ -61,62 +69,61 @@ impl Batch {
         advance: bool,
     ) -> Result<BTreeMap<usize, Decision>> {
         let job = conveyors[0].job();
+        if open.is_empty() && !advance && job.maxima.is_none() {
+            return Ok(BTreeMap::new());
+        }
         let block = job.model.block(layer, &self.rope)?;
-        if open.is_empty() && !advance {
-            return Ok(BTreeMap::new());
-        }
-        if open.is_empty() && self.quantized.is_none() {
-            if let Some(float) = &mut self.float {
-                float.advance(&block, job.cancel)?;
+        let prefix = job.model.architecture().in_block(layer, "");
+        if open.is_empty() {
+            let stored = match &self.quantized {
+                Some(_) => conveyors[0].stored_block(span, &block)?,
+                None => None,
+            };
+            if self.quantized.is_none() || stored.is_some() {
+                self.watch_ranges(job, &prefix, &block, advance, false)?;
+                if let (Some(quantized), Some(stored)) = (&mut self.quantized, stored) {
+                    quantized.advance(&stored, job.cancel)?;
+                }
+                return Ok(BTreeMap::new());
             }
-            return Ok(BTreeMap::new());
-        }
-        if open.is_empty()
-            && let Some(stored) = conveyors[0].stored_block(span, &block)?
-        {
-            if let Some(float) = &mut self.float {
-                float.advance(&block, job.cancel)?;
-            }
-            if let Some(quantized) = &mut self.quantized {
-                quantized.advance(&stored, job.cancel)?;
-            }
-            return Ok(BTreeMap::new());
         }
         // A sink that does not give back what it holds: what was decided is decided again.
         let all = [0];
         let open = if open.is_empty() { &all[..] } else { open };
-        let prefix = job.model.architecture().in_block(layer, "");
+        let plan = job.plan;
+        let gptq = plan.method.rounding == Rounding::Gptq;
+        let gptq_on_float = gptq && self.quantized.is_none();
+        let searched = self.transforms.iter().any(|t| t.needs(&plan.settings).states);
+        // Float states move on by the float block itself, never by one that is rewritten: the two differ by
+        // rounding, and a run that is gone on with has only the first. A search alone does so in its own pass.
+        let searches_alone = searched && self.transforms.len() == 1 && !plan.needs_ranges() && job.maxima.is_none();
+        let looks_later = gptq_on_float && !self.transforms.is_empty() || searched && !searches_alone;
+        let mut before = if looks_later { self.float.clone() } else { None };
+        let moves_first = !searches_alone && (looks_later || !gptq_on_float);
+        let ranges = self.watch_ranges(job, &prefix, &block, moves_first, plan.needs_ranges())?;
+
         let norm_dtypes = norm_dtypes(job.model, layer)?;
         let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
-        let task = |grids| BlockTask {
-            prefix: &prefix,
-            block: &block,
-            grids,
-            norm_dtypes: &norm_dtypes,
-            search: job.plan.search,
-            cancel: job.cancel,
-        };
-        let gptq = job.plan.method.rounding == Rounding::Gptq;
-        let mut before = None;
-        let rewrites = match (self.transform, &mut self.float) {
-            (Some(transform), Some(float)) => {
-                // The search moves on; GPTQ may have to look at what it looked at.
-                before = (gptq && self.quantized.is_none()).then(|| float.clone());
-                let tasks: Vec<_> = grids.iter().map(task).collect();
-                transform.search(&tasks, float)?
-            }
-            _ => open.iter().map(|_| Rewrite::default()).collect(),
-        };
+        let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
+        let states = if searches_alone { self.float.as_mut() } else { before.as_mut() };
+        let rewrites = transformed(self.transforms, &context, &block, &grids, states, searches_alone)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
-            let mut decision = Decision { rewrite, rounded: BTreeMap::new() };
+            let task = context.task(&block, grids);
+            let inputs = grids.keys().filter_map(|&node| match task.input_grid(node, &rewrite) {
+                Ok(grid) => grid.map(|grid| Ok((node, grid))),
+                Err(error) => Some(Err(error)),
+            });
+            let inputs: BTreeMap<_, _> = inputs.collect::<Result<_>>()?;
+            let mut decision = Decision { rewrite, inputs, rounded: BTreeMap::new() };
             if gptq {
                 let task = GptqTask {
                     prefix: &prefix,
                     block: decision.rewrite.apply(&block)?,
                     grids,
                     rewrite: &decision.rewrite,
-                    settings: job.plan.gptq,
+                    inputs: &decision.inputs,
+                    settings: plan.gptq,
                     cancel: job.cancel,
                 };
                 decision.rounded = match (&mut self.quantized, &before, &mut self.float) {
@@ -129,6 +136,151 @@ impl Batch {
             decisions.insert(i, decision);
         }
         Ok(decisions)
+    }
+
+    /// The ranges of what the block's linears read, where they are wanted; moves the float states on if nothing
+    /// after this looks at them.
+    fn watch_ranges(
+        &mut self,
+        job: &Job<'_>,
+        prefix: &str,
+        block: &Block,
+        advance: bool,
+        wanted: bool,
+    ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+        let Some(float) = &mut self.float else { return Ok(BTreeMap::new()) };
+        if !wanted && job.maxima.is_none() {
+            if advance {
+                float.advance(block, job.cancel)?;
+            }
+            return Ok(BTreeMap::new());
+        }
+        let mut watch = RangeWatch::new(block, job.cancel, float.layout().clone());
+        match advance {
+            true => float.advance_watched(block, job.cancel, &mut watch)?,
+            false => float.watch(block, job.cancel, &mut watch)?,
+        }
+        let ranges = watch.finish(prefix)?;
+        if let Some(kept) = job.maxima {
+            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            for (node, name, ..) in block.graph().linears() {
+                let ranges = &ranges[&block.graph().nodes()[node].inputs[0]];
+                kept.insert(format!("{prefix}{name}"), ranges.maxima());
+            }
+        }
+        Ok(ranges)
+    }
+}
+
+/// The rewrite of every task: one transform after the other, each on what those before it have made of the block.
+/// With `moves_on`, the only one moves the states on.
+fn transformed(
+    transforms: &[&dyn Transform],
+    context: &Context<'_, '_>,
+    block: &Block,
+    grids: &[BTreeMap<NodeId, Grid>],
+    mut states: Option<&mut HiddenStates>,
+    moves_on: bool,
+) -> Result<Vec<Rewrite>> {
+    let Some((first, rest)) = transforms.split_first() else {
+        return Ok(grids.iter().map(|_| Rewrite::default()).collect());
+    };
+    let tasks: Vec<_> = grids.iter().map(|grids| context.task(block, grids)).collect();
+    let mut rewrites = first.search(&tasks, states.as_deref_mut(), moves_on)?;
+    for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
+        for transform in rest {
+            // What each has made of the block may differ by its grids: they are looked at one by one.
+            let rewritten = rewrite.apply(block)?;
+            let task = [context.task(&rewritten, grids)];
+            let next = transform.search(&task, states.as_deref_mut(), false)?;
+            for next in next {
+                *rewrite = std::mem::take(rewrite).then(next)?;
+            }
+        }
+    }
+    Ok(rewrites)
+}
+
+/// What the tasks of a block have in common.
+struct Context<'a, 'j> {
+    job: &'a Job<'j>,
+    prefix: &'a str,
+    norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
+    ranges: &'a BTreeMap<NodeId, ChannelRanges>,
+}
+
+impl Context<'_, '_> {
+    fn task<'t>(&'t self, block: &'t Block, grids: &'t BTreeMap<NodeId, Grid>) -> BlockTask<'t> {
+        BlockTask {
+            prefix: self.prefix,
+            block,
+            grids,
+            norm_dtypes: self.norm_dtypes,
+            settings: &self.job.plan.settings,
+            smoothing: self.job.model.architecture().smoothing,
+            ranges: self.ranges,
+            cancel: self.job.cancel,
+        }
+    }
+}
+
+/// Gathers the ranges of all values that linears read.
+struct RangeWatch<'a> {
+    graph: Arc<BlockGraph>,
+    cancel: &'a CancelToken,
+    layout: BatchLayout,
+    first: usize,
+    ranges: BTreeMap<NodeId, ChannelRanges>,
+    /// The values seen in the current piece: linears share inputs, which count once.
+    seen: Vec<NodeId>,
+}
+
+impl<'a> RangeWatch<'a> {
+    fn new(block: &Block, cancel: &'a CancelToken, layout: BatchLayout) -> Self {
+        let graph = block.graph().clone();
+        let of = |(id, _, [_, k], _): (NodeId, &str, [usize; 2], bool)| {
+            (graph.nodes()[id].inputs[0], ChannelRanges::new(k))
+        };
+        let ranges = graph.linears().map(of).collect();
+        Self { graph, cancel, layout, first: 0, ranges, seen: Vec::new() }
+    }
+
+    /// The ranges; an error that names a linear where one is no range.
+    fn finish(self, prefix: &str) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+        let linear_of = |value: NodeId| self.graph.linears().find(|(id, ..)| self.graph.nodes()[*id].inputs[0] == value);
+        match self.ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
+            None => Ok(self.ranges),
+            Some((value, _)) => Err(Error::Numeric {
+                tensor: format!("{prefix}{}.weight", linear_of(*value).map_or("", |(_, name, ..)| name)),
+                reason: "the calibration text drives its input to NaN or infinity".into(),
+            }),
+        }
+    }
+}
+
+impl BatchTap for RangeWatch<'_> {
+    fn piece(&mut self, first: usize) {
+        self.first = first;
+        self.seen.clear();
+    }
+
+    fn as_tap(&mut self) -> &mut dyn Tap {
+        self
+    }
+}
+
+impl Tap for RangeWatch<'_> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+        self.cancel.check()?;
+        let value = self.graph.nodes()[linear].inputs[0];
+        let Some(ranges) = self.ranges.get_mut(&value).filter(|_| !self.seen.contains(&value)) else {
+            return Ok(());
+        };
+        self.seen.push(value);
+        let k = ranges.channels();
+        let x = x.flatten_all()?.to_vec1::<f32>()?;
+        ranges.add(&self.layout.counted_rows(self.first, k, &x));
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@ use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
 use crate::recipe::{Plan, Rounding};
+use crate::transform::SmoothSettings;
 use crate::{Error, Result};
 
 /// The name of the report in a checkpoint.
@@ -83,9 +84,13 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
         .iter()
         .map(|(module, scheme)| ((*module).to_owned(), json!(scheme.to_string())))
         .collect();
-    let text = job.windows.filter(|_| job.plan.method.needs_text());
+    let text = job.windows.filter(|_| job.plan.needs_text());
     let calibration = text.map(|w| super::report::calibration(job, w));
     let gptq = (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq);
+    let smooth = job.plan.method.has("smoothquant").then(|| {
+        let SmoothSettings { alpha, producers, maxima } = &job.plan.settings.smooth;
+        json!({ "alpha": alpha, "producers": producers, "maxima": maxima.as_ref().map(|m| m.sha256()) })
+    });
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "config_sha256": sha256_hex(json!(directory.config()).to_string()),
@@ -94,5 +99,6 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
         "schemes": schemes,
         "calibration": calibration,
         "gptq": gptq,
+        "smooth": smooth,
     })
 }

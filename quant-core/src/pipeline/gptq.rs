@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{D, Tensor};
+use quant_kernels_cpu::StaticScale;
 use serde::{Deserialize, Serialize};
 
 use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
@@ -50,6 +51,8 @@ pub(super) struct GptqTask<'a> {
     pub(super) grids: &'a BTreeMap<NodeId, Grid>,
     /// What a transform decided; its clip bounds limit the ranges of grids.
     pub(super) rewrite: &'a Rewrite,
+    /// The grids of inputs that are the same for all tokens.
+    pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
     pub(super) cancel: &'a CancelToken,
 }
@@ -141,9 +144,10 @@ impl GptqTask<'_> {
                 _ => return Err(Error::Internal(format!("`{tensor}` is quantized already"))),
             };
             let clip = self.rewrite.clips.get(&node).map(Vec::as_slice);
-            let Solved { tensor: quantized, loss } =
+            let Solved { tensor: mut quantized, loss } =
                 solve(rows, shape, scheme, scale_dtype, clip, &factor, self.settings)
                     .map_err(|e| e.within(&tensor, None))?;
+            quantized.input = self.inputs.get(&node).copied();
             let record = GptqRecord {
                 loss,
                 damping: factor.damping(),

@@ -12,14 +12,15 @@ mod report;
 mod tensor;
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 
 pub use self::gptq::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
-pub use report::{CalibrationReport, QuantReport, SourceDigest, TensorReport, WeightError};
+pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
 use self::batch::{Batch, Decision};
 use self::conveyor::Conveyor;
-use crate::calibrate::TokenWindows;
+use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
 use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
@@ -30,8 +31,10 @@ pub struct Job<'a> {
     pub model: &'a Model,
     /// What happens to each of its tensors.
     pub plan: &'a Plan,
-    /// The calibration batch; required by methods that look at one.
+    /// The calibration batch; required by plans that look at one.
     pub windows: Option<&'a TokenWindows>,
+    /// Where the maxima of what linears read are kept, of every block that the batch goes through in the float model.
+    pub maxima: Option<&'a Mutex<ChannelMaxima>>,
     /// Told of every block.
     pub observer: &'a dyn Observer,
     /// Stops the run between tensors.
@@ -73,10 +76,11 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units });
     let conveyors = jobs.iter().zip(sinks).map(|(job, sink)| Conveyor::new(job, sink, jobs.len() > 1));
     let mut conveyors = conveyors.collect::<Result<Vec<_>>>()?;
-    let mut hidden = match (job.plan.method.needs_text(), job.windows) {
+    let looks = jobs.iter().any(|job| job.plan.needs_text());
+    let mut hidden = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => None,
-        (true, Some(windows)) => Some(Batch::new(job.model, job.plan, windows)?),
-        (true, None) => {
+        (true, windows) if windows.is_some() || !looks => Some(Batch::new(job)?),
+        (true, _) => {
             return Err(Error::usage(
                 format!("method `{}` needs a calibration text", job.plan.method.name),
                 "give one with --calibration",
@@ -84,7 +88,10 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
         }
     };
     // Past the last block that is left to do, hidden states are of no use.
-    let last_incomplete = (0..layers).rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1)));
+    let last_incomplete = match job.maxima {
+        Some(_) => layers.checked_sub(1),
+        None => (0..layers).rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1))),
+    };
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let Some(batch) = &mut hidden else {
@@ -114,7 +121,8 @@ impl Job<'_> {
     fn is_beside(&self, other: &Self) -> bool {
         std::ptr::eq(self.model, other.model)
             && std::ptr::eq(self.plan.method, other.plan.method)
-            && self.plan.search == other.plan.search
+            && self.plan.settings == other.plan.settings
+            && self.plan.needs_ranges() == other.plan.needs_ranges()
             && self.plan.gptq == other.plan.gptq
             && self.windows.map(std::ptr::from_ref) == other.windows.map(std::ptr::from_ref)
     }

@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{PlanEntry, Rounding};
-use crate::transform::{ClipRecord, FoldRecord, Search};
+use crate::transform::{ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
 /// The version of the report's schema. It grows when a field goes or means something else; readers
@@ -140,6 +140,12 @@ pub struct TensorReport {
     /// What GPTQ did; absent where it was not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gptq: Option<GptqRecord>,
+    /// What SmoothQuant did; absent where it was not run, or left the linear alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub smooth: Option<SmoothRecord>,
+    /// The grid of the input, where it is the same for all tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input: Option<InputReport>,
     /// Tokens of the calibration batch that went through the linear and counted; absent where none
     /// were looked at.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -152,6 +158,15 @@ pub struct TensorReport {
     pub source_sha256: String,
 }
 
+/// The grid of a linear's input.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct InputReport {
+    /// The step.
+    pub scale: f32,
+    /// The code of 0.
+    pub zero: i8,
+}
+
 /// What a search found out about a linear.
 #[derive(Debug, Default)]
 pub(super) struct Searched {
@@ -160,6 +175,8 @@ pub(super) struct Searched {
     /// Tokens that it saw go through.
     pub(super) tokens: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
+    pub(super) smooth: Option<SmoothRecord>,
+    pub(super) input: Option<InputReport>,
 }
 
 impl TensorReport {
@@ -180,6 +197,8 @@ impl TensorReport {
             scale_search: None,
             clip_search: None,
             gptq: None,
+            smooth: None,
+            input: None,
             calibration_tokens: None,
             bytes_before: entry.input_bytes(),
             bytes_after: entry.output_bytes(),
@@ -205,13 +224,15 @@ impl TensorReport {
         error: WeightError,
         search: Searched,
     ) -> Self {
-        let Searched { fold, clip, tokens, gptq } = search;
+        let Searched { fold, clip, tokens, gptq, smooth, input } = search;
         Self {
             ratio: fold.as_ref().and_then(|f| f.ratio),
             weight_error: Some(error),
             scale_search: fold,
             clip_search: clip,
             gptq,
+            smooth,
+            input,
             calibration_tokens: tokens,
             ..Self::new(entry, "quantized", source_sha256)
         }
@@ -225,7 +246,7 @@ impl QuantReport {
             version: env!("CARGO_PKG_VERSION").into(),
             method: job.plan.method.name.into(),
             format: job.plan.container.name().into(),
-            calibration: job.windows.filter(|_| job.plan.method.needs_text()).map(|w| calibration(job, w)),
+            calibration: job.windows.filter(|_| job.plan.needs_text()).map(|w| calibration(job, w)),
             gptq: (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq),
             bytes_before: job.plan.input_bytes(),
             bytes_after: job.plan.output_bytes(),
@@ -294,7 +315,7 @@ impl QuantReport {
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
     let [counted, context, padding] = windows.uses();
     CalibrationReport {
-        search: job.plan.method.transform.map(|_| job.plan.search),
+        search: job.plan.method.has("awq").then_some(job.plan.settings.search),
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,

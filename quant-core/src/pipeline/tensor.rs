@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 
 use super::Job;
 use super::batch::Decision;
-use super::report::{Searched, TensorReport, WeightError};
+use super::report::{InputReport, Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::model::{Op, WeightBody};
@@ -207,7 +207,8 @@ pub(super) fn transformed(
             let changed = node.filter(|node| clip.is_some() || rewrite.changes(*node));
             let mut spare = Vec::new();
             let rounded = node.and_then(|node| decision.rounded.get(&node));
-            let (own, error);
+            let input = node.and_then(|node| decision.inputs.get(&node)).copied();
+            let (mut own, error);
             let quantized = if let (Some(rounded), Some(node)) = (rounded, *node) {
                 let values = rewrite.weight(node, &WeightBody::raw(shape, entry.info.dtype, bytes)?)?;
                 error = ErrorStats::of(&values, &rounded.tensor)?;
@@ -218,12 +219,14 @@ pub(super) fn transformed(
                 drop(body);
                 (own, error) = quantize_tensor(Rows::Floats(&values), shape, *scheme, *scale_dtype, clip)
                     .map_err(|e| e.within(&entry.tensor, None))?;
+                own.input = input;
                 &own
             } else {
                 spare = bytes;
                 let rows = Rows::Bytes(&spare, entry.info.dtype);
                 (own, error) = quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
                     .map_err(|e| e.within(&entry.tensor, Some(path())))?;
+                own.input = input;
                 &own
             };
             let outputs = job.plan.container.pack(module, quantized)?;
@@ -235,6 +238,8 @@ pub(super) fn transformed(
                 clip: clip.cloned(),
                 tokens: seen.or(rounded.map(|r| r.tokens)),
                 gptq: rounded.map(|r| r.record.clone()),
+                smooth: rewrite.smooth.iter().find(|s| s.consumers.contains(module)).cloned(),
+                input: quantized.input.map(|by| InputReport { scale: by.scale, zero: by.zero }),
             };
             let report = TensorReport::quantized(entry, sha256, WeightError::from(error), search);
             let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();

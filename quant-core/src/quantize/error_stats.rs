@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::Dtype;
     use crate::quantize::{Rows, quantize_rtn, quantize_tensor};
-    use crate::recipe::WeightScheme;
+    use crate::recipe::LinearScheme;
 
     fn wave(n: usize, k: usize) -> Vec<f32> {
         (0..n * k).map(|i| (i as f32 * 0.37).sin() * 0.02).collect()
@@ -128,6 +128,7 @@ mod tests {
             scales: vec![1.0],
             scale_dtype: Dtype::F32,
             zeros: None,
+            input: None,
         };
         let stats = ErrorStats::of(&weights, &tensor).unwrap();
         let lost = f64::from(0.4f32);
@@ -140,7 +141,7 @@ mod tests {
 
     #[test]
     fn zeros_lose_nothing() {
-        let scheme = WeightScheme::default();
+        let scheme = LinearScheme::default();
         let tensor = quantize_rtn("t", &[0.0; 128], [1, 128], scheme, Dtype::F16, None).unwrap();
         let stats = ErrorStats::of(&[0.0; 128], &tensor).unwrap();
         assert_eq!(stats.relative_rms(), 0.0);
@@ -163,7 +164,7 @@ mod tests {
     fn threads_do_not_change_a_bit() {
         let weights = wave(67, 384);
         let tensor =
-            quantize_rtn("t", &weights, [67, 384], WeightScheme::default(), Dtype::F16, None).unwrap();
+            quantize_rtn("t", &weights, [67, 384], LinearScheme::default(), Dtype::F16, None).unwrap();
         let whole = ErrorStats::of(&weights, &tensor).unwrap();
         for threads in [1, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -189,7 +190,7 @@ mod tests {
     #[test]
     fn misfits_are_errors() {
         let tensor =
-            quantize_rtn("t", &wave(2, 128), [2, 128], WeightScheme::default(), Dtype::F16, None).unwrap();
+            quantize_rtn("t", &wave(2, 128), [2, 128], LinearScheme::default(), Dtype::F16, None).unwrap();
         for weights in [wave(1, 128), wave(2, 127), wave(3, 128)] {
             assert!(ErrorStats::of(&weights, &tensor).is_err());
         }

@@ -30,7 +30,7 @@
 //! * **NaN and infinity** have no grid; [`Extent::of`] tells.
 
 use crate::checkpoint::Dtype;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 use crate::{Error, Result};
 
 /// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum
@@ -159,7 +159,7 @@ impl GridRule {
     ///
     /// # Errors
     /// [`Error::Usage`] for other bits or scale types.
-    pub fn new(scheme: WeightScheme, scale_dtype: Dtype) -> Result<Self> {
+    pub fn new(scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self> {
         if !(2..=8).contains(&scheme.bits) {
             return Err(Error::usage(
                 format!("weights cannot be quantized to {} bits", scheme.bits),

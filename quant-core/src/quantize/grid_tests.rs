@@ -6,7 +6,7 @@ use super::*;
 use crate::recipe::Granularity;
 
 fn rule(bits: u8, symmetric: bool, scale_dtype: Dtype) -> GridRule {
-    GridRule::new(WeightScheme { bits, granularity: Granularity::Channel, symmetric }, scale_dtype).unwrap()
+    GridRule::new(LinearScheme { bits, granularity: Granularity::Channel, symmetric, ..Default::default() }, scale_dtype).unwrap()
 }
 
 fn encode(grid: Grid, weights: &[f32]) -> Vec<u8> {
@@ -155,7 +155,7 @@ fn weights_that_are_not_finite_have_no_grid() {
 
 #[test]
 fn rules_that_cannot_be() {
-    let scheme = |bits| WeightScheme { bits, granularity: Granularity::Channel, symmetric: true };
+    let scheme = |bits| LinearScheme { bits, granularity: Granularity::Channel, ..Default::default() };
     for bits in [0, 1, 9, 255] {
         assert!(matches!(GridRule::new(scheme(bits), Dtype::F16), Err(Error::Usage { .. })));
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::grid::GridError;
 use crate::checkpoint::Dtype;
 use crate::error::Indivisible;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 use crate::{Error, Result};
 
 /// Rows of a weight `[rows, k]`, row-major.
@@ -132,7 +132,7 @@ impl RowsError {
 }
 
 /// The group size of a scheme in rows of this width.
-pub(crate) fn group_size(scheme: WeightScheme, columns: usize) -> Result<usize, RowsError> {
+pub(crate) fn group_size(scheme: LinearScheme, columns: usize) -> Result<usize, RowsError> {
     let group_size = scheme.granularity.group_size(columns);
     if group_size == 0 || !columns.is_multiple_of(group_size) {
         return Err(RowsError::Indivisible { columns, group_size });

@@ -13,7 +13,7 @@ use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
 use crate::Result;
 use crate::checkpoint::Dtype;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 use crate::vector::vectorized;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
@@ -44,7 +44,7 @@ pub fn quantize_rtn(
     name: &str,
     weights: &[f32],
     shape: [usize; 2],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<QuantizedTensor> {
@@ -61,7 +61,7 @@ pub fn quantize_rtn(
 pub fn quantize_tensor(
     rows: Rows<'_>,
     shape: [usize; 2],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<(QuantizedTensor, ErrorStats), RowsError> {
@@ -74,6 +74,7 @@ pub fn quantize_tensor(
         scales: vec![0.0; groups],
         scale_dtype,
         zeros: (!scheme.symmetric).then(|| vec![0; groups]),
+        input: None,
     };
     let out = QuantizedRows {
         codes: &mut tensor.codes,
@@ -95,7 +96,7 @@ pub fn quantize_tensor(
 pub fn quantize_rows(
     rows: Rows<'_>,
     columns: usize,
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
     out: QuantizedRows<'_>,
@@ -150,7 +151,7 @@ pub fn quantize_rows(
 pub fn fake_quantize(
     weights: &mut [f32],
     columns: usize,
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<(), RowsError> {
@@ -190,7 +191,7 @@ struct Work<'a> {
 impl<'a> Work<'a> {
     fn new(
         columns: usize,
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         scale_dtype: Dtype,
         clip: Option<&'a [f32]>,
         rows: usize,

@@ -20,7 +20,7 @@ fn weights(n: usize, k: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-fn scheme(text: &str) -> WeightScheme {
+fn scheme(text: &str) -> LinearScheme {
     text.parse().unwrap()
 }
 
@@ -216,7 +216,7 @@ proptest! {
     ) {
         let k = groups * size;
         let weights = weights(n, k, seed);
-        let scheme = WeightScheme { bits, granularity: Granularity::Group(size), symmetric };
+        let scheme = LinearScheme { bits, granularity: Granularity::Group(size), symmetric, ..Default::default() };
         let tensor = quantize_rtn("t", &weights, [n, k], scheme, Dtype::F32, None).unwrap();
         prop_assert!(tensor.codes.iter().all(|&c| c <= scheme.max_code()));
         let back = tensor.dequantize().unwrap();

@@ -1,9 +1,10 @@
-//! A quantized matrix in logical order: what every method produces and every format packs.
+//! A quantized linear in logical order: what every method produces and every format packs.
 
-use quant_kernels_cpu::{WeightView, dequantize_rows};
+use quant_kernels_cpu::{StaticScale, WeightView, dequantize_rows};
 
 use crate::checkpoint::Dtype;
-use crate::recipe::WeightScheme;
+use super::InputGrid;
+use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 /// Codes, scales and zeros of a linear's weight `[n, k]`, unpacked.
@@ -15,7 +16,7 @@ pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
     /// The grid.
-    pub scheme: WeightScheme,
+    pub scheme: LinearScheme,
     /// `[n, k]` row-major, one unsigned code below `2^bits` a byte.
     pub codes: Vec<u8>,
     /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`.
@@ -24,6 +25,8 @@ pub struct QuantizedTensor {
     pub scale_dtype: Dtype,
     /// `[n, k / group_size]` row-major, for asymmetric schemes.
     pub zeros: Option<Vec<u8>>,
+    /// The grid of the input, where the scheme has the same for all tokens.
+    pub input: Option<StaticScale>,
 }
 
 impl QuantizedTensor {
@@ -44,6 +47,21 @@ impl QuantizedTensor {
         .map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
     }
 
+    /// The grid of the input, where it does not stay float.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the scheme asks for a grid that is the same for all tokens, and there is none.
+    pub fn input_grid(&self) -> Result<Option<InputGrid>> {
+        match (self.scheme.activations, self.input) {
+            (ActivationScheme::Float, None) => Ok(None),
+            (ActivationScheme::Token, None) => Ok(Some(InputGrid::Token)),
+            (ActivationScheme::Static { symmetric }, Some(by)) if !symmetric || by.zero == 0 => {
+                Ok(Some(InputGrid::Static(by)))
+            }
+            _ => Err(Error::Internal(format!("the input's grid does not go with {}", self.scheme))),
+        }
+    }
+
     /// Whether a container can write it as it is.
     ///
     /// # Errors
@@ -52,6 +70,7 @@ impl QuantizedTensor {
     pub(crate) fn require_storable(&self, module: &str) -> Result<()> {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;
+        self.input_grid()?;
         if self.zeros.is_none() != self.scheme.symmetric {
             return Err(inconsistent("zeros do not go with the scheme's symmetry"));
         }
@@ -71,10 +90,11 @@ impl QuantizedTensor {
     /// # Errors
     /// What cannot be said so: other bits or groups, a zero that is not the middle code, a scale
     /// that is not exact in the type.
-    pub fn restated(mut self, scheme: WeightScheme, scale_dtype: Dtype) -> Result<Self, String> {
+    pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
         let columns = self.shape[1];
-        let group_size = |scheme: WeightScheme| scheme.granularity.group_size(columns);
-        if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) {
+        let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
+        let same_input = scheme.activations == self.scheme.activations;
+        if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) || !same_input {
             return Err(format!("its weights are {}, not {scheme}", self.scheme));
         }
         let middle = 1 << (scheme.bits - 1);

@@ -4,11 +4,17 @@
 //! format = "compressed-tensors"
 //!
 //! [[transform]]
+//! kind = "smoothquant"
+//! alpha = 0.85                # or "auto"; the family's without it
+//! producers = "norms"
+//!
+//! [[transform]]
 //! kind = "awq"
+//! search = "fast"
 //!
 //! [quantize]
 //! method = "gptq"
-//! scheme = "w4a16-g128-sym"
+//! scheme = "w4a8-g128-sym"
 //! ignore = ["*.layers.0.*"]
 //!
 //! [[quantize.override]]
@@ -42,7 +48,7 @@ use serde::{Deserialize, Serialize};
 use super::{METHODS, Method, Pattern, Recipe, Rounding, SchemeRequest, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
-use crate::transform::Search;
+use crate::transform::{Alpha, Producers, Search, SmoothSettings, TransformSettings};
 use crate::{Error, Result, format};
 
 /// A recipe file is read up to this size.
@@ -82,9 +88,40 @@ struct TransformEntry {
     /// The method.
     #[schemars(schema_with = "schema::transform")]
     kind: String,
-    /// How candidates are compared: on growing shares of the batch, or each on the whole of it.
+    /// AWQ: how candidates are compared, on growing shares of the batch, or each on the whole of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     search: Option<Search>,
+    /// SmoothQuant: the exponent of the activations, from 0 to 1, or `auto`; the family's where nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::alpha")]
+    alpha: Option<Alpha>,
+    /// SmoothQuant: which producers are divided.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    producers: Option<Producers>,
+}
+
+impl TransformEntry {
+    /// Puts what is said into the settings.
+    fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
+        let said = [
+            ("search", "awq", self.search.is_some()),
+            ("alpha", "smoothquant", self.alpha.is_some()),
+            ("producers", "smoothquant", self.producers.is_some()),
+        ];
+        if let Some((key, kind, _)) = said.into_iter().find(|(_, kind, said)| *said && *kind != self.kind) {
+            return Err(Error::usage(
+                format!("transform.{key} has no effect: it is a matter of kind `{kind}`, and this is `{}`", self.kind),
+                "leave it out",
+            ));
+        }
+        settings.search = self.search.unwrap_or(settings.search);
+        settings.smooth.producers = self.producers.unwrap_or(settings.smooth.producers);
+        if let Some(alpha) = self.alpha {
+            alpha.check()?;
+            settings.smooth.alpha = Some(alpha);
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -240,14 +277,13 @@ impl Recipe {
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
         let calibration = file.calibration.as_ref();
-        if calibration.is_some() && !method.needs_text() {
-            return Err(Error::usage("[calibration] has no effect: nothing uses a text", REMEDY));
-        }
         let gptq = file.quantize.gptq.as_ref();
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage("[quantize.gptq] has no effect: quantize.method is not gptq", REMEDY));
         }
-        Ok(Self {
+        let mut settings = TransformSettings::default();
+        file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
+        let recipe = Self {
             method,
             scheme,
             containers,
@@ -262,10 +298,14 @@ impl Recipe {
                 packing: calibration.and_then(|c| c.packing).unwrap_or(usual.packing),
                 mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
             },
-            search: file.transform.first().and_then(|t| t.search).unwrap_or_default(),
+            settings,
             gptq: gptq.map_or_else(GptqSettings::default, GptqEntry::settings),
             calibration: calibration.and_then(|c| c.text.clone()),
-        })
+        };
+        if calibration.is_some() && !recipe.needs_text() {
+            return Err(Error::usage("[calibration] has no effect: nothing uses a text", REMEDY));
+        }
+        Ok(recipe)
     }
 
     /// The recipe as a file, every default spelled out: [`parse`](Self::parse) gives it back.
@@ -275,10 +315,7 @@ impl Recipe {
                 [one] => Formats::One(one.name().into()),
                 several => Formats::Several(several.iter().map(|c| c.name().into()).collect()),
             }),
-            transform: (self.method.transform)
-                .map(|t| TransformEntry { kind: t.name().into(), search: Some(self.search) })
-                .into_iter()
-                .collect(),
+            transform: self.method.transforms.iter().map(|t| self.transform_entry(t.name())).collect(),
             quantize: QuantizeEntry {
                 method: Some(self.method.rounding.name().into()),
                 gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
@@ -288,7 +325,7 @@ impl Recipe {
                     .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })
                     .collect(),
             },
-            calibration: self.method.needs_text().then(|| CalibrationEntry {
+            calibration: self.needs_text().then(|| CalibrationEntry {
                 text: self.calibration.clone(),
                 samples: Some(self.sampling.samples),
                 length: Some(self.sampling.length),
@@ -299,6 +336,17 @@ impl Recipe {
         };
         // Nothing in it is a kind of value that TOML lacks.
         toml::to_string(&file).unwrap_or_default()
+    }
+
+    fn transform_entry(&self, kind: &str) -> TransformEntry {
+        let TransformSettings { search, smooth: SmoothSettings { alpha, producers, .. } } = &self.settings;
+        let (awq, smooth) = (kind == "awq", kind == "smoothquant");
+        TransformEntry {
+            kind: kind.to_owned(),
+            search: awq.then_some(*search),
+            alpha: alpha.filter(|_| smooth),
+            producers: smooth.then_some(*producers),
+        }
     }
 }
 
@@ -315,23 +363,31 @@ impl RecipeFile {
                 )
             })?,
         };
-        let transform = match &self.transform[..] {
-            [] => None,
-            [one] => Some(one.kind.as_str()),
-            [_, second, ..] => {
+        let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();
+        let mut known: Vec<&str> =
+            METHODS.iter().flat_map(|m| m.transforms).map(|t| t.name()).collect();
+        known.sort_unstable();
+        known.dedup();
+        if let Some(kind) = kinds.iter().find(|kind| !known.contains(kind)) {
+            return Err(Error::usage(
+                format!("transform.kind `{kind}` is not known; there is {}", known.join(", ")),
+                "see `quant plan --print-recipe awq-w4a16`",
+            ));
+        }
+        for (i, kind) in kinds.iter().enumerate() {
+            if kinds[..i].contains(kind) {
                 return Err(Error::usage(
-                    format!("a second transform (`{}`) cannot follow yet", second.kind),
+                    format!("transform.kind `{kind}` stands twice: the second would find nothing left to do"),
                     "leave one of them out",
                 ));
             }
-        };
-        let mut known = METHODS.iter().filter(|m| m.rounding == rounding);
-        known.find(|m| m.transform.map(|t| t.name()) == transform).ok_or_else(|| {
-            let names: Vec<_> = METHODS.iter().filter_map(|m| m.transform).map(|t| t.name()).collect();
-            let kind = transform.unwrap_or_default();
+        }
+        let mut methods = METHODS.iter().filter(|m| m.rounding == rounding);
+        methods.find(|m| m.transforms.iter().map(|t| t.name()).eq(kinds.iter().copied())).ok_or_else(|| {
             Error::usage(
-                format!("transform.kind `{kind}` is not known; there is {}", names[0]),
-                "see `quant plan --print-recipe awq-w4a16`",
+                format!("transforms {} in this order: `awq` narrows the ranges of weights, which `{}` would then scale",
+                    kinds.join(", "), kinds.last().copied().unwrap_or_default()),
+                "put the [[transform]] of kind awq last",
             )
         })
     }
@@ -350,7 +406,7 @@ mod tests {
             let back = Recipe::parse(&text).unwrap();
             assert_eq!(back.to_toml(), text, "{}", preset.name);
             assert_eq!((back.method.name, back.scheme), (recipe.method.name, recipe.scheme));
-            assert_eq!((back.sampling, back.search), (recipe.sampling, recipe.search));
+            assert_eq!((back.sampling, back.settings), (recipe.sampling, recipe.settings));
         }
     }
 
@@ -381,7 +437,7 @@ mod tests {
         .unwrap();
         assert_eq!(recipe.containers.iter().map(|c| c.name()).collect::<Vec<_>>(), ["awq"]);
         assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "symmetry is the container's matter");
-        assert_eq!((recipe.method.name, recipe.search), ("awq", Search::Reference));
+        assert_eq!((recipe.method.name, recipe.settings.search), ("awq", Search::Reference));
         assert_eq!(recipe.ignore.len(), 2);
         assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
         let (packing, mask) = (Packing::Documents, Mask::Prompts);
@@ -397,6 +453,31 @@ mod tests {
         let names: Vec<_> = recipe.containers.iter().map(|c| c.name()).collect();
         assert_eq!(names, ["awq", "compressed-tensors"]);
         assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
+    }
+
+    #[test]
+    fn transforms_follow_on_each_other() {
+        let recipe = Recipe::parse(
+            r#"
+            [[transform]]
+            kind = "smoothquant"
+            alpha = "auto"
+            producers = "all"
+            [[transform]]
+            kind = "awq"
+            [quantize]
+            method = "gptq"
+            scheme = "w4a8-g64-sym"
+            "#,
+        )
+        .unwrap();
+        assert_eq!(recipe.method.name, "smoothquant-awq-gptq");
+        assert!(matches!(recipe.settings.smooth.alpha, Some(Alpha::Auto(_))));
+        assert_eq!(recipe.settings.smooth.producers, Producers::All);
+        assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
+        let text = |scheme| format!("[quantize]\nscheme = \"{scheme}\"\n[calibration]\nsamples = 4");
+        assert!(Recipe::parse(&text("w8a8-static")).unwrap().needs_text());
+        assert!(Recipe::parse(&text("w8a8")).is_err());
     }
 
     #[test]
@@ -428,8 +509,15 @@ mod tests {
             ("format = \"gguf9\"\n[quantize]\nscheme = \"w4a16\"", "unknown format `gguf9`"),
             (
                 "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"",
-                "a second transform",
+                "`awq` stands twice",
             ),
+            (
+                "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"smoothquant\"\n[quantize]\nscheme = \"w8a8\"",
+                "`awq` narrows the ranges",
+            ),
+            ("[[transform]]\nkind = \"awq\"\nalpha = 0.5\n[quantize]\nscheme = \"w8a8\"", "transform.alpha has no effect"),
+            ("[[transform]]\nkind = \"smoothquant\"\nalpha = 1.5\n[quantize]\nscheme = \"w8a8\"", "alpha 1.5"),
+            ("[[transform]]\nkind = \"smoothquant\"\nalpha = \"best\"\n[quantize]\nscheme = \"w8a8\"", "line 3"),
         ] {
             let error = Recipe::parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");

@@ -4,7 +4,7 @@ use super::{Action, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
 use crate::model::{FoldGroup, Model, Op};
 use crate::quantize::gptq::{Hessian, LayerInputs};
-use crate::transform::{Search, kept_bytes};
+use crate::transform::{Alpha, Search, kept_bytes};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
@@ -14,7 +14,7 @@ const CHUNK_TOKENS: u64 = 2048;
 impl Plan {
     /// Bytes of memory at the peak, about, of one run of all these plans for a model.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
-        let searched = plans.iter().filter(|p| p.method.needs_text());
+        let searched = plans.iter().filter(|p| p.needs_blocks());
         // What is gathered of the batch serves all.
         let search = searched.map(|p| p.search_memory(model)).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
@@ -28,7 +28,7 @@ impl Plan {
             Action::Copy => 16 << 20,
             _ => {
                 let elements = entry.info.elements() as u64;
-                let widened = if self.method.needs_text() { 4 * elements } else { 0 };
+                let widened = if self.needs_blocks() { 4 * elements } else { 0 };
                 2 * entry.info.byte_len() + elements + widened + entry.output_bytes()
             }
         };
@@ -39,14 +39,17 @@ impl Plan {
     /// be asked for as large as one likes; only then can the sums leave 64 bits.
     fn search_memory(&self, model: &Model) -> u64 {
         let architecture = model.architecture();
-        let tokens = (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64);
+        let tokens = match self.needs_text() {
+            true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
+            false => 0,
+        };
         let block: u64 = self.entries.iter().filter(|e| e.layer == Some(0)).map(|e| e.info.byte_len()).sum();
         let graph = &architecture.block;
         let width = |id: usize| match &graph.nodes()[id].op {
             Op::Linear { shape, .. } => shape.map(|s| s as u64),
             _ => [0, 0],
         };
-        let groups = if self.method.transform.is_some() { graph.fold_groups() } else { Vec::new() };
+        let groups = if self.method.has("awq") { graph.fold_groups() } else { Vec::new() };
         let rounded = |g: &FoldGroup| -> u64 {
             4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
         };
@@ -57,7 +60,7 @@ impl Plan {
             }
             (4 * (k + width(g.inspected)[0])).saturating_mul(tokens).saturating_add(rounded(g))
         };
-        let kept = match self.search {
+        let kept = match self.settings.search {
             // One group after the other.
             Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
             // All are gathered in one pass; then the rows of a round are copied.
@@ -74,11 +77,17 @@ impl Plan {
         let noted = if plain { 0 } else { 16 };
         let gptq = self.method.rounding == Rounding::Gptq;
         // A search and GPTQ behind it look at states of their own.
-        let copies = if gptq && self.method.transform.is_some() { 2 } else { 1 };
+        // Those of the quantized model, and those that searches look at while a pass for ranges has moved on.
+        let transforms = self.method.transforms;
+        let searched = transforms.iter().any(|t| t.needs(&self.settings).states);
+        let follows = gptq && self.gptq.inputs == LayerInputs::Quantized;
+        let looks_later = searched && self.needs_ranges() || gptq && !follows && !transforms.is_empty();
+        let float = u64::from(!follows || searched || self.needs_ranges());
+        let copies = u64::from(follows) + float + u64::from(looks_later);
         let states = (copies * 4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
         let solved = if gptq { self.gptq_memory(model) } else { 0 };
         let length = self.sampling.length as u64;
-        let running = match self.search {
+        let running = match self.settings.search {
             // A longer window goes through attention whole, and through the rest in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph
@@ -91,6 +100,14 @@ impl Plan {
             }
             _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
         };
+        // The block of a candidate, and the one before it of which parts are taken.
+        let candidate = match self.settings.smooth.alpha {
+            Some(Alpha::Auto(_)) if self.method.has("smoothquant") => {
+                graph.linears().map(|(_, _, [n, k], _)| 5 * (n * k) as u64).sum()
+            }
+            _ => 0,
+        };
+        let kept = kept.max(candidate);
         // The search is over when GPTQ begins.
         states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
     }
@@ -110,7 +127,7 @@ impl Plan {
             LayerInputs::Float => widths.values().map(|k| Hessian::kept_bytes(*k)).sum(),
         };
         // A transform's block stands in f32.
-        let widened = if self.method.transform.is_some() { 4 * codes } else { 0 };
+        let widened = if !self.method.transforms.is_empty() { 4 * codes } else { 0 };
         // Codes stand in the block, for those that follow, and in the result.
         one.saturating_add(others).saturating_add(2 * codes + widened)
     }

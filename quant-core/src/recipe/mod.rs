@@ -5,6 +5,7 @@
 
 mod file;
 mod memory;
+mod needs;
 mod pattern;
 mod plan;
 mod repack;
@@ -16,14 +17,14 @@ mod time;
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
-pub use scheme::{Granularity, SchemeRequest, WeightScheme};
+pub use scheme::{ActivationScheme, Granularity, SchemeRequest, LinearScheme};
 pub use select::SelectorMatches;
 pub use time::Rates;
 
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
 use crate::quantize::gptq::GptqSettings;
-use crate::transform::Search;
+use crate::transform::{Awq, SmoothQuant, Transform, TransformSettings};
 use crate::{Error, Result};
 
 /// How the numbers of a quantized weight are found.
@@ -33,17 +34,22 @@ pub struct Method {
     pub name: &'static str,
     /// One line for help and tables.
     pub summary: &'static str,
-    /// The search that rewrites a block's float weights before they are rounded, if any; it runs on
-    /// a calibration batch.
-    pub transform: Option<&'static dyn crate::transform::Transform>,
+    /// What rewrites a block's float weights before they are rounded, in order.
+    pub transforms: &'static [&'static dyn Transform],
     /// How weights are rounded after that.
     pub rounding: Rounding,
 }
 
 impl Method {
-    /// Whether it looks at a calibration text.
-    pub fn needs_text(&self) -> bool {
-        self.transform.is_some() || self.rounding == Rounding::Gptq
+    /// Whether a transform is among its own.
+    pub fn has(&self, transform: &str) -> bool {
+        self.transforms.iter().any(|t| t.name() == transform)
+    }
+
+    /// Whether it looks at a calibration text, with such settings.
+    pub fn needs_text(&self, settings: &TransformSettings) -> bool {
+        let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
+        self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
     }
 }
 
@@ -69,31 +75,58 @@ impl Rounding {
     }
 }
 
-/// The methods this version knows.
+/// The methods this version knows: every order of transforms that makes sense, with each way to round.
+///
+/// AWQ comes last, since it narrows the ranges of the weights that are rounded, and whatever scaled them afterwards
+/// would leave bounds of other weights.
 pub static METHODS: &[Method] = &[
     Method {
         name: "awq",
         summary: "activation-aware scales and clipping, searched on a calibration text",
-        transform: Some(&crate::transform::Awq),
+        transforms: &[&Awq],
         rounding: Rounding::Nearest,
     },
     Method {
         name: "awq-gptq",
         summary: "AWQ's scales, then GPTQ",
-        transform: Some(&crate::transform::Awq),
+        transforms: &[&Awq],
         rounding: Rounding::Gptq,
     },
     Method {
         name: "gptq",
         summary: "columns that make up for each other's rounding, by the inputs that a calibration text gives",
-        transform: None,
+        transforms: &[],
         rounding: Rounding::Gptq,
     },
     Method {
         name: "rtn",
         summary: "round to nearest: needs no text and no forward pass",
-        transform: None,
+        transforms: &[],
         rounding: Rounding::Nearest,
+    },
+    Method {
+        name: "smoothquant",
+        summary: "outliers of activations move into the weights, for activations of 8 bits",
+        transforms: &[&SmoothQuant],
+        rounding: Rounding::Nearest,
+    },
+    Method {
+        name: "smoothquant-awq",
+        summary: "SmoothQuant's scales, then AWQ's",
+        transforms: &[&SmoothQuant, &Awq],
+        rounding: Rounding::Nearest,
+    },
+    Method {
+        name: "smoothquant-awq-gptq",
+        summary: "SmoothQuant's scales, then AWQ's, then GPTQ",
+        transforms: &[&SmoothQuant, &Awq],
+        rounding: Rounding::Gptq,
+    },
+    Method {
+        name: "smoothquant-gptq",
+        summary: "SmoothQuant's scales, then GPTQ",
+        transforms: &[&SmoothQuant],
+        rounding: Rounding::Gptq,
     },
 ];
 
@@ -125,6 +158,8 @@ pub static PRESETS: &[Preset] = &[
     Preset { name: "gptq-w4a16", method: "gptq", scheme: "w4a16-g128" },
     Preset { name: "rtn-w4a16", method: "rtn", scheme: "w4a16-g128" },
     Preset { name: "rtn-w8a16", method: "rtn", scheme: "w8a16-g128" },
+    Preset { name: "rtn-w8a8", method: "rtn", scheme: "w8a8-channel" },
+    Preset { name: "smoothquant-w8a8", method: "smoothquant", scheme: "w8a8-channel" },
 ];
 
 /// What the user asked for.
@@ -142,8 +177,8 @@ pub struct Recipe {
     pub overrides: Vec<(Pattern, SchemeRequest)>,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
-    /// How candidates of a search are compared, for methods with one.
-    pub search: Search,
+    /// How transforms are run.
+    pub settings: TransformSettings,
     /// How GPTQ is run, for methods that round with it.
     pub gptq: GptqSettings,
     /// The calibration text, a file or the name of a set, where the recipe names one.
@@ -151,6 +186,14 @@ pub struct Recipe {
 }
 
 impl Recipe {
+    /// Whether a calibration text is looked at: by the method, or for grids of activations.
+    pub fn needs_text(&self) -> bool {
+        let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
+        let mut activations = schemes.map(|s| s.activations);
+        self.method.needs_text(&self.settings)
+            || activations.any(|a| matches!(a, ActivationScheme::Static { .. }))
+    }
+
     /// The recipe of a preset.
     ///
     /// # Errors
@@ -167,7 +210,7 @@ impl Recipe {
             ignore: Vec::new(),
             overrides: Vec::new(),
             sampling: Sampling::default(),
-            search: Search::default(),
+            settings: TransformSettings::default(),
             gptq: GptqSettings::default(),
             calibration: None,
         })

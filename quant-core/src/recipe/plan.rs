@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::select::Selection;
-use super::{Recipe, SchemeRequest, SelectorMatches, WeightScheme};
+use super::{Recipe, SchemeRequest, SelectorMatches, LinearScheme};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
@@ -11,7 +11,7 @@ use crate::format::{Container, ModuleSchemes};
 use crate::model::{FusedLinears, Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
-use crate::transform::Search;
+use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 /// What happens to a tensor of the input.
@@ -33,7 +33,7 @@ pub enum Action {
         /// The linear's name.
         module: String,
         /// The grid.
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         /// The type scales are stored in.
         scale_dtype: Dtype,
     },
@@ -42,7 +42,7 @@ pub enum Action {
         /// The linear's name.
         module: String,
         /// The grid, as it is written.
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         /// The type scales are stored in.
         scale_dtype: Dtype,
         /// The tensors that hold it in the input.
@@ -86,7 +86,7 @@ impl PlanEntry {
     }
 
     /// The linear and its scheme, where it is stored quantized.
-    pub fn quantized(&self) -> Option<(&str, WeightScheme)> {
+    pub fn quantized(&self) -> Option<(&str, LinearScheme)> {
         match &self.action {
             Action::Quantize { module, scheme, .. } | Action::Repack { module, scheme, .. } => {
                 Some((module, *scheme))
@@ -150,8 +150,8 @@ pub struct Plan {
     pub container: &'static dyn Container,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
-    /// How candidates of a search are compared, for methods with one.
-    pub search: Search,
+    /// How transforms are run.
+    pub settings: TransformSettings,
     /// How GPTQ is run, for methods that round with it.
     pub gptq: GptqSettings,
     /// All tensors.
@@ -191,7 +191,8 @@ impl Plan {
         let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
         let selectors = selection.matches(&names, &[&embedding, &head])?;
 
-        let folds = recipe.method.transform.map(|t| t.folded_nodes(graph)).unwrap_or_default();
+        let transforms = recipe.method.transforms.iter();
+        let folds: Vec<NodeId> = transforms.flat_map(|t| t.folded_nodes(graph, &recipe.settings)).collect();
         let mut drafts = Vec::new();
         for (layer, node, module, shape) in modules {
             let scheme = selection.in_block(&module);
@@ -258,7 +259,7 @@ impl Plan {
             method: recipe.method,
             container,
             sampling: recipe.sampling,
-            search: recipe.search,
+            settings: recipe.settings.clone(),
             gptq: recipe.gptq,
             entries,
             selectors,
@@ -267,7 +268,8 @@ impl Plan {
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
         };
-        if plan.method.needs_text() {
+        plan.check_activations()?;
+        if plan.needs_text() {
             plan.sampling.check()?;
             model.check_positions(plan.sampling.length)?;
         }

@@ -1,20 +1,20 @@
 //! The plan for a checkpoint that is quantized already: every number is kept, only the container
 //! changes.
 
-use super::{Action, Method, Plan, PlanEntry, Rounding, WeightScheme};
+use super::{Action, Method, Plan, PlanEntry, Rounding, LinearScheme};
 use crate::calibrate::Sampling;
 use crate::checkpoint::TensorInfo;
 use crate::format::Container;
 use crate::model::Model;
 use crate::quantize::gptq::GptqSettings;
-use crate::transform::Search;
+use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 /// What a run that repacks is called in reports: no method found its numbers here.
 pub static REPACK: Method = Method {
     name: "repack",
     summary: "the numbers of a quantized checkpoint in another container",
-    transform: None,
+    transforms: &[],
     rounding: Rounding::Nearest,
 };
 
@@ -45,7 +45,7 @@ impl Plan {
                 float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
-            let scheme = WeightScheme { symmetric: stored.symmetric || symmetric, ..stored };
+            let scheme = LinearScheme { symmetric: stored.symmetric || symmetric, ..stored };
             let mut sources = model.packed_tensors(&module, shape)?;
             for spec in &mut sources {
                 spec.info = model.source().require(&spec.name)?.clone();
@@ -69,7 +69,7 @@ impl Plan {
             method: &REPACK,
             container,
             sampling: Sampling::default(),
-            search: Search::default(),
+            settings: TransformSettings::default(),
             gptq: GptqSettings::default(),
             entries,
             selectors: Vec::new(),

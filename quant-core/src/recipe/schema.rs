@@ -7,7 +7,7 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
 
 use super::file::RecipeFile;
-use super::{METHODS, Recipe, Rounding, WeightScheme};
+use super::{METHODS, Recipe, Rounding, LinearScheme};
 use crate::format::CONTAINERS;
 
 impl Recipe {
@@ -33,8 +33,12 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
 
 pub(super) fn transform(_: &mut SchemaGenerator) -> Schema {
     // A transform has the name of the method that does nothing else.
-    let alone = METHODS.iter().filter(|m| m.transform.is_some_and(|t| t.name() == m.name));
+    let alone = METHODS.iter().filter(|m| matches!(m.transforms, [one] if one.name() == m.name));
     one_of(alone.map(|m| (m.name, m.summary)))
+}
+
+pub(super) fn alpha(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }] })
 }
 
 pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
@@ -47,12 +51,13 @@ pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
-    let bits: Vec<String> = WeightScheme::BITS.iter().map(u8::to_string).collect();
+    let bits: Vec<String> = LinearScheme::BITS.iter().map(u8::to_string).collect();
     let granularity = "(-(g[1-9][0-9]*|channel))?";
     let symmetry = "(-a?sym)?";
     // The two may stand in either order.
-    let pattern = format!("^w({})a16({granularity}{symmetry}|{symmetry}{granularity})$", bits.join("|"),);
-    json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym"] })
+    let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
+    let pattern = format!("^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$", bits.join("|"));
+    json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym", "w8a8"] })
 }
 
 #[cfg(test)]
@@ -102,6 +107,12 @@ mod tests {
             "w4a16-asym",
             "w5a16",
             "w4a8",
+            "w8a8-channel-sym-static",
+            "w8a8-static-asym",
+            "w8a8-sym-static-sym",
+            "w8a8-static-g32",
+            "w4a16-static",
+            "w4a4",
             "w4a16-",
             "w4a16-g0",
             "w4a16-gx",

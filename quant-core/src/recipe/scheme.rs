@@ -1,4 +1,4 @@
-//! Numeric formats of weights, and the short names they are asked for by.
+//! Numeric formats of linears, and the short names they are asked for by.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,21 +24,38 @@ impl Granularity {
     }
 }
 
-/// The integer grid of a weight.
-///
-/// Written `w4a16-g128-sym`: bits, activations, granularity (`g32`, `g64`, `g128` … or `channel`),
-/// symmetry (`sym` or `asym`).
+/// What becomes of the inputs of a linear before they are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct WeightScheme {
-    /// Bits of one code: 2, 3, 4 or 8.
-    pub bits: u8,
-    /// What shares a scale.
-    pub granularity: Granularity,
-    /// Whether the grid is symmetric about zero (no stored zero point).
-    pub symmetric: bool,
+pub enum ActivationScheme {
+    /// They stay float (`a16`).
+    Float,
+    /// Integers of 8 bits with a scale for every token, found when the token comes (`a8`).
+    Token,
+    /// Integers of 8 bits with one scale for all tokens, found on a calibration text (`a8`, `-static`).
+    Static {
+        /// Whether zero is the middle of the grid; otherwise it is where the text has it (`-static-asym`).
+        symmetric: bool,
+    },
 }
 
-impl WeightScheme {
+/// How a linear is quantized: the integer grid of its weight, and that of its input.
+///
+/// Written `w4a16-g128-sym`: bits of the weight, bits of the activations, granularity (`g32`, `g64`,
+/// `g128` … or `channel`), symmetry (`sym` or `asym`); with activations of 8 bits, `-static` or
+/// `-static-asym` where their scale is not found a token at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinearScheme {
+    /// Bits of one code of the weight: 2, 3, 4 or 8.
+    pub bits: u8,
+    /// Which weights share a scale.
+    pub granularity: Granularity,
+    /// Whether the weight's grid is symmetric about zero (no stored zero point).
+    pub symmetric: bool,
+    /// What becomes of the input.
+    pub activations: ActivationScheme,
+}
+
+impl LinearScheme {
     /// The widths this version can quantize to.
     pub const BITS: [u8; 4] = [2, 3, 4, 8];
 
@@ -46,16 +63,29 @@ impl WeightScheme {
     pub fn max_code(&self) -> u8 {
         u8::MAX >> (8 - self.bits)
     }
-}
 
-impl Default for WeightScheme {
-    /// `w4a16-g128-sym`.
-    fn default() -> Self {
-        Self { bits: 4, granularity: Granularity::Group(128), symmetric: true }
+    /// Whether engines take it as bytes, one a weight, and not as packed words: 8 bits on both sides, and a symmetric
+    /// scale a row.
+    pub fn is_stored_as_bytes(&self) -> bool {
+        let is_w8a8 = self.bits == 8 && self.activations != ActivationScheme::Float;
+        is_w8a8 && self.granularity == Granularity::Channel && self.symmetric
+    }
+
+    /// Whether the input's scale is found on a calibration text.
+    pub fn has_static_activations(&self) -> bool {
+        matches!(self.activations, ActivationScheme::Static { .. })
     }
 }
 
-impl FromStr for WeightScheme {
+impl Default for LinearScheme {
+    /// `w4a16-g128-sym`.
+    fn default() -> Self {
+        let (granularity, activations) = (Granularity::Group(128), ActivationScheme::Float);
+        Self { bits: 4, granularity, symmetric: true, activations }
+    }
+}
+
+impl FromStr for LinearScheme {
     type Err = Error;
 
     /// What the text leaves out comes from the default.
@@ -65,7 +95,7 @@ impl FromStr for WeightScheme {
     }
 }
 
-impl fmt::Display for WeightScheme {
+impl fmt::Display for LinearScheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         SchemeRequest::from(*self).fmt(f)
     }
@@ -74,20 +104,23 @@ impl fmt::Display for WeightScheme {
 /// A scheme as it is asked for: symmetry may be left to the container, since engines prefer
 /// symmetric grids in one and know only asymmetric ones in another.
 ///
-/// Written as a [`WeightScheme`] is, without `-sym` or `-asym` where nothing was said.
+/// Written as a [`LinearScheme`] is, without `-sym` or `-asym` where nothing was said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
-    /// Bits of one code: 2, 3, 4 or 8.
+    /// Bits of one code of the weight: 2, 3, 4 or 8.
     pub bits: u8,
-    /// What shares a scale.
+    /// Which weights share a scale.
     pub granularity: Granularity,
-    /// Whether the grid is symmetric, if that was said.
+    /// Whether the weight's grid is symmetric, if that was said.
     pub symmetric: Option<bool>,
+    /// What becomes of the input.
+    pub activations: ActivationScheme,
 }
 
 impl SchemeRequest {
-    /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a16-channel-asym`; what it leaves out comes
-    /// from `self`.
+    /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`; what it leaves out comes
+    /// from `self`, but for `w8a8`, which means a scale a row unless `self` is `w8a8` itself: integer
+    /// products are taken over whole rows by the engines that know it.
     ///
     /// # Errors
     /// When a part is not understood; the message lists what is.
@@ -95,21 +128,35 @@ impl SchemeRequest {
         let unknown = |part: &str| {
             Error::usage(
                 format!("scheme `{text}`: `{part}` is not understood"),
-                "a scheme is w2a16, w3a16, w4a16 or w8a16, then optionally -g32, -g64, -g128 … or -channel, then \
-                 -sym or -asym; for example w4a16-g64-asym",
+                "a scheme is w2, w3, w4 or w8, then a16 or a8, then optionally -g32, -g64, -g128 … or -channel, \
+                 then -sym or -asym, and after a8 -static or -static-asym; for example w4a16-g64-asym, w8a8",
             )
         };
         let mut parts = text.split('-');
         let head = parts.next().unwrap_or_default();
-        let mut scheme = self;
-        scheme.bits = head
-            .strip_prefix('w')
-            .and_then(|r| r.strip_suffix("a16"))
-            .and_then(|b| b.parse().ok())
-            .filter(|b| WeightScheme::BITS.contains(b))
-            .ok_or_else(|| unknown(head))?;
+        let (bits, activations) =
+            head.strip_prefix('w').and_then(|r| r.split_once('a')).ok_or_else(|| unknown(head))?;
+        let bits = bits.parse().ok().filter(|b| LinearScheme::BITS.contains(b)).ok_or_else(|| unknown(head))?;
+        let activations = match activations {
+            "16" => ActivationScheme::Float,
+            "8" => ActivationScheme::Token,
+            _ => return Err(unknown(head)),
+        };
+        let mut scheme = Self { bits, activations, ..self };
+        if scheme.is_w8a8() && !self.is_w8a8() {
+            scheme.granularity = Granularity::Channel;
+        }
         let (mut symmetry, mut granularity) = (false, false);
-        for part in parts {
+        while let Some(part) = parts.next() {
+            if part == "static" && activations != ActivationScheme::Float {
+                let symmetric = match parts.next() {
+                    None | Some("sym") => true,
+                    Some("asym") => false,
+                    Some(other) => return Err(unknown(other)),
+                };
+                scheme.activations = ActivationScheme::Static { symmetric };
+                return parts.next().map_or(Ok(scheme), |more| Err(unknown(more)));
+            }
             let said = if matches!(part, "sym" | "asym") { &mut symmetry } else { &mut granularity };
             if std::mem::replace(said, true) {
                 return Err(unknown(part));
@@ -127,24 +174,28 @@ impl SchemeRequest {
         Ok(scheme)
     }
 
+    fn is_w8a8(self) -> bool {
+        self.bits == 8 && self.activations != ActivationScheme::Float
+    }
+
     /// The scheme, symmetric or not as given where nothing was said.
-    pub fn with_default_symmetry(self, symmetric: bool) -> WeightScheme {
-        let Self { bits, granularity, .. } = self;
-        WeightScheme { bits, granularity, symmetric: self.symmetric.unwrap_or(symmetric) }
+    pub fn with_default_symmetry(self, symmetric: bool) -> LinearScheme {
+        let Self { bits, granularity, activations, .. } = self;
+        LinearScheme { bits, granularity, symmetric: self.symmetric.unwrap_or(symmetric), activations }
     }
 }
 
 impl Default for SchemeRequest {
     /// `w4a16-g128`, symmetry left open.
     fn default() -> Self {
-        Self { symmetric: None, ..WeightScheme::default().into() }
+        Self { symmetric: None, ..LinearScheme::default().into() }
     }
 }
 
-impl From<WeightScheme> for SchemeRequest {
-    fn from(scheme: WeightScheme) -> Self {
-        let WeightScheme { bits, granularity, symmetric } = scheme;
-        Self { bits, granularity, symmetric: Some(symmetric) }
+impl From<LinearScheme> for SchemeRequest {
+    fn from(scheme: LinearScheme) -> Self {
+        let LinearScheme { bits, granularity, symmetric, activations } = scheme;
+        Self { bits, granularity, symmetric: Some(symmetric), activations }
     }
 }
 
@@ -158,7 +209,8 @@ impl FromStr for SchemeRequest {
 
 impl fmt::Display for SchemeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "w{}a16-", self.bits)?;
+        let activations = if self.activations == ActivationScheme::Float { 16 } else { 8 };
+        write!(f, "w{}a{activations}-", self.bits)?;
         match self.granularity {
             Granularity::Group(size) => write!(f, "g{size}")?,
             Granularity::Channel => f.write_str("channel")?,
@@ -167,6 +219,11 @@ impl fmt::Display for SchemeRequest {
             None => "",
             Some(true) => "-sym",
             Some(false) => "-asym",
+        })?;
+        f.write_str(match self.activations {
+            ActivationScheme::Float | ActivationScheme::Token => "",
+            ActivationScheme::Static { symmetric: true } => "-static",
+            ActivationScheme::Static { symmetric: false } => "-static-asym",
         })
     }
 }
@@ -177,8 +234,16 @@ mod tests {
 
     #[test]
     fn names_are_read_back_as_they_are_written() {
-        for text in ["w4a16-g128-sym", "w3a16-channel-asym", "w8a16-g32-sym"] {
-            assert_eq!(text.parse::<WeightScheme>().unwrap().to_string(), text);
+        for text in [
+            "w4a16-g128-sym",
+            "w3a16-channel-asym",
+            "w8a16-g32-sym",
+            "w8a8-channel-sym",
+            "w4a8-g128-asym",
+            "w8a8-channel-sym-static",
+            "w8a8-channel-sym-static-asym",
+        ] {
+            assert_eq!(text.parse::<LinearScheme>().unwrap().to_string(), text);
         }
         let base: SchemeRequest = "w4a16-g64-asym".parse().unwrap();
         assert_eq!(base.refine("w8a16-channel").unwrap().to_string(), "w8a16-channel-asym");
@@ -192,7 +257,20 @@ mod tests {
         assert_eq!(open.with_default_symmetry(false).to_string(), "w4a16-g64-asym");
         let said: SchemeRequest = "w4a16-g64-sym".parse().unwrap();
         assert_eq!(said.with_default_symmetry(false).to_string(), "w4a16-g64-sym");
-        assert_eq!("w4a16".parse::<WeightScheme>().unwrap().to_string(), "w4a16-g128-sym");
+        assert_eq!("w4a16".parse::<LinearScheme>().unwrap().to_string(), "w4a16-g128-sym");
+    }
+
+    #[test]
+    fn activations_of_8_bits() {
+        let scheme = |text: &str| text.parse::<LinearScheme>().unwrap();
+        assert_eq!(scheme("w8a8").to_string(), "w8a8-channel-sym");
+        assert_eq!(scheme("w4a8").to_string(), "w4a8-g128-sym");
+        assert_eq!(scheme("w8a8-g64-static-sym").to_string(), "w8a8-g64-sym-static");
+        assert_eq!(scheme("w8a8-static-asym").activations, ActivationScheme::Static { symmetric: false });
+        // Of the scheme that it refines, only granularity and symmetry are left.
+        let base: SchemeRequest = "w8a8-g64-static".parse().unwrap();
+        assert_eq!(base.refine("w8a8").unwrap().to_string(), "w8a8-g64");
+        assert_eq!(base.refine("w8a16").unwrap().to_string(), "w8a16-g64");
     }
 
     #[test]
@@ -200,7 +278,12 @@ mod tests {
         for text in [
             "",
             "w5a16",
-            "w4a8",
+            "w4a4",
+            "w4a16-static",
+            "w8a8-static-channel",
+            "w8a8-static-sym-asym",
+            "w8a8-static-static",
+            "w8",
             "4a16",
             "w4a16-",
             "w4a16-g0",
@@ -208,7 +291,7 @@ mod tests {
             "w4a16-g64-channel",
             "w4a16-sym-asym",
         ] {
-            assert!(text.parse::<WeightScheme>().is_err(), "{text}");
+            assert!(text.parse::<LinearScheme>().is_err(), "{text}");
         }
     }
 }

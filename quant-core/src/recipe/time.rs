@@ -9,7 +9,9 @@ use crate::digest::sha256_hex;
 use crate::model::{FoldGroup, Model, Op, WeightBody, multiply};
 use crate::quantize::gptq::LayerInputs;
 use crate::quantize::{Rows, quantize_tensor};
-use crate::transform::{CLIP_CANDIDATES, SCALE_CANDIDATES, Search, kept_bytes};
+use crate::transform::{
+    Alpha, CLIP_CANDIDATES, Producers, SCALE_CANDIDATES, SMOOTH_CANDIDATES, SMOOTH_TOKENS, Search, SmoothSettings, kept_bytes,
+};
 use crate::{Error, Result};
 
 /// Share of the batch that a candidate of the fast search runs on, about: most leave early.
@@ -42,7 +44,7 @@ impl Rates {
         let product = best(3, || multiply(&values, &weight, SIDE, &mut out))?;
         let rows: Vec<f32> = values.iter().chain(&values).copied().collect();
         let rounding = best(3, || {
-            let scheme = super::WeightScheme::default();
+            let scheme = super::LinearScheme::default();
             quantize_tensor(Rows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
                 .map(drop)
                 .map_err(|e| Error::Internal(e.to_string()))
@@ -79,15 +81,17 @@ impl Plan {
         let Some(first) = plans.first() else { return 0.0 };
         let mut operations = 0.0;
         let mut rounded = 0.0;
-        if first.method.needs_text() {
-            operations += first.forward_operations(model);
+        if first.needs_text() {
+            let again = if first.needs_ranges() && first.method.has("awq") { 2.0 } else { 1.0 };
+            operations += again * first.forward_operations(model);
         }
         for plan in plans {
-            if plan.method.transform.is_some() {
+            if plan.method.has("awq") {
                 let (searched, tried) = plan.search_work(model);
                 operations += searched;
                 rounded += tried;
             }
+            operations += plan.smooth_operations(model);
             if plan.method.rounding == Rounding::Gptq {
                 operations += plan.gptq_operations(model);
             }
@@ -120,6 +124,19 @@ impl Plan {
             LayerInputs::Float => 0.0,
         };
         architecture.layers as f64 * operations + again * self.forward_operations(model)
+    }
+
+    /// The blocks that the search for SmoothQuant's exponents runs.
+    fn smooth_operations(&self, model: &Model) -> f64 {
+        let SmoothSettings { alpha, producers, .. } = &self.settings.smooth;
+        if !self.method.has("smoothquant") || !matches!(alpha, Some(Alpha::Auto(_))) {
+            return 0.0;
+        }
+        let graph = &model.architecture().block;
+        let meant = |g: &&FoldGroup| *producers == Producers::All || graph.nodes()[g.producer].op.is_norm();
+        let runs = graph.fold_groups().iter().filter(meant).count() * SMOOTH_CANDIDATES + 1;
+        let share = (SMOOTH_TOKENS as f64 / self.tokens().max(1.0)).min(1.0);
+        runs as f64 * share * self.forward_operations(model)
     }
 
     fn tokens(&self) -> f64 {
@@ -161,7 +178,7 @@ impl Plan {
                 operations += self.tokens() * k * k + candidates * 2.0 * n * k * k;
                 continue;
             }
-            let share = match self.search {
+            let share = match self.settings.search {
                 Search::Fast => RACE_SHARE,
                 Search::Reference => 1.0,
             };
@@ -188,7 +205,7 @@ impl Plan {
     /// Whether a single linear is judged by its input's Gram matrix.
     fn is_gram(&self, graph: &crate::model::BlockGraph, group: &FoldGroup, [n, k]: [usize; 2]) -> bool {
         let (n, k) = (n as u64, k as u64);
-        match self.search {
+        match self.settings.search {
             Search::Fast => kept_bytes(graph, group, self.sampling, [n, k]) == 4 * k * k,
             Search::Reference => self.tokens() > k as f64,
         }

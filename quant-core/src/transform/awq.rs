@@ -24,7 +24,9 @@
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
 use super::watch::{Watch, Watched};
-use super::{BlockTask, ChannelOutlier, FoldRecord, Rewrite, Search, Transform, clip, fold, race};
+use super::{
+    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, Search, Transform, TransformSettings, clip, fold, race,
+};
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId, WeightBody};
 use crate::{Error, Result};
@@ -46,25 +48,35 @@ impl Transform for Awq {
         "awq"
     }
 
-    fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId> {
+    fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
         groups(graph).into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
     }
 
-    fn search(&self, tasks: &[BlockTask<'_>], hidden: &mut HiddenStates) -> Result<Vec<Rewrite>> {
-        let Some(first) = tasks.first() else { return Ok(Vec::new()) };
+    fn needs(&self, _settings: &TransformSettings) -> Needs {
+        Needs { ranges: false, states: true }
+    }
+
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
         let groups: Vec<FoldGroup> = groups(first.block.graph())
             .into_iter()
             .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
             .collect();
         let mut watch = Watch::new(first, &groups, hidden.layout().clone());
-        match first.search {
-            Search::Fast => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
-            Search::Reference => hidden.watch(first.block, first.cancel, &mut watch)?,
+        let search = first.settings.search;
+        match search {
+            Search::Fast if advance => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
+            _ => hidden.watch(first.block, first.cancel, &mut watch)?,
         }
         let watched = watch.finish();
         let searched = tasks.iter().map(|task| scaled(task, &groups, &watched, hidden));
         let chosen = searched.collect::<Result<Vec<_>>>()?;
-        if first.search == Search::Reference {
+        if search == Search::Reference && advance {
             hidden.advance(first.block, first.cancel)?;
         }
         let tasks = tasks.iter().zip(chosen);

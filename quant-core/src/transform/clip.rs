@@ -123,7 +123,7 @@ fn search_group(
     let mut sums = Vec::new();
     // The group stands alone here, so its scheme is one scale a row.
     let alone =
-        crate::recipe::WeightScheme { granularity: crate::recipe::Granularity::Channel, ..grid.scheme };
+        crate::recipe::LinearScheme { granularity: crate::recipe::Granularity::Channel, ..grid.scheme };
     for candidate in 0..CANDIDATES {
         let shrink = 1.0 - candidate as f32 / STEPS;
         let bounds: Vec<f32> = largest.iter().map(|m| m * shrink).collect();

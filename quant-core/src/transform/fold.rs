@@ -4,7 +4,8 @@ use super::{BlockTask, Rewrite};
 use crate::model::{FoldGroup, Op};
 use crate::{Error, Result};
 
-/// Folds `scales`, one a channel of the group's input, into a rewrite.
+/// Folds `scales`, one a channel of the group's producer, into a rewrite. Where channels are repeated on their way,
+/// so is the scale.
 ///
 /// A norm's weight is stored in a narrow type, so `γ / s` is rounded there. The consumers are
 /// therefore multiplied not by `s` but by `γ / round(γ / s)`: the rewrite stays an identity however
@@ -12,12 +13,8 @@ use crate::{Error, Result};
 /// channel keeps its scale of 1.
 ///
 /// # Errors
-/// When the group cannot be folded channel by channel, there are not as many scales as channels, or one
-/// of them is not positive: what lies between producer and consumers need not let such pass.
+/// When there are not as many scales as channels, or one of them is not positive: what lies between producer and consumers need not let such pass.
 pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<()> {
-    if group.repeat != 1 {
-        return Err(Error::Internal("channels that are repeated cannot be folded one by one".into()));
-    }
     if let Some(scale) = scales.iter().find(|s| !(s.is_finite() && **s > 0.0)) {
         return Err(Error::Internal(format!("a scale of {scale} cannot be folded")));
     }
@@ -65,6 +62,7 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
         }
         op => return Err(Error::Internal(format!("{} scales do not fit {op:?}", scales.len()))),
     };
+    let effective = group.spread(&effective);
     for &consumer in &group.consumers {
         let columns = rewrite.columns.entry(consumer).or_insert_with(|| vec![1.0; effective.len()]);
         multiply_into(columns, &effective);

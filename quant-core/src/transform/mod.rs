@@ -1,7 +1,8 @@
 //! The fifth stage of the path: rewrites of float weights that leave the block's output unchanged
 //! (folding), or trade a little of it for less rounding error (clipping).
 //!
-//! A [`Transform`] looks at one float block and its inputs and returns a [`Rewrite`]: factors for
+//! A [`Transform`] looks at one float block and its inputs and returns a [`Rewrite`]; several follow on each other, each
+//! on the block that those before it have rewritten. A rewrite is factors for
 //! columns, divisors for rows, new norm weights, clip bounds. Nothing is changed in place; the
 //! quantizer applies the rewrite to each weight as it reads it.
 
@@ -15,6 +16,8 @@ mod race;
 mod rewrite;
 mod rows;
 mod sample;
+mod settings;
+mod smooth;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -24,6 +27,9 @@ pub use awq::Awq;
 pub use candidates::{Search, TriedScales};
 pub use fold::fold;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
+pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
+pub use smooth::{SmoothQuant, SmoothRecord, SmoothSearch};
+pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
 pub(crate) use watch::kept_bytes;
 
 /// Scales that a search tries for a group: no scaling, and the points of the grid.
@@ -31,17 +37,17 @@ pub(crate) const SCALE_CANDIDATES: usize = awq::GRID + 1;
 /// Bounds that the clip search tries for a group.
 pub(crate) const CLIP_CANDIDATES: usize = clip::CANDIDATES;
 
-use crate::calibrate::HiddenStates;
+use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, BlockGraph, NodeId};
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 use crate::{CancelToken, Result};
 
 /// The grid that a linear's weight will be rounded to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     /// Bits, granularity, symmetry.
-    pub scheme: WeightScheme,
+    pub scheme: LinearScheme,
     /// The type scales are stored in.
     pub scale_dtype: Dtype,
 }
@@ -57,8 +63,13 @@ pub struct BlockTask<'a> {
     pub grids: &'a BTreeMap<NodeId, Grid>,
     /// The types that norms are stored in.
     pub norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
-    /// How candidates are compared.
-    pub search: Search,
+    /// How transforms are run.
+    pub settings: &'a TransformSettings,
+    /// SmoothQuant's exponent of the family.
+    pub smoothing: f32,
+    /// The ranges of the values that linears read, in the block as the checkpoint has it, where some transform or grid
+    /// needs them.
+    pub ranges: &'a BTreeMap<NodeId, ChannelRanges>,
     /// Checked between pieces of work.
     pub cancel: &'a CancelToken,
 }
@@ -70,16 +81,28 @@ impl BlockTask<'_> {
     }
 }
 
+/// What a transform looks at beside the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Needs {
+    /// The ranges of what linears read.
+    pub ranges: bool,
+    /// The hidden states of the batch before the block.
+    pub states: bool,
+}
+
 /// A search for a rewrite of a block.
 pub trait Transform: Debug + Send + Sync {
     /// The name that recipes take.
     fn name(&self) -> &'static str;
 
     /// Norms and linears whose stored parameters the search may change, beyond rounding.
-    fn folded_nodes(&self, graph: &BlockGraph) -> Vec<NodeId>;
+    fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId>;
 
-    /// Finds a rewrite of one block for each task, and moves `hidden`, what enters the block, on to
-    /// what comes out of it while its weights are float.
+    /// What it has to be given.
+    fn needs(&self, settings: &TransformSettings) -> Needs;
+
+    /// Finds a rewrite of one block for each task. `hidden` is what enters the block, where the transform needs it;
+    /// with `advance` one that does moves it on to what comes out of the block while its weights are float.
     ///
     /// Tasks are of the same block and differ in the grids of the same linears, as several
     /// containers ask for them: what is gathered of the batch serves all. A task's rewrite does not
@@ -87,5 +110,10 @@ pub trait Transform: Debug + Send + Sync {
     ///
     /// # Errors
     /// When the block fails, numbers are not finite, or the token pulls.
-    fn search(&self, tasks: &[BlockTask<'_>], hidden: &mut HiddenStates) -> Result<Vec<Rewrite>>;
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>>;
 }

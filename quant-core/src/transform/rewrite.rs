@@ -1,14 +1,15 @@
 //! What a transform decided for one block, and its application to weights as they are read.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::TriedScales;
-use crate::Result;
+use super::{SmoothRecord, TriedScales};
+use crate::{Error, Result};
 use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
 
 /// The decision of a scale search for one fold group.
@@ -97,6 +98,8 @@ pub struct Rewrite {
     pub folds: Vec<FoldRecord>,
     /// How the bounds were chosen.
     pub clip_records: Vec<ClipRecord>,
+    /// What SmoothQuant did.
+    pub smooth: Vec<SmoothRecord>,
 }
 
 impl Rewrite {
@@ -132,6 +135,33 @@ impl Rewrite {
             }
         }
         Ok(())
+    }
+
+    /// This rewrite, and then one that was found on the block that it makes.
+    ///
+    /// # Errors
+    /// When this one clips: what follows would change the weights that the bounds are of.
+    pub fn then(mut self, next: Self) -> Result<Self> {
+        let Self { tokens, norms, norm_biases, columns, rows, clips, folds, clip_records, smooth } = next;
+        if !self.clips.is_empty() {
+            return Err(Error::Internal("weights are rewritten after their ranges were narrowed".into()));
+        }
+        self.tokens.extend(tokens);
+        self.norms.extend(norms);
+        self.norm_biases.extend(norm_biases);
+        for (factors, next) in [(&mut self.columns, columns), (&mut self.rows, rows)] {
+            for (node, by) in next {
+                match factors.entry(node) {
+                    Entry::Vacant(free) => drop(free.insert(by)),
+                    Entry::Occupied(mut old) => old.get_mut().iter_mut().zip(by).for_each(|(f, b)| *f *= b),
+                }
+            }
+        }
+        self.clips = clips;
+        self.folds.extend(folds);
+        self.clip_records.extend(clip_records);
+        self.smooth.extend(smooth);
+        Ok(self)
     }
 
     /// Whether a linear's weight is another one, clipping aside.

@@ -74,7 +74,7 @@ impl<'a> Watch<'a> {
             };
             (group.input, kept)
         };
-        let kept = match task.search {
+        let kept = match task.settings.search {
             Search::Fast => groups.iter().map(keep).collect(),
             Search::Reference => BTreeMap::new(),
         };

@@ -14,7 +14,7 @@ use super::{BITS, METHOD, ROWS_A_WORD};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::quantize::QuantizedTensor;
-use crate::recipe::WeightScheme;
+use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 /// Which of a word's eight outputs stands in each nibble, the lowest first: the order in which the
@@ -40,7 +40,7 @@ pub(super) fn scales_name(module: &str) -> String {
 pub(super) fn layout(
     module: &str,
     [n, k]: [usize; 2],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
 ) -> Result<Vec<TensorSpec>> {
     let unusable = |what: String| {
@@ -49,6 +49,9 @@ pub(super) fn layout(
             "leave it float with --ignore, or write --format compressed-tensors",
         )
     };
+    if scheme.activations != ActivationScheme::Float {
+        return Err(unusable(format!("the {METHOD} format says nothing of activations, and {scheme} does")));
+    }
     if scheme.bits != BITS {
         return Err(unusable(format!("the {METHOD} format packs {BITS} bits, not {}", scheme.bits)));
     }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// `quant_method`.
@@ -53,7 +53,7 @@ impl Container for AutoAwq {
         &self,
         module: &str,
         shape: [usize; 2],
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>> {
         layout::layout(module, shape, scheme, scale_dtype)
@@ -104,7 +104,7 @@ impl Container for AutoAwq {
 
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
         let mut notes = Vec::new();
-        if let Some((_, WeightScheme { granularity: Granularity::Group(size), .. })) =
+        if let Some((_, LinearScheme { granularity: Granularity::Group(size), .. })) =
             schemes.quantized.first()
             && !MARLIN_GROUPS.contains(size)
         {

@@ -7,7 +7,7 @@ use super::{BITS, HEAD, METHOD, VERSION};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// Which modules are quantized, all by one scheme.
@@ -63,9 +63,14 @@ impl Reader {
 }
 
 impl PackedReader for Reader {
-    fn scheme(&self, module: &str) -> Option<WeightScheme> {
+    fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float = module == HEAD || self.float.iter().any(|part| module.contains(part.as_str()));
-        (!float).then_some(WeightScheme { bits: BITS, granularity: self.granularity, symmetric: false })
+        (!float).then_some(LinearScheme {
+            bits: BITS,
+            granularity: self.granularity,
+            symmetric: false,
+            activations: ActivationScheme::Float,
+        })
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
@@ -123,6 +128,7 @@ impl PackedReader for Reader {
             scales: scales.collect(),
             scale_dtype: Dtype::F16,
             zeros: self.zeros(source, weight)?,
+            input: None,
         };
         tensor.view()?;
         Ok(tensor)

@@ -6,13 +6,14 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{EMBEDDING, FORMAT, LINEAR, METHOD, STATUS};
+use super::layout::Storage;
+use super::{EMBEDDING, LINEAR, METHOD, MIXED, STATUS};
 use crate::format::ModuleSchemes;
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
 
 /// The modules of one scheme.
 struct Group<'a> {
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     modules: Vec<&'a str>,
 }
 
@@ -61,17 +62,26 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
             let value = json!({
                 "targets": targets,
                 "weights": weights(scheme),
-                "input_activations": null,
+                "input_activations": input_activations(scheme.activations),
                 "output_activations": null,
-                // Some readers look for it only here.
-                "format": FORMAT,
+                // Some readers look for it only here, and would take packed weights with activations of 8 bits
+                // for bytes.
+                "format": Storage::of(scheme).name(),
             });
             (format!("group_{i}"), value)
         })
         .collect();
+    let schemes_of_all = schemes.quantized.iter().map(|(_, scheme)| *scheme).chain(schemes.embedding);
+    let mut storages: Vec<Storage> = schemes_of_all.map(Storage::of).collect();
+    storages.dedup();
+    let format = match storages[..] {
+        [] => Storage::Packed.name(),
+        [one] => one.name(),
+        _ => MIXED,
+    };
     json!({
         "quant_method": METHOD,
-        "format": FORMAT,
+        "format": format,
         // Without it, transformers loads the file without complaint and computes garbage.
         "quantization_status": STATUS,
         "config_groups": config_groups,
@@ -79,7 +89,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     })
 }
 
-fn weights(scheme: WeightScheme) -> Value {
+fn weights(scheme: LinearScheme) -> Value {
     let mut weights = json!({
         "num_bits": scheme.bits,
         "type": "int",
@@ -93,10 +103,19 @@ fn weights(scheme: WeightScheme) -> Value {
     weights
 }
 
+fn input_activations(scheme: ActivationScheme) -> Value {
+    let (symmetric, strategy, dynamic) = match scheme {
+        ActivationScheme::Float => return Value::Null,
+        ActivationScheme::Token => (true, "token", true),
+        ActivationScheme::Static { symmetric } => (symmetric, "tensor", false),
+    };
+    json!({ "num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic })
+}
+
 /// See [`Container::warnings`](crate::format::Container::warnings).
 pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let groups = groups(schemes);
-    let any = |test: fn(WeightScheme) -> bool| groups.iter().any(|g| test(g.scheme));
+    let any = |test: fn(LinearScheme) -> bool| groups.iter().any(|g| test(g.scheme));
     let mut notes = Vec::new();
     if any(|s| !s.symmetric) {
         notes.push(
@@ -110,8 +129,11 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
              CUDA; SGLang and llama.cpp's converter do not read them",
         );
     }
-    if any(|s| s.granularity == Granularity::Channel) {
+    if any(|s| s.granularity == Granularity::Channel && s.activations == ActivationScheme::Float) {
         notes.push("llama.cpp's converter reads scales per group, not per channel");
+    }
+    if any(|s| s.activations != ActivationScheme::Float) {
+        notes.push("llama.cpp's converter does not read checkpoints with activations of 8 bits");
     }
     if groups.len() > 1 {
         notes.push("llama.cpp's converter does not read checkpoints that mix several schemes");
@@ -191,6 +213,32 @@ mod tests {
         });
         assert_eq!(groups["group_1"]["weights"], channel);
         assert_eq!(groups["group_2"]["targets"], json!(["c"]));
+    }
+
+    #[test]
+    fn activations_of_8_bits() {
+        let of = |scheme: &str| quantization_config(&schemes(&[("a", scheme)], &[]));
+        let config = of("w8a8");
+        assert_eq!(config["format"], json!("int-quantized"));
+        let group = &config["config_groups"]["group_0"];
+        assert_eq!(group["format"], json!("int-quantized"));
+        let token = json!({
+            "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true,
+        });
+        assert_eq!(group["input_activations"], token);
+        let fixed = json!({
+            "num_bits": 8, "type": "int", "symmetric": false, "strategy": "tensor", "dynamic": false,
+        });
+        let asymmetric = of("w8a8-static-asym");
+        assert_eq!(asymmetric["config_groups"]["group_0"]["input_activations"], fixed);
+        // Packed weights say so where some readers look.
+        let packed = of("w4a8");
+        assert_eq!(packed["format"], json!("pack-quantized"));
+        assert_eq!(packed["config_groups"]["group_0"]["format"], json!("pack-quantized"));
+        assert_eq!(packed["config_groups"]["group_0"]["input_activations"], token);
+        let mixed = quantization_config(&schemes(&[("a", "w8a8"), ("b", "w8a16"), ("c", "w8a8")], &[]));
+        assert_eq!(mixed["format"], json!("mixed-precision"));
+        assert_eq!(mixed["config_groups"]["group_1"]["format"], json!("pack-quantized"));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The tensors of one linear, and their bytes.
 //!
-//! For a module `X` with weight `[n, k]`, `b` bits and groups of `g` (`g = k` per channel):
+//! For a module `X` with weight `[n, k]`, `b` bits and groups of `g` (`g = k` per channel), `pack-quantized`:
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
@@ -9,15 +9,66 @@
 //! | `X.weight_zero_point` | I32 | `[⌈n·b/32⌉, k/g]` | zeros, a **column** at a time; asymmetric only |
 //! | `X.weight_shape` | I64 | `[2]` | `n`, `k` |
 //!
+//! and `int-quantized`, which is how W8A8 with a symmetric scale a row is stored:
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.weight` | I8 | `[n, k]` | codes |
+//! | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]` | scales |
+//! | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
+//! | `X.input_zero_point` | I8 | `[1]` | its zero; asymmetric static activations only |
+//!
 //! The format speaks of signed integers from `−2^(b−1)` stored with `2^(b−1)` added: these are the
-//! unsigned codes and zeros of [`QuantizedTensor`] as they are.
+//! unsigned codes and zeros of [`QuantizedTensor`] as they are. `int-quantized` stores them without.
 
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows, words_for};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::WeightScheme;
+use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
+
+/// How a linear's weight is stored: the `format` of its group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Storage {
+    /// `pack-quantized`
+    Packed,
+    /// `int-quantized`
+    Int8,
+}
+
+impl Storage {
+    /// All of them.
+    pub(super) const ALL: [Self; 2] = [Self::Packed, Self::Int8];
+
+    /// What we store a scheme as. Engines take W8A8 from the latter, and everything else from the former.
+    pub(super) fn of(scheme: LinearScheme) -> Self {
+        match scheme.is_stored_as_bytes() {
+            true => Self::Int8,
+            false => Self::Packed,
+        }
+    }
+
+    /// Its name in a configuration.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Packed => "pack-quantized",
+            Self::Int8 => "int-quantized",
+        }
+    }
+}
+
+pub(super) fn weight_name(module: &str) -> String {
+    format!("{module}.weight")
+}
+
+pub(super) fn input_scale_name(module: &str) -> String {
+    format!("{module}.input_scale")
+}
+
+pub(super) fn input_zero_point_name(module: &str) -> String {
+    format!("{module}.input_zero_point")
+}
 
 pub(super) fn packed_name(module: &str) -> String {
     format!("{module}.weight_packed")
@@ -44,7 +95,18 @@ pub(super) fn group_index_name(module: &str) -> String {
 pub(super) fn layout(
     module: &str,
     shape: [usize; 2],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
+    scale_dtype: Dtype,
+) -> Result<Vec<TensorSpec>> {
+    layout_as(Storage::of(scheme), module, shape, scheme, scale_dtype)
+}
+
+/// The tensors of a linear that is stored in this way.
+pub(super) fn layout_as(
+    storage: Storage,
+    module: &str,
+    shape: [usize; 2],
+    scheme: LinearScheme,
     scale_dtype: Dtype,
 ) -> Result<Vec<TensorSpec>> {
     let [n, k] = shape;
@@ -70,6 +132,27 @@ pub(super) fn layout(
         return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
     }
     let groups = k / group_size;
+    if storage == Storage::Int8 {
+        if !scheme.symmetric {
+            return Err(unusable("int-quantized weights are symmetric".to_owned()));
+        }
+        let mut specs = vec![
+            TensorSpec::new(weight_name(module), Dtype::I8, [n, k]),
+            TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
+        ];
+        if scheme.has_static_activations() {
+            specs.push(TensorSpec::new(input_scale_name(module), Dtype::F32, [1]));
+        }
+        if scheme.activations == (ActivationScheme::Static { symmetric: false }) {
+            specs.push(TensorSpec::new(input_zero_point_name(module), Dtype::I8, [1]));
+        }
+        return Ok(specs);
+    }
+    if scheme.has_static_activations() {
+        return Err(unusable(format!(
+            "readers take static activations with w8a8-channel-sym only, and this is {scheme}"
+        )));
+    }
     let mut specs = vec![
         TensorSpec::new(packed_name(module), Dtype::I32, [n, words_for(k, scheme.bits)]),
         TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
@@ -87,13 +170,29 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let bits = tensor.scheme.bits;
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
     tensor.require_storable(module)?;
-    let mut bytes = vec![pack_rows(&tensor.codes, k, bits), tensor.scale_dtype.narrow(&tensor.scales)];
-    if let Some(zeros) = &tensor.zeros {
-        bytes.push(pack_zeros(zeros, n, bits));
-    }
-    bytes.push([n, k].iter().flat_map(|&d| (d as i64).to_le_bytes()).collect());
+    let scales = tensor.scale_dtype.narrow(&tensor.scales);
+    let bytes = match Storage::of(tensor.scheme) {
+        Storage::Int8 => {
+            let codes = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
+            let input = tensor.input.into_iter();
+            let input = input.flat_map(|by| [by.scale.to_le_bytes().to_vec(), by.zero.to_le_bytes().to_vec()]);
+            // There is no zero where the input's grid is symmetric.
+            [codes, scales].into_iter().chain(input).take(specs.len()).collect()
+        }
+        Storage::Packed => {
+            let mut bytes = vec![pack_rows(&tensor.codes, k, bits), scales];
+            if let Some(zeros) = &tensor.zeros {
+                bytes.push(pack_zeros(zeros, n, bits));
+            }
+            bytes.push([n, k].iter().flat_map(|&d| (d as i64).to_le_bytes()).collect());
+            bytes
+        }
+    };
     Ok(specs.into_iter().zip(bytes).collect())
 }
+
+/// What a code of 8 bits exceeds the signed number by that it stands for; the two differ in their highest bit.
+pub(super) const MIDDLE: u8 = 128;
 
 /// Packs zeros `[n, groups]` along `n`: word `w` of group `g` stands at `[w, g]`.
 fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Vec<u8> {

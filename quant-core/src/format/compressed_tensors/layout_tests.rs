@@ -17,6 +17,7 @@ fn tensor(
         scales: scales.to_vec(),
         scale_dtype: Dtype::F16,
         zeros: zeros.map(<[u8]>::to_vec),
+        input: None,
     }
 }
 
@@ -135,8 +136,8 @@ fn no_rows() {
 #[test]
 fn layouts_that_cannot_be() {
     let layout =
-        |shape, scheme: WeightScheme, dtype| CompressedTensors.layout("m", shape, scheme, dtype).unwrap_err();
-    let scheme: WeightScheme = "w4a16".parse().unwrap();
+        |shape, scheme: LinearScheme, dtype| CompressedTensors.layout("m", shape, scheme, dtype).unwrap_err();
+    let scheme: LinearScheme = "w4a16".parse().unwrap();
     assert!(
         matches!(layout([8, 64], scheme, Dtype::F16), Error::GroupSizeDoesNotDivide(o) if o[0].tensor == "m.weight")
     );
@@ -148,8 +149,29 @@ fn layouts_that_cannot_be() {
     assert!(matches!(layout([usize::MAX, 128], scheme, Dtype::F16), Error::Usage { .. }));
     assert!(matches!(layout([1 << 40, 1 << 22], scheme, Dtype::F16), Error::Usage { .. }));
     for bits in [0, 1, 9] {
-        assert!(matches!(layout([8, 128], WeightScheme { bits, ..scheme }, Dtype::F16), Error::Usage { .. }));
+        assert!(matches!(layout([8, 128], LinearScheme { bits, ..scheme }, Dtype::F16), Error::Usage { .. }));
     }
+}
+
+#[test]
+fn bytes_by_hand() {
+    let mut linear = tensor([2, 3], "w8a8-static-asym", &[128, 0, 255, 1, 129, 127], &[0.5, 2.0], None);
+    linear.input = Some(quant_kernels_cpu::StaticScale { scale: 1.0, zero: -128 });
+    let parts = packed(&linear);
+    let names: Vec<&str> = parts.iter().map(|p| p.0.as_str()).collect();
+    let scales = ["m.up_proj.weight", "m.up_proj.weight_scale", "m.up_proj.input_scale", "m.up_proj.input_zero_point"];
+    assert_eq!(names, scales);
+    assert_eq!((parts[0].1, &parts[0].2[..]), (Dtype::I8, &[2, 3][..]));
+    assert_eq!(parts[0].3, [0, 0x80, 0x7f, 0x81, 1, 0xff], "0, -128, 127; -127, 1, -1");
+    assert_eq!((parts[1].1, &parts[1].2[..], &parts[1].3[..]), (Dtype::F16, &[2, 1][..], &[0, 0x38, 0, 0x40][..]));
+    assert_eq!((parts[2].1, &parts[2].2[..], &parts[2].3[..]), (Dtype::F32, &[1][..], &[0, 0, 0x80, 0x3f][..]));
+    assert_eq!((parts[3].1, &parts[3].2[..], &parts[3].3[..]), (Dtype::I8, &[1][..], &[0x80][..]));
+    linear.scheme = "w8a8-static".parse().unwrap();
+    assert!(CompressedTensors.pack("m", &linear).is_err(), "a zero on a symmetric grid");
+    linear.input = Some(quant_kernels_cpu::StaticScale { scale: 1.0, zero: 0 });
+    assert_eq!(packed(&linear).len(), 3);
+    linear.input = None;
+    assert!(CompressedTensors.pack("m", &linear).is_err());
 }
 
 #[test]

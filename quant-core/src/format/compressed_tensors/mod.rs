@@ -1,4 +1,4 @@
-//! compressed-tensors `pack-quantized`: the container that vLLM, SGLang and transformers read.
+//! compressed-tensors, `pack-quantized` and `int-quantized`: the container that vLLM, SGLang and transformers read.
 //!
 //! [`layout`] says which tensors a linear becomes and packs them, [`config`] writes the
 //! `quantization_config` that describes them, [`reader`] takes both apart again.
@@ -14,12 +14,12 @@ use super::{Container, ModuleSchemes, PackedReader};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 
 /// `quant_method`.
 const METHOD: &str = "compressed-tensors";
-/// `format`.
-const FORMAT: &str = "pack-quantized";
+/// `format` of a checkpoint whose groups differ in theirs.
+const MIXED: &str = "mixed-precision";
 /// The only `quantization_status` that means "the tensors are packed".
 const STATUS: &str = "compressed";
 /// The class that readers build quantized modules for.
@@ -39,14 +39,14 @@ impl Container for CompressedTensors {
     }
 
     fn summary(&self) -> &'static str {
-        "pack-quantized weights for vLLM, SGLang, transformers and llama.cpp's converter"
+        "for vLLM, SGLang, transformers and, weight-only, llama.cpp's converter"
     }
 
     fn layout(
         &self,
         module: &str,
         shape: [usize; 2],
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>> {
         layout::layout(module, shape, scheme, scale_dtype)

@@ -1,22 +1,24 @@
-//! Reads `pack-quantized` checkpoints back, ours or others', into logical order.
+//! Reads `pack-quantized` and `int-quantized` checkpoints back, ours or others', into logical order.
 //!
 //! Strict: what the configuration says and this does not implement is refused with the key's path,
 //! because a reader that ignores such a key computes garbage without a sign of it.
 
 use std::collections::HashMap;
 
+use quant_kernels_cpu::StaticScale;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
 use super::layout::{
-    self, group_index_name, packed_name, scale_name, shape_name, unpack_zeros, zero_point_name,
+    self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name, scale_name,
+    shape_name, unpack_zeros, weight_name, zero_point_name,
 };
-use super::{EMBEDDING, FORMAT, LINEAR, METHOD, REGEX, STATUS};
+use super::{EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// Regular expressions a configuration may hold; real ones hold a handful.
@@ -30,8 +32,15 @@ const READ_BYTES: usize = 8 << 20;
 /// before regular expressions, these before its class; being ignored counts before all.
 #[derive(Debug)]
 pub(super) struct Reader {
-    targets: Names<WeightScheme>,
+    targets: Names<Target>,
     ignored: Names<()>,
+}
+
+/// What a group says of its modules.
+#[derive(Debug, Clone, Copy)]
+struct Target {
+    scheme: LinearScheme,
+    storage: Storage,
 }
 
 /// What applies to modules, by exact name, regular expression or class.
@@ -95,7 +104,7 @@ impl Reader {
             return Ok(None);
         }
         let root = Object::new(config, "quantization_config".into())?;
-        root.require("format", FORMAT)?;
+        let storage = storage(&root, true)?;
         root.require("quantization_status", STATUS)?;
         root.require_absent("kv_cache_scheme")?;
         match root.get("sparsity_config") {
@@ -115,16 +124,21 @@ impl Reader {
         for name in groups.map.keys() {
             let group = groups.object(name)?;
             group.allow_only(&["targets", "weights", "input_activations", "output_activations", "format"])?;
-            group.require_absent("input_activations")?;
             group.require_absent("output_activations")?;
-            if group.get("format").is_some() {
-                group.require("format", FORMAT)?;
-            }
+            let own = if group.get("format").is_some() { self::storage(&group, false)? } else { storage };
+            let storage = own.ok_or_else(|| group.refuse("format", "is missing, and the formats are mixed"))?;
             let weights = group.object("weights")?;
-            let scheme = scheme(&weights)?;
-            if !scheme.bits.is_power_of_two() {
+            let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
+            if storage == Storage::Packed && !scheme.bits.is_power_of_two() {
                 reject_padded_words(&root)?;
             }
+            if storage == Storage::Int8 && !(scheme.bits == 8 && scheme.symmetric) {
+                return Err(group.refuse("format", &format!("is {}: of it 8 bits, symmetric, can be read", storage.name())));
+            }
+            if storage == Storage::Packed && scheme.has_static_activations() {
+                return Err(group.refuse("input_activations", "are static, and weights packed: not supported"));
+            }
+            let scheme = Target { scheme, storage };
             for (path, target) in group.strings("targets")? {
                 targets.add(target, scheme, &path)?;
             }
@@ -139,22 +153,71 @@ impl Reader {
     }
 }
 
-/// The scheme of a `weights` object.
-fn scheme(weights: &Object<'_>) -> Result<WeightScheme, String> {
-    weights.allow_only(&[
-        "num_bits",
-        "type",
-        "symmetric",
-        "strategy",
-        "group_size",
-        "block_structure",
-        "dynamic",
-        "actorder",
-        "observer",
-        "observer_kwargs",
-        "scale_dtype",
-        "zp_dtype",
-    ])?;
+/// The `format` of a configuration or one of its groups; `None` where the groups have theirs.
+fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Storage>, String> {
+    match of.get("format").and_then(Value::as_str) {
+        Some(MIXED) if may_be_mixed => Ok(None),
+        Some(name) => match Storage::ALL.into_iter().find(|s| s.name() == name) {
+            Some(storage) => Ok(Some(storage)),
+            None => {
+                let known: Vec<_> = Storage::ALL.iter().map(|s| s.name()).collect();
+                Err(of.refuse("format", &format!("is \"{name}\"; only {} can be read", known.join(" and "))))
+            }
+        },
+        None => of.require("format", Storage::Packed.name()).map(|()| None),
+    }
+}
+
+/// The `input_activations` of a group.
+fn activations(group: &Object<'_>) -> Result<ActivationScheme, String> {
+    if group.get("input_activations").is_none() {
+        return Ok(ActivationScheme::Float);
+    }
+    let input = group.object("input_activations")?;
+    input.allow_only(QUANTIZATION_ARGUMENTS)?;
+    if input.get("type").is_some() {
+        input.require("type", "int")?;
+    }
+    if input.get("num_bits").and_then(Value::as_u64) != Some(8) {
+        return Err(input.refuse("num_bits", "is not 8"));
+    }
+    for key in ["group_size", "block_structure", "actorder"] {
+        input.require_absent(key)?;
+    }
+    let flag = |key, default| match input.get(key) {
+        None => Ok(default),
+        Some(value) => value.as_bool().ok_or_else(|| input.refuse(key, "is neither true nor false")),
+    };
+    let (symmetric, dynamic) = (flag("symmetric", true)?, flag("dynamic", false)?);
+    match (input.get("strategy").and_then(Value::as_str), dynamic, symmetric) {
+        (Some("token"), true, true) => Ok(ActivationScheme::Token),
+        (Some("tensor"), false, symmetric) => Ok(ActivationScheme::Static { symmetric }),
+        _ => Err(input.refuse(
+            "strategy",
+            "can be read where it is token, dynamic and symmetric, or tensor and not dynamic",
+        )),
+    }
+}
+
+/// Keys that say how something is quantized.
+const QUANTIZATION_ARGUMENTS: &[&str] = &[
+    "num_bits",
+    "type",
+    "symmetric",
+    "strategy",
+    "group_size",
+    "block_structure",
+    "dynamic",
+    "actorder",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+];
+
+/// The scheme of a `weights` object; that of the activations stands beside it.
+fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
+    weights.allow_only(QUANTIZATION_ARGUMENTS)?;
     let bits = weights
         .get("num_bits")
         .and_then(Value::as_u64)
@@ -205,7 +268,7 @@ fn scheme(weights: &Object<'_>) -> Result<WeightScheme, String> {
             return Err(weights.refuse("strategy", &format!("is {other}; group and channel can be read")));
         }
     };
-    Ok(WeightScheme { bits, granularity, symmetric })
+    Ok(LinearScheme { bits, granularity, symmetric, activations: ActivationScheme::Float })
 }
 
 /// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
@@ -293,15 +356,32 @@ fn brief(value: &Value) -> String {
     }
 }
 
-impl PackedReader for Reader {
-    fn scheme(&self, module: &str) -> Option<WeightScheme> {
+impl Reader {
+    fn linear(&self, module: &str) -> Option<Target> {
         let ignored = self.ignored.get(module, self.ignored.linear).is_some();
         if ignored { None } else { self.targets.get(module, self.targets.linear) }
     }
 
-    fn embedding_scheme(&self, module: &str) -> Option<WeightScheme> {
+    fn embedding(&self, module: &str) -> Option<Target> {
         let ignored = self.ignored.get(module, self.ignored.embedding).is_some();
         if ignored { None } else { self.targets.get(module, self.targets.embedding) }
+    }
+
+    /// How a weight of that scheme is stored: as its linear, or else its embedding, is said to be.
+    fn storage(&self, weight: PackedWeight<'_>) -> Storage {
+        let said = [self.linear(weight.module), self.embedding(weight.module)];
+        let said = said.into_iter().flatten().find(|target| target.scheme == weight.scheme);
+        said.map_or_else(|| Storage::of(weight.scheme), |target| target.storage)
+    }
+}
+
+impl PackedReader for Reader {
+    fn scheme(&self, module: &str) -> Option<LinearScheme> {
+        self.linear(module).map(|target| target.scheme)
+    }
+
+    fn embedding_scheme(&self, module: &str) -> Option<LinearScheme> {
+        self.embedding(module).map(|target| target.scheme)
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
@@ -310,14 +390,15 @@ impl PackedReader for Reader {
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
         let PackedWeight { module, shape, scheme } = weight;
+        let storage = self.storage(weight);
         let scale_name = scale_name(module);
         let scale_dtype = source.require(&scale_name)?.dtype;
         require_weight_float(source.location(&scale_name), &scale_name, scale_dtype)?;
 
         // What the file must hold follows from what we would write.
-        let specs = layout::layout(module, shape, scheme, scale_dtype).map_err(|e| {
+        let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
-                path: source.location(&packed_name(module)),
+                path: source.location(&scale_name),
                 reason: format!("`{module}` cannot be {scheme}: {e}"),
             }
         })?;
@@ -325,7 +406,7 @@ impl PackedReader for Reader {
             check_spec(source, spec, module)?;
         }
         let mut foreign = vec![group_index_name(module)];
-        if scheme.symmetric {
+        if scheme.symmetric && !has_zeros_of_nothing(source, storage, module)? {
             foreign.push(zero_point_name(module));
         }
         if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
@@ -334,7 +415,9 @@ impl PackedReader for Reader {
                 reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
             });
         }
-        check_weight_shape(source, module, shape)?;
+        if storage == Storage::Packed {
+            check_weight_shape(source, module, shape)?;
+        }
         Ok(specs)
     }
 
@@ -358,18 +441,61 @@ impl PackedReader for Reader {
         scale_dtype.widen(&source.read(&scale_name)?, &mut scales);
         require_finite(source.location(&scale_name), &scale_name, &scales)?;
         let zeros = self.zeros(source, weight)?;
-        let codes = read_codes(source, &packed_name(module), shape, scheme.bits)?;
-        let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros };
+        let codes = match self.storage(weight) {
+            Storage::Packed => read_codes(source, &packed_name(module), shape, scheme.bits)?,
+            Storage::Int8 => {
+                let mut codes = source.read(&weight_name(module))?;
+                codes.iter_mut().for_each(|code| *code ^= MIDDLE);
+                codes
+            }
+        };
+        let input = read_input(source, module, scheme)?;
+        let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, input };
         tensor.view()?;
         Ok(tensor)
     }
 }
 
+/// Whether there are zeros of a symmetric weight, all of them 0, as some versions write them beside bytes.
+fn has_zeros_of_nothing(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
+    let name = zero_point_name(module);
+    match source.info(&name) {
+        Some(info) if storage == Storage::Int8 && info.dtype == Dtype::I8 => {
+            Ok(source.read(&name)?.iter().all(|zero| *zero == 0))
+        }
+        _ => Ok(false),
+    }
+}
+
+/// The grid of the input, where the scheme has one for all tokens.
+fn read_input(
+    source: &dyn TensorSource,
+    module: &str,
+    scheme: LinearScheme,
+) -> Result<Option<StaticScale>> {
+    let ActivationScheme::Static { symmetric } = scheme.activations else { return Ok(None) };
+    let name = input_scale_name(module);
+    let scale = source.read_f32(&name)?.first().copied().unwrap_or(f32::NAN);
+    let zero = match symmetric {
+        true => 0,
+        false => source.read(&input_zero_point_name(module))?.first().map_or(0, |zero| zero.cast_signed()),
+    };
+    if !(scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite()) {
+        return Err(Error::UnsupportedQuantization {
+            path: source.location(&name),
+            reason: format!("tensor `{name}` is {scale}, which is no scale of inputs"),
+        });
+    }
+    Ok(Some(StaticScale { scale, zero }))
+}
+
 /// Checks a tensor's type and shape against what the scheme implies.
 fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
     let TensorInfo { dtype, shape } = source.require(&spec.name)?;
-    // Written as I64, but I32 is met in the wild and means the same.
-    let accepted = *dtype == spec.info.dtype || (spec.name == shape_name(module) && *dtype == Dtype::I32);
+    // Written as I64, but I32 is met in the wild and means the same; so are scales in the model's type.
+    let accepted = *dtype == spec.info.dtype
+        || (spec.name == shape_name(module) && *dtype == Dtype::I32)
+        || (spec.name == input_scale_name(module) && dtype.is_weight_float());
     if !accepted {
         return Err(Error::TensorDtype {
             path: source.location(&spec.name),

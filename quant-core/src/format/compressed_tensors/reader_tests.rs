@@ -60,7 +60,7 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
 }
 
 /// A configuration that the module `m` of that tensor stands in.
-fn config_for(scheme: WeightScheme) -> Value {
+fn config_for(scheme: LinearScheme) -> Value {
     CompressedTensors
         .quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
 }
@@ -73,7 +73,7 @@ proptest! {
     ) {
         let k = groups * size;
         let granularity = if channel { Granularity::Channel } else { Granularity::Group(size) };
-        let scheme = WeightScheme { bits, granularity, symmetric };
+        let scheme = LinearScheme { bits, granularity, symmetric, ..Default::default() };
         let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32][dtype];
         let tensor = quantize_rtn("w", &wave(n, k), [n, k], scheme, dtype, None).unwrap();
         let back = read(&*reader(&config_for(scheme)), &Memory::of("m", &tensor), [n, k]).unwrap();
@@ -141,14 +141,14 @@ fn names_before_expressions_before_the_class() {
 
 #[test]
 fn everything_may_be_ignored() {
-    let mut config = config_for(WeightScheme::default());
+    let mut config = config_for(LinearScheme::default());
     config["ignore"] = json!(["Linear"]);
     assert_eq!(reader(&config).scheme("m"), None);
 }
 
 #[test]
 fn what_we_write_gives_each_module_its_scheme() {
-    let scheme = |s: &str| s.parse::<WeightScheme>().unwrap();
+    let scheme = |s: &str| s.parse::<LinearScheme>().unwrap();
     let quantized =
         vec![("a.0", scheme("w4a16")), ("a.1", scheme("w8a16-channel-asym")), ("a.2", scheme("w4a16"))];
     let schemes =
@@ -206,7 +206,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
     let weights = "/config_groups/group_0/weights/";
     let group = "/config_groups/group_0/";
     let cases = [
-        ("/format", json!("int-quantized"), "format` is \"int-quantized\""),
+        ("/format", json!("float-quantized"), "format` is \"float-quantized\""),
         ("/format", json!(null), "format` is missing"),
         ("/quantization_status", json!("frozen"), "quantization_status` is \"frozen\""),
         ("/quantization_status", json!(null), "quantization_status` is missing"),
@@ -225,7 +225,26 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("targets", json!(["Linear", "re:a)|(b"]), "group_0.targets[1]` is not a regular expression"),
         ("targets", json!(["re:(a{999}){999}"]), "group_0.targets[0]` is not a regular expression"),
         ("targets", json!(vec!["re:a"; 300]), "group_0.targets[256]` is more than the 256"),
-        ("input_activations", json!({"num_bits": 8}), "group_0.input_activations` is set"),
+        ("input_activations", json!(8), "group_0.input_activations` is not an object"),
+        ("input_activations", json!({"num_bits": 8}), "input_activations.strategy` can be read"),
+        ("input_activations", json!({"num_bits": 4, "strategy": "token"}), "input_activations.num_bits` is not 8"),
+        ("input_activations", json!({"num_bits": 8, "type": "float"}), "input_activations.type` is"),
+        (
+            "input_activations",
+            json!({"num_bits": 8, "strategy": "token", "dynamic": true, "symmetric": false}),
+            "input_activations.strategy` can be read",
+        ),
+        (
+            "input_activations",
+            json!({"num_bits": 8, "strategy": "tensor", "dynamic": false}),
+            "group_0.input_activations` are static",
+        ),
+        (
+            "input_activations",
+            json!({"num_bits": 8, "strategy": "token", "dynamic": true, "group_size": 128}),
+            "input_activations.group_size` is set",
+        ),
+        ("format", json!("int-quantized"), "group_0.format` is int-quantized: of it 8 bits"),
         ("output_activations", json!({"num_bits": 8}), "group_0.output_activations` is set"),
         ("format", json!("float-quantized"), "group_0.format` is"),
         ("novelty", json!(1), "group_0.novelty` is not known"),
@@ -251,7 +270,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
     ];
     assert!(weights.starts_with(group));
     for (key, value, expected) in cases {
-        let mut config = config_for(WeightScheme::default());
+        let mut config = config_for(LinearScheme::default());
         let pointer = if key.starts_with('/') { key.to_owned() } else { format!("{group}{key}") };
         let (parent, last) = pointer.rsplit_once('/').unwrap();
         config.pointer_mut(parent).unwrap()[last] = value.clone();
@@ -265,6 +284,48 @@ fn what_is_not_understood_is_refused_by_its_path() {
     {
         config["version"] = json!(version);
         assert_eq!(CompressedTensors.reader(&config).is_ok(), accepted, "{version}");
+    }
+}
+
+#[test]
+fn linears_with_activations_of_8_bits_come_back() {
+    for scheme in
+        ["w8a8", "w8a8-static", "w8a8-static-asym", "w8a8-g8", "w8a8-channel-asym", "w4a8-g8-asym", "w3a8-channel"]
+    {
+        let mut tensor = quantized([5, 16], scheme);
+        if tensor.scheme.has_static_activations() {
+            let zero = if scheme.ends_with("asym") { -7 } else { 0 };
+            tensor.input = Some(quant_kernels_cpu::StaticScale { scale: 0.37, zero });
+        }
+        let back = read(&*reader(&config_for(tensor.scheme)), &Memory::of("m", &tensor), [5, 16]).unwrap();
+        assert!(back == tensor, "{scheme}");
+    }
+}
+
+#[test]
+fn static_scales_of_others_are_read_and_bad_ones_refused() {
+    let mut tensor = quantized([4, 16], "w8a8-static-asym");
+    tensor.input = Some(quant_kernels_cpu::StaticScale { scale: 0.5, zero: 3 });
+    let config = config_for(tensor.scheme);
+    let with = |dtype: Dtype, scale: f32| {
+        let mut source = Memory::of("m", &tensor);
+        let info = TensorInfo { dtype, shape: vec![1] };
+        source.0.insert("m.input_scale".into(), (info, dtype.narrow(&[scale])));
+        read(&*reader(&config), &source, [4, 16])
+    };
+    assert!(with(Dtype::Bf16, 0.5).unwrap() == tensor);
+    for bad in [0.0, -1.0, 1e-40] {
+        let said = with(Dtype::F32, bad).unwrap_err().to_string();
+        assert!(said.contains("m.input_scale") && said.contains("no scale of inputs"), "{said}");
+    }
+    assert!(with(Dtype::F32, f32::NAN).is_err());
+    // Zeros that say nothing are met beside bytes; others contradict the scheme.
+    let symmetric = quantized([4, 16], "w8a8");
+    for (zero, accepted) in [(0, true), (1, false)] {
+        let mut source = Memory::of("m", &symmetric);
+        let info = TensorInfo { dtype: Dtype::I8, shape: vec![4, 1] };
+        source.0.insert("m.weight_zero_point".into(), (info, vec![zero; 4]));
+        assert_eq!(read(&*reader(&config_for(symmetric.scheme)), &source, [4, 16]).is_ok(), accepted);
     }
 }
 

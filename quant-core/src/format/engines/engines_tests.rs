@@ -1,7 +1,7 @@
 //! Verdicts on the shapes of known models, worked out from the engines' sources by hand.
 
 use super::*;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 
 /// Heads, key heads, width of a head, hidden, intermediate.
 const LLAMA_8B: [usize; 5] = [32, 8, 128, 4096, 14336];
@@ -13,7 +13,7 @@ fn outline(
     [heads, kv_heads, head_dim, hidden, inter]: [usize; 5],
     scheme: &str,
 ) -> Outline {
-    let scheme: WeightScheme = scheme.parse().unwrap();
+    let scheme: LinearScheme = scheme.parse().unwrap();
     let layer = |kind, k, parts: &[(&str, usize)]| FusedLayer {
         kind,
         parts: (parts.iter())

@@ -2,7 +2,7 @@
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
 
 fn is_awq(outline: &Outline) -> bool {
     outline.container == "awq"
@@ -13,7 +13,7 @@ fn is_gptq(outline: &Outline) -> bool {
 }
 
 /// All schemes of a checkpoint, head and embedding included.
-fn all_schemes(outline: &Outline) -> Vec<WeightScheme> {
+fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
     let mut schemes = outline.schemes();
     schemes.extend(outline.head.into_iter().chain(outline.embedding));
     schemes.sort_unstable();
@@ -52,6 +52,9 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
             _ => Yes,
         };
     }
+    if schemes.iter().any(|s| s.activations != ActivationScheme::Float) && schemes.iter().all(|s| s.symmetric) {
+        return With("activations are rounded and multiplied as floats".into());
+    }
     if schemes.iter().all(|s| s.symmetric) {
         return Yes;
     }
@@ -74,6 +77,9 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     }
     let schemes = outline.schemes();
     let [scheme] = schemes[..] else { return No("it reads one scheme a checkpoint".into()) };
+    if scheme.activations != ActivationScheme::Float {
+        return No(format!("of this format it reads no {scheme}"));
+    }
     if outline.head.is_some() {
         return Unsure("whether it reads a quantized head".into());
     }
@@ -115,7 +121,7 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
         return Unsure("whether OPT is among its models".into());
     }
     match outline.schemes()[..] {
-        [WeightScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
+        [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
         _ => No("it has groups of 32, 64 and 128".into()),
     }
 }
@@ -128,14 +134,17 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.family == "opt" {
         return No("OPT is not among the models that it converts".into());
     }
+    if all_schemes(outline).iter().any(|s| s.activations != ActivationScheme::Float) {
+        return No("it reads no activations of 8 bits".into());
+    }
     match all_schemes(outline)[..] {
-        [WeightScheme { bits: 2 | 4 | 8, .. }] if is_gptq(outline) => Yes,
-        [WeightScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }]
+        [LinearScheme { bits: 2 | 4 | 8, .. }] if is_gptq(outline) => Yes,
+        [LinearScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }]
             if outline.head.is_none() && outline.embedding.is_none() =>
         {
             Yes
         }
-        [WeightScheme { granularity: Granularity::Channel, .. }] => No("it reads no scale a channel".into()),
+        [LinearScheme { granularity: Granularity::Channel, .. }] => No("it reads no scale a channel".into()),
         [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
         _ => No("it reads one scheme a checkpoint".into()),
     }

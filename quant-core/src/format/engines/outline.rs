@@ -1,7 +1,7 @@
 //! A checkpoint as engines see it.
 
 use crate::model::{BlockGraph, Model, NodeId, Op};
-use crate::recipe::{Plan, WeightScheme};
+use crate::recipe::{Plan, LinearScheme};
 
 /// How a linear is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub struct Part {
     /// Output features.
     pub n: usize,
     /// Its scheme; `None` where it is float.
-    pub scheme: Option<WeightScheme>,
+    pub scheme: Option<LinearScheme>,
 }
 
 /// One matrix of an engine: a linear, or several that it runs as one.
@@ -41,7 +41,7 @@ impl FusedLayer {
     ///
     /// # Errors
     /// The names of two parts that differ.
-    pub fn scheme(&self) -> Result<Option<WeightScheme>, (&str, &str)> {
+    pub fn scheme(&self) -> Result<Option<LinearScheme>, (&str, &str)> {
         let Some(first) = self.parts.first() else { return Ok(None) };
         match self.parts.iter().find(|part| part.scheme != first.scheme) {
             None => Ok(first.scheme),
@@ -66,9 +66,9 @@ pub struct Outline {
     /// The linears of all blocks.
     pub layers: Vec<FusedLayer>,
     /// The head's scheme, where it is quantized.
-    pub head: Option<WeightScheme>,
+    pub head: Option<LinearScheme>,
     /// The embedding's scheme, where it is quantized.
-    pub embedding: Option<WeightScheme>,
+    pub embedding: Option<LinearScheme>,
 }
 
 impl Outline {
@@ -76,7 +76,7 @@ impl Outline {
     pub fn new(plan: &Plan, model: &Model) -> Self {
         let architecture = model.architecture();
         let graph = &architecture.block;
-        let quantized: std::collections::BTreeMap<&str, WeightScheme> =
+        let quantized: std::collections::BTreeMap<&str, LinearScheme> =
             plan.entries.iter().filter_map(|e| e.quantized()).collect();
         let mut layers = Vec::new();
         for layer in 0..architecture.layers {
@@ -111,7 +111,7 @@ impl Outline {
     }
 
     /// The different schemes of the linears in the blocks.
-    pub fn schemes(&self) -> Vec<WeightScheme> {
+    pub fn schemes(&self) -> Vec<LinearScheme> {
         let parts = self.layers.iter().flat_map(|layer| &layer.parts);
         let schemes: std::collections::BTreeSet<_> = parts.filter_map(|part| part.scheme).collect();
         schemes.into_iter().collect()

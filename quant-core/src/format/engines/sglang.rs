@@ -3,6 +3,7 @@
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
+use crate::recipe::ActivationScheme;
 
 /// On NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -43,6 +44,16 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
 fn compressed_tensors(share: &Share<'_>) -> Verdict {
     let scheme = share.scheme;
     let (n, k) = (share.n(), share.k);
+    match scheme.activations {
+        ActivationScheme::Float => {}
+        ActivationScheme::Token if scheme.is_stored_as_bytes() => {
+            return match n.is_multiple_of(16) && k.is_multiple_of(16) {
+                true => Yes,
+                false => Unsure(share.fault(format!("{n} × {k} a rank: whether its product of bytes takes these"))),
+            };
+        }
+        _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),
+    }
     if !matches!(scheme.bits, 4 | 8) {
         return No(share.fault(format!("{} bits are not supported", scheme.bits)));
     }

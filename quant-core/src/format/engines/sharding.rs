@@ -2,7 +2,7 @@
 
 use super::Verdict::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{Granularity, LinearScheme};
 
 /// A rank's share of a quantized linear.
 #[derive(Debug, Clone)]
@@ -15,7 +15,7 @@ pub(super) struct Share<'a> {
     pub(super) k: usize,
     /// Whether the inputs are split.
     pub(super) split_inputs: bool,
-    pub(super) scheme: WeightScheme,
+    pub(super) scheme: LinearScheme,
 }
 
 impl Share<'_> {
@@ -96,7 +96,7 @@ fn share<'a>(outline: &Outline, layer: &'a FusedLayer, ranks: usize) -> Result<O
 /// # Errors
 /// The reason why not.
 fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
-    let WeightScheme { bits, symmetric, .. } = share.scheme;
+    let LinearScheme { bits, symmetric, .. } = share.scheme;
     let bits = usize::from(bits);
     let Share { k, .. } = *share;
     if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {

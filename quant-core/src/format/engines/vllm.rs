@@ -4,6 +4,7 @@
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
+use crate::recipe::ActivationScheme;
 
 /// On NVIDIA devices.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -40,7 +41,26 @@ pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
     outside.and(format).and(around_opt(outline)).and(linears(outline, ranks, cpu_kernel))
 }
 
+/// Products of activations of 8 bits: CUTLASS for bytes, in multiples of 16, and a kernel that is compiled at start for
+/// packed weights.
+fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
+    let (n, k) = (share.n(), share.k);
+    if !share.scheme.is_stored_as_bytes() {
+        return match share.scheme.has_static_activations() {
+            true => No(share.fault("packed weights are not multiplied with static activations")),
+            false => With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme))),
+        };
+    }
+    match n.is_multiple_of(16) && k.is_multiple_of(16) {
+        true => With("products of bytes run on compute capability 7.5 to 9.0, not on 10.0 and later".into()),
+        false => With(share.fault(format!("{n} × {k} a rank are no multiples of 16: a slower kernel"))),
+    }
+}
+
 fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
+    if share.scheme.activations != ActivationScheme::Float {
+        return cuda_int8_kernel(share);
+    }
     let (bits, symmetric, group) = (share.scheme.bits, share.scheme.symmetric, share.group());
     let (n, k) = (share.n(), share.k);
     let marlin_group = matches!(group, None | Some(32 | 64 | 128));
@@ -76,6 +96,12 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
 
 fn cpu_kernel(share: &Share<'_>) -> Verdict {
     let (n, k) = (share.n(), share.k);
+    if share.scheme.activations != ActivationScheme::Float {
+        return match share.scheme.is_stored_as_bytes() {
+            true => Yes,
+            false => No(share.fault(format!("no CPU kernel for {}", share.scheme))),
+        };
+    }
     if share.scheme.bits != 4 {
         return No(share.fault(format!("the CPU kernel has 4 bits, not {}", share.scheme.bits)));
     }

@@ -22,7 +22,7 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::WeightScheme;
+use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 pub(super) fn codes_name(module: &str) -> String {
@@ -45,7 +45,7 @@ pub(super) fn index_name(module: &str) -> String {
 pub(super) fn layout(
     module: &str,
     [n, k]: [usize; 2],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
 ) -> Result<Vec<TensorSpec>> {
     let unusable = |what: String| {
@@ -54,6 +54,9 @@ pub(super) fn layout(
             "leave it float with --ignore, or write --format compressed-tensors",
         )
     };
+    if scheme.activations != ActivationScheme::Float {
+        return Err(unusable(format!("the {METHOD} format says nothing of activations, and {scheme} does")));
+    }
     let bits = usize::from(scheme.bits);
     if !matches!(bits, 2 | 3 | 4 | 8) {
         return Err(unusable(format!("the {METHOD} format packs 2, 3, 4 or 8 bits, not {bits}")));
@@ -206,7 +209,7 @@ mod tests {
     }
 
     fn tensor(scheme: &str, [n, k]: [usize; 2], codes: Vec<u8>, zeros: Option<Vec<u8>>) -> QuantizedTensor {
-        let scheme: WeightScheme = scheme.parse().unwrap();
+        let scheme: LinearScheme = scheme.parse().unwrap();
         let groups = n * k / scheme.granularity.group_size(k);
         QuantizedTensor {
             shape: [n, k],
@@ -215,6 +218,7 @@ mod tests {
             scales: (1..=groups).map(|i| i as f32).collect(),
             scale_dtype: Dtype::F16,
             zeros,
+            input: None,
         }
     }
 
@@ -306,7 +310,12 @@ mod tests {
             let bits = [2, 3, 4, 8][which];
             let mask = u8::MAX >> (8 - bits);
             let noise = |i: usize| (seed.rotate_left(i as u32 % 64) as u8 ^ (i * 7) as u8) & mask;
-            let scheme = WeightScheme { bits, granularity: Granularity::Group(32), symmetric: false };
+            let scheme = LinearScheme {
+                bits,
+                granularity: Granularity::Group(32),
+                symmetric: false,
+                ..Default::default()
+            };
             let (codes, zeros): (Vec<u8>, Vec<u8>) =
                 ((0..n * k).map(noise).collect(), (0..n * groups).map(|i| noise(i + 3).max(1)).collect());
             let tensor = tensor(&scheme.to_string(), [n, k], codes.clone(), Some(zeros.clone()));

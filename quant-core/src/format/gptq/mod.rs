@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// `quant_method`.
@@ -50,7 +50,7 @@ impl Container for GptqV1 {
         &self,
         module: &str,
         shape: [usize; 2],
-        scheme: WeightScheme,
+        scheme: LinearScheme,
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>> {
         layout::layout(module, shape, scheme, scale_dtype)
@@ -116,7 +116,7 @@ impl Container for GptqV1 {
 
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
         let mut notes = Vec::new();
-        let Some(&(_, WeightScheme { bits, symmetric, .. })) = schemes.quantized.first() else {
+        let Some(&(_, LinearScheme { bits, symmetric, .. })) = schemes.quantized.first() else {
             return notes;
         };
         if !symmetric {

@@ -10,13 +10,13 @@ use super::{EXCLUDED, HEAD, METHOD, V1, V2};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Granularity, WeightScheme};
+use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// Which modules are quantized, all by one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     /// Whether zeros are stored less one.
     less_one: bool,
     /// Whether the head is quantized too.
@@ -83,7 +83,8 @@ impl Reader {
             Some(_) => return refuse("dynamic", "is not an object"),
         }
         let head = get("lm_head").and_then(Value::as_bool).unwrap_or(false);
-        Ok(Some(Self { scheme: WeightScheme { bits, granularity, symmetric }, less_one, head, float }))
+        let scheme = LinearScheme { bits, granularity, symmetric, activations: ActivationScheme::Float };
+        Ok(Some(Self { scheme, less_one, head, float }))
     }
 
     /// What a file holds that its configuration rules out.
@@ -96,7 +97,7 @@ impl Reader {
 }
 
 impl PackedReader for Reader {
-    fn scheme(&self, module: &str) -> Option<WeightScheme> {
+    fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float =
             (module == HEAD && !self.head) || self.float.iter().any(|pattern| pattern.is_match(module));
         (!float).then_some(self.scheme)
@@ -186,6 +187,7 @@ impl PackedReader for Reader {
             scales: crate::format::bits::transpose(&stored, groups, n),
             scale_dtype,
             zeros: self.zeros(source, weight)?,
+            input: None,
         };
         tensor.view()?;
         Ok(tensor)

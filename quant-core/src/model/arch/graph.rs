@@ -127,6 +127,30 @@ pub struct FoldGroup {
     /// How many times a producer's channels stand repeated in the consumers' input: 1, or the
     /// query heads per key head where values pass through grouped-query attention.
     pub repeat: usize,
+    /// Neighbouring channels that are repeated together: a head's, where [`repeat`](Self::repeat) is not 1.
+    pub run: usize,
+}
+
+impl FoldGroup {
+    /// The producer's channel that stands in a column of the consumers.
+    pub fn channel(&self, column: usize) -> usize {
+        column / self.run / self.repeat * self.run + column % self.run
+    }
+
+    /// Of one value for each of the producer's channels, those of the consumers' columns.
+    pub fn spread(&self, channels: &[f32]) -> Vec<f32> {
+        (0..channels.len() * self.repeat).map(|column| channels[self.channel(column)]).collect()
+    }
+
+    /// Of one value for each of the consumers' columns, the largest of every channel of the producer.
+    pub fn gather_largest(&self, columns: &[f32]) -> Vec<f32> {
+        let mut channels = vec![f32::NEG_INFINITY; columns.len() / self.repeat];
+        for (column, value) in columns.iter().enumerate() {
+            let channel = &mut channels[self.channel(column)];
+            *channel = channel.max(*value);
+        }
+        channels
+    }
 }
 
 /// Builds a [`BlockGraph`] in order of evaluation.
@@ -239,13 +263,14 @@ impl BlockGraph {
         }
         let mut walk = Walk::default();
         self.follow(producer, 1, &mut walk)?;
-        let input = walk.input?;
+        let (input, repeat) = (walk.input?, walk.repeat);
+        let run = walk.run.max(1);
         let inspected = match walk.consumers.as_slice() {
             [] => return None,
             [single] => *single,
             several => self.meeting_linear(several)?,
         };
-        Some(FoldGroup { producer, consumers: walk.consumers, input, inspected, repeat: walk.repeat })
+        Some(FoldGroup { producer, consumers: walk.consumers, input, inspected, repeat, run })
     }
 
     /// Collects the linears that read `value`'s channels; `None` if something stops the scale.
@@ -261,7 +286,17 @@ impl BlockGraph {
                     walk.repeat = repeat;
                     walk.consumers.push(user);
                 }
-                op => self.follow(user, repeat * op.passes_scales(port)?, walk)?,
+                op => {
+                    let times = op.passes_scales(port)?;
+                    if let Op::Attention { head_dim, .. } = op {
+                        // Repeated again, channels would no longer stand in runs of one width.
+                        if times != 1 && repeat != 1 {
+                            return None;
+                        }
+                        walk.run = *head_dim;
+                    }
+                    self.follow(user, repeat * times, walk)?;
+                }
             }
         }
         Some(())
@@ -290,4 +325,5 @@ struct Walk {
     consumers: Vec<NodeId>,
     input: Option<NodeId>,
     repeat: usize,
+    run: usize,
 }

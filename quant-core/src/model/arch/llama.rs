@@ -29,6 +29,8 @@ struct Details {
     kv_heads: Option<usize>,
     /// Width of a head where the configuration is silent; `None` means the hidden size's share.
     head_dim: Option<usize>,
+    /// SmoothQuant's exponent.
+    smoothing: f32,
     block: BlockDetails,
 }
 
@@ -58,7 +60,7 @@ impl Family for Llama {
         let mlp_bias = config.optional_bool("mlp_bias")?.unwrap_or(false);
         let block =
             BlockDetails { qkv_bias: attention_bias, o_bias: attention_bias, mlp_bias, ..Default::default() };
-        describe(config, &Details { family: self.name(), kv_heads: None, head_dim: None, block })
+        describe(config, &Details { family: self.name(), kv_heads: None, head_dim: None, smoothing: 0.85, block })
     }
 }
 
@@ -74,7 +76,7 @@ impl Family for Mistral {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let window = sliding_window(config, true)?;
         let block = BlockDetails { window, ..Default::default() };
-        describe(config, &Details { family: self.name(), kv_heads: Some(8), head_dim: None, block })
+        describe(config, &Details { family: self.name(), kv_heads: Some(8), head_dim: None, smoothing: 0.8, block })
     }
 }
 
@@ -93,7 +95,7 @@ impl Family for Qwen2 {
             window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
             ..Default::default()
         };
-        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: None, block })
+        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: None, smoothing: 0.8, block })
     }
 }
 
@@ -115,7 +117,7 @@ impl Family for Qwen3 {
             window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
             ..Default::default()
         };
-        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), block })
+        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), smoothing: 0.8, block })
     }
 }
 
@@ -216,6 +218,7 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
         head_dim,
         max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
         norm_eps,
+        smoothing: details.smoothing,
         positions: Positions::Rotary { theta, scaling },
         tied: config.optional_bool("tie_word_embeddings")?.unwrap_or(false),
         embedding: "model.embed_tokens.weight".into(),

@@ -31,6 +31,9 @@ pub struct Architecture {
     pub max_positions: usize,
     /// Added to the mean square, or the variance, in norms.
     pub norm_eps: f64,
+    /// The exponent α that SmoothQuant takes for the family where nobody says otherwise; `docs/smoothquant.md` has
+    /// the sources.
+    pub smoothing: f32,
     /// How positions are told apart.
     pub positions: Positions,
     /// Whether the output head is the embedding.

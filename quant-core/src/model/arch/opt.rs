@@ -76,6 +76,7 @@ impl Family for Opt {
             head_dim: hidden / heads,
             max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
             norm_eps: NORM_EPS,
+            smoothing: 0.5,
             positions: Positions::Learned {
                 table: "model.decoder.embed_positions.weight".into(),
                 offset: POSITION_OFFSET,

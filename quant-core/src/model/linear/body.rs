@@ -7,7 +7,7 @@ use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon, dequantize_rows};
 
 use crate::checkpoint::Dtype;
-use crate::quantize::QuantizedTensor;
+use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
 
 /// A weight `[n, k]`, row-major.
@@ -29,9 +29,10 @@ pub enum WeightBody {
         /// `n · k` elements.
         bytes: Vec<u8>,
     },
-    /// Codes, dequantized tile by tile when used.
+    /// Codes, dequantized tile by tile when used. An input with a grid is rounded to it, and stays float.
     Quantized(QuantizedTensor),
-    /// The same in the order in which the kernels read them, multiplied without becoming floats in memory.
+    /// The same in the order in which the kernels read them, multiplied without becoming floats in memory; by
+    /// integers, where the input has a grid.
     Packed(QuantizedLinear),
 }
 
@@ -57,8 +58,13 @@ impl WeightBody {
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
         }
-        let packed = PackedLinear::pack(&tensor.view()?, None, false, &Rayon).map_err(kernel_error)?;
-        let linear = QuantizedLinear::new(Arc::new(packed), Activations::Float, runner);
+        let (activations, sums) = match tensor.input_grid()? {
+            None => (Activations::Float, false),
+            Some(InputGrid::Token) => (Activations::PerToken, false),
+            Some(InputGrid::Static(by)) => (Activations::Static(by), by.zero != 0),
+        };
+        let packed = PackedLinear::pack(&tensor.view()?, None, sums, &Rayon).map_err(kernel_error)?;
+        let linear = QuantizedLinear::new(Arc::new(packed), activations, runner);
         Ok(Some(Self::Packed(linear.map_err(kernel_error)?)))
     }
 

@@ -58,6 +58,15 @@ impl Linear {
         Ok(self.weight.packed(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
+    /// The input on its grid, where it has one.
+    fn rounded(&self, x: &Tensor) -> Result<Tensor> {
+        let WeightBody::Quantized(tensor) = &*self.weight else { return Ok(x.clone()) };
+        let Some(grid) = tensor.input_grid()? else { return Ok(x.clone()) };
+        let mut values = x.flatten_all()?.to_vec1::<f32>()?;
+        grid.round(&mut values, tensor.shape[1]);
+        Ok(Tensor::from_vec(values, x.shape(), x.device())?)
+    }
+
     /// Multiplies `x` `[batch, positions, k]`.
     ///
     /// # Errors
@@ -65,7 +74,7 @@ impl Linear {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = match &*self.weight {
             WeightBody::Packed(linear) => linear.forward(x)?,
-            _ => x.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?,
+            _ => self.rounded(x)?.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?,
         };
         Ok(match &self.bias {
             Some(bias) => y.broadcast_add(bias)?,

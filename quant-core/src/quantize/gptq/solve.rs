@@ -15,7 +15,7 @@ use super::super::rows::{Rows, RowsError, group_size};
 use super::super::tensor::QuantizedTensor;
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
-use crate::recipe::WeightScheme;
+use crate::recipe::LinearScheme;
 use crate::vector::vectorized;
 
 /// Rows of a tile.
@@ -49,7 +49,7 @@ type TileOutcome = Result<(Vec<u8>, Vec<f64>), RowsError>;
 pub fn solve(
     rows: Rows<'_>,
     shape: [usize; 2],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
     factor: &Factor,
@@ -83,6 +83,7 @@ pub fn solve(
         scales: vec![0.0; n * groups],
         scale_dtype,
         zeros: (!scheme.symmetric).then(|| vec![0; n * groups]),
+        input: None,
     };
     let codes = tensor.codes.par_chunks_mut(TILE * k);
     let scales = tensor.scales.par_chunks_mut(TILE * groups);

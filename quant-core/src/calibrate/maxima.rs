@@ -1,0 +1,151 @@
+//! Channel maxima as a file: `max |x|` of the inputs of linears, gathered once and used again.
+//!
+//! A safetensors file with one F32 tensor `[k]` for every linear, by the linear's name in the model, as
+//! SmoothQuant's own `act_scales` files name them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{ShardedCheckpoint, TensorSource};
+use crate::digest::sha256_hex;
+use crate::{Error, Result};
+
+/// `max |x|` of every input channel of linears, by their names.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ChannelMaxima {
+    path: Option<PathBuf>,
+    linears: BTreeMap<String, Vec<f32>>,
+}
+
+impl ChannelMaxima {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// When it is no safetensors file, or a tensor is no vector of finite magnitudes; [`Error::Io`] when it cannot be
+    /// read.
+    pub fn read(path: &Path) -> Result<Self> {
+        let source = ShardedCheckpoint::open_file(path)?;
+        let mut linears = BTreeMap::new();
+        for name in source.names() {
+            let info = source.require(name)?;
+            let broken = |reason: String| Error::InputFile {
+                path: path.to_owned(),
+                line: None,
+                reason,
+                remedy: "give a file that --save-channel-maxima wrote, or one with a vector a linear".into(),
+            };
+            if info.shape.len() != 1 || !info.dtype.is_weight_float() {
+                return Err(broken(format!("tensor `{name}` is {} {:?}, no vector of floats", info.dtype, info.shape)));
+            }
+            let values = source.read_f32(name)?;
+            if let Some(channel) = values.iter().position(|v| v.is_sign_negative() && *v != 0.0) {
+                return Err(broken(format!("tensor `{name}` has {} for channel {channel}", values[channel])));
+            }
+            linears.insert(name.to_owned(), values);
+        }
+        Ok(Self { path: Some(path.to_owned()), linears })
+    }
+
+    /// The maxima of a linear with `k` inputs.
+    ///
+    /// # Errors
+    /// When it is not there, or of another width.
+    pub fn of(&self, linear: &str, k: usize) -> Result<&[f32]> {
+        let path = || self.path.clone().unwrap_or_default();
+        let broken = |reason: String| Error::InputFile {
+            path: path(),
+            line: None,
+            reason,
+            remedy: "give maxima of the same model, or leave --channel-maxima out to gather them".into(),
+        };
+        let values = self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima of `{linear}`")))?;
+        match values.len() == k {
+            true => Ok(values),
+            false => Err(broken(format!("has {} maxima of `{linear}`, which has {k} inputs", values.len()))),
+        }
+    }
+
+    /// Notes those of a linear.
+    pub fn insert(&mut self, linear: String, maxima: Vec<f32>) {
+        self.linears.insert(linear, maxima);
+    }
+
+    /// How many linears there are.
+    pub fn len(&self) -> usize {
+        self.linears.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.linears.is_empty()
+    }
+
+    /// SHA-256 of names and values: what a run that uses them depends on.
+    pub fn sha256(&self) -> String {
+        let mut bytes = Vec::new();
+        for (name, values) in &self.linears {
+            bytes.extend_from_slice(format!("{name}\n{}\n", values.len()).as_bytes());
+            bytes.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+        }
+        sha256_hex(bytes)
+    }
+
+    /// The bytes of the file.
+    ///
+    /// # Errors
+    /// Never but for a bug.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let failed = |e: safetensors::SafeTensorError| Error::Internal(e.to_string());
+        let bytes: BTreeMap<&String, Vec<u8>> = (self.linears.iter())
+            .map(|(name, values)| (name, values.iter().flat_map(|v| v.to_le_bytes()).collect()))
+            .collect();
+        let views = bytes.iter().map(|(name, bytes)| {
+            let shape = vec![bytes.len() / 4];
+            let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, bytes);
+            view.map(|view| (name.as_str(), view)).map_err(failed)
+        });
+        let views = views.collect::<Result<Vec<_>>>()?;
+        let about = HashMap::from([("holds".to_owned(), "max |x| of the inputs of linears".to_owned())]);
+        safetensors::serialize(views, Some(about)).map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn some() -> ChannelMaxima {
+        let mut maxima = ChannelMaxima::default();
+        maxima.insert("m.layers.0.q_proj".into(), vec![1.0, 0.0, 2.5]);
+        maxima.insert("m.layers.0.down_proj".into(), vec![4.0; 7]);
+        maxima
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("maxima.safetensors");
+        std::fs::write(&path, some().to_bytes().unwrap()).unwrap();
+        let back = ChannelMaxima::read(&path).unwrap();
+        assert_eq!((back.len(), back.sha256()), (2, some().sha256()));
+        assert_eq!(back.of("m.layers.0.q_proj", 3).unwrap(), [1.0, 0.0, 2.5]);
+        let missing = back.of("m.layers.1.q_proj", 3).unwrap_err().to_string();
+        assert!(missing.contains("maxima.safetensors") && missing.contains("m.layers.1.q_proj"), "{missing}");
+        assert!(back.of("m.layers.0.q_proj", 4).unwrap_err().to_string().contains("4 inputs"));
+    }
+
+    #[test]
+    fn what_are_no_magnitudes_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("maxima.safetensors");
+        for bad in [-1.0, f32::NAN, f32::INFINITY] {
+            let mut maxima = some();
+            maxima.insert("x".into(), vec![1.0, bad]);
+            std::fs::write(&path, maxima.to_bytes().unwrap()).unwrap();
+            let said = ChannelMaxima::read(&path).unwrap_err().to_string();
+            assert!(said.contains("`x`"), "{said}");
+        }
+        std::fs::write(&path, b"no safetensors").unwrap();
+        assert!(ChannelMaxima::read(&path).is_err());
+    }
+}

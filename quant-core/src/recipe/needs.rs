@@ -1,0 +1,56 @@
+//! What a plan has to look at beside the weights, and whether its activations go with its method.
+
+use super::{ActivationScheme, Plan, PlanEntry};
+use crate::{Error, Result};
+
+impl Plan {
+    /// Whether a calibration text is looked at.
+    pub fn needs_text(&self) -> bool {
+        self.method.needs_text(&self.settings) || self.has_static_activations()
+    }
+
+    /// Whether blocks are looked at, and not only their weights one by one.
+    pub(crate) fn needs_blocks(&self) -> bool {
+        !self.method.transforms.is_empty() || self.needs_text()
+    }
+
+    /// Whether the ranges of what linears read are looked at.
+    pub(crate) fn needs_ranges(&self) -> bool {
+        let by_transforms = self.method.transforms.iter().any(|t| t.needs(&self.settings).ranges);
+        by_transforms || self.has_static_activations()
+    }
+
+    fn has_static_activations(&self) -> bool {
+        self.entries.iter().any(|e| e.quantized().is_some_and(|(_, s)| s.has_static_activations()))
+    }
+
+    /// Fails where activations and method do not go together.
+    pub(super) fn check_activations(&self) -> Result<()> {
+        let rounded = |e: &&PlanEntry| {
+            e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)
+        };
+        let in_blocks = self.entries.iter().any(|e| e.layer.is_some() && rounded(&e));
+        if self.method.has("smoothquant") && !in_blocks {
+            return Err(Error::usage(
+                format!("method `{}` has no effect: all activations stay float", self.method.name),
+                "SmoothQuant makes activations easier to round; take a scheme such as w8a8, or another --method",
+            ));
+        }
+        for entry in self.entries.iter().filter(rounded) {
+            let Some((module, scheme)) = entry.quantized() else { continue };
+            if module == self.embedding {
+                return Err(Error::usage(
+                    format!("`{module}` cannot be {scheme}: an embedding multiplies no activations"),
+                    "choose a scheme with a16 for it",
+                ));
+            }
+            if entry.layer.is_none() && scheme.has_static_activations() {
+                return Err(Error::usage(
+                    format!("`{module}` cannot be {scheme}: static activations are found for the blocks"),
+                    "choose a scheme without -static for it",
+                ));
+            }
+        }
+        Ok(())
+    }
+}

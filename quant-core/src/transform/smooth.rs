@@ -1,0 +1,315 @@
+//! SmoothQuant: outliers of activations move into the weights (Xiao et al., ICML 2023).
+//!
+//! A few input channels of a linear carry values that dwarf the others, and a grid that has to reach them leaves the
+//! others no codes. Dividing a channel by `s` and multiplying the matching column of the weight by it changes nothing
+//! in real arithmetic; the division is folded into the norm that makes the channel. With `X` the inputs and `W` the
+//! weights of all linears that read them (§4 of the paper, equation 4):
+//!
+//! ```text
+//! s_j = max |X_j|^α / max |W_j|^(1 − α)          both maxima at least 1e-5
+//! ```
+//!
+//! `α` is given, the family's, or searched: of 0.40, 0.45 … 0.95 and no smoothing at all, the one that leaves the least
+//! squared error in the output of the whole block when its linears are on their grids and their inputs on theirs,
+//! producer after producer in order of evaluation.
+//!
+//! A channel that the text never wakes keeps its scale: the published code divides the norm by 1e-5 there, which
+//! leaves half-precision types.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::settings::{Alpha, Producers, SmoothSettings};
+use super::{BlockTask, ChannelOutlier, Needs, Rewrite, Transform, TransformSettings, TriedScales, fold};
+use crate::calibrate::HiddenStates;
+use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, WeightBody};
+use crate::quantize::{Rows, quantize_tensor, static_grid};
+use crate::recipe::ActivationScheme;
+use crate::{Error, Result};
+
+/// The least that a maximum counts for.
+const LEAST: f32 = 1e-5;
+/// The exponents that a search tries, in twentieths.
+const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
+/// What a search tries for a producer: the exponents, and no smoothing.
+pub(crate) const CANDIDATES: usize = 13;
+/// Tokens that a search looks at, about.
+pub(crate) const SEARCH_TOKENS: usize = 2048;
+
+/// What SmoothQuant did to a producer and its consumers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SmoothRecord {
+    /// The norm or linear that is divided.
+    pub producer: String,
+    /// The linears that are multiplied.
+    pub consumers: Vec<String>,
+    /// The exponent; absent where no smoothing was best.
+    pub alpha: Option<f32>,
+    /// The largest magnitude of any channel over that of the median channel; absent where at least half of the
+    /// channels are dead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub outlier: Option<ChannelOutlier>,
+    /// The search, where there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub search: Option<SmoothSearch>,
+}
+
+/// How an exponent was found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SmoothSearch {
+    /// All candidates, no smoothing first: mean squared error of the block's output.
+    pub tried: Vec<TriedScales>,
+}
+
+/// The transform.
+#[derive(Debug, Clone, Copy)]
+pub struct SmoothQuant;
+
+impl Transform for SmoothQuant {
+    fn name(&self) -> &'static str {
+        "smoothquant"
+    }
+
+    fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {
+        let groups = groups(graph, settings.smooth.producers);
+        groups.into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
+    }
+
+    fn needs(&self, settings: &TransformSettings) -> Needs {
+        let searched = matches!(settings.smooth.alpha, Some(Alpha::Auto(_)));
+        Needs { ranges: settings.smooth.maxima.is_none() || searched, states: searched }
+    }
+
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let states = hidden.as_deref();
+        let rewrites = tasks.iter().map(|task| smoothed(task, states)).collect();
+        if let (Some(first), Some(hidden), true) = (tasks.first(), hidden, advance) {
+            hidden.advance(first.block, first.cancel)?;
+        }
+        rewrites
+    }
+}
+
+/// The producers that may be divided.
+fn groups(graph: &BlockGraph, producers: Producers) -> Vec<FoldGroup> {
+    let is_meant = |g: &FoldGroup| producers == Producers::All || graph.nodes()[g.producer].op.is_norm();
+    graph.fold_groups().into_iter().filter(is_meant).collect()
+}
+
+/// A producer, and what its scales are found from.
+struct Migration {
+    group: FoldGroup,
+    /// `max |x|` of the producer's channels.
+    activations: Vec<f32>,
+    /// `max |w|` of the same over all rows of the linears that read them and are quantized.
+    weights: Vec<f32>,
+}
+
+impl Migration {
+    fn new(task: &BlockTask<'_>, group: FoldGroup) -> Result<Self> {
+        let k = task.block.linear(group.consumers[0]).weight().shape()[1];
+        let activations = group.gather_largest(&maxima(task, &group, k)?);
+        let mut columns = vec![0.0_f32; k];
+        let mut scratch = Vec::new();
+        for consumer in group.consumers.iter().filter(|c| task.grids.contains_key(c)) {
+            let weight: &WeightBody = task.block.linear(*consumer).weight();
+            for row in 0..weight.shape()[0] {
+                for (max, w) in columns.iter_mut().zip(weight.rows(row..row + 1, &mut scratch)?) {
+                    *max = max.max(w.abs());
+                }
+            }
+        }
+        let weights = group.gather_largest(&columns);
+        Ok(Self { group, activations, weights })
+    }
+
+    /// Equation 4.
+    fn scales(&self, alpha: f32) -> Vec<f32> {
+        let scale = |(&x, &w): (&f32, &f32)| match x > 0.0 {
+            false => 1.0,
+            true => {
+                let scale = (x.max(LEAST).powf(alpha) / w.max(LEAST).powf(1.0 - alpha)).max(LEAST);
+                if scale.is_normal() { scale } else { 1.0 }
+            }
+        };
+        self.activations.iter().zip(&self.weights).map(scale).collect()
+    }
+
+    fn record(&self, task: &BlockTask<'_>, alpha: Option<f32>, search: Option<SmoothSearch>) -> SmoothRecord {
+        let scales = alpha.map(|alpha| self.scales(alpha));
+        SmoothRecord {
+            producer: task.module(self.group.producer),
+            consumers: self.group.consumers.iter().map(|&c| task.module(c)).collect(),
+            alpha,
+            outlier: ChannelOutlier::new(&self.activations, scales.as_deref()),
+            search,
+        }
+    }
+}
+
+/// `max |x|` of the columns of a group's consumers: as they were seen, or as a file has them.
+fn maxima(task: &BlockTask<'_>, group: &FoldGroup, k: usize) -> Result<Vec<f32>> {
+    if let Some(file) = &task.settings.smooth.maxima {
+        return Ok(file.of(&task.module(group.consumers[0]), k)?.to_vec());
+    }
+    let ranges = task.ranges.get(&group.input);
+    Ok(ranges.ok_or_else(|| Error::Internal("SmoothQuant without channel maxima".into()))?.maxima())
+}
+
+fn smoothed(task: &BlockTask<'_>, hidden: Option<&HiddenStates>) -> Result<Rewrite> {
+    let SmoothSettings { alpha, producers, .. } = task.settings.smooth;
+    // What multiplies floats gains nothing.
+    let rounds = |node: &NodeId| {
+        task.grids.get(node).is_some_and(|grid| grid.scheme.activations != ActivationScheme::Float)
+    };
+    let groups = groups(task.block.graph(), producers).into_iter().filter(|g| g.consumers.iter().any(rounds));
+    let migrations = groups.map(|group| Migration::new(task, group)).collect::<Result<Vec<_>>>()?;
+    let usual = match alpha {
+        Some(Alpha::Fixed(alpha)) => alpha,
+        _ => task.smoothing,
+    };
+    let mut alphas = vec![Some(usual); migrations.len()];
+    let mut records = Vec::with_capacity(migrations.len());
+    if let (Some(Alpha::Auto(_)), Some(hidden)) = (alpha, hidden) {
+        let mut search = BlockSearch::new(task, hidden, &migrations)?;
+        for (i, migration) in migrations.iter().enumerate() {
+            let found = search.choose(&mut alphas, i)?;
+            records.push(migration.record(task, alphas[i], Some(found)));
+        }
+    } else {
+        records.extend(migrations.iter().map(|m| m.record(task, Some(usual), None)));
+    }
+    for record in &records {
+        tracing::debug!(producer = record.producer, alpha = record.alpha, "smoothed");
+    }
+    let rewrite = folded(task, &migrations, &alphas)?;
+    Ok(Rewrite { smooth: records, ..rewrite })
+}
+
+fn folded(task: &BlockTask<'_>, migrations: &[Migration], alphas: &[Option<f32>]) -> Result<Rewrite> {
+    let mut rewrite = Rewrite::default();
+    for (migration, alpha) in migrations.iter().zip(alphas) {
+        if let Some(alpha) = alpha {
+            fold(&mut rewrite, task, &migration.group, &migration.scales(*alpha))?;
+        }
+    }
+    Ok(rewrite)
+}
+
+/// The block on a piece of the batch, for any exponents.
+struct BlockSearch<'a> {
+    task: &'a BlockTask<'a>,
+    hidden: &'a HiddenStates,
+    migrations: &'a [Migration],
+    /// The first token of the piece, what enters the block, and what the float block makes of it.
+    first: usize,
+    x: Tensor,
+    y: Vec<f32>,
+    /// Linears on their grids that no candidate has changed since.
+    rounded: BTreeMap<NodeId, (Vec<Option<f32>>, crate::model::Linear)>,
+}
+
+impl<'a> BlockSearch<'a> {
+    fn new(task: &'a BlockTask<'a>, hidden: &'a HiddenStates, migrations: &'a [Migration]) -> Result<Self> {
+        let (first, x) = hidden
+            .chunks()
+            .find(|piece| !matches!(piece, Ok((first, x)) if counted(hidden, *first, x) == 0))
+            .ok_or_else(|| Error::Internal("a search on a batch without tokens that count".into()))??;
+        let mut search =
+            Self { task, hidden, migrations, first, x, y: Vec::new(), rounded: BTreeMap::new() };
+        search.y = search.output(task.block)?;
+        Ok(search)
+    }
+
+    /// What a block makes of the tokens that count.
+    fn output(&self, block: &Block) -> Result<Vec<f32>> {
+        let segments = self.hidden.segments(self.first, &self.x);
+        let y = block.forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;
+        let y = y.flatten_all()?.to_vec1::<f32>()?;
+        let width = y.len() / (self.x.elem_count() / self.x.dim(2)?).max(1);
+        Ok(self.hidden.layout().counted_rows(self.first, width, &y).into_owned())
+    }
+
+    /// Mean squared error of the block's output.
+    fn error(&mut self, alphas: &[Option<f32>]) -> Result<f64> {
+        let task = self.task;
+        let rewrite = folded(task, self.migrations, alphas)?;
+        let mut block = rewrite.apply(task.block)?;
+        for (&node, &grid) in task.grids {
+            task.cancel.check()?;
+            // What its weights depend on: the exponents of the groups that it is in.
+            let touches = |m: &Migration| m.group.producer == node || m.group.consumers.contains(&node);
+            let key: Vec<_> =
+                self.migrations.iter().zip(alphas).filter(|(m, _)| touches(m)).map(|(_, a)| *a).collect();
+            if let Some((known, linear)) = self.rounded.get(&node)
+                && *known == key
+            {
+                block.replace_linear(node, linear.clone());
+                continue;
+            }
+            let linear = block.linear(node);
+            let shape = linear.weight().shape();
+            let values = linear.weight().to_f32()?;
+            let tensor = format!("{}.weight", task.module(node));
+            let (mut quantized, _) =
+                quantize_tensor(Rows::Floats(&values), shape, grid.scheme, grid.scale_dtype, None)
+                    .map_err(|e| e.within(&tensor, None))?;
+            quantized.input = task.input_grid(node, &rewrite)?;
+            let linear = linear.with_weight(WeightBody::Quantized(quantized));
+            self.rounded.insert(node, (key, linear.clone()));
+            block.replace_linear(node, linear);
+        }
+        let output = self.output(&block)?;
+        let squares = output.iter().zip(&self.y).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        let error = squares / self.y.len().max(1) as f64;
+        // An output that is no number is worse than any that is.
+        Ok(if error.is_finite() { error } else { f64::INFINITY })
+    }
+
+    /// Settles the exponent of a group, the others as they are.
+    fn choose(&mut self, alphas: &mut [Option<f32>], group: usize) -> Result<SmoothSearch> {
+        let tokens = counted(self.hidden, self.first, &self.x) as u64;
+        let points = TWENTIETHS.map(|twentieth| Some(f32::from(twentieth) / 20.0));
+        let mut tried = Vec::with_capacity(CANDIDATES);
+        for ratio in std::iter::once(None).chain(points) {
+            alphas[group] = ratio;
+            tried.push(TriedScales { ratio, error: self.error(alphas)?, tokens });
+        }
+        // Of equally good ones the first, which moves least.
+        let best = tried.iter().min_by(|a, b| a.error.total_cmp(&b.error));
+        alphas[group] = best.and_then(|b| b.ratio);
+        Ok(SmoothSearch { tried })
+    }
+}
+
+/// How many tokens of a piece count.
+fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
+    let [_, length] = hidden.shape();
+    let tokens = x.dim(0).unwrap_or(0) * length;
+    hidden.layout().counted_before(first + tokens) - hidden.layout().counted_before(first)
+}
+
+impl BlockTask<'_> {
+    /// The grid of a linear's input after a rewrite, where it is the same for all tokens.
+    ///
+    /// # Errors
+    /// When the input was not looked at.
+    pub fn input_grid(&self, node: NodeId, rewrite: &Rewrite) -> Result<Option<quant_kernels_cpu::StaticScale>> {
+        let Some(ActivationScheme::Static { symmetric }) = self.grids.get(&node).map(|g| g.scheme.activations)
+        else {
+            return Ok(None);
+        };
+        let value = self.block.graph().nodes()[node].inputs[0];
+        let ranges = self.ranges.get(&value);
+        let ranges = ranges.ok_or_else(|| Error::Internal("a static grid of what was not looked at".into()))?;
+        let scales = rewrite.columns.get(&node).map(Vec::as_slice);
+        Ok(Some(static_grid(ranges.divided(scales), symmetric)))
+    }
+}
