@@ -77,7 +77,14 @@ fn run(cancel: &CancelToken) -> Result<()> {
     let windows = TokenWindows::sample(&tokenizer, &documents, plan.sampling, &text_path)?;
 
     // Parallel steps run on the rayon pool of the caller: `pool.install(|| …)` would confine them.
-    let job = Job { model: &model, plan: &plan, windows: Some(&windows), maxima: None, observer: &Progress, cancel };
+    let job = Job {
+        model: &model,
+        plan: &plan,
+        windows: Some(&windows),
+        maxima: None,
+        observer: &Progress,
+        cancel,
+    };
     let (quantized, report) = match out {
         None => {
             let mut sink = MemorySink::new(plan.outputs())?;

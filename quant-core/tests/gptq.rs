@@ -234,8 +234,14 @@ fn activations_that_are_not_finite_are_told_by_their_linear() {
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
         let mut sink = MemorySink::new(plan.outputs()).unwrap();
         let cancel = CancelToken::new();
-        let job =
-            Job { model: &model, plan: &plan, windows: Some(&windows), maxima: None, observer: &Silent, cancel: &cancel };
+        let job = Job {
+            model: &model,
+            plan: &plan,
+            windows: Some(&windows),
+            maxima: None,
+            observer: &Silent,
+            cancel: &cancel,
+        };
         let error = quantize(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(

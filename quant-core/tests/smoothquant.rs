@@ -80,7 +80,12 @@ fn largest(values: impl Iterator<Item = f32>) -> f32 {
 }
 
 /// Equation 4 from ranges and weights, for a producer whose channels stand in the columns as they are.
-fn scales(block: &Block, ranges: &BTreeMap<NodeId, Vec<[f32; 2]>>, readers: &[NodeId], alpha: f64) -> Vec<f64> {
+fn scales(
+    block: &Block,
+    ranges: &BTreeMap<NodeId, Vec<[f32; 2]>>,
+    readers: &[NodeId],
+    alpha: f64,
+) -> Vec<f64> {
     let weights: Vec<_> = readers.iter().map(|&r| block.linear(r).weight().to_f32().unwrap()).collect();
     let k = block.linear(readers[0]).weight().shape()[1];
     (0..k)
@@ -115,11 +120,13 @@ fn scales_are_those_of_the_paper() {
         for alpha in [None, Some(0.3)] {
             let used = alpha.unwrap_or(f64::from(float.architecture().smoothing));
             let asked = alpha.map(|a| Alpha::Fixed(a as f32));
-            let result = quantized(&checkpoint, &smooth("smoothquant", "w8a8", asked, Producers::Norms), &windows);
+            let result =
+                quantized(&checkpoint, &smooth("smoothquant", "w8a8", asked, Producers::Norms), &windows);
             let written = result.model();
             let mut states = HiddenStates::embed(&float, &windows).unwrap();
             for layer in 0..tiny.layers {
-                let (exact, smoothed) = (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
+                let (exact, smoothed) =
+                    (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
                 let ranges = watched(&exact, &mut states);
                 for (norm, readers) in tiny.norms() {
                     let what = format!("{:?} {layer} {norm}", tiny.family);
@@ -127,7 +134,8 @@ fn scales_are_those_of_the_paper() {
                     let expected = scales(&exact, &ranges, &readers, used);
                     let norm = id(exact.graph(), norm);
                     let (before, after) = (flat(exact.norm(norm)), flat(smoothed.norm(norm)));
-                    let divided: Vec<f64> = before.iter().zip(&expected).map(|(b, s)| f64::from(*b) / s).collect();
+                    let divided: Vec<f64> =
+                        before.iter().zip(&expected).map(|(b, s)| f64::from(*b) / s).collect();
                     let exactness = if tiny.norm_dtype == Dtype::F32 { 1e-5 } else { 1.0 / 256.0 };
                     assert_close(&after, &divided, exactness, &what);
                     // The weights make up for what the stored norm lost, not for what it should have.
@@ -179,7 +187,8 @@ fn producers_that_are_linears_are_smoothed_on_request() {
     let expected: Vec<f64> = x.iter().zip(&w).map(|(x, inverse)| x.sqrt() * inverse.sqrt()).collect();
     // Rows of the value projection are divided, after its columns were multiplied for the norm.
     let norm = id(graph, "input_layernorm");
-    let by_norm: Vec<f32> = flat(exact.norm(norm)).iter().zip(flat(smoothed.norm(norm))).map(|(b, a)| b / a).collect();
+    let by_norm: Vec<f32> =
+        flat(exact.norm(norm)).iter().zip(flat(smoothed.norm(norm))).map(|(b, a)| b / a).collect();
     let before = exact.linear(value).weight().to_f32().unwrap();
     let WeightBody::Quantized(after) = &**smoothed.linear(value).weight() else { panic!("float") };
     let rows = after.dequantize().unwrap();
@@ -187,7 +196,10 @@ fn producers_that_are_linears_are_smoothed_on_request() {
         for c in 0..128 {
             let target = f64::from(before[row * 128 + c] * by_norm[c]) / scale;
             let step = f64::from(after.scales[row]);
-            assert!((f64::from(rows[row * 128 + c]) - target).abs() <= 0.51 * step + 1e-6, "row {row}, column {c}");
+            assert!(
+                (f64::from(rows[row * 128 + c]) - target).abs() <= 0.51 * step + 1e-6,
+                "row {row}, column {c}"
+            );
         }
     }
 }
@@ -205,11 +217,14 @@ fn static_grids_are_the_ranges_after_smoothing() {
             let written = result.model();
             let mut states = HiddenStates::embed(&float, &windows).unwrap();
             for layer in 0..tiny.layers {
-                let (exact, rounded) = (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
+                let (exact, rounded) =
+                    (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
                 // The block as it is written, but with float weights: its inputs are the float block's, divided.
                 let ranges = watched(&exact, &mut states);
                 for (node, name, ..) in exact.graph().linears() {
-                    let WeightBody::Quantized(tensor) = &**rounded.linear(node).weight() else { panic!("float") };
+                    let WeightBody::Quantized(tensor) = &**rounded.linear(node).weight() else {
+                        panic!("float")
+                    };
                     let input = tensor.input.expect("a static grid");
                     let reported = result.report.tensors.iter();
                     let prefix = tiny.block(layer);
@@ -268,7 +283,10 @@ fn planted_outliers_are_recovered() {
         for alpha in [Some(Alpha::Fixed(0.5)), None, Some(Alpha::Auto(Automatic::Auto))] {
             let smoothed = lost(&dirty, &smooth("smoothquant", scheme, alpha, Producers::Norms));
             let recovered = (naive.1 - smoothed) / (naive.1 - naive.0);
-            assert!(recovered > 0.9, "{scheme}, {alpha:?}: {smoothed} of {naive:?}, {recovered:.3} recovered");
+            assert!(
+                recovered > 0.9,
+                "{scheme}, {alpha:?}: {smoothed} of {naive:?}, {recovered:.3} recovered"
+            );
         }
     }
 }
@@ -279,7 +297,8 @@ fn the_exponent_that_is_found_leaves_the_least_error() {
     let checkpoint = planted(&tiny, 9);
     let windows = common::windows(128, 8, LENGTH, 4);
     let auto = Some(Alpha::Auto(Automatic::Auto));
-    for (scheme, producers) in [("w8a8", Producers::Norms), ("w8a8-static-asym", Producers::All), ("w4a8-g32", Producers::Norms)]
+    for (scheme, producers) in
+        [("w8a8", Producers::Norms), ("w8a8-static-asym", Producers::All), ("w4a8-g32", Producers::Norms)]
     {
         let result = quantized(&checkpoint, &smooth("smoothquant", scheme, auto, producers), &windows);
         let mut searches = BTreeMap::new();
@@ -326,9 +345,12 @@ fn kernels_give_what_rounded_floats_give() {
         "w3a8-g128",
         "w2a8-g32-asym",
     ] {
-        let written = quantized(&checkpoint, &smooth("smoothquant", scheme, None, Producers::All), &windows).model();
+        let written =
+            quantized(&checkpoint, &smooth("smoothquant", scheme, None, Producers::All), &windows).model();
         let batch: Vec<&[u32]> = (0..others.len()).map(|i| others.window(i)).collect();
-        let run = |decoder: quant_core::model::Decoder| flat(&decoder.logits(&decoder.hidden(&batch).unwrap()).unwrap());
+        let run = |decoder: quant_core::model::Decoder| {
+            flat(&decoder.logits(&decoder.hidden(&batch).unwrap()).unwrap())
+        };
         let fake = run(decoder(&written));
         let real = run(decoder(&written).packed().unwrap());
         // Integers are the same; sums of floats round otherwise, and now and then an input falls to the other side
@@ -341,7 +363,11 @@ fn kernels_give_what_rounded_floats_give() {
 }
 
 /// Runs a plan that keeps channel maxima.
-fn keeping(model: &Model, recipe: &Recipe, windows: Option<&TokenWindows>) -> (quant_core::checkpoint::MemorySource, ChannelMaxima) {
+fn keeping(
+    model: &Model,
+    recipe: &Recipe,
+    windows: Option<&TokenWindows>,
+) -> (quant_core::checkpoint::MemorySource, ChannelMaxima) {
     let plan = Plan::new(model, recipe, recipe.containers[0]).unwrap();
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let kept = Mutex::new(ChannelMaxima::default());
@@ -428,7 +454,9 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
     assert!(said(&with("lm_head", "w8a8-static")).contains("found for the blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
-        assert!(said(&Recipe { containers, ..recipe("rtn", "w4a8") }).contains("says nothing of activations"));
+        assert!(
+            said(&Recipe { containers, ..recipe("rtn", "w4a8") }).contains("says nothing of activations")
+        );
     }
     assert!(Plan::new(&model, &with("lm_head", "w8a8"), recipe("rtn", "w8a8").containers[0]).is_ok());
 }
@@ -445,7 +473,8 @@ fn activations_that_are_no_numbers_are_an_error_that_names_their_linear() {
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
         let mut sink = MemorySink::new(plan.outputs()).unwrap();
         let (windows, cancel) = (Some(&windows), CancelToken::new());
-        let job = Job { model: &model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &cancel };
+        let job =
+            Job { model: &model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &cancel };
         let error = quantize(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(error.to_string().contains("model.layers.1.mlp.down_proj"), "{error}");

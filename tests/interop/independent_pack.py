@@ -1,4 +1,4 @@
-"""Reads compressed-tensors `pack-quantized` checkpoints with numpy alone.
+"""Reads compressed-tensors `pack-quantized` and `int-quantized` checkpoints with numpy alone.
 
 Written from the description of the format, so that it shares no code with the program under test
 or with compressed-tensors. For a linear layer X of shape [out, in] with b-bit weights:
@@ -8,6 +8,13 @@ or with compressed-tensors. For a linear layer X of shape [out, in] with b-bit w
   X.weight_shape       integer [2] = (out, in)
   X.weight_zero_point  int32 [ceil(out*b/32), groups] z + 2^(b-1), dense along `out`;
                        asymmetric only
+
+or, `int-quantized`,
+
+  X.weight             int8 [out, in]                 q
+  X.weight_scale       float [out, 1]
+  X.input_scale        float [1]                      static activations only
+  X.input_zero_point   int8 [1]                       asymmetric static activations only
 
 and w = (q - z) * scale, computed in f32 with one rounding. 3-bit values straddle words, as
 compressed-tensors has written them since 0.18.
@@ -25,7 +32,7 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8"}
+DTYPES = {"I8": "<i1", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8"}
 
 
 class Checkpoint:
@@ -56,7 +63,8 @@ class Checkpoint:
         return values.reshape(entry["shape"])
 
     def packed_modules(self):
-        suffix = ".weight_packed"
+        # Every quantized module has scales, whatever its codes are called.
+        suffix = ".weight_scale"
         return sorted(name.removesuffix(suffix) for name in self.places if name.endswith(suffix))
 
 
@@ -68,11 +76,11 @@ def matches(module, target):
 
 
 def scheme_of(module, quantization):
-    """The `weights` of the group that applies: exact name, then `re:`, then the class."""
+    """The group that applies: exact name, then `re:`, then the class."""
     its_class = "Embedding" if module.endswith("embed_tokens") else "Linear"
     if any(matches(module, entry) for entry in quantization["ignore"]):
         raise ValueError(f"{module} is packed, but ignored in quantization_config")
-    found = [(0 if target == module else 2 if target == its_class else 1, target, group["weights"])
+    found = [(0 if target == module else 2 if target == its_class else 1, target, group)
              for group in quantization["config_groups"].values() for target in group["targets"]
              if target == its_class or matches(module, target)]
     if not found:
@@ -82,9 +90,10 @@ def scheme_of(module, quantization):
 
 def check_plain_layers(checkpoint, quantization):
     """Every linear layer left in float must be ignored, or readers expect it to be packed."""
+    quantized = set(checkpoint.packed_modules())
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
-        is_linear = (name != module and len(entry["shape"]) == 2
+        is_linear = (name != module and module not in quantized and len(entry["shape"]) == 2
                      and not module.endswith(("embed_tokens", "embed_positions")))
         if is_linear and not any(matches(module, entry) for entry in quantization["ignore"]):
             raise ValueError(f"{name} is not packed, and quantization_config does not ignore it")
@@ -103,9 +112,30 @@ def expect(what, found, wanted):
         raise ValueError(f"{what} is {tuple(found)}, expected {tuple(wanted)}")
 
 
-def dequantize(checkpoint, module, scheme):
+def check_input(checkpoint, module, activations):
+    """What is stored of the input must be what the group says of it."""
+    static = activations is not None and not activations["dynamic"]
+    stored = {"input_scale": static, "input_zero_point": static and not activations["symmetric"]}
+    for suffix, wanted in stored.items():
+        name = f"{module}.{suffix}"
+        if wanted != (name in checkpoint.places):
+            raise ValueError(f"{name} must be there if and only if the activations are static")
+        if wanted:
+            expect(f"shape of {name}", checkpoint.read(name).shape, (1,))
+    if static and not checkpoint.read(f"{module}.input_scale")[0] > 0:
+        raise ValueError(f"{module}.input_scale is not above zero")
+
+
+def dequantize(checkpoint, module, scheme, form):
     """f32 [out, in]"""
     bits = scheme["num_bits"]
+    if form == "int-quantized":
+        if (bits, scheme["strategy"], scheme["symmetric"]) != (8, "channel", True):
+            raise ValueError(f"{module} is int-quantized as {scheme}")
+        scale = checkpoint.read(f"{module}.weight_scale")
+        codes = checkpoint.read(f"{module}.weight")
+        expect(f"shape of {module}.weight_scale", scale.shape, (len(codes), 1))
+        return codes.astype(numpy.float32) * scale
     rows, columns = (int(size) for size in checkpoint.read(f"{module}.weight_shape"))
     group = columns if scheme["strategy"] == "channel" else scheme["group_size"]
     if columns % group != 0:
@@ -138,7 +168,7 @@ def write_float_checkpoint(checkpoint, weights, directory):
     directory.mkdir(parents=True)
     quantized = tuple(f"{module}.weight_" for module in checkpoint.packed_modules())
     plain = {name: checkpoint.read(name) for name in checkpoint.places
-             if not name.startswith(quantized)}
+             if not name.startswith(quantized) and ".input_" not in name}
     save_file(plain | weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = {key: value for key, value in checkpoint.config.items()
               if key not in ("quantization_config", "torch_dtype")} | {"dtype": "float32"}
@@ -164,12 +194,15 @@ def main():
 
     weights = {}
     for module in checkpoint.packed_modules():
-        scheme = scheme_of(module, quantization)
+        group = scheme_of(module, quantization)
+        scheme = group["weights"]
         name = f"{module}.weight"
-        weights[name] = dequantize(checkpoint, module, scheme)
+        check_input(checkpoint, module, group["input_activations"])
+        weights[name] = dequantize(checkpoint, module, scheme, group["format"])
         line = {"tensor": name, "bits": scheme["num_bits"],
                 "group_size": scheme["group_size"] if scheme["strategy"] == "group" else None,
-                "symmetric": scheme.get("symmetric", True)}
+                "symmetric": scheme.get("symmetric", True),
+                "activations": group["input_activations"]}
         if original is not None:
             line["relative_rms_error"] = relative_rms_error(weights[name], original.read(name))
         print(json.dumps(line))

@@ -68,8 +68,12 @@ def load(model_dir, dequantize=False):
 
 def packed_attribute(quantization):
     """What a module's packed codes are called."""
-    in_columns = quantization is not None and quantization.get("quant_method") in ("awq", "gptq")
-    return "qweight" if in_columns else "weight_packed"
+    if quantization is None:
+        return "weight_packed"
+    in_columns = quantization.get("quant_method") in ("awq", "gptq")
+    # Bytes are called as the float weight is: what tells them apart is that they have scales.
+    bytes_too = quantization.get("format") != "pack-quantized"
+    return "qweight" if in_columns else "weight_scale" if bytes_too else "weight_packed"
 
 
 def logits(model, tokens):

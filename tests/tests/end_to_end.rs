@@ -267,8 +267,14 @@ fn shards_on_both_sides() {
     let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
     let options = WriteOptions { max_shard_bytes: 1_000_000, ..WriteOptions::default() };
     let mut writer = CheckpointWriter::create(&at("many"), plan.outputs(), options).unwrap();
-    let job =
-        Job { model: &model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &CancelToken::new() };
+    let job = Job {
+        model: &model,
+        plan: &plan,
+        windows: None,
+        maxima: None,
+        observer: &Silent,
+        cancel: &CancelToken::new(),
+    };
     let report = pipeline::quantize(&job, &mut writer).unwrap();
     pipeline::add_companions(&directory, &plan, &report, &mut writer).unwrap();
     let published = writer.publish().unwrap();

@@ -74,14 +74,14 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
         (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
         div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
-            tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "AWQ exponent" } th { "search: error before → after" } }
+            tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "exponent: AWQ, SmoothQuant" } th { "search: error before → after" } }
             @for t in worst.iter().take(shown) {
                 tr {
                     td.text { (t.tensor) }
                     td { (t.scheme.as_deref().unwrap_or("")) }
                     td { (format!("{:.2}", error(t))) }
                     td { (t.weight_error.and_then(|e| e.sqnr_db).map_or("∞".to_owned(), |db| format!("{db:.1}"))) }
-                    td { (t.ratio.map_or(String::new(), |r| format!("{r:.2}"))) }
+                    td { (exponents(t)) }
                     td { @if let Some(s) = &t.scale_search { (format!("{:.3e} → {:.3e}", s.error_before, s.error_after)) } }
                 }
             }
@@ -89,24 +89,58 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     }
 }
 
-/// How far outliers stood out of the inputs that scales were searched for, before and after.
-fn outliers(report: &QuantReport) -> Option<Markup> {
+/// The exponents that scales were found with; a dash where no scaling was best.
+fn exponents(tensor: &TensorReport) -> String {
+    let awq = tensor.scale_search.as_ref().map(|search| search.ratio);
+    let smooth = tensor.smooth.as_ref().map(|smooth| smooth.alpha);
+    let text = |exponent: Option<f32>| exponent.map_or("–".to_owned(), |e| format!("{e:.2}"));
+    [awq, smooth].into_iter().flatten().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// How far outliers stood out of inputs, before and after: those that AWQ searched scales for, or those that SmoothQuant
+/// smoothed.
+fn outliers(report: &QuantReport) -> Vec<Markup> {
+    let searched = report.tensors.iter().filter_map(|t| t.scale_search.as_ref());
+    let searched = searched.map(|s| (&s.producer, &s.consumers, s.outlier));
+    let smoothed = report.tensors.iter().filter_map(|t| t.smooth.as_ref());
+    let smoothed = smoothed.map(|s| (&s.producer, &s.consumers, s.outlier));
+    let charts = [
+        outlier_charts(
+            "Outliers among the inputs of linears",
+            "Mean magnitude of the largest channel over that of the median channel, on the calibration text, without \
+             scales and with those that were chosen.",
+            searched,
+        ),
+        outlier_charts(
+            "Outliers that SmoothQuant moved",
+            "Largest magnitude of any channel over that of the median channel, on the calibration text, before and after \
+             smoothing.",
+            smoothed,
+        ),
+    ];
+    charts.into_iter().flatten().collect()
+}
+
+fn outlier_charts<'a>(
+    title: &str,
+    about: &str,
+    records: impl Iterator<Item = (&'a String, &'a Vec<String>, Option<ChannelOutlier>)>,
+) -> Option<Markup> {
     // Linears that share an input share a record; inputs of one kind make one chart.
     let mut kinds: Vec<(String, Vec<ChannelOutlier>)> = Vec::new();
     let mut seen = BTreeSet::new();
-    for record in report.tensors.iter().filter_map(|t| t.scale_search.as_ref()) {
-        let Some(outlier) = record.outlier.filter(|_| seen.insert(&record.producer)) else { continue };
+    for (producer, consumers, outlier) in records {
+        let Some(outlier) = outlier.filter(|_| seen.insert(producer)) else { continue };
         let leaf = |module: &String| module.rsplit('.').next().unwrap_or(module).to_owned();
-        let kind = record.consumers.iter().map(leaf).collect::<Vec<_>>().join(", ");
+        let kind = consumers.iter().map(leaf).collect::<Vec<_>>().join(", ");
         match kinds.iter_mut().find(|(name, _)| *name == kind) {
             Some((_, values)) => values.push(outlier),
             None => kinds.push((kind, vec![outlier])),
         }
     }
     (!kinds.is_empty()).then(|| html! {
-        h2 { "Outliers among the inputs of linears" }
-        p { "Mean magnitude of the largest channel over that of the median channel, on the calibration text, without \
-             scales and with those that were chosen." }
+        h2 { (title) }
+        p { (about) }
         div.two {
             @for (kind, values) in &kinds {
                 figure {
@@ -137,7 +171,7 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         }
         @if !linears.is_empty() { h2 { "Bit map" } (bit_map(linears)) }
         @if quantized > 0 { h2 { "Error of every quantized tensor" } (tensor_errors(report, usize::MAX)) }
-        @if let Some(outliers) = outliers(report) { (outliers) }
+        @for charts in outliers(report) { (charts) }
         h2 { "Provenance" }
         div.wide { table {
             tr { td { "input, SHA-256" } td.hash { (report.source.sha256) } }

@@ -35,7 +35,10 @@ impl ChannelMaxima {
                 remedy: "give a file that --save-channel-maxima wrote, or one with a vector a linear".into(),
             };
             if info.shape.len() != 1 || !info.dtype.is_weight_float() {
-                return Err(broken(format!("tensor `{name}` is {} {:?}, no vector of floats", info.dtype, info.shape)));
+                return Err(broken(format!(
+                    "tensor `{name}` is {} {:?}, no vector of floats",
+                    info.dtype, info.shape
+                )));
             }
             let values = source.read_f32(name)?;
             if let Some(channel) = values.iter().position(|v| v.is_sign_negative() && *v != 0.0) {
@@ -58,7 +61,8 @@ impl ChannelMaxima {
             reason,
             remedy: "give maxima of the same model, or leave --channel-maxima out to gather them".into(),
         };
-        let values = self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima of `{linear}`")))?;
+        let values =
+            self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima of `{linear}`")))?;
         match values.len() == k {
             true => Ok(values),
             false => Err(broken(format!("has {} maxima of `{linear}`, which has {k} inputs", values.len()))),

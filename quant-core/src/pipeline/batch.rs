@@ -47,7 +47,9 @@ impl Batch {
             return Ok(Self { transforms, float: None, quantized: None, rope: model.rope(1)? });
         };
         let follows = plan.method.rounding == Rounding::Gptq && plan.gptq.inputs == LayerInputs::Quantized;
-        let looks = plan.needs_ranges() || job.maxima.is_some() || transforms.iter().any(|t| t.needs(&plan.settings).states);
+        let looks = plan.needs_ranges()
+            || job.maxima.is_some()
+            || transforms.iter().any(|t| t.needs(&plan.settings).states);
         let states = HiddenStates::embed(model, windows)?;
         let rope = model.rope(windows.length())?;
         let (float, quantized) = match (looks || !follows, follows) {
@@ -96,7 +98,8 @@ impl Batch {
         let searched = self.transforms.iter().any(|t| t.needs(&plan.settings).states);
         // Float states move on by the float block itself, never by one that is rewritten: the two differ by
         // rounding, and a run that is gone on with has only the first. A search alone does so in its own pass.
-        let searches_alone = searched && self.transforms.len() == 1 && !plan.needs_ranges() && job.maxima.is_none();
+        let searches_alone =
+            searched && self.transforms.len() == 1 && !plan.needs_ranges() && job.maxima.is_none();
         let looks_later = gptq_on_float && !self.transforms.is_empty() || searched && !searches_alone;
         let mut before = if looks_later { self.float.clone() } else { None };
         let moves_first = !searches_alone && (looks_later || !gptq_on_float);
@@ -247,7 +250,8 @@ impl<'a> RangeWatch<'a> {
 
     /// The ranges; an error that names a linear where one is no range.
     fn finish(self, prefix: &str) -> Result<BTreeMap<NodeId, ChannelRanges>> {
-        let linear_of = |value: NodeId| self.graph.linears().find(|(id, ..)| self.graph.nodes()[*id].inputs[0] == value);
+        let linear_of =
+            |value: NodeId| self.graph.linears().find(|(id, ..)| self.graph.nodes()[*id].inputs[0] == value);
         match self.ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
             None => Ok(self.ranges),
             Some((value, _)) => Err(Error::Numeric {

@@ -6,7 +6,11 @@ use super::*;
 use crate::recipe::Granularity;
 
 fn rule(bits: u8, symmetric: bool, scale_dtype: Dtype) -> GridRule {
-    GridRule::new(LinearScheme { bits, granularity: Granularity::Channel, symmetric, ..Default::default() }, scale_dtype).unwrap()
+    GridRule::new(
+        LinearScheme { bits, granularity: Granularity::Channel, symmetric, ..Default::default() },
+        scale_dtype,
+    )
+    .unwrap()
 }
 
 fn encode(grid: Grid, weights: &[f32]) -> Vec<u8> {

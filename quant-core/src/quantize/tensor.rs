@@ -2,8 +2,8 @@
 
 use quant_kernels_cpu::{StaticScale, WeightView, dequantize_rows};
 
-use crate::checkpoint::Dtype;
 use super::InputGrid;
+use crate::checkpoint::Dtype;
 use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 

@@ -110,7 +110,10 @@ impl TransformEntry {
         ];
         if let Some((key, kind, _)) = said.into_iter().find(|(_, kind, said)| *said && *kind != self.kind) {
             return Err(Error::usage(
-                format!("transform.{key} has no effect: it is a matter of kind `{kind}`, and this is `{}`", self.kind),
+                format!(
+                    "transform.{key} has no effect: it is a matter of kind `{kind}`, and this is `{}`",
+                    self.kind
+                ),
                 "leave it out",
             ));
         }
@@ -364,8 +367,7 @@ impl RecipeFile {
             })?,
         };
         let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();
-        let mut known: Vec<&str> =
-            METHODS.iter().flat_map(|m| m.transforms).map(|t| t.name()).collect();
+        let mut known: Vec<&str> = METHODS.iter().flat_map(|m| m.transforms).map(|t| t.name()).collect();
         known.sort_unstable();
         known.dedup();
         if let Some(kind) = kinds.iter().find(|kind| !known.contains(kind)) {
@@ -515,9 +517,18 @@ mod tests {
                 "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"smoothquant\"\n[quantize]\nscheme = \"w8a8\"",
                 "`awq` narrows the ranges",
             ),
-            ("[[transform]]\nkind = \"awq\"\nalpha = 0.5\n[quantize]\nscheme = \"w8a8\"", "transform.alpha has no effect"),
-            ("[[transform]]\nkind = \"smoothquant\"\nalpha = 1.5\n[quantize]\nscheme = \"w8a8\"", "alpha 1.5"),
-            ("[[transform]]\nkind = \"smoothquant\"\nalpha = \"best\"\n[quantize]\nscheme = \"w8a8\"", "line 3"),
+            (
+                "[[transform]]\nkind = \"awq\"\nalpha = 0.5\n[quantize]\nscheme = \"w8a8\"",
+                "transform.alpha has no effect",
+            ),
+            (
+                "[[transform]]\nkind = \"smoothquant\"\nalpha = 1.5\n[quantize]\nscheme = \"w8a8\"",
+                "alpha 1.5",
+            ),
+            (
+                "[[transform]]\nkind = \"smoothquant\"\nalpha = \"best\"\n[quantize]\nscheme = \"w8a8\"",
+                "line 3",
+            ),
         ] {
             let error = Recipe::parse(text).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");

@@ -17,7 +17,7 @@ mod time;
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
-pub use scheme::{ActivationScheme, Granularity, SchemeRequest, LinearScheme};
+pub use scheme::{ActivationScheme, Granularity, LinearScheme, SchemeRequest};
 pub use select::SelectorMatches;
 pub use time::Rates;
 

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::select::Selection;
-use super::{Recipe, SchemeRequest, SelectorMatches, LinearScheme};
+use super::{LinearScheme, Recipe, SchemeRequest, SelectorMatches};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;

@@ -1,7 +1,7 @@
 //! The plan for a checkpoint that is quantized already: every number is kept, only the container
 //! changes.
 
-use super::{Action, Method, Plan, PlanEntry, Rounding, LinearScheme};
+use super::{Action, LinearScheme, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::TensorInfo;
 use crate::format::Container;

@@ -7,7 +7,7 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
 
 use super::file::RecipeFile;
-use super::{METHODS, Recipe, Rounding, LinearScheme};
+use super::{LinearScheme, METHODS, Recipe, Rounding};
 use crate::format::CONTAINERS;
 
 impl Recipe {

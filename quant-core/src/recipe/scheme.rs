@@ -136,7 +136,8 @@ impl SchemeRequest {
         let head = parts.next().unwrap_or_default();
         let (bits, activations) =
             head.strip_prefix('w').and_then(|r| r.split_once('a')).ok_or_else(|| unknown(head))?;
-        let bits = bits.parse().ok().filter(|b| LinearScheme::BITS.contains(b)).ok_or_else(|| unknown(head))?;
+        let bits =
+            bits.parse().ok().filter(|b| LinearScheme::BITS.contains(b)).ok_or_else(|| unknown(head))?;
         let activations = match activations {
             "16" => ActivationScheme::Float,
             "8" => ActivationScheme::Token,

@@ -10,7 +10,8 @@ use crate::model::{FoldGroup, Model, Op, WeightBody, multiply};
 use crate::quantize::gptq::LayerInputs;
 use crate::quantize::{Rows, quantize_tensor};
 use crate::transform::{
-    Alpha, CLIP_CANDIDATES, Producers, SCALE_CANDIDATES, SMOOTH_CANDIDATES, SMOOTH_TOKENS, Search, SmoothSettings, kept_bytes,
+    Alpha, CLIP_CANDIDATES, Producers, SCALE_CANDIDATES, SMOOTH_CANDIDATES, SMOOTH_TOKENS, Search,
+    SmoothSettings, kept_bytes,
 };
 use crate::{Error, Result};
 

@@ -25,7 +25,8 @@ use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
 use super::watch::{Watch, Watched};
 use super::{
-    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, Search, Transform, TransformSettings, clip, fold, race,
+    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, Search, Transform, TransformSettings, clip, fold,
+    race,
 };
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId, WeightBody};

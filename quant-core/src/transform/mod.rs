@@ -28,8 +28,8 @@ pub use candidates::{Search, TriedScales};
 pub use fold::fold;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
 pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
-pub use smooth::{SmoothQuant, SmoothRecord, SmoothSearch};
 pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
+pub use smooth::{SmoothQuant, SmoothRecord, SmoothSearch};
 pub(crate) use watch::kept_bytes;
 
 /// Scales that a search tries for a group: no scaling, and the points of the grid.

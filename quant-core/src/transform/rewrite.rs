@@ -9,8 +9,8 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{SmoothRecord, TriedScales};
-use crate::{Error, Result};
 use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
+use crate::{Error, Result};
 
 /// The decision of a scale search for one fold group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

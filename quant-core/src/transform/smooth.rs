@@ -222,8 +222,7 @@ impl<'a> BlockSearch<'a> {
             .chunks()
             .find(|piece| !matches!(piece, Ok((first, x)) if counted(hidden, *first, x) == 0))
             .ok_or_else(|| Error::Internal("a search on a batch without tokens that count".into()))??;
-        let mut search =
-            Self { task, hidden, migrations, first, x, y: Vec::new(), rounded: BTreeMap::new() };
+        let mut search = Self { task, hidden, migrations, first, x, y: Vec::new(), rounded: BTreeMap::new() };
         search.y = search.output(task.block)?;
         Ok(search)
     }
@@ -301,14 +300,20 @@ impl BlockTask<'_> {
     ///
     /// # Errors
     /// When the input was not looked at.
-    pub fn input_grid(&self, node: NodeId, rewrite: &Rewrite) -> Result<Option<quant_kernels_cpu::StaticScale>> {
-        let Some(ActivationScheme::Static { symmetric }) = self.grids.get(&node).map(|g| g.scheme.activations)
+    pub fn input_grid(
+        &self,
+        node: NodeId,
+        rewrite: &Rewrite,
+    ) -> Result<Option<quant_kernels_cpu::StaticScale>> {
+        let Some(ActivationScheme::Static { symmetric }) =
+            self.grids.get(&node).map(|g| g.scheme.activations)
         else {
             return Ok(None);
         };
         let value = self.block.graph().nodes()[node].inputs[0];
         let ranges = self.ranges.get(&value);
-        let ranges = ranges.ok_or_else(|| Error::Internal("a static grid of what was not looked at".into()))?;
+        let ranges =
+            ranges.ok_or_else(|| Error::Internal("a static grid of what was not looked at".into()))?;
         let scales = rewrite.columns.get(&node).map(Vec::as_slice);
         Ok(Some(static_grid(ranges.divided(scales), symmetric)))
     }

@@ -175,7 +175,8 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
         Storage::Int8 => {
             let codes = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
             let input = tensor.input.into_iter();
-            let input = input.flat_map(|by| [by.scale.to_le_bytes().to_vec(), by.zero.to_le_bytes().to_vec()]);
+            let input =
+                input.flat_map(|by| [by.scale.to_le_bytes().to_vec(), by.zero.to_le_bytes().to_vec()]);
             // There is no zero where the input's grid is symmetric.
             [codes, scales].into_iter().chain(input).take(specs.len()).collect()
         }

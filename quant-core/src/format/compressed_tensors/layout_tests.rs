@@ -159,12 +159,19 @@ fn bytes_by_hand() {
     linear.input = Some(quant_kernels_cpu::StaticScale { scale: 1.0, zero: -128 });
     let parts = packed(&linear);
     let names: Vec<&str> = parts.iter().map(|p| p.0.as_str()).collect();
-    let scales = ["m.up_proj.weight", "m.up_proj.weight_scale", "m.up_proj.input_scale", "m.up_proj.input_zero_point"];
+    let scales =
+        ["m.up_proj.weight", "m.up_proj.weight_scale", "m.up_proj.input_scale", "m.up_proj.input_zero_point"];
     assert_eq!(names, scales);
     assert_eq!((parts[0].1, &parts[0].2[..]), (Dtype::I8, &[2, 3][..]));
     assert_eq!(parts[0].3, [0, 0x80, 0x7f, 0x81, 1, 0xff], "0, -128, 127; -127, 1, -1");
-    assert_eq!((parts[1].1, &parts[1].2[..], &parts[1].3[..]), (Dtype::F16, &[2, 1][..], &[0, 0x38, 0, 0x40][..]));
-    assert_eq!((parts[2].1, &parts[2].2[..], &parts[2].3[..]), (Dtype::F32, &[1][..], &[0, 0, 0x80, 0x3f][..]));
+    assert_eq!(
+        (parts[1].1, &parts[1].2[..], &parts[1].3[..]),
+        (Dtype::F16, &[2, 1][..], &[0, 0x38, 0, 0x40][..])
+    );
+    assert_eq!(
+        (parts[2].1, &parts[2].2[..], &parts[2].3[..]),
+        (Dtype::F32, &[1][..], &[0, 0, 0x80, 0x3f][..])
+    );
     assert_eq!((parts[3].1, &parts[3].2[..], &parts[3].3[..]), (Dtype::I8, &[1][..], &[0x80][..]));
     linear.scheme = "w8a8-static".parse().unwrap();
     assert!(CompressedTensors.pack("m", &linear).is_err(), "a zero on a symmetric grid");

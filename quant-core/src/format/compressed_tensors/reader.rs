@@ -10,8 +10,8 @@ use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
 use super::layout::{
-    self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name, scale_name,
-    shape_name, unpack_zeros, weight_name, zero_point_name,
+    self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
+    scale_name, shape_name, unpack_zeros, weight_name, zero_point_name,
 };
 use super::{EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
@@ -126,17 +126,23 @@ impl Reader {
             group.allow_only(&["targets", "weights", "input_activations", "output_activations", "format"])?;
             group.require_absent("output_activations")?;
             let own = if group.get("format").is_some() { self::storage(&group, false)? } else { storage };
-            let storage = own.ok_or_else(|| group.refuse("format", "is missing, and the formats are mixed"))?;
+            let storage =
+                own.ok_or_else(|| group.refuse("format", "is missing, and the formats are mixed"))?;
             let weights = group.object("weights")?;
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
             if storage == Storage::Packed && !scheme.bits.is_power_of_two() {
                 reject_padded_words(&root)?;
             }
             if storage == Storage::Int8 && !(scheme.bits == 8 && scheme.symmetric) {
-                return Err(group.refuse("format", &format!("is {}: of it 8 bits, symmetric, can be read", storage.name())));
+                return Err(group.refuse(
+                    "format",
+                    &format!("is {}: of it 8 bits, symmetric, can be read", storage.name()),
+                ));
             }
             if storage == Storage::Packed && scheme.has_static_activations() {
-                return Err(group.refuse("input_activations", "are static, and weights packed: not supported"));
+                return Err(
+                    group.refuse("input_activations", "are static, and weights packed: not supported")
+                );
             }
             let scheme = Target { scheme, storage };
             for (path, target) in group.strings("targets")? {
@@ -468,11 +474,7 @@ fn has_zeros_of_nothing(source: &dyn TensorSource, storage: Storage, module: &st
 }
 
 /// The grid of the input, where the scheme has one for all tokens.
-fn read_input(
-    source: &dyn TensorSource,
-    module: &str,
-    scheme: LinearScheme,
-) -> Result<Option<StaticScale>> {
+fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> Result<Option<StaticScale>> {
     let ActivationScheme::Static { symmetric } = scheme.activations else { return Ok(None) };
     let name = input_scale_name(module);
     let scale = source.read_f32(&name)?.first().copied().unwrap_or(f32::NAN);

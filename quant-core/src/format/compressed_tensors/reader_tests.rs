@@ -227,7 +227,11 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("targets", json!(vec!["re:a"; 300]), "group_0.targets[256]` is more than the 256"),
         ("input_activations", json!(8), "group_0.input_activations` is not an object"),
         ("input_activations", json!({"num_bits": 8}), "input_activations.strategy` can be read"),
-        ("input_activations", json!({"num_bits": 4, "strategy": "token"}), "input_activations.num_bits` is not 8"),
+        (
+            "input_activations",
+            json!({"num_bits": 4, "strategy": "token"}),
+            "input_activations.num_bits` is not 8",
+        ),
         ("input_activations", json!({"num_bits": 8, "type": "float"}), "input_activations.type` is"),
         (
             "input_activations",
@@ -289,9 +293,15 @@ fn what_is_not_understood_is_refused_by_its_path() {
 
 #[test]
 fn linears_with_activations_of_8_bits_come_back() {
-    for scheme in
-        ["w8a8", "w8a8-static", "w8a8-static-asym", "w8a8-g8", "w8a8-channel-asym", "w4a8-g8-asym", "w3a8-channel"]
-    {
+    for scheme in [
+        "w8a8",
+        "w8a8-static",
+        "w8a8-static-asym",
+        "w8a8-g8",
+        "w8a8-channel-asym",
+        "w4a8-g8-asym",
+        "w3a8-channel",
+    ] {
         let mut tensor = quantized([5, 16], scheme);
         if tensor.scheme.has_static_activations() {
             let zero = if scheme.ends_with("asym") { -7 } else { 0 };

@@ -52,7 +52,8 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
             _ => Yes,
         };
     }
-    if schemes.iter().any(|s| s.activations != ActivationScheme::Float) && schemes.iter().all(|s| s.symmetric) {
+    if schemes.iter().any(|s| s.activations != ActivationScheme::Float) && schemes.iter().all(|s| s.symmetric)
+    {
         return With("activations are rounded and multiplied as floats".into());
     }
     if schemes.iter().all(|s| s.symmetric) {

@@ -1,7 +1,7 @@
 //! A checkpoint as engines see it.
 
 use crate::model::{BlockGraph, Model, NodeId, Op};
-use crate::recipe::{Plan, LinearScheme};
+use crate::recipe::{LinearScheme, Plan};
 
 /// How a linear is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

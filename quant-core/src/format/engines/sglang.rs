@@ -49,7 +49,9 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
         ActivationScheme::Token if scheme.is_stored_as_bytes() => {
             return match n.is_multiple_of(16) && k.is_multiple_of(16) {
                 true => Yes,
-                false => Unsure(share.fault(format!("{n} × {k} a rank: whether its product of bytes takes these"))),
+                false => {
+                    Unsure(share.fault(format!("{n} × {k} a rank: whether its product of bytes takes these")))
+                }
             };
         }
         _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),

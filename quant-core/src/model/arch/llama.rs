@@ -60,7 +60,10 @@ impl Family for Llama {
         let mlp_bias = config.optional_bool("mlp_bias")?.unwrap_or(false);
         let block =
             BlockDetails { qkv_bias: attention_bias, o_bias: attention_bias, mlp_bias, ..Default::default() };
-        describe(config, &Details { family: self.name(), kv_heads: None, head_dim: None, smoothing: 0.85, block })
+        describe(
+            config,
+            &Details { family: self.name(), kv_heads: None, head_dim: None, smoothing: 0.85, block },
+        )
     }
 }
 
@@ -76,7 +79,10 @@ impl Family for Mistral {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let window = sliding_window(config, true)?;
         let block = BlockDetails { window, ..Default::default() };
-        describe(config, &Details { family: self.name(), kv_heads: Some(8), head_dim: None, smoothing: 0.8, block })
+        describe(
+            config,
+            &Details { family: self.name(), kv_heads: Some(8), head_dim: None, smoothing: 0.8, block },
+        )
     }
 }
 
@@ -95,7 +101,10 @@ impl Family for Qwen2 {
             window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
             ..Default::default()
         };
-        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: None, smoothing: 0.8, block })
+        describe(
+            config,
+            &Details { family: self.name(), kv_heads: Some(32), head_dim: None, smoothing: 0.8, block },
+        )
     }
 }
 
@@ -117,7 +126,10 @@ impl Family for Qwen3 {
             window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
             ..Default::default()
         };
-        describe(config, &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), smoothing: 0.8, block })
+        describe(
+            config,
+            &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), smoothing: 0.8, block },
+        )
     }
 }
 
