@@ -85,16 +85,16 @@ QUANTIZED = [
     ("tied", "format-awq-ignored",
      ["--format", "awq", "--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.*"], False),
     ("demo", "gptq-w4-g128", ["--method", "gptq", *QUICK], False),
-    # transformers reads this container through a package that needs another; its bits are compared.
-    ("demo", "format-gptq-g128", ["--method", "gptq", "--format", "gptq", *QUICK], None),
+    ("demo", "format-gptq-g128", ["--method", "gptq", "--format", "gptq", *QUICK], False),
     ("books-7m", "format-gptq-g32-asym",
-     ["--method", "gptq", "--format", "gptq", "--scheme", "w4a16-g32-asym", *QUICK], None),
+     ["--method", "gptq", "--format", "gptq", "--scheme", "w4a16-g32-asym", *QUICK], False),
     ("qwen2", "format-gptq-w8-channel",
-     ["--method", "gptq", "--format", "gptq", "--scheme", "w8a16-channel", *QUICK], None),
+     ["--method", "gptq", "--format", "gptq", "--scheme", "w8a16-channel", *QUICK], False),
     ("demo", "format-gptq-w3-g64",
-     ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], None),
-    ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], None),
-    ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], None),
+     ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], False),
+    ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], False),
+    ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], False),
+    # optimum takes all linears of blocks for quantized, whatever the configuration says of single ones.
     ("demo", "format-gptq-ignored",
      ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
     ("demo", "smoothquant-w8a8", ["--preset", "smoothquant-w8a8", *QUICK], False),
@@ -307,7 +307,7 @@ def main():
                 check.quantized_model(name, case, options, dequantize)
         for name, case, options, repack in REPACKED:
             if arguments.only in f"{name} {case}":
-                check.quantized_model(name, case, options, None if repack == "gptq" else False, repack)
+                check.quantized_model(name, case, options, False, repack)
         for style in CHAT:
             if arguments.only in f"chat {style}":
                 check.chat(style)

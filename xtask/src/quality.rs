@@ -40,12 +40,36 @@ pub struct Args {
 }
 
 /// What a method does to a row.
-struct Outcome {
-    float: f64,
-    perplexity: f64,
-    kl: f64,
-    kl_error: f64,
-    tokens: f64,
+pub struct Outcome {
+    pub float: f64,
+    pub perplexity: f64,
+    pub kl: f64,
+    pub kl_error: f64,
+    pub tokens: f64,
+}
+
+impl Outcome {
+    /// Evaluates a checkpoint that was made of `model`, on the row's text.
+    pub fn of(quant: &Path, data: &Path, row: &Row, model: &Path, out: &Path, windows: usize) -> Result<Self> {
+        let mut command = Command::new(quant);
+        command.arg("eval").arg(out).arg("--reference").arg(model).args(["--quiet", "--json", "--text"]);
+        command.arg(data.join("text").join(row.evaluation));
+        command.args(["--window", &row.window.to_string(), "--windows", &windows.to_string()]);
+        let result: Value = serde_json::from_str(&output(&mut command)?)?;
+        let number = |path: &str| {
+            let value = result.pointer(path).and_then(Value::as_f64);
+            value.with_context(|| format!("`quant eval --json` gives no {path}"))
+        };
+        let outcome = Self {
+            float: number("/comparison/reference/perplexity/mean")?,
+            perplexity: number("/perplexity/mean")?,
+            kl: number("/comparison/kl/mean")?,
+            kl_error: number("/comparison/kl/standard_error")?,
+            tokens: number("/tokens_scored")?,
+        };
+        ensure!(outcome.perplexity.is_finite() && outcome.kl.is_finite(), "{model:?}: not finite");
+        Ok(outcome)
+    }
 }
 
 /// Measures and writes the record.
@@ -141,24 +165,7 @@ fn measure(
     output(&mut command)?;
     searches_help(out)?;
 
-    let mut command = Command::new(quant);
-    command.arg("eval").arg(out).arg("--reference").arg(model).args(["--quiet", "--json", "--text"]);
-    command.arg(data.join("text").join(row.evaluation));
-    command.args(["--window", &row.window.to_string(), "--windows", &args.windows.to_string()]);
-    let result: Value = serde_json::from_str(&output(&mut command)?)?;
-    let number = |path: &str| {
-        let value = result.pointer(path).and_then(Value::as_f64);
-        value.with_context(|| format!("`quant eval --json` gives no {path}"))
-    };
-    let outcome = Outcome {
-        float: number("/comparison/reference/perplexity/mean")?,
-        perplexity: number("/perplexity/mean")?,
-        kl: number("/comparison/kl/mean")?,
-        kl_error: number("/comparison/kl/standard_error")?,
-        tokens: number("/tokens_scored")?,
-    };
-    ensure!(outcome.perplexity.is_finite() && outcome.kl.is_finite(), "{model:?}: not finite");
-    Ok(outcome)
+    Outcome::of(quant, data, row, model, out, args.windows)
 }
 
 /// Fails when a search of a written checkpoint ended worse than it began.

@@ -139,6 +139,37 @@ fn what_is_read_of_the_gptq_format() {
 }
 
 #[test]
+fn a_float_linear_is_lost_on_transformers_in_the_gptq_format() {
+    let mut model = outline("gptq", LLAMA_8B, "w4a16-g128-sym");
+    assert_eq!(words("transformers", &model)[0], "yes");
+    model.layers[3].parts[0].scheme = None;
+    assert!(reason("transformers", &model, 1).contains("`down_proj` is float"));
+}
+
+#[test]
+fn activations_of_8_bits() {
+    let bytes = outline("compressed-tensors", LLAMA_8B, "w8a8");
+    assert_eq!(words("vLLM, CUDA", &bytes), ["yes, but"; 4]);
+    assert!(reason("vLLM, CUDA", &bytes, 1).contains("not on 10.0"));
+    assert_eq!(words("vLLM, CPU", &bytes), ["yes"; 4]);
+    assert_eq!(words("SGLang", &bytes), ["yes"; 4]);
+    assert!(reason("transformers", &bytes, 1).contains("multiplied as floats"));
+    let odd = outline("compressed-tensors", [4, 4, 10, 40, 88], "w8a8");
+    assert!(reason("vLLM, CUDA", &odd, 1).contains("no multiples of 16"));
+    assert_eq!(words("SGLang", &odd)[0], "unsure");
+    let fixed = outline("compressed-tensors", LLAMA_8B, "w8a8-static-asym");
+    assert_eq!((words("vLLM, CPU", &fixed), words("SGLang", &fixed)), (vec!["yes"; 4], vec!["unsure"; 4]));
+    let packed = outline("compressed-tensors", LLAMA_8B, "w4a8-g128");
+    assert!(reason("vLLM, CUDA", &packed, 1).contains("compiled at start"));
+    assert_eq!((words("vLLM, CPU", &packed), words("SGLang", &packed)), (vec!["no"; 4], vec!["unsure"; 4]));
+    for model in [bytes, fixed, packed] {
+        for name in ["LMDeploy", "mlx-lm", "llama.cpp"] {
+            assert_eq!(words(name, &model)[0], "no", "{name}");
+        }
+    }
+}
+
+#[test]
 fn linears_that_run_as_one_need_one_scheme() {
     let mut model = outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym");
     model.layers[0].parts[2].scheme = Some("w8a16-g128-sym".parse().unwrap());

@@ -28,6 +28,12 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     }
     let schemes = all_schemes(outline);
     if is_gptq(outline) {
+        if let Some(part) = outline.layers.iter().flat_map(|l| &l.parts).find(|part| part.scheme.is_none()) {
+            return No(format!(
+                "`{}` is float, and of this format it takes all linears for quantized",
+                part.module
+            ));
+        }
         let mut parts = outline.layers.iter().flat_map(|l| l.parts.iter().map(move |p| (p, l.k)));
         let narrow = parts
             .find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
