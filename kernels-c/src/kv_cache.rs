@@ -29,9 +29,11 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
     call(message, |scope| unsafe {
+        // Read first, for the handle might lie there.
+        let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
-        let cache = KvCache::new(kv_layout(scope, layout)?, self::heads(scope, heads)?, max_tokens)?;
+        let cache = KvCache::new(layout?, heads?, max_tokens)?;
         out.put(memory::boxed(qz1_kv_cache { cache, workspace: Workspace::default() })?);
         Ok(())
     })

@@ -27,7 +27,6 @@ unsafe fn run(
         let view = packed(scope, layout, bytes, bytes_len)?;
         let bias = scope.slice_optional(bias, bias_len, "the bias")?;
         let out = scope.output(out, out_len, "the output")?;
-        let out = out;
         let threads = Threads::new(scope, parallel)?;
         multiply(&view, bias, out.slice(), &threads)?;
         threads.finish()
