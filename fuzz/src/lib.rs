@@ -9,22 +9,28 @@
 
 mod attention;
 #[allow(unsafe_code, reason = "a C caller's side of the interface")]
+mod c;
+#[allow(unsafe_code, reason = "a C caller's side of the interface")]
 mod c_abi;
+#[allow(unsafe_code, reason = "a C caller's side of the interface")]
+mod c_attention;
 mod input;
 mod kernels;
 
 pub use attention::attention;
-pub use c_abi::{c_abi, c_attention};
+pub use c_abi::{c_abi, c_hadamard};
+pub use c_attention::c_attention;
 pub use kernels::{pack, packed, round_trip};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
+    ("c_hadamard", c_hadamard),
     ("pack", pack),
     ("packed", packed),
     ("round_trip", round_trip),

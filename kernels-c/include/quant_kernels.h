@@ -2,12 +2,18 @@
  * quant-kernels-cpu. Written by cbindgen; `cargo test -p quant-kernels-c --test header` compares it.
  *
  * Every function with a qz1_status returns 0 when it is done. A structure begins with its size, which the caller
- * sets; null and misaligned pointers, lengths that are not the shape's, outputs that overlap an input and layouts that
- * are none are refused, and a qz1_message says why. Matrices are row-major; lengths count elements.
+ * sets; null and misaligned pointers, lengths that are not the shape's, outputs that overlap another part of the call,
+ * reserved fields that are not 0 and layouts that are none are refused, and a qz1_message says why. Matrices are
+ * row-major; lengths count elements.
  *
  * No function keeps a pointer of the caller beyond the call, starts a thread, or has state beyond its handles; a
- * handle may be used by one thread at a time. Floats are rounded to nearest: callers that change the rounding mode
- * set it back. Link with -lpthread -ldl -lm.
+ * handle may be used by one thread at a time.
+ *
+ * Floats are rounded to nearest and subnormal numbers are numbers. Callers that change the rounding mode, or have the
+ * processor take subnormals for 0 (FTZ and DAZ, as -ffast-math may at the start of a program), set that back before
+ * a call, on the threads of a for_each too: weights whose scale is below 2^-126 would count as 0, and no status tells.
+ *
+ * Link with -lpthread -ldl -lm.
  */
 
 #ifndef QUANT_KERNELS_H
@@ -119,11 +125,14 @@ enum qz1_status
   QZ1_STATUS_ISA = 6,
   // A size for which there is no Hadamard matrix here.
   QZ1_STATUS_ORDER = 7,
+  // The system gives no memory for what the library keeps.
+  QZ1_STATUS_MEMORY = 8,
   // A pointer is null that must not be.
   QZ1_STATUS_NULL = 32,
   // A pointer is not aligned to its type.
   QZ1_STATUS_MISALIGNED = 33,
-  // A structure is smaller than any version of it, or has fields that this library does not know.
+  // A structure has a size that no version of it has, fields that this library does not know, or a reserved field
+  // that is not 0.
   QZ1_STATUS_STRUCT_SIZE = 34,
   // Memory that is written overlaps other memory of the call.
   QZ1_STATUS_OVERLAP = 35,
@@ -152,7 +161,8 @@ typedef struct qz1_int8_rows qz1_int8_rows;
 // The keys and values of one sequence in one layer, and a workspace.
 typedef struct qz1_kv_cache qz1_kv_cache;
 
-// Where a call may say what is wrong.
+// Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
+// stays as it was where the message itself is refused, or where the text overlaps other memory of the call.
 typedef struct qz1_message {
   // `sizeof(qz1_message)`
   uint32_t struct_size;
@@ -261,14 +271,14 @@ typedef struct qz1_layout {
   uint64_t id;
 } qz1_layout;
 
-// Values of rows, row-major.
+// Values of rows, row-major, which are read.
 typedef struct qz1_values {
   // `sizeof(qz1_values)`
   uint32_t struct_size;
   // `QZ1_TYPE_…`
   uint32_t kind;
-  // The values, aligned to their type. What a function writes to it says.
-  void *data;
+  // The values, aligned to their type.
+  const void *data;
   // Values, not bytes.
   size_t len;
 } qz1_values;
@@ -296,6 +306,18 @@ typedef struct qz1_rms_norm {
   // Elements of `weight`.
   size_t weight_len;
 } qz1_rms_norm;
+
+// Values of rows, row-major, to which activations are added.
+typedef struct qz1_residual {
+  // `sizeof(qz1_residual)`
+  uint32_t struct_size;
+  // `QZ1_TYPE_…`
+  uint32_t kind;
+  // The values, aligned to their type.
+  void *data;
+  // Values, not bytes.
+  size_t len;
+} qz1_residual;
 
 // A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
 // group of `group_size` neighbouring input features.
@@ -586,7 +608,7 @@ qz1_status qz1_int8_rows_quantize_rms_norm(struct qz1_int8_rows *rows,
                                            const struct qz1_layout *layout,
                                            const struct qz1_values *x,
                                            const struct qz1_rms_norm *norm,
-                                           const struct qz1_values *residual,
+                                           const struct qz1_residual *residual,
                                            const struct qz1_static_scale *by,
                                            const struct qz1_parallel *parallel,
                                            const struct qz1_message *message);
@@ -620,7 +642,7 @@ qz1_status qz1_float_rows_pack_rms_norm(struct qz1_float_rows *rows,
                                         const struct qz1_layout *layout,
                                         const struct qz1_values *x,
                                         const struct qz1_rms_norm *norm,
-                                        const struct qz1_values *residual,
+                                        const struct qz1_residual *residual,
                                         const struct qz1_parallel *parallel,
                                         const struct qz1_message *message);
 

@@ -4,7 +4,7 @@ use core::ffi::c_char;
 
 use quant_kernels_cpu::{Isa, IsaToken};
 
-use crate::status::{Fault, qz1_status};
+use crate::status::Fault;
 
 /// The widest instructions that there are, or those that the environment variable `QUANT_ISA` names.
 pub const QZ1_ISA_DETECT: u32 = 0;
@@ -59,8 +59,7 @@ pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     }
     let name = NAMES.iter().find(|(number, ..)| *number == isa).map(|(_, name, _)| *name);
     let found = Isa::ALL.into_iter().find(|isa| Some(isa.name()) == name);
-    let isa =
-        found.ok_or_else(|| Fault::new(qz1_status::Isa, format!("there is no instruction set {isa}")))?;
+    let isa = found.ok_or_else(|| Fault::isa(isa))?;
     Ok(isa.token()?)
 }
 

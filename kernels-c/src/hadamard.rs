@@ -3,7 +3,7 @@
 use quant_kernels_cpu::Hadamard;
 
 use crate::features::token;
-use crate::memory::{self, Output};
+use crate::memory;
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{call, qz1_message, qz1_status};
 
@@ -23,10 +23,10 @@ pub unsafe extern "C" fn qz1_hadamard_new(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let out = memory::place(out, "the handle")?;
-        *out = core::ptr::null_mut();
-        *out = Box::into_raw(Box::new(qz1_hadamard { by: Hadamard::new(n)? }));
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        out.put(memory::boxed(qz1_hadamard { by: Hadamard::new(n)? })?);
         Ok(())
     })
 }
@@ -68,9 +68,9 @@ pub unsafe extern "C" fn qz1_hadamard_transform(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; nothing else is written.
-    call(message, || unsafe {
-        let (by, token) = (memory::look(by, "the handle")?, token(isa)?);
-        let (x, threads) = (Output::new(x, len, "the rows")?, Threads::new(parallel)?);
+    call(message, |scope| unsafe {
+        let (by, token) = (scope.look(by, "the handle")?, token(isa)?);
+        let (x, threads) = (scope.output(x, len, "the rows")?, Threads::new(scope, parallel)?);
         by.by.transform(token, x.slice(), &threads)?;
         threads.finish()
     })

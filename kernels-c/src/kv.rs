@@ -5,7 +5,7 @@ use quant_kernels_cpu::attention::{
 };
 
 use crate::features::token;
-use crate::memory::{self, Fields, Output};
+use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
@@ -71,9 +71,9 @@ pub struct qz1_page_list {
     pub seen: isize,
 }
 
-impl Fields for qz1_kv_layout {}
-impl Fields for qz1_heads {}
-impl Fields for qz1_page_list {}
+fields!(qz1_kv_layout, id);
+fields!(qz1_heads, kv);
+fields!(qz1_page_list, seen, reserved);
 
 fn describe(layout: &KvLayout) -> qz1_kv_layout {
     qz1_kv_layout {
@@ -102,10 +102,10 @@ fn kind(kind: u32) -> Result<KvType, Fault> {
 /// The layout that the caller's fields describe, every one of them.
 ///
 /// # Safety
-/// As [`memory::read`].
-pub(crate) unsafe fn kv_layout(at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
+/// As [`Scope::read`].
+pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
     // SAFETY: as the caller vouches.
-    let l = unsafe { memory::read(at, "the layout") }?;
+    let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
     let same = describe(&layout);
@@ -114,21 +114,22 @@ pub(crate) unsafe fn kv_layout(at: *const qz1_kv_layout) -> Result<KvLayout, Fau
 }
 
 /// # Safety
-/// As [`memory::read`].
-pub(crate) unsafe fn heads(at: *const qz1_heads) -> Result<Heads, Fault> {
+/// As [`Scope::read`].
+pub(crate) unsafe fn heads(scope: &Scope, at: *const qz1_heads) -> Result<Heads, Fault> {
     // SAFETY: as the caller vouches.
-    let h = unsafe { memory::read(at, "the heads") }?;
+    let h = unsafe { scope.read(at, "the heads") }?;
     Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
 }
 
 /// Lists that are kept without allocating.
 const FEW: usize = 32;
 
-/// Calls `body` with the lists of the caller.
+/// Calls `body` with the lists of the caller. All that is written must have been entered before.
 ///
 /// # Safety
-/// As [`memory::each`] and [`memory::slice`], for what lists point to.
+/// As [`Scope::each`] and [`Scope::slice`], for what lists point to.
 unsafe fn with_lists<R>(
+    scope: &Scope,
     at: *const qz1_page_list,
     count: usize,
     body: impl FnOnce(&[PageList<'_>]) -> Result<R, Fault>,
@@ -137,31 +138,24 @@ unsafe fn with_lists<R>(
         return Err(Fault::new(qz1_status::TooLarge, "the number of page lists"));
     }
     let mut few = [PageList::all(&[], 0); FEW];
-    let mut many = Vec::new();
+    let mut many;
     let lists = match few.get_mut(..count) {
         Some(few) => few,
         None => {
+            many = memory::room(count, "the page lists")?;
             many.resize(count, PageList::all(&[], 0));
             &mut many[..]
         }
     };
     // SAFETY: as the caller vouches.
     unsafe {
-        memory::each(at, count, "a page list", |i, list: qz1_page_list| {
-            let pages = memory::slice(list.pages, list.pages_len, "the pages of a list")?;
+        scope.each(at, count, "a page list", |i, list: qz1_page_list| {
+            let pages = scope.one_of_many(list.pages, list.pages_len, "the pages of a list")?;
             lists[i] = PageList { pages, tokens: list.tokens, first: list.first, seen: list.seen };
             Ok(())
         })?;
     }
     body(lists)
-}
-
-/// The same memory, which overlaps no list.
-fn apart_from_lists<T>(mut out: Output<T>, lists: &[PageList<'_>]) -> Result<Output<T>, Fault> {
-    for list in lists {
-        out = out.apart(list.pages)?;
-    }
-    Ok(out)
 }
 
 /// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` is set.
@@ -176,10 +170,10 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let out = memory::fill(out, "the layout")?;
+    call(message, |scope| unsafe {
+        let out = scope.place(out, "the layout")?;
         let layout = describe(&KvLayout::new(self::kind(kind)?, head_dim)?);
-        *out = qz1_kv_layout { struct_size: out.struct_size, ..layout };
+        out.put(layout);
         Ok(())
     })
 }
@@ -202,11 +196,11 @@ pub unsafe extern "C" fn qz1_kv_write(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of the page is one of what is read.
-    call(message, || unsafe {
-        let layout = kv_layout(layout)?;
-        let key = memory::slice(key, key_len, "the key")?;
-        let value = memory::slice(value, value_len, "the value")?;
-        let page = Output::new(page, page_len, "the page")?.apart(key)?.apart(value)?;
+    call(message, |scope| unsafe {
+        let layout = kv_layout(scope, layout)?;
+        let key = scope.slice(key, key_len, "the key")?;
+        let value = scope.slice(value, value_len, "the value")?;
+        let page = scope.output(page, page_len, "the page")?;
         Ok(layout.write(page.slice(), slot, key, value)?)
     })
 }
@@ -228,11 +222,11 @@ pub unsafe extern "C" fn qz1_kv_read(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of what is written is another's.
-    call(message, || unsafe {
-        let layout = kv_layout(layout)?;
-        let page = memory::slice(page, page_len, "the page")?;
-        let key = Output::new(key, key_len, "the key")?.apart(page)?.apart_from(value, value_len)?;
-        let value = Output::new(value, value_len, "the value")?.apart(page)?;
+    call(message, |scope| unsafe {
+        let layout = kv_layout(scope, layout)?;
+        let page = scope.slice(page, page_len, "the page")?;
+        let key = scope.output(key, key_len, "the key")?;
+        let value = scope.output(value, value_len, "the value")?;
         Ok(layout.read(page, slot, key.slice(), value.slice())?)
     })
 }
@@ -258,14 +252,13 @@ pub unsafe extern "C" fn qz1_kv_append(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of the pages is one of what is read.
-    call(message, || unsafe {
-        let layout = kv_layout(layout)?;
-        let keys = memory::slice(keys, keys_len, "the keys")?;
-        let values = memory::slice(values, values_len, "the values")?;
-        let pages = Output::new(pages, pages_len, "the pages")?.apart(keys)?.apart(values)?;
-        let threads = Threads::new(parallel)?;
-        with_lists(lists, lists_len, |lists| {
-            let pages = apart_from_lists(pages, lists)?;
+    call(message, |scope| unsafe {
+        let layout = kv_layout(scope, layout)?;
+        let keys = scope.slice(keys, keys_len, "the keys")?;
+        let values = scope.slice(values, values_len, "the values")?;
+        let pages = scope.output(pages, pages_len, "the pages")?;
+        let threads = Threads::new(scope, parallel)?;
+        with_lists(scope, lists, lists_len, |lists| {
             // SAFETY: it overlaps nothing that is read.
             Ok(layout.append(pages.slice(), lists, keys, values, &threads)?)
         })?;
@@ -287,10 +280,10 @@ pub unsafe extern "C" fn qz1_attend_workspace(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let (layout, heads) = (kv_layout(layout)?, self::heads(heads)?);
-        let words = memory::place(words, "the number of words")?;
-        *words = KvPages::workspace(&layout, heads, queries, tokens)?;
+    call(message, |scope| unsafe {
+        let (layout, heads) = (kv_layout(scope, layout)?, self::heads(scope, heads)?);
+        let words = scope.value(words, "the number of words")?;
+        words.put(KvPages::workspace(&layout, heads, queries, tokens)?);
         Ok(())
     })
 }
@@ -325,20 +318,16 @@ pub unsafe extern "C" fn qz1_attend(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of what is written is another's or one of what is read.
-    call(message, || unsafe {
-        let (layout, heads, token) = (kv_layout(layout)?, self::heads(heads)?, token(isa)?);
-        let pages = memory::slice(pages, pages_len, "the pages")?;
-        let q = memory::slice(q, q_len, "the queries")?;
-        let out_at = Output::new(out, out_len, "the output")?.apart(pages)?.apart(q)?;
-        let out_at = out_at.apart_from(lse, lse_len)?.apart_from(workspace, workspace_len)?;
-        let lse_at = Output::new(lse, lse_len, "the log-sum-exps")?.apart(pages)?.apart(q)?;
-        let lse_at = lse_at.apart_from(workspace, workspace_len)?;
-        let words = Output::new(workspace, workspace_len, "the workspace")?.apart(pages)?.apart(q)?;
-        let threads = Threads::new(parallel)?;
+    call(message, |scope| unsafe {
+        let (layout, heads, token) = (kv_layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
+        let pages = scope.slice(pages, pages_len, "the pages")?;
+        let q = scope.slice(q, q_len, "the queries")?;
+        let out = scope.output(out, out_len, "the output")?;
+        let lse = scope.output(lse, lse_len, "the log-sum-exps")?;
+        let words = scope.output(workspace, workspace_len, "the workspace")?;
+        let threads = Threads::new(scope, parallel)?;
         let pages = KvPages::new(layout, layout.id(), pages)?;
-        with_lists(lists, lists_len, |lists| {
-            let (out, lse) = (apart_from_lists(out_at, lists)?, apart_from_lists(lse_at, lists)?);
-            let words = apart_from_lists(words, lists)?;
+        with_lists(scope, lists, lists_len, |lists| {
             // SAFETY: they overlap neither each other nor anything that is read.
             let (out, lse, words) = (out.slice(), lse.slice(), words.slice());
             Ok(pages.attend(token, heads, lists, q, out, lse, words, &threads)?)
@@ -366,12 +355,11 @@ pub unsafe extern "C" fn qz1_attend_merge(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of what is written is another's or one of what is read.
-    call(message, || unsafe {
-        let other = memory::slice(other, other_len, "the other output")?;
-        let other_lse = memory::slice(other_lse, other_lse_len, "the other log-sum-exps")?;
-        let out = Output::new(out, out_len, "the output")?.apart(other)?.apart(other_lse)?;
-        let out = out.apart_from(lse, lse_len)?;
-        let lse = Output::new(lse, lse_len, "the log-sum-exps")?.apart(other)?.apart(other_lse)?;
+    call(message, |scope| unsafe {
+        let other = scope.slice(other, other_len, "the other output")?;
+        let other_lse = scope.slice(other_lse, other_lse_len, "the other log-sum-exps")?;
+        let out = scope.output(out, out_len, "the output")?;
+        let lse = scope.output(lse, lse_len, "the log-sum-exps")?;
         Ok(merge(head_dim, out.slice(), lse.slice(), other, other_lse)?)
     })
 }

@@ -4,7 +4,7 @@ use quant_kernels_cpu::Parallel;
 use quant_kernels_cpu::attention::{KvCache, Workspace};
 
 use crate::kv::{heads, kv_layout, qz1_heads, qz1_kv_layout};
-use crate::memory::{self, Output};
+use crate::memory::{self, Scope};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
@@ -28,11 +28,13 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let out = memory::place(out, "the handle")?;
-        *out = core::ptr::null_mut();
-        let cache = KvCache::new(kv_layout(layout)?, self::heads(heads)?, max_tokens)?;
-        *out = Box::into_raw(Box::new(qz1_kv_cache { cache, workspace: Workspace::default() }));
+    call(message, |scope| unsafe {
+        // Read first, for the handle might lie there.
+        let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        let cache = KvCache::new(layout?, heads?, max_tokens)?;
+        out.put(memory::boxed(qz1_kv_cache { cache, workspace: Workspace::default() })?);
         Ok(())
     })
 }
@@ -85,11 +87,11 @@ pub unsafe extern "C" fn qz1_kv_cache_append(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let cache = &mut memory::place(cache, "the handle")?.cache;
-        let keys = memory::slice(keys, keys_len, "the keys")?;
-        let values = memory::slice(values, values_len, "the values")?;
-        let threads = Threads::new(parallel)?;
+    call(message, |scope| unsafe {
+        let cache = &mut scope.handle(cache, "the handle")?.cache;
+        let keys = scope.slice(keys, keys_len, "the keys")?;
+        let values = scope.slice(values, values_len, "the values")?;
+        let threads = Threads::new(scope, parallel)?;
         let before = cache.tokens();
         cache.append(keys, values, &threads)?;
         threads.finish().or_else(|fault| {
@@ -105,8 +107,9 @@ type Answer =
     fn(&KvCache, &[f32], &mut [f32], &mut [f32], &mut Workspace, &dyn Parallel) -> Result<(), Fault>;
 
 /// # Safety
-/// As [`memory::slice`], for everything.
+/// As [`Scope::slice`], for everything.
 unsafe fn answer(
+    scope: &Scope,
     cache: *mut qz1_kv_cache,
     (q, q_len): (*const f32, usize),
     (out, out_len): (*mut f32, usize),
@@ -116,11 +119,11 @@ unsafe fn answer(
 ) -> Result<(), Fault> {
     // SAFETY: as the caller vouches; no part of what is written is another's or one of `q`.
     unsafe {
-        let of = memory::place(cache, "the handle")?;
-        let q = memory::slice(q, q_len, "the queries")?;
-        let out = Output::new(out, out_len, "the output")?.apart(q)?.apart_from(lse, lse_len)?;
-        let lse = Output::new(lse, lse_len, "the log-sum-exps")?.apart(q)?;
-        let threads = Threads::new(parallel)?;
+        let of = scope.handle(cache, "the handle")?;
+        let q = scope.slice(q, q_len, "the queries")?;
+        let out = scope.output(out, out_len, "the output")?;
+        let lse = scope.output(lse, lse_len, "the log-sum-exps")?;
+        let threads = Threads::new(scope, parallel)?;
         by(&of.cache, q, out.slice(), lse.slice(), &mut of.workspace, &threads)?;
         threads.finish()
     }
@@ -146,7 +149,9 @@ pub unsafe extern "C" fn qz1_kv_cache_decode(
     let by: Answer =
         |cache, q, out, lse, workspace, threads| Ok(cache.decode(q, out, lse, workspace, threads)?);
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { answer(cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by) })
+    call(message, |scope| unsafe {
+        answer(scope, cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by)
+    })
 }
 
 /// The queries of the last `m` tokens, which were appended before: `q` and `out` are `[m, heads.query, head_dim]`, `lse`
@@ -169,7 +174,9 @@ pub unsafe extern "C" fn qz1_kv_cache_prefill(
     let by: Answer =
         |cache, q, out, lse, workspace, threads| Ok(cache.prefill(q, out, lse, workspace, threads)?);
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { answer(cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by) })
+    call(message, |scope| unsafe {
+        answer(scope, cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by)
+    })
 }
 
 /// Forgets all but the first `tokens`, which it holds; memory stays for the next.
@@ -183,7 +190,7 @@ pub unsafe extern "C" fn qz1_kv_cache_truncate(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { Ok(memory::place(cache, "the handle")?.cache.truncate(tokens)?) })
+    call(message, |scope| unsafe { Ok(scope.handle(cache, "the handle")?.cache.truncate(tokens)?) })
 }
 
 /// Forgets all tokens; memory stays for the next.
@@ -196,8 +203,8 @@ pub unsafe extern "C" fn qz1_kv_cache_clear(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        memory::place(cache, "the handle")?.cache.clear();
+    call(message, |scope| unsafe {
+        scope.handle(cache, "the handle")?.cache.clear();
         Ok(())
     })
 }

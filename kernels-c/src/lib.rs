@@ -6,9 +6,12 @@
 //! - They return a [`qz1_status`], write results through pointers, and on request say what is wrong in memory that the
 //!   caller lends ([`qz1_message`]). A panic is caught and is a status.
 //! - A structure begins with its size, so that later versions may add fields at its end: a larger one than this
-//!   library knows is taken where the rest is zero. Names begin with `qz1_`, and what stands behind a name stays.
-//! - A null or misaligned pointer, a length that is not the shape's, an output that overlaps an input, a layout that is
-//!   none: each is a status, before anything is written. That memory is as long as it is said to be, nobody can check.
+//!   library knows is taken where the rest is zero, a smaller one down to its first version as if the rest were.
+//!   Names begin with `qz1_`, and what stands behind a name stays.
+//! - A null or misaligned pointer, a length that is not the shape's, an output that overlaps another part of the call,
+//!   a layout that is none: each is a status, before anything is written. That memory is as long as it is said to be,
+//!   nobody can check.
+//! - Where the system gives no memory, that is a status too: a reason holds none, and all that grows asks before.
 //! - No state, no threads, no initialization: instructions are found once, and each call may name others.
 //! - Handles may be used by one thread at a time; everything else by any number.
 #![allow(unsafe_code, reason = "pointers of a C caller")]

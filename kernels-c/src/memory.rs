@@ -1,40 +1,103 @@
 //! Pointers become structures and slices, or a reason why not.
+//!
+//! Each part of a call enters a [`Scope`]: what is written must overlap nothing else there. Slices live as long as
+//! the scope, so none is left when the text of a message is written at the end.
 
-use core::mem::{align_of, size_of};
+use core::cell::{Cell, RefCell};
+use core::mem::{MaybeUninit, align_of, size_of};
 
 use crate::status::{Fault, qz1_message, qz1_status};
 
-/// A structure of the interface: plain numbers and pointers, of which any bits are one, the first field its size.
-pub(crate) trait Fields: Copy {}
+/// A structure of the interface.
+///
+/// # Safety
+/// It is `repr(C)`, of plain numbers and pointers, of which any bits are one and zero means nothing said; the first
+/// field is a `u32`, its size.
+pub(crate) unsafe trait Fields: Copy {
+    /// Bytes of its first version: what any caller gives at least.
+    const FIRST_SIZE: usize;
+
+    /// Fields that have no meaning yet, and are 0.
+    fn reserved(&self) -> u32 {
+        0
+    }
+}
+
+/// Bytes of a field.
+pub(crate) const fn size_of_field<S, F>(_: fn(&S) -> &F) -> usize {
+    size_of::<F>()
+}
+
+/// Says which field was the last of a structure's first version, and which has no meaning yet.
+macro_rules! fields {
+    ($of:ty, $last:ident $(, $reserved:ident)?) => {
+        // SAFETY: plain numbers and pointers, the size first.
+        unsafe impl $crate::memory::Fields for $of {
+            const FIRST_SIZE: usize = (core::mem::offset_of!($of, $last)
+                + $crate::memory::size_of_field::<$of, _>(|of| &of.$last))
+            .next_multiple_of(align_of::<$of>());
+            $(
+                fn reserved(&self) -> u32 {
+                    self.$reserved
+                }
+            )?
+        }
+    };
+}
+pub(crate) use fields;
 
 /// More than any version of a structure will have.
 const LARGEST: usize = 4096;
+/// More parts than any call has.
+const PARTS: usize = 16;
 
-fn usable<T>(at: *const T, what: &str) -> Result<(), Fault> {
+/// Addresses of a part of a call.
+#[derive(Clone, Copy)]
+struct Span {
+    start: usize,
+    end: usize,
+    written: bool,
+}
+
+/// The parts of a call.
+pub(crate) struct Scope {
+    /// Those that were entered so far, the text of the message first.
+    parts: RefCell<([Span; PARTS], usize)>,
+    /// Whether no other part overlaps the text.
+    text_is_apart: Cell<bool>,
+}
+
+fn usable<T>(at: *const T, what: &'static str) -> Result<(), Fault> {
     if at.is_null() {
-        return Err(Fault::new(qz1_status::Null, format!("{what} is null")));
+        return Err(Fault::part(qz1_status::Null, what, "is null"));
     }
     if !at.is_aligned() {
-        let text = format!("{what} is not aligned to {} bytes", align_of::<T>());
-        return Err(Fault::new(qz1_status::Misaligned, text));
+        return Err(Fault::misaligned(what, align_of::<T>()));
     }
     Ok(())
+}
+
+/// The bytes of so many elements, if they can all be there.
+fn bytes_of<T>(at: *const T, len: usize, what: &'static str) -> Result<usize, Fault> {
+    usable(at, what)?;
+    let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
+    bytes.filter(|&bytes| at.addr().checked_add(bytes).is_some()).ok_or_else(|| Fault::elements(what, len))
 }
 
 /// Looks at a structure's size.
 ///
 /// # Safety
-/// As [`read`].
-unsafe fn check<T: Fields>(at: *const T, what: &str) -> Result<usize, Fault> {
+/// As [`Scope::read`].
+unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, Fault> {
     usable(at, what)?;
     // SAFETY: aligned and not null; the caller vouches that there is a structure, whose first field is its size.
     let size = unsafe { at.cast::<u32>().read() } as usize;
-    let refuse = |why| Err(Fault::new(qz1_status::StructSize, format!("{what} {why}")));
-    if size < size_of::<T>() {
+    let refuse = |why| Err(Fault::part(qz1_status::StructSize, what, why));
+    if size < T::FIRST_SIZE {
         return refuse("has a smaller size than its first version");
     }
-    if size > LARGEST {
-        return refuse("has a size beyond all versions");
+    if size > LARGEST || !size.is_multiple_of(align_of::<T>()) {
+        return refuse("has a size that no version has");
     }
     for i in size_of::<T>()..size {
         // SAFETY: the caller vouches for as many bytes as the structure says.
@@ -45,166 +108,309 @@ unsafe fn check<T: Fields>(at: *const T, what: &str) -> Result<usize, Fault> {
     Ok(size)
 }
 
-/// A structure.
+/// A structure as this version has it: of an older one the rest is zero.
 ///
 /// # Safety
-/// A pointer that is not null and aligned must point to as many bytes as the `u32` there says.
-pub(crate) unsafe fn read<T: Fields>(at: *const T, what: &str) -> Result<T, Fault> {
-    // SAFETY: as the caller vouches.
-    unsafe {
-        check(at, what)?;
-        Ok(at.read())
+/// As [`Scope::read`]; `size` is its size.
+unsafe fn copy<T: Fields>(at: *const T, size: usize, what: &'static str) -> Result<T, Fault> {
+    let mut of = MaybeUninit::<T>::zeroed();
+    // SAFETY: the caller vouches for `size` bytes, and no more than there is room for are taken. Any bits are one.
+    let of = unsafe {
+        at.cast::<u8>().copy_to_nonoverlapping(of.as_mut_ptr().cast(), size.min(size_of::<T>()));
+        of.assume_init()
+    };
+    match of.reserved() {
+        0 => Ok(of),
+        _ => Err(Fault::part(qz1_status::StructSize, what, "has a reserved field that is not 0")),
     }
 }
 
-/// A structure, or none.
-///
-/// # Safety
-/// As [`read`].
-pub(crate) unsafe fn read_optional<T: Fields>(at: *const T, what: &str) -> Result<Option<T>, Fault> {
-    // SAFETY: as the caller vouches.
-    if at.is_null() { Ok(None) } else { unsafe { read(at, what) }.map(Some) }
-}
+impl Scope {
+    pub(crate) fn new() -> Self {
+        let none = Span { start: 0, end: 0, written: false };
+        Self { parts: RefCell::new(([none; PARTS], 0)), text_is_apart: Cell::new(true) }
+    }
 
-/// Structures one after another, each of the size that the first has.
-///
-/// # Safety
-/// As [`read`], for all of them.
-pub(crate) unsafe fn each<T: Fields>(
-    at: *const T,
-    count: usize,
-    what: &str,
-    mut body: impl FnMut(usize, T) -> Result<(), Fault>,
-) -> Result<(), Fault> {
-    if count == 0 {
-        return Ok(());
+    /// Whether the text of the message may be written to.
+    pub(crate) fn text_is_apart(&self) -> bool {
+        self.text_is_apart.get()
     }
-    // SAFETY: as the caller vouches.
-    let size = unsafe { check(at, what) }?;
-    let refuse = |why| Err(Fault::new(qz1_status::StructSize, format!("{what} {why}")));
-    if !size.is_multiple_of(align_of::<T>()) {
-        return refuse("has a size that no array has");
-    }
-    span(at.cast::<u8>(), count.saturating_mul(size), what)?;
-    for i in 0..count {
-        // SAFETY: the caller vouches for so many structures of this size.
-        unsafe {
-            let at = at.byte_add(i * size);
-            if check(at, what)? != size {
-                return refuse("has another size than the first");
+
+    /// Refuses memory that is written and overlaps another part.
+    fn check<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<Span, Fault> {
+        let new = Span { start: at.addr(), end: at.addr() + bytes, written };
+        let parts = self.parts.borrow();
+        for (i, old) in parts.0[..parts.1].iter().enumerate() {
+            if (old.written || new.written) && old.start < new.end && new.start < old.end {
+                // The first is the text, if there is one: reads alone do not meet.
+                if i == 0 && old.written {
+                    self.text_is_apart.set(false);
+                }
+                return Err(Fault::part(qz1_status::Overlap, what, "overlaps other memory of the call"));
             }
-            body(i, at.read())?;
+        }
+        Ok(new)
+    }
+
+    /// The same, and keeps it for those that come.
+    fn enter<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<(), Fault> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let new = self.check(at, bytes, written, what)?;
+        let mut parts = self.parts.borrow_mut();
+        let count = parts.1;
+        let room = parts.0.get_mut(count);
+        *room.ok_or_else(|| Fault::new(qz1_status::Internal, "a call of too many parts"))? = new;
+        parts.1 += 1;
+        Ok(())
+    }
+
+    /// A structure.
+    ///
+    /// # Safety
+    /// A pointer that is not null and aligned must point to as many bytes as the `u32` there says.
+    pub(crate) unsafe fn read<T: Fields>(&self, at: *const T, what: &'static str) -> Result<T, Fault> {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            let size = size_at(at, what)?;
+            self.enter(at, size, false, what)?;
+            copy(at, size, what)
         }
     }
-    Ok(())
-}
 
-/// Where a structure goes, whose size the caller has set.
-///
-/// # Safety
-/// As [`read`], and nobody else may look at it.
-pub(crate) unsafe fn fill<'a, T: Fields>(at: *mut T, what: &str) -> Result<&'a mut T, Fault> {
-    // SAFETY: as the caller vouches.
-    unsafe {
-        check(at.cast_const(), what)?;
-        Ok(&mut *at)
+    /// A structure, or none.
+    ///
+    /// # Safety
+    /// As [`Self::read`].
+    pub(crate) unsafe fn read_optional<T: Fields>(
+        &self,
+        at: *const T,
+        what: &'static str,
+    ) -> Result<Option<T>, Fault> {
+        // SAFETY: as the caller vouches.
+        if at.is_null() { Ok(None) } else { unsafe { self.read(at, what) }.map(Some) }
+    }
+
+    /// Structures one after another, each of the size that the first has.
+    ///
+    /// # Safety
+    /// As [`Self::read`], for all of them.
+    pub(crate) unsafe fn each<T: Fields>(
+        &self,
+        at: *const T,
+        count: usize,
+        what: &'static str,
+        mut body: impl FnMut(usize, T) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        if count == 0 {
+            return Ok(());
+        }
+        // SAFETY: as the caller vouches.
+        let size = unsafe { size_at(at, what) }?;
+        bytes_of(at.cast::<u8>(), count.saturating_mul(size), what)?;
+        self.enter(at, count * size, false, what)?;
+        for i in 0..count {
+            // SAFETY: the caller vouches for so many structures of this size.
+            unsafe {
+                let at = at.byte_add(i * size);
+                if size_at(at, what)? != size {
+                    let why = "has another size than the first";
+                    return Err(Fault::part(qz1_status::StructSize, what, why));
+                }
+                body(i, copy(at, size, what)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a structure goes, whose size the caller has set.
+    ///
+    /// # Safety
+    /// As [`Self::read`].
+    pub(crate) unsafe fn place<T: Fields>(&self, at: *mut T, what: &'static str) -> Result<Place<T>, Fault> {
+        // SAFETY: as the caller vouches.
+        let size = unsafe { size_at(at.cast_const(), what) }?;
+        self.enter(at.cast_const(), size, true, what)?;
+        Ok(Place { at, size })
+    }
+
+    /// Where a number or handle goes.
+    pub(crate) fn value<T: Copy>(&self, at: *mut T, what: &'static str) -> Result<Value<T>, Fault> {
+        usable(at.cast_const(), what)?;
+        self.enter(at.cast_const(), size_of::<T>(), true, what)?;
+        Ok(Value { at })
+    }
+
+    /// A handle that is only looked at.
+    ///
+    /// # Safety
+    /// A pointer that is not null and aligned must be valid.
+    pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
+        usable(at, what)?;
+        self.enter(at, size_of::<T>(), false, what)?;
+        // SAFETY: as the caller vouches.
+        Ok(unsafe { &*at })
+    }
+
+    /// A handle that changes.
+    ///
+    /// # Safety
+    /// As [`Self::look`], and nobody else may look at it.
+    #[allow(clippy::mut_from_ref, reason = "it refuses what overlaps")]
+    pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
+        usable(at.cast_const(), what)?;
+        self.enter(at.cast_const(), size_of::<T>(), true, what)?;
+        // SAFETY: as the caller vouches.
+        Ok(unsafe { &mut *at })
+    }
+
+    /// Memory that is read.
+    ///
+    /// # Safety
+    /// A pointer that is not null and aligned must be valid for `len` elements, of which nothing else writes to any
+    /// meanwhile.
+    pub(crate) unsafe fn slice<T>(
+        &self,
+        at: *const T,
+        len: usize,
+        what: &'static str,
+    ) -> Result<&[T], Fault> {
+        if len == 0 {
+            return Ok(&[]);
+        }
+        self.enter(at, bytes_of(at, len, what)?, false, what)?;
+        // SAFETY: not null, aligned, of a size that there can be; the caller vouches for the rest.
+        Ok(unsafe { core::slice::from_raw_parts(at, len) })
+    }
+
+    /// The same, or none where the pointer is null.
+    ///
+    /// # Safety
+    /// As [`Self::slice`].
+    pub(crate) unsafe fn slice_optional<T>(
+        &self,
+        at: *const T,
+        len: usize,
+        what: &'static str,
+    ) -> Result<Option<&[T]>, Fault> {
+        if at.is_null() && len == 0 {
+            return Ok(None);
+        }
+        // SAFETY: as the caller vouches.
+        unsafe { self.slice(at, len, what) }.map(Some)
+    }
+
+    /// One of any number of slices: it is not kept, so all that is written must have been entered before.
+    ///
+    /// # Safety
+    /// As [`Self::slice`].
+    pub(crate) unsafe fn one_of_many<T>(
+        &self,
+        at: *const T,
+        len: usize,
+        what: &'static str,
+    ) -> Result<&[T], Fault> {
+        if len == 0 {
+            return Ok(&[]);
+        }
+        self.check(at, bytes_of(at, len, what)?, false, what)?;
+        // SAFETY: as for `slice`.
+        Ok(unsafe { core::slice::from_raw_parts(at, len) })
+    }
+
+    /// Memory that is written: no slice yet, for what comes later might overlap it.
+    pub(crate) fn output<T>(
+        &self,
+        at: *mut T,
+        len: usize,
+        what: &'static str,
+    ) -> Result<Output<'_, T>, Fault> {
+        if len > 0 {
+            self.enter(at.cast_const(), bytes_of(at.cast_const(), len, what)?, true, what)?;
+        }
+        Ok(Output { at, len, scope: self })
+    }
+
+    /// Where a message goes, if one is wanted; entered before all else.
+    ///
+    /// # Safety
+    /// As [`Self::read`].
+    pub(crate) unsafe fn text(&self, message: *const qz1_message) -> Result<(*mut u8, usize), Fault> {
+        if message.is_null() {
+            return Ok((core::ptr::null_mut(), 0));
+        }
+        // SAFETY: as the caller vouches.
+        let (size, m) = unsafe {
+            let size = size_at(message, "the message")?;
+            (size, copy(message, size, "the message")?)
+        };
+        let at = m.text.cast::<u8>();
+        if m.capacity > 0 {
+            self.enter(
+                at.cast_const(),
+                bytes_of(at.cast_const(), m.capacity, "the text")?,
+                true,
+                "the text",
+            )?;
+        }
+        self.enter(message, size, false, "the message")?;
+        Ok((at, m.capacity))
     }
 }
 
-/// Where a value or handle goes.
-///
-/// # Safety
-/// A pointer that is not null and aligned must be valid.
-pub(crate) unsafe fn place<'a, T>(at: *mut T, what: &str) -> Result<&'a mut T, Fault> {
-    usable(at.cast_const(), what)?;
-    // SAFETY: as the caller vouches.
-    Ok(unsafe { &mut *at })
+/// Where a structure goes.
+pub(crate) struct Place<T> {
+    at: *mut T,
+    size: usize,
 }
 
-/// A handle that is only looked at.
-///
-/// # Safety
-/// As [`place`].
-pub(crate) unsafe fn look<'a, T>(at: *const T, what: &str) -> Result<&'a T, Fault> {
-    usable(at, what)?;
-    // SAFETY: as the caller vouches.
-    Ok(unsafe { &*at })
-}
-
-fn span<T>(at: *const T, len: usize, what: &str) -> Result<(), Fault> {
-    usable(at, what)?;
-    match len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok()) {
-        Some(bytes) if at.addr().checked_add(bytes).is_some() => Ok(()),
-        _ => Err(Fault::new(qz1_status::TooLarge, format!("{what} of {len} elements"))),
+impl<T: Fields> Place<T> {
+    /// Writes the fields that the caller's version has; the size stays the caller's.
+    ///
+    /// # Safety
+    /// The memory must be valid for as many bytes as it says.
+    pub(crate) unsafe fn put(self, value: T) {
+        const SIZE: usize = size_of::<u32>();
+        let from = (&raw const value).cast::<u8>();
+        // SAFETY: as the caller vouches; `size` is at least that of the first version, which has its size.
+        unsafe {
+            let bytes = self.size.min(size_of::<T>()) - SIZE;
+            self.at.cast::<u8>().add(SIZE).copy_from_nonoverlapping(from.add(SIZE), bytes);
+        }
     }
 }
 
-/// Memory that is read.
-///
-/// # Safety
-/// A pointer that is not null and aligned must be valid for `len` elements, of which nothing writes to any meanwhile.
-pub(crate) unsafe fn slice<'a, T>(at: *const T, len: usize, what: &str) -> Result<&'a [T], Fault> {
-    if len == 0 {
-        return Ok(&[]);
-    }
-    span(at, len, what)?;
-    // SAFETY: not null, aligned, of a size that there can be; the caller vouches for the rest.
-    Ok(unsafe { core::slice::from_raw_parts(at, len) })
+/// Where a number or handle goes, which may be no number before.
+pub(crate) struct Value<T> {
+    at: *mut T,
 }
 
-/// The same, or none where the pointer is null.
-///
-/// # Safety
-/// As [`slice`].
-pub(crate) unsafe fn slice_optional<'a, T>(
-    at: *const T,
-    len: usize,
-    what: &str,
-) -> Result<Option<&'a [T]>, Fault> {
-    if at.is_null() && len == 0 {
-        return Ok(None);
+impl<T: Copy> Value<T> {
+    /// # Safety
+    /// The memory must be valid.
+    pub(crate) unsafe fn put(&self, value: T) {
+        // SAFETY: not null and aligned; as the caller vouches.
+        unsafe { self.at.write(value) }
     }
-    // SAFETY: as the caller vouches.
-    unsafe { slice(at, len, what) }.map(Some)
 }
 
-/// Memory that is written: no slice yet, for it must overlap no other.
-pub(crate) struct Output<T> {
+/// Memory that is written.
+pub(crate) struct Output<'s, T> {
     at: *mut T,
     len: usize,
-    what: &'static str,
+    scope: &'s Scope,
 }
 
-impl<T> Output<T> {
-    pub(crate) fn new(at: *mut T, len: usize, what: &'static str) -> Result<Self, Fault> {
-        if len > 0 {
-            span(at.cast_const(), len, what)?;
-        }
-        Ok(Self { at, len, what })
-    }
-
-    /// The same without another part of the call.
-    pub(crate) fn apart_from<U>(self, at: *const U, len: usize) -> Result<Self, Fault> {
-        let (start, end) = (self.at.addr(), self.at.addr() + self.len * size_of::<T>());
-        let (other, other_end) = (at.addr(), at.addr().saturating_add(len.saturating_mul(size_of::<U>())));
-        if start < other_end && other < end {
-            let text = format!("{} overlaps other memory of the call", self.what);
-            return Err(Fault::new(qz1_status::Overlap, text));
-        }
-        Ok(self)
-    }
-
-    /// The same without a slice.
-    pub(crate) fn apart<U>(self, other: &[U]) -> Result<Self, Fault> {
-        self.apart_from(other.as_ptr(), other.len())
-    }
-
-    /// The slice.
+impl<'s, T> Output<'s, T> {
+    /// The slice, once everything else is entered.
     ///
     /// # Safety
     /// The memory must be valid for as many elements, any bits be an element, and nothing else look at it or write to it
-    /// as long as the slice lives.
-    pub(crate) unsafe fn slice<'a>(self) -> &'a mut [T] {
+    /// during the call.
+    pub(crate) unsafe fn slice(self) -> &'s mut [T] {
+        // Lives as long as the scope, which refuses all that overlaps.
+        let _: &'s Scope = self.scope;
         match self.len {
             0 => &mut [],
             // SAFETY: not null, aligned, of a size that there can be; the caller vouches for the rest.
@@ -213,14 +419,28 @@ impl<T> Output<T> {
     }
 }
 
-/// Where a message goes, if one is wanted.
-///
-/// # Safety
-/// As [`read`], and its text must be as long as it says.
-pub(crate) unsafe fn text<'a>(message: *const qz1_message) -> Result<Option<&'a mut [u8]>, Fault> {
-    // SAFETY: as the caller vouches.
-    unsafe {
-        let Some(message) = read_optional(message, "the message")? else { return Ok(None) };
-        Ok(Some(Output::new(message.text.cast::<u8>(), message.capacity, "the text")?.slice()))
+/// A handle on the heap, which `Box` frees.
+pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
+    let layout = std::alloc::Layout::new::<T>();
+    assert!(layout.size() > 0);
+    // SAFETY: handles are not empty.
+    let at = unsafe { std::alloc::alloc(layout) }.cast::<T>();
+    if at.is_null() {
+        return Err(Fault::new(qz1_status::Memory, "there is no memory for the handle"));
+    }
+    // SAFETY: just made for it.
+    unsafe { at.write(value) };
+    Ok(at)
+}
+
+/// A vector with room for so many.
+pub(crate) fn room<T>(len: usize, what: &'static str) -> Result<Vec<T>, Fault> {
+    let mut room = Vec::new();
+    match room.try_reserve_exact(len) {
+        Ok(()) => Ok(room),
+        Err(_) => Err(Fault::part(qz1_status::Memory, what, "do not fit into memory")),
     }
 }
+
+#[cfg(test)]
+mod tests;

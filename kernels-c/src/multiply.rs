@@ -3,7 +3,7 @@
 use quant_kernels_cpu::{PackedView, Parallel};
 
 use crate::features::token;
-use crate::memory::{self, Output};
+use crate::memory::Scope;
 use crate::parallel::{Threads, qz1_parallel};
 use crate::rows::{qz1_float_rows, qz1_int8_rows};
 use crate::status::{Fault, call, qz1_message, qz1_status};
@@ -12,8 +12,9 @@ use crate::weights::{packed, qz1_layout};
 /// Reads everything but the rows, and multiplies.
 ///
 /// # Safety
-/// As [`memory::read`] and [`memory::slice`], for everything.
+/// As [`Scope::read`] and [`Scope::slice`], for everything.
 unsafe fn run(
+    scope: &Scope,
     layout: *const qz1_layout,
     (bytes, bytes_len): (*const u8, usize),
     (bias, bias_len): (*const f32, usize),
@@ -23,11 +24,10 @@ unsafe fn run(
 ) -> Result<(), Fault> {
     // SAFETY: as the caller vouches; no part of `out` is one of what is read.
     unsafe {
-        let view = packed(layout, bytes, bytes_len)?;
-        let bias = memory::slice_optional(bias, bias_len, "the bias")?;
-        let out = Output::new(out, out_len, "the output")?.apart(view.bytes())?;
-        let out = out.apart(bias.unwrap_or_default())?;
-        let threads = Threads::new(parallel)?;
+        let view = packed(scope, layout, bytes, bytes_len)?;
+        let bias = scope.slice_optional(bias, bias_len, "the bias")?;
+        let out = scope.output(out, out_len, "the output")?;
+        let threads = Threads::new(scope, parallel)?;
         multiply(&view, bias, out.slice(), &threads)?;
         threads.finish()
     }
@@ -53,9 +53,10 @@ pub unsafe extern "C" fn qz1_multiply(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let (x, token) = (memory::look(x, "the handle")?, token(isa)?);
+    call(message, |scope| unsafe {
+        let (x, token) = (scope.look(x, "the handle")?, token(isa)?);
         run(
+            scope,
             layout,
             (packed, packed_len),
             (bias, bias_len),
@@ -84,9 +85,10 @@ pub unsafe extern "C" fn qz1_multiply_float(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let x = memory::look(x, "the handle")?;
+    call(message, |scope| unsafe {
+        let x = scope.look(x, "the handle")?;
         run(
+            scope,
             layout,
             (packed, packed_len),
             (bias, bias_len),

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use quant_kernels_cpu::{Parallel, Serial};
 
-use crate::memory::{self, Fields};
+use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_status};
 
 /// A piece of work: `piece(work, i)` does number `i`.
@@ -29,7 +29,7 @@ pub struct qz1_parallel {
         Option<unsafe extern "C" fn(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void)>,
 }
 
-impl Fields for qz1_parallel {}
+fields!(qz1_parallel, for_each);
 
 /// Threads of the caller, or the calling one alone.
 pub(crate) struct Threads {
@@ -43,10 +43,10 @@ unsafe impl Sync for Threads {}
 
 impl Threads {
     /// # Safety
-    /// As [`memory::read`], and `for_each` must do what it says.
-    pub(crate) unsafe fn new(of: *const qz1_parallel) -> Result<Self, Fault> {
+    /// As [`Scope::read`], and `for_each` must do what it says.
+    pub(crate) unsafe fn new(scope: &Scope, of: *const qz1_parallel) -> Result<Self, Fault> {
         // SAFETY: as the caller vouches.
-        let of = unsafe { memory::read_optional(of, "the threads") }?;
+        let of = unsafe { scope.read_optional(of, "the threads") }?;
         if of.is_some_and(|of| of.for_each.is_none()) {
             return Err(Fault::new(qz1_status::Null, "for_each is null"));
         }
@@ -65,7 +65,7 @@ impl Threads {
     }
 }
 
-/// Pieces under way: which were called, and how many are done.
+/// Pieces under way: which numbers were called, how many calls began, and how many are done.
 struct Work<'a> {
     piece: &'a (dyn Fn(usize) + Sync),
     count: usize,
@@ -78,8 +78,11 @@ struct Work<'a> {
 /// Numbers that are kept track of without allocating.
 const FEW: usize = 1024;
 
-// SAFETY: a number that was called, or that is none, is not called again; and it waits for those that run, should
-// `for_each` return before.
+// SAFETY: a number that was called, or that is none, is not called again. Should `for_each` return before its calls
+// have, those that began are waited for: a call counts itself in `begun` before it looks at anything else of `work`,
+// and in `done` as the last thing it does with it, wrong numbers too. `done` is read before `begun`, so that both are
+// equal only where no call that began was under way. What cannot be waited for is a call that begins after that: the
+// interface forbids calls that come later than the return of `for_each`.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
         self.of.map_or(1, |of| of.threads.max(1) as usize)
@@ -90,22 +93,28 @@ unsafe impl Parallel for Threads {
             return Serial.for_each(count, piece);
         };
         let few = [const { AtomicU64::new(0) }; FEW / 64];
-        let many: Vec<AtomicU64>;
+        let mut many = Vec::new();
         let called = if count <= FEW {
             &few[..]
         } else {
-            many = (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+            let words = count.div_ceil(64);
+            if many.try_reserve_exact(words).is_err() {
+                // One thread needs no account.
+                return Serial.for_each(count, piece);
+            }
+            many.resize_with(words, || AtomicU64::new(0));
             &many[..]
         };
         let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let work = Work { piece, count, called, begun, done, threads: self };
         let at = (&raw const work).cast_mut().cast::<c_void>();
-        // SAFETY: the caller vouches for `for_each`; `work` lives until all calls are done.
+        // SAFETY: the caller vouches for `for_each`; `work` lives until all calls that began are done.
         unsafe { for_each(of.ctx, count, Some(run), at) };
-        while work.done.load(Ordering::Acquire) != work.begun.load(Ordering::Acquire) {
+        while work.done.load(Ordering::SeqCst) != work.begun.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
-        if work.done.load(Ordering::Acquire) != count {
+        // Wrong numbers count as well, but have said so themselves.
+        if work.done.load(Ordering::SeqCst) != count {
             self.broken.store(true, Ordering::Relaxed);
         }
     }
@@ -113,17 +122,93 @@ unsafe impl Parallel for Threads {
 
 /// One piece, on a thread of the caller.
 unsafe extern "C" fn run(work: *mut c_void, index: usize) {
-    // SAFETY: it is the pointer that `for_each` gave to the caller, which outlives all calls.
+    // SAFETY: it is the pointer that `for_each` gave to the caller, which has not returned when this is called; from the
+    // next line on the call is waited for, should it return meanwhile.
     let work = unsafe { &*work.cast_const().cast::<Work<'_>>() };
+    work.begun.fetch_add(1, Ordering::SeqCst);
     let bit = 1 << (index % 64);
     // A number that is none, or was called before, would write where another thread does.
     if index >= work.count || work.called[index / 64].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         work.threads.broken.store(true, Ordering::Relaxed);
-        return;
-    }
-    work.begun.fetch_add(1, Ordering::AcqRel);
-    if catch_unwind(AssertUnwindSafe(|| (work.piece)(index))).is_err() {
+    } else if catch_unwind(AssertUnwindSafe(|| (work.piece)(index))).is_err() {
         work.threads.panicked.store(true, Ordering::Relaxed);
     }
-    work.done.fetch_add(1, Ordering::AcqRel);
+    // The last look at `work`: the thread that waits for it may go on at once.
+    work.done.fetch_add(1, Ordering::SeqCst);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
+
+    use super::*;
+    use crate::status::call;
+
+    type ForEach = unsafe extern "C" fn(*mut c_void, usize, qz1_piece, *mut c_void);
+
+    fn threads(ctx: *mut c_void, for_each: ForEach) -> Threads {
+        let struct_size = size_of::<qz1_parallel>() as u32;
+        let of = qz1_parallel { struct_size, threads: 4, ctx, for_each: Some(for_each) };
+        let mut made = None;
+        let status = call(core::ptr::null(), |scope| {
+            // SAFETY: it lives, and each `for_each` here goes as far as it may.
+            made = Some(unsafe { Threads::new(scope, &of) }?);
+            Ok(())
+        });
+        assert_eq!(status, qz1_status::Ok);
+        made.unwrap()
+    }
+
+    unsafe extern "C" fn on_nothing(_: *mut c_void, _: usize, _: qz1_piece, _: *mut c_void) {}
+
+    /// Calls are counted from their beginning to their end, wrong ones too: else nobody would wait for these.
+    #[test]
+    fn every_call_counts() {
+        let of = threads(core::ptr::null_mut(), on_nothing);
+        let (called, ran) = ([AtomicU64::new(0)], AtomicUsize::new(0));
+        let piece = |_| {
+            ran.fetch_add(1, Ordering::Relaxed);
+        };
+        let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = Work { piece: &piece, count: 3, called: &called, begun, done, threads: &of };
+        let at = (&raw const work).cast_mut().cast();
+        for (i, index) in [2, 2, 3, usize::MAX, 0].into_iter().enumerate() {
+            // SAFETY: it lives.
+            unsafe { run(at, index) };
+            assert_eq!([&work.begun, &work.done].map(|n| n.load(Ordering::SeqCst)), [i + 1; 2]);
+        }
+        assert_eq!(ran.load(Ordering::Relaxed), 2);
+        assert!(of.finish().is_err());
+    }
+
+    /// Starts a thread a piece, and returns when all have begun and none is done.
+    unsafe extern "C" fn too_early(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
+        // SAFETY: the test gives one.
+        let begun = unsafe { &*ctx.cast::<Mutex<Receiver<()>>>() }.lock().unwrap();
+        let work = work.expose_provenance();
+        for i in 0..count {
+            std::thread::spawn(move || {
+                // SAFETY: what it was given with; `for_each` returns when this has begun.
+                unsafe { piece.unwrap()(core::ptr::with_exposed_provenance_mut(work), i) }
+            });
+        }
+        (0..count).for_each(|_| begun.recv().unwrap());
+    }
+
+    #[test]
+    fn pieces_under_way_are_waited_for() {
+        let (begin, begun) = channel();
+        let begun = Mutex::new(begun);
+        let of = threads((&raw const begun).cast_mut().cast(), too_early);
+        let ran = AtomicUsize::new(0);
+        of.for_each(9, &|_| {
+            begin.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(30));
+            ran.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(ran.into_inner(), 9);
+        assert!(of.finish().is_ok());
+    }
 }

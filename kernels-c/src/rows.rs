@@ -8,7 +8,7 @@ use quant_kernels_cpu::{
 };
 
 use crate::features::token;
-use crate::memory::{self, Fields, Output};
+use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{layout, qz1_layout};
@@ -30,7 +30,7 @@ pub struct qz1_float_rows {
     pub(crate) rows: FloatRows,
 }
 
-/// Values of rows, row-major.
+/// Values of rows, row-major, which are read.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_values {
@@ -38,7 +38,21 @@ pub struct qz1_values {
     pub struct_size: u32,
     /// `QZ1_TYPE_…`
     pub kind: u32,
-    /// The values, aligned to their type. What a function writes to it says.
+    /// The values, aligned to their type.
+    pub data: *const c_void,
+    /// Values, not bytes.
+    pub len: usize,
+}
+
+/// Values of rows, row-major, to which activations are added.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_residual {
+    /// `sizeof(qz1_residual)`
+    pub struct_size: u32,
+    /// `QZ1_TYPE_…`
+    pub kind: u32,
+    /// The values, aligned to their type.
     pub data: *mut c_void,
     /// Values, not bytes.
     pub len: usize,
@@ -72,9 +86,10 @@ pub struct qz1_rms_norm {
     pub weight_len: usize,
 }
 
-impl Fields for qz1_values {}
-impl Fields for qz1_static_scale {}
-impl Fields for qz1_rms_norm {}
+fields!(qz1_values, len);
+fields!(qz1_residual, len);
+fields!(qz1_static_scale, reserved, reserved);
+fields!(qz1_rms_norm, weight_len);
 
 /// Where a float activation goes.
 trait Sink {
@@ -167,7 +182,7 @@ impl Sink for &mut FloatRows {
 /// What rows are made of, as the caller gives it.
 enum Made {
     Plain,
-    Norm(*const qz1_rms_norm, *const qz1_values),
+    Norm(*const qz1_rms_norm, *const qz1_residual),
     Gate(*const qz1_values),
 }
 
@@ -186,8 +201,9 @@ macro_rules! by_kind {
 /// Makes rows.
 ///
 /// # Safety
-/// As [`memory::read`] and [`memory::slice`], for everything that structures point to.
+/// As [`Scope::read`] and [`Scope::slice`], for everything that structures point to.
 unsafe fn make(
+    scope: &Scope,
     x: *const qz1_values,
     made: Made,
     layout: *const qz1_layout,
@@ -196,9 +212,9 @@ unsafe fn make(
 ) -> Result<(), Fault> {
     // SAFETY: as the caller vouches.
     unsafe {
-        let (x, layout) = (memory::read(x, "the activations")?, self::layout(layout)?);
-        let threads = Threads::new(parallel)?;
-        by_kind!(x.kind, make_of(x, made, &layout, &threads, sink))?;
+        let (x, layout) = (scope.read(x, "the activations")?, self::layout(scope, layout)?);
+        let threads = Threads::new(scope, parallel)?;
+        by_kind!(x.kind, make_of(scope, x, made, &layout, &threads, sink))?;
         threads.finish()
     }
 }
@@ -206,6 +222,7 @@ unsafe fn make(
 /// # Safety
 /// As [`make`]; the values are of type `E`.
 unsafe fn make_of<E: Element>(
+    scope: &Scope,
     x: qz1_values,
     made: Made,
     layout: &Layout,
@@ -213,29 +230,32 @@ unsafe fn make_of<E: Element>(
     mut sink: impl Sink,
 ) -> Result<(), Fault> {
     let layout = RowLayout::of(layout);
-    let of_kind = |values: qz1_values| match values.kind == x.kind {
-        true => Ok(values),
+    let same = |kind: u32| match kind == x.kind {
+        true => Ok(()),
         false => Err(Fault::new(qz1_status::Mismatch, "activations of two types")),
     };
     // SAFETY: as the caller vouches.
     unsafe {
-        let data = memory::slice(x.data.cast_const().cast::<E>(), x.len, "the activations")?;
+        let data = scope.slice(x.data.cast::<E>(), x.len, "the activations")?;
         match made {
             Made::Plain => sink.plain(data, layout, threads)?,
             Made::Norm(norm, residual) => {
-                let norm = memory::read(norm, "the norm")?;
-                let weight = memory::slice(norm.weight, norm.weight_len, "the weight of the norm")?;
-                let residual = memory::read_optional(residual, "the residual")?.map(of_kind).transpose()?;
-                let residual = residual.map(|r| {
-                    Output::new(r.data.cast::<E>(), r.len, "the residual")?.apart(data)?.apart(weight)
-                });
-                // SAFETY: it overlaps nothing that is read.
-                let residual = residual.transpose()?.map(|r| r.slice());
+                let norm = scope.read(norm, "the norm")?;
+                let weight = scope.slice(norm.weight, norm.weight_len, "the weight of the norm")?;
+                let residual = match scope.read_optional(residual, "the residual")? {
+                    Some(r) => {
+                        same(r.kind)?;
+                        // SAFETY: it overlaps nothing that is read, and is the last part of the call.
+                        Some(scope.output(r.data.cast::<E>(), r.len, "the residual")?.slice())
+                    }
+                    None => None,
+                };
                 sink.norm(data, RmsNorm { weight, eps: norm.eps }, residual, layout, threads)?;
             }
-            Made::Gate(up) => match memory::read_optional(up, "up")?.map(of_kind).transpose()? {
+            Made::Gate(up) => match scope.read_optional(up, "up")? {
                 Some(up) => {
-                    let up = memory::slice(up.data.cast_const().cast::<E>(), up.len, "up")?;
+                    same(up.kind)?;
+                    let up = scope.slice(up.data.cast::<E>(), up.len, "up")?;
                     sink.gate(GateUp::Apart { gate: data, up }, layout, threads)?;
                 }
                 None => sink.gate(GateUp::Joined(data), layout, threads)?,
@@ -248,12 +268,16 @@ unsafe fn make_of<E: Element>(
 /// A handle's rows and how they are rounded.
 ///
 /// # Safety
-/// As [`memory::read`]; the handle is one of `qz1_int8_rows_new` that nobody else uses.
-unsafe fn int8<'a>(rows: *mut qz1_int8_rows, by: *const qz1_static_scale) -> Result<Int8<'a>, Fault> {
+/// As [`Scope::read`]; the handle is one of `qz1_int8_rows_new` that nobody else uses.
+unsafe fn int8(
+    scope: &Scope,
+    rows: *mut qz1_int8_rows,
+    by: *const qz1_static_scale,
+) -> Result<Int8<'_>, Fault> {
     // SAFETY: as the caller vouches.
     unsafe {
-        let rows = memory::place(rows, "the handle")?;
-        let by = memory::read_optional(by, "the static scale")?.map(|by| {
+        let rows = scope.handle(rows, "the handle")?;
+        let by = scope.read_optional(by, "the static scale")?.map(|by| {
             let zero = i8::try_from(by.zero);
             let zero = zero.map_err(|_| Fault::new(qz1_status::Scheme, "a zero beyond 8 bits"))?;
             Ok::<_, Fault>(StaticScale { scale: by.scale, zero })
@@ -274,10 +298,10 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let out = memory::place(out, "the handle")?;
-        *out = core::ptr::null_mut();
-        *out = Box::into_raw(Box::new(qz1_int8_rows { rows: Int8Rows::new(token(isa)?) }));
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        out.put(memory::boxed(qz1_int8_rows { rows: Int8Rows::new(token(isa)?) })?);
         Ok(())
     })
 }
@@ -308,7 +332,7 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { make(x, Made::Plain, layout, parallel, int8(rows, by)?) })
+    call(message, |scope| unsafe { make(scope, x, Made::Plain, layout, parallel, int8(scope, rows, by)?) })
 }
 
 /// Quantizes the RMSNorm of rows. Where `residual` is not null, its rows `[m, k]`, of the same type, get `x` added
@@ -322,14 +346,14 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
     layout: *const qz1_layout,
     x: *const qz1_values,
     norm: *const qz1_rms_norm,
-    residual: *const qz1_values,
+    residual: *const qz1_residual,
     by: *const qz1_static_scale,
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
     let made = Made::Norm(norm, residual);
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { make(x, made, layout, parallel, int8(rows, by)?) })
+    call(message, |scope| unsafe { make(scope, x, made, layout, parallel, int8(scope, rows, by)?) })
 }
 
 /// Quantizes `silu(gate) · up`. Where `up` is null, `gate` holds both: rows `[m, 2k]`, each a row of the gate and then
@@ -348,7 +372,9 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_silu_mul(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { make(gate, Made::Gate(up), layout, parallel, int8(rows, by)?) })
+    call(message, |scope| unsafe {
+        make(scope, gate, Made::Gate(up), layout, parallel, int8(scope, rows, by)?)
+    })
 }
 
 /// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. `out` is
@@ -363,10 +389,10 @@ pub unsafe extern "C" fn qz1_float_rows_new(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let out = memory::place(out, "the handle")?;
-        *out = core::ptr::null_mut();
-        *out = Box::into_raw(Box::new(qz1_float_rows { rows: FloatRows::new(token(isa)?) }));
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        out.put(memory::boxed(qz1_float_rows { rows: FloatRows::new(token(isa)?) })?);
         Ok(())
     })
 }
@@ -396,8 +422,8 @@ pub unsafe extern "C" fn qz1_float_rows_pack(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        make(x, Made::Plain, layout, parallel, &mut memory::place(rows, "the handle")?.rows)
+    call(message, |scope| unsafe {
+        make(scope, x, Made::Plain, layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })
 }
 
@@ -411,13 +437,15 @@ pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
     layout: *const qz1_layout,
     x: *const qz1_values,
     norm: *const qz1_rms_norm,
-    residual: *const qz1_values,
+    residual: *const qz1_residual,
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
     let made = Made::Norm(norm, residual);
     // SAFETY: as the caller vouches.
-    call(message, || unsafe { make(x, made, layout, parallel, &mut memory::place(rows, "the handle")?.rows) })
+    call(message, |scope| unsafe {
+        make(scope, x, made, layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
+    })
 }
 
 /// Packs `silu(gate) · up`, as `qz1_int8_rows_quantize_silu_mul` quantizes it.
@@ -434,7 +462,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack_silu_mul(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        make(gate, Made::Gate(up), layout, parallel, &mut memory::place(rows, "the handle")?.rows)
+    call(message, |scope| unsafe {
+        make(scope, gate, Made::Gate(up), layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })
 }

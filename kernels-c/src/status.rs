@@ -1,11 +1,13 @@
 //! What a call returns, and how it says why.
 
 use core::ffi::c_char;
+use core::fmt::{self, Display, Write};
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use quant_kernels_cpu::{KernelError, ViewError};
 
-use crate::memory::{self, Fields};
+use crate::memory::{Scope, fields};
 
 /// What became of a call. The numbers keep their meaning.
 #[repr(u32)]
@@ -27,11 +29,14 @@ pub enum qz1_status {
     Isa = 6,
     /// A size for which there is no Hadamard matrix here.
     Order = 7,
+    /// The system gives no memory for what the library keeps.
+    Memory = 8,
     /// A pointer is null that must not be.
     Null = 32,
     /// A pointer is not aligned to its type.
     Misaligned = 33,
-    /// A structure is smaller than any version of it, or has fields that this library does not know.
+    /// A structure has a size that no version of it has, fields that this library does not know, or a reserved field
+    /// that is not 0.
     StructSize = 34,
     /// Memory that is written overlaps other memory of the call.
     Overlap = 35,
@@ -41,7 +46,8 @@ pub enum qz1_status {
     Internal = 37,
 }
 
-/// Where a call may say what is wrong.
+/// Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
+/// stays as it was where the message itself is refused, or where the text overlaps other memory of the call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_message {
@@ -55,17 +61,69 @@ pub struct qz1_message {
     pub capacity: usize,
 }
 
-impl Fields for qz1_message {}
+fields!(qz1_message, capacity, reserved);
 
-/// Why a call is refused.
+/// Why a call is refused. It holds no memory, so that it can be told where there is none.
 pub(crate) struct Fault {
     status: qz1_status,
-    text: String,
+    reason: Reason,
+}
+
+enum Reason {
+    Text(&'static str),
+    /// What of the call, and why.
+    Part(&'static str, &'static str),
+    Misaligned(&'static str, usize),
+    Elements(&'static str, usize),
+    Isa(u32),
+    Kernel(KernelError),
+    View(ViewError),
+    Panic(Box<dyn Any + Send>),
+}
+
+impl Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(text) => f.write_str(text),
+            Self::Part(what, why) => write!(f, "{what} {why}"),
+            Self::Misaligned(what, to) => write!(f, "{what} is not aligned to {to} bytes"),
+            Self::Elements(what, len) => write!(f, "{what} of {len} elements"),
+            Self::Isa(isa) => write!(f, "there is no instruction set {isa}"),
+            Self::Kernel(error) => error.fmt(f),
+            Self::View(error) => error.fmt(f),
+            Self::Panic(with) => {
+                let text = with.downcast_ref::<&str>().copied();
+                let text = text.or_else(|| with.downcast_ref::<String>().map(String::as_str));
+                write!(f, "the library failed: {}", text.unwrap_or("a panic"))
+            }
+        }
+    }
 }
 
 impl Fault {
-    pub(crate) fn new(status: qz1_status, text: impl Into<String>) -> Self {
-        Self { status, text: text.into() }
+    pub(crate) fn new(status: qz1_status, text: &'static str) -> Self {
+        Self { status, reason: Reason::Text(text) }
+    }
+
+    pub(crate) fn part(status: qz1_status, what: &'static str, why: &'static str) -> Self {
+        Self { status, reason: Reason::Part(what, why) }
+    }
+
+    pub(crate) fn misaligned(what: &'static str, to: usize) -> Self {
+        Self { status: qz1_status::Misaligned, reason: Reason::Misaligned(what, to) }
+    }
+
+    pub(crate) fn elements(what: &'static str, len: usize) -> Self {
+        Self { status: qz1_status::TooLarge, reason: Reason::Elements(what, len) }
+    }
+
+    pub(crate) fn isa(isa: u32) -> Self {
+        Self { status: qz1_status::Isa, reason: Reason::Isa(isa) }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn status(&self) -> qz1_status {
+        self.status
     }
 }
 
@@ -79,10 +137,11 @@ impl From<KernelError> for Fault {
             5 => qz1_status::LayoutId,
             6 => qz1_status::Isa,
             7 => qz1_status::Order,
+            8 => qz1_status::Memory,
             // An error that is newer than this list.
             _ => qz1_status::Scheme,
         };
-        Self::new(status, error.to_string())
+        Self { status, reason: Reason::Kernel(error) }
     }
 }
 
@@ -93,62 +152,97 @@ impl From<ViewError> for Fault {
             ViewError::GroupSize { .. } => qz1_status::Mismatch,
             _ => qz1_status::Length,
         };
-        Self::new(status, error.to_string())
+        Self { status, reason: Reason::View(error) }
     }
 }
 
 /// Runs a call: its outcome as a status, its reason in the message.
-pub(crate) fn call(message: *const qz1_message, body: impl FnOnce() -> Result<(), Fault>) -> qz1_status {
-    // What a panic leaves behind is the caller's memory and handles, which hold any values.
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        // A message that cannot be written to is refused before anything is done.
-        // SAFETY: the caller of the C function vouches for it.
-        let to = unsafe { memory::text(message) }?;
-        Ok((to, body()))
-    }));
-    let fault = match outcome {
-        Ok(Ok((to, result))) => match result {
-            Ok(()) => return qz1_status::Ok,
-            Err(fault) => {
-                write(to, &fault.text);
-                fault
-            }
-        },
-        Ok(Err(fault)) => fault,
-        Err(_) => Fault::new(qz1_status::Internal, ""),
+pub(crate) fn call(
+    message: *const qz1_message,
+    body: impl FnOnce(&Scope) -> Result<(), Fault>,
+) -> qz1_status {
+    let scope = Scope::new();
+    // A message that cannot be written to is refused before anything is done.
+    // SAFETY: the caller of the C function vouches for it.
+    let (at, capacity) = match unsafe { scope.text(message) } {
+        Ok(text) => text,
+        Err(fault) => return fault.status,
     };
-    fault.status
+    // What a panic leaves behind is the caller's memory and handles, which hold any values.
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(&scope)));
+    let outcome = outcome
+        .unwrap_or_else(|with| Err(Fault { status: qz1_status::Internal, reason: Reason::Panic(with) }));
+    if capacity > 0 && scope.text_is_apart() {
+        let mut text = Text { at, capacity, len: 0, is_full: false };
+        if let Err(fault) = &outcome {
+            // It takes all that there is.
+            let _ = write!(text, "{}", fault.reason);
+        }
+        // SAFETY: `len` stays below the capacity, and the caller vouches for that.
+        unsafe { text.at.add(text.len).write(0) };
+    }
+    outcome.map_or_else(|fault| fault.status, |()| qz1_status::Ok)
 }
 
-/// Cuts at a character, and ends with a zero byte.
-fn write(to: Option<&mut [u8]>, text: &str) {
-    let Some(to) = to.filter(|to| !to.is_empty()) else { return };
-    let end = (0..to.len().min(text.len() + 1)).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-    to[..end].copy_from_slice(&text.as_bytes()[..end]);
-    to[end] = 0;
+/// The caller's memory for a text, with room for a zero byte: written by pointer, for it may not be initialized.
+struct Text {
+    at: *mut u8,
+    capacity: usize,
+    len: usize,
+    is_full: bool,
+}
+
+impl Write for Text {
+    /// Cuts at a character.
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if self.is_full {
+            return Ok(());
+        }
+        let room = self.capacity - 1 - self.len;
+        self.is_full = text.len() > room;
+        let end = (0..=room.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+        // SAFETY: within the capacity, for which the caller of the C function vouches; nothing borrows it now.
+        unsafe { self.at.add(self.len).copy_from_nonoverlapping(text.as_ptr(), end) };
+        self.len += end;
+        Ok(())
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn messages_are_cut_at_characters() {
-        let cut = |len| {
-            let mut to = vec![0xff; len];
-            write(Some(&mut to), "añb");
-            to
-        };
-        assert!(cut(0).is_empty());
-        assert_eq!(cut(1), [0]);
-        assert_eq!(cut(2), [b'a', 0]);
-        assert_eq!(cut(3), [b'a', 0, 0xff]);
-        assert_eq!(cut(4), [b'a', 0xc3, 0xb1, 0]);
-        assert_eq!(cut(6), [b'a', 0xc3, 0xb1, b'b', 0, 0xff]);
+    fn told(to: &mut [u8], body: impl FnOnce(&Scope) -> Result<(), Fault>) -> qz1_status {
+        let (struct_size, text) = (size_of::<qz1_message>() as u32, to.as_mut_ptr().cast());
+        call(&qz1_message { struct_size, reserved: 0, text, capacity: to.len() }, body)
     }
 
     #[test]
-    fn panics_are_a_status() {
-        assert_eq!(call(core::ptr::null(), || panic!("on purpose")), qz1_status::Internal);
+    fn messages_are_cut_at_characters() {
+        let cut = |len, why| {
+            let mut to = vec![0xff; len];
+            assert_eq!(told(&mut to, |_| Err(Fault::part(qz1_status::Null, "añ", why))), qz1_status::Null);
+            to
+        };
+        assert!(cut(0, "b").is_empty());
+        assert_eq!(cut(1, "b"), [0]);
+        assert_eq!(cut(2, "b"), [b'a', 0]);
+        // Nothing that is shorter comes behind a cut.
+        assert_eq!(cut(3, ""), [b'a', 0, 0xff]);
+        assert_eq!(cut(4, "b"), [b'a', 0xc3, 0xb1, 0]);
+        assert_eq!(cut(7, "b"), [b'a', 0xc3, 0xb1, b' ', b'b', 0, 0xff]);
+    }
+
+    #[test]
+    fn a_text_stands_there_after_every_call() {
+        let mut to = [0xff; 40];
+        assert_eq!(told(&mut to, |_| Ok(())), qz1_status::Ok);
+        assert_eq!(to[..2], [0, 0xff]);
+        assert_eq!(told(&mut to, |_| panic!("on purpose")), qz1_status::Internal);
+        assert_eq!(&to[..31], b"the library failed: on purpose\0");
+        let what = 7;
+        assert_eq!(told(&mut to, |_| panic!("of {what}")), qz1_status::Internal);
+        assert_eq!(&to[..25], b"the library failed: of 7\0");
+        assert_eq!(call(core::ptr::null(), |_| panic!("on purpose")), qz1_status::Internal);
     }
 }

@@ -1,8 +1,8 @@
 //! Weights: their layout, packing and unpacking.
 
-use quant_kernels_cpu::{Layout, PackedView, Parallel, ScaleType, Scales, WeightView};
+use quant_kernels_cpu::{KernelError, Layout, PackedView, Parallel, ScaleType, Scales, WeightView};
 
-use crate::memory::{self, Fields, Output};
+use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
@@ -107,22 +107,22 @@ pub struct qz1_parts {
     pub channels_len: usize,
 }
 
-impl Fields for qz1_weights {}
-impl Fields for qz1_layout {}
-impl Fields for qz1_parts {}
+fields!(qz1_weights, zeros_len);
+fields!(qz1_layout, id);
+fields!(qz1_parts, channels_len, reserved);
 
 /// A view of the caller's weights.
 ///
 /// # Safety
-/// As [`memory::read`], and what it points to must be as long as it says.
-unsafe fn view<'a>(weights: *const qz1_weights) -> Result<WeightView<'a>, Fault> {
+/// As [`Scope::read`], and what it points to must be as long as it says.
+unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<WeightView<'_>, Fault> {
     // SAFETY: as the caller vouches.
     unsafe {
-        let w = memory::read(weights, "the weights")?;
-        let codes = memory::slice(w.codes, w.codes_len, "the codes")?;
-        let scales = memory::slice(w.scales, w.scales_len, "the scales")?;
-        let groups = memory::slice_optional(w.group_scales, w.group_scales_len, "the scales of groups")?;
-        let zeros = memory::slice_optional(w.zeros, w.zeros_len, "the zeros")?;
+        let w = scope.read(weights, "the weights")?;
+        let codes = scope.slice(w.codes, w.codes_len, "the codes")?;
+        let scales = scope.slice(w.scales, w.scales_len, "the scales")?;
+        let groups = scope.slice_optional(w.group_scales, w.group_scales_len, "the scales of groups")?;
+        let zeros = scope.slice_optional(w.zeros, w.zeros_len, "the zeros")?;
         let scales = match groups {
             Some(groups) => Scales::Progressive { groups, channels: scales },
             None => Scales::Float(scales),
@@ -159,10 +159,10 @@ fn describe(layout: &Layout) -> qz1_layout {
 /// The layout that the caller's fields describe, every one of them.
 ///
 /// # Safety
-/// As [`memory::read`].
-pub(crate) unsafe fn layout(at: *const qz1_layout) -> Result<Layout, Fault> {
+/// As [`Scope::read`].
+pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
     // SAFETY: as the caller vouches.
-    let l = unsafe { memory::read(at, "the layout") }?;
+    let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let size = |v: u64| usize::try_from(v).map_err(|_| none());
     let scales = match l.scales {
@@ -191,16 +191,17 @@ pub(crate) unsafe fn layout(at: *const qz1_layout) -> Result<Layout, Fault> {
 /// Packed bytes of a layout.
 ///
 /// # Safety
-/// As [`memory::slice`] and [`memory::read`].
-pub(crate) unsafe fn packed<'a>(
+/// As [`Scope::slice`] and [`Scope::read`].
+pub(crate) unsafe fn packed(
+    scope: &Scope,
     at: *const qz1_layout,
     bytes: *const u8,
     len: usize,
-) -> Result<PackedView<'a>, Fault> {
+) -> Result<PackedView<'_>, Fault> {
     // SAFETY: as the caller vouches.
     unsafe {
-        let layout = layout(at)?;
-        let bytes = memory::slice(bytes, len, "the packed weights")?;
+        let layout = layout(scope, at)?;
+        let bytes = scope.slice(bytes, len, "the packed weights")?;
         Ok(PackedView::new(layout, layout.id(), bytes)?)
     }
 }
@@ -218,11 +219,11 @@ pub unsafe extern "C" fn qz1_layout_of(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
-    call(message, || unsafe {
-        let view = view(weights)?;
-        let out = memory::fill(out, "the layout")?;
+    call(message, |scope| unsafe {
+        let view = view(scope, weights)?;
+        let out = scope.place(out, "the layout")?;
         let layout = describe(&Layout::of(&view, sums != 0)?);
-        *out = qz1_layout { struct_size: out.struct_size, ..layout };
+        out.put(layout);
         Ok(())
     })
 }
@@ -244,17 +245,10 @@ pub unsafe extern "C" fn qz1_pack(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of `out` is one of `weights`.
-    call(message, || unsafe {
-        let (view, layout) = (view(weights)?, self::layout(layout)?);
-        let threads = Threads::new(parallel)?;
-        let mut out = Output::new(out, out_len, "the packed weights")?.apart(view.codes(0..view.n()))?;
-        out = match view.all_scales() {
-            Scales::Float(scales) => out.apart(scales)?,
-            Scales::Progressive { groups, channels } => out.apart(groups)?.apart(channels)?,
-        };
-        if let Some(zeros) = view.zeros(0..view.n()) {
-            out = out.apart(zeros)?;
-        }
+    call(message, |scope| unsafe {
+        let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
+        let threads = Threads::new(scope, parallel)?;
+        let out = scope.output(out, out_len, "the packed weights")?;
         let end = first_panel.checked_add(panels).filter(|&end| end <= layout.panels());
         let end = end.ok_or_else(|| Fault::new(qz1_status::Mismatch, "panels beyond the last"))?;
         pack(&view, &layout, first_panel..end, out.slice(), &threads)
@@ -275,8 +269,8 @@ fn pack(
         return Ok(layout.pack(view, panels, out)?);
     }
     // Each part is taken once, by the piece whose it is.
-    let parts: Vec<_> =
-        out.chunks_mut(each * layout.panel_bytes()).map(|part| Mutex::new(Some(part))).collect();
+    let mut parts = memory::room(panels.len().div_ceil(each), "the parts of threads")?;
+    parts.extend(out.chunks_mut(each * layout.panel_bytes()).map(|part| Mutex::new(Some(part))));
     let refused = Mutex::new(None);
     threads.for_each(parts.len(), &|i| {
         let part = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -306,24 +300,17 @@ pub unsafe extern "C" fn qz1_unpack(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part is another's or one of `packed`.
-    call(message, || unsafe {
-        let view = self::packed(layout, packed, packed_len)?;
-        let p = memory::read(parts, "the parts")?;
-        let bytes = view.bytes();
-        let codes = Output::new(p.codes, p.codes_len, "the codes")?.apart(bytes)?;
-        let scales = Output::new(p.scales, p.scales_len, "the scales")?.apart(bytes)?;
-        let zeros = Output::new(p.zeros, p.zeros_len, "the zeros")?.apart(bytes)?;
-        let channels = Output::new(p.channels, p.channels_len, "the channels")?.apart(bytes)?;
-        let codes = codes.apart_from(p.scales, p.scales_len)?.apart_from(p.zeros, p.zeros_len)?;
-        let codes = codes.apart_from(p.channels, p.channels_len)?;
-        let scales = scales.apart_from(p.zeros, p.zeros_len)?.apart_from(p.channels, p.channels_len)?;
-        let zeros = zeros.apart_from(p.channels, p.channels_len)?;
-        let from = view.layout().unpack(bytes)?;
+    call(message, |scope| unsafe {
+        let view = self::packed(scope, layout, packed, packed_len)?;
+        let p = scope.read(parts, "the parts")?;
+        let codes = scope.output(p.codes, p.codes_len, "the codes")?;
+        let scales = scope.output(p.scales, p.scales_len, "the scales")?;
+        let zeros = scope.output(p.zeros, p.zeros_len, "the zeros")?;
+        let channels = scope.output(p.channels, p.channels_len, "the channels")?;
+        let from = view.layout().unpack(view.bytes())?;
         let fits = |what, expected: usize, got: usize| match expected == got {
             true => Ok(()),
-            false => {
-                Err(Fault::new(qz1_status::Length, format!("{what} has {got} elements, {expected} expected")))
-            }
+            false => Err(KernelError::Length { what, expected, got }),
         };
         fits("codes", from.codes.len(), p.codes_len)?;
         fits("scales", from.scales.len(), p.scales_len)?;
@@ -353,9 +340,9 @@ pub unsafe extern "C" fn qz1_dequantize_rows(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches; no part of `out` is one of `packed`.
-    call(message, || unsafe {
-        let view = self::packed(layout, packed, packed_len)?;
-        let out = Output::new(out, out_len, "the output")?.apart(view.bytes())?;
+    call(message, |scope| unsafe {
+        let view = self::packed(scope, layout, packed, packed_len)?;
+        let out = scope.output(out, out_len, "the output")?;
         let end = first_row.checked_add(rows).filter(|&end| end <= view.layout().n());
         let end = end.ok_or_else(|| Fault::new(qz1_status::Mismatch, "rows beyond the last"))?;
         Ok(view.dequantize_rows(first_row..end, out.slice())?)

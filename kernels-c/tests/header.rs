@@ -11,12 +11,18 @@ const TOP: &str = "/* Kernels that multiply activations with quantized weights: 
  * quant-kernels-cpu. Written by cbindgen; `cargo test -p quant-kernels-c --test header` compares it.
  *
  * Every function with a qz1_status returns 0 when it is done. A structure begins with its size, which the caller
- * sets; null and misaligned pointers, lengths that are not the shape's, outputs that overlap an input and layouts that
- * are none are refused, and a qz1_message says why. Matrices are row-major; lengths count elements.
+ * sets; null and misaligned pointers, lengths that are not the shape's, outputs that overlap another part of the call,
+ * reserved fields that are not 0 and layouts that are none are refused, and a qz1_message says why. Matrices are
+ * row-major; lengths count elements.
  *
  * No function keeps a pointer of the caller beyond the call, starts a thread, or has state beyond its handles; a
- * handle may be used by one thread at a time. Floats are rounded to nearest: callers that change the rounding mode
- * set it back. Link with -lpthread -ldl -lm.
+ * handle may be used by one thread at a time.
+ *
+ * Floats are rounded to nearest and subnormal numbers are numbers. Callers that change the rounding mode, or have the
+ * processor take subnormals for 0 (FTZ and DAZ, as -ffast-math may at the start of a program), set that back before
+ * a call, on the threads of a for_each too: weights whose scale is below 2^-126 would count as 0, and no status tells.
+ *
+ * Link with -lpthread -ldl -lm.
  */";
 
 #[test]

@@ -1,0 +1,170 @@
+//! Where the system gives no memory, what the interface itself keeps is refused with a status.
+
+use core::cell::Cell;
+use core::ffi::c_void;
+use core::ptr::{null, null_mut};
+use std::alloc::{GlobalAlloc, Layout, System};
+
+use quant_kernels::*;
+
+/// The system's, which the thread of a test may shut.
+struct Shut;
+
+thread_local! {
+    static IS_SHUT: Cell<bool> = const { Cell::new(false) };
+}
+
+// SAFETY: the system's, or nothing.
+unsafe impl GlobalAlloc for Shut {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if IS_SHUT.get() {
+            return null_mut();
+        }
+        // SAFETY: as the caller vouches.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: as the caller vouches.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Shut = Shut;
+
+/// A call while there is no memory, and what it says.
+fn told(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
+    let mut text = [0x55_u8; 80];
+    let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
+    let message = qz1_message { struct_size, reserved: 0, text: text.as_mut_ptr().cast(), capacity };
+    IS_SHUT.set(true);
+    let status = call(&message);
+    IS_SHUT.set(false);
+    let end = text.iter().position(|b| *b == 0).unwrap();
+    (status, String::from_utf8(text[..end].to_vec()).unwrap())
+}
+
+fn refused(what: &str) -> (qz1_status, String) {
+    (qz1_status::Memory, what.to_owned())
+}
+
+#[test]
+fn handles() {
+    // Instructions are found once.
+    qz1_isa_detect();
+    let (mut int8, mut float) = (core::ptr::dangling_mut(), core::ptr::dangling_mut());
+    let expected = refused("there is no memory for the handle");
+    // SAFETY: all lives, here and below.
+    unsafe {
+        assert_eq!(told(|m| qz1_int8_rows_new(0, &mut int8, m)), expected);
+        assert_eq!(told(|m| qz1_float_rows_new(0, &mut float, m)), expected);
+    }
+    assert!(int8.is_null() && float.is_null());
+}
+
+#[test]
+fn texts_need_none() {
+    let mut layout = qz1_kv_layout {
+        struct_size: size_of::<qz1_kv_layout>() as u32,
+        kind: 0,
+        head_dim: 0,
+        page_tokens: 0,
+        page_bytes: 0,
+        id: 0,
+    };
+    // SAFETY: as above.
+    unsafe {
+        let (status, text) = told(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
+        assert_eq!(status, qz1_status::Scheme);
+        assert!(text.starts_with("a head that is no multiple of 16"), "{text}");
+        let odd = (&raw mut layout).wrapping_byte_add(1);
+        let (status, text) = told(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 32, odd, m));
+        assert_eq!((status, &text[..]), (qz1_status::Misaligned, "the layout is not aligned to 8 bytes"));
+        let (status, text) = told(|m| qz1_int8_rows_new(99, &mut null_mut(), m));
+        assert_eq!((status, &text[..]), (qz1_status::Isa, "there is no instruction set 99"));
+    }
+}
+
+unsafe extern "C" fn in_order(_: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
+    // SAFETY: as the interface asks for.
+    (0..count).for_each(|i| unsafe { piece.unwrap()(work, i) });
+}
+
+/// Lists of pages, parts of packed weights, and the account of many pieces.
+#[test]
+fn what_grows_with_the_call() {
+    let struct_size = size_of::<qz1_kv_layout>() as u32;
+    let mut layout =
+        qz1_kv_layout { struct_size, kind: 0, head_dim: 0, page_tokens: 0, page_bytes: 0, id: 0 };
+    // SAFETY: as above.
+    assert_eq!(unsafe { qz1_kv_layout_of(QZ1_KV_4BIT, 16, &mut layout, null()) }, qz1_status::Ok);
+    const HEADS: usize = 40;
+    let number = 0_u32;
+    let list = qz1_page_list {
+        struct_size: size_of::<qz1_page_list>() as u32,
+        reserved: 0,
+        pages: &number,
+        pages_len: 1,
+        tokens: 0,
+        first: 0,
+        seen: 0,
+    };
+    let (lists, x) = (vec![list; HEADS], vec![1.0_f32; HEADS * 16]);
+    let mut pages = vec![0_u8; layout.page_bytes as usize];
+    let (to, to_len, at) = (pages.as_mut_ptr(), pages.len(), x.as_ptr());
+    let got = told(|m| {
+        let (lists, len) = (lists.as_ptr(), x.len());
+        // SAFETY: as above.
+        unsafe { qz1_kv_append(&layout, to, to_len, lists, HEADS, at, len, at, len, null(), m) }
+    });
+    assert_eq!(got, refused("the page lists do not fit into memory"));
+
+    const N: usize = 64;
+    let (codes, scales) = (vec![1_u8; N * 16], vec![1.0_f32; N]);
+    let weights = qz1_weights {
+        struct_size: size_of::<qz1_weights>() as u32,
+        bits: 4,
+        n: N,
+        k: 16,
+        group_size: 16,
+        codes: codes.as_ptr(),
+        codes_len: codes.len(),
+        scales: scales.as_ptr(),
+        scales_len: scales.len(),
+        group_scales: null(),
+        group_scales_len: 0,
+        zeros: null(),
+        zeros_len: 0,
+    };
+    // SAFETY: numbers only, of which zero is one.
+    let mut layout: qz1_layout = unsafe { core::mem::zeroed() };
+    layout.struct_size = size_of::<qz1_layout>() as u32;
+    // SAFETY: as above.
+    assert_eq!(unsafe { qz1_layout_of(&weights, 0, &mut layout, null()) }, qz1_status::Ok);
+    let mut packed = vec![0x55_u8; layout.bytes as usize];
+    let (to, len, panels) = (packed.as_mut_ptr(), packed.len(), layout.panels as usize);
+    let parallel = qz1_parallel {
+        struct_size: size_of::<qz1_parallel>() as u32,
+        threads: 4,
+        ctx: null_mut(),
+        for_each: Some(in_order),
+    };
+    // SAFETY: as above.
+    let got = told(|m| unsafe { qz1_pack(&weights, &layout, 0, panels, to, len, &parallel, m) });
+    assert_eq!(got, refused("the parts of threads do not fit into memory"));
+    assert!(packed.iter().all(|b| *b == 0x55));
+
+    // Pieces beyond those that are kept track of without memory run on one thread.
+    let (mut by, mut x) = (null_mut(), vec![0.0_f32; 1 << 17]);
+    x.iter_mut().step_by(2).for_each(|x| *x = 1.0);
+    // SAFETY: as above; freed once.
+    unsafe {
+        assert_eq!(qz1_hadamard_new(2, &mut by, null()), qz1_status::Ok);
+        let (at, len) = (x.as_mut_ptr(), x.len());
+        let (status, text) = told(|m| qz1_hadamard_transform(by, at, len, 0, &parallel, m));
+        assert_eq!((status, &text[..]), (qz1_status::Ok, ""));
+        qz1_hadamard_free(by);
+    }
+    assert!(x.iter().all(|x| *x == 0.5_f32.sqrt()));
+}
