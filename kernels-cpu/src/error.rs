@@ -41,6 +41,9 @@ pub enum KernelError {
     /// The processor lacks the instructions that were asked for.
     #[error("this processor does not have {0}")]
     Isa(&'static str),
+    /// Memory that the system does not give.
+    #[error("there is no memory for {0}")]
+    Memory(&'static str),
     /// A size for which no Hadamard matrix is constructed here.
     #[error("there is no Hadamard matrix of order {0} here")]
     Order(usize),
@@ -57,6 +60,7 @@ impl KernelError {
             Self::LayoutId { .. } => 5,
             Self::Isa(_) => 6,
             Self::Order(_) => 7,
+            Self::Memory(_) => 8,
         }
     }
 
