@@ -264,42 +264,6 @@ fn large_shapes_do_not_depend_on_the_split() {
     }
 }
 
-/// The widest groups with all codes, zeros and activations at their ends reach the largest sums there are.
-#[test]
-fn no_sum_overflows_at_its_bound() {
-    for (bits, width, fixed) in [(8_u8, 66_311, false), (8, 33_025, true), (4, 200_000, false)] {
-        let top = u8::MAX >> (8 - bits);
-        for (code, zero) in [(top, 0), (0, top)] {
-            let (codes, zeros) = (vec![code; width], [zero]);
-            let view = WeightView::new([1, width], bits, width, &codes, &[1.0], Some(&zeros)).unwrap();
-            let packed = PackedLinear::pack(&view, None, fixed, &Serial).unwrap();
-            for x in [1.0_f32, -1.0] {
-                let case = vec![x; width];
-                let mut rows = Int8Rows::default();
-                let layout = RowLayout::of(packed.layout());
-                let activation = if fixed {
-                    let by = StaticScale { scale: 1.0 / 1000.0, zero: if x > 0.0 { -128 } else { 127 } };
-                    rows.quantize_static(&case, layout, by, &Serial).unwrap();
-                    255.0 * x
-                } else {
-                    rows.quantize(&case, layout, &Serial).unwrap();
-                    127.0 * x
-                };
-                let sum = (f64::from(code) - f64::from(zero)) * f64::from(activation) * width as f64;
-                assert!(sum.abs() < 2.0_f64.powi(31));
-                for isa in Isa::available() {
-                    let mut out = [0.0];
-                    packed.view().multiply(isa.token().unwrap(), &rows, None, &mut out, &Serial).unwrap();
-                    assert_eq!(out[0], sum as f32 * rows.scales()[0], "{isa:?} {bits} {code} {x}");
-                }
-            }
-        }
-    }
-    let codes = vec![0; 66_312];
-    let view = WeightView::new([1, 66_312], 8, 66_312, &codes, &[1.0], None).unwrap();
-    assert_eq!(Layout::of(&view, false).unwrap_err(), KernelError::TooLarge("the width of a group"));
-}
-
 /// 4 bits in groups of 128 take 4.16 bits at most, scales and zeros included.
 #[test]
 fn packed_weights_are_small() {

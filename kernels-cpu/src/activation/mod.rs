@@ -5,7 +5,7 @@
 //! holds NaN or an infinity has `s = NaN`, and so has all that is computed from it.
 //!
 //! Static: one scale and one zero for all tokens, found beforehand: `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`,
-//! `x ≈ s · (a − a₀)`.
+//! `x ≈ s · (a − a₀)`. Such codes reach −128, with a zero of 0 too: the widths that [`Layout::of`] takes allow for it.
 //!
 //! Beside the codes stand the sums over the groups of the weights, which a grid's zeros are multiplied with.
 //!
