@@ -304,6 +304,22 @@ impl Rows<'_> {
 #[repr(C, align(64))]
 struct Line([u8; LINE]);
 
+/// So many lines of zeros, which the system makes where they are first touched: by the threads that pack.
+fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
+    let memory = std::alloc::Layout::array::<Line>(count);
+    let memory = memory.map_err(|_| KernelError::TooLarge("the packed weights"))?;
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    // SAFETY: the size is not zero.
+    let at = unsafe { std::alloc::alloc_zeroed(memory) }.cast::<Line>();
+    if at.is_null() {
+        return Err(KernelError::Memory("the packed weights"));
+    }
+    // SAFETY: from the allocator of vectors, with this layout; zeros are lines.
+    Ok(unsafe { Vec::from_raw_parts(at, count, count) })
+}
+
 /// Packed weights of our own, aligned.
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
@@ -316,7 +332,7 @@ impl PackedLinear {
     /// Packs a view; `sums` where activations may have a zero.
     ///
     /// # Errors
-    /// As [`Layout::pack`], and when the bias is not `[n]`.
+    /// As [`Layout::pack`], and when the bias is not `[n]` or memory is short.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -327,7 +343,12 @@ impl PackedLinear {
         if let Some(bias) = bias {
             KernelError::length("bias", layout.n(), bias.len())?;
         }
-        let mut lines = vec![Line([0; LINE]); layout.bytes() / LINE];
+        let mut lines = zeros(layout.bytes() / LINE)?;
+        let mut own = Vec::new();
+        if let Some(bias) = bias {
+            own.try_reserve_exact(bias.len()).map_err(|_| KernelError::Memory("the bias"))?;
+            own.extend_from_slice(bias);
+        }
         let panel_lines = layout.panel_bytes() / LINE;
         let (out, refused) = (Disjoint::new(&mut lines), Mutex::new(None));
         parallel.for_each(layout.panels(), &|panel| {
@@ -343,7 +364,7 @@ impl PackedLinear {
         if let Some(error) = refused.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
-        Ok(Self { layout, lines, bias: bias.map(<[f32]>::to_vec) })
+        Ok(Self { layout, lines, bias: bias.map(|_| own) })
     }
 
     /// The weights, to multiply with and to write to a file.
