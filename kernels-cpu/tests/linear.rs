@@ -1,42 +1,13 @@
 //! Every instruction set against the definition, to the bit: random, extreme and ragged.
 
+mod common;
+
+use common::{Backwards, Stream, Threads};
 use proptest::prelude::*;
 use quant_kernels_cpu::{
     FloatRows, Int8Rows, Isa, KernelError, Layout, PackedLinear, PackedView, Parallel, RowLayout, Scales,
     Serial, StaticScale, WeightView, reference,
 };
-
-/// Runs pieces backwards, and says that it has many threads: splits become small.
-struct Backwards;
-
-// SAFETY: each number is called once, and all calls are done at the end.
-unsafe impl Parallel for Backwards {
-    fn threads(&self) -> usize {
-        7
-    }
-
-    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
-        (0..count).rev().for_each(piece);
-    }
-}
-
-/// Threads of its own.
-struct Threads(usize);
-
-// SAFETY: each number is called once, and all calls are done at the end.
-unsafe impl Parallel for Threads {
-    fn threads(&self) -> usize {
-        self.0
-    }
-
-    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
-        std::thread::scope(|scope| {
-            for t in 0..self.0 {
-                scope.spawn(move || (t..count).step_by(self.0).for_each(piece));
-            }
-        });
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
@@ -58,27 +29,6 @@ struct Case {
     bias: Option<Vec<f32>>,
     x: Vec<f32>,
     fixed: Option<StaticScale>,
-}
-
-/// A stream of numbers that repeats itself for a seed.
-struct Stream(u64);
-
-impl Stream {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    fn float(&mut self) -> f32 {
-        let scale = 2.0_f32.powi(self.below(12) as i32 - 8);
-        (self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0) * scale
-    }
 }
 
 impl Case {
