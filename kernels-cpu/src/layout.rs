@@ -159,6 +159,11 @@ impl Layout {
         self.n
     }
 
+    /// That of some rows: panels know nothing of each other.
+    pub(crate) fn of_rows(&self, n: usize) -> Self {
+        Self { n, ..*self }
+    }
+
     /// Input features.
     pub fn k(&self) -> usize {
         self.k

@@ -72,6 +72,28 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
+    /// Some rows, output features that is, as a matrix of their own, which is multiplied with the same activations:
+    /// its results are those columns of the whole, to the bit. `rows` begin at a multiple of [`PANEL_ROWS`] and end
+    /// at one, or where the matrix does. Nothing is copied.
+    ///
+    /// # Errors
+    /// When there are no such rows, none at all, or they begin or end within a panel.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Self, KernelError> {
+        let n = self.layout.n();
+        if rows.start >= rows.end || rows.end > n {
+            return Err(KernelError::Mismatch { what: "rows", expected: n, got: rows.end });
+        }
+        for end in [rows.start, rows.end].into_iter().filter(|&end| end != n) {
+            if !end.is_multiple_of(PANEL_ROWS) {
+                let what = "rows that begin or end within a panel";
+                return Err(KernelError::Mismatch { what, expected: PANEL_ROWS, got: end });
+            }
+        }
+        let (layout, at) = (self.layout.of_rows(rows.len()), rows.start / PANEL_ROWS);
+        let bytes = &self.bytes[at * layout.panel_bytes()..][..layout.bytes()];
+        Ok(Self { layout, bytes })
+    }
+
     /// `out = x · Wᵀ + bias` on whole numbers: `x` is `[m, k]`, `out` `[m, n]` row-major and overwritten, `bias`
     /// `[n]`.
     ///

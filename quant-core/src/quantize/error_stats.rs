@@ -41,7 +41,7 @@ impl ErrorStats {
                 || vec![0.0; k],
                 |rounded, (r, exact)| {
                     dequantize_rows(&view, r..r + 1, rounded).map_err(|e| Error::Internal(e.to_string()))?;
-                    Ok(Self::of_row(exact, rounded))
+                    Ok::<_, Error>(Self::of_row(exact, rounded))
                 },
             )
             .collect::<Result<Vec<Self>>>()?;
