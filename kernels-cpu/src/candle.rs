@@ -40,6 +40,7 @@ use candle_core::{
 };
 use half::{bf16, f16};
 
+use crate::activation::resize;
 use crate::{
     Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RowLayout, StaticScale,
     narrow,
@@ -181,7 +182,7 @@ impl QuantizedLinear {
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
         self.runner.lend(|rows, parallel| {
             // Grows and does not shrink, so that a call of few rows clears nothing for one of many.
-            rows.out.resize(rows.out.len().max(out.len()), 0.0);
+            resize(&mut rows.out, Some(rows.out.len().max(out.len())))?;
             let sums = &mut rows.out[..out.len()];
             self.multiply_in(&mut rows.float, &mut rows.whole, x, sums, parallel)?;
             narrow(IsaToken::detect(), sums, out, parallel)

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Scales, WeightView, reference};
+use crate::{KernelError, Scales, WeightView, reference};
 
 /// Dequantizes some rows: the same values, bit for bit, as
 /// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
@@ -10,10 +10,17 @@ use crate::{Scales, WeightView, reference};
 /// `out` is `[rows.len(), k]` row-major. Allocates nothing and spawns nothing; callers that want
 /// threads give each its own rows.
 ///
-/// # Panics
+/// # Errors
 /// When `rows` leaves the matrix or `out` has another length.
-pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f32]) {
-    assert_eq!(out.len(), rows.len() * weight.k(), "output length does not match the rows");
+pub fn dequantize_rows(
+    weight: &WeightView<'_>,
+    rows: Range<usize>,
+    out: &mut [f32],
+) -> Result<(), KernelError> {
+    if rows.start > rows.end || rows.end > weight.n() {
+        return Err(KernelError::Mismatch { what: "rows", expected: weight.n(), got: rows.end });
+    }
+    KernelError::length("output", rows.len() * weight.k(), out.len())?;
     // One pass over groups, whatever row they are in: a scale and a zero are looked up a group, and
     // nothing is looked up or checked a weight.
     let size = weight.group_size();
@@ -22,7 +29,10 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     let scales = match weight.scales(rows.clone()) {
         Scales::Float(scales) => scales,
         // Rare, and read once: the definition will do.
-        Scales::Progressive { .. } => return reference::dequantize_rows(weight, rows, out),
+        Scales::Progressive { .. } => {
+            reference::dequantize_rows(weight, rows, out);
+            return Ok(());
+        }
     };
     let groups = out.chunks_exact_mut(size).zip(weight.codes(rows.clone()).chunks_exact(size));
     for (i, ((out, codes), &scale)) in groups.zip(scales).enumerate() {
@@ -32,6 +42,7 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
             *out = (i32::from(code) - zero) as f32 * scale;
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -89,7 +100,7 @@ mod tests {
             let mut expected = vec![f32::NAN; rows.len() * view.k()];
             let mut got = expected.clone();
             reference::dequantize_rows(&view, rows.clone(), &mut expected);
-            dequantize_rows(&view, rows, &mut got);
+            dequantize_rows(&view, rows, &mut got).unwrap();
             let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             prop_assert_eq!(bits(&got), bits(&expected));
         }
@@ -101,18 +112,25 @@ mod tests {
         let scales = [0.5, 2.0, 1.0, -1.0];
         let mut out = [0.0; 8];
         let symmetric = WeightView::new([2, 4], 4, 2, &codes, &scales, None).unwrap();
-        dequantize_rows(&symmetric, 0..2, &mut out);
+        dequantize_rows(&symmetric, 0..2, &mut out).unwrap();
         assert_eq!(out, [-4.0, 3.5, 0.0, -2.0, -7.0, -6.0, 5.0, 4.0]);
         let zeros = [0, 8, 1, 4];
         let asymmetric = WeightView::new([2, 4], 4, 2, &codes, &scales, Some(&zeros)).unwrap();
-        dequantize_rows(&asymmetric, 1..2, &mut out[..4]);
+        dequantize_rows(&asymmetric, 1..2, &mut out[..4]).unwrap();
         assert_eq!(out[..4], [0.0, 1.0, 1.0, 0.0]);
     }
 
     #[test]
-    #[should_panic(expected = "output length")]
-    fn another_output_length_panics() {
+    fn what_does_not_fit_is_an_error() {
         let view = WeightView::new([1, 2], 4, 2, &[1, 2], &[1.0], None).unwrap();
-        dequantize_rows(&view, 0..1, &mut [0.0; 3]);
+        let code = |rows, len| dequantize_rows(&view, rows, &mut vec![0.0; len]).map_err(|e| e.code());
+        assert_eq!(
+            [code(0..1, 3), code(0..1, 2), code(0..2, 4), code(2..2, 0)],
+            [Err(1), Ok(()), Err(4), Err(4)]
+        );
+        #[allow(clippy::reversed_empty_ranges, reason = "it is what is tested")]
+        let backwards = code(1..0, 0);
+        assert_eq!(backwards, Err(4));
+        assert_eq!([code(1..1, 0), code(0..1, 0)], [Ok(()), Err(1)]);
     }
 }

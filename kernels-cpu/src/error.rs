@@ -41,6 +41,19 @@ pub enum KernelError {
     /// The processor lacks the instructions that were asked for.
     #[error("this processor does not have {0}")]
     Isa(&'static str),
+    /// `QUANT_ISA` names a path that is none, or that this processor lacks.
+    #[error(
+        "QUANT_ISA is {value:?}; this processor has {known}, and f32 is the widest that rounds no float to bf16"
+    )]
+    IsaName {
+        /// What it says.
+        value: String,
+        /// The names that could be had.
+        known: String,
+    },
+    /// Memory that the system does not give.
+    #[error("there is no memory for {0}")]
+    Memory(&'static str),
     /// A size for which no Hadamard matrix is constructed here.
     #[error("there is no Hadamard matrix of order {0} here")]
     Order(usize),
@@ -55,8 +68,9 @@ impl KernelError {
             Self::Scheme(_) => 3,
             Self::Mismatch { .. } => 4,
             Self::LayoutId { .. } => 5,
-            Self::Isa(_) => 6,
+            Self::Isa(_) | Self::IsaName { .. } => 6,
             Self::Order(_) => 7,
+            Self::Memory(_) => 8,
         }
     }
 

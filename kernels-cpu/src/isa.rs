@@ -1,8 +1,10 @@
 //! Instruction sets, found once, and tokens that prove them.
 //!
 //! `QUANT_ISA` forces a path: `scalar`, on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, on AArch64 `neon`,
-//! `neondot`, `neoni8mm`, or `f32`, the widest that rounds no float to bf16. A name that the processor lacks, or that
-//! is none, takes the portable path.
+//! `neondot`, `neoni8mm`, or `f32`, the widest that rounds no float to bf16; blanks around a name and capitals do not
+//! matter. A name that is none, or that the processor lacks, is an error of [`Isa::detect_checked`], which a program
+//! should ask when it starts. [`Isa::detect`] cannot fail, and never takes a slow path for a slip of the pen: of what the
+//! processor lacks it takes the widest that is not wider, and for what is no name the widest there is.
 
 #[cfg(target_arch = "aarch64")]
 use std::arch::is_aarch64_feature_detected;
@@ -100,19 +102,43 @@ impl Isa {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The widest that this processor has, or the one that `QUANT_ISA` names; found once.
+    /// The widest that this processor has, or the one that `QUANT_ISA` names; found once. What
+    /// [`detect_checked`](Self::detect_checked) refuses gives the widest, or of the paths of a name that the
+    /// processor lacks the widest that is not wider.
     pub fn detect() -> Self {
-        static FOUND: LazyLock<Isa> = LazyLock::new(|| {
-            let widest = Isa::available().last().unwrap_or(Isa::Scalar);
-            match std::env::var_os("QUANT_ISA").filter(|name| !name.is_empty()) {
-                None => widest,
-                Some(name) if name == "f32" => {
-                    Isa::available().filter(|isa| *isa != Isa::Avx512Bf16).last().unwrap_or(Isa::Scalar)
-                }
-                Some(name) => Isa::available().find(|isa| name == isa.name()).unwrap_or(Isa::Scalar),
+        *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
+    }
+
+    /// The same, for programs that tell a wrong `QUANT_ISA` when they start.
+    ///
+    /// # Errors
+    /// [`KernelError::IsaName`] when `QUANT_ISA` names a path that is none, or that this processor lacks.
+    pub fn detect_checked() -> Result<Self, KernelError> {
+        FOUND.as_ref().copied().map_err(|(_, error)| error.clone())
+    }
+
+    /// What a value of `QUANT_ISA` means here; if it cannot be had, what is taken instead, and the error.
+    fn named(value: &str) -> Result<Self, (Self, KernelError)> {
+        let name = value.trim();
+        let widest = |most: Self| Self::available().filter(|isa| *isa <= most).last().unwrap_or(Self::Scalar);
+        let Some(last) = Self::available().last().filter(|_| !name.is_empty()) else {
+            return Ok(widest(Self::NeonI8mm));
+        };
+        if name.eq_ignore_ascii_case("f32") {
+            let exact = Self::available().filter(|isa| *isa != Self::Avx512Bf16);
+            return Ok(exact.last().unwrap_or(Self::Scalar));
+        }
+        match Self::ALL.into_iter().find(|isa| name.eq_ignore_ascii_case(isa.name())) {
+            Some(isa) if isa.is_available() => Ok(isa),
+            found => {
+                let names: Vec<_> = Self::available().map(Self::name).collect();
+                let (value, known) = (name.to_owned(), names.join(", "));
+                // Another kind of processor's name says nothing about this one's.
+                let instead = found.map_or(last, widest);
+                let instead = if instead == Self::Scalar { last } else { instead };
+                Err((instead, KernelError::IsaName { value, known }))
             }
-        });
-        *FOUND
+        }
     }
 
     /// Proof that the processor has it.
@@ -123,6 +149,12 @@ impl Isa {
         if self.is_available() { Ok(IsaToken(self)) } else { Err(KernelError::Isa(self.name())) }
     }
 }
+
+/// What `QUANT_ISA` says.
+static FOUND: LazyLock<Result<Isa, (Isa, KernelError)>> = LazyLock::new(|| {
+    let value = std::env::var_os("QUANT_ISA").unwrap_or_default();
+    Isa::named(&value.to_string_lossy())
+});
 
 /// Proof that the processor has an instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,8 +181,45 @@ mod tests {
     fn expected_paths_are_there() {
         let names: Vec<_> = Isa::available().map(Isa::name).collect();
         assert!(names.contains(&"scalar") && Isa::detect().is_available());
+        // A run that is to force a path must not take another.
+        assert_eq!(Isa::detect_checked(), Ok(Isa::detect()));
         if let Ok(expected) = std::env::var("QUANT_EXPECTED_ISAS") {
             assert_eq!(names.join(","), expected);
+        }
+    }
+
+    #[test]
+    fn names_are_taken_as_people_write_them() {
+        let widest = Isa::available().last().unwrap();
+        for isa in Isa::available() {
+            for name in [isa.name().to_owned(), format!(" {}\n", isa.name()), isa.name().to_uppercase()] {
+                assert_eq!(Isa::named(&name), Ok(isa));
+            }
+        }
+        assert_eq!([Isa::named(""), Isa::named("  ")], [Ok(widest), Ok(widest)]);
+        assert_ne!(Isa::named("F32"), Ok(Isa::Avx512Bf16));
+        assert!(Isa::named("f32").is_ok_and(|isa| widest == Isa::Scalar || isa != Isa::Scalar));
+    }
+
+    /// What cannot be had is told, and nothing slow is taken for it.
+    #[test]
+    fn other_names_are_errors() {
+        let widest = Isa::available().last().unwrap();
+        for name in ["avx512", "avx-2", "auto", "no", "\u{fffd}"] {
+            let (instead, error) = Isa::named(name).unwrap_err();
+            assert_eq!((instead, error.code()), (widest, 6));
+            let text = error.to_string();
+            assert!(
+                text.contains("QUANT_ISA") && text.contains(name) && text.contains(widest.name()),
+                "{text}"
+            );
+            assert!(text.contains("f32") && text.contains("scalar"), "{text}");
+        }
+        for isa in Isa::ALL.into_iter().filter(|isa| !isa.is_available()) {
+            let (instead, error) = Isa::named(isa.name()).unwrap_err();
+            assert!(instead.is_available() && (instead <= isa || instead == widest), "{isa:?}");
+            assert!(instead != Isa::Scalar || widest == Isa::Scalar);
+            assert!(error.to_string().contains(isa.name()));
         }
     }
 }

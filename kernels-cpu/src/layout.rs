@@ -92,8 +92,8 @@ impl Layout {
     /// The layout of a view; with `sums` it holds what activations with a zero point need.
     ///
     /// # Errors
-    /// When the matrix is empty, or a group so wide that its sums might not fit 32 bits: wider than 66,311 at 8
-    /// bits and 1,127,288 at 4, with `sums` 33,025 and 561,433; of progressive weights a row wider than 132,104,
+    /// When the matrix is empty, or a group so wide that its sums might not fit 32 bits: wider than 65,793 at 8
+    /// bits and 1,118,481 at 4, with `sums` 33,025 and 561,433; of progressive weights a row wider than 131,071,
     /// with `sums` 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = if view.bits() <= 4 { 4 } else { 8 };
@@ -127,14 +127,14 @@ impl Layout {
         if group_size == 0 || k % group_size != 0 {
             return Err(KernelError::Mismatch { what: "the group size", expected: k, got: group_size });
         }
-        // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15 and |a| ≤ 127, or
-        // |a − a₀| ≤ 255 with a zero of the activations; progressive weights are summed over the whole row.
+        // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15 and |a| ≤ 128, for
+        // static codes reach −128, or |a − a₀| ≤ 255 with a zero of the activations; progressive weights are summed over the whole row.
         let (width, weight) = match (scales, code_bits) {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MOST as usize),
             (_, 8) => (group_size, 255),
             _ => (group_size, 15),
         };
-        let activation = if sums { 255 } else { 127 };
+        let activation = if sums { 255 } else { 128 };
         if width > i32::MAX as usize / (weight * activation) {
             return Err(KernelError::TooLarge("the width of a group"));
         }
@@ -157,6 +157,11 @@ impl Layout {
     /// Output features.
     pub fn n(&self) -> usize {
         self.n
+    }
+
+    /// That of some rows: panels know nothing of each other.
+    pub(crate) fn of_rows(&self, n: usize) -> Self {
+        Self { n, ..*self }
     }
 
     /// Input features.
@@ -429,10 +434,19 @@ impl Layout {
     /// The view's parts again, from the whole matrix.
     ///
     /// # Errors
-    /// When `packed` has another length.
+    /// When `packed` has another length, or memory is short.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         let mut out = Unpacked::default();
+        // The codes may be more than the bytes they come from, so a product that no number holds is possible.
+        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked weights"))?;
+        let groups = weights / self.group_size;
+        let none = |_| KernelError::Memory("the unpacked weights");
+        out.codes.try_reserve_exact(weights).map_err(none)?;
+        out.scales.try_reserve_exact(groups).map_err(none)?;
+        out.zeros.try_reserve_exact(if self.middle.is_none() { groups } else { 0 }).map_err(none)?;
+        let progressive = self.scales == ScaleType::Progressive;
+        out.channels.try_reserve_exact(if progressive { self.n } else { 0 }).map_err(none)?;
         for row in 0..self.n {
             let panel = self.panel_of(packed, row);
             out.codes.extend((0..self.k).map(|k| self.code(panel, row, k)));
@@ -440,7 +454,7 @@ impl Layout {
             if self.middle.is_none() {
                 out.zeros.extend((0..self.groups()).map(|g| self.zero(panel, row, g)));
             }
-            if self.scales == ScaleType::Progressive {
+            if progressive {
                 out.channels.push(self.channel(panel, row));
             }
         }

@@ -130,11 +130,17 @@ impl<'a> WeightView<'a> {
     }
 
     /// The codes of some rows.
+    ///
+    /// # Panics
+    /// As a slice's index does, where rows leave the matrix.
     pub fn codes(&self, rows: Range<usize>) -> &'a [u8] {
         &self.codes[rows.start * self.k..rows.end * self.k]
     }
 
     /// The scales of some rows.
+    ///
+    /// # Panics
+    /// As a slice's index does, where rows leave the matrix.
     pub fn scales(&self, rows: Range<usize>) -> Scales<'a> {
         let groups_of = rows.start * self.groups()..rows.end * self.groups();
         match self.scales {
@@ -156,11 +162,17 @@ impl<'a> WeightView<'a> {
     }
 
     /// The stored zeros of some rows, laid out as [`scales`](Self::scales); none in a symmetric grid.
+    ///
+    /// # Panics
+    /// As a slice's index does, where rows leave the matrix.
     pub fn zeros(&self, rows: Range<usize>) -> Option<&'a [u8]> {
         self.zeros.map(|zeros| &zeros[rows.start * self.groups()..rows.end * self.groups()])
     }
 
     /// The zero of a group: stored, or the middle of a symmetric grid.
+    ///
+    /// # Panics
+    /// As a slice's index does, where zeros are stored and there is no such row.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],

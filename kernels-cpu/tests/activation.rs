@@ -1,29 +1,14 @@
 //! Rows become whole numbers: every instruction set against the definition, to the bit.
 
+mod common;
+
+use common::Threads;
 use half::{bf16, f16};
 use proptest::prelude::*;
 use quant_kernels_cpu::{
     Element, FloatRows, GateUp, Int8Rows, Isa, KernelError, Layout, PackedLinear, Parallel, RmsNorm,
     RowLayout, Serial, StaticScale, WeightView, narrow, reference, rms_norm, silu_mul,
 };
-
-/// Threads of its own.
-struct Threads(usize);
-
-// SAFETY: each number is called once, and all calls are done at the end.
-unsafe impl Parallel for Threads {
-    fn threads(&self) -> usize {
-        self.0
-    }
-
-    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
-        std::thread::scope(|scope| {
-            for t in 0..self.0 {
-                scope.spawn(move || (t..count).step_by(self.0).for_each(piece));
-            }
-        });
-    }
-}
 
 /// Rows of `groups` groups of `size`.
 fn layout(groups: usize, size: usize) -> RowLayout {
@@ -198,7 +183,6 @@ fn norms_and_gates_are_near_their_formulas() {
     }
 }
 
-/// Squares beyond `f32` are not taken for a row of zeros, and a row of zeros is one.
 #[test]
 fn floats_are_rounded_half_to_even() {
     let special = [65519.99, 65520.0, 3.39e38, f32::MAX, f32::MIN_POSITIVE, 5.96e-8, 2.98e-8, 1e-40, -0.0];
@@ -227,6 +211,7 @@ fn floats_are_rounded_half_to_even() {
     }
 }
 
+/// Squares beyond `f32` are not taken for a row of zeros, and a row of zeros is one.
 #[test]
 fn extreme_rows_of_a_norm() {
     let layout = layout(2, 32);

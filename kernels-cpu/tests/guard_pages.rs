@@ -173,7 +173,7 @@ impl Case {
         let (first, last) = (n / 3, n - n / 4);
         let mut floats = vec![0.0; (last - first) * k];
         packed.dequantize_rows(first..last, &mut floats).unwrap();
-        quant_kernels_cpu::dequantize_rows(&view, first..last, &mut floats);
+        quant_kernels_cpu::dequantize_rows(&view, first..last, &mut floats).unwrap();
 
         let mut rows = Int8Rows::default();
         match self.fixed {

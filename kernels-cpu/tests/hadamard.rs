@@ -1,20 +1,9 @@
 //! Rotations: every instruction set against the definition, to the bit, and the definition against its matrix.
 
+mod common;
+
+use common::Backwards;
 use quant_kernels_cpu::{Construction, Hadamard, Isa, KernelError, Parallel, Serial, reference};
-
-/// Runs pieces backwards.
-struct Backwards;
-
-// SAFETY: each number is called once, and all calls are done at the end.
-unsafe impl Parallel for Backwards {
-    fn threads(&self) -> usize {
-        3
-    }
-
-    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
-        (0..count).rev().for_each(piece);
-    }
-}
 
 fn values(len: usize, seed: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()

@@ -1,42 +1,13 @@
 //! Every instruction set against the definition, to the bit: random, extreme and ragged.
 
+mod common;
+
+use common::{Backwards, Stream, Threads};
 use proptest::prelude::*;
 use quant_kernels_cpu::{
     FloatRows, Int8Rows, Isa, KernelError, Layout, PackedLinear, PackedView, Parallel, RowLayout, Scales,
     Serial, StaticScale, WeightView, reference,
 };
-
-/// Runs pieces backwards, and says that it has many threads: splits become small.
-struct Backwards;
-
-// SAFETY: each number is called once, and all calls are done at the end.
-unsafe impl Parallel for Backwards {
-    fn threads(&self) -> usize {
-        7
-    }
-
-    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
-        (0..count).rev().for_each(piece);
-    }
-}
-
-/// Threads of its own.
-struct Threads(usize);
-
-// SAFETY: each number is called once, and all calls are done at the end.
-unsafe impl Parallel for Threads {
-    fn threads(&self) -> usize {
-        self.0
-    }
-
-    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
-        std::thread::scope(|scope| {
-            for t in 0..self.0 {
-                scope.spawn(move || (t..count).step_by(self.0).for_each(piece));
-            }
-        });
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
@@ -58,27 +29,6 @@ struct Case {
     bias: Option<Vec<f32>>,
     x: Vec<f32>,
     fixed: Option<StaticScale>,
-}
-
-/// A stream of numbers that repeats itself for a seed.
-struct Stream(u64);
-
-impl Stream {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    fn float(&mut self) -> f32 {
-        let scale = 2.0_f32.powi(self.below(12) as i32 - 8);
-        (self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0) * scale
-    }
 }
 
 impl Case {
@@ -262,42 +212,6 @@ fn large_shapes_do_not_depend_on_the_split() {
             assert!(out.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{m} {n}");
         }
     }
-}
-
-/// The widest groups with all codes, zeros and activations at their ends reach the largest sums there are.
-#[test]
-fn no_sum_overflows_at_its_bound() {
-    for (bits, width, fixed) in [(8_u8, 66_311, false), (8, 33_025, true), (4, 200_000, false)] {
-        let top = u8::MAX >> (8 - bits);
-        for (code, zero) in [(top, 0), (0, top)] {
-            let (codes, zeros) = (vec![code; width], [zero]);
-            let view = WeightView::new([1, width], bits, width, &codes, &[1.0], Some(&zeros)).unwrap();
-            let packed = PackedLinear::pack(&view, None, fixed, &Serial).unwrap();
-            for x in [1.0_f32, -1.0] {
-                let case = vec![x; width];
-                let mut rows = Int8Rows::default();
-                let layout = RowLayout::of(packed.layout());
-                let activation = if fixed {
-                    let by = StaticScale { scale: 1.0 / 1000.0, zero: if x > 0.0 { -128 } else { 127 } };
-                    rows.quantize_static(&case, layout, by, &Serial).unwrap();
-                    255.0 * x
-                } else {
-                    rows.quantize(&case, layout, &Serial).unwrap();
-                    127.0 * x
-                };
-                let sum = (f64::from(code) - f64::from(zero)) * f64::from(activation) * width as f64;
-                assert!(sum.abs() < 2.0_f64.powi(31));
-                for isa in Isa::available() {
-                    let mut out = [0.0];
-                    packed.view().multiply(isa.token().unwrap(), &rows, None, &mut out, &Serial).unwrap();
-                    assert_eq!(out[0], sum as f32 * rows.scales()[0], "{isa:?} {bits} {code} {x}");
-                }
-            }
-        }
-    }
-    let codes = vec![0; 66_312];
-    let view = WeightView::new([1, 66_312], 8, 66_312, &codes, &[1.0], None).unwrap();
-    assert_eq!(Layout::of(&view, false).unwrap_err(), KernelError::TooLarge("the width of a group"));
 }
 
 /// 4 bits in groups of 128 take 4.16 bits at most, scales and zeros included.

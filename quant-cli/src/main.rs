@@ -50,6 +50,11 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
+    // A path that cannot be had is told before anything is computed on another.
+    quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
+        message: error.to_string(),
+        remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),
+    })?;
     let cancel = signals::install()?;
     let threads = match cli.threads {
         Some(threads) => threads,

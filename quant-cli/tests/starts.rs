@@ -12,3 +12,22 @@ fn it_says_its_version() {
     assert!(output.status.success());
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), concat!("quant ", env!("CARGO_PKG_VERSION")));
 }
+
+#[test]
+fn a_path_that_cannot_be_had_is_told() {
+    let run = |isa: &str| {
+        let mut quant = Command::new(env!("CARGO_BIN_EXE_quant"));
+        let output = quant.args(["plan", "/no/such/model"]).env("QUANT_ISA", isa).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    for isa in ["avx512", "neno"] {
+        let (code, text) = run(isa);
+        assert_eq!(code, Some(2), "{text}");
+        assert!(["QUANT_ISA", isa, "scalar", "f32"].iter().all(|part| text.contains(part)), "{text}");
+    }
+    // Blanks and capitals do not matter; it is the model that is not there.
+    for isa in ["", " Scalar ", "F32"] {
+        let (code, text) = run(isa);
+        assert!(code != Some(0) && !text.contains("QUANT_ISA"), "{text}");
+    }
+}

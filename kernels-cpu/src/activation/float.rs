@@ -3,7 +3,7 @@
 
 use super::element::{Element, sealed::Kind};
 use super::source::{GateUp, Gated, Norm, Plain, RmsNorm, Source};
-use super::{RowLayout, dispatch, strip, strips};
+use super::{RowLayout, dispatch, resize, strip, strips};
 use crate::layout::STEP;
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
@@ -48,10 +48,11 @@ impl FloatRows {
         self.exact_in_bf16
     }
 
-    /// Packs rows `[m, k]`, row-major. What was held is replaced, and its memory used again.
+    /// Packs rows `[m, k]`, row-major. What was held is replaced, and its memory used again. Where `parallel`
+    /// unwinds, or memory is short, there are no rows.
     ///
     /// # Errors
-    /// When `x` is not whole rows of the width that the layout says.
+    /// When `x` is not whole rows of the width that the layout says, or memory is short.
     pub fn pack<E: Element>(
         &mut self,
         x: &[E],
@@ -59,8 +60,7 @@ impl FloatRows {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let source = Plain::new(self.token, x, layout.k)?;
-        self.fill(&source, E::KIND == Kind::Bf16, layout, parallel);
-        Ok(())
+        self.fill(&source, E::KIND == Kind::Bf16, layout, parallel)
     }
 
     /// Packs the RMSNorm of rows `[m, k]`; with a residual as
@@ -77,8 +77,7 @@ impl FloatRows {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let source = Norm::new(self.token, x, residual, norm, layout.k)?;
-        self.fill(&source, false, layout, parallel);
-        Ok(())
+        self.fill(&source, false, layout, parallel)
     }
 
     /// Packs `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
@@ -92,24 +91,28 @@ impl FloatRows {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let source = Gated::new(self.token, x, layout.k)?;
-        self.fill(&source, false, layout, parallel);
-        Ok(())
+        self.fill(&source, false, layout, parallel)
     }
 
-    fn fill(&mut self, source: &dyn Source, in_bf16: bool, layout: RowLayout, parallel: &dyn Parallel) {
+    fn fill(
+        &mut self,
+        source: &dyn Source,
+        in_bf16: bool,
+        layout: RowLayout,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
         let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
         let lent = if source.is_made() { k } else { 0 };
-        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
+        // No rows until all are there: threads of the caller may unwind.
+        (self.m, self.layout) = (0, None);
         // All that stays is overwritten.
-        self.words.resize(m * padded, 0);
-        self.sums.resize(m * groups, 0.0);
-        self.made.resize(self.made.len().max(strips(m) * lent), 0.0);
-        if m == 0 {
-            return;
-        }
+        resize(&mut self.words, m.checked_mul(padded))?;
+        resize(&mut self.sums, m.checked_mul(groups))?;
+        let made = strips(m).checked_mul(lent).map(|made| made.max(self.made.len()));
+        resize(&mut self.made, made)?;
         let (words, sums) = (Disjoint::new(&mut self.words), Disjoint::new(&mut self.sums));
         let (made, token) = (Disjoint::new(&mut self.made), self.token);
-        parallel.for_each(strips(m), &|i| {
+        let pack = |i| {
             let strip = strip(m, i);
             // SAFETY: strips are disjoint, and each is asked for once.
             let words = unsafe { words.part(strip.start * padded..strip.end * padded) };
@@ -122,7 +125,12 @@ impl FloatRows {
                 let (row, _) = unsafe { source.row(strip.start + r, made) };
                 dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
             }
-        });
+        };
+        if m > 0 {
+            parallel.for_each(strips(m), &pack);
+        }
+        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
+        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@
 //! holds NaN or an infinity has `s = NaN`, and so has all that is computed from it.
 //!
 //! Static: one scale and one zero for all tokens, found beforehand: `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`,
-//! `x ≈ s · (a − a₀)`.
+//! `x ≈ s · (a − a₀)`. Such codes reach −128, with a zero of 0 too: the widths that [`Layout::of`] takes allow for it.
 //!
 //! Beside the codes stand the sums over the groups of the weights, which a grid's zeros are multiplied with.
 //!
@@ -112,6 +112,15 @@ pub(crate) fn strips(m: usize) -> usize {
     m.div_ceil(MAX_ROWS).max(1)
 }
 
+/// So many values, of which those that were there stay.
+pub(crate) fn resize<T: Copy + Default>(values: &mut Vec<T>, len: Option<usize>) -> Result<(), KernelError> {
+    let len = len.ok_or(KernelError::TooLarge("the activations"))?;
+    let missing = len.saturating_sub(values.len());
+    values.try_reserve(missing).map_err(|_| KernelError::Memory("the activations"))?;
+    values.resize(len, T::default());
+    Ok(())
+}
+
 impl Int8Rows {
     /// No rows yet. Which instructions make them changes no bit.
     pub fn new(token: IsaToken) -> Self {
@@ -132,14 +141,14 @@ impl Int8Rows {
 
     /// The scale of every row.
     pub fn scales(&self) -> &[f32] {
-        &self.scales
+        &self.scales[..self.m]
     }
 
     /// Quantizes rows `[m, k]`, row-major, each by its own largest magnitude. What was held is replaced, and
-    /// its memory used again.
+    /// its memory used again. Where `parallel` unwinds, or memory is short, there are no rows.
     ///
     /// # Errors
-    /// When `x` is not whole rows of the width that the layout says.
+    /// When `x` is not whole rows of the width that the layout says, or memory is short.
     pub fn quantize<E: Element>(
         &mut self,
         x: &[E],
@@ -209,25 +218,26 @@ impl Int8Rows {
         let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
         let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
         let lent = if source.is_made() { k } else { 0 };
-        (self.m, self.layout, self.zero) = (m, Some(layout), by.map_or(0, |by| i32::from(by.zero)));
+        // No rows until all are there: threads of the caller may unwind.
+        (self.m, self.layout) = (0, None);
+        self.scales.clear();
         // All that stays is overwritten.
-        self.codes.resize(m * padded, 0);
-        self.sums.resize(m * groups, 0);
-        self.eights.clear();
-        self.scales.resize(m, 0.0);
-        self.made.resize(self.made.len().max(strips(m) * lent), 0.0);
-        if m == 0 {
-            return Ok(());
-        }
+        resize(&mut self.codes, m.checked_mul(padded))?;
+        resize(&mut self.sums, m.checked_mul(groups))?;
+        resize(&mut self.eights, m.checked_mul(groups))?;
+        resize(&mut self.scales, Some(m))?;
+        let made = strips(m).checked_mul(lent).map(|made| made.max(self.made.len()));
+        resize(&mut self.made, made)?;
         let (codes, sums) = (Disjoint::new(&mut self.codes), Disjoint::new(&mut self.sums));
-        let (scales, made) = (Disjoint::new(&mut self.scales), Disjoint::new(&mut self.made));
-        let token = self.token;
-        parallel.for_each(strips(m), &|i| {
+        let (eights, scales) = (Disjoint::new(&mut self.eights), Disjoint::new(&mut self.scales));
+        let (made, token) = (Disjoint::new(&mut self.made), self.token);
+        let quantize = |i| {
             let strip = strip(m, i);
+            let at = strip.start * groups..strip.end * groups;
             // SAFETY: strips are disjoint, and each is asked for once.
             let codes = unsafe { codes.part(strip.start * padded..strip.end * padded) };
             // SAFETY: as above.
-            let sums = unsafe { sums.part(strip.start * groups..strip.end * groups) };
+            let (sums, eights) = unsafe { (sums.part(at.clone()), eights.part(at)) };
             // SAFETY: as above.
             let (scales, made) = unsafe { (scales.part(strip.clone()), made.part(i * lent..(i + 1) * lent)) };
             let rows = strip.len();
@@ -245,8 +255,12 @@ impl Int8Rows {
                     None => dispatch::quantize::<false>(token, row, grid, place),
                 }
             }
-        });
-        self.eights.extend(self.sums.iter().map(|sum| -8 * sum));
+            eights.iter_mut().zip(sums).for_each(|(eight, sum)| *eight = -8 * *sum);
+        };
+        if m > 0 {
+            parallel.for_each(strips(m), &quantize);
+        }
+        (self.m, self.layout, self.zero) = (m, Some(layout), by.map_or(0, |by| i32::from(by.zero)));
         Ok(())
     }
 

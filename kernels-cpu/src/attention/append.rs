@@ -109,7 +109,7 @@ fn apart(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelErr
     let named = match few.get_mut(..count) {
         Some(few) => few,
         None => {
-            many.try_reserve_exact(count).map_err(|_| KernelError::TooLarge("the number of pages"))?;
+            many.try_reserve_exact(count).map_err(|_| KernelError::Memory("the numbers of pages"))?;
             many.resize(count, 0);
             &mut many[..]
         }

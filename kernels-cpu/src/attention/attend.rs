@@ -4,7 +4,7 @@ use super::dispatch::Path;
 use super::kernel::{CHUNK, CHUNK_PAGES, Mass, TILE_ROWS, Tile};
 use super::layout::{KvLayout, MAX_HEAD_DIM, PAGE_TOKENS};
 use super::list::{Heads, PageList};
-use super::query::{LARGEST_QUERY, largest, quantize_query};
+use super::query::{LARGEST_QUERY, largest, quantize};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
@@ -290,7 +290,7 @@ impl<'l> Call<'_, 'l> {
             unsafe {
                 let (factor, sum) = if quantized {
                     let codes = core::slice::from_raw_parts_mut(self.word(row * d / 4).cast::<i8>(), d);
-                    let (scale, sum) = quantize_query(q, codes);
+                    let (scale, sum) = quantize(q, codes);
                     (scale * self.heads.scale, sum as f32)
                 } else {
                     let largest = largest(q);

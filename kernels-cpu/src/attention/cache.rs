@@ -32,7 +32,7 @@ pub struct Workspace {
 impl Workspace {
     fn words(&mut self, count: usize) -> Result<&mut [u32], KernelError> {
         let missing = count.saturating_sub(self.words.len());
-        self.words.try_reserve_exact(missing).map_err(|_| KernelError::TooLarge("the workspace"))?;
+        self.words.try_reserve_exact(missing).map_err(|_| KernelError::Memory("the workspace"))?;
         self.words.resize(self.words.len() + missing, 0);
         Ok(&mut self.words[..count])
     }
@@ -65,14 +65,10 @@ impl KvCache {
         let pages = pages.filter(|&pages| u32::try_from(pages).is_ok()).ok_or(too_large.clone())?;
         let bytes = pages.checked_mul(layout.page_bytes());
         bytes.filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(too_large)?;
-        Ok(Self {
-            layout,
-            heads,
-            max_tokens,
-            tokens: 0,
-            lines: Vec::new(),
-            lists: vec![Vec::new(); heads.kv],
-        })
+        let mut lists = Vec::new();
+        lists.try_reserve_exact(heads.kv).map_err(|_| KernelError::Memory("the cache"))?;
+        lists.resize_with(heads.kv, Vec::new);
+        Ok(Self { layout, heads, max_tokens, tokens: 0, lines: Vec::new(), lists })
     }
 
     /// Tokens that it holds.
@@ -153,15 +149,15 @@ impl KvCache {
             return Ok(());
         }
         let lines = blocks * kv * page_lines;
-        let too_large = |_| KernelError::TooLarge("the cache");
+        let none = |_| KernelError::Memory("the cache");
         if lines > self.lines.capacity() {
             // Half as much again, but not more than was agreed.
             let most = self.max_bytes() / LINE;
             let wanted = lines.max(self.lines.len() + self.lines.len() / 2).min(most);
-            self.lines.try_reserve_exact(wanted - self.lines.len()).map_err(too_large)?;
+            self.lines.try_reserve_exact(wanted - self.lines.len()).map_err(none)?;
         }
         for list in &mut self.lists {
-            list.try_reserve(blocks - there).map_err(too_large)?;
+            list.try_reserve(blocks - there).map_err(none)?;
         }
         self.lines.resize(lines, Line([0; LINE]));
         for (head, list) in self.lists.iter_mut().enumerate() {

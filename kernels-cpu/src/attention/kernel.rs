@@ -267,6 +267,8 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
                 let row = rows.add(m * CHUNK);
                 let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
                 let mut p = exp::<L>(L::fma(scores, one, minus[m]));
+                // Neither the largest score nor the exponential knows NaN: zero times what is not finite is one.
+                p = L::fma(scores, L::zero(), p);
                 if !is_whole {
                     p = keep::<L>(p, v, [t.first, t.seen[m]], 0.0);
                 }

@@ -1,6 +1,7 @@
 //! Queries become whole numbers.
 
 use super::grid::ROUND;
+use crate::KernelError;
 use crate::activation::SMALLEST;
 
 /// Scores of a row whose queries or factor are above might leave the range of `f32`; its result is NaN.
@@ -15,10 +16,15 @@ pub(super) fn largest(q: &[f32]) -> f32 {
 /// `s = max |q| / 127`, `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero where
 /// the largest magnitude is below [`SMALLEST`], and `s` is NaN where a value is not finite.
 ///
-/// # Panics
+/// # Errors
 /// When `codes` has another length.
-pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
-    assert_eq!(codes.len(), q.len(), "codes have another length");
+pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> Result<(f32, i32), KernelError> {
+    KernelError::length("codes", q.len(), codes.len())?;
+    Ok(quantize(q, codes))
+}
+
+/// The same of as many codes.
+pub(super) fn quantize(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
     let largest = largest(q);
     if !largest.is_finite() || largest < SMALLEST {
         codes.fill(0);

@@ -18,7 +18,7 @@
 #[allow(unsafe_code, reason = "vector loads and stores")]
 mod avx512;
 
-use std::sync::LazyLock;
+use crate::Isa;
 
 /// Rows of a strip of the left operand.
 pub const LEFT_ROWS: usize = 12;
@@ -33,12 +33,7 @@ impl Avx512Bf16 {
     /// The token, where the processor has the instructions and `QUANT_ISA`, if it is set, does not ask
     /// for another path.
     pub fn detect() -> Option<Self> {
-        static FOUND: LazyLock<bool> = LazyLock::new(|| {
-            let named = std::env::var_os("QUANT_ISA").filter(|isa| !isa.is_empty());
-            let wanted = named.is_none_or(|isa| isa == "avx512bf16");
-            wanted && available()
-        });
-        FOUND.then_some(Self(()))
+        (available() && Isa::detect() == Isa::Avx512Bf16).then_some(Self(()))
     }
 }
 
@@ -64,6 +59,7 @@ pub struct RightBf16(Packed<RIGHT_ROWS>);
 #[derive(Debug, Clone)]
 struct Packed<const R: usize> {
     rows: usize,
+    k: usize,
     pairs: usize,
     words: Vec<u32>,
 }
@@ -71,7 +67,7 @@ struct Packed<const R: usize> {
 impl<const R: usize> Packed<R> {
     fn zeros(rows: usize, k: usize) -> Self {
         let pairs = k.div_ceil(2);
-        Self { rows, pairs, words: vec![0; rows.div_ceil(R) * pairs * R] }
+        Self { rows, k, pairs, words: vec![0; rows.div_ceil(R) * pairs * R] }
     }
 
     fn strip(&self, index: usize) -> &[u32] {
@@ -109,7 +105,9 @@ macro_rules! operand {
             /// # Panics
             /// When `values` are not whole rows.
             pub fn pack(values: &[f32], k: usize) -> Self {
-                let mut packed = Self::zeros(values.len().checked_div(k).unwrap_or(0), k);
+                let rows = values.len().checked_div(k).unwrap_or(0);
+                assert_eq!(rows * k, values.len(), "not whole rows");
+                let mut packed = Self::zeros(rows, k);
                 for (rows, strip) in values.chunks(($rows * k).max(1)).zip(packed.strips_mut()) {
                     Self::pack_rows(rows, k, strip);
                 }
@@ -155,12 +153,9 @@ operand!(RightBf16, RIGHT_ROWS, "a right operand");
 /// # Panics
 /// When the operands have different widths, or `out` is not whole rows that `left` has from there on.
 pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
+    check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
     let n = right.rows;
-    assert_eq!(left.pairs, right.pairs, "operands have different widths");
-    assert!(n > 0 && out.len().is_multiple_of(n), "out is not whole rows");
-    let rows = out.len() / n;
-    assert!(first * LEFT_ROWS + rows <= left.rows, "rows leave the left operand");
     // Panel by panel, so that one stays in the first cache while all strips pass.
     for panel in 0..n.div_ceil(RIGHT_ROWS) {
         let columns = panel * RIGHT_ROWS..((panel + 1) * RIGHT_ROWS).min(n);
@@ -171,6 +166,15 @@ pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &Right
             }
         }
     }
+}
+
+/// Whether operands and output fit each other.
+fn check(left: &LeftBf16, first: usize, right: &RightBf16, out: usize) {
+    let (left, right) = (&left.0, &right.0);
+    assert_eq!(left.k, right.k, "operands have different widths");
+    assert!(right.rows > 0 && out.is_multiple_of(right.rows), "out is not whole rows");
+    let rows = first.checked_mul(LEFT_ROWS).and_then(|first| first.checked_add(out / right.rows));
+    assert!(rows.is_some_and(|rows| rows <= left.rows), "rows leave the left operand");
 }
 
 type Tile = [[f32; RIGHT_ROWS]; LEFT_ROWS];
@@ -274,10 +278,35 @@ mod tests {
         }
     }
 
+    /// What is checked before any instruction, on all processors.
     #[test]
     #[should_panic(expected = "different widths")]
     fn operands_of_different_widths_panic() {
-        let Some(token) = Avx512Bf16::detect() else { panic!("different widths: not tried") };
-        bf16_gemm(token, &LeftBf16::pack(&[1.0; 4], 4), 0, &RightBf16::pack(&[1.0; 2], 2), &mut [0.0]);
+        check(&LeftBf16::pack(&[1.0; 4], 4), 0, &RightBf16::pack(&[1.0; 2], 2), 1);
+    }
+
+    /// Three values and four are two pairs each.
+    #[test]
+    #[should_panic(expected = "different widths")]
+    fn operands_with_the_same_pairs_panic() {
+        check(&LeftBf16::pack(&[1.0; 3], 3), 0, &RightBf16::pack(&[1.0; 4], 4), 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "not whole rows")]
+    fn a_row_too_short_panics() {
+        LeftBf16::pack(&[1.0; 7], 4);
+    }
+
+    #[test]
+    #[should_panic(expected = "not whole rows")]
+    fn rows_without_width_panic() {
+        RightBf16::pack(&[1.0; 7], 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "leave the left operand")]
+    fn rows_that_are_not_there_panic() {
+        check(&LeftBf16::pack(&[1.0; 8], 4), usize::MAX, &RightBf16::pack(&[1.0; 4], 4), 1);
     }
 }

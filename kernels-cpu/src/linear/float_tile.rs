@@ -2,15 +2,21 @@
 //!
 //! What is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small whole numbers,
 //! exact in bf16 and `f32`. A group's own zero then costs `(z − c) Σ x`, and the scale one multiply-add.
+//!
+//! A group's products are added in order, those of pairs of bf16 in blocks of 256 features that are added in order: a
+//! row's bits are the same alone and among others. Of one or two rows such sums are too few in flight where a product
+//! takes longer than the next one takes to begin, and where values are two bf16 that shows: these take two groups, or
+//! blocks, side by side. More than two are more places of memory to read at once, and slower; groups without blocks
+//! leave the processor nothing to begin before it has ended.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
-use crate::layout::{PANEL_ROWS, STEP, ScaleType};
+use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::FloatLanes;
 
 use super::tile::{Tile, finish, scales_of};
 
-/// Sums that one output has at most.
-const CHAINS: usize = 4;
+/// Steps of a block.
+const BLOCK: usize = 256 / STEP;
 
 /// Multiplies.
 ///
@@ -27,78 +33,202 @@ pub(crate) unsafe fn multiply<
     t: &Tile<'_>,
 ) {
     let layout = t.layout;
-    let (groups, steps, panel) = (layout.groups(), layout.steps(), layout.panel_bytes());
-    let step_bytes = PANEL_ROWS * STEP * BITS / 8;
-    let (scales_at, zeros_at) = (layout.scales_at(), layout.zeros_at());
-    let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
-    let ahead = if MR <= 4 { 2048 } else { 0 };
-    // A product takes longer than the next one takes to begin: few rows need several sums in flight.
-    let chains = if L::ORDERED || MR > 2 { 1 } else { CHAINS / MR };
+    let (groups, steps) = (layout.groups(), layout.steps());
     // SAFETY: all reads are within what the caller vouches for, as in the tile of whole numbers.
     unsafe {
-        let table = L::centre(centre);
+        let table = L::centre(centre::<BITS>(layout));
         let mut totals = [[L::zero(); NP]; MR];
-        let (mut at, mut x) = (t.weights, t.activations);
-        for g in 0..groups {
-            let mut acc = [[[L::zero(); CHAINS]; NP]; MR];
-            for _ in 0..steps {
-                for p in 0..NP {
-                    if ahead > 0 {
-                        L::prefetch(at.wrapping_add(p * panel + ahead));
-                        if BITS == 8 {
-                            L::prefetch(at.wrapping_add(p * panel + ahead + 64));
-                        }
-                    }
-                }
-                for part in 0..L::PARTS {
-                    let mut w = [L::weights::<BITS>(at, part, table); NP];
-                    for p in 1..NP {
-                        w[p] = L::weights::<BITS>(at.add(p * panel), part, table);
-                    }
-                    for m in 0..MR {
-                        let row = x.add(m * FLOAT_STEP);
-                        for p in 0..NP {
-                            let sum = &mut acc[m][p][part % chains];
-                            *sum = L::dot_float::<REST>(*sum, w[p], row, part);
-                        }
-                    }
-                }
-                // After the last step these point behind what is there, and are not followed.
-                at = at.wrapping_add(step_bytes);
-                x = x.wrapping_add(t.strip * FLOAT_STEP);
-            }
-            let mut sums = [[L::zero(); NP]; MR];
-            for m in 0..MR {
-                for p in 0..NP {
-                    let one = L::splat_f32(1.0);
-                    sums[m][p] = acc[m][p][0];
-                    for c in 1..chains {
-                        sums[m][p] = L::fma(acc[m][p][c], one, sums[m][p]);
-                    }
+        let mut g = 0;
+        if L::ORDERED || steps <= BLOCK {
+            if !L::ORDERED && REST && MR <= 2 {
+                while g + 2 <= groups {
+                    let both = add_steps::<L, BITS, REST, MR, NP, 2>(
+                        t,
+                        L::centre(centre::<BITS>(layout)),
+                        g * steps,
+                        steps,
+                    );
+                    // Through memory once, or the compiler keeps them there in the inner loop.
+                    let [first, second] = core::hint::black_box(both);
+                    join::<L, BITS, MR, NP>(t, first, g, &mut totals);
+                    join::<L, BITS, MR, NP>(t, second, g + 1, &mut totals);
+                    g += 2;
                 }
             }
-            let scales = t.weights.add(scales_at);
-            let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
-            for p in 0..NP {
-                if layout.middle().is_none() {
-                    let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
-                    let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
-                    // Minus the zero, counted from the centre.
-                    let zeros = L::to_f32(L::sub(L::splat(centre), zeros));
-                    for m in 0..MR {
-                        let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
-                        sums[m][p] = L::fma(zeros, L::splat_f32(sum), sums[m][p]);
-                    }
-                }
-                let progressive = layout.scales() == ScaleType::Progressive;
-                let scale = if progressive { L::to_f32(L::as_i32(scales[p])) } else { scales[p] };
-                for m in 0..MR {
-                    totals[m][p] = L::fma(sums[m][p], scale, totals[m][p]);
+            while g < groups {
+                let [sums] = add_steps::<L, BITS, REST, MR, NP, 1>(t, table, g * steps, steps);
+                join::<L, BITS, MR, NP>(t, sums, g, &mut totals);
+                g += 1;
+            }
+        }
+        // Of wide groups, block after block.
+        while g < groups {
+            let (mut sums, mut at) = ([[L::zero(); NP]; MR], 0);
+            if !L::ORDERED && REST && MR <= 2 {
+                while at + 2 * BLOCK <= steps {
+                    let both = add_steps::<L, BITS, REST, MR, NP, 2>(
+                        t,
+                        L::centre(centre::<BITS>(layout)),
+                        g * steps + at,
+                        BLOCK,
+                    );
+                    let [first, second] = core::hint::black_box(both);
+                    plus::<L, MR, NP>(&mut sums, first);
+                    plus::<L, MR, NP>(&mut sums, second);
+                    at += 2 * BLOCK;
                 }
             }
+            while at < steps {
+                let count = BLOCK.min(steps - at);
+                let [block] = add_steps::<L, BITS, REST, MR, NP, 1>(t, table, g * steps + at, count);
+                plus::<L, MR, NP>(&mut sums, block);
+                at += count;
+            }
+            join::<L, BITS, MR, NP>(t, sums, g, &mut totals);
+            g += 1;
         }
         debug_assert!(t.zero == 0 && t.scales.is_null() || layout.scales() == ScaleType::Progressive);
         finish::<L, MR, NP>(t, totals);
+    }
+}
+
+/// What is taken off every code.
+fn centre<const BITS: usize>(layout: &Layout) -> i32 {
+    layout.middle().map_or(1 << (BITS - 1), i32::from)
+}
+
+/// `sums += block`.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
+    sums: &mut [[L::F; NP]; MR],
+    block: [[L::F; NP]; MR],
+) {
+    for m in 0..MR {
+        for p in 0..NP {
+            // SAFETY: the caller has the instructions.
+            sums[m][p] = unsafe { L::fma(block[m][p], L::splat_f32(1.0), sums[m][p]) };
+        }
+    }
+}
+
+/// The sums over `count` steps from `first` on, and with `NG` of 2 those over the `count` steps behind them, side
+/// by side.
+///
+/// # Safety
+/// As [`multiply`]; the steps must be there.
+#[inline(always)]
+unsafe fn add_steps<
+    L: FloatLanes,
+    const BITS: usize,
+    const REST: bool,
+    const MR: usize,
+    const NP: usize,
+    const NG: usize,
+>(
+    t: &Tile<'_>,
+    table: L::Table,
+    first: usize,
+    count: usize,
+) -> [[[L::F; NP]; MR]; NG] {
+    let panel = t.layout.panel_bytes();
+    let step_bytes = PANEL_ROWS * STEP * BITS / 8;
+    // Of two side by side what is asked for comes after both.
+    let ahead = if MR > 4 { 0 } else { (NG * count * step_bytes).clamp(2048, 8192) };
+    // SAFETY: as the caller vouches; steps and rows stay below their counts.
+    unsafe {
+        let mut at = t.weights.wrapping_add(first * step_bytes);
+        let mut x = t.activations.wrapping_add(first * t.strip * FLOAT_STEP);
+        let mut sums = [[[L::zero(); NP]; MR]; NG];
+        for _ in 0..count {
+            // One by one and not in a loop: all sums stay in registers.
+            add_step::<L, BITS, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead);
+            if NG > 1 {
+                let behind =
+                    (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * FLOAT_STEP));
+                add_step::<L, BITS, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
+            }
+            // After the last step these point behind what is there, and are not followed.
+            at = at.wrapping_add(step_bytes);
+            x = x.wrapping_add(t.strip * FLOAT_STEP);
+        }
+        sums
+    }
+}
+
+/// Adds the sums of a group to the totals, times its scale.
+///
+/// # Safety
+/// As [`multiply`]; the group must be there.
+#[inline(always)]
+unsafe fn join<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usize>(
+    t: &Tile<'_>,
+    mut sums: [[L::F; NP]; MR],
+    g: usize,
+    totals: &mut [[L::F; NP]; MR],
+) {
+    let layout = t.layout;
+    let (panel, zeros_at) = (layout.panel_bytes(), layout.zeros_at());
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let scales = t.weights.add(layout.scales_at());
+        let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
+        for p in 0..NP {
+            if layout.middle().is_none() {
+                let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
+                let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+                // Minus the zero, counted from the centre.
+                let zeros = L::to_f32(L::sub(L::splat(centre::<BITS>(layout)), zeros));
+                for m in 0..MR {
+                    let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
+                    sums[m][p] = L::fma(zeros, L::splat_f32(sum), sums[m][p]);
+                }
+            }
+            let progressive = layout.scales() == ScaleType::Progressive;
+            let scale = if progressive { L::to_f32(L::as_i32(scales[p])) } else { scales[p] };
+            for m in 0..MR {
+                totals[m][p] = L::fma(sums[m][p], scale, totals[m][p]);
+            }
+        }
+    }
+}
+
+/// Adds the products of a step to the sums of its group; `at` is where its codes begin and `x` the activations.
+///
+/// # Safety
+/// As [`multiply`]; `at` must be a step of `NP` panels that are `panel` bytes apart, `x` that of `MR` rows.
+#[inline(always)]
+unsafe fn add_step<L: FloatLanes, const BITS: usize, const REST: bool, const MR: usize, const NP: usize>(
+    sums: &mut [[L::F; NP]; MR],
+    (at, x): (*const u8, *const u8),
+    table: L::Table,
+    panel: usize,
+    ahead: usize,
+) {
+    // SAFETY: as the caller vouches; what is asked for need not be there.
+    unsafe {
+        if ahead > 0 {
+            for p in 0..NP {
+                L::prefetch(at.wrapping_add(p * panel + ahead));
+                if BITS == 8 {
+                    L::prefetch(at.wrapping_add(p * panel + ahead + 64));
+                }
+            }
+        }
+        for part in 0..L::PARTS {
+            let mut w = [L::weights::<BITS>(at, part, table); NP];
+            for p in 1..NP {
+                w[p] = L::weights::<BITS>(at.add(p * panel), part, table);
+            }
+            for m in 0..MR {
+                let row = x.add(m * FLOAT_STEP);
+                for p in 0..NP {
+                    sums[m][p] = L::dot_float::<REST>(sums[m][p], w[p], row, part);
+                }
+            }
+        }
     }
 }
 

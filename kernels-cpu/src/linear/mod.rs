@@ -23,6 +23,7 @@ mod dispatch;
 mod float_tile;
 mod tile;
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -71,6 +72,28 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
+    /// Some rows, output features that is, as a matrix of their own, which is multiplied with the same activations:
+    /// its results are those columns of the whole, to the bit. `rows` begin at a multiple of [`PANEL_ROWS`] and end
+    /// at one, or where the matrix does. Nothing is copied.
+    ///
+    /// # Errors
+    /// When there are no such rows, none at all, or they begin or end within a panel.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Self, KernelError> {
+        let n = self.layout.n();
+        if rows.start >= rows.end || rows.end > n {
+            return Err(KernelError::Mismatch { what: "rows", expected: n, got: rows.end });
+        }
+        for end in [rows.start, rows.end].into_iter().filter(|&end| end != n) {
+            if !end.is_multiple_of(PANEL_ROWS) {
+                let what = "rows that begin or end within a panel";
+                return Err(KernelError::Mismatch { what, expected: PANEL_ROWS, got: end });
+            }
+        }
+        let (layout, at) = (self.layout.of_rows(rows.len()), rows.start / PANEL_ROWS);
+        let bytes = &self.bytes[at * layout.panel_bytes()..][..layout.bytes()];
+        Ok(Self { layout, bytes })
+    }
+
     /// `out = x · Wᵀ + bias` on whole numbers: `x` is `[m, k]`, `out` `[m, n]` row-major and overwritten, `bias`
     /// `[n]`.
     ///
@@ -91,10 +114,10 @@ impl<'a> PackedView<'a> {
             m: x.m,
             layout: x.layout,
             step_bytes: STEP,
-            activations: x.codes.as_ptr().cast(),
-            sums: x.sums.as_ptr().cast(),
-            eights: Some(x.eights.as_ptr()),
-            scales: Some(x.scales.as_ptr()),
+            activations: Bytes::of(&x.codes),
+            sums: Bytes::of(&x.sums),
+            eights: Some(&x.eights),
+            scales: Some(&x.scales),
             rest: false,
             zero: x.zero,
         };
@@ -116,8 +139,8 @@ impl<'a> PackedView<'a> {
             m: x.m,
             layout: x.layout,
             step_bytes: FLOAT_STEP,
-            activations: x.words.as_ptr().cast(),
-            sums: x.sums.as_ptr().cast(),
+            activations: Bytes::of(&x.words),
+            sums: Bytes::of(&x.sums),
             eights: None,
             scales: None,
             rest: !x.exact_in_bf16,
@@ -138,7 +161,7 @@ impl<'a> PackedView<'a> {
     fn run(
         &self,
         path: Path,
-        x: &Rows,
+        x: &Rows<'_>,
         bias: Option<&[f32]>,
         out: &mut [f32],
         parallel: &dyn Parallel,
@@ -160,6 +183,7 @@ impl<'a> PackedView<'a> {
         if m == 0 {
             return Ok(());
         }
+        x.check(layout)?;
         // Strips whose activations stay in the second cache while panels pass.
         let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(m));
@@ -197,7 +221,7 @@ impl<'a> PackedView<'a> {
     unsafe fn part(
         &self,
         path: Path,
-        x: &Rows,
+        x: &Rows<'_>,
         strips: Range<usize>,
         panels: Range<usize>,
         bias: Option<&[f32]>,
@@ -227,10 +251,10 @@ impl<'a> PackedView<'a> {
                                 layout,
                                 weights: self.bytes.as_ptr().add((panel + first) * layout.panel_bytes()),
                                 strip: rows.len(),
-                                activations: x.activations.add(at * x.step_bytes),
-                                sums: x.sums.add(4 * sums_at),
-                                eights: x.eights.map_or(core::ptr::null(), |e| e.add(sums_at)),
-                                scales: x.scales.map_or(core::ptr::null(), |s| s.add(row)),
+                                activations: x.activations.at.add(at * x.step_bytes),
+                                sums: x.sums.at.add(4 * sums_at),
+                                eights: x.eights.map_or(core::ptr::null(), |e| e.as_ptr().add(sums_at)),
+                                scales: x.scales.map_or(core::ptr::null(), |s| s.as_ptr().add(row)),
                                 zero: x.zero,
                                 rest: x.rest,
                                 bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
@@ -249,27 +273,74 @@ impl<'a> PackedView<'a> {
     }
 }
 
+/// A slice of any type, as bytes.
+#[derive(Clone, Copy)]
+struct Bytes<'a> {
+    at: *const u8,
+    len: usize,
+    of: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Bytes<'a> {
+    fn of<T>(slice: &'a [T]) -> Self {
+        Self { at: slice.as_ptr().cast(), len: size_of_val(slice), of: PhantomData }
+    }
+}
+
 /// Rows of either kind.
-struct Rows {
+struct Rows<'a> {
     m: usize,
     layout: Option<RowLayout>,
     /// Bytes of a step of a row.
     step_bytes: usize,
-    activations: *const u8,
+    activations: Bytes<'a>,
     /// Of four bytes each.
-    sums: *const u8,
-    eights: Option<*const i32>,
-    scales: Option<*const f32>,
+    sums: Bytes<'a>,
+    eights: Option<&'a [i32]>,
+    scales: Option<&'a [f32]>,
     rest: bool,
     zero: i32,
 }
 // SAFETY: threads only read what the pointers point to, and the rows outlive the call.
-unsafe impl Sync for Rows {}
+unsafe impl Sync for Rows<'_> {}
+
+impl Rows<'_> {
+    /// Whether everything is as long as so many rows are: what kernels read is not checked again.
+    fn check(&self, layout: &Layout) -> Result<(), KernelError> {
+        let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
+        let length = |what, expected: Option<usize>, got| match expected {
+            Some(expected) => KernelError::length(what, expected, got),
+            None => Err(KernelError::TooLarge(what)),
+        };
+        let groups = layout.groups();
+        let steps = of(layout.padded_k() / STEP, self.step_bytes);
+        length("bytes of activations", steps, self.activations.len)?;
+        length("bytes of sums", of(groups, 4), self.sums.len)?;
+        self.eights.map_or(Ok(()), |eights| length("sums", of(groups, 1), eights.len()))?;
+        self.scales.map_or(Ok(()), |scales| length("scales", Some(self.m), scales.len()))
+    }
+}
 
 /// A cache line.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; LINE]);
+
+/// So many lines of zeros, which the system makes where they are first touched: by the threads that pack.
+fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
+    let memory = std::alloc::Layout::array::<Line>(count);
+    let memory = memory.map_err(|_| KernelError::TooLarge("the packed weights"))?;
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    // SAFETY: the size is not zero.
+    let at = unsafe { std::alloc::alloc_zeroed(memory) }.cast::<Line>();
+    if at.is_null() {
+        return Err(KernelError::Memory("the packed weights"));
+    }
+    // SAFETY: from the allocator of vectors, with this layout; zeros are lines.
+    Ok(unsafe { Vec::from_raw_parts(at, count, count) })
+}
 
 /// Packed weights of our own, aligned.
 #[derive(Debug, Clone)]
@@ -283,7 +354,7 @@ impl PackedLinear {
     /// Packs a view; `sums` where activations may have a zero.
     ///
     /// # Errors
-    /// As [`Layout::pack`], and when the bias is not `[n]`.
+    /// As [`Layout::pack`], and when the bias is not `[n]` or memory is short.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -294,7 +365,12 @@ impl PackedLinear {
         if let Some(bias) = bias {
             KernelError::length("bias", layout.n(), bias.len())?;
         }
-        let mut lines = vec![Line([0; LINE]); layout.bytes() / LINE];
+        let mut lines = zeros(layout.bytes() / LINE)?;
+        let mut own = Vec::new();
+        if let Some(bias) = bias {
+            own.try_reserve_exact(bias.len()).map_err(|_| KernelError::Memory("the bias"))?;
+            own.extend_from_slice(bias);
+        }
         let panel_lines = layout.panel_bytes() / LINE;
         let (out, refused) = (Disjoint::new(&mut lines), Mutex::new(None));
         parallel.for_each(layout.panels(), &|panel| {
@@ -310,7 +386,7 @@ impl PackedLinear {
         if let Some(error) = refused.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
-        Ok(Self { layout, lines, bias: bias.map(<[f32]>::to_vec) })
+        Ok(Self { layout, lines, bias: bias.map(|_| own) })
     }
 
     /// The weights, to multiply with and to write to a file.

@@ -34,17 +34,17 @@ impl ErrorStats {
             let reason = format!("{} weights are compared with [{n}, {k}]", weights.len());
             return Err(Error::Internal(reason));
         }
-        let rows: Vec<Self> = weights
+        let rows = weights
             .par_chunks(k.max(1))
             .enumerate()
             .map_init(
                 || vec![0.0; k],
                 |rounded, (r, exact)| {
-                    dequantize_rows(&view, r..r + 1, rounded);
-                    Self::of_row(exact, rounded)
+                    dequantize_rows(&view, r..r + 1, rounded).map_err(|e| Error::Internal(e.to_string()))?;
+                    Ok::<_, Error>(Self::of_row(exact, rounded))
                 },
             )
-            .collect();
+            .collect::<Result<Vec<Self>>>()?;
         Ok(rows.iter().fold(Self::default(), Self::plus))
     }
 

@@ -120,7 +120,8 @@ impl QuantizedTensor {
     /// As [`view`](Self::view).
     pub fn dequantize(&self) -> Result<Vec<f32>> {
         let mut out = vec![0.0; self.shape[0] * self.shape[1]];
-        dequantize_rows(&self.view()?, 0..self.shape[0], &mut out);
+        let view = self.view()?;
+        dequantize_rows(&view, 0..view.n(), &mut out).map_err(|e| Error::Internal(e.to_string()))?;
         Ok(out)
     }
 }

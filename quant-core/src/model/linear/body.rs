@@ -103,7 +103,7 @@ impl WeightBody {
             }
             Self::Quantized(tensor) => {
                 scratch.resize(span.len(), 0.0);
-                dequantize_rows(&tensor.view()?, rows, scratch);
+                dequantize_rows(&tensor.view()?, rows, scratch).map_err(kernel_error)?;
                 Ok(scratch)
             }
             Self::Packed(linear) => {

@@ -1,0 +1,111 @@
+//! At the widest groups that are taken, the largest sums there are fit; wider groups are refused.
+
+use quant_kernels_cpu::{
+    Int8Rows, Isa, KernelError, Layout, PackedLinear, RowLayout, ScaleType, Scales, Serial, StaticScale,
+    WeightView,
+};
+
+/// Bits of codes, sums, two levels of scales, and the widest group (or row).
+const LIMITS: [(u8, bool, bool, usize); 8] = [
+    (8, false, false, 65_793),
+    (4, false, false, 1_118_481),
+    (8, true, false, 33_025),
+    (4, true, false, 561_433),
+    (8, false, true, 131_071),
+    (4, false, true, 131_071),
+    (8, true, true, 65_793),
+    (4, true, true, 65_793),
+];
+
+fn accepts(width: usize, bits: u8, sums: bool, progressive: bool) -> bool {
+    let scales = if progressive { ScaleType::Progressive } else { ScaleType::F32 };
+    let result = Layout::from_parts([1, width], bits.into(), width, scales, None, sums);
+    if let Err(error) = &result {
+        assert_eq!(*error, KernelError::TooLarge("the width of a group"));
+    }
+    result.is_ok()
+}
+
+/// By exact numbers: the last width whose largest sum is below 2³¹.
+#[test]
+fn limits_are_the_largest_there_are() {
+    for (bits, sums, progressive, limit) in LIMITS {
+        let weight = if progressive { 128 } else { (1_u128 << bits) - 1 };
+        let most = weight * if sums { 255 } else { 128 };
+        assert!(most * (limit as u128) < 1 << 31 && most * (limit as u128 + 1) >= 1 << 31, "{limit}");
+        assert!(accepts(limit, bits, sums, progressive) && !accepts(limit + 1, bits, sums, progressive));
+    }
+    // Of two levels it is the row that counts, of others the group.
+    let layout = |width, scales| Layout::from_parts([1, 4 * width], 4, width, scales, None, false);
+    assert!(layout(40_000, ScaleType::Progressive).is_err() && layout(40_000, ScaleType::F16).is_ok());
+}
+
+/// One row with one group, as wide as it gets, at the ends of everything: what the layout takes is multiplied
+/// exactly, with a zero of the activations where there are sums, and without.
+#[test]
+fn extremes_at_the_limits_are_exact() {
+    for (bits, sums, progressive, _) in LIMITS {
+        // What is taken, not what should be: a bound that is too wide gives wrong sums here.
+        let width = (1..24).rev().fold(1_usize, |width, bit| {
+            let more = width + (1 << bit) / 2;
+            if accepts(more, bits, sums, progressive) { more } else { width }
+        });
+        let width = (width..).find(|width| !accepts(width + 1, bits, sums, progressive)).unwrap();
+        let top = u8::MAX >> (8 - bits);
+        // Codes and zeros whose product with the scale of the group is as large as may be.
+        let ends: Vec<(u8, Option<u8>, u8)> = match (progressive, bits) {
+            (false, _) => vec![(top, Some(0), 1), (0, Some(top), 1), (0, None, 1), (top, None, 1)],
+            (true, 4) => vec![(8, Some(0), 16), (0, Some(8), 16), (0, None, 16)],
+            (true, _) => vec![(128, Some(0), 1), (0, Some(128), 1), (0, None, 1)],
+        };
+        for (code, zero, scale) in ends {
+            let (codes, zeros) = (vec![code; width], zero.map(|zero| [zero]));
+            let groups = [scale];
+            let scales = match progressive {
+                true => Scales::Progressive { groups: &groups, channels: &[1.0] },
+                false => Scales::Float(&[1.0]),
+            };
+            let zeros = zeros.as_ref().map(|zeros| &zeros[..]);
+            let view = WeightView::with_scales([1, width], bits, width, &codes, scales, zeros).unwrap();
+            let packed = PackedLinear::pack(&view, None, sums, &Serial).unwrap();
+            let weight = i64::from(code) - i64::from(zero.unwrap_or(1 << (bits - 1)));
+            for (x, by) in [
+                // Per token −127 and 127, static −128 and 127, and as far from a zero as it gets.
+                (-1.0_f32, None),
+                (1.0, None),
+                (-1.0, Some(0)),
+                (1.0, Some(0)),
+                (-1.0, Some(127)),
+                (1.0, Some(-128)),
+            ] {
+                if !sums && by.is_some_and(|zero| zero != 0) {
+                    continue;
+                }
+                let (mut rows, layout) = (Int8Rows::default(), RowLayout::of(packed.layout()));
+                let x = vec![x; width];
+                let a = match by {
+                    None => {
+                        rows.quantize(&x, layout, &Serial).unwrap();
+                        (127.0 * x[0]) as i64
+                    }
+                    Some(zero) => {
+                        let by = StaticScale { scale: 1.0 / 1024.0, zero };
+                        rows.quantize_static(&x, layout, by, &Serial).unwrap();
+                        (if x[0] < 0.0 { -128 } else { 127 }) - i64::from(zero)
+                    }
+                };
+                assert_eq!(i64::from(rows.row(0)[width - 1]), a + i64::from(rows.zero()));
+                let sum = weight * i64::from(scale) * a * width as i64;
+                let expected = i32::try_from(sum).unwrap() as f32 * rows.scales()[0];
+                for isa in Isa::available() {
+                    let mut out = [0.0];
+                    packed.view().multiply(isa.token().unwrap(), &rows, None, &mut out, &Serial).unwrap();
+                    assert_eq!(
+                        out[0], expected,
+                        "{isa:?} {bits} {sums} {progressive} {code} {zero:?} {by:?}"
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! What the tests share: threads of several kinds, and numbers that repeat themselves.
+#![allow(dead_code, reason = "no test uses all of it")]
+
+use quant_kernels_cpu::Parallel;
+
+/// Runs pieces backwards, and says that it has many threads: splits become small.
+pub struct Backwards;
+
+// SAFETY: each number is called once, and all calls are done at the end.
+unsafe impl Parallel for Backwards {
+    fn threads(&self) -> usize {
+        7
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        (0..count).rev().for_each(piece);
+    }
+}
+
+/// Threads of its own.
+pub struct Threads(pub usize);
+
+// SAFETY: each number is called once, and all calls are done at the end.
+unsafe impl Parallel for Threads {
+    fn threads(&self) -> usize {
+        self.0
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        std::thread::scope(|scope| {
+            for t in 0..self.0 {
+                scope.spawn(move || (t..count).step_by(self.0).for_each(piece));
+            }
+        });
+    }
+}
+
+/// Unwinds after so many pieces.
+pub struct Panics(pub usize);
+
+// SAFETY: each number is called once at most, and none runs when it unwinds.
+unsafe impl Parallel for Panics {
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+        (0..count.min(self.0)).for_each(piece);
+        panic!("threads that unwind");
+    }
+}
+
+/// A stream of numbers that repeats itself for a seed.
+pub struct Stream(pub u64);
+
+impl Stream {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// From −1 to 1.
+    pub fn unit(&mut self) -> f32 {
+        self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// Over twelve powers of two, both signs.
+    pub fn float(&mut self) -> f32 {
+        let scale = 2.0_f32.powi(self.below(12) as i32 - 8);
+        self.unit() * scale
+    }
+}

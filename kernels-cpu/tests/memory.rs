@@ -1,0 +1,111 @@
+//! Where the system gives no memory there is an error, and nothing ends.
+
+use std::alloc::{GlobalAlloc, Layout as Memory, System};
+use std::cell::Cell;
+
+use half::f16;
+use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
+use quant_kernels_cpu::{
+    FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, RowLayout, Serial, WeightView,
+};
+
+thread_local! {
+    /// Allocations that this thread still gets; none are counted at first.
+    static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+struct Short;
+
+impl Short {
+    fn has_some() -> bool {
+        let left = LEFT.get();
+        LEFT.set(left.map(|left| left.saturating_sub(1)));
+        left != Some(0)
+    }
+}
+
+// SAFETY: the system's, or none.
+unsafe impl GlobalAlloc for Short {
+    unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
+        // SAFETY: as the caller vouches.
+        if Self::has_some() { unsafe { System.alloc(memory) } } else { std::ptr::null_mut() }
+    }
+
+    unsafe fn alloc_zeroed(&self, memory: Memory) -> *mut u8 {
+        // SAFETY: as the caller vouches.
+        if Self::has_some() { unsafe { System.alloc_zeroed(memory) } } else { std::ptr::null_mut() }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, memory: Memory, size: usize) -> *mut u8 {
+        // SAFETY: as the caller vouches.
+        if Self::has_some() { unsafe { System.realloc(at, memory, size) } } else { std::ptr::null_mut() }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
+        // SAFETY: as the caller vouches.
+        unsafe { System.dealloc(at, memory) }
+    }
+}
+
+#[global_allocator]
+static SHORT: Short = Short;
+
+/// Calls with no memory, then with one allocation, and so on until it succeeds; says how many it takes.
+fn short<T>(mut call: impl FnMut() -> Result<T, KernelError>) -> usize {
+    for count in 0..100 {
+        LEFT.set(Some(count));
+        let result = call();
+        LEFT.set(None);
+        match result {
+            Ok(_) => return count,
+            Err(error) => assert_eq!((error.code(), matches!(error, KernelError::Memory(_))), (8, true)),
+        }
+    }
+    panic!("it never had enough");
+}
+
+#[test]
+fn weights_and_rows_need_memory() {
+    let (n, k, m) = (32, 64, 30);
+    let (codes, scales, zeros) = (vec![3; n * k], vec![0.5; n * 2], vec![7; n * 2]);
+    let view = WeightView::new([n, k], 4, 32, &codes, &scales, Some(&zeros)).unwrap();
+    assert_eq!(short(|| PackedLinear::pack(&view, Some(&[1.0; 32]), false, &Serial)), 2);
+    let packed = PackedLinear::pack(&view, None, false, &Serial).unwrap();
+    assert_eq!(short(|| packed.layout().unpack(packed.view().bytes())), 3);
+    let (layout, token) = (RowLayout::of(packed.layout()), IsaToken::detect());
+    let (x, more) = (vec![f16::ONE; m * k], vec![f16::ONE; 2 * m * k]);
+    let mut out = vec![0.0; m * n];
+    let (mut whole, mut float) = (Int8Rows::new(token), FloatRows::new(token));
+    assert_eq!(short(|| Int8Rows::new(token).quantize(&x, layout, &Serial)), 5);
+    assert_eq!(short(|| FloatRows::new(token).pack(&x, layout, &Serial)), 3);
+    // What is held is used again; more is asked for, and refused, and no rows are left.
+    for count in 0..5 {
+        whole.quantize(&x, layout, &Serial).unwrap();
+        float.pack(&x, layout, &Serial).unwrap();
+        LEFT.set(Some(0));
+        whole.quantize(&x, layout, &Serial).unwrap();
+        float.pack(&x, layout, &Serial).unwrap();
+        packed.multiply(&whole, &mut out, &Serial).unwrap();
+        packed.multiply_float(&float, &mut out, &Serial).unwrap();
+        let mut whole = Int8Rows::new(token);
+        LEFT.set(Some(count));
+        let result = whole.quantize(&more, layout, &Serial);
+        LEFT.set(None);
+        assert_eq!((result.unwrap_err().code(), whole.m()), (8, 0));
+        assert_eq!(packed.multiply(&whole, &mut out, &Serial).unwrap_err().code(), 4);
+    }
+}
+
+#[test]
+fn caches_need_memory() {
+    let heads = Heads { query: 4, kv: 2, scale: 0.25 };
+    let layout = KvLayout::new(KvType::Kv4, 16).unwrap();
+    assert_eq!(short(|| KvCache::new(layout, heads, 200)), 1);
+    let mut cache = KvCache::new(layout, heads, 200).unwrap();
+    let x = vec![1.0; 130 * 32];
+    // What an attempt got, it keeps.
+    assert!(short(|| cache.append(&x, &x, &Serial)) > 0);
+    assert_eq!(cache.tokens(), 130);
+    let (mut workspace, mut out, mut lse) = (Workspace::default(), [0.0; 64], [0.0; 4]);
+    assert_eq!(short(|| cache.decode(&[1.0; 64], &mut out, &mut lse, &mut workspace, &Serial)), 1);
+}

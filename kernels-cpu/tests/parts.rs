@@ -1,0 +1,76 @@
+//! Some output features of a matrix give what the whole gives for them, to the bit.
+
+mod common;
+
+use common::{Backwards, Stream};
+use quant_kernels_cpu::{
+    FloatRows, Int8Rows, Isa, PackedLinear, PackedView, RowLayout, Serial, StaticScale, WeightView,
+};
+
+const K: usize = 96;
+const N: usize = 16 * 9 + 5;
+
+fn bits(v: &[f32]) -> Vec<u32> {
+    v.iter().map(|v| v.to_bits()).collect()
+}
+
+fn weights(bits: u8) -> PackedLinear {
+    let mut s = Stream(3);
+    let codes: Vec<u8> = (0..N * K).map(|_| s.below(1 << bits) as u8).collect();
+    let scales: Vec<f32> = (0..N * 3).map(|_| s.float()).collect();
+    let zeros: Vec<u8> = (0..N * 3).map(|_| s.below(1 << bits) as u8).collect();
+    let view = WeightView::new([N, K], bits, 32, &codes, &scales, Some(&zeros)).unwrap();
+    PackedLinear::pack(&view, None, true, &Serial).unwrap()
+}
+
+#[test]
+fn parts_are_those_of_the_whole() {
+    let mut s = Stream(4);
+    let bias: Vec<f32> = (0..N).map(|_| s.float()).collect();
+    for m in [1, 3, 17] {
+        let x: Vec<f32> = (0..m * K).map(|_| s.float()).collect();
+        for (isa, width) in Isa::available().flat_map(|isa| [(isa, 4), (isa, 8)]) {
+            let (packed, token) = (weights(width), isa.token().unwrap());
+            let layout = RowLayout::of(packed.layout());
+            let (mut whole, mut float) = (Int8Rows::new(token), FloatRows::new(token));
+            let by = StaticScale { scale: 0.02, zero: -9 };
+            whole.quantize_static(&x, layout, by, &Serial).unwrap();
+            float.pack(&x, layout, &Serial).unwrap();
+            let products = |view: PackedView<'_>, bias: &[f32]| {
+                let n = view.layout().n();
+                let mut outs = [vec![f32::NAN; m * n], vec![f32::NAN; m * n]];
+                view.multiply(token, &whole, Some(bias), &mut outs[0], &Backwards).unwrap();
+                view.multiply_float(&float, Some(bias), &mut outs[1], &Backwards).unwrap();
+                outs
+            };
+            let all = products(packed.view(), &bias);
+            for rows in [0..N, 0..16, 16..48, 48..128, 128..N, 144..N, 80..144] {
+                let part = packed.view().rows(rows.clone()).unwrap();
+                let got = products(part, &bias[rows.clone()]);
+                for (got, all) in got.iter().zip(&all) {
+                    let expected: Vec<f32> =
+                        all.chunks(N).flat_map(|row| row[rows.clone()].to_vec()).collect();
+                    assert_eq!(bits(got), bits(&expected), "{isa:?} {m} {rows:?}");
+                }
+                let mut floats = [vec![0.0; rows.len() * K], vec![0.0; rows.len() * K]];
+                part.dequantize_rows(0..rows.len(), &mut floats[0]).unwrap();
+                packed.view().dequantize_rows(rows, &mut floats[1]).unwrap();
+                assert_eq!(floats[0], floats[1]);
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_that_are_none_are_errors() {
+    let packed = weights(4);
+    let code = |rows| packed.view().rows(rows).map(|_| ()).unwrap_err().code();
+    #[allow(clippy::reversed_empty_ranges, reason = "it is what is tested")]
+    let backwards = 32..16;
+    for rows in [0..N + 1, 16..16, N..N, 8..32, 16..33, 0..N - 1, 160..176, 0..usize::MAX, backwards] {
+        assert_eq!(code(rows.clone()), 4, "{rows:?}");
+    }
+    // A part of a part.
+    let part = packed.view().rows(32..N).unwrap().rows(16..32).unwrap();
+    assert_eq!(part.bytes(), packed.view().rows(48..64).unwrap().bytes());
+}
