@@ -182,7 +182,8 @@ impl QuantizedLinear {
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
         self.runner.lend(|rows, parallel| {
             // Grows and does not shrink, so that a call of few rows clears nothing for one of many.
-            resize(&mut rows.out, Some(rows.out.len().max(out.len())))?;
+            let room = rows.out.len().max(out.len());
+            resize(&mut rows.out, Some(room))?;
             let sums = &mut rows.out[..out.len()];
             self.multiply_in(&mut rows.float, &mut rows.whole, x, sums, parallel)?;
             narrow(IsaToken::detect(), sums, out, parallel)
