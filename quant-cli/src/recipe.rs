@@ -21,7 +21,8 @@ pub struct RecipeOptions {
     /// Recipe file (TOML), which the options below refine
     #[arg(long, value_name = "FILE", conflicts_with = "preset", help_heading = "Recipe")]
     pub recipe: Option<PathBuf>,
-    /// How the numbers are found; the preset's when not given
+    /// How the numbers are found; the preset's when not given. Without a preset or a scheme its first preset's scheme
+    /// is taken
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
     /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally with -g128, -channel, -sym, -asym, and after a8
@@ -101,7 +102,7 @@ impl RecipeOptions {
     pub fn recipe(&self) -> Result<Recipe> {
         let mut recipe = match &self.recipe {
             Some(path) => Recipe::read(path)?,
-            None => Recipe::preset(self.preset.as_deref().unwrap_or(PRESETS[0].name))?,
+            None => Recipe::preset(self.preset.as_deref().unwrap_or_else(|| self.usual_preset()))?,
         };
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
@@ -188,6 +189,16 @@ impl RecipeOptions {
             mask: self.mask.as_deref().map_or(Ok(sampling.mask), str::parse)?,
         };
         Ok(recipe)
+    }
+
+    /// The preset that nobody named: the default, or the first with the method that was asked for, or with what that
+    /// begins with, so that its scheme is one for which the method is made.
+    fn usual_preset(&self) -> &'static str {
+        let named = self.method.as_deref().unwrap_or_default();
+        let same = PRESETS.iter().find(|p| p.method == named);
+        let begins =
+            || PRESETS.iter().find(|p| named.strip_prefix(p.method).is_some_and(|r| r.starts_with('-')));
+        same.or_else(begins).unwrap_or(&PRESETS[0]).name
     }
 
     /// What happens to a model: as the recipe says where it is float, and as `--format` says where

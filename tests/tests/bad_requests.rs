@@ -23,7 +23,19 @@ fn model() -> TempDir {
 fn recipes() {
     let model = model();
     let cases: &[(&[&str], &[&str])] = &[
-        (&["--scheme", "w5a16"], &["scheme `w5a16`", "w3a16, w4a16 or w8a16"]),
+        (&["--scheme", "w5a16"], &["scheme `w5a16`", "w2, w3, w4 or w8, then a16 or a8"]),
+        (&["--scheme", "w8a8-static-asym-sym"], &["`sym` is not understood", "-static or -static-asym"]),
+        (
+            &["--method", "smoothquant", "--scheme", "w4a16-g32"],
+            &["all activations stay float", "such as w8a8"],
+        ),
+        (&["--scheme", "w4a8-g32-static"], &["w8a8-channel-sym only"]),
+        (&["--format", "awq", "--scheme", "w4a8-g32"], &["says nothing of activations"]),
+        (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha 1.5 is outside 0 to 1"]),
+        (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
+        (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
+        (&["--alpha", "0.5"], &["--alpha has no effect"]),
+        (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
         (&["--scheme", ""], &["scheme ``"]),

@@ -41,16 +41,28 @@ pub struct Args {
 
 /// What a method does to a row.
 pub struct Outcome {
+    /// Perplexity of the float model.
     pub float: f64,
+    /// Perplexity of the quantized one.
     pub perplexity: f64,
+    /// Mean KL to float, in nats a token.
     pub kl: f64,
+    /// Its standard error over windows.
     pub kl_error: f64,
+    /// Tokens that were scored.
     pub tokens: f64,
 }
 
 impl Outcome {
     /// Evaluates a checkpoint that was made of `model`, on the row's text.
-    pub fn of(quant: &Path, data: &Path, row: &Row, model: &Path, out: &Path, windows: usize) -> Result<Self> {
+    pub fn of(
+        quant: &Path,
+        data: &Path,
+        row: &Row,
+        model: &Path,
+        out: &Path,
+        windows: usize,
+    ) -> Result<Self> {
         let mut command = Command::new(quant);
         command.arg("eval").arg(out).arg("--reference").arg(model).args(["--quiet", "--json", "--text"]);
         command.arg(data.join("text").join(row.evaluation));

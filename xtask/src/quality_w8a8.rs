@@ -29,7 +29,10 @@ const METHODS: [(&str, &[&str]); 4] = [
     ("none", &["--method", "rtn"]),
     ("family's α", &["--method", "smoothquant"]),
     ("searched α", &["--method", "smoothquant", "--alpha", "auto"]),
-    ("searched α, all producers", &["--method", "smoothquant", "--alpha", "auto", "--smooth-producers", "all"]),
+    (
+        "searched α, all producers",
+        &["--method", "smoothquant", "--alpha", "auto", "--smooth-producers", "all"],
+    ),
 ];
 
 /// What to measure.
@@ -109,7 +112,8 @@ pub fn run(args: &Args) -> Result<()> {
             );
             if planted {
                 let shares = METHODS.iter().zip(&lost).skip(1);
-                let shares = shares.map(|((name, _), l)| format!("{:.1} % ({name})", 100.0 * (1.0 - l / lost[0])));
+                let shares =
+                    shares.map(|((name, _), l)| format!("{:.1} % ({name})", 100.0 * (1.0 - l / lost[0])));
                 body += &format!(" Recovered: {}.", shares.collect::<Vec<_>>().join(", "));
             }
             body += "\n\n";
