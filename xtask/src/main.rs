@@ -38,7 +38,7 @@ enum Command {
     Quality(quality::Args),
     /// What activations of 8 bits cost on real models, with SmoothQuant and without
     #[command(name = "quality-w8a8")]
-    QualityW8a8(quality_w8a8::Args),
+    QualityW8a8(quality::Args),
     /// Count how often the accuracy gate errs on a real model
     GateTrials(gate_trials::Args),
     /// Measure the kernels beside the limits of the machine, and write a record

@@ -22,7 +22,7 @@ use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 /// Share of RTN's loss on planted outliers that AWQ must remove.
 const REMOVED: f64 = 0.4;
 
-/// What to measure.
+/// What to measure, of weights or of activations.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Evaluation windows of a row

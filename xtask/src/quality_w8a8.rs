@@ -7,13 +7,12 @@
 //! * on planted outliers with one symmetric static scale a linear, SmoothQuant recovers at least 90 % of the
 //!   log-perplexity that W8A8 loses without it.
 
-use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::bench_rtn::quant_binary;
-use crate::quality::Outcome;
+use crate::quality::{Args, Outcome};
 use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
@@ -34,23 +33,6 @@ const METHODS: [(&str, &[&str]); 4] = [
         &["--method", "smoothquant", "--alpha", "auto", "--smooth-producers", "all"],
     ),
 ];
-
-/// What to measure.
-#[derive(Debug, Clone, clap::Args)]
-pub struct Args {
-    /// Evaluation windows of a row
-    #[arg(long, default_value_t = 60)]
-    pub windows: usize,
-    /// Calibration windows
-    #[arg(long, default_value_t = 32)]
-    pub samples: usize,
-    /// Measure this program instead of building ours
-    #[arg(long)]
-    pub quant: Option<PathBuf>,
-    /// Fail when a claim does not hold
-    #[arg(long)]
-    pub check: bool,
-}
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {

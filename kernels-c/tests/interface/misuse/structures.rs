@@ -18,9 +18,10 @@ fn structures_may_grow() {
     let matrix = Matrix::new();
     let mut later = Later { weights: matrix.weights(), new: [0; 2] };
     later.weights.struct_size = size_of::<Later>() as u32;
-    // SAFETY: as long as it says.
-    let status =
-        |later: &Later| unsafe { qz1_layout_of((&raw const *later).cast(), 1, &mut empty(), null()) };
+    let status = |later: &Later| {
+        // SAFETY: as long as it says.
+        unsafe { qz1_layout_of((&raw const *later).cast(), 1, &mut empty(), null()) }
+    };
     assert_eq!(status(&later), qz1_status::Ok);
     later.new[1] = 1;
     assert_eq!(status(&later), qz1_status::StructSize);
@@ -49,9 +50,10 @@ fn reserved_fields_are_zero() {
         channels: core::ptr::null_mut(),
         channels_len: 0,
     };
-    // SAFETY: all lives.
-    let unpack =
-        |parts: &qz1_parts| unsafe { qz1_unpack(&layout, packed.as_ptr(), packed.len(), parts, null()) };
+    let unpack = |parts: &qz1_parts| {
+        // SAFETY: all lives.
+        unsafe { qz1_unpack(&layout, packed.as_ptr(), packed.len(), parts, null()) }
+    };
     assert_eq!(unpack(&parts), qz1_status::Ok);
     parts.reserved = u32::MAX;
     assert_eq!(unpack(&parts), qz1_status::StructSize);
