@@ -6,6 +6,7 @@
 
 mod config;
 mod layout;
+mod object;
 mod reader;
 
 use serde_json::Value;

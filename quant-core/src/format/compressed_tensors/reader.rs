@@ -13,6 +13,7 @@ use super::layout::{
     self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
     scale_name, shape_name, unpack_zeros, weight_name, zero_point_name,
 };
+use super::object::Object;
 use super::{EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
@@ -286,79 +287,6 @@ fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
             Err(root.refuse("version", &format!("is {version}, which packed such widths in another way")))
         }
         _ => Ok(()),
-    }
-}
-
-/// A JSON object that knows where it stands, for messages.
-struct Object<'a> {
-    map: &'a Map<String, Value>,
-    path: String,
-}
-
-impl<'a> Object<'a> {
-    fn new(value: &'a Value, path: String) -> Result<Self, String> {
-        value
-            .as_object()
-            .map(|map| Self { map, path: path.clone() })
-            .ok_or(format!("`{path}` is not an object"))
-    }
-
-    /// A key's value; `null` counts as absent.
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.map.get(key).filter(|v| !v.is_null())
-    }
-
-    fn object(&self, key: &str) -> Result<Object<'a>, String> {
-        Object::new(self.get(key).unwrap_or(&Value::Null), format!("{}.{key}", self.path))
-    }
-
-    /// The strings of an array, each with its path.
-    fn strings(&self, key: &str) -> Result<Vec<(String, &'a str)>, String> {
-        let path = |i: usize| format!("{}.{key}[{i}]", self.path);
-        let array =
-            self.get(key).and_then(Value::as_array).ok_or_else(|| self.refuse(key, "is not an array"))?;
-        let strings = array.iter().enumerate().map(|(i, v)| match v.as_str() {
-            Some(s) => Ok((path(i), s)),
-            None => Err(format!("`{}` is not a string", path(i))),
-        });
-        strings.collect()
-    }
-
-    fn require(&self, key: &str, expected: &str) -> Result<(), String> {
-        match self.get(key) {
-            Some(Value::String(s)) if s == expected => Ok(()),
-            Some(other) => {
-                Err(self.refuse(key, &format!("is {}; only {expected} can be read", brief(other))))
-            }
-            None => Err(self.refuse(key, &format!("is missing; it must be {expected}"))),
-        }
-    }
-
-    fn require_absent(&self, key: &str) -> Result<(), String> {
-        match self.get(key) {
-            None => Ok(()),
-            Some(_) => Err(self.refuse(key, "is set, which is not supported")),
-        }
-    }
-
-    fn allow_only(&self, known: &[&str]) -> Result<(), String> {
-        match self.map.keys().find(|k| !known.contains(&k.as_str())) {
-            None => Ok(()),
-            Some(key) => Err(self.refuse(key, "is not known to this version")),
-        }
-    }
-
-    fn refuse(&self, key: &str, reason: &str) -> String {
-        format!("`{}.{key}` {reason}", self.path)
-    }
-}
-
-/// A JSON value in a message, cut where it is long.
-fn brief(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(60) {
-        None => text,
-        Some((end, _)) => format!("{}…", &text[..end]),
     }
 }
 
