@@ -65,6 +65,17 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         weight
     }
 
+    /// Whether the two levels of scales of a progressive scheme are written apart; in other containers their products
+    /// are.
+    fn keeps_levels(&self) -> bool {
+        false
+    }
+
+    /// How a linear that is quantized to this scheme is written.
+    fn stored_scheme(&self, scheme: LinearScheme) -> LinearScheme {
+        if self.keeps_levels() { scheme } else { scheme.flattened() }
+    }
+
     /// Whether these schemes can stand in one checkpoint.
     ///
     /// # Errors

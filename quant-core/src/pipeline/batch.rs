@@ -127,6 +127,7 @@ impl Batch {
                     rewrite: &decision.rewrite,
                     inputs: &decision.inputs,
                     settings: plan.gptq,
+                    container: conveyors[i].job().plan.container,
                     cancel: job.cancel,
                 };
                 decision.rounded = match (&mut self.quantized, &before, &mut self.float) {

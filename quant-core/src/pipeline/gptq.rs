@@ -11,6 +11,7 @@ use quant_kernels_cpu::StaticScale;
 use serde::{Deserialize, Serialize};
 
 use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
+use crate::format::Container;
 use crate::model::{Block, BlockGraph, NodeId, Tap, WeightBody};
 use crate::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, Solved, solve};
 use crate::quantize::{QuantizedTensor, Rows};
@@ -54,6 +55,8 @@ pub(super) struct GptqTask<'a> {
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
+    /// Where the quantized linears are going to stand.
+    pub(super) container: &'static dyn Container,
     pub(super) cancel: &'a CancelToken,
 }
 
@@ -148,6 +151,7 @@ impl GptqTask<'_> {
                 solve(rows, shape, scheme, scale_dtype, clip, &factor, self.settings)
                     .map_err(|e| e.within(&tensor, None))?;
             quantized.input = self.inputs.get(&node).copied();
+            let quantized = super::tensor::stored(quantized, self.container, scale_dtype, &tensor)?;
             let record = GptqRecord {
                 loss,
                 damping: factor.damping(),

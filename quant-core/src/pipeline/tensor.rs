@@ -7,6 +7,7 @@ use super::batch::Decision;
 use super::report::{InputReport, Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
+use crate::format::Container;
 use crate::model::{Op, WeightBody};
 use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
@@ -208,7 +209,7 @@ pub(super) fn transformed(
             let mut spare = Vec::new();
             let rounded = node.and_then(|node| decision.rounded.get(&node));
             let input = node.and_then(|node| decision.inputs.get(&node)).copied();
-            let (mut own, error);
+            let (mut own, mut error);
             let quantized = if let (Some(rounded), Some(node)) = (rounded, *node) {
                 let values = rewrite.weight(node, &WeightBody::raw(shape, entry.info.dtype, bytes)?)?;
                 error = ErrorStats::of(&values, &rounded.tensor)?;
@@ -220,6 +221,10 @@ pub(super) fn transformed(
                 (own, error) = quantize_tensor(Rows::Floats(&values), shape, *scheme, *scale_dtype, clip)
                     .map_err(|e| e.within(&entry.tensor, None))?;
                 own.input = input;
+                if scheme.progressive {
+                    own = stored(own, job.plan.container, *scale_dtype, &entry.tensor)?;
+                    error = ErrorStats::of(&values, &own)?;
+                }
                 &own
             } else {
                 spare = bytes;
@@ -227,6 +232,11 @@ pub(super) fn transformed(
                 (own, error) = quantize_tensor(rows, shape, *scheme, *scale_dtype, None)
                     .map_err(|e| e.within(&entry.tensor, Some(path())))?;
                 own.input = input;
+                if scheme.progressive {
+                    own = stored(own, job.plan.container, *scale_dtype, &entry.tensor)?;
+                    let body = WeightBody::raw(shape, entry.info.dtype, std::mem::take(&mut spare))?;
+                    error = ErrorStats::of(&body.to_f32()?, &own)?;
+                }
                 &own
             };
             let outputs = job.plan.container.pack(module, quantized)?;
@@ -246,6 +256,25 @@ pub(super) fn transformed(
             Ok(Finished { report, outputs, spare })
         }
     }
+}
+
+/// A quantized weight as the container holds it: with one level of scales, where it knows no other.
+///
+/// # Errors
+/// [`Error::Numeric`] when a scale overflows its type.
+pub(super) fn stored(
+    tensor: QuantizedTensor,
+    container: &dyn Container,
+    scale_dtype: Dtype,
+    name: &str,
+) -> Result<QuantizedTensor> {
+    if container.keeps_levels() {
+        return Ok(tensor);
+    }
+    tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
+        tensor: name.to_owned(),
+        reason: format!("a scale of {scale} and its multiples leave the range of {scale_dtype}"),
+    })
 }
 
 /// The new values of a norm, a float linear or a bias; `None` where nothing changes.

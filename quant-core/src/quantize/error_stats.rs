@@ -128,6 +128,7 @@ mod tests {
             scales: vec![1.0],
             scale_dtype: Dtype::F32,
             zeros: None,
+            levels: None,
             input: None,
         };
         let stats = ErrorStats::of(&weights, &tensor).unwrap();

@@ -30,7 +30,7 @@
 //! * **NaN and infinity** have no grid; [`Extent::of`] tells.
 
 use crate::checkpoint::Dtype;
-use crate::recipe::LinearScheme;
+use crate::recipe::{Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum
@@ -46,7 +46,7 @@ const LANES: usize = 16;
 
 /// [`MAGIC`] at work: `x` rounded to an integer, halves to even, for `|x| ≤ 2²²`.
 #[inline(always)]
-fn round(x: f32) -> f32 {
+pub(super) fn round_even(x: f32) -> f32 {
     (x + MAGIC) - MAGIC
 }
 
@@ -73,7 +73,7 @@ fn steps(w: f32, scale: f32, (low, high): (f32, f32)) -> f32 {
 /// loop over rows that have a grid each.
 #[inline(always)]
 pub(crate) fn nearest(w: f32, scale: f32, limits: (f32, f32)) -> f32 {
-    round(steps(w, scale, limits))
+    round_even(steps(w, scale, limits))
 }
 
 /// The range of a group, extended to include 0.
@@ -149,8 +149,9 @@ pub enum GridError {
 /// How grids follow from ranges: bits, symmetry, and the type that scales are stored in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GridRule {
-    max_code: u8,
-    symmetric: bool,
+    pub(super) max_code: u8,
+    pub(super) symmetric: bool,
+    pub(super) progressive: bool,
     scale_dtype: Dtype,
 }
 
@@ -166,13 +167,20 @@ impl GridRule {
                 "choose 2, 3, 4 or 8 bits",
             ));
         }
+        if scheme.progressive && (scheme.bits != 4 || scheme.granularity == Granularity::Channel) {
+            return Err(Error::usage(
+                format!("weights cannot be {scheme}"),
+                "two levels of scales are for groups of 4 bits",
+            ));
+        }
         if !scale_dtype.is_weight_float() {
             return Err(Error::usage(
                 format!("scales cannot be stored as {scale_dtype}"),
                 "store them as F16, BF16 or F32",
             ));
         }
-        Ok(Self { max_code: scheme.max_code(), symmetric: scheme.symmetric, scale_dtype })
+        let LinearScheme { symmetric, progressive, .. } = scheme;
+        Ok(Self { max_code: scheme.max_code(), symmetric, progressive, scale_dtype })
     }
 
     /// The largest code.
@@ -191,7 +199,7 @@ impl GridRule {
             return Err(GridError::NonFinite);
         }
         let middle = self.max_code / 2 + 1;
-        let grid = |scale, zero| Grid { scale, zero, max_code: self.max_code };
+        let grid = |scale, zero| Grid { scale, zero, lowest: 0, highest: self.max_code };
         if extent.abs_max() == 0.0 {
             return Ok(grid(1.0, if self.symmetric { middle } else { 0 }));
         }
@@ -209,7 +217,7 @@ impl GridRule {
         let zero = if self.symmetric {
             middle
         } else {
-            round(lesser(-extent.min / scale, f32::from(self.max_code))) as u8
+            round_even(lesser(-extent.min / scale, f32::from(self.max_code))) as u8
         };
         let grid = grid(scale, zero);
         // No value is further out than the largest code times the scale, which decides nearly always.
@@ -231,7 +239,7 @@ impl GridRule {
 }
 
 /// The smallest positive value of a scale type.
-fn smallest_positive(dtype: Dtype) -> f32 {
+pub(super) fn smallest_positive(dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F16 => half::f16::from_bits(1).to_f32(),
         Dtype::Bf16 => half::bf16::from_bits(1).to_f32(),
@@ -248,12 +256,14 @@ fn largest(dtype: Dtype) -> f32 {
     }
 }
 
-/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1`.
+/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1` or, of a progressive one, those
+/// whose integers lie in the protective range.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grid {
-    scale: f32,
-    zero: u8,
-    max_code: u8,
+    pub(super) scale: f32,
+    pub(super) zero: u8,
+    pub(super) lowest: u8,
+    pub(super) highest: u8,
 }
 
 impl Grid {
@@ -267,10 +277,11 @@ impl Grid {
         self.zero
     }
 
-    /// The steps from 0 to the lowest and to the highest value: `−zero` and `max_code − zero`.
+    /// The steps from 0 to the lowest and to the highest value.
     #[inline(always)]
     pub(crate) fn limits(self) -> (f32, f32) {
-        (-f32::from(self.zero), f32::from(self.max_code) - f32::from(self.zero))
+        let zero = f32::from(self.zero);
+        (f32::from(self.lowest) - zero, f32::from(self.highest) - zero)
     }
 
     /// Steps from 0 to `w`, within the grid but not rounded yet.
@@ -282,7 +293,7 @@ impl Grid {
     /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.
     /// A weight that is not finite gets an end of the grid.
     pub fn code(self, w: f32) -> u8 {
-        (round(self.steps(w, self.limits())) as i32 + i32::from(self.zero)) as u8
+        (round_even(self.steps(w, self.limits())) as i32 + i32::from(self.zero)) as u8
     }
 
     /// The value of a code.
@@ -318,7 +329,7 @@ impl Grid {
     pub fn fake_quantize(self, weights: &mut [f32]) {
         let limits = self.limits();
         for w in weights {
-            *w = round(self.steps(*w, limits)) * self.scale;
+            *w = round_even(self.steps(*w, limits)) * self.scale;
         }
     }
 }

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::error_stats::ErrorStats;
 use super::grid::{self, Extent, GridRule};
+use super::progressive::Levels;
 use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
 use crate::Result;
@@ -29,6 +30,8 @@ pub struct QuantizedRows<'a> {
     pub scales: &'a mut [f32],
     /// As `scales`, for asymmetric schemes; symmetric ones have none.
     pub zeros: Option<&'a mut [u8]>,
+    /// `[r]`, for progressive schemes, whose `scales` are multiples of these; others have none.
+    pub rows: Option<&'a mut [f32]>,
 }
 
 /// Quantizes a weight `[n, k]`, row-major, to the nearest codes.
@@ -74,14 +77,18 @@ pub fn quantize_tensor(
         scales: vec![0.0; groups],
         scale_dtype,
         zeros: (!scheme.symmetric).then(|| vec![0; groups]),
+        levels: None,
         input: None,
     };
+    let mut row_scales = scheme.progressive.then(|| vec![0.0; n]);
     let out = QuantizedRows {
         codes: &mut tensor.codes,
         scales: &mut tensor.scales,
         zeros: tensor.zeros.as_deref_mut(),
+        rows: row_scales.as_deref_mut(),
     };
     let stats = quantize_rows(rows, k, scheme, scale_dtype, clip, out)?;
+    tensor.levels = row_scales.map(|rows| Levels::of(&tensor.scales, rows));
     Ok((tensor, stats))
 }
 
@@ -107,25 +114,40 @@ pub fn quantize_rows(
     check_len("scales", out.scales.len(), groups)?;
     check_len("zeros", out.zeros.as_ref().map_or(0, |z| z.len()), if scheme.symmetric { 0 } else { groups })?;
 
+    check_len(
+        "row scales",
+        out.rows.as_ref().map_or(0, |r| r.len()),
+        if scheme.progressive { work.rows } else { 0 },
+    )?;
     let codes = out.codes.chunks_mut(work.task_rows() * columns);
     let scales = out.scales.chunks_mut(work.task_rows() * work.groups());
     let mut zeros = out.zeros.map(|z| z.chunks_mut(work.task_rows() * work.groups()));
-    let tasks: Vec<_> =
-        codes.zip(scales).map(|(c, s)| (c, s, zeros.as_mut().and_then(Iterator::next))).collect();
+    let mut levels = out.rows.map(|r| r.chunks_mut(work.task_rows()));
+    let tasks: Vec<_> = codes
+        .zip(scales)
+        .map(|(codes, scales)| QuantizedRows {
+            codes,
+            scales,
+            zeros: zeros.as_mut().and_then(Iterator::next),
+            rows: levels.as_mut().and_then(Iterator::next),
+        })
+        .collect();
 
     let (faults, stats): (Vec<Faults>, Vec<Vec<ErrorStats>>) = tasks
         .into_par_iter()
         .enumerate()
         .map_init(
             || (vec![0.0; columns], vec![0.0; columns]),
-            |(row, rounded), (task, (codes, scales, mut zeros))| {
+            |(row, rounded), (task, out)| {
                 let mut faults = Faults::default();
+                let QuantizedRows { codes, scales, mut zeros, rows: mut levels } = out;
                 let stats = codes.chunks_exact_mut(columns).enumerate().map(|(r, codes)| {
                     let groups = r * work.groups()..(r + 1) * work.groups();
                     let out = QuantizedRows {
                         codes,
                         scales: &mut scales[groups.clone()],
                         zeros: zeros.as_mut().map(|z| &mut z[groups]),
+                        rows: levels.as_mut().map(|l| &mut l[r..r + 1]),
                     };
                     let at = task * work.task_rows() + r;
                     vectorized(
@@ -165,10 +187,13 @@ pub fn fake_quantize(
             vectorized(
                 #[inline(always)]
                 || {
-                    for (i, part) in rows.chunks_exact_mut(work.group_size).enumerate() {
-                        let at = (task * work.task_rows() + i / work.groups(), i % work.groups());
-                        if let Some(grid) = work.fit(part, at, &mut faults) {
-                            grid.fake_quantize(part);
+                    for (i, row) in rows.chunks_exact_mut(columns).enumerate() {
+                        let at = task * work.task_rows() + i;
+                        let Ok(scale) = work.row_scale(row, at, &mut faults) else { continue };
+                        for (g, part) in row.chunks_exact_mut(work.group_size).enumerate() {
+                            if let Some(grid) = work.fit(part, scale, (at, g), &mut faults) {
+                                grid.fake_quantize(part);
+                            }
                         }
                     }
                 },
@@ -228,9 +253,13 @@ impl<'a> Work<'a> {
     ) -> ErrorStats {
         rows.load(at, row);
         let size = self.group_size;
+        let Ok(scale) = self.row_scale(row, at, faults) else { return ErrorStats::default() };
+        if let (Some(rows), Some(scale)) = (&mut out.rows, scale) {
+            rows[0] = scale;
+        }
         for (g, (part, codes)) in row.chunks_exact_mut(size).zip(out.codes.chunks_exact_mut(size)).enumerate()
         {
-            let Some(grid) = self.fit(part, (at, g), faults) else { continue };
+            let Some(grid) = self.fit(part, scale, (at, g), faults) else { continue };
             grid.encode(part, codes);
             grid.decode(codes, &mut rounded[g * size..(g + 1) * size]);
             out.scales[g] = grid.scale();
@@ -245,9 +274,33 @@ impl<'a> Work<'a> {
         ErrorStats::of_row(row, rounded)
     }
 
-    /// Clips a group and finds its grid, or notes why it has none.
+    /// The first level's scale of a row, where there are two; of what clipping leaves of it. Notes why it has none.
     #[inline(always)]
-    fn fit(&self, part: &mut [f32], at: (usize, usize), faults: &mut Faults) -> Option<grid::Grid> {
+    fn row_scale(&self, row: &[f32], at: usize, faults: &mut Faults) -> Result<Option<f32>, ()> {
+        if !self.rule.progressive {
+            return Ok(None);
+        }
+        let mut abs_max = 0.0_f32;
+        for (g, part) in row.chunks_exact(self.group_size).enumerate() {
+            let Some(extent) = Extent::of(part) else {
+                faults.non_finite(part, (at * self.groups() + g) * self.group_size);
+                return Err(());
+            };
+            let bound = self.clip.map_or(f32::INFINITY, |clip| clip[at * self.groups() + g]);
+            abs_max = abs_max.max(extent.abs_max().min(bound));
+        }
+        self.rule.row_scale(abs_max).map_err(|source| faults.grid((at, 0), source))
+    }
+
+    /// Clips a group of a row with this scale and finds its grid, or notes why it has none.
+    #[inline(always)]
+    fn fit(
+        &self,
+        part: &mut [f32],
+        scale: Option<f32>,
+        at: (usize, usize),
+        faults: &mut Faults,
+    ) -> Option<grid::Grid> {
         // Looked at before clipping, which would turn infinity into a bound.
         let Some(mut extent) = Extent::of(part) else {
             faults.non_finite(part, (at.0 * self.groups() + at.1) * self.group_size);
@@ -258,7 +311,7 @@ impl<'a> Work<'a> {
             grid::clip(part, bound);
             extent = Extent { min: extent.min.max(-bound), max: extent.max.min(bound) };
         }
-        self.rule.fit(extent).map_err(|source| faults.grid(at, source)).ok()
+        self.rule.fit_in_row(extent, scale).map_err(|source| faults.grid(at, source)).ok()
     }
 }
 

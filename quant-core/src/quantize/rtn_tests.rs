@@ -67,6 +67,7 @@ fn bytes_in_parts_give_the_same_as_values_at_once() {
                 codes: &mut codes[from * k..to * k],
                 scales: &mut scales[from * groups..to * groups],
                 zeros: Some(&mut zeros[from * groups..to * groups]),
+                rows: None,
             };
             let rows = Rows::Bytes(&bytes[from * k * dtype.size()..to * k * dtype.size()], dtype);
             quantize_rows(rows, k, scheme, Dtype::F16, None, out).unwrap();
@@ -188,7 +189,7 @@ fn requests_that_do_not_fit() {
 
     let mut codes = vec![0; 128];
     let mut rows = |rows, scales: &mut [f32], zeros: Option<&mut [u8]>, text| {
-        let out = QuantizedRows { codes: &mut codes, scales, zeros };
+        let out = QuantizedRows { codes: &mut codes, scales, zeros, rows: None };
         quantize_rows(rows, 128, scheme(text), f16, None, out).unwrap_err()
     };
     let floats = [0.5; 128];

@@ -1,8 +1,9 @@
 //! A quantized linear in logical order: what every method produces and every format packs.
 
-use quant_kernels_cpu::{StaticScale, WeightView, dequantize_rows};
+use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows};
 
-use super::InputGrid;
+use super::grid::smallest_positive;
+use super::{InputGrid, Levels};
 use crate::checkpoint::Dtype;
 use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
@@ -19,10 +20,12 @@ pub struct QuantizedTensor {
     pub scheme: LinearScheme,
     /// `[n, k]` row-major, one unsigned code below `2^bits` a byte.
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`.
+    /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels`.
     pub scales: Vec<f32>,
-    /// The type that scales are stored in: F16, BF16 or F32.
+    /// The type that scales are stored in where they have one level: F16, BF16 or F32.
     pub scale_dtype: Dtype,
+    /// The two levels whose products, exact in `f32`, `scales` are; of progressive schemes.
+    pub levels: Option<Levels>,
     /// `[n, k / group_size]` row-major, for asymmetric schemes.
     pub zeros: Option<Vec<u8>>,
     /// The grid of the input, where the scheme has the same for all tokens.
@@ -36,15 +39,38 @@ impl QuantizedTensor {
     /// When the parts do not fit each other, which readers of files must rule out by calling this.
     pub fn view(&self) -> Result<WeightView<'_>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
-        WeightView::new(
-            self.shape,
-            self.scheme.bits,
-            group_size,
-            &self.codes,
-            &self.scales,
-            self.zeros.as_deref(),
-        )
-        .map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
+        if self.levels.is_some() != self.scheme.progressive {
+            return Err(Error::Internal("levels of scales do not go with the scheme".into()));
+        }
+        let scales = match &self.levels {
+            None => Scales::Float(&self.scales),
+            Some(Levels { groups, rows }) => Scales::Progressive { groups, channels: rows },
+        };
+        let zeros = self.zeros.as_deref();
+        WeightView::with_scales(self.shape, self.scheme.bits, group_size, &self.codes, scales, zeros)
+            .map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
+    }
+
+    /// The same codes and zeros under one level of scales, the products of two rounded to `scale_dtype`: all that is
+    /// lost is half a unit of its last place.
+    ///
+    /// # Errors
+    /// The scale that overflows it, for the caller to name the tensor.
+    pub fn flattened(mut self, scale_dtype: Dtype) -> Result<Self, f32> {
+        if self.levels.take().is_none() {
+            return Ok(self);
+        }
+        for scale in &mut self.scales {
+            let rounded = match scale_dtype.round(*scale) {
+                0.0 => smallest_positive(scale_dtype),
+                rounded => rounded,
+            };
+            if !(rounded * f32::from(self.scheme.max_code())).is_finite() {
+                return Err(*scale);
+            }
+            *scale = rounded;
+        }
+        Ok(Self { scheme: self.scheme.flattened(), scale_dtype, ..self })
     }
 
     /// The grid of the input, where it does not stay float.
@@ -78,7 +104,7 @@ impl QuantizedTensor {
         if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
             return Err(inconsistent("a code has more bits than the scheme"));
         }
-        if self.scales.iter().any(|&s| self.scale_dtype.round(s) != s) {
+        if self.levels.is_none() && self.scales.iter().any(|&s| self.scale_dtype.round(s) != s) {
             return Err(inconsistent("a scale is not exact in the type it is stored in"));
         }
         Ok(())
@@ -93,7 +119,8 @@ impl QuantizedTensor {
     pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
-        let same_input = scheme.activations == self.scheme.activations;
+        let same_input =
+            scheme.activations == self.scheme.activations && scheme.progressive == self.scheme.progressive;
         if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) || !same_input {
             return Err(format!("its weights are {}, not {scheme}", self.scheme));
         }
@@ -108,7 +135,8 @@ impl QuantizedTensor {
             (None, false) => self.zeros = Some(vec![middle; self.scales.len()]),
             _ => {}
         }
-        if let Some(scale) = self.scales.iter().find(|&&s| scale_dtype.round(s) != s) {
+        let scales = if self.levels.is_none() { &self.scales[..] } else { &[] };
+        if let Some(scale) = scales.iter().find(|&&s| scale_dtype.round(s) != s) {
             return Err(format!("its scale {scale:e} ({}) is not exact in {scale_dtype}", self.scale_dtype));
         }
         Ok(Self { scheme, scale_dtype, ..self })

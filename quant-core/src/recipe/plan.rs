@@ -135,7 +135,7 @@ impl Draft {
             return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));
         }
         let scale_dtype = container.scale_dtype(info.dtype);
-        let outputs = container.layout(&module, shape, scheme, scale_dtype)?;
+        let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
         Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action, outputs }))
     }
@@ -400,7 +400,8 @@ impl Plan {
 
     /// The schemes of all modules, as a container's configuration needs them.
     pub fn module_schemes(&self) -> ModuleSchemes<'_> {
-        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized);
+        let stored = |(module, scheme)| (module, self.container.stored_scheme(scheme));
+        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized).map(stored);
         ModuleSchemes {
             quantized: quantized().filter(|(module, _)| *module != self.embedding).collect(),
             float: self.float_modules.iter().map(String::as_str).collect(),

@@ -41,8 +41,8 @@ pub enum ActivationScheme {
 /// How a linear is quantized: the integer grid of its weight, and that of its input.
 ///
 /// Written `w4a16-g128-sym`: bits of the weight, bits of the activations, granularity (`g32`, `g64`,
-/// `g128` … or `channel`), symmetry (`sym` or `asym`); with activations of 8 bits, `-static` or
-/// `-static-asym` where their scale is not found a token at a time.
+/// `g128` … or `channel`), symmetry (`sym` or `asym`), `progressive` where scales have two levels; with
+/// activations of 8 bits, `-static` or `-static-asym` where their scale is not found a token at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinearScheme {
     /// Bits of one code of the weight: 2, 3, 4 or 8.
@@ -51,6 +51,9 @@ pub struct LinearScheme {
     pub granularity: Granularity,
     /// Whether the weight's grid is symmetric about zero (no stored zero point).
     pub symmetric: bool,
+    /// Whether groups of 4 bits stand on integers of 8 bits, whose scale is the row's: QServe's progressive
+    /// quantization.
+    pub progressive: bool,
     /// What becomes of the input.
     pub activations: ActivationScheme,
 }
@@ -62,6 +65,11 @@ impl LinearScheme {
     /// The largest unsigned code, `2^bits − 1`.
     pub fn max_code(&self) -> u8 {
         u8::MAX >> (8 - self.bits)
+    }
+
+    /// The same with one level of scales: what is left of a progressive scheme in a container that knows only those.
+    pub fn flattened(self) -> Self {
+        Self { progressive: false, ..self }
     }
 
     /// Whether engines take it as bytes, one a weight, and not as packed words: 8 bits on both sides, and a symmetric
@@ -81,7 +89,7 @@ impl Default for LinearScheme {
     /// `w4a16-g128-sym`.
     fn default() -> Self {
         let (granularity, activations) = (Granularity::Group(128), ActivationScheme::Float);
-        Self { bits: 4, granularity, symmetric: true, activations }
+        Self { bits: 4, granularity, symmetric: true, progressive: false, activations }
     }
 }
 
@@ -113,6 +121,8 @@ pub struct SchemeRequest {
     pub granularity: Granularity,
     /// Whether the weight's grid is symmetric, if that was said.
     pub symmetric: Option<bool>,
+    /// Whether scales have two levels.
+    pub progressive: bool,
     /// What becomes of the input.
     pub activations: ActivationScheme,
 }
@@ -129,7 +139,8 @@ impl SchemeRequest {
             Error::usage(
                 format!("scheme `{text}`: `{part}` is not understood"),
                 "a scheme is w2, w3, w4 or w8, then a16 or a8, then optionally -g32, -g64, -g128 … or -channel, \
-                 then -sym or -asym, and after a8 -static or -static-asym; for example w4a16-g64-asym, w8a8",
+                 then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
+                 example w4a16-g64-asym, w8a8, w4a8-g128-progressive",
             )
         };
         let mut parts = text.split('-');
@@ -143,11 +154,11 @@ impl SchemeRequest {
             "8" => ActivationScheme::Token,
             _ => return Err(unknown(head)),
         };
-        let mut scheme = Self { bits, activations, ..self };
+        let mut scheme = Self { bits, activations, progressive: self.progressive && bits == 4, ..self };
         if scheme.is_w8a8() && !self.is_w8a8() {
             scheme.granularity = Granularity::Channel;
         }
-        let (mut symmetry, mut granularity) = (false, false);
+        let (mut symmetry, mut granularity, mut progressive) = (false, false, false);
         while let Some(part) = parts.next() {
             if part == "static" && activations != ActivationScheme::Float {
                 let symmetric = match parts.next() {
@@ -156,13 +167,21 @@ impl SchemeRequest {
                     Some(other) => return Err(unknown(other)),
                 };
                 scheme.activations = ActivationScheme::Static { symmetric };
-                return parts.next().map_or(Ok(scheme), |more| Err(unknown(more)));
+                if let Some(more) = parts.next() {
+                    return Err(unknown(more));
+                }
+                break;
             }
-            let said = if matches!(part, "sym" | "asym") { &mut symmetry } else { &mut granularity };
+            let said = match part {
+                "sym" | "asym" => &mut symmetry,
+                "progressive" if bits == 4 => &mut progressive,
+                _ => &mut granularity,
+            };
             if std::mem::replace(said, true) {
                 return Err(unknown(part));
             }
             match part {
+                "progressive" if bits == 4 => scheme.progressive = true,
                 "sym" => scheme.symmetric = Some(true),
                 "asym" => scheme.symmetric = Some(false),
                 "channel" => scheme.granularity = Granularity::Channel,
@@ -171,6 +190,12 @@ impl SchemeRequest {
                     scheme.granularity = Granularity::Group(size.ok_or_else(|| unknown(part))?);
                 }
             }
+        }
+        if scheme.progressive && scheme.granularity == Granularity::Channel {
+            return Err(Error::usage(
+                format!("scheme `{text}`: a scale a row has one level"),
+                "leave -progressive away, or choose groups, for example -g128-progressive",
+            ));
         }
         Ok(scheme)
     }
@@ -181,8 +206,9 @@ impl SchemeRequest {
 
     /// The scheme, symmetric or not as given where nothing was said.
     pub fn with_default_symmetry(self, symmetric: bool) -> LinearScheme {
-        let Self { bits, granularity, activations, .. } = self;
-        LinearScheme { bits, granularity, symmetric: self.symmetric.unwrap_or(symmetric), activations }
+        let Self { bits, granularity, progressive, activations, .. } = self;
+        let symmetric = self.symmetric.unwrap_or(symmetric);
+        LinearScheme { bits, granularity, symmetric, progressive, activations }
     }
 }
 
@@ -195,8 +221,8 @@ impl Default for SchemeRequest {
 
 impl From<LinearScheme> for SchemeRequest {
     fn from(scheme: LinearScheme) -> Self {
-        let LinearScheme { bits, granularity, symmetric, activations } = scheme;
-        Self { bits, granularity, symmetric: Some(symmetric), activations }
+        let LinearScheme { bits, granularity, symmetric, progressive, activations } = scheme;
+        Self { bits, granularity, symmetric: Some(symmetric), progressive, activations }
     }
 }
 
@@ -221,6 +247,7 @@ impl fmt::Display for SchemeRequest {
             Some(true) => "-sym",
             Some(false) => "-asym",
         })?;
+        f.write_str(if self.progressive { "-progressive" } else { "" })?;
         f.write_str(match self.activations {
             ActivationScheme::Float | ActivationScheme::Token => "",
             ActivationScheme::Static { symmetric: true } => "-static",
@@ -243,6 +270,8 @@ mod tests {
             "w4a8-g128-asym",
             "w8a8-channel-sym-static",
             "w8a8-channel-sym-static-asym",
+            "w4a8-g128-sym-progressive",
+            "w4a8-g64-asym-progressive-static-asym",
         ] {
             assert_eq!(text.parse::<LinearScheme>().unwrap().to_string(), text);
         }
@@ -291,6 +320,9 @@ mod tests {
             "w4a16-gx",
             "w4a16-g64-channel",
             "w4a16-sym-asym",
+            "w8a8-g128-progressive",
+            "w4a8-channel-progressive",
+            "w4a8-progressive-progressive",
         ] {
             assert!(text.parse::<LinearScheme>().is_err(), "{text}");
         }

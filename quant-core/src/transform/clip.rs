@@ -122,8 +122,8 @@ fn search_group(
     let mut unclipped = Vec::with_capacity(largest.len());
     let mut sums = Vec::new();
     // The group stands alone here, so its scheme is one scale a row.
-    let alone =
-        crate::recipe::LinearScheme { granularity: crate::recipe::Granularity::Channel, ..grid.scheme };
+    let granularity = crate::recipe::Granularity::Channel;
+    let alone = crate::recipe::LinearScheme { granularity, ..grid.scheme.flattened() };
     for candidate in 0..CANDIDATES {
         let shrink = 1.0 - candidate as f32 / STEPS;
         let bounds: Vec<f32> = largest.iter().map(|m| m * shrink).collect();

@@ -69,6 +69,7 @@ impl PackedReader for Reader {
             bits: BITS,
             granularity: self.granularity,
             symmetric: false,
+            progressive: false,
             activations: ActivationScheme::Float,
         })
     }
@@ -128,6 +129,7 @@ impl PackedReader for Reader {
             scales: scales.collect(),
             scale_dtype: Dtype::F16,
             zeros: self.zeros(source, weight)?,
+            levels: None,
             input: None,
         };
         tensor.view()?;

@@ -17,6 +17,7 @@ fn tensor(
         scales: scales.to_vec(),
         scale_dtype: Dtype::F16,
         zeros: zeros.map(<[u8]>::to_vec),
+        levels: None,
         input: None,
     }
 }

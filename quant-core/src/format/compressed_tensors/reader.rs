@@ -275,7 +275,8 @@ fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
             return Err(weights.refuse("strategy", &format!("is {other}; group and channel can be read")));
         }
     };
-    Ok(LinearScheme { bits, granularity, symmetric, activations: ActivationScheme::Float })
+    let activations = ActivationScheme::Float;
+    Ok(LinearScheme { bits, granularity, symmetric, progressive: false, activations })
 }
 
 /// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
@@ -384,7 +385,8 @@ impl PackedReader for Reader {
             }
         };
         let input = read_input(source, module, scheme)?;
-        let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, input };
+        let tensor =
+            QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels: None, input };
         tensor.view()?;
         Ok(tensor)
     }

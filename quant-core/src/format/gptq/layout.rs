@@ -218,6 +218,7 @@ mod tests {
             scales: (1..=groups).map(|i| i as f32).collect(),
             scale_dtype: Dtype::F16,
             zeros,
+            levels: None,
             input: None,
         }
     }

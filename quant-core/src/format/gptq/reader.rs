@@ -83,7 +83,8 @@ impl Reader {
             Some(_) => return refuse("dynamic", "is not an object"),
         }
         let head = get("lm_head").and_then(Value::as_bool).unwrap_or(false);
-        let scheme = LinearScheme { bits, granularity, symmetric, activations: ActivationScheme::Float };
+        let activations = ActivationScheme::Float;
+        let scheme = LinearScheme { bits, granularity, symmetric, progressive: false, activations };
         Ok(Some(Self { scheme, less_one, head, float }))
     }
 
@@ -187,6 +188,7 @@ impl PackedReader for Reader {
             scales: crate::format::bits::transpose(&stored, groups, n),
             scale_dtype,
             zeros: self.zeros(source, weight)?,
+            levels: None,
             input: None,
         };
         tensor.view()?;

@@ -11,6 +11,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::super::grid::{Extent, GridError, GridRule, nearest};
+use super::super::progressive::Levels;
 use super::super::rows::{Rows, RowsError, group_size};
 use super::super::tensor::QuantizedTensor;
 use super::{ActOrder, Factor, GptqSettings};
@@ -33,8 +34,15 @@ pub struct Solved {
     pub loss: f64,
 }
 
-/// Zeros and losses of a tile.
-type TileOutcome = Result<(Vec<u8>, Vec<f64>), RowsError>;
+type TileOutcome = Result<TileEnd, RowsError>;
+
+/// What a tile leaves beside codes and scales.
+struct TileEnd {
+    zeros: Vec<u8>,
+    losses: Vec<f64>,
+    /// Of progressive schemes, the scales of rows.
+    rows: Vec<f32>,
+}
 
 /// Quantizes a weight `[n, k]`, row-major, with the factor of its input's Hessian.
 ///
@@ -83,6 +91,7 @@ pub fn solve(
         scales: vec![0.0; n * groups],
         scale_dtype,
         zeros: (!scheme.symmetric).then(|| vec![0; n * groups]),
+        levels: None,
         input: None,
     };
     let codes = tensor.codes.par_chunks_mut(TILE * k);
@@ -90,14 +99,17 @@ pub fn solve(
     let tiles = codes.zip(scales).enumerate();
     let outcomes: Vec<TileOutcome> = tiles
         .map_init(Tile::default, |tile, (i, (codes, scales))| {
-            tile.start(&work, i * TILE, codes.len() / k);
+            tile.start(&work, i * TILE, codes.len() / k)?;
             tile.solve(&work)?;
-            Ok((tile.store(&work, codes, scales), tile.losses.clone()))
+            let zeros = tile.store(&work, codes, scales);
+            let rows = tile.rows.iter().copied().flatten().collect();
+            Ok(TileEnd { zeros, losses: tile.losses.clone(), rows })
         })
         .collect();
-    let mut loss = 0.0;
+    let (mut loss, mut row_scales) = (0.0, Vec::new());
     for (outcome, row) in outcomes.into_iter().zip((0..).step_by(TILE)) {
-        let (zeros, losses) = outcome?;
+        let TileEnd { zeros, losses, rows } = outcome?;
+        row_scales.extend(rows);
         if let Some(all) = &mut tensor.zeros {
             all[row * groups..row * groups + zeros.len()].copy_from_slice(&zeros);
         }
@@ -106,6 +118,7 @@ pub fn solve(
         }
         loss += losses.iter().sum::<f64>();
     }
+    tensor.levels = scheme.progressive.then(|| Levels::of(&tensor.scales, row_scales));
     // Each is a sum over a row of (w − q)² / 2 in units of the inverse's diagonal: with H = 2/N Σ x xᵀ the mean
     // squared error of the row's output.
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
@@ -127,6 +140,21 @@ struct Work<'a> {
 impl Work<'_> {
     fn groups(&self) -> usize {
         self.k / self.group_size
+    }
+
+    /// The first level's scale of a row as it was before any of its columns moved, where there are two.
+    fn row_scale(&self, row: &[f32], at: usize) -> Result<Option<f32>, RowsError> {
+        if !self.rule.progressive {
+            return Ok(None);
+        }
+        let mut abs_max = 0.0_f32;
+        for (group, part) in row.chunks_exact(self.group_size).enumerate() {
+            let fault = |source| RowsError::Grid { row: at, group, source };
+            let extent = Extent::of(part).ok_or(fault(GridError::NonFinite))?;
+            let bound = self.clip.map_or(f32::INFINITY, |clip| clip[at * self.groups() + group]);
+            abs_max = abs_max.max(extent.abs_max().min(bound));
+        }
+        self.rule.row_scale(abs_max).map_err(|source| RowsError::Grid { row: at, group: 0, source })
     }
 
     /// Where the run or block of at most `most` columns that begins at `at` ends. Where groups come one after the
@@ -158,13 +186,15 @@ struct Tile {
     lows: Vec<f32>,
     highs: Vec<f32>,
     zeros: Vec<u8>,
+    /// The first level's scales of the rows, where there are two.
+    rows: Vec<Option<f32>>,
     /// Of every row.
     losses: Vec<f64>,
 }
 
 impl Tile {
     /// Takes rows up.
-    fn start(&mut self, work: &Work<'_>, first: usize, r: usize) {
+    fn start(&mut self, work: &Work<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);
         self.weights.resize(k * r, 0.0);
@@ -176,13 +206,16 @@ impl Tile {
         self.zeros.resize(groups * r, 0);
         self.losses.clear();
         self.losses.resize(r, 0.0);
+        self.rows.clear();
         let mut row = vec![0.0; k];
         for i in 0..r {
             work.rows.load(first + i, &mut row);
+            self.rows.push(work.row_scale(&row, first + i)?);
             for (at, &column) in work.factor.columns().iter().enumerate() {
                 self.weights[at * r + i] = row[column];
             }
         }
+        Ok(())
     }
 
     fn solve(&mut self, work: &Work<'_>) -> Result<(), RowsError> {
@@ -248,7 +281,7 @@ impl Tile {
                 extent.min = extent.min.max(-bound);
                 extent.max = extent.max.min(bound);
             }
-            let grid = work.rule.fit(extent).map_err(fault)?;
+            let grid = work.rule.fit_in_row(extent, self.rows[i]).map_err(fault)?;
             let at = group * r + i;
             (self.lows[at], self.highs[at]) = grid.limits();
             self.scales[at] = grid.scale();
@@ -267,8 +300,8 @@ impl Tile {
                 self.find_grids(work, group, c..c + size)?;
             }
             let grids = group * r..(group + 1) * r;
-            let (scales, lows, highs) =
-                (&self.scales[grids.clone()], &self.lows[grids.clone()], &self.highs[grids]);
+            let (scales, zeros) = (&self.scales[grids.clone()], &self.zeros[grids.clone()]);
+            let (lows, highs) = (&self.lows[grids.clone()], &self.highs[grids]);
             let (now, later) = self.weights[c * r..run.end * r].split_at_mut(r);
             let codes = &mut self.codes[c * r..(c + 1) * r];
             let errors = &mut self.errors[(c - block) * r..(c - block + 1) * r];
@@ -279,8 +312,7 @@ impl Tile {
                 || {
                     for i in 0..r {
                         let steps = nearest(now[i], scales[i], (lows[i], highs[i]));
-                        // Steps from the lowest code are the code.
-                        codes[i] = (steps - lows[i]) as i32 as u8;
+                        codes[i] = (steps as i32 + i32::from(zeros[i])) as u8;
                         errors[i] = now[i] - steps * scales[i];
                     }
                     for i in 0..r {
