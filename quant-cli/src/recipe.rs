@@ -8,7 +8,7 @@ use quant_core::calibrate::{ChannelMaxima, Sampling};
 use quant_core::model::Model;
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{
-    Granularity, METHODS, PRESETS, Pattern, Plan, Recipe, Rounding, SchemeRequest, method,
+    Granularity, METHODS, PRESETS, Pattern, Plan, Recipe, Rounding, SchemeRequest, kv, method,
 };
 use quant_core::{Error, format};
 
@@ -25,8 +25,8 @@ pub struct RecipeOptions {
     /// is taken
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally with -g128, -channel, -sym, -asym, and after a8
-    /// with -static or -static-asym
+    /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally kv4 or kv8, optionally with -g128, -channel, -sym,
+    /// -asym, -progressive (two levels of scales), and after a8 with -static or -static-asym
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
     /// Container to write [default: compressed-tensors]; several go into OUT/FORMAT each
@@ -60,6 +60,16 @@ pub struct RecipeOptions {
     /// instead of a calibration text
     #[arg(long, value_name = "FILE", help_heading = "Recipe")]
     pub channel_maxima: Option<PathBuf>,
+    /// QoQ: a step that is left out; several with commas. `quant plan` shows the steps of a method
+    #[arg(long, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
+    pub skip: Vec<String>,
+    /// QoQ: how much of the outliers of what o_proj and down_proj read moves into their weights, 0 to 1, or auto
+    /// [default: 0.3, or 0.1 where a row has one scale]
+    #[arg(long, value_name = "A|auto", help_heading = "Recipe")]
+    pub output_alpha: Option<String>,
+    /// QoQ: how much of the outliers of keys moves into the queries, 0 to 1, or auto [default: auto]
+    #[arg(long, value_name = "A|auto", help_heading = "Recipe")]
+    pub attention_alpha: Option<String>,
     /// AWQ: how candidate scales are compared: fast (on growing shares of the batch) or reference (each
     /// on the whole batch) [default: fast]
     #[arg(long, value_name = "fast|reference", help_heading = "Recipe")]
@@ -106,7 +116,10 @@ impl RecipeOptions {
         };
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
+            recipe.settings.skipped.clear();
+            recipe.gptq = recipe.method.usual_gptq();
         }
+        recipe.method.skip(&self.skip, &mut recipe.settings)?;
         if !self.format.is_empty() {
             recipe.containers = format::containers(&self.format)?;
         }
@@ -117,6 +130,9 @@ impl RecipeOptions {
             recipe.scheme.symmetric = Some(self.symmetric);
         }
         if let Some(scheme) = &self.scheme {
+            let (scheme, kv_bits) = kv::split(scheme)?;
+            recipe.settings.kv_bits = kv_bits;
+            let scheme = &scheme;
             recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
         }
         for pattern in &self.ignore {
@@ -133,6 +149,19 @@ impl RecipeOptions {
             if let Some((option, _)) = given {
                 return Err(self.has_no_effect(&recipe, option, "does not smooth activations"));
             }
+        }
+        for (option, given, step, to) in [
+            ("--output-alpha", &self.output_alpha, "smooth-outputs", &mut recipe.settings.outputs),
+            ("--attention-alpha", &self.attention_alpha, "smooth-attention", &mut recipe.settings.attention),
+        ] {
+            let Some(alpha) = given else { continue };
+            if !recipe.method.has(step) || recipe.settings.skipped.contains(&step) {
+                return Err(Error::usage(
+                    format!("{option} has no effect: `{step}` is no step of what is done"),
+                    "leave it out, or choose --method qoq",
+                ));
+            }
+            *to = Some(alpha.parse()?);
         }
         let smooth = &mut recipe.settings.smooth;
         if let Some(alpha) = &self.alpha {
@@ -215,6 +244,9 @@ impl RecipeOptions {
             || !(ignore.is_empty() && overrides.is_empty())
             || [samples, seq_len].iter().any(|o| o.is_some())
             || seed.is_some()
+            || !self.skip.is_empty()
+            || self.output_alpha.is_some()
+            || self.attention_alpha.is_some()
             || self.gptq_options().iter().chain(&self.smooth_options()).any(|(_, given)| *given)
             || file.is_some();
         if other || format.is_empty() {

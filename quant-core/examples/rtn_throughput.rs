@@ -72,6 +72,7 @@ fn measure(
     let groups = n * k / scheme.granularity.group_size(k);
     let (mut codes, mut scales) = (vec![0; n * k], vec![0.0; groups]);
     let mut zeros = vec![0; if scheme.symmetric { 0 } else { groups }];
+    let mut rows = vec![0.0; if scheme.progressive { n } else { 0 }];
     let mut times = Vec::new();
     let mut checksum = 0u64;
     for _ in 0..RUNS {
@@ -80,6 +81,7 @@ fn measure(
             codes: &mut codes,
             scales: &mut scales,
             zeros: (!scheme.symmetric).then_some(&mut zeros[..]),
+            rows: scheme.progressive.then_some(&mut rows[..]),
         };
         quantize_rows(Rows::Bytes(bytes, Dtype::Bf16), k, scheme, Dtype::Bf16, None, out)?;
         let coded = start.elapsed().as_secs_f64();

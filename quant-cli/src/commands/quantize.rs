@@ -124,7 +124,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if hub::is_named(&args.model) {
         refuse_existing(&outputs, args)?;
     }
-    let opened = inputs::open(&args.model, session)?;
+    let opened = prepared(inputs::open(&args.model, session)?, &recipe)?;
     if opened.directory.tokenizer_path().is_none() {
         session.progress.note("warning: the model has no tokenizer.json, and so the result will have none");
     }
@@ -149,6 +149,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return output::print(&output::json(&summary)?);
     }
     output::print(&text(&summary))
+}
+
+/// What was opened, with the model that the recipe works on.
+pub fn prepared(opened: Opened, recipe: &Recipe) -> Result<Opened> {
+    Ok(Opened { model: recipe.prepared(opened.model)?, ..opened })
 }
 
 /// Where each container of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.

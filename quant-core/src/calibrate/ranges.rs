@@ -45,13 +45,25 @@ impl ChannelRanges {
         self.lowest.iter().zip(&self.highest).map(|(low, high)| (-low).max(*high).max(0.0)).collect()
     }
 
-    /// The smallest and largest value of all channels, each divided by its scale where there are scales: the range of
-    /// the input after folding. `[0, 0]` where no token was seen.
-    pub fn divided(&self, scales: Option<&[f32]>) -> [f32; 2] {
+    /// What they are once channel `i` is what `order[i]` was.
+    pub fn reorder(&mut self, order: &[u32]) {
+        for ends in [&mut self.lowest, &mut self.highest] {
+            *ends = order.iter().map(|&from| ends[from as usize]).collect();
+        }
+    }
+
+    /// What they are once every channel is divided by its scale, which is positive.
+    pub fn divide(&mut self, scales: &[f32]) {
+        for ends in [&mut self.lowest, &mut self.highest] {
+            ends.iter_mut().zip(scales).for_each(|(end, scale)| *end /= scale);
+        }
+    }
+
+    /// The smallest and largest value of all channels. `[0, 0]` where no token was seen.
+    pub fn whole(&self) -> [f32; 2] {
         let mut range = [f32::INFINITY, f32::NEG_INFINITY];
-        for (c, (low, high)) in self.lowest.iter().zip(&self.highest).enumerate() {
-            let scale = scales.map_or(1.0, |s| s[c]);
-            range = [range[0].min(low / scale), range[1].max(high / scale)];
+        for (low, high) in self.lowest.iter().zip(&self.highest) {
+            range = [range[0].min(*low), range[1].max(*high)];
         }
         if range[0] > range[1] { [0.0, 0.0] } else { range }
     }
@@ -72,9 +84,13 @@ mod tests {
         for c in 0..3 {
             assert_eq!(whole.maxima()[c], of(c).map(f32::abs).fold(0.0, f32::max));
         }
-        assert_eq!(whole.divided(None), [-10.0, 19.5]);
+        assert_eq!(whole.whole(), [-10.0, 19.5]);
         let lowest = (0..3).map(|c| of(c).fold(0.0, f32::min) / [1.0, 2.0, 4.0][c]).fold(0.0, f32::min);
-        assert_eq!(whole.divided(Some(&[1.0, 2.0, 4.0]))[0], lowest);
+        let maxima = whole.maxima();
+        whole.divide(&[1.0, 2.0, 4.0]);
+        assert_eq!(whole.whole()[0], lowest);
+        whole.reorder(&[2, 0, 1]);
+        assert_eq!(whole.maxima(), [maxima[2] / 4.0, maxima[0], maxima[1] / 2.0]);
     }
 
     #[test]
@@ -88,6 +104,6 @@ mod tests {
         }
         let nothing = ChannelRanges::new(2);
         assert!(nothing.is_finite());
-        assert_eq!((nothing.maxima(), nothing.divided(None)), (vec![0.0, 0.0], [0.0, 0.0]));
+        assert_eq!((nothing.maxima(), nothing.whole()), (vec![0.0, 0.0], [0.0, 0.0]));
     }
 }

@@ -20,6 +20,15 @@ pub trait Tap {
     /// # Errors
     /// Whatever stops the run.
     fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()>;
+
+    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]` and keys
+    /// `[batch, positions, kv_heads · head_dim]`, both turned to their positions.
+    ///
+    /// # Errors
+    /// Whatever stops the run.
+    fn attention_input(&mut self, _attention: NodeId, _q: &Tensor, _k: &Tensor) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A [`Tap`] that watches nothing.
@@ -254,13 +263,16 @@ impl Run<'_> {
             }
             (Op::Rope, [x]) if self.segments.is_whole() => self.block.rope.apply(x, self.start),
             (Op::Rope, [x]) => self.block.rope.apply_packed(x, self.segments),
-            (Op::Attention { repeat, head_dim, window }, [q, k, v]) => match self.cache.as_deref_mut() {
-                Some(cache) => {
-                    let (k, v) = cache::append(cache, k, v)?;
-                    causal_attention(q, &k, &v, *repeat, *head_dim, *window, self.segments)
+            (Op::Attention { repeat, head_dim, window }, [q, k, v]) => {
+                self.tap.attention_input(id, q, k)?;
+                match self.cache.as_deref_mut() {
+                    Some(cache) => {
+                        let (k, v) = cache::append(cache, k, v)?;
+                        causal_attention(q, &k, &v, *repeat, *head_dim, *window, self.segments)
+                    }
+                    None => causal_attention(q, k, v, *repeat, *head_dim, *window, self.segments),
                 }
-                None => causal_attention(q, k, v, *repeat, *head_dim, *window, self.segments),
-            },
+            }
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
             (Op::Relu, [x]) => relu(x),
             (Op::Add, [a, b]) => Ok((a + b)?),

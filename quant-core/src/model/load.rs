@@ -26,6 +26,7 @@ pub struct Model {
     source: Arc<dyn TensorSource>,
     path: PathBuf,
     quantization: Option<Quantization>,
+    is_rotated: bool,
 }
 
 struct Quantization {
@@ -59,10 +60,26 @@ impl Model {
             }),
         };
         let graph = Arc::new(architecture.block.clone());
-        let mut model = Self { architecture, graph, source, path: path.to_owned(), quantization };
+        let mut model =
+            Self { architecture, graph, source, path: path.to_owned(), quantization, is_rotated: false };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
+    }
+
+    /// This float model with other tensors in the place of its own: those of its rotated equal. A head that they hold
+    /// beside the embedding is tied to it only where the two are the same.
+    pub(crate) fn rotated(&self, source: Arc<dyn TensorSource>) -> Result<Self> {
+        let (architecture, graph, path) = (self.architecture.clone(), self.graph.clone(), self.path.clone());
+        let mut model = Self { architecture, graph, source, path, quantization: None, is_rotated: true };
+        model.architecture.tied = model.shares_head()?;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// Whether its hidden states are those of the checkpoint, rotated.
+    pub fn is_rotated(&self) -> bool {
+        self.is_rotated
     }
 
     /// The configuration file, for messages.

@@ -19,7 +19,9 @@ mod positions;
 mod rope;
 mod segments;
 
-pub use arch::{Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, Op, Positions};
+pub use arch::{
+    Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, Op, OrderGroup, Positions, QueryKey,
+};
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::KvCache;
 pub use decoder::Decoder;

@@ -30,7 +30,7 @@ pub(super) struct Decision {
 
 /// The calibration batch before some block; no states where blocks are looked at without a text.
 pub(super) struct Batch {
-    transforms: &'static [&'static dyn Transform],
+    transforms: Vec<&'static dyn Transform>,
     /// In the float model: what transforms and static grids are found from, and GPTQ if it is asked to.
     float: Option<HiddenStates>,
     /// In the model that is being written: what GPTQ looks at where it is not asked otherwise.
@@ -42,7 +42,7 @@ impl Batch {
     /// The batch before the first block, for a plan that looks at blocks.
     pub(super) fn new(job: &Job<'_>) -> Result<Self> {
         let Job { model, plan, windows, .. } = *job;
-        let transforms = plan.method.transforms;
+        let transforms = plan.transforms();
         let Some(windows) = windows else {
             return Ok(Self { transforms, float: None, quantized: None, rope: model.rope(1)? });
         };
@@ -109,11 +109,12 @@ impl Batch {
         let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
         let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
         let states = if searches_alone { self.float.as_mut() } else { before.as_mut() };
-        let rewrites = transformed(self.transforms, &context, &block, &grids, states, searches_alone)?;
+        let rewrites = transformed(&self.transforms, &context, &block, &grids, states, searches_alone)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
             let task = context.task(&block, grids);
-            let inputs = grids.keys().filter_map(|&node| match task.input_grid(node, &rewrite) {
+            let after = rewrite.ranges(block.graph(), ranges.clone());
+            let inputs = grids.keys().filter_map(|&node| match task.input_grid(node, &after) {
                 Ok(grid) => grid.map(|grid| Ok((node, grid))),
                 Err(error) => Some(Err(error)),
             });
@@ -195,6 +196,8 @@ fn transformed(
         for transform in rest {
             // What each has made of the block may differ by its grids: they are looked at one by one.
             let rewritten = rewrite.apply(block)?;
+            let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
+            let context = Context { ranges: &ranges, ..*context };
             let task = [context.task(&rewritten, grids)];
             let next = transform.search(&task, states.as_deref_mut(), false)?;
             for next in next {

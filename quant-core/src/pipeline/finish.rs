@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
-use crate::recipe::{Plan, Rounding};
+use crate::recipe::{Plan, PlanEntry, Rounding};
 use crate::transform::SmoothSettings;
 use crate::{Error, Result};
 
@@ -21,6 +21,12 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let mut config = directory.config().clone();
     let settings = plan.container.quantization_config(&plan.module_schemes());
     config.insert("quantization_config".into(), settings);
+    if let Some(bits) = plan.settings.kv_bits {
+        config.insert(
+            "kv_cache_quantization".into(),
+            json!({ "bits": bits, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" }),
+        );
+    }
     if plan.unties() {
         // Readers that tie the two would look for a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
@@ -78,12 +84,9 @@ pub fn add_companions(
 /// interrupted job is resumed only by the same one. The contents of the input are checked tensor by
 /// tensor when it is.
 pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
-    let schemes = job.plan.module_schemes();
-    let schemes: serde_json::Map<String, Value> = schemes
-        .quantized
-        .iter()
-        .map(|(module, scheme)| ((*module).to_owned(), json!(scheme.to_string())))
-        .collect();
+    let quantized = job.plan.entries.iter().filter_map(PlanEntry::quantized);
+    let schemes: serde_json::Map<String, Value> =
+        quantized.map(|(module, scheme)| (module.to_owned(), json!(scheme.to_string()))).collect();
     let text = job.windows.filter(|_| job.plan.needs_text());
     let calibration = text.map(|w| super::report::calibration(job, w));
     let gptq = (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq);
@@ -100,5 +103,9 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
         "calibration": calibration,
         "gptq": gptq,
         "smooth": smooth,
+        "steps": job.plan.steps(),
+        "outputs": job.plan.settings.outputs,
+        "attention": job.plan.settings.attention,
+        "kv_bits": job.plan.settings.kv_bits,
     })
 }

@@ -14,8 +14,8 @@ use crate::digest::sha256_hex;
 use crate::model::Model;
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{PlanEntry, Rounding};
-use crate::transform::{ClipRecord, FoldRecord, Search, SmoothRecord};
+use crate::recipe::{LinearScheme, PlanEntry, Rounding};
+use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
 /// The version of the report's schema. It grows when a field goes or means something else; readers
@@ -33,6 +33,12 @@ pub struct QuantReport {
     pub version: String,
     /// The method.
     pub method: String,
+    /// What the method did before weights were rounded, in order; empty where it did nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<String>,
+    /// Bits that keys and values are to be stored in; absent where they stay float.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_bits: Option<u8>,
     /// The container.
     pub format: String,
     /// The calibration batch, if the method used one.
@@ -125,6 +131,9 @@ pub struct TensorReport {
     pub shape: Vec<usize>,
     /// The scheme, for quantized tensors.
     pub scheme: Option<String>,
+    /// The scheme that the weight was rounded to, where the container writes its two levels of scales as one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounded_to: Option<String>,
     /// Bits of one code.
     pub bits: Option<u8>,
     /// Weights that share a scale.
@@ -143,6 +152,12 @@ pub struct TensorReport {
     /// What SmoothQuant did; absent where it was not run, or left the linear alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub smooth: Option<SmoothRecord>,
+    /// What SmoothAttention did, of what makes keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention: Option<AttentionRecord>,
+    /// Whether its rows or columns stand in another order than in the input.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reordered: bool,
     /// The grid of the input, where it is the same for all tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub input: Option<InputReport>,
@@ -176,6 +191,10 @@ pub(super) struct Searched {
     pub(super) tokens: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
     pub(super) smooth: Option<SmoothRecord>,
+    pub(super) attention: Option<AttentionRecord>,
+    pub(super) reordered: bool,
+    /// The scheme as it is written.
+    pub(super) stored: Option<LinearScheme>,
     pub(super) input: Option<InputReport>,
 }
 
@@ -190,6 +209,7 @@ impl TensorReport {
             dtype: dtype.to_string(),
             shape: shape.clone(),
             scheme: scheme.map(|s| s.to_string()),
+            rounded_to: None,
             bits: scheme.map(|s| s.bits),
             group_size: scheme.map(|s| s.granularity.group_size(columns)),
             ratio: None,
@@ -198,6 +218,8 @@ impl TensorReport {
             clip_search: None,
             gptq: None,
             smooth: None,
+            attention: None,
+            reordered: false,
             input: None,
             calibration_tokens: None,
             bytes_before: entry.input_bytes(),
@@ -224,8 +246,13 @@ impl TensorReport {
         error: WeightError,
         search: Searched,
     ) -> Self {
-        let Searched { fold, clip, tokens, gptq, smooth, input } = search;
+        let Searched { fold, clip, tokens, gptq, smooth, attention, reordered, stored, input } = search;
+        let asked = entry.quantized().map(|(_, scheme)| scheme);
         Self {
+            scheme: stored.map(|s| s.to_string()),
+            rounded_to: asked.filter(|_| asked != stored).map(|s| s.to_string()),
+            attention,
+            reordered,
             ratio: fold.as_ref().and_then(|f| f.ratio),
             weight_error: Some(error),
             scale_search: fold,
@@ -245,6 +272,8 @@ impl QuantReport {
             schema: SCHEMA.into(),
             version: env!("CARGO_PKG_VERSION").into(),
             method: job.plan.method.name.into(),
+            steps: job.plan.steps().into_iter().map(str::to_owned).collect(),
+            kv_bits: job.plan.settings.kv_bits,
             format: job.plan.container.name().into(),
             calibration: job.windows.filter(|_| job.plan.needs_text()).map(|w| calibration(job, w)),
             gptq: (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq),

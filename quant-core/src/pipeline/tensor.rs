@@ -249,6 +249,9 @@ pub(super) fn transformed(
                 tokens: seen.or(rounded.map(|r| r.tokens)),
                 gptq: rounded.map(|r| r.record.clone()),
                 smooth: rewrite.smooth.iter().find(|s| s.consumers.contains(module)).cloned(),
+                attention: rewrite.attention.iter().find(|a| a.keys == *module).cloned(),
+                reordered: node.is_some_and(|node| rewrite.reorders(node)),
+                stored: Some(quantized.scheme),
                 input: quantized.input.map(|by| InputReport { scale: by.scale, zero: by.zero }),
             };
             let report = TensorReport::quantized(entry, sha256, WeightError::from(error), search);

@@ -45,7 +45,7 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{METHODS, Method, Pattern, Recipe, Rounding, SchemeRequest, schema};
+use super::{METHODS, Method, Pattern, Recipe, Rounding, SchemeRequest, kv, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::transform::{Alpha, Producers, Search, SmoothSettings, TransformSettings};
@@ -91,7 +91,8 @@ struct TransformEntry {
     /// AWQ: how candidates are compared, on growing shares of the batch, or each on the whole of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     search: Option<Search>,
-    /// SmoothQuant: the exponent of the activations, from 0 to 1, or `auto`; the family's where nothing is said.
+    /// SmoothQuant, smooth-outputs and smooth-attention: the exponent of the activations, from 0 to 1, or `auto`; what
+    /// is usual for each where nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::alpha")]
     alpha: Option<Alpha>,
@@ -103,15 +104,18 @@ struct TransformEntry {
 impl TransformEntry {
     /// Puts what is said into the settings.
     fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
-        let said = [
-            ("search", "awq", self.search.is_some()),
-            ("alpha", "smoothquant", self.alpha.is_some()),
-            ("producers", "smoothquant", self.producers.is_some()),
+        const SMOOTH: &[&str] = &["smoothquant", "smooth-outputs", "smooth-attention"];
+        let said: [(_, &[&str], _); 3] = [
+            ("search", &["awq"], self.search.is_some()),
+            ("alpha", SMOOTH, self.alpha.is_some()),
+            ("producers", &["smoothquant"], self.producers.is_some()),
         ];
-        if let Some((key, kind, _)) = said.into_iter().find(|(_, kind, said)| *said && *kind != self.kind) {
+        let here = |kinds: &[&str]| kinds.contains(&self.kind.as_str());
+        if let Some((key, kinds, _)) = said.into_iter().find(|(_, kinds, said)| *said && !here(kinds)) {
             return Err(Error::usage(
                 format!(
-                    "transform.{key} has no effect: it is a matter of kind `{kind}`, and this is `{}`",
+                    "transform.{key} has no effect: it is a matter of kind `{}`, and this is `{}`",
+                    kinds.join("`, `"),
                     self.kind
                 ),
                 "leave it out",
@@ -121,7 +125,11 @@ impl TransformEntry {
         settings.smooth.producers = self.producers.unwrap_or(settings.smooth.producers);
         if let Some(alpha) = self.alpha {
             alpha.check()?;
-            settings.smooth.alpha = Some(alpha);
+            match self.kind.as_str() {
+                "smooth-outputs" => settings.outputs = Some(alpha),
+                "smooth-attention" => settings.attention = Some(alpha),
+                _ => settings.smooth.alpha = Some(alpha),
+            }
         }
         Ok(())
     }
@@ -179,8 +187,7 @@ impl From<GptqSettings> for GptqEntry {
 }
 
 impl GptqEntry {
-    fn settings(&self) -> GptqSettings {
-        let usual = GptqSettings::default();
+    fn settings(&self, usual: GptqSettings) -> GptqSettings {
         GptqSettings {
             damping: self.damping.unwrap_or(usual.damping),
             block_size: self.block_size.unwrap_or(usual.block_size),
@@ -269,13 +276,16 @@ impl Recipe {
             let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
             Error::usage(format!("{place}{}", e.message()), REMEDY)
         })?;
-        let method = file.method()?;
+        let mut settings = TransformSettings::default();
+        let method = file.method(&mut settings)?;
         let containers = match &file.format {
             Some(Formats::One(name)) => vec![format::container(name)?],
             Some(Formats::Several(names)) => format::containers(names)?,
             None => vec![format::CONTAINERS[0]],
         };
-        let scheme: SchemeRequest = file.quantize.scheme.parse()?;
+        let (scheme, kv_bits) = kv::split(&file.quantize.scheme)?;
+        let scheme: SchemeRequest = scheme.parse()?;
+        settings.kv_bits = kv_bits;
         let pattern = |text: &String| Pattern::new(text);
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
@@ -284,7 +294,6 @@ impl Recipe {
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage("[quantize.gptq] has no effect: quantize.method is not gptq", REMEDY));
         }
-        let mut settings = TransformSettings::default();
         file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
         let recipe = Self {
             method,
@@ -302,7 +311,7 @@ impl Recipe {
                 mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
             },
             settings,
-            gptq: gptq.map_or_else(GptqSettings::default, GptqEntry::settings),
+            gptq: gptq.map_or_else(|| method.usual_gptq(), |entry| entry.settings(method.usual_gptq())),
             calibration: calibration.and_then(|c| c.text.clone()),
         };
         if calibration.is_some() && !recipe.needs_text() {
@@ -318,11 +327,14 @@ impl Recipe {
                 [one] => Formats::One(one.name().into()),
                 several => Formats::Several(several.iter().map(|c| c.name().into()).collect()),
             }),
-            transform: self.method.transforms.iter().map(|t| self.transform_entry(t.name())).collect(),
+            transform: (self.method.steps().into_iter())
+                .filter(|step| !self.settings.skipped.contains(step))
+                .map(|step| self.transform_entry(step))
+                .collect(),
             quantize: QuantizeEntry {
                 method: Some(self.method.rounding.name().into()),
                 gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
-                scheme: self.scheme.to_string(),
+                scheme: kv::joined(&self.scheme.to_string(), self.settings.kv_bits),
                 ignore: self.ignore.iter().map(|p| p.text().to_owned()).collect(),
                 overrides: (self.overrides.iter())
                     .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })
@@ -342,20 +354,27 @@ impl Recipe {
     }
 
     fn transform_entry(&self, kind: &str) -> TransformEntry {
-        let TransformSettings { search, smooth: SmoothSettings { alpha, producers, .. } } = &self.settings;
+        let TransformSettings { search, smooth, outputs, attention, .. } = &self.settings;
+        let SmoothSettings { alpha, producers, .. } = smooth;
         let (awq, smooth) = (kind == "awq", kind == "smoothquant");
+        let alpha = match kind {
+            "smoothquant" => *alpha,
+            "smooth-outputs" => *outputs,
+            "smooth-attention" => *attention,
+            _ => None,
+        };
         TransformEntry {
             kind: kind.to_owned(),
             search: awq.then_some(*search),
-            alpha: alpha.filter(|_| smooth),
+            alpha,
             producers: smooth.then_some(*producers),
         }
     }
 }
 
 impl RecipeFile {
-    /// The method that transforms and rounding make together.
-    fn method(&self) -> Result<&'static Method> {
+    /// The method that transforms and rounding make together; notes the steps of it that are not among them.
+    fn method(&self, settings: &mut TransformSettings) -> Result<&'static Method> {
         let rounding = match self.quantize.method.as_deref() {
             None => Rounding::Nearest,
             Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
@@ -367,7 +386,7 @@ impl RecipeFile {
             })?,
         };
         let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();
-        let mut known: Vec<&str> = METHODS.iter().flat_map(|m| m.transforms).map(|t| t.name()).collect();
+        let mut known: Vec<&str> = METHODS.iter().flat_map(Method::steps).collect();
         known.sort_unstable();
         known.dedup();
         if let Some(kind) = kinds.iter().find(|kind| !known.contains(kind)) {
@@ -384,14 +403,33 @@ impl RecipeFile {
                 ));
             }
         }
-        let mut methods = METHODS.iter().filter(|m| m.rounding == rounding);
-        methods.find(|m| m.transforms.iter().map(|t| t.name()).eq(kinds.iter().copied())).ok_or_else(|| {
-            Error::usage(
-                format!("transforms {} in this order: `awq` narrows the ranges of weights, which `{}` would then scale",
-                    kinds.join(", "), kinds.last().copied().unwrap_or_default()),
-                "put the [[transform]] of kind awq last",
-            )
-        })
+        let methods = || METHODS.iter().filter(|m| m.rounding == rounding);
+        if let Some(method) = methods().find(|m| m.steps() == kinds) {
+            return Ok(method);
+        }
+        // Some steps of a method, in its order.
+        let part = |method: &&Method| {
+            let mut steps = method.steps().into_iter();
+            kinds.iter().all(|kind| steps.any(|step| step == *kind))
+        };
+        if let Some(method) = methods().find(part) {
+            let left_out = method.steps().into_iter().filter(|step| !kinds.contains(step));
+            method.skip(&left_out.map(str::to_owned).collect::<Vec<_>>(), settings)?;
+            return Ok(method);
+        }
+        let last = kinds.last().copied().unwrap_or_default();
+        let narrows = |kind: &&&str| matches!(**kind, "awq" | "clip");
+        let (reason, remedy) = match kinds.iter().find(narrows) {
+            Some(kind) if !narrows(&&last) => (
+                format!("`{kind}` narrows the ranges of weights, which `{last}` would then change"),
+                "put the [[transform]] of kind awq or clip last",
+            ),
+            _ => (
+                "no method does these one after the other".to_owned(),
+                "see `quant plan --print-recipe qoq-w4a8kv4` for the order of QoQ's",
+            ),
+        };
+        Err(Error::usage(format!("transforms {} in this order: {reason}", kinds.join(", ")), remedy))
     }
 }
 

@@ -78,7 +78,7 @@ impl Plan {
         let gptq = self.method.rounding == Rounding::Gptq;
         // A search and GPTQ behind it look at states of their own.
         // Those of the quantized model, and those that searches look at while a pass for ranges has moved on.
-        let transforms = self.method.transforms;
+        let transforms = self.transforms();
         let searched = transforms.iter().any(|t| t.needs(&self.settings).states);
         let follows = gptq && self.gptq.inputs == LayerInputs::Quantized;
         let looks_later = searched && self.needs_ranges() || gptq && !follows && !transforms.is_empty();
@@ -101,11 +101,12 @@ impl Plan {
             _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
         };
         // The block of a candidate, and the one before it of which parts are taken.
-        let candidate = match self.settings.smooth.alpha {
-            Some(Alpha::Auto(_)) if self.method.has("smoothquant") => {
-                graph.linears().map(|(_, _, [n, k], _)| 5 * (n * k) as u64).sum()
-            }
-            _ => 0,
+        let auto = |alpha| matches!(alpha, Some(Alpha::Auto(_)));
+        let candidate = match self.method.has("smoothquant") && auto(self.settings.smooth.alpha)
+            || self.method.has("smooth-outputs") && auto(self.settings.outputs)
+        {
+            true => graph.linears().map(|(_, _, [n, k], _)| 5 * (n * k) as u64).sum(),
+            false => 0,
         };
         let kept = kept.max(candidate);
         // The search is over when GPTQ begins.
@@ -127,7 +128,7 @@ impl Plan {
             LayerInputs::Float => widths.values().map(|k| Hessian::kept_bytes(*k)).sum(),
         };
         // A transform's block stands in f32.
-        let widened = if !self.method.transforms.is_empty() { 4 * codes } else { 0 };
+        let widened = if !self.transforms().is_empty() { 4 * codes } else { 0 };
         // Codes stand in the block, for those that follow, and in the result.
         one.saturating_add(others).saturating_add(2 * codes + widened)
     }

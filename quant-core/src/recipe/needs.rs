@@ -11,12 +11,12 @@ impl Plan {
 
     /// Whether blocks are looked at, and not only their weights one by one.
     pub(crate) fn needs_blocks(&self) -> bool {
-        !self.method.transforms.is_empty() || self.needs_text()
+        !self.transforms().is_empty() || self.needs_text()
     }
 
     /// Whether the ranges of what linears read are looked at.
     pub(crate) fn needs_ranges(&self) -> bool {
-        let by_transforms = self.method.transforms.iter().any(|t| t.needs(&self.settings).ranges);
+        let by_transforms = self.transforms().iter().any(|t| t.needs(&self.settings).ranges);
         by_transforms || self.has_static_activations()
     }
 

@@ -11,7 +11,7 @@ use crate::format::{Container, ModuleSchemes};
 use crate::model::{FusedLinears, Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
-use crate::transform::TransformSettings;
+use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 
 /// What happens to a tensor of the input.
@@ -160,6 +160,8 @@ pub struct Plan {
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
     pub float_modules: Vec<String>,
+    /// Whether the model's head is no longer its embedding, which it may be in the input.
+    pub(super) parts_head: bool,
     /// The head's module.
     pub(super) head: String,
     /// The embedding's module.
@@ -191,8 +193,12 @@ impl Plan {
         let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
         let selectors = selection.matches(&names, &[&embedding, &head])?;
 
-        let transforms = recipe.method.transforms.iter();
-        let folds: Vec<NodeId> = transforms.flat_map(|t| t.folded_nodes(graph, &recipe.settings)).collect();
+        if recipe.method.rotates(&recipe.settings) != model.is_rotated() {
+            return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
+        }
+        let transforms = recipe.method.transforms(&recipe.settings);
+        let folds: Vec<NodeId> =
+            transforms.iter().flat_map(|t| t.folded_nodes(graph, &recipe.settings)).collect();
         let mut drafts = Vec::new();
         for (layer, node, module, shape) in modules {
             let scheme = selection.in_block(&module);
@@ -264,6 +270,7 @@ impl Plan {
             entries,
             selectors,
             float_modules,
+            parts_head: model.is_rotated() && !architecture.tied,
             head: architecture.head.clone(),
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
@@ -418,7 +425,18 @@ impl Plan {
 
     /// Whether the head is written apart from the embedding that it is in the input.
     pub fn unties(&self) -> bool {
-        self.quantizes(&self.head)
+        self.parts_head || self.quantizes(&self.head)
+    }
+
+    /// The names of what is done before weights are rounded, in order.
+    pub fn steps(&self) -> Vec<&'static str> {
+        let skipped = &self.settings.skipped;
+        self.method.steps().into_iter().filter(|step| !skipped.contains(step)).collect()
+    }
+
+    /// What rewrites blocks, in order.
+    pub(crate) fn transforms(&self) -> Vec<&'static dyn Transform> {
+        self.method.transforms(&self.settings)
     }
 
     /// Notes for the user: what readers cannot load, and what else is worth knowing.

@@ -14,6 +14,7 @@ use crate::{Error, Result};
 pub static REPACK: Method = Method {
     name: "repack",
     summary: "the numbers of a quantized checkpoint in another container",
+    rotates: false,
     transforms: &[],
     rounding: Rounding::Nearest,
 };
@@ -74,6 +75,7 @@ impl Plan {
             entries,
             selectors: Vec::new(),
             float_modules,
+            parts_head: false,
             head: architecture.head.clone(),
             embedding,
             fused: architecture.fused_modules(),

@@ -7,7 +7,7 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
 
 use super::file::RecipeFile;
-use super::{LinearScheme, METHODS, Recipe, Rounding};
+use super::{LinearScheme, METHODS, ROTATE, Recipe, Rounding};
 use crate::format::CONTAINERS;
 
 impl Recipe {
@@ -32,9 +32,11 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn transform(_: &mut SchemaGenerator) -> Schema {
-    // A transform has the name of the method that does nothing else.
-    let alone = METHODS.iter().filter(|m| matches!(m.transforms, [one] if one.name() == m.name));
-    one_of(alone.map(|m| (m.name, m.summary)))
+    let rotate =
+        (ROTATE, "the residual stream is rotated, which spreads what stands out in it over all channels");
+    let transforms = METHODS.iter().flat_map(|m| m.transforms).map(|t| (t.name(), t.summary()));
+    let all: std::collections::BTreeMap<_, _> = transforms.chain([rotate]).collect();
+    one_of(all.into_iter())
 }
 
 pub(super) fn alpha(_: &mut SchemaGenerator) -> Schema {
@@ -56,6 +58,8 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     let symmetry = "(-a?sym)?";
     // The two may stand in either order.
     let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
+    let (kv, progressive) = ("(kv(4|8|16))?", "(-progressive)?");
+    let weights = format!("{kv}{weights}{progressive}");
     let pattern = format!("^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$", bits.join("|"));
     json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym", "w8a8"] })
 }

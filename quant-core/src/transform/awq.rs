@@ -49,6 +49,10 @@ impl Transform for Awq {
         "awq"
     }
 
+    fn summary(&self) -> &'static str {
+        "activation-aware scales and clipping, searched on a calibration text"
+    }
+
     fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
         groups(graph).into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
     }
@@ -81,7 +85,7 @@ impl Transform for Awq {
             hidden.advance(first.block, first.cancel)?;
         }
         let tasks = tasks.iter().zip(chosen);
-        tasks.map(|(task, rewrite)| clipped(task, &watched, rewrite)).collect()
+        tasks.map(|(task, rewrite)| clip::clipped(task, &watched, rewrite)).collect()
     }
 }
 
@@ -120,27 +124,6 @@ fn scaled(
         if let Some(scales) = scales {
             fold(&mut rewrite, task, group, &scales)?;
         }
-    }
-    Ok(rewrite)
-}
-
-/// Adds the clip search to a rewrite.
-fn clipped(task: &BlockTask<'_>, watched: &Watched, mut rewrite: Rewrite) -> Result<Rewrite> {
-    let graph = task.block.graph().clone();
-    for (&node, &grid) in task.grids {
-        if graph.feeds_queries_or_keys(node) {
-            continue;
-        }
-        task.cancel.check()?;
-        let mut input = watched.sampled[&graph.nodes()[node].inputs[0]].clone();
-        if let Some(scales) = rewrite.columns.get(&node) {
-            input.divide(scales);
-        }
-        let (bounds, record) = clip::search(task, node, grid, &rewrite, &input)?;
-        if let Some(bounds) = bounds {
-            rewrite.clips.insert(node, bounds);
-        }
-        rewrite.clip_records.push(record);
     }
     Ok(rewrite)
 }

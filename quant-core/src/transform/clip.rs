@@ -8,9 +8,10 @@
 use rayon::prelude::*;
 
 use super::objective::Input;
-use super::{BlockTask, ClipRecord, Grid, Rewrite};
-use crate::calibrate::{SampledRows, gram};
-use crate::model::NodeId;
+use super::watch::{Watch, Watched};
+use super::{BlockTask, ClipRecord, Grid, Needs, Rewrite, Transform, TransformSettings};
+use crate::calibrate::{HiddenStates, SampledRows, gram};
+use crate::model::{BlockGraph, NodeId};
 use crate::quantize::fake_quantize;
 use crate::{Error, Result};
 
@@ -22,9 +23,69 @@ const STEPS: f32 = 20.0;
 /// Weights that one task rounds at a time, for every candidate.
 const TASK_ELEMENTS: usize = 1 << 15;
 
+/// The clip search alone, of all linears whose output passes through no softmax.
+#[derive(Debug, Clone, Copy)]
+pub struct Clip;
+
+impl Transform for Clip {
+    fn name(&self) -> &'static str {
+        "clip"
+    }
+
+    fn summary(&self) -> &'static str {
+        "ranges of weights are narrowed where the error of the output falls"
+    }
+
+    fn folded_nodes(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
+        Vec::new()
+    }
+
+    fn needs(&self, _settings: &TransformSettings) -> Needs {
+        Needs { ranges: false, states: true }
+    }
+
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
+        let mut watch = Watch::new(first, &[], hidden.layout().clone());
+        match advance {
+            true => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
+            false => hidden.watch(first.block, first.cancel, &mut watch)?,
+        }
+        let watched = watch.finish();
+        let rewrite = || Rewrite { tokens: watched.tokens.clone(), ..Rewrite::default() };
+        tasks.iter().map(|task| clipped(task, &watched, rewrite())).collect()
+    }
+}
+
+/// Adds the clip search to a rewrite of the block that was watched.
+pub(super) fn clipped(task: &BlockTask<'_>, watched: &Watched, mut rewrite: Rewrite) -> Result<Rewrite> {
+    let graph = task.block.graph().clone();
+    for (&node, &grid) in task.grids {
+        if graph.feeds_queries_or_keys(node) {
+            continue;
+        }
+        task.cancel.check()?;
+        let mut input = watched.sampled[&graph.nodes()[node].inputs[0]].clone();
+        if let Some(scales) = rewrite.columns.get(&node) {
+            input.divide(scales);
+        }
+        let (bounds, record) = search(task, node, grid, &rewrite, &input)?;
+        if let Some(bounds) = bounds {
+            rewrite.clips.insert(node, bounds);
+        }
+        rewrite.clip_records.push(record);
+    }
+    Ok(rewrite)
+}
+
 /// Finds the bounds `[n, groups]` of a linear whose weight is rewritten and whose `input` is scaled
 /// already; `None` where no group is clipped.
-pub(super) fn search(
+fn search(
     task: &BlockTask<'_>,
     node: NodeId,
     grid: Grid,

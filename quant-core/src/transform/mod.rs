@@ -2,9 +2,11 @@
 //! (folding), or trade a little of it for less rounding error (clipping).
 //!
 //! A [`Transform`] looks at one float block and its inputs and returns a [`Rewrite`]; several follow on each other, each
-//! on the block that those before it have rewritten. A rewrite is factors for
+//! on the block that those before it have rewritten. A rewrite is orders of rows and columns, factors for
 //! columns, divisors for rows, new norm weights, clip bounds. Nothing is changed in place; the
 //! quantizer applies the rewrite to each weight as it reads it.
+//!
+//! What concerns the whole model at once is no such thing: [`rotate`] makes another model, before anything looks at it.
 
 mod awq;
 mod candidates;
@@ -13,11 +15,14 @@ mod difference;
 mod fold;
 mod objective;
 mod race;
+mod reorder;
 mod rewrite;
+mod rotate;
 mod rows;
 mod sample;
 mod settings;
 mod smooth;
+mod smooth_attention;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -25,11 +30,15 @@ use std::fmt::Debug;
 
 pub use awq::Awq;
 pub use candidates::{Search, TriedScales};
+pub use clip::Clip;
 pub use fold::fold;
+pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
+pub use rotate::rotate;
 pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
 pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
-pub use smooth::{SmoothQuant, SmoothRecord, SmoothSearch};
+pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
+pub use smooth_attention::{AttentionRecord, SmoothAttention};
 pub(crate) use watch::kept_bytes;
 
 /// Scales that a search tries for a group: no scaling, and the points of the grid.
@@ -94,6 +103,9 @@ pub struct Needs {
 pub trait Transform: Debug + Send + Sync {
     /// The name that recipes take.
     fn name(&self) -> &'static str;
+
+    /// One line for help and tables.
+    fn summary(&self) -> &'static str;
 
     /// Norms and linears whose stored parameters the search may change, beyond rounding.
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId>;

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{SmoothRecord, TriedScales};
-use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
+use super::{AttentionRecord, SmoothRecord, TriedScales};
+use crate::calibrate::ChannelRanges;
+use crate::model::{Block, BlockGraph, Linear, NodeId, Norm, WeightBody};
 use crate::{Error, Result};
 
 /// The decision of a scale search for one fold group.
@@ -58,6 +59,11 @@ impl ChannelOutlier {
     }
 }
 
+/// Entry `i` is what entry `order[i]` was.
+pub(super) fn ordered<T: Copy>(values: &[T], order: &[u32]) -> Vec<T> {
+    order.iter().map(|&from| values[from as usize]).collect()
+}
+
 fn stands_out(mut means: Vec<f32>) -> Option<f64> {
     means.sort_unstable_by(f32::total_cmp);
     let (largest, median) = (f64::from(*means.last()?), f64::from(means[means.len() / 2]));
@@ -88,6 +94,11 @@ pub struct Rewrite {
     pub norms: BTreeMap<NodeId, Vec<f32>>,
     /// New biases of norms; as those of linears, they are rounded to their type when they are written.
     pub norm_biases: BTreeMap<NodeId, Vec<f32>>,
+    /// Where the rows, and bias, of linears stood before: row `i` is what row `order[i]` was. Divisors are those of the
+    /// new order.
+    pub row_order: BTreeMap<NodeId, Vec<u32>>,
+    /// The same of columns and their factors.
+    pub column_order: BTreeMap<NodeId, Vec<u32>>,
     /// Factors for the columns of linears.
     pub columns: BTreeMap<NodeId, Vec<f32>>,
     /// Divisors for the rows, and bias, of linears.
@@ -98,8 +109,10 @@ pub struct Rewrite {
     pub folds: Vec<FoldRecord>,
     /// How the bounds were chosen.
     pub clip_records: Vec<ClipRecord>,
-    /// What SmoothQuant did.
+    /// What SmoothQuant and the smoothing of outputs did.
     pub smooth: Vec<SmoothRecord>,
+    /// What SmoothAttention did.
+    pub attention: Vec<AttentionRecord>,
 }
 
 impl Rewrite {
@@ -119,7 +132,21 @@ impl Rewrite {
         out: &mut [f32],
     ) -> Result<()> {
         let k = weight.shape()[1];
-        out.copy_from_slice(weight.rows(rows.clone(), scratch)?);
+        match self.row_order.get(&node) {
+            None => out.copy_from_slice(weight.rows(rows.clone(), scratch)?),
+            Some(order) => {
+                for (row, &from) in out.chunks_exact_mut(k.max(1)).zip(&order[rows.clone()]) {
+                    row.copy_from_slice(weight.rows(from as usize..from as usize + 1, scratch)?);
+                }
+            }
+        }
+        if let Some(order) = self.column_order.get(&node) {
+            for row in out.chunks_exact_mut(k.max(1)) {
+                scratch.clear();
+                scratch.extend_from_slice(row);
+                row.iter_mut().zip(order).for_each(|(w, &from)| *w = scratch[from as usize]);
+            }
+        }
         if let Some(factors) = self.columns.get(&node) {
             for row in out.chunks_exact_mut(k.max(1)) {
                 for (w, f) in row.iter_mut().zip(factors) {
@@ -142,13 +169,30 @@ impl Rewrite {
     /// # Errors
     /// When this one clips: what follows would change the weights that the bounds are of.
     pub fn then(mut self, next: Self) -> Result<Self> {
-        let Self { tokens, norms, norm_biases, columns, rows, clips, folds, clip_records, smooth } = next;
+        let Self { tokens, norms, norm_biases, row_order, column_order, columns, rows, .. } = next;
+        let Self { clips, folds, clip_records, smooth, attention, .. } = next;
         if !self.clips.is_empty() {
             return Err(Error::Internal("weights are rewritten after their ranges were narrowed".into()));
         }
         self.tokens.extend(tokens);
         self.norms.extend(norms);
         self.norm_biases.extend(norm_biases);
+        let orders = [
+            (&mut self.rows, &mut self.row_order, row_order),
+            (&mut self.columns, &mut self.column_order, column_order),
+        ];
+        for (factors, before, orders) in orders {
+            for (node, order) in orders {
+                if let Some(factors) = factors.get_mut(&node) {
+                    *factors = ordered(factors, &order);
+                }
+                let order = match before.get(&node) {
+                    Some(before) => ordered(before, &order),
+                    None => order,
+                };
+                before.insert(node, order);
+            }
+        }
         for (factors, next) in [(&mut self.columns, columns), (&mut self.rows, rows)] {
             for (node, by) in next {
                 match factors.entry(node) {
@@ -161,12 +205,40 @@ impl Rewrite {
         self.folds.extend(folds);
         self.clip_records.extend(clip_records);
         self.smooth.extend(smooth);
+        self.attention.extend(attention);
         Ok(self)
     }
 
     /// Whether a linear's weight is another one, clipping aside.
     pub fn changes(&self, node: NodeId) -> bool {
-        self.columns.contains_key(&node) || self.rows.contains_key(&node)
+        self.columns.contains_key(&node) || self.rows.contains_key(&node) || self.reorders(node)
+    }
+
+    /// Whether a linear's rows or columns stand in another order.
+    pub fn reorders(&self, node: NodeId) -> bool {
+        self.row_order.contains_key(&node) || self.column_order.contains_key(&node)
+    }
+
+    /// The ranges of what linears read once everything is rewritten, from those before.
+    pub fn ranges(
+        &self,
+        graph: &BlockGraph,
+        mut ranges: BTreeMap<NodeId, ChannelRanges>,
+    ) -> BTreeMap<NodeId, ChannelRanges> {
+        for (&value, range) in &mut ranges {
+            // All that read a value are rewritten alike.
+            let Some((reader, ..)) = graph.linears().find(|(id, ..)| graph.nodes()[*id].inputs[0] == value)
+            else {
+                continue;
+            };
+            if let Some(order) = self.column_order.get(&reader) {
+                range.reorder(order);
+            }
+            if let Some(scales) = self.columns.get(&reader) {
+                range.divide(scales);
+            }
+        }
+        ranges
     }
 
     /// A linear's whole rewritten weight, before clipping, `[n, k]`.
@@ -182,6 +254,9 @@ impl Rewrite {
 
     /// A linear's rewritten bias.
     pub fn bias(&self, node: NodeId, mut bias: Vec<f32>) -> Vec<f32> {
+        if let Some(order) = self.row_order.get(&node) {
+            bias = ordered(&bias, order);
+        }
         if let Some(divisors) = self.rows.get(&node) {
             for (b, d) in bias.iter_mut().zip(divisors) {
                 *b /= d;

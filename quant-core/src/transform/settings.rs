@@ -16,6 +16,14 @@ pub struct TransformSettings {
     pub search: Search,
     /// SmoothQuant.
     pub smooth: SmoothSettings,
+    /// The exponent of the smoothing of outputs; what is usual for the granularity where nothing is said.
+    pub outputs: Option<Alpha>,
+    /// The exponent of SmoothAttention; searched where nothing is said.
+    pub attention: Option<Alpha>,
+    /// Bits that keys and values are going to be stored in, where they are not float.
+    pub kv_bits: Option<u8>,
+    /// The method's steps that are left out.
+    pub skipped: Vec<&'static str>,
 }
 
 /// How SmoothQuant is run.

@@ -15,6 +15,11 @@
 //!
 //! A channel that the text never wakes keeps its scale: the published code divides the norm by 1e-5 there, which
 //! leaves half-precision types.
+//!
+//! [`SmoothOutputs`] does the same between linears only (QServe, §4.3.3): the outputs of a block's modules, what
+//! `down_proj` and `o_proj` read, are divided where `up_proj` and `v_proj` make them. There `α` is near 0: what is to
+//! be evened out is the weights' columns. It is 0.3 where weights have groups and 0.1 where a row has one scale, what
+//! deepcompressor takes for Llama-3-8B, or searched among 0, 0.05 … 0.55.
 
 use std::collections::BTreeMap;
 
@@ -23,16 +28,20 @@ use serde::{Deserialize, Serialize};
 
 use super::settings::{Alpha, Producers, SmoothSettings};
 use super::{BlockTask, ChannelOutlier, Needs, Rewrite, Transform, TransformSettings, TriedScales, fold};
-use crate::calibrate::HiddenStates;
+use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, WeightBody};
 use crate::quantize::{Rows, quantize_tensor, static_grid};
-use crate::recipe::ActivationScheme;
+use crate::recipe::{ActivationScheme, Granularity};
 use crate::{Error, Result};
 
 /// The least that a maximum counts for.
 const LEAST: f32 = 1e-5;
 /// The exponents that a search tries, in twentieths.
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
+/// Those of outputs.
+const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
+/// The exponent of outputs that are read by weights in groups, and by weights with a scale a row.
+const USUAL_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// What a search tries for a producer: the exponents, and no smoothing.
 pub(crate) const CANDIDATES: usize = 13;
 /// Tokens that a search looks at, about.
@@ -63,22 +72,119 @@ pub struct SmoothSearch {
     pub tried: Vec<TriedScales>,
 }
 
-/// The transform.
+/// The transform of what norms make, and of the outputs of linears where it is asked to.
 #[derive(Debug, Clone, Copy)]
 pub struct SmoothQuant;
+
+/// The transform of the outputs of linears.
+#[derive(Debug, Clone, Copy)]
+pub struct SmoothOutputs;
+
+/// What is smoothed, and how strongly.
+#[derive(Debug, Clone, Copy)]
+struct Smoothing {
+    producers: Smoothed,
+    alpha: Option<Alpha>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Smoothed {
+    Norms,
+    Linears,
+    All,
+}
+
+impl Smoothing {
+    fn of_inputs(settings: &TransformSettings) -> Self {
+        let SmoothSettings { alpha, producers, .. } = settings.smooth;
+        let producers = match producers {
+            Producers::Norms => Smoothed::Norms,
+            Producers::All => Smoothed::All,
+        };
+        Self { producers, alpha }
+    }
+
+    fn of_outputs(settings: &TransformSettings) -> Self {
+        Self { producers: Smoothed::Linears, alpha: settings.outputs }
+    }
+
+    /// The producers that may be divided.
+    fn groups(self, graph: &BlockGraph) -> Vec<FoldGroup> {
+        let is_meant = |g: &FoldGroup| match self.producers {
+            Smoothed::Norms => graph.nodes()[g.producer].op.is_norm(),
+            Smoothed::Linears => !graph.nodes()[g.producer].op.is_norm(),
+            Smoothed::All => true,
+        };
+        graph.fold_groups().into_iter().filter(is_meant).collect()
+    }
+
+    fn folded_nodes(self, graph: &BlockGraph) -> Vec<NodeId> {
+        let groups = self.groups(graph).into_iter();
+        groups.flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
+    }
+
+    fn is_searched(self) -> bool {
+        matches!(self.alpha, Some(Alpha::Auto(_)))
+    }
+
+    /// The exponent where nothing is said.
+    fn usual(self, task: &BlockTask<'_>) -> f32 {
+        match self.producers {
+            Smoothed::Linears => {
+                let grouped =
+                    task.grids.values().any(|grid| matches!(grid.scheme.granularity, Granularity::Group(_)));
+                USUAL_OF_OUTPUTS[usize::from(!grouped)]
+            }
+            _ => task.smoothing,
+        }
+    }
+
+    /// What a search tries.
+    fn exponents(self) -> impl Iterator<Item = f32> {
+        let twentieths = match self.producers {
+            Smoothed::Linears => TWENTIETHS_OF_OUTPUTS,
+            _ => TWENTIETHS,
+        };
+        twentieths.map(|twentieth| f32::from(twentieth) / 20.0)
+    }
+
+    /// Whether a linear gains from it. What multiplies float activations gains nothing from smooth ones.
+    fn is_for(self, task: &BlockTask<'_>, node: NodeId) -> bool {
+        task.grids.get(&node).is_some_and(|grid| {
+            self.producers == Smoothed::Linears || grid.scheme.activations != ActivationScheme::Float
+        })
+    }
+
+    fn search(
+        self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let states = hidden.as_deref();
+        let rewrites = tasks.iter().map(|task| smoothed(task, self, states)).collect();
+        if let (Some(first), Some(hidden), true) = (tasks.first(), hidden, advance) {
+            hidden.advance(first.block, first.cancel)?;
+        }
+        rewrites
+    }
+}
 
 impl Transform for SmoothQuant {
     fn name(&self) -> &'static str {
         "smoothquant"
     }
 
+    fn summary(&self) -> &'static str {
+        "outliers of activations move into the weights, for activations of 8 bits"
+    }
+
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {
-        let groups = groups(graph, settings.smooth.producers);
-        groups.into_iter().flat_map(|g| std::iter::once(g.producer).chain(g.consumers)).collect()
+        Smoothing::of_inputs(settings).folded_nodes(graph)
     }
 
     fn needs(&self, settings: &TransformSettings) -> Needs {
-        let searched = matches!(settings.smooth.alpha, Some(Alpha::Auto(_)));
+        let searched = Smoothing::of_inputs(settings).is_searched();
         Needs { ranges: settings.smooth.maxima.is_none() || searched, states: searched }
     }
 
@@ -88,19 +194,37 @@ impl Transform for SmoothQuant {
         hidden: Option<&mut HiddenStates>,
         advance: bool,
     ) -> Result<Vec<Rewrite>> {
-        let states = hidden.as_deref();
-        let rewrites = tasks.iter().map(|task| smoothed(task, states)).collect();
-        if let (Some(first), Some(hidden), true) = (tasks.first(), hidden, advance) {
-            hidden.advance(first.block, first.cancel)?;
-        }
-        rewrites
+        let Some(first) = tasks.first() else { return Ok(Vec::new()) };
+        Smoothing::of_inputs(first.settings).search(tasks, hidden, advance)
     }
 }
 
-/// The producers that may be divided.
-fn groups(graph: &BlockGraph, producers: Producers) -> Vec<FoldGroup> {
-    let is_meant = |g: &FoldGroup| producers == Producers::All || graph.nodes()[g.producer].op.is_norm();
-    graph.fold_groups().into_iter().filter(is_meant).collect()
+impl Transform for SmoothOutputs {
+    fn name(&self) -> &'static str {
+        "smooth-outputs"
+    }
+
+    fn summary(&self) -> &'static str {
+        "what a linear makes for the next one alone is evened out against its weight"
+    }
+
+    fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {
+        Smoothing::of_outputs(settings).folded_nodes(graph)
+    }
+
+    fn needs(&self, settings: &TransformSettings) -> Needs {
+        Needs { ranges: true, states: Smoothing::of_outputs(settings).is_searched() }
+    }
+
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let Some(first) = tasks.first() else { return Ok(Vec::new()) };
+        Smoothing::of_outputs(first.settings).search(tasks, hidden, advance)
+    }
 }
 
 /// A producer, and what its scales are found from.
@@ -163,24 +287,20 @@ fn maxima(task: &BlockTask<'_>, group: &FoldGroup, k: usize) -> Result<Vec<f32>>
     Ok(ranges.ok_or_else(|| Error::Internal("SmoothQuant without channel maxima".into()))?.maxima())
 }
 
-fn smoothed(task: &BlockTask<'_>, hidden: Option<&HiddenStates>) -> Result<Rewrite> {
-    let SmoothSettings { alpha, producers, .. } = task.settings.smooth;
-    // What multiplies floats gains nothing.
-    let rounds = |node: &NodeId| {
-        task.grids.get(node).is_some_and(|grid| grid.scheme.activations != ActivationScheme::Float)
-    };
-    let groups = groups(task.block.graph(), producers).into_iter().filter(|g| g.consumers.iter().any(rounds));
+fn smoothed(task: &BlockTask<'_>, smoothing: Smoothing, hidden: Option<&HiddenStates>) -> Result<Rewrite> {
+    let gains = |g: &FoldGroup| g.consumers.iter().any(|&c| smoothing.is_for(task, c));
+    let groups = smoothing.groups(task.block.graph()).into_iter().filter(gains);
     let migrations = groups.map(|group| Migration::new(task, group)).collect::<Result<Vec<_>>>()?;
-    let usual = match alpha {
+    let usual = match smoothing.alpha {
         Some(Alpha::Fixed(alpha)) => alpha,
-        _ => task.smoothing,
+        _ => smoothing.usual(task),
     };
     let mut alphas = vec![Some(usual); migrations.len()];
     let mut records = Vec::with_capacity(migrations.len());
-    if let (Some(Alpha::Auto(_)), Some(hidden)) = (alpha, hidden) {
+    if let (true, Some(hidden)) = (smoothing.is_searched(), hidden) {
         let mut search = BlockSearch::new(task, hidden, &migrations)?;
         for (i, migration) in migrations.iter().enumerate() {
-            let found = search.choose(&mut alphas, i)?;
+            let found = search.choose(&mut alphas, i, smoothing.exponents())?;
             records.push(migration.record(task, alphas[i], Some(found)));
         }
     } else {
@@ -241,6 +361,7 @@ impl<'a> BlockSearch<'a> {
         let task = self.task;
         let rewrite = folded(task, self.migrations, alphas)?;
         let mut block = rewrite.apply(task.block)?;
+        let ranges = rewrite.ranges(task.block.graph(), task.ranges.clone());
         for (&node, &grid) in task.grids {
             task.cancel.check()?;
             // What its weights depend on: the exponents of the groups that it is in.
@@ -260,7 +381,7 @@ impl<'a> BlockSearch<'a> {
             let (mut quantized, _) =
                 quantize_tensor(Rows::Floats(&values), shape, grid.scheme, grid.scale_dtype, None)
                     .map_err(|e| e.within(&tensor, None))?;
-            quantized.input = task.input_grid(node, &rewrite)?;
+            quantized.input = task.input_grid(node, &ranges)?;
             let linear = linear.with_weight(WeightBody::Quantized(quantized));
             self.rounded.insert(node, (key, linear.clone()));
             block.replace_linear(node, linear);
@@ -273,11 +394,15 @@ impl<'a> BlockSearch<'a> {
     }
 
     /// Settles the exponent of a group, the others as they are.
-    fn choose(&mut self, alphas: &mut [Option<f32>], group: usize) -> Result<SmoothSearch> {
+    fn choose(
+        &mut self,
+        alphas: &mut [Option<f32>],
+        group: usize,
+        exponents: impl Iterator<Item = f32>,
+    ) -> Result<SmoothSearch> {
         let tokens = counted(self.hidden, self.first, &self.x) as u64;
-        let points = TWENTIETHS.map(|twentieth| Some(f32::from(twentieth) / 20.0));
         let mut tried = Vec::with_capacity(CANDIDATES);
-        for ratio in std::iter::once(None).chain(points) {
+        for ratio in std::iter::once(None).chain(exponents.map(Some)) {
             alphas[group] = ratio;
             tried.push(TriedScales { ratio, error: self.error(alphas)?, tokens });
         }
@@ -296,14 +421,15 @@ fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
 }
 
 impl BlockTask<'_> {
-    /// The grid of a linear's input after a rewrite, where it is the same for all tokens.
+    /// The grid of a linear's input, where it is the same for all tokens, from the ranges of what linears read once
+    /// everything is rewritten.
     ///
     /// # Errors
     /// When the input was not looked at.
     pub fn input_grid(
         &self,
         node: NodeId,
-        rewrite: &Rewrite,
+        ranges: &BTreeMap<NodeId, ChannelRanges>,
     ) -> Result<Option<quant_kernels_cpu::StaticScale>> {
         let Some(ActivationScheme::Static { symmetric }) =
             self.grids.get(&node).map(|g| g.scheme.activations)
@@ -311,10 +437,9 @@ impl BlockTask<'_> {
             return Ok(None);
         };
         let value = self.block.graph().nodes()[node].inputs[0];
-        let ranges = self.ranges.get(&value);
+        let ranges = ranges.get(&value);
         let ranges =
             ranges.ok_or_else(|| Error::Internal("a static grid of what was not looked at".into()))?;
-        let scales = rewrite.columns.get(&node).map(Vec::as_slice);
-        Ok(Some(static_grid(ranges.divided(scales), symmetric)))
+        Ok(Some(static_grid(ranges.whole(), symmetric)))
     }
 }

@@ -153,6 +153,36 @@ impl FoldGroup {
     }
 }
 
+/// Channels between linears that may stand in any order, and everything that must be reordered with them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OrderGroup {
+    /// The linears whose rows are reordered: all whose outputs the channels are made of.
+    pub producers: Vec<NodeId>,
+    /// The linear whose columns are.
+    pub consumer: NodeId,
+    /// The node whose value it reads.
+    pub input: NodeId,
+    /// How many times a producer's channels stand repeated in the consumer's input.
+    pub repeat: usize,
+    /// The width of heads, where channels may not leave theirs.
+    pub head: Option<usize>,
+}
+
+/// The place of an attention and what turns, norms and makes its queries and keys.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QueryKey {
+    /// The attention.
+    pub attention: NodeId,
+    /// What queries and keys come from: a linear each, or a norm of heads each.
+    pub producers: [NodeId; 2],
+    /// Query heads per key head.
+    pub repeat: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Whether both are turned to their positions, which mixes a head's channel with that half its width away.
+    pub is_turned: bool,
+}
+
 /// Builds a [`BlockGraph`] in order of evaluation.
 #[derive(Debug, Default)]
 pub struct GraphBuilder {
@@ -271,6 +301,68 @@ impl BlockGraph {
             several => self.meeting_linear(several)?,
         };
         Some(FoldGroup { producer, consumers: walk.consumers, input, inspected, repeat, run })
+    }
+
+    /// All channels between linears that may be reordered, in order of evaluation of their consumers.
+    pub fn order_groups(&self) -> Vec<OrderGroup> {
+        self.linears().filter_map(|(id, ..)| self.order_group(id)).collect()
+    }
+
+    fn order_group(&self, consumer: NodeId) -> Option<OrderGroup> {
+        let input = self.nodes[consumer].inputs[0];
+        if self.users(input).count() != 1 {
+            return None;
+        }
+        let mut group = OrderGroup { producers: Vec::new(), consumer, input, repeat: 1, head: None };
+        self.trace(input, &mut group)?;
+        Some(group)
+    }
+
+    /// Collects the linears that a value's channels are made of, channel by channel, and nothing else is.
+    fn trace(&self, value: NodeId, group: &mut OrderGroup) -> Option<()> {
+        let node = &self.nodes[value];
+        match &node.op {
+            Op::Linear { .. } => group.producers.push(value),
+            Op::Relu | Op::GatedSilu => {
+                for &input in &node.inputs {
+                    (self.users(input).count() == 1).then_some(())?;
+                    self.trace(input, group)?;
+                }
+            }
+            Op::Attention { repeat, head_dim, .. } if group.head.is_none() => {
+                (group.repeat, group.head) = (*repeat, Some(*head_dim));
+                let values = *node.inputs.get(2)?;
+                (self.users(values).count() == 1).then_some(())?;
+                self.trace(values, group)?;
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Every attention whose queries and keys can be scaled against each other.
+    pub fn query_keys(&self) -> Vec<QueryKey> {
+        let of = |(attention, node): (NodeId, &Node)| {
+            let Op::Attention { repeat, head_dim, .. } = node.op else { return None };
+            let [queries, keys] = [self.made_by(node.inputs[0])?, self.made_by(node.inputs[1])?];
+            let is_turned = queries.1;
+            let producers = [queries.0, keys.0];
+            (keys.1 == is_turned).then_some(QueryKey { attention, producers, repeat, head_dim, is_turned })
+        };
+        self.nodes.iter().enumerate().filter_map(of).collect()
+    }
+
+    /// What can scale a query or key, and whether it is turned after that.
+    fn made_by(&self, value: NodeId) -> Option<(NodeId, bool)> {
+        if self.users(value).count() != 1 {
+            return None;
+        }
+        match &self.nodes[value].op {
+            Op::Rope => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, true)),
+            Op::Linear { .. } => Some((value, false)),
+            op if op.stored_norm().is_some() => Some((value, false)),
+            _ => None,
+        }
     }
 
     /// Collects the linears that read `value`'s channels; `None` if something stops the scale.

@@ -4,7 +4,7 @@ mod graph;
 mod llama;
 mod opt;
 
-pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, Op};
+pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, Op, OrderGroup, QueryKey};
 
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeScaling;

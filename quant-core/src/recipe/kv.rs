@@ -1,0 +1,59 @@
+//! The bits of keys and values in the name of a scheme: `w4a8kv4-g128` is `w4a8-g128`, with a cache of 4 bits.
+
+use crate::{Error, Result};
+
+/// Bits that a cache may have, beside float.
+pub const KV_BITS: [u8; 2] = [4, 8];
+
+/// A scheme's text without the cache, and the cache's bits where it names one.
+///
+/// # Errors
+/// [`Error::Usage`] for other bits.
+pub fn split(text: &str) -> Result<(String, Option<u8>)> {
+    let (head, rest) = match text.split_once('-') {
+        Some((head, rest)) => (head, Some(rest)),
+        None => (text, None),
+    };
+    let Some((linear, bits)) = head.split_once("kv") else { return Ok((text.to_owned(), None)) };
+    let bits = match bits {
+        "16" => None,
+        _ => Some(bits.parse().ok().filter(|b| KV_BITS.contains(b)).ok_or_else(|| {
+            Error::usage(
+                format!("scheme `{text}`: a cache of `kv{bits}` is not known"),
+                "keys and values are kv4, kv8 or kv16, for example w4a8kv4-g128",
+            )
+        })?),
+    };
+    let rest = rest.map_or(String::new(), |rest| format!("-{rest}"));
+    Ok((format!("{linear}{rest}"), bits))
+}
+
+/// The text of a scheme with a cache of these bits.
+pub fn joined(scheme: &str, bits: Option<u8>) -> String {
+    let Some(bits) = bits else { return scheme.to_owned() };
+    match scheme.split_once('-') {
+        Some((head, rest)) => format!("{head}kv{bits}-{rest}"),
+        None => format!("{scheme}kv{bits}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cache_is_part_of_the_first_word() {
+        for (text, linear, bits) in [
+            ("w4a8kv4-g128-sym", "w4a8-g128-sym", Some(4)),
+            ("w8a8kv8", "w8a8", Some(8)),
+            ("w4a16-g64", "w4a16-g64", None),
+        ] {
+            assert_eq!(split(text).unwrap(), (linear.to_owned(), bits));
+            assert_eq!(joined(linear, bits), text);
+        }
+        assert_eq!(split("w4a8kv16").unwrap(), ("w4a8".to_owned(), None));
+        for text in ["w4a8kv5", "w4a8kv", "w4a8kvx-g128", "w4a8kv44"] {
+            assert!(matches!(split(text), Err(Error::Usage { .. })), "{text}");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Activation-aware channel reordering (QServe, §4.3.4): channels that stand out share groups.
+//!
+//! A weight's group has one scale. Where an input channel is large its weights count most, and what they need of
+//! the scale is decided by neighbours that hardly count. Channels between two linears may stand in any order, if the
+//! rows of what makes them and the columns of what reads them move together, so they are sorted by the largest magnitude
+//! that the text drives them to, ascending: `order = argsort(max |X_j|)`. Nothing is left to do when the model runs.
+//!
+//! `down_proj` is sorted with the rows of `up_proj` and `gate_proj`; `o_proj` with those of `v_proj`, each head by
+//! itself, and the query heads that share a key head alike. What stands between norms and linears stays: the residual
+//! stream has one order for all of the model.
+
+use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings};
+use crate::calibrate::HiddenStates;
+use crate::model::{BlockGraph, NodeId, OrderGroup};
+use crate::recipe::Granularity;
+use crate::{Error, Result};
+
+/// The transform.
+#[derive(Debug, Clone, Copy)]
+pub struct Reorder;
+
+impl Transform for Reorder {
+    fn name(&self) -> &'static str {
+        "reorder"
+    }
+
+    fn summary(&self) -> &'static str {
+        "channels between linears are sorted by how large they become, so that groups are of a kind"
+    }
+
+    fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
+        graph.order_groups().into_iter().flat_map(|g| g.producers.into_iter().chain([g.consumer])).collect()
+    }
+
+    fn needs(&self, _settings: &TransformSettings) -> Needs {
+        Needs { ranges: true, states: false }
+    }
+
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let rewrites = tasks.iter().map(reordered).collect();
+        if let (Some(first), Some(hidden), true) = (tasks.first(), hidden, advance) {
+            hidden.advance(first.block, first.cancel)?;
+        }
+        rewrites
+    }
+}
+
+fn reordered(task: &BlockTask<'_>) -> Result<Rewrite> {
+    let mut rewrite = Rewrite::default();
+    for group in task.block.graph().order_groups() {
+        let in_groups = |node: NodeId| {
+            let k = task.block.linear(node).weight().shape()[1];
+            let granularity = task.grids.get(&node).map(|grid| grid.scheme.granularity);
+            matches!(granularity, Some(Granularity::Group(size)) if size < k)
+        };
+        if !in_groups(group.consumer) {
+            continue;
+        }
+        let ranges = task.ranges.get(&group.input);
+        let ranges =
+            ranges.ok_or_else(|| Error::Internal("channels are sorted by what was not looked at".into()))?;
+        let (rows, columns) = orders(&group, &ranges.maxima());
+        tracing::debug!(consumer = task.module(group.consumer), "channels sorted");
+        for &producer in &group.producers {
+            rewrite.row_order.insert(producer, rows.clone());
+        }
+        rewrite.column_order.insert(group.consumer, columns);
+    }
+    Ok(rewrite)
+}
+
+/// The orders of the producers' rows and of the consumer's columns, by the largest magnitudes of the latter.
+fn orders(group: &OrderGroup, maxima: &[f32]) -> (Vec<u32>, Vec<u32>) {
+    // Sorting keeps the order of equals, so the same text gives the same order.
+    let ascending = |keys: &[f32]| {
+        let mut order: Vec<u32> = (0..keys.len() as u32).collect();
+        order.sort_by(|&a, &b| keys[a as usize].total_cmp(&keys[b as usize]));
+        order
+    };
+    let Some(width) = group.head else {
+        let order = ascending(maxima);
+        return (order.clone(), order);
+    };
+    let mut rows = Vec::with_capacity(maxima.len() / group.repeat);
+    let mut columns = Vec::with_capacity(maxima.len());
+    for shared in maxima.chunks_exact(width * group.repeat) {
+        let mut largest = vec![0.0_f32; width];
+        for head in shared.chunks_exact(width) {
+            largest.iter_mut().zip(head).for_each(|(l, m)| *l = l.max(*m));
+        }
+        let order = ascending(&largest);
+        let first = rows.len() as u32;
+        rows.extend(order.iter().map(|&i| first + i));
+        for _ in 0..group.repeat {
+            let first = columns.len() as u32;
+            columns.extend(order.iter().map(|&i| first + i));
+        }
+    }
+    (rows, columns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_are_sorted_within_heads_that_are_shared() {
+        let group = |head, repeat| OrderGroup { producers: vec![0], consumer: 1, input: 2, repeat, head };
+        let maxima = [3.0, 1.0, 2.0, 2.0, 0.5, 9.0, 7.0, 7.0];
+        let (rows, columns) = orders(&group(None, 1), &maxima);
+        assert_eq!(rows, [4, 1, 2, 3, 0, 6, 7, 5]);
+        assert_eq!(columns, rows);
+        // Heads of 2, two query heads to a key head: (3, 1) with (2, 2), then (0.5, 9) with (7, 7).
+        let (rows, columns) = orders(&group(Some(2), 2), &maxima);
+        assert_eq!(rows, [1, 0, 2, 3]);
+        assert_eq!(columns, [1, 0, 3, 2, 4, 5, 6, 7]);
+    }
+}

@@ -1,0 +1,336 @@
+//! Rotation: what stands out in a few channels of the residual stream is spread over all of them (QuaRot, §4; QServe,
+//! §4.3.1).
+//!
+//! The residual stream `h` is only ever added to, normed and multiplied. With `H` orthonormal, `|H h| = |h|`, so a
+//! root-mean-square norm without a weight norms `H h` to `H` of what it makes of `h`, and everything that reads the
+//! stream can be turned back by its own weight:
+//!
+//! ```text
+//! embedding   E  → E Hᵀ                        rows of the table
+//! norm        γ  → 1                           and into what reads it
+//! reads       W  → W diag(γ) Hᵀ                queries, keys, values, gate, up; the head, by the last norm
+//! writes      W  → H W,  b → H b               attention's and MLP's output projection
+//! ```
+//!
+//! It is done to the checkpoint and not to blocks: [`rotate`] gives a [`Model`] whose tensors are the rotated ones, each
+//! made when it is read, in `f32`, and rounded to the type that it is stored in. Everything after it sees a model like any other.
+//! A head that is the embedding is so no longer, unless no norm stands before it.
+//!
+//! A norm that subtracts the mean does not commute with `H`, and one on what is written keeps it from being turned
+//! there: families with such blocks are refused.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use quant_kernels_cpu::{Hadamard, IsaToken, KernelError, Rayon};
+
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite_bytes};
+use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Positions};
+use crate::{Error, Result};
+
+/// Columns of a matrix that are turned at a time.
+const COLUMNS: usize = 64;
+
+/// The model with its residual stream rotated: equal to it in real arithmetic, tensors rounded to the types that they are
+/// stored in.
+///
+/// # Errors
+/// [`Error::Usage`] when the family's blocks or the hidden size do not allow it, with the reason;
+/// [`Error::AlreadyQuantized`]; errors of the checkpoint.
+pub fn rotate(model: &Model) -> Result<Model> {
+    model.require_float()?;
+    let architecture = model.architecture();
+    let stream = Stream::of(architecture)?;
+    let hidden = architecture.hidden;
+    let hadamard = Hadamard::new(hidden).map_err(|_| {
+        refused(
+            architecture,
+            &format!("no Hadamard matrix of the order {hidden} of its hidden states is constructed here"),
+        )
+    })?;
+    let tensors = tensors(model, &stream)?;
+    let source = Rotated {
+        source: model.source().clone(),
+        tensors,
+        hadamard,
+        isa: IsaToken::detect(),
+        last: Mutex::default(),
+    };
+    model.rotated(Arc::new(source))
+}
+
+fn refused(architecture: &Architecture, reason: &str) -> Error {
+    Error::usage(
+        format!("a model of the family `{}` cannot be rotated: {reason}", architecture.family),
+        "leave the rotation away: --skip rotate",
+    )
+}
+
+/// The nodes of a block that touch the residual stream.
+struct Stream {
+    /// Norms of it.
+    norms: Vec<NodeId>,
+    /// Linears that read it, each with the norm between.
+    reads: Vec<(NodeId, NodeId)>,
+    /// Linears that are added to it.
+    writes: Vec<NodeId>,
+}
+
+impl Stream {
+    fn of(architecture: &Architecture) -> Result<Self> {
+        let refuse = |reason: &str| refused(architecture, reason);
+        if let Positions::Learned { .. } = architecture.positions {
+            return Err(refuse("it adds learned positions to the embeddings"));
+        }
+        match &architecture.final_norm {
+            Some(Op::RmsNorm { .. }) => {}
+            Some(_) => return Err(refuse(SUBTRACTS)),
+            None => return Err(refuse("its head reads hidden states that no norm has been over")),
+        }
+        let graph = &architecture.block;
+        let mut stream = Self { norms: Vec::new(), reads: Vec::new(), writes: Vec::new() };
+        let mut values = vec![graph.input()];
+        while let Some(value) = values.pop() {
+            for (user, node) in graph.nodes().iter().enumerate().filter(|(_, n)| n.inputs.contains(&value)) {
+                match &node.op {
+                    Op::Add => {
+                        let other = node.inputs.iter().find(|i| **i != value);
+                        let Some(&added) = other else { return Err(refuse("a value is added to itself")) };
+                        if !matches!(graph.nodes()[added].op, Op::Linear { .. })
+                            || readers(graph, added).count() != 1
+                        {
+                            return Err(refuse("what is added to its hidden states is no linear's output"));
+                        }
+                        stream.writes.push(added);
+                        values.push(user);
+                    }
+                    Op::RmsNorm { width, .. } if *width == architecture.hidden => {
+                        stream.norms.push(user);
+                        for reader in readers(graph, user) {
+                            match graph.nodes()[reader].op {
+                                Op::Linear { .. } => stream.reads.push((reader, user)),
+                                _ => return Err(refuse("what is normed is not only multiplied")),
+                            }
+                        }
+                    }
+                    Op::LayerNorm { .. } => return Err(refuse(SUBTRACTS)),
+                    _ => return Err(refuse("its hidden states are read without a norm")),
+                }
+            }
+        }
+        Ok(stream)
+    }
+}
+
+const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is";
+
+fn readers(graph: &BlockGraph, value: NodeId) -> impl Iterator<Item = NodeId> {
+    graph.nodes().iter().enumerate().filter(move |(_, n)| n.inputs.contains(&value)).map(|(id, _)| id)
+}
+
+/// What becomes of a tensor.
+#[derive(Debug, Clone)]
+enum Turn {
+    /// A norm's weight, which is folded into what reads it.
+    One,
+    /// Rows are multiplied by a norm's weight, where there is one, and turned.
+    Rows(Option<Arc<Vec<f32>>>),
+    /// Columns, or a vector, are turned.
+    Columns,
+}
+
+/// A tensor that is another one in the rotated model.
+struct Turned {
+    /// Where it stands in the checkpoint.
+    stored: String,
+    info: TensorInfo,
+    /// `None` where it is the same.
+    turn: Option<Turn>,
+}
+
+/// Everything that the rotated model has.
+fn tensors(model: &Model, stream: &Stream) -> Result<BTreeMap<String, Turned>> {
+    let (architecture, source) = (model.architecture(), model.source());
+    let mut tensors = BTreeMap::new();
+    let mut add = |name: String, stored: String, turn: Option<Turn>| -> Result<()> {
+        let info = source.require(&stored)?.clone();
+        tensors.insert(name, Turned { stored, info, turn });
+        Ok(())
+    };
+    for name in source.names() {
+        add(name.to_owned(), name.to_owned(), None)?;
+    }
+    let gamma = |name: &str| source.read_f32(&format!("{name}.weight")).map(Arc::new);
+    let head = format!("{}.weight", architecture.head);
+    let embedding = model.embedding_name();
+    let last = architecture.final_norm.as_ref().map_or("", Op::name);
+    let last_gamma = gamma(last)?;
+    let parts = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
+    add(architecture.embedding.clone(), embedding.clone(), Some(Turn::Rows(None)))?;
+    if !architecture.tied || parts {
+        let stored = if architecture.tied { embedding } else { head.clone() };
+        add(head.clone(), stored, Some(Turn::Rows(Some(last_gamma))))?;
+    }
+    add(format!("{last}.weight"), format!("{last}.weight"), Some(Turn::One))?;
+    for layer in 0..architecture.layers {
+        let name = |node: NodeId| architecture.in_block(layer, architecture.block.name(node));
+        let gammas = stream.norms.iter().map(|&norm| Ok((norm, gamma(&name(norm))?)));
+        let gammas: BTreeMap<NodeId, Arc<Vec<f32>>> = gammas.collect::<Result<_>>()?;
+        for &norm in &stream.norms {
+            let name = format!("{}.weight", name(norm));
+            add(name.clone(), name, Some(Turn::One))?;
+        }
+        for &(linear, norm) in &stream.reads {
+            let gamma = gammas[&norm].clone();
+            let name = format!("{}.weight", name(linear));
+            add(name.clone(), name, Some(Turn::Rows(Some(gamma))))?;
+        }
+        for &linear in &stream.writes {
+            let biased = architecture.block.has_bias(linear).then_some("bias");
+            for parameter in std::iter::once("weight").chain(biased) {
+                let name = format!("{}.{parameter}", name(linear));
+                add(name.clone(), name, Some(Turn::Columns))?;
+            }
+        }
+    }
+    // A copy of the head beside the embedding that it is goes when neither is what it was.
+    if architecture.tied && !parts {
+        tensors.remove(&head);
+    }
+    Ok(tensors)
+}
+
+/// The checkpoint, turned as it is read.
+struct Rotated {
+    source: Arc<dyn TensorSource>,
+    tensors: BTreeMap<String, Turned>,
+    hadamard: Hadamard,
+    isa: IsaToken,
+    /// The last tensor whose columns were turned: all of it is needed for any part.
+    last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
+}
+
+impl Rotated {
+    fn turned(&self, name: &str) -> Result<&Turned> {
+        let missing = || Error::MissingTensor { path: self.location(name), tensor: name.to_owned() };
+        self.tensors.get(name).ok_or_else(missing)
+    }
+
+    fn transform(&self, rows: &mut [f32]) -> Result<()> {
+        self.hadamard.transform(self.isa, rows, &Rayon).map_err(internal)
+    }
+
+    /// Rows of a matrix, from the file's bytes to those of the rotated one.
+    fn turn_rows(&self, gamma: Option<&[f32]>, dtype: Dtype, bytes: &[u8]) -> Result<Vec<u8>> {
+        let mut values = vec![0.0; bytes.len() / dtype.size()];
+        dtype.widen(bytes, &mut values);
+        if let Some(gamma) = gamma {
+            for row in values.chunks_exact_mut(gamma.len()) {
+                row.iter_mut().zip(gamma).for_each(|(w, g)| *w *= g);
+            }
+        }
+        self.transform(&mut values)?;
+        Ok(dtype.narrow(&values))
+    }
+
+    /// A matrix `[n, k]`, or a vector of `n`, whose columns are turned.
+    fn turn_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
+        let (n, size) = (self.hadamard.n(), info.dtype.size());
+        let k = info.elements() / n.max(1);
+        let mut out = vec![0; bytes.len()];
+        let (mut tile, mut row) = (vec![0.0; COLUMNS.min(k) * n], vec![0.0; COLUMNS.min(k)]);
+        for first in (0..k).step_by(COLUMNS) {
+            let count = COLUMNS.min(k - first);
+            let place = |i: usize| (i * k + first) * size..(i * k + first + count) * size;
+            for i in 0..n {
+                info.dtype.widen(&bytes[place(i)], &mut row[..count]);
+                for (c, value) in row[..count].iter().enumerate() {
+                    tile[c * n + i] = *value;
+                }
+            }
+            self.transform(&mut tile[..count * n])?;
+            for i in 0..n {
+                for (c, value) in row[..count].iter_mut().enumerate() {
+                    *value = tile[c * n + i];
+                }
+                out[place(i)].copy_from_slice(&info.dtype.narrow(&row[..count]));
+            }
+        }
+        Ok(out)
+    }
+
+    /// All of a tensor whose columns are turned, kept until another is asked for.
+    fn whole(&self, name: &str, turned: &Turned) -> Result<Arc<Vec<u8>>> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known, bytes)) = &*last
+            && known == name
+        {
+            return Ok(bytes.clone());
+        }
+        *last = None;
+        let bytes = self.source.read(&turned.stored)?;
+        let bytes = Arc::new(self.turn_columns(&turned.info, &self.finite(turned, bytes)?)?);
+        *last = Some((name.to_owned(), bytes.clone()));
+        Ok(bytes)
+    }
+
+    /// What is not finite would be spread over all of a row: it is told where it stands.
+    fn finite(&self, turned: &Turned, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let path = self.source.location(&turned.stored);
+        require_finite_bytes(path, &turned.stored, turned.info.dtype, &bytes).map_err(|e| {
+            crate::checkpoint::non_finite_in_whole(self.source.as_ref(), turned.info.dtype, e)
+        })?;
+        Ok(bytes)
+    }
+}
+
+fn internal(error: KernelError) -> Error {
+    Error::Internal(format!("a rotation fails: {error}"))
+}
+
+impl TensorSource for Rotated {
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name).map(|t| &t.info)
+    }
+
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let turned = self.turned(name)?;
+        let Some(turn) = &turned.turn else { return self.source.read_range(&turned.stored, offset, buffer) };
+        let len = turned.info.byte_len();
+        if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > len) {
+            return Err(Error::Internal(format!("{} bytes at {offset} leave `{name}`", buffer.len())));
+        }
+        let dtype = turned.info.dtype;
+        match turn {
+            Turn::One => {
+                let one = dtype.narrow(&[1.0]);
+                let from = (offset % one.len() as u64) as usize;
+                buffer.iter_mut().zip(one.iter().cycle().skip(from)).for_each(|(b, o)| *b = *o);
+            }
+            Turn::Rows(gamma) => {
+                let row = (self.hadamard.n() * dtype.size()) as u64;
+                let (first, end) = (offset / row, (offset + buffer.len() as u64).div_ceil(row));
+                let mut bytes = vec![0; ((end - first) * row) as usize];
+                self.source.read_range(&turned.stored, first * row, &mut bytes)?;
+                let bytes =
+                    self.turn_rows(gamma.as_ref().map(|g| &g[..]), dtype, &self.finite(turned, bytes)?)?;
+                let at = (offset - first * row) as usize;
+                buffer.copy_from_slice(&bytes[at..][..buffer.len()]);
+            }
+            Turn::Columns => {
+                let bytes = self.whole(name, turned)?;
+                buffer.copy_from_slice(&bytes[offset as usize..][..buffer.len()]);
+            }
+        }
+        Ok(())
+    }
+
+    fn location(&self, name: &str) -> PathBuf {
+        self.source.location(self.tensors.get(name).map_or(name, |t| &t.stored))
+    }
+}

@@ -1,0 +1,309 @@
+//! SmoothAttention (QServe, §4.2.2): outliers of keys move into queries, so that keys can be stored in 4 bits.
+//!
+//! A key head has a few channels that are ten times as large as the others, the same for all tokens, and all share one
+//! scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`: with
+//!
+//! ```text
+//! λ_i = max |K_i|^α                                       i a channel of a key head, over the text
+//! λ_i = λ_{i + d/2} = max(max |K_i|, max |K_{i + d/2}|)^α where keys are turned, which mixes the two
+//! ```
+//!
+//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, biases too; the query heads that share a
+//! key head share its `λ`. Keys are looked at as the cache holds them, turned to their positions.
+//!
+//! Where queries and keys are normed after their linears (Qwen3), the weights of the norms take it. All heads share
+//! those, and so one `λ`; it is rounded to powers of two there, which norms of any type hold exactly: rounded to
+//! different values, the two channels that are turned into each other would no longer have the same.
+//!
+//! The paper takes `α = 0.5`. By default it is searched among 0, 0.1 … 1: the one that leaves the least squared error in
+//! the scores, with keys on the cache's grid. Of keys `k`, rounded to `k + e`, and all queries `q` of the heads that
+//! read them, that is `Σ (q · e)² = Σ eᵀ (Σ q qᵀ) e`.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use quant_kernels_cpu::attention::{dequantize_head, quantize_head};
+use serde::{Deserialize, Serialize};
+
+use super::settings::Alpha;
+use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings, TriedScales};
+use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
+use crate::model::{BlockGraph, NodeId, Op, QueryKey, Tap};
+use crate::{CancelToken, Error, Result};
+
+/// Tokens whose queries and keys a search looks at.
+const SEARCH_TOKENS: usize = 1024;
+/// The exponents that a search tries, in tenths.
+const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
+/// The bits of a cache where a plan says nothing of it.
+const USUAL_BITS: u8 = 4;
+
+/// What SmoothAttention did to an attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct AttentionRecord {
+    /// What makes the keys, and is divided.
+    pub keys: String,
+    /// The exponent; 0 where nothing is moved.
+    pub alpha: f32,
+    /// All exponents that were tried: mean squared error of a score. Empty without a search.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tried: Vec<TriedScales>,
+}
+
+/// The transform.
+#[derive(Debug, Clone, Copy)]
+pub struct SmoothAttention;
+
+impl Transform for SmoothAttention {
+    fn name(&self) -> &'static str {
+        "smooth-attention"
+    }
+
+    fn summary(&self) -> &'static str {
+        "outliers of keys move into queries, for keys of 4 bits"
+    }
+
+    fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
+        graph.query_keys().into_iter().flat_map(|pair| pair.producers).collect()
+    }
+
+    fn needs(&self, _settings: &TransformSettings) -> Needs {
+        Needs { ranges: false, states: true }
+    }
+
+    fn search(
+        &self,
+        tasks: &[BlockTask<'_>],
+        hidden: Option<&mut HiddenStates>,
+        advance: bool,
+    ) -> Result<Vec<Rewrite>> {
+        let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
+        let mut watch = KeyWatch::new(first, hidden.layout().clone());
+        match advance {
+            true => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
+            false => hidden.watch(first.block, first.cancel, &mut watch)?,
+        }
+        tasks.iter().map(|task| smoothed(task, &watch.seen)).collect()
+    }
+}
+
+/// Queries and keys of one attention.
+struct Seen {
+    pair: QueryKey,
+    /// `max |k|` of every channel of every key head.
+    maxima: Vec<f32>,
+    /// Keys `[tokens, kv_heads · head_dim]` of some tokens.
+    keys: Vec<f32>,
+    /// `Σ q qᵀ` of the same tokens, `[kv_heads, head_dim, head_dim]`.
+    grams: Vec<f64>,
+    /// Queries in the sums, of one key head.
+    queries: usize,
+}
+
+fn smoothed(task: &BlockTask<'_>, seen: &BTreeMap<NodeId, Seen>) -> Result<Rewrite> {
+    let mut rewrite = Rewrite::default();
+    for seen in seen.values() {
+        let keys = task.module(seen.pair.producers[1]);
+        if !seen.maxima.iter().all(|m| m.is_finite()) {
+            let reason = "the calibration text drives its keys to NaN or infinity".into();
+            return Err(Error::Numeric { tensor: keys, reason });
+        }
+        let (alpha, tried) = match task.settings.attention {
+            Some(Alpha::Fixed(alpha)) => (alpha, Vec::new()),
+            _ => seen.search(task)?,
+        };
+        tracing::debug!(keys, alpha, "attention smoothed");
+        if alpha > 0.0 {
+            seen.fold(task, &seen.scales(task, alpha), &mut rewrite)?;
+        }
+        rewrite.attention.push(AttentionRecord { keys, alpha, tried });
+    }
+    Ok(rewrite)
+}
+
+impl Seen {
+    fn kv_heads(&self) -> usize {
+        self.maxima.len() / self.pair.head_dim
+    }
+
+    /// The width of the norm that makes keys, where one does.
+    fn norm_width(&self, task: &BlockTask<'_>) -> Option<usize> {
+        task.block.graph().nodes()[self.pair.producers[1]].op.stored_norm().map(|(_, width, _)| width)
+    }
+
+    /// `λ` of every channel of every key head.
+    fn scales(&self, task: &BlockTask<'_>, alpha: f32) -> Vec<f32> {
+        let d = self.pair.head_dim;
+        let mut largest = self.maxima.clone();
+        let norm = self.norm_width(task);
+        if norm == Some(d) {
+            for channel in 0..d {
+                let all = largest.iter().skip(channel).step_by(d).fold(0.0_f32, |a, b| a.max(*b));
+                largest.iter_mut().skip(channel).step_by(d).for_each(|m| *m = all);
+            }
+        }
+        if self.pair.is_turned {
+            for head in largest.chunks_exact_mut(d) {
+                let (low, high) = head.split_at_mut(d / 2);
+                for (a, b) in low.iter_mut().zip(high) {
+                    (*a, *b) = (a.max(*b), a.max(*b));
+                }
+            }
+        }
+        let scales = largest.iter().map(|&max| match max.powf(alpha) {
+            // A channel without keys keeps its scale.
+            scale if max > 0.0 && scale.is_normal() && (1.0 / scale).is_normal() => scale,
+            _ => 1.0,
+        });
+        match norm {
+            Some(_) => scales.map(|scale| scale.log2().round().exp2()).collect(),
+            None => scales.collect(),
+        }
+    }
+
+    /// Multiplies queries and divides keys.
+    fn fold(&self, task: &BlockTask<'_>, scales: &[f32], rewrite: &mut Rewrite) -> Result<()> {
+        let (d, [queries, keys]) = (self.pair.head_dim, self.pair.producers);
+        let shared = d * self.pair.repeat;
+        let of_queries = |row: usize| scales[row / shared * d + row % d];
+        let nodes = task.block.graph().nodes();
+        for (node, width, scale) in [
+            (queries, scales.len() * self.pair.repeat, &of_queries as &dyn Fn(usize) -> f32),
+            (keys, scales.len(), &|row: usize| 1.0 / scales[row]),
+        ] {
+            match &nodes[node].op {
+                Op::Linear { .. } => {
+                    // Rows are divided.
+                    let divisors = (0..width).map(|row| 1.0 / scale(row)).collect();
+                    rewrite.rows.insert(node, divisors);
+                }
+                op => {
+                    let Some((_, width, _)) = op.stored_norm() else {
+                        return Err(Error::Internal(format!("{op:?} makes queries or keys")));
+                    };
+                    let scaled = |values: Vec<f32>| -> Vec<f32> {
+                        values.iter().enumerate().map(|(i, v)| v * scale(i)).collect()
+                    };
+                    let weight: Vec<f32> = task.block.norm(node).to_vec1()?;
+                    debug_assert_eq!(weight.len(), width);
+                    rewrite.norms.insert(node, scaled(weight));
+                    if let Some(bias) = task.block.norm_bias(node) {
+                        rewrite.norm_biases.insert(node, scaled(bias.to_vec1()?));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tries all exponents. Of equally good ones the first is taken, which moves least.
+    fn search(&self, task: &BlockTask<'_>) -> Result<(f32, Vec<TriedScales>)> {
+        let bits = u32::from(task.settings.kv_bits.unwrap_or(USUAL_BITS));
+        let mut tried = Vec::new();
+        for tenth in TENTHS {
+            task.cancel.check()?;
+            let alpha = f32::from(tenth) / 10.0;
+            let error = self.error(&self.scales(task, alpha), bits);
+            let tokens = (self.keys.len() / self.maxima.len().max(1)) as u64;
+            tried.push(TriedScales { ratio: Some(alpha), error, tokens });
+        }
+        let best = tried.iter().min_by(|a, b| a.error.total_cmp(&b.error));
+        Ok((best.and_then(|b| b.ratio).unwrap_or(0.0), tried))
+    }
+
+    /// The mean squared error of a score of these tokens, all with all.
+    fn error(&self, scales: &[f32], bits: u32) -> f64 {
+        let d = self.pair.head_dim;
+        let (mut scaled, mut codes, mut rounded) = (vec![0.0; d], vec![0; d], vec![0.0; d]);
+        let mut sum = 0.0;
+        for key in self.keys.chunks_exact(self.maxima.len().max(1)) {
+            for (head, (key, scales)) in key.chunks_exact(d).zip(scales.chunks_exact(d)).enumerate() {
+                scaled.iter_mut().zip(key).zip(scales).for_each(|((s, k), scale)| *s = k / scale);
+                let grid = quantize_head(&scaled, bits, &mut codes);
+                // What the cache would refuse is worse than anything.
+                let Ok(()) = grid.and_then(|grid| dequantize_head(&codes, grid, &mut rounded)) else {
+                    return f64::INFINITY;
+                };
+                for ((r, s), scale) in rounded.iter_mut().zip(&scaled).zip(scales) {
+                    *r = (*r - s) * scale;
+                }
+                let gram = &self.grams[head * d * d..(head + 1) * d * d];
+                for (row, &e) in gram.chunks_exact(d).zip(&rounded) {
+                    let product: f64 = row.iter().zip(&rounded).map(|(g, &f)| g * f64::from(f)).sum();
+                    sum += product * f64::from(e);
+                }
+            }
+        }
+        let keys = self.keys.len() / self.maxima.len().max(1);
+        sum / (keys * self.queries * self.kv_heads() * d).max(1) as f64
+    }
+}
+
+/// Gathers queries and keys.
+struct KeyWatch<'a> {
+    cancel: &'a CancelToken,
+    layout: BatchLayout,
+    first: usize,
+    /// Of the tokens that count, every so many.
+    stride: usize,
+    seen: BTreeMap<NodeId, Seen>,
+}
+
+impl<'a> KeyWatch<'a> {
+    fn new(task: &BlockTask<'a>, layout: BatchLayout) -> Self {
+        let graph = task.block.graph();
+        let stride = layout.counted().div_ceil(SEARCH_TOKENS).max(1);
+        let seen = graph.query_keys().into_iter().map(|pair| {
+            let id = pair.attention;
+            (id, Seen { pair, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 })
+        });
+        Self { cancel: task.cancel, seen: seen.collect(), stride, first: 0, layout }
+    }
+}
+
+impl BatchTap for KeyWatch<'_> {
+    fn piece(&mut self, first: usize) {
+        self.first = first;
+    }
+
+    fn as_tap(&mut self) -> &mut dyn Tap {
+        self
+    }
+}
+
+impl Tap for KeyWatch<'_> {
+    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
+        self.cancel.check()
+    }
+
+    fn attention_input(&mut self, attention: NodeId, q: &Tensor, k: &Tensor) -> Result<()> {
+        let Some(seen) = self.seen.get_mut(&attention) else { return Ok(()) };
+        let (q_width, k_width) = (q.dim(2)?, k.dim(2)?);
+        let (q, k) = (q.flatten_all()?.to_vec1::<f32>()?, k.flatten_all()?.to_vec1::<f32>()?);
+        let queries = self.layout.counted_rows(self.first, q_width, &q);
+        let keys = self.layout.counted_rows(self.first, k_width, &k);
+        seen.maxima.resize(k_width, 0.0);
+        for key in keys.chunks_exact(k_width.max(1)) {
+            for (max, k) in seen.maxima.iter_mut().zip(key) {
+                // What is not a number must not vanish in a comparison.
+                *max = if k.is_nan() { f32::INFINITY } else { max.max(k.abs()) };
+            }
+        }
+        let d = seen.pair.head_dim;
+        seen.grams.resize(k_width * d, 0.0);
+        let before = self.layout.counted_before(self.first);
+        let wanted = |at: usize| (before + at).is_multiple_of(self.stride);
+        let rows = queries.chunks_exact(q_width.max(1)).zip(keys.chunks_exact(k_width.max(1)));
+        for (_, (query, key)) in rows.enumerate().filter(|(at, _)| wanted(*at)) {
+            seen.keys.extend_from_slice(key);
+            seen.queries += seen.pair.repeat;
+            for (head, query) in query.chunks_exact(d).enumerate() {
+                let gram = &mut seen.grams[head / seen.pair.repeat * d * d..][..d * d];
+                for (row, &a) in gram.chunks_exact_mut(d).zip(query) {
+                    row.iter_mut().zip(query).for_each(|(g, &b)| *g += f64::from(a) * f64::from(b));
+                }
+            }
+        }
+        Ok(())
+    }
+}
