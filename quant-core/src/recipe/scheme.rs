@@ -130,7 +130,7 @@ pub struct SchemeRequest {
 impl SchemeRequest {
     /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`; what it leaves out comes
     /// from `self`, but for `w8a8`, which means a scale a row unless `self` is `w8a8` itself: integer
-    /// products are taken over whole rows by the engines that know it.
+    /// products are taken over whole rows by the engines that know it. Two levels of scales have to be asked for.
     ///
     /// # Errors
     /// When a part is not understood; the message lists what is.
@@ -154,7 +154,7 @@ impl SchemeRequest {
             "8" => ActivationScheme::Token,
             _ => return Err(unknown(head)),
         };
-        let mut scheme = Self { bits, activations, progressive: self.progressive && bits == 4, ..self };
+        let mut scheme = Self { bits, activations, progressive: false, ..self };
         if scheme.is_w8a8() && !self.is_w8a8() {
             scheme.granularity = Granularity::Channel;
         }
