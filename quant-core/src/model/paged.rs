@@ -199,3 +199,191 @@ fn values<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
         _ => Err(Error::Internal("contiguous tensors in main memory expected".into())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use quant_kernels_cpu::attention::quantize_query;
+
+    use super::*;
+    use crate::model::KvScheme;
+    use crate::random::SplitMix64;
+
+    struct Case {
+        shape: Shape,
+        kv: usize,
+        batch: usize,
+        positions: usize,
+    }
+
+    impl Case {
+        fn all() -> Vec<Self> {
+            let case = |repeat, head_dim, kv, batch, positions, window| Self {
+                shape: Shape { repeat, head_dim, window },
+                kv,
+                batch,
+                positions,
+            };
+            vec![
+                case(1, 16, 1, 1, 1, None),
+                case(4, 64, 2, 2, 70, None),
+                case(2, 32, 1, 1, 200, Some(1)),
+                case(2, 32, 2, 2, 150, Some(67)),
+                case(1, 48, 3, 1, 130, Some(64)),
+                case(3, 128, 1, 1, 90, Some(5000)),
+                // More than a chunk of the kernels'.
+                case(2, 16, 1, 1, 1300, Some(1100)),
+            ]
+        }
+
+        /// Queries, keys and values, `[batch, positions, …]`; some keys and values are constants.
+        fn inputs(&self, seed: u64) -> [Tensor; 3] {
+            let kv_width = self.kv * self.shape.head_dim;
+            let mut random = SplitMix64(seed);
+            [kv_width * self.shape.repeat, kv_width, kv_width].map(|width| {
+                let value = |i: usize| match (i / 16) % 11 {
+                    3 => 0.75,
+                    _ => (random.next_u64() >> 40) as f32 / (1 << 22) as f32 - 2.0,
+                };
+                let values: Vec<f32> = (0..self.batch * self.positions * width).map(value).collect();
+                Tensor::from_vec(values, (self.batch, self.positions, width), &Device::Cpu).unwrap()
+            })
+        }
+    }
+
+    fn flat(x: &Tensor) -> Vec<f32> {
+        x.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// Exact attention of float queries on what the cache gives back, and how far the kernels may be from it: a
+    /// query of 8 bits is off by half a step of its grid in every feature, so scores by `δ ≤ scale · s_q / 2 · Σ |k̂|`,
+    /// probabilities by a factor within `e^±2δ`; a rounding to bf16, `2⁻⁸`, for paths that have it, and `10⁻⁴` for
+    /// all others.
+    #[allow(clippy::needless_range_loop, reason = "positions are counted")]
+    fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
+        let Shape { repeat, head_dim: d, window } = case.shape;
+        let (n, heads) = (case.positions, case.kv * repeat);
+        let mut out = Vec::new();
+        for row in 0..case.batch * n {
+            let (b, t) = (row / n, row % n);
+            let from = window.map_or(0, |w| (t + 1).saturating_sub(w));
+            let from = starts.map_or(from, |s| from.max(s[row] as usize));
+            for head in 0..heads {
+                let q = &q[(row * heads + head) * d..][..d];
+                let of = |x: &[f32], s: usize| -> Vec<f64> {
+                    let at = ((b * n + s) * case.kv + head / repeat) * d;
+                    x[at..at + d].iter().map(|v| f64::from(*v)).collect()
+                };
+                let scale = 1.0 / (d as f64).sqrt();
+                let (step, _) = quantize_query(q, &mut vec![0; d]).unwrap();
+                let (mut total, mut delta) = (0.0, 0.0_f64);
+                let (mut sums, mut most) = (vec![0.0; d], vec![0.0_f64; d]);
+                for s in from..=t {
+                    let (k, v) = (of(k, s), of(v, s));
+                    let score: f64 = q.iter().zip(&k).map(|(q, k)| f64::from(*q) * k).sum::<f64>() * scale;
+                    let off = f64::from(step) / 2.0 * k.iter().map(|k| k.abs()).sum::<f64>() * scale;
+                    delta = delta.max(off);
+                    let p = score.exp();
+                    total += p;
+                    for i in 0..d {
+                        sums[i] += p * v[i];
+                        // A value is a step times codes up to half of them from the middle, and the middle.
+                        most[i] = most[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
+                    }
+                }
+                let slack = (2.0 * delta).exp_m1() + 2.0_f64.powi(-8) + 1e-4;
+                out.extend(sums.iter().zip(most).map(|(sum, most)| (sum / total, 3.0 * most * slack)));
+            }
+        }
+        out
+    }
+
+    fn check(case: &Case, found: &[f32], expected: &[(f64, f64)]) {
+        assert_eq!(found.len(), expected.len());
+        for (i, (found, (exact, bound))) in found.iter().zip(expected).enumerate() {
+            let off = (f64::from(*found) - exact).abs();
+            assert!(off <= *bound, "{:?}, {i}: {found}, not {exact}, {off} > {bound}", case.shape);
+        }
+    }
+
+    #[test]
+    fn pages_give_what_is_simulated_and_no_less_token_by_token() {
+        for (seed, case) in Case::all().into_iter().enumerate() {
+            let [q, k, v] = case.inputs(seed as u64);
+            for scheme in KvScheme::ALL {
+                let rounded = [&k, &v].map(|x| {
+                    let mut x = flat(x);
+                    scheme.round(&mut x, case.shape.head_dim).unwrap();
+                    x
+                });
+                let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], None);
+                let whole =
+                    flat(&prefill(scheme.kind(), case.shape, [&q, &k, &v], Segments::whole()).unwrap());
+                check(&case, &whole, &expected);
+                // A prompt, some tokens at once, then one by one: the same bits.
+                let mut cache = LayerCache::new(case.positions);
+                let mut pieces = Vec::new();
+                let mut at = 0;
+                while at < case.positions {
+                    let m = [case.positions / 2 + 1, 3, 1][at.min(2)].min(case.positions - at);
+                    let of = |x: &Tensor| x.narrow(0, 0, 1).unwrap().narrow(1, at, m).unwrap();
+                    let inputs = [&of(&q), &of(&k), &of(&v)];
+                    pieces.extend(flat(&decode(scheme.kind(), case.shape, &mut cache, inputs).unwrap()));
+                    at += m;
+                }
+                assert_eq!(pieces, whole[..pieces.len()], "{:?}", case.shape);
+            }
+        }
+    }
+
+    #[test]
+    fn segments_do_not_see_each_other() {
+        for window in [None, Some(7), Some(100)] {
+            let shape = Shape { repeat: 2, head_dim: 16, window };
+            let case = Case { shape, kv: 2, batch: 2, positions: 130 };
+            let [q, k, v] = case.inputs(9);
+            let starts: Vec<u32> = [[1, 65, 2, 62], [130, 0, 0, 0]]
+                .iter()
+                .flat_map(|lengths| {
+                    let begin = |i: usize| lengths[..i].iter().sum::<usize>() as u32;
+                    (0..4).flat_map(move |i| std::iter::repeat_n(begin(i), lengths[i])).collect::<Vec<_>>()
+                })
+                .collect();
+            let rounded = [&k, &v].map(|x| {
+                let mut x = flat(x);
+                KvScheme::Kv8.round(&mut x, 16).unwrap();
+                x
+            });
+            let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], Some(&starts));
+            let found = prefill(KvType::Kv8, shape, [&q, &k, &v], Segments::new(&starts)).unwrap();
+            check(&case, &flat(&found), &expected);
+            let wrong = prefill(KvType::Kv8, shape, [&q, &k, &v], Segments::new(&starts[1..]));
+            assert!(wrong.is_err());
+        }
+    }
+
+    #[test]
+    fn misfits_are_errors() {
+        let case =
+            Case { shape: Shape { repeat: 2, head_dim: 16, window: None }, kv: 1, batch: 1, positions: 3 };
+        let [q, k, v] = case.inputs(1);
+        let attend = |shape, tensors| prefill(KvType::Kv4, shape, tensors, Segments::whole());
+        attend(case.shape, [&q, &k, &v]).unwrap();
+        assert!(attend(Shape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
+        assert!(attend(Shape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
+        assert!(attend(case.shape, [&q, &k, &v.narrow(1, 0, 2).unwrap()]).is_err());
+        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
+        assert!(refusal(KvType::F16, 1024).is_some());
+        // More than the cache was made for, and one of another form.
+        let mut cache = LayerCache::new(4);
+        decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).unwrap();
+        assert!(decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).is_err());
+        assert!(cache.append(&[0.0; 16], &[0.0; 16], 16).is_err());
+        let mut floats = LayerCache::new(4);
+        assert_eq!(floats.append(&[1.0; 16], &[2.0; 16], 16).unwrap().0.len(), 16);
+        assert!(floats.append(&[1.0; 64], &[2.0; 64], 16).is_err());
+        assert!(decode(KvType::Kv4, case.shape, &mut floats, [&q, &k, &v]).is_err());
+        let bad = (&k * 1e6).unwrap();
+        let error = attend(case.shape, [&q, &bad, &v]).unwrap_err();
+        assert!(error.category().exit_code() == 6 && error.to_string().contains("65504"), "{error}");
+    }
+}
