@@ -366,11 +366,12 @@ mod tests {
         let case =
             Case { shape: Shape { repeat: 2, head_dim: 16, window: None }, kv: 1, batch: 1, positions: 3 };
         let [q, k, v] = case.inputs(1);
-        let attend = |shape, tensors| prefill(KvType::Kv4, shape, tensors, Segments::whole());
+        let attend = |shape, tensors: [&Tensor; 3]| prefill(KvType::Kv4, shape, tensors, Segments::whole());
+        let short = v.narrow(1, 0, 2).unwrap();
         attend(case.shape, [&q, &k, &v]).unwrap();
         assert!(attend(Shape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(Shape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
-        assert!(attend(case.shape, [&q, &k, &v.narrow(1, 0, 2).unwrap()]).is_err());
+        assert!(attend(case.shape, [&q, &k, &short]).is_err());
         assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
         // More than the cache was made for, and one of another form.
