@@ -161,7 +161,13 @@ fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
     };
     let tool = Tool { name: "trial".into(), version: String::new(), sha256: None, isa: String::new() };
     let digest = sha256_hex("trial");
-    let model = ModelIdentity { path: String::new(), sha256: digest, size_bytes: 0, schemes: Vec::new() };
+    let model = ModelIdentity {
+        path: String::new(),
+        sha256: digest,
+        size_bytes: 0,
+        schemes: Vec::new(),
+        kv_cache: None,
+    };
     Evaluation::new(tool, model, None, ("trial".into(), text), (scores, None), (0.0, 0.0))
 }
 

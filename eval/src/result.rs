@@ -7,6 +7,7 @@ use std::path::Path;
 
 use quant_core::checkpoint::parse_strictly;
 use quant_core::digest::sha256_hex;
+use quant_core::model::KvScheme;
 use quant_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -16,7 +17,7 @@ use crate::statistics::Quantile;
 use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
 /// The version of the form of results.
-pub const SCHEMA: &str = "quant-eval/3";
+pub const SCHEMA: &str = "quant-eval/4";
 /// Larger files are refused: read, a number takes some thirty times the room. Results of some fifty thousand
 /// windows fit.
 const LARGEST: u64 = 4 << 20;
@@ -93,6 +94,8 @@ pub struct ModelIdentity {
     pub size_bytes: u64,
     /// Weights quantized as a whole, in bits a weight, where it is quantized: by kind.
     pub schemes: Vec<SchemeShare>,
+    /// How it cached keys and values when it was measured; none as floats.
+    pub kv_cache: Option<KvScheme>,
 }
 
 /// How many linears of a model have a scheme.

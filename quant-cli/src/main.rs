@@ -6,6 +6,7 @@ mod cli;
 mod commands;
 mod hub;
 mod inputs;
+mod kv;
 mod output;
 mod progress;
 mod provenance;

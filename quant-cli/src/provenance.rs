@@ -2,7 +2,7 @@
 
 use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
-use quant_core::model::{Model, kernels};
+use quant_core::model::{KvScheme, Model, kernels};
 use quant_evaluator::report::LinearCell;
 use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
 
@@ -11,7 +11,8 @@ use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
 /// This build of the program, on this processor.
-pub fn tool(execution: Execution, session: &Session) -> Tool {
+pub fn tool(execution: Execution, cache_is_simulated: bool, session: &Session) -> Tool {
+    let cache = if cache_is_simulated { ", cache simulated" } else { "" };
     let executable = std::env::current_exe().ok();
     Tool {
         name: "quant".into(),
@@ -20,7 +21,7 @@ pub fn tool(execution: Execution, session: &Session) -> Tool {
         sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
         isa: match execution {
             Execution::Fake => isa(),
-            Execution::Kernels => format!("{}, kernels {}", isa(), kernels()),
+            Execution::Kernels => format!("{}, kernels {}{cache}", isa(), kernels()),
         },
     }
 }
@@ -56,11 +57,16 @@ pub fn linears(model: &Model) -> Vec<LinearCell> {
         .collect()
 }
 
-/// A model, told by its bytes.
+/// A model, told by its bytes, that caches keys and values so.
 ///
 /// # Errors
 /// When a file cannot be read, or the token pulls.
-pub fn identity(opened: &Opened, path: String, session: &Session) -> Result<ModelIdentity> {
+pub fn identity(
+    opened: &Opened,
+    path: String,
+    kv: Option<KvScheme>,
+    session: &Session,
+) -> Result<ModelIdentity> {
     let mut schemes: Vec<SchemeShare> = Vec::new();
     for LinearCell { scheme, .. } in linears(&opened.model) {
         match schemes.iter_mut().find(|s| s.scheme == scheme) {
@@ -73,5 +79,6 @@ pub fn identity(opened: &Opened, path: String, session: &Session) -> Result<Mode
         sha256: opened.directory.sha256(&session.cancel)?,
         size_bytes: opened.directory.source().file_bytes(),
         schemes,
+        kv_cache: kv,
     })
 }

@@ -448,5 +448,5 @@ fn streams() {
     let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();
     assert!(run.stdout.contains("llama: 2 blocks"), "{run}");
     let report: serde_json::Value = serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap();
-    assert_eq!(report["schema"], "quant-inspect/1");
+    assert_eq!(report["schema"], "quant-inspect/2");
 }

@@ -131,7 +131,7 @@ fn check_quality(out: &Path, case: &str, most: f64) {
         "--json"
     ];
     let result = quant(arguments).json();
-    assert_eq!((&result["schema"], &result["profile"]), (&json!("quant-eval/3"), &json!("gptq-128")));
+    assert_eq!((&result["schema"], &result["profile"]), (&json!("quant-eval/4"), &json!("gptq-128")));
     assert_eq!(result["tokens_scored"], 6 * 127);
     let ratio = result["comparison"]["perplexity_ratio"]["mean"].as_f64().unwrap();
     let kl = result["comparison"]["kl"]["mean"].as_f64().unwrap();
@@ -371,9 +371,9 @@ fn results_for_machines() {
     let short = ["--text", "builtin-heldout", "--window", "64", "--windows", "1"].map(OsString::from);
     for (arguments, schema) in [
         (args!["plan", &model, "--group-size", "32"], "quant-plan/2"),
-        (args!["inspect", &model], "quant-inspect/1"),
-        (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/3"),
-        (args!["bench", &model, "--prefill", "8", "--decode", "4"], "quant-bench/1"),
+        (args!["inspect", &model], "quant-inspect/2"),
+        (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/4"),
+        (args!["bench", &model, "--prefill", "8", "--decode", "4"], "quant-bench/2"),
         (
             args![
                 "quantize",

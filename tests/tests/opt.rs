@@ -56,7 +56,7 @@ fn every_verb_works_on_it() {
         let kl = eval["comparison"]["kl"]["mean"].as_f64().unwrap();
         assert!((0.0..if name == "awq4" { 0.2 } else { 2e-3 }).contains(&kl), "{name}: {kl}");
         let bench = run("bench", &out, &["--prefill", "16", "--decode", "4", "--repeat", "1", "--json"]);
-        assert_eq!(bench.json()["schema"], "quant-bench/1");
+        assert_eq!(bench.json()["schema"], "quant-bench/2");
     }
 
     // The head is the embedding, and stays so; positions are not touched; names of engines' matrices.

@@ -31,7 +31,7 @@ pub use self::github::{annotations, summary};
 pub use self::junit::junit;
 pub use self::metric::Metric;
 pub use self::policy::{Against, Cap, NonInferiority, OnInconclusive, Policy};
-use crate::Evaluation;
+use crate::{Evaluation, ModelIdentity};
 
 /// The version of the form of outcomes.
 pub const SCHEMA: &str = "quant-gate/1";
@@ -238,7 +238,11 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
     });
     let caps = policy.caps.iter().map(|c| (c.metric.is_comparison(), &c.results, c.line));
     for (_, names, line) in tests.chain(caps).filter(|(compares, ..)| *compares) {
-        let itself = |e: &Evaluation| e.reference.as_ref().is_some_and(|r| r.sha256 == e.model.sha256);
+        // With keys and values cached otherwise it is another model.
+        let itself = |e: &Evaluation| {
+            let same = |r: &ModelIdentity| r.sha256 == e.model.sha256 && r.kv_cache == e.model.kv_cache;
+            e.reference.as_ref().is_some_and(same)
+        };
         if let Some((name, _)) = chosen(results, names).find(|(_, e)| itself(e)) {
             let reason = format!("checks `{}`, which was compared with itself", name.escape_default());
             return Err(Error::InputFile {
@@ -293,6 +297,20 @@ fn bind(
                 let reason =
                     format!("`{}` has another {what}: {then} there, {now} now", name.escape_default());
                 return Err(fault(reason, update));
+            }
+        }
+        let cache = |m: &ModelIdentity| m.kv_cache.map_or_else(|| "floats".to_owned(), |kv| kv.to_string());
+        let caches = |e: &Evaluation| (cache(&e.model), e.reference.as_ref().map(&cache).unwrap_or_default());
+        let (now, then) = (caches(result), caches(before));
+        for (whose, now, then) in [("", now.0, then.0), ("reference's ", now.1, then.1)] {
+            if reference(result) == reference(before) && now != then {
+                let name = name.escape_default();
+                let reason =
+                    format!("`{name}` has another {whose}cache of keys and values: {then} there, {now} now");
+                return Err(fault(
+                    reason,
+                    "measure with the same --kv, or make a new baseline with --update",
+                ));
             }
         }
         if result.window_tokens != before.window_tokens {

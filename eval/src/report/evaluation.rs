@@ -7,7 +7,7 @@ use super::quantization::{LinearCell, bit_map, tensor_errors};
 use super::svg::{self, Series};
 use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, tile, tool};
 use crate::statistics::{Histogram, Quantile};
-use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation};
+use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation, ModelIdentity};
 
 /// How many of the worst windows are shown.
 const WORST: usize = 8;
@@ -56,6 +56,7 @@ impl EvaluationReport<'_> {
         let r = self.result;
         let subtitle = html! {
             (r.profile) " on " (r.text.name) ": " (r.tokens_scored) " tokens in " (r.windows) " windows"
+            @if let Some(kv) = r.model.kv_cache { "; keys and values cached in " (kv.bits()) " bits" }
             @if let Some(reference) = &r.reference { "; compared with " (reference.path) }
             ". ± is one standard error over windows."
         };
@@ -239,13 +240,23 @@ fn beginning(bos: &BosPolicy) -> String {
     }
 }
 
+fn cache(model: &ModelIdentity) -> String {
+    model
+        .kv_cache
+        .map_or_else(|| "floats".to_owned(), |kv| format!("{kv}, a scale and a zero a token and head"))
+}
+
 fn provenance(r: &Evaluation) -> Markup {
     html! {
         div.wide { table {
             (row("tool, SHA-256", &tool(&r.tool)))
             (row("this result, SHA-256", &r.sha256))
             (row("model, SHA-256", &r.model.sha256))
-            @if let Some(reference) = &r.reference { (row("reference, SHA-256", &reference.sha256)) }
+            (row("its keys and values", &cache(&r.model)))
+            @if let Some(reference) = &r.reference {
+                (row("reference, SHA-256", &reference.sha256))
+                (row("its keys and values", &cache(reference)))
+            }
             (row("text, SHA-256", &r.text.sha256))
             (row("tokenizer, SHA-256", &r.tokenizer_sha256))
             (row("scored tokens, SHA-256", &r.tokens_sha256))

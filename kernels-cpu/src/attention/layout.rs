@@ -42,6 +42,17 @@ pub enum KvType {
     F16,
 }
 
+impl KvType {
+    /// The name that kernels, benchmarks and messages have for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kv4 => "kv4",
+            Self::Kv8 => "kv8",
+            Self::F16 => "f16",
+        }
+    }
+}
+
 /// Where everything is in a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvLayout {

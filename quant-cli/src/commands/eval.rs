@@ -18,6 +18,7 @@ use serde_json::json;
 
 use super::Session;
 use crate::inputs::{self, Opened};
+use crate::kv::KvBits;
 use crate::output::{self, JsonOption, bytes, table};
 use crate::provenance;
 
@@ -46,6 +47,10 @@ pub struct Args {
     /// engines that link the kernels would
     #[arg(long, value_enum, default_value_t, value_name = "HOW")]
     pub execution: Execution,
+    /// In how many bits MODEL caches keys and values: auto is what its config.json says, 16 means floats. A
+    /// reference always caches as its own config.json says
+    #[arg(long, value_enum, default_value_t, value_name = "BITS")]
+    pub kv: KvBits,
     /// Keep what is measured in FILE until all is, and go on from what a stopped run left there
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
@@ -101,22 +106,32 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let Some(reference) = &reference {
         same_tokenizer(&opened, reference)?;
     }
-    let model = provenance::identity(&opened, args.model.display().to_string(), session)?;
+    let kv = args.kv.scheme(&opened.model);
+    let model = provenance::identity(&opened, args.model.display().to_string(), kv, session)?;
     let compared_with = match (&reference, &args.reference) {
         (Some(opened), Some(path)) => {
-            Some(provenance::identity(opened, path.display().to_string(), session)?)
+            let kv = opened.model.kv_scheme();
+            Some(provenance::identity(opened, path.display().to_string(), kv, session)?)
         }
         _ => None,
     };
-    let tool = provenance::tool(args.execution, session);
+    let simulated = match args.execution {
+        Execution::Kernels => kv.and_then(|kv| opened.model.kernels_refuse(kv)),
+        Execution::Fake => None,
+    };
+    if let Some(reason) = &simulated {
+        session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
+    }
+    let tool = provenance::tool(args.execution, simulated.is_some(), session);
     let identity = json!({
         "tool": tool,
         "model": model.sha256,
+        "kv_cache": model.kv_cache,
         "reference": compared_with.as_ref().map(|r| &r.sha256),
         "profile": text.id,
         "tokens": text.tokens_sha256,
     });
-    let mut decoder = load(&opened, &text, session)?;
+    let mut decoder = load(&opened, &text, session)?.with_kv(kv);
     if args.execution == Execution::Kernels {
         decoder = decoder.packed()?;
     }
@@ -320,8 +335,9 @@ fn show(result: &Evaluation) -> String {
         text.push('\n');
         text.push_str(&spread(comparison));
     }
+    let cache = result.model.kv_cache.map(|kv| format!(", keys and values in {kv}")).unwrap_or_default();
     text.push_str(&format!(
-        "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}\n",
+        "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}{cache}\n",
         result.profile,
         Path::new(&result.text.name).display(),
         result.tokens_scored,

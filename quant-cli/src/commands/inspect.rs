@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use quant_core::Result;
+use quant_core::model::KvScheme;
 use serde::Serialize;
 
 use super::Session;
@@ -31,6 +32,8 @@ struct Report {
     max_positions: usize,
     tied_embeddings: bool,
     quant_method: Option<String>,
+    /// How the model is meant to cache keys and values; none as floats.
+    kv_cache: Option<KvScheme>,
     bytes: u64,
     linears: Vec<LinearReport>,
     tensors: Vec<TensorReport>,
@@ -85,7 +88,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         }
     }
     let report = Report {
-        schema: "quant-inspect/1",
+        schema: "quant-inspect/2",
         family: a.family,
         layers: a.layers,
         hidden_size: a.hidden,
@@ -96,6 +99,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         max_positions: a.max_positions,
         tied_embeddings: a.tied,
         quant_method: model.quant_method().map(str::to_owned),
+        kv_cache: model.kv_scheme(),
         bytes: tensors.iter().map(|t| t.bytes).sum(),
         linears,
         tensors,
@@ -117,9 +121,13 @@ fn show(report: &Report) -> String {
         if report.tied_embeddings { ", tied embeddings" } else { "" },
     );
     match &report.quant_method {
-        Some(method) => text.push_str(&format!("quantized: {method}\n\n")),
-        None => text.push_str("not quantized\n\n"),
+        Some(method) => text.push_str(&format!("quantized: {method}\n")),
+        None => text.push_str("not quantized\n"),
     }
+    if let Some(kv) = report.kv_cache {
+        text.push_str(&format!("cache of keys and values: {kv}\n"));
+    }
+    text.push('\n');
     let mut stored: Vec<(String, u64, u64)> = Vec::new();
     for linear in &report.linears {
         let weights = (linear.shape[0] * linear.shape[1]) as u64;

@@ -12,8 +12,8 @@ use rayon::prelude::*;
 
 use super::Segments;
 use super::math::{exp, silu};
-use crate::Result;
 use crate::vector::vectorized;
+use crate::{Error, Result};
 
 /// Query positions that one task handles.
 const QUERY_TILE: usize = 64;
@@ -99,7 +99,41 @@ impl CustomOp3 for CausalAttention<'_> {
             candle_core::bail!("attention of {:?} with {:?}", q_layout.dims(), k_layout.dims());
         }
         let (q, k, v) = (slice(q, q_layout)?, slice(k, k_layout)?, slice(v, v_layout)?);
+        Ok((CpuStorage::F32(self.run([batch, queries, keys], [q, k, v])), q_layout.shape().clone()))
+    }
+}
+
+/// The same of one sequence on slices: `q` `[queries, heads · head_dim]`, `k` and `v` `[keys, kv_heads · head_dim]`.
+///
+/// # Errors
+/// When shapes do not fit.
+pub(super) fn cached_attention(
+    [q, k, v]: [&[f32]; 3],
+    kv_width: usize,
+    repeat: usize,
+    head_dim: usize,
+    window: Option<usize>,
+) -> Result<Vec<f32>> {
+    let width = kv_width * repeat;
+    let fits = width > 0
+        && kv_width.is_multiple_of(head_dim)
+        && q.len().is_multiple_of(width)
+        && k.len() == v.len()
+        && k.len().is_multiple_of(kv_width)
+        && q.len() / width <= k.len() / kv_width;
+    if !fits {
+        return Err(Error::Internal(format!("attention of {} queries with {} keys", q.len(), k.len())));
+    }
+    let op = CausalAttention { repeat, head_dim, window, segments: Segments::whole() };
+    Ok(op.run([1, q.len() / width, k.len() / kv_width], [q, k, v]))
+}
+
+impl CausalAttention<'_> {
+    /// Of `[batch, queries, keys]` that were checked.
+    fn run(&self, [batch, queries, keys]: [usize; 3], [q, k, v]: [&[f32]; 3]) -> Vec<f32> {
         let mut out = vec![0.0_f32; q.len()];
+        let q_width = q.len().checked_div(batch * queries).unwrap_or(0).max(1);
+        let kv_width = q_width / self.repeat;
         let tiles: Vec<_> = out
             .chunks_mut((queries * q_width).max(1))
             .enumerate()
@@ -118,11 +152,9 @@ impl CustomOp3 for CausalAttention<'_> {
             let starts = self.segments.starts_from(b * keys + past);
             self.attend(q, &k[window.clone()], &v[window], q_width, past, starts, scores, tile);
         });
-        Ok((CpuStorage::F32(out), q_layout.shape().clone()))
+        out
     }
-}
 
-impl CausalAttention<'_> {
     /// Attends `q` `[count, q_width]`, whose first row stands at position `past`. `starts` says where
     /// each row's segment begins, if there are several.
     #[allow(clippy::too_many_arguments)]

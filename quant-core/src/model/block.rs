@@ -3,14 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::Tensor;
-use candle_nn::kv_cache::KvCache as LayerCache;
+use candle_core::{Device, Tensor};
 use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{BlockGraph, NodeId, Op};
-use super::attention::{causal_attention, gated_silu, relu};
-use super::cache;
-use super::{Linear, Norm, RopeTable, Segments};
+use super::attention::{cached_attention, causal_attention, gated_silu, relu};
+use super::paged;
+use super::{KvCaching, LayerCache, Linear, Norm, RopeTable, Segments};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -60,6 +59,7 @@ pub struct Block {
     linears: BTreeMap<NodeId, Linear>,
     rope: Arc<RopeTable>,
     norm_eps: f32,
+    caching: KvCaching,
 }
 
 impl Block {
@@ -87,7 +87,19 @@ impl Block {
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        Ok(Self { graph, norms, linears, rope, norm_eps: norm_eps as f32 })
+        Ok(Self { graph, norms, linears, rope, norm_eps: norm_eps as f32, caching: KvCaching::Float })
+    }
+
+    /// The same block with its keys and values cached in another way. A block is made with
+    /// [`KvCaching::Float`]: what is searched for and calibrated is so on float keys and values.
+    pub fn with_caching(mut self, caching: KvCaching) -> Self {
+        self.caching = caching;
+        self
+    }
+
+    /// What becomes of keys and values before a query sees them.
+    pub fn caching(&self) -> KvCaching {
+        self.caching
     }
 
     /// The computation.
@@ -265,18 +277,41 @@ impl Run<'_> {
             (Op::Rope, [x]) => self.block.rope.apply_packed(x, self.segments),
             (Op::Attention { repeat, head_dim, window }, [q, k, v]) => {
                 self.tap.attention_input(id, q, k)?;
-                match self.cache.as_deref_mut() {
-                    Some(cache) => {
-                        let (k, v) = cache::append(cache, k, v)?;
-                        causal_attention(q, &k, &v, *repeat, *head_dim, *window, self.segments)
-                    }
-                    None => causal_attention(q, k, v, *repeat, *head_dim, *window, self.segments),
-                }
+                let shape = paged::Shape { repeat: *repeat, head_dim: *head_dim, window: *window };
+                self.attend(shape, [q, k, v])
             }
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
             (Op::Relu, [x]) => relu(x),
             (Op::Add, [a, b]) => Ok((a + b)?),
             (op, inputs) => Err(Error::Internal(format!("{op:?} with {} inputs", inputs.len()))),
         }
+    }
+    /// Attention as the block caches, on what is cached already and these.
+    fn attend(&mut self, shape: paged::Shape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+        let paged::Shape { repeat, head_dim, window } = shape;
+        let rounded = |x: &Tensor| -> Result<Tensor> {
+            let KvCaching::Simulated(scheme) = self.block.caching else { return Ok(x.clone()) };
+            let mut values = x.flatten_all()?.to_vec1::<f32>()?;
+            scheme.round(&mut values, head_dim)?;
+            Ok(Tensor::from_vec(values, x.shape(), x.device())?)
+        };
+        let Some(cache) = self.cache.as_deref_mut() else {
+            return match self.block.caching {
+                KvCaching::Kernels(kind) => paged::prefill(kind, shape, [q, k, v], self.segments),
+                _ => causal_attention(q, &rounded(k)?, &rounded(v)?, repeat, head_dim, window, self.segments),
+            };
+        };
+        if let KvCaching::Kernels(kind) = self.block.caching {
+            return paged::decode(kind, shape, cache, [q, k, v]);
+        }
+        let (batch, _, kv_width) = k.dims3()?;
+        if batch != 1 {
+            return Err(Error::Internal(format!("{batch} sequences in the cache of one")));
+        }
+        let out = paged::with_slices([q, &rounded(k)?, &rounded(v)?], |[q, k, v]| {
+            let (k, v) = cache.append(k, v, kv_width)?;
+            cached_attention([q, k, v], kv_width, repeat, head_dim, window)
+        })?;
+        Ok(Tensor::from_vec(out, q.shape(), &Device::Cpu)?)
     }
 }

@@ -1,11 +1,9 @@
 //! Keys and values of past positions, for incremental decoding.
 
-use candle_core::Tensor;
-use candle_nn::kv_cache::KvCache as LayerCache;
+use super::paged::Paged;
+use crate::{Error, Result};
 
-use crate::Result;
-
-/// One pair of growing tensors `[batch, positions, kv_heads · head_dim]` for every block.
+/// What every block has cached of one sequence.
 #[derive(Debug, Clone)]
 pub struct KvCache {
     layers: Vec<LayerCache>,
@@ -15,12 +13,17 @@ pub struct KvCache {
 impl KvCache {
     /// An empty cache of `layers` blocks for up to `capacity` positions.
     pub fn new(layers: usize, capacity: usize) -> Self {
-        Self { layers: vec![LayerCache::new(1, capacity.max(1)); layers], positions: 0 }
+        Self { layers: vec![LayerCache::new(capacity); layers], positions: 0 }
     }
 
     /// Positions that are filled.
     pub fn positions(&self) -> usize {
         self.positions
+    }
+
+    /// Bytes that keys and values take in memory, with what was reserved for more.
+    pub fn bytes(&self) -> usize {
+        self.layers.iter().map(LayerCache::bytes).sum()
     }
 
     pub(crate) fn layer(&mut self, index: usize) -> &mut LayerCache {
@@ -32,7 +35,56 @@ impl KvCache {
     }
 }
 
-/// Appends to a layer and returns all keys and values so far.
-pub(crate) fn append(cache: &mut LayerCache, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-    Ok(cache.append(&k.contiguous()?, &v.contiguous()?)?)
+/// What one block has cached of one sequence: as the block caches, see [`KvCaching`](super::KvCaching).
+#[derive(Debug, Clone)]
+pub struct LayerCache {
+    capacity: usize,
+    pub(super) held: Held,
+}
+
+/// The form of it, settled by the first tokens.
+#[derive(Debug, Clone)]
+pub(super) enum Held {
+    Nothing,
+    /// Each `[positions, kv_heads · head_dim]`.
+    Floats {
+        keys: Vec<f32>,
+        values: Vec<f32>,
+    },
+    Pages(Paged),
+}
+
+impl LayerCache {
+    /// An empty cache for up to `capacity` positions.
+    pub fn new(capacity: usize) -> Self {
+        Self { capacity: capacity.max(1), held: Held::Nothing }
+    }
+
+    pub(super) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    fn bytes(&self) -> usize {
+        match &self.held {
+            Held::Nothing => 0,
+            Held::Floats { keys, values } => 4 * (keys.capacity() + values.capacity()),
+            Held::Pages(pages) => pages.bytes(),
+        }
+    }
+
+    /// Appends positions of `width` floats each and returns all keys and values so far.
+    pub(super) fn append(&mut self, k: &[f32], v: &[f32], width: usize) -> Result<(&[f32], &[f32])> {
+        if let Held::Nothing = self.held {
+            self.held = Held::Floats { keys: Vec::new(), values: Vec::new() };
+        }
+        let Held::Floats { keys, values } = &mut self.held else {
+            return Err(Error::Internal("a cache of pages was given to a model that caches floats".into()));
+        };
+        if keys.len() + k.len() > self.capacity * width || k.len() != v.len() {
+            return Err(Error::Internal("more positions than the cache was made for".into()));
+        }
+        keys.extend_from_slice(k);
+        values.extend_from_slice(v);
+        Ok((keys, values))
+    }
 }

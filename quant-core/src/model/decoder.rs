@@ -5,9 +5,13 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use quant_kernels_cpu::Rayon;
+use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
-use super::{Block, KvCache, Linear, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody};
+use super::{
+    Block, KvCache, KvCaching, KvScheme, Linear, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap,
+    WeightBody,
+};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// All blocks, the embedding and the head.
@@ -22,6 +26,7 @@ pub struct Decoder {
     norm_eps: f32,
     head: Linear,
     positions: usize,
+    head_dim: usize,
 }
 
 impl Decoder {
@@ -58,11 +63,43 @@ impl Decoder {
             norm_eps: a.norm_eps as f32,
             head,
             positions,
-        })
+            head_dim: a.head_dim,
+        }
+        .with_kv(model.kv_scheme()))
+    }
+
+    /// The same decoder with another cache of keys and values, simulated: they are rounded to what it gives back.
+    /// A decoder is loaded with what the model's configuration says; without a scheme they stay floats.
+    pub fn with_kv(self, kv: Option<KvScheme>) -> Self {
+        self.with_caching(kv.map_or(KvCaching::Float, KvCaching::Simulated))
+    }
+
+    /// The same with keys and values cached in this way in all blocks.
+    pub fn with_caching(mut self, caching: KvCaching) -> Self {
+        self.blocks = self.blocks.into_iter().map(|block| block.with_caching(caching)).collect();
+        self
+    }
+
+    /// What becomes of keys and values before a query sees them.
+    pub fn caching(&self) -> KvCaching {
+        self.blocks.first().map_or(KvCaching::Float, Block::caching)
+    }
+
+    /// The same with floats of 16 bits in the kernels' pages where keys and values were cached as `f32`, if the
+    /// kernels hold such heads: what engines do, for those who measure their speed.
+    pub fn with_half_cache(self) -> Self {
+        match self.caching() {
+            KvCaching::Float if KvCaching::refusal(KvType::F16, self.head_dim).is_none() => {
+                self.with_caching(KvCaching::Kernels(KvType::F16))
+            }
+            _ => self,
+        }
     }
 
     /// The same decoder with its quantized linears packed for the kernels: few tokens at once are multiplied
-    /// several times faster, and numbers differ in the last bits of an `f32`.
+    /// several times faster, and numbers differ in the last bits of an `f32`. A quantized cache of keys and values
+    /// becomes the kernels' own, and attention runs on it; where they do not hold such heads
+    /// ([`KvCaching::refusal`]), it stays simulated.
     ///
     /// # Errors
     /// As [`WeightBody::packed`].
@@ -70,7 +107,12 @@ impl Decoder {
         let runner = Runner::new(Rayon);
         self.head = self.head.packed(&runner)?;
         self.blocks = self.blocks.into_iter().map(|block| block.packed(&runner)).collect::<Result<_>>()?;
-        Ok(self)
+        Ok(match self.caching() {
+            KvCaching::Simulated(kv) if KvCaching::refusal(kv.kind(), self.head_dim).is_none() => {
+                self.with_caching(KvCaching::Kernels(kv.kind()))
+            }
+            _ => self,
+        })
     }
 
     /// Rows of the embedding, the width of logits.

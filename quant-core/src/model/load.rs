@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::arch::{self, Architecture, Op, Positions};
 use super::names;
-use super::{Block, Linear, Norm, PositionTable, RopeScaling, RopeTable, WeightBody};
+use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeScaling, RopeTable, WeightBody};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -27,6 +27,7 @@ pub struct Model {
     path: PathBuf,
     quantization: Option<Quantization>,
     is_rotated: bool,
+    kv: Option<KvScheme>,
 }
 
 struct Quantization {
@@ -49,7 +50,9 @@ impl Model {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
-        let architecture = arch::describe(&ConfigFields::new(path, config))?;
+        let fields = ConfigFields::new(path, config);
+        let architecture = arch::describe(&fields)?;
+        let kv = KvScheme::from_config(&fields)?;
         let source = names::with_base(source, &architecture);
         let quantization = match config.get("quantization_config").filter(|v| !v.is_null()) {
             None => None,
@@ -60,8 +63,9 @@ impl Model {
             }),
         };
         let graph = Arc::new(architecture.block.clone());
+        let is_rotated = false;
         let mut model =
-            Self { architecture, graph, source, path: path.to_owned(), quantization, is_rotated: false };
+            Self { architecture, graph, source, path: path.to_owned(), quantization, is_rotated, kv };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
@@ -71,7 +75,8 @@ impl Model {
     /// beside the embedding is tied to it only where the two are the same.
     pub(crate) fn rotated(&self, source: Arc<dyn TensorSource>) -> Result<Self> {
         let (architecture, graph, path) = (self.architecture.clone(), self.graph.clone(), self.path.clone());
-        let mut model = Self { architecture, graph, source, path, quantization: None, is_rotated: true };
+        let kv = self.kv;
+        let mut model = Self { architecture, graph, source, path, quantization: None, is_rotated: true, kv };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
@@ -100,6 +105,16 @@ impl Model {
     /// The `quant_method`, if the checkpoint is quantized.
     pub fn quant_method(&self) -> Option<&str> {
         self.quantization.as_ref().map(|q| q.method.as_str())
+    }
+
+    /// How the model is meant to cache keys and values, where not as floats.
+    pub fn kv_scheme(&self) -> Option<KvScheme> {
+        self.kv
+    }
+
+    /// Why the kernels' cache does not hold the model's keys and values here, if it does not: then it is simulated.
+    pub fn kernels_refuse(&self, kv: KvScheme) -> Option<String> {
+        KvCaching::refusal(kv.kind(), self.architecture.head_dim)
     }
 
     /// How a linear or the embedding is quantized, if it is.

@@ -10,11 +10,13 @@ mod attention;
 mod block;
 mod cache;
 mod decoder;
+mod kv;
 mod linear;
 mod load;
 mod math;
 mod names;
 mod norm;
+mod paged;
 mod positions;
 mod rope;
 mod segments;
@@ -23,8 +25,9 @@ pub use arch::{
     Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, Op, OrderGroup, Positions, QueryKey,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
-pub use cache::KvCache;
+pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
+pub use kv::{KV_CONFIG_KEY, KvCaching, KvScheme};
 pub use linear::{Linear, Product, WeightBody, kernels, multiply};
 pub use load::Model;
 pub use norm::Norm;

@@ -5,13 +5,14 @@ mod kernels;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use quant_core::model::{Decoder, kernels};
+use quant_core::model::{Decoder, KvCaching, kernels};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{JsonOption, table};
+use crate::kv::KvBits;
+use crate::output::{JsonOption, bytes, table};
 
 /// What to measure.
 #[derive(Debug, clap::Args)]
@@ -28,6 +29,9 @@ pub struct Args {
     /// Repetitions; the median is shown
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub repeat: usize,
+    /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
+    #[arg(long, value_enum, default_value_t, value_name = "BITS")]
+    kv: KvBits,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -39,6 +43,11 @@ struct Report {
     threads: usize,
     /// The path that quantized weights are multiplied by.
     kernels: &'static str,
+    /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` where the kernels do not hold such heads, and
+    /// with ` (simulated)` where quantized ones are simulated for that reason.
+    kv_cache: String,
+    /// Bytes that the cache had taken at the end.
+    kv_cache_bytes: usize,
     prefill: Rate,
     decode: Rate,
 }
@@ -80,10 +89,18 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             "prefill and decode fewer than 1048576 tokens together",
         ));
     }
-    let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?.packed()?;
+    let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
+        .with_kv(args.kv.scheme(&opened.model))
+        .packed()?
+        .with_half_cache();
+    if let KvCaching::Simulated(kv) = decoder.caching() {
+        let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
+        session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
+    }
     // Any tokens will do; these spread over the vocabulary.
     let prompt: Vec<u32> = (0..args.prefill).map(|i| ((i * 7919 + 1) % decoder.vocab()) as u32).collect();
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+    let mut kv_cache_bytes = 0;
     for _ in 0..args.repeat {
         let mut cache = decoder.cache();
         let started = Instant::now();
@@ -95,12 +112,19 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             token = best(&decoder.step(&[token], &mut cache)?.to_vec1::<f32>()?);
         }
         decode.push(started.elapsed().as_secs_f64());
+        kv_cache_bytes = cache.bytes();
     }
     let report = Report {
-        schema: "quant-bench/1",
+        schema: "quant-bench/2",
         model: args.model.display().to_string(),
         threads: rayon::current_num_threads(),
         kernels: kernels(),
+        kv_cache: match decoder.caching() {
+            KvCaching::Float => "f32".into(),
+            KvCaching::Simulated(kv) => format!("{kv} (simulated)"),
+            KvCaching::Kernels(kind) => kind.name().into(),
+        },
+        kv_cache_bytes,
         prefill: Rate::new(args.prefill, prefill),
         decode: Rate::new(args.decode, decode),
     };
@@ -110,7 +134,13 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         };
         let rows = [row("prefill", &report.prefill), row("decode", &report.decode)];
         let shown = table(&["", "tokens", "tokens/s"], &rows);
-        format!("{shown}\n{} thread(s), median of {}\n", report.threads, args.repeat)
+        format!(
+            "{shown}\n{} thread(s), median of {}; keys and values in {}, {}\n",
+            report.threads,
+            args.repeat,
+            report.kv_cache,
+            bytes(report.kv_cache_bytes as u64)
+        )
     })
 }
 
