@@ -130,8 +130,8 @@ impl RecipeOptions {
             recipe.scheme.symmetric = Some(self.symmetric);
         }
         if let Some(scheme) = &self.scheme {
-            let (scheme, kv_bits) = kv::split(scheme)?;
-            recipe.settings.kv_bits = kv_bits;
+            let (scheme, kv) = kv::split(scheme)?;
+            recipe.settings.kv = kv;
             let scheme = &scheme;
             recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
         }

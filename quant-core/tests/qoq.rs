@@ -10,7 +10,7 @@ use candle_core::{Device, Tensor};
 use common::{Kind, Tiny, flat, logits, mean_divergence, normal, relative_difference};
 use quant_core::calibrate::{BatchTap, ChannelRanges, HiddenStates, Packing, Sampling, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorSource};
-use quant_core::model::{Block, Model, NoTap, NodeId, Tap, WeightBody};
+use quant_core::model::{Block, KvScheme, Model, NoTap, NodeId, Tap, WeightBody};
 use quant_core::recipe::{METHODS, Plan, Recipe, kv};
 use quant_core::transform::{
     Alpha, Automatic, BlockTask, Clip, Grid, Reorder, Rewrite, SmoothAttention, SmoothOutputs, Transform,
@@ -261,7 +261,8 @@ fn every_step_leaves_the_block_unchanged_alone_and_after_others() {
     let auto = Some(Alpha::Auto(Automatic::Auto));
     for (name, tiny) in all_families() {
         for (outputs, attention) in [(None, Some(Alpha::Fixed(0.5))), (auto, auto)] {
-            let settings = TransformSettings { outputs, attention, kv_bits: Some(4), ..Default::default() };
+            let settings =
+                TransformSettings { outputs, attention, kv: Some(KvScheme::Kv4), ..Default::default() };
             let mut bench = Bench::new(&tiny, settings);
             let steps: [&dyn Transform; 3] = [&Reorder, &SmoothAttention, &SmoothOutputs];
             let mut all = Rewrite::default();
@@ -358,7 +359,7 @@ fn outlying_keys(tiny: &Tiny) -> common::Checkpoint {
 #[test]
 fn smooth_attention_takes_outliers_out_of_keys() {
     for (tiny, share) in [(Tiny::default(), 0.15), (Tiny { family: Kind::Qwen2, ..Tiny::default() }, 0.15)] {
-        let settings = TransformSettings { kv_bits: Some(4), ..Default::default() };
+        let settings = TransformSettings { kv: Some(KvScheme::Kv4), ..Default::default() };
         let mut bench = Bench::of(outlying_keys(&tiny).model(), &tiny, settings);
         let block = bench.block.clone();
         let rewrite = bench.search(&SmoothAttention, &block, &Rewrite::default()).unwrap();
@@ -388,9 +389,9 @@ fn numbers_that_are_none_are_told() {
 }
 
 fn qoq(method: &str, scheme: &str) -> Recipe {
-    let (linear, kv_bits) = kv::split(scheme).unwrap();
+    let (linear, kv) = kv::split(scheme).unwrap();
     let mut recipe = common::recipe(method, &linear);
-    recipe.settings.kv_bits = kv_bits;
+    recipe.settings.kv = kv;
     recipe.gptq = recipe.method.usual_gptq();
     recipe.sampling = Sampling { samples: 4, length: LENGTH, packing: Packing::Auto, ..Sampling::default() };
     recipe
@@ -414,7 +415,7 @@ fn whole_models_come_out_close_to_the_float_ones() {
             let divergence = mean_divergence(&float, &other, tiny.vocab);
             let bound = if scheme.starts_with("w8") { 2e-3 } else { 0.15 };
             assert!(divergence < bound, "{name}, {method} {scheme}: {divergence}");
-            assert_eq!(written.report.kv_bits, Some(4));
+            assert_eq!(written.report.kv, Some(KvScheme::Kv4));
             let steps = ["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"];
             assert_eq!(written.report.steps, steps, "{name}");
         }

@@ -17,6 +17,7 @@ use quant_evaluator::{
 use serde_json::json;
 
 use super::Session;
+use super::ablation::{self, AblationOptions};
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
 use crate::output::{self, JsonOption, bytes, table};
@@ -60,6 +61,8 @@ pub struct Args {
     /// Show another result of the same text and profile on that page; can be repeated
     #[arg(long, value_name = "RESULT", requires = "report")]
     pub compare: Vec<PathBuf>,
+    #[command(flatten, next_help_heading = "Ablation")]
+    pub ablation: AblationOptions,
     #[command(flatten)]
     pub json: JsonOption,
 }
@@ -103,6 +106,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let positions = opened.model.architecture().max_positions;
     let request = ProfileRequest::parse(&args.profile, args.window, positions)?;
     let text = text(&opened, &args.text, request, args.windows, session)?;
+    if args.ablation.ablation {
+        return ablation::run(&args.ablation, &opened, &text, &args.json, session);
+    }
     if let Some(reference) = &reference {
         same_tokenizer(&opened, reference)?;
     }

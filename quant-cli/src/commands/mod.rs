@@ -1,5 +1,6 @@
 //! One file a verb.
 
+mod ablation;
 pub mod bench;
 pub mod completions;
 pub mod demo;

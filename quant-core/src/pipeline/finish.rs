@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
+use crate::model::KV_CONFIG_KEY;
 use crate::recipe::{Plan, PlanEntry, Rounding};
 use crate::transform::SmoothSettings;
 use crate::{Error, Result};
@@ -21,11 +22,8 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let mut config = directory.config().clone();
     let settings = plan.container.quantization_config(&plan.module_schemes());
     config.insert("quantization_config".into(), settings);
-    if let Some(bits) = plan.settings.kv_bits {
-        config.insert(
-            "kv_cache_quantization".into(),
-            json!({ "bits": bits, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" }),
-        );
+    if let Some(kv) = plan.settings.kv {
+        config.insert(KV_CONFIG_KEY.into(), kv.config_value());
     }
     if plan.unties() {
         // Readers that tie the two would look for a float head.
@@ -106,6 +104,6 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
         "steps": job.plan.steps(),
         "outputs": job.plan.settings.outputs,
         "attention": job.plan.settings.attention,
-        "kv_bits": job.plan.settings.kv_bits,
+        "kv": job.plan.settings.kv,
     })
 }

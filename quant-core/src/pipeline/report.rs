@@ -11,7 +11,7 @@ use super::{GptqRecord, Job, REPORT};
 use crate::calibrate::{Mask, Packing, TokenWindows};
 use crate::checkpoint::{TensorInfo, parse_strictly, read_capped};
 use crate::digest::sha256_hex;
-use crate::model::Model;
+use crate::model::{KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{LinearScheme, PlanEntry, Rounding};
@@ -36,9 +36,9 @@ pub struct QuantReport {
     /// What the method did before weights were rounded, in order; empty where it did nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
-    /// Bits that keys and values are to be stored in; absent where they stay float.
+    /// How keys and values are to be cached; absent where as floats.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_bits: Option<u8>,
+    pub kv: Option<KvScheme>,
     /// The container.
     pub format: String,
     /// The calibration batch, if the method used one.
@@ -273,7 +273,7 @@ impl QuantReport {
             version: env!("CARGO_PKG_VERSION").into(),
             method: job.plan.method.name.into(),
             steps: job.plan.steps().into_iter().map(str::to_owned).collect(),
-            kv_bits: job.plan.settings.kv_bits,
+            kv: job.plan.settings.kv,
             format: job.plan.container.name().into(),
             calibration: job.windows.filter(|_| job.plan.needs_text()).map(|w| calibration(job, w)),
             gptq: (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq),

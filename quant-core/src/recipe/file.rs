@@ -283,9 +283,9 @@ impl Recipe {
             Some(Formats::Several(names)) => format::containers(names)?,
             None => vec![format::CONTAINERS[0]],
         };
-        let (scheme, kv_bits) = kv::split(&file.quantize.scheme)?;
+        let (scheme, kv) = kv::split(&file.quantize.scheme)?;
         let scheme: SchemeRequest = scheme.parse()?;
-        settings.kv_bits = kv_bits;
+        settings.kv = kv;
         let pattern = |text: &String| Pattern::new(text);
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
@@ -334,7 +334,7 @@ impl Recipe {
             quantize: QuantizeEntry {
                 method: Some(self.method.rounding.name().into()),
                 gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
-                scheme: kv::joined(&self.scheme.to_string(), self.settings.kv_bits),
+                scheme: kv::joined(&self.scheme.to_string(), self.settings.kv),
                 ignore: self.ignore.iter().map(|p| p.text().to_owned()).collect(),
                 overrides: (self.overrides.iter())
                     .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })

@@ -1,15 +1,13 @@
 //! The bits of keys and values in the name of a scheme: `w4a8kv4-g128` is `w4a8-g128`, with a cache of 4 bits.
 
+use crate::model::KvScheme;
 use crate::{Error, Result};
 
-/// Bits that a cache may have, beside float.
-pub const KV_BITS: [u8; 2] = [4, 8];
-
-/// A scheme's text without the cache, and the cache's bits where it names one.
+/// A scheme's text without the cache, and the cache where it names one.
 ///
 /// # Errors
 /// [`Error::Usage`] for other bits.
-pub fn split(text: &str) -> Result<(String, Option<u8>)> {
+pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
     let (head, rest) = match text.split_once('-') {
         Some((head, rest)) => (head, Some(rest)),
         None => (text, None),
@@ -17,7 +15,7 @@ pub fn split(text: &str) -> Result<(String, Option<u8>)> {
     let Some((linear, bits)) = head.split_once("kv") else { return Ok((text.to_owned(), None)) };
     let bits = match bits {
         "16" => None,
-        _ => Some(bits.parse().ok().filter(|b| KV_BITS.contains(b)).ok_or_else(|| {
+        _ => Some(KvScheme::ALL.into_iter().find(|kv| kv.bits().to_string() == bits).ok_or_else(|| {
             Error::usage(
                 format!("scheme `{text}`: a cache of `kv{bits}` is not known"),
                 "keys and values are kv4, kv8 or kv16, for example w4a8kv4-g128",
@@ -28,9 +26,9 @@ pub fn split(text: &str) -> Result<(String, Option<u8>)> {
     Ok((format!("{linear}{rest}"), bits))
 }
 
-/// The text of a scheme with a cache of these bits.
-pub fn joined(scheme: &str, bits: Option<u8>) -> String {
-    let Some(bits) = bits else { return scheme.to_owned() };
+/// The text of a scheme with such a cache.
+pub fn joined(scheme: &str, kv: Option<KvScheme>) -> String {
+    let Some(bits) = kv.map(KvScheme::bits) else { return scheme.to_owned() };
     match scheme.split_once('-') {
         Some((head, rest)) => format!("{head}kv{bits}-{rest}"),
         None => format!("{scheme}kv{bits}"),
@@ -44,8 +42,8 @@ mod tests {
     #[test]
     fn the_cache_is_part_of_the_first_word() {
         for (text, linear, bits) in [
-            ("w4a8kv4-g128-sym", "w4a8-g128-sym", Some(4)),
-            ("w8a8kv8", "w8a8", Some(8)),
+            ("w4a8kv4-g128-sym", "w4a8-g128-sym", Some(KvScheme::Kv4)),
+            ("w8a8kv8", "w8a8", Some(KvScheme::Kv8)),
             ("w4a16-g64", "w4a16-g64", None),
         ] {
             assert_eq!(split(text).unwrap(), (linear.to_owned(), bits));

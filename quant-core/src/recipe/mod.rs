@@ -298,7 +298,7 @@ impl Recipe {
             Error::usage(format!("unknown preset `{name}`"), format!("known presets: {}", known.join(", ")))
         })?;
         let method = method(preset.method)?;
-        let (scheme, kv_bits) = kv::split(preset.scheme)?;
+        let (scheme, kv) = kv::split(preset.scheme)?;
         let scheme = scheme.parse()?;
         Ok(Self {
             scheme,
@@ -306,7 +306,7 @@ impl Recipe {
             ignore: Vec::new(),
             overrides: Vec::new(),
             sampling: Sampling::default(),
-            settings: TransformSettings { kv_bits, ..TransformSettings::default() },
+            settings: TransformSettings { kv, ..TransformSettings::default() },
             gptq: method.usual_gptq(),
             method,
             calibration: None,

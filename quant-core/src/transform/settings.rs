@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Search;
 use crate::calibrate::ChannelMaxima;
+use crate::model::KvScheme;
 use crate::{Error, Result};
 
 /// How transforms are run; each looks at its own part.
@@ -20,8 +21,8 @@ pub struct TransformSettings {
     pub outputs: Option<Alpha>,
     /// The exponent of SmoothAttention; searched where nothing is said.
     pub attention: Option<Alpha>,
-    /// Bits that keys and values are going to be stored in, where they are not float.
-    pub kv_bits: Option<u8>,
+    /// How keys and values are going to be cached, where not as floats.
+    pub kv: Option<KvScheme>,
     /// The method's steps that are left out.
     pub skipped: Vec<&'static str>,
 }

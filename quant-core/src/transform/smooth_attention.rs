@@ -28,15 +28,15 @@ use serde::{Deserialize, Serialize};
 use super::settings::Alpha;
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
-use crate::model::{BlockGraph, NodeId, Op, QueryKey, Tap};
+use crate::model::{BlockGraph, KvScheme, NodeId, Op, QueryKey, Tap};
 use crate::{CancelToken, Error, Result};
 
 /// Tokens whose queries and keys a search looks at.
 const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
-/// The bits of a cache where a plan says nothing of it.
-const USUAL_BITS: u8 = 4;
+/// The cache where a plan says nothing of it.
+const USUAL: KvScheme = KvScheme::Kv4;
 
 /// What SmoothAttention did to an attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -198,7 +198,7 @@ impl Seen {
 
     /// Tries all exponents. Of equally good ones the first is taken, which moves least.
     fn search(&self, task: &BlockTask<'_>) -> Result<(f32, Vec<TriedScales>)> {
-        let bits = u32::from(task.settings.kv_bits.unwrap_or(USUAL_BITS));
+        let bits = u32::from(task.settings.kv.unwrap_or(USUAL).bits());
         let mut tried = Vec::new();
         for tenth in TENTHS {
             task.cancel.check()?;

@@ -1,0 +1,260 @@
+//! `quant eval MODEL --ablation`: QServe's table, what each step of QoQ gives, on a model and a text of the user's.
+//!
+//! Every row is a whole quantization in memory with one step more than the row above it, read back from what would be
+//! written and compared with the float model on the same windows. So differences between rows are paired.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use quant_core::calibrate::Sampling;
+use quant_core::checkpoint::{MemorySink, TensorSource};
+use quant_core::model::{Decoder, KvScheme, Model};
+use quant_core::pipeline::{self, Job};
+use quant_core::recipe::{Plan, Recipe, kv, method};
+use quant_core::transform::TransformSettings;
+use quant_core::{Error, Result};
+use quant_evaluator::{Divergence, Estimate, EvaluationText, Journal, Scores, compare};
+use serde::Serialize;
+
+use super::Session;
+use crate::inputs::{self, Opened};
+use crate::output::{JsonOption, duration, table};
+
+/// What a row does beyond the one above it.
+struct Step {
+    name: &'static str,
+    method: &'static str,
+    /// The scheme; `GROUP` stands for the group size.
+    scheme: &'static str,
+    /// The steps of the method that are done.
+    steps: &'static [&'static str],
+}
+
+/// From 8 bits, whose loss is next to nothing, to 4 bits of weights and of the cache, and back up.
+const STEPS: &[Step] = &[
+    Step { name: "W8A8", method: "rtn", scheme: "w8a8-channel-sym", steps: &[] },
+    Step { name: "W4A8, a scale a row", method: "rtn", scheme: "w4a8-channel-asym", steps: &[] },
+    Step { name: "+ rotation", method: "qoq-rtn", scheme: "w4a8-channel-asym", steps: &["rotate"] },
+    Step {
+        name: "+ smooth outputs",
+        method: "qoq-rtn",
+        scheme: "w4a8-channel-asym",
+        steps: &["rotate", "smooth-outputs"],
+    },
+    Step {
+        name: "+ clipping",
+        method: "qoq-rtn",
+        scheme: "w4a8-channel-asym",
+        steps: &["rotate", "smooth-outputs", "clip"],
+    },
+    Step {
+        name: "+ KV4",
+        method: "qoq-rtn",
+        scheme: "w4a8kv4-channel-asym",
+        steps: &["rotate", "smooth-outputs", "clip"],
+    },
+    Step {
+        name: "+ SmoothAttention",
+        method: "qoq-rtn",
+        scheme: "w4a8kv4-channel-asym",
+        steps: &["rotate", "smooth-attention", "smooth-outputs", "clip"],
+    },
+    Step {
+        name: "+ progressive groups",
+        method: "qoq-rtn",
+        scheme: "w4a8kv4-GROUP-asym-progressive",
+        steps: &["rotate", "smooth-attention", "smooth-outputs", "clip"],
+    },
+    Step {
+        name: "+ reordering",
+        method: "qoq-rtn",
+        scheme: "w4a8kv4-GROUP-asym-progressive",
+        steps: &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"],
+    },
+    Step {
+        name: "+ GPTQ",
+        method: "qoq",
+        scheme: "w4a8kv4-GROUP-asym-progressive",
+        steps: &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"],
+    },
+];
+
+/// How the rows are made.
+#[derive(Debug, Clone, clap::Args)]
+pub struct AblationOptions {
+    /// Quantize MODEL, a float one, with one step of QServe's QoQ after the other, in memory, and show what each gives
+    #[arg(long, conflicts_with_all = ["reference", "journal", "report", "compare", "kv", "execution"])]
+    pub ablation: bool,
+    /// Calibration text of --ablation: a file or the name of a set [default: builtin]
+    #[arg(long, value_name = "FILE|NAME", requires = "ablation")]
+    pub calibration: Option<String>,
+    /// Calibration windows of --ablation [default: 64]
+    #[arg(long, value_name = "N", requires = "ablation")]
+    pub samples: Option<usize>,
+    /// Tokens of a calibration window of --ablation [default: 512]
+    #[arg(long, value_name = "L", requires = "ablation")]
+    pub seq_len: Option<usize>,
+    /// Weights of a row that share a scale in the rows of --ablation that have groups [default: 128]
+    #[arg(long, value_name = "SIZE", requires = "ablation")]
+    pub group_size: Option<usize>,
+}
+
+/// The table.
+#[derive(Serialize)]
+struct Ablation {
+    schema: &'static str,
+    profile: String,
+    tokens_scored: usize,
+    tokens_sha256: String,
+    float_perplexity: Estimate,
+    rows: Vec<Row>,
+    seconds: f64,
+}
+
+#[derive(Serialize)]
+struct Row {
+    step: &'static str,
+    method: &'static str,
+    scheme: String,
+    kv_cache: Option<KvScheme>,
+    perplexity: Estimate,
+    kl: Estimate,
+    /// Its KL less that of the row above, paired.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kl_change: Option<Estimate>,
+    seconds: f64,
+}
+
+/// Makes and measures all rows.
+pub fn run(
+    options: &AblationOptions,
+    opened: &Opened,
+    text: &EvaluationText,
+    json: &JsonOption,
+    session: &Session,
+) -> Result<()> {
+    let started = Instant::now();
+    opened.model.require_float()?;
+    // Every row is planned before the first is made: what cannot be done is told now.
+    for step in STEPS {
+        let recipe = step.recipe(options)?;
+        let model = recipe.prepared(Model::open(&opened.directory)?)?;
+        Plan::new(&model, &recipe, recipe.containers[0])?;
+    }
+    let source = options.calibration.as_deref().unwrap_or(inputs::BUILTIN);
+    let windows = inputs::calibration(opened, source, sampling(options), session)?;
+    let length = text.longest_input();
+    let float = Decoder::load(&opened.model, length, &session.progress, &session.cancel)?;
+    let counts: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
+    let (mut rows, mut above, mut reference) = (Vec::with_capacity(STEPS.len()), None::<Vec<f64>>, None);
+    for step in STEPS {
+        let begun = Instant::now();
+        let recipe = step.recipe(options)?;
+        let model = recipe.prepared(Model::open(&opened.directory)?)?;
+        let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
+        let mut sink = MemorySink::new(plan.outputs())?;
+        let job = Job {
+            model: &model,
+            plan: &plan,
+            windows: plan.needs_text().then_some(&windows),
+            maxima: None,
+            observer: &session.progress,
+            cancel: &session.cancel,
+        };
+        pipeline::quantize(&job, &mut sink)?;
+        let config = pipeline::quantized_config(&opened.directory, &plan)?;
+        let config = serde_json::from_str(&config).map_err(|e| Error::Internal(e.to_string()))?;
+        let source: Arc<dyn TensorSource> = Arc::new(sink.into_source()?);
+        let written = Model::new(source, opened.directory.config_path(), &config)?;
+        let kv = written.kv_scheme();
+        let decoder = Decoder::load(&written, length, &session.progress, &session.cancel)?.with_kv(kv);
+        let observer = session.progress.tokens_per_unit(Some(length as u64));
+        let (scores, divergence): (Scores, Divergence) =
+            compare(&float, &decoder, text, &mut Journal::none(), &observer, &session.cancel)?;
+        let change = above.replace(divergence.window_kl.clone()).map(|above| {
+            let paired = divergence.window_kl.iter().zip(&above).zip(&counts);
+            let totals: Vec<f64> = paired.map(|((now, before), &n)| (now - before) * n as f64).collect();
+            Estimate::clustered(&totals, &counts)
+        });
+        rows.push(Row {
+            step: step.name,
+            method: step.method,
+            scheme: step.scheme(options),
+            kv_cache: kv,
+            perplexity: scores.perplexity,
+            kl: divergence.kl,
+            kl_change: change,
+            seconds: begun.elapsed().as_secs_f64(),
+        });
+        reference.get_or_insert(divergence.reference.perplexity);
+    }
+    let result = Ablation {
+        schema: "quant-ablation/1",
+        profile: text.id.clone(),
+        tokens_scored: text.tokens_scored(),
+        tokens_sha256: text.tokens_sha256.clone(),
+        float_perplexity: reference.ok_or_else(|| Error::Internal("a table without rows".into()))?,
+        rows,
+        seconds: started.elapsed().as_secs_f64(),
+    };
+    json.emit(&result, || show(&result))
+}
+
+fn sampling(options: &AblationOptions) -> Sampling {
+    let usual = Sampling::default();
+    Sampling {
+        samples: options.samples.unwrap_or(usual.samples),
+        length: options.seq_len.unwrap_or(usual.length),
+        ..usual
+    }
+}
+
+impl Step {
+    fn scheme(&self, options: &AblationOptions) -> String {
+        self.scheme.replace("GROUP", &format!("g{}", options.group_size.unwrap_or(128)))
+    }
+
+    fn recipe(&self, options: &AblationOptions) -> Result<Recipe> {
+        let (scheme, kv) = kv::split(&self.scheme(options))?;
+        let method = method(self.method)?;
+        let mut settings = TransformSettings { kv, ..TransformSettings::default() };
+        let left_out = method.steps().into_iter().filter(|step| !self.steps.contains(step));
+        method.skip(&left_out.map(str::to_owned).collect::<Vec<_>>(), &mut settings)?;
+        Ok(Recipe {
+            method,
+            scheme: scheme.parse()?,
+            settings,
+            gptq: method.usual_gptq(),
+            sampling: sampling(options),
+            ..Recipe::preset("rtn-w4a16")?
+        })
+    }
+}
+
+fn show(result: &Ablation) -> String {
+    let estimate = |e: &Estimate, digits: usize| match e.standard_error {
+        Some(error) => format!("{:.digits$} ± {error:.digits$}", e.mean),
+        None => format!("{:.digits$} ± ?", e.mean),
+    };
+    let float = vec!["float".into(), format!("{:.3}", result.float_perplexity.mean), "".into(), "".into()];
+    let rows = result.rows.iter().map(|row| {
+        let change = row.kl_change.as_ref().map(|change| {
+            let sign = if change.mean > 0.0 { "+" } else { "" };
+            format!("{sign}{}", estimate(change, 5))
+        });
+        vec![
+            row.step.to_owned(),
+            format!("{:.3}", row.perplexity.mean),
+            estimate(&row.kl, 5),
+            change.unwrap_or_default(),
+            duration(row.seconds),
+        ]
+    });
+    let rows: Vec<Vec<String>> = std::iter::once(float).chain(rows).collect();
+    let mut text = table(&["step", "perplexity", "KL (nats)", "change of KL", "time"], &rows);
+    text.push_str(&format!(
+        "\n{} tokens ({}); each row has all steps above it; changes are paired\n",
+        result.tokens_scored, result.profile
+    ));
+    text
+}
