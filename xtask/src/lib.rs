@@ -19,6 +19,7 @@ pub mod peers_kernels;
 pub mod peers_models;
 pub mod plant;
 pub mod quality;
+pub mod quality_qoq;
 pub mod quality_w8a8;
 pub mod sanitize;
 pub mod search_agreement;

@@ -6,7 +6,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     bench_awq_memory, bench_gptq, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly,
-    peers_awq, peers_kernels, peers_models, plant, quality, quality_w8a8, sanitize, search_agreement, synth,
+    peers_awq, peers_kernels, peers_models, plant, quality, quality_qoq, quality_w8a8, sanitize,
+    search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -36,6 +37,9 @@ enum Command {
     Plant(plant::Args),
     /// Measure what each method costs on the real models, plain and with planted outliers
     Quality(quality::Args),
+    /// QoQ on the real models, as they are and with planted outliers, against its claims
+    #[command(name = "quality-qoq")]
+    QualityQoq(quality::Args),
     /// What activations of 8 bits cost on real models, with SmoothQuant and without
     #[command(name = "quality-w8a8")]
     QualityW8a8(quality::Args),
@@ -70,6 +74,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
+        Command::QualityQoq(args) => quality_qoq::run(&args),
         Command::QualityW8a8(args) => quality_w8a8::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),

@@ -6,6 +6,10 @@
 //! bit, so the float logits do; but rounding to a grid now meets columns far smaller than their
 //! group, which is what outliers of large models do to it.
 //!
+//! `--keys N` plants in keys as well: in every key head N channels, each with the one that rotary embedding turns it
+//! into, have the rows of `k_proj` multiplied and the matching rows of `q_proj` divided, of all query heads that share the
+//! head. Scores stay the same, and a cache of few bits meets keys in which a few channels dwarf the others.
+//!
 //! Exactness is checked value by value. Where the file's type cannot hold a result as a normal
 //! number (f16 often cannot), all float tensors are written as F32 instead, and the run says so.
 
@@ -13,7 +17,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::support::llama::{Role, require_llama, role};
 use crate::support::noise::{Float, key, mix};
@@ -32,6 +36,12 @@ pub struct Args {
     /// What they are multiplied by: a power of two
     #[arg(long, default_value_t = 32)]
     pub factor: u32,
+    /// Pairs of channels of every key head that become outliers
+    #[arg(long, default_value_t = 0)]
+    pub keys: usize,
+    /// What they are multiplied by: a power of two
+    #[arg(long, default_value_t = 16)]
+    pub key_factor: u32,
     /// Other seeds choose other channels
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -67,11 +77,13 @@ pub fn run(args: &Args) -> Result<()> {
 /// # Errors
 /// When the input is no float Llama model, a result is not exact even in F32, or writing fails.
 pub fn plant(args: &Args) -> Result<Planted> {
-    ensure!(args.factor.is_power_of_two() && args.factor > 1, "--factor must be a power of two above 1");
+    for (option, factor) in [("--factor", args.factor), ("--key-factor", args.key_factor)] {
+        ensure!(factor.is_power_of_two() && factor > 1, "{option} must be a power of two above 1");
+    }
     let mut config = read_json(&args.model.join("config.json"))?;
     require_llama(&config)?;
     let checkpoint = Checkpoint::open(&args.model)?;
-    let plan = Plan::new(&checkpoint, args)?;
+    let plan = Plan::new(&checkpoint, args, &config)?;
     let widened = !plan.is_exact_in_place(&checkpoint)?;
 
     let dir = NewDir::create(&args.out)?;
@@ -103,12 +115,13 @@ pub fn plant(args: &Args) -> Result<Planted> {
 struct Plan {
     channels: BTreeMap<String, Vec<usize>>,
     factor: f32,
+    keys: Keys,
     /// The original tensors by name, whatever the output's type.
     originals: BTreeMap<String, Entry>,
 }
 
 impl Plan {
-    fn new(checkpoint: &Checkpoint, args: &Args) -> Result<Self> {
+    fn new(checkpoint: &Checkpoint, args: &Args, config: &Value) -> Result<Self> {
         let mut channels = BTreeMap::new();
         for norm in checkpoint.entries().filter(|e| role(&e.name) == Role::Norm) {
             let width = norm.shape.first().copied().unwrap_or(0);
@@ -117,7 +130,8 @@ impl Plan {
         }
         ensure!(!channels.is_empty(), "the checkpoint has no norm that feeds linears");
         let originals = checkpoint.entries().map(|e| (e.name.clone(), e.clone())).collect();
-        Ok(Self { channels, factor: args.factor as f32, originals })
+        let keys = Keys::new(args, config)?;
+        Ok(Self { channels, factor: args.factor as f32, keys, originals })
     }
 
     /// Whether every changed value fits the type its tensor has now.
@@ -167,9 +181,60 @@ impl Plan {
                         row[c] = exact(entry, row[c] / self.factor)?;
                     }
                 }
+                self.keys.plant(entry, width, &mut values)?;
             }
         }
         Ok(values)
+    }
+}
+
+/// Outliers of keys.
+struct Keys {
+    /// Pairs of channels in a head.
+    count: usize,
+    factor: f32,
+    head_dim: usize,
+    /// Query heads per key head.
+    repeat: usize,
+    seed: u64,
+}
+
+impl Keys {
+    fn new(args: &Args, config: &Value) -> Result<Self> {
+        let field = |name: &str| config.get(name).and_then(Value::as_u64).map(|v| v as usize);
+        let heads = field("num_attention_heads").context("config.json: no num_attention_heads")?;
+        let hidden = field("hidden_size").context("config.json: no hidden_size")?;
+        let kv_heads = field("num_key_value_heads").unwrap_or(heads);
+        ensure!(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "config.json: heads do not divide");
+        let head_dim = field("head_dim").unwrap_or(hidden / heads);
+        let biased = config.get("attention_bias").and_then(Value::as_bool).unwrap_or(false);
+        ensure!(args.keys == 0 || !biased, "--keys knows no biases of queries and keys");
+        ensure!(args.keys <= head_dim / 2, "a head has only {} pairs of channels", head_dim / 2);
+        let (factor, repeat) = (args.key_factor as f32, heads / kv_heads);
+        Ok(Self { count: args.keys, factor, head_dim, repeat, seed: args.seed })
+    }
+
+    /// Multiplies rows of keys, divides rows of queries.
+    fn plant(&self, entry: &Entry, width: usize, values: &mut [f32]) -> Result<()> {
+        let d = self.head_dim;
+        let (layer, by, repeat) = match entry.name.strip_suffix("k_proj.weight") {
+            Some(layer) => (layer, self.factor, 1),
+            None => match entry.name.strip_suffix("q_proj.weight") {
+                Some(layer) => (layer, 1.0 / self.factor, self.repeat),
+                None => return Ok(()),
+            },
+        };
+        for (head, rows) in values.chunks_exact_mut(d * width).enumerate() {
+            let key_head = format!("{layer}{}", head / repeat);
+            for c in choose(key(self.seed, &key_head), d / 2, self.count) {
+                for row in [c, c + d / 2] {
+                    for value in &mut rows[row * width..(row + 1) * width] {
+                        *value = exact(entry, *value * by)?;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -275,7 +340,10 @@ mod tests {
             for shard_bytes in [30_000, 1 << 40] {
                 let model = model(dir.path(), dtype, shard_bytes);
                 let out = model.with_extension("planted");
-                let args = Args { model: model.clone(), out: out.clone(), channels: 3, factor: 32, seed: 9 };
+                let (channels, factor, keys, key_factor, seed) = (3, 32, 0, 16, 9);
+                let (model, out) = (model.clone(), out.clone());
+                let args =
+                    Args { model: model.clone(), out: out.clone(), channels, factor, keys, key_factor, seed };
                 let planted = plant(&args).unwrap();
                 assert_eq!(planted.widened, widened, "{dtype:?}");
                 assert_equivalent(&model, &out, &planted, 32.0);
@@ -288,6 +356,50 @@ mod tests {
     }
 
     #[test]
+    fn keys_grow_as_queries_shrink() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = model(dir.path(), Float::F32, 1 << 40);
+        let out = dir.path().join("keys");
+        let args = Args {
+            model: model.clone(),
+            out: out.clone(),
+            channels: 0,
+            factor: 32,
+            keys: 2,
+            key_factor: 16,
+            seed: 3,
+        };
+        plant(&args).unwrap();
+        let (before, after) = (Checkpoint::open(&model).unwrap(), Checkpoint::open(&out).unwrap());
+        let (d, width) = (16, 64);
+        for layer in 0..2 {
+            let rows = |of: &str, by: f32| -> Vec<usize> {
+                let name = format!("model.layers.{layer}.self_attn.{of}_proj.weight");
+                let (old, new) = (values(&before, &name), values(&after, &name));
+                let rows = old.chunks_exact(width).zip(new.chunks_exact(width)).enumerate();
+                rows.filter(|(_, (o, n))| o != n)
+                    .map(|(row, (o, n))| {
+                        assert!(o.iter().zip(n).all(|(o, n)| o * by == *n), "{name}");
+                        row
+                    })
+                    .collect()
+            };
+            let (keys, queries) = (rows("k", 16.0), rows("q", 1.0 / 16.0));
+            assert_eq!(keys.len(), 2 * 4);
+            // Every query head has the channels of the key head that it reads, in pairs.
+            for head in 0..4 {
+                let of = |rows: &[usize], head: usize| -> Vec<usize> {
+                    rows.iter().filter(|r| **r / d == head).map(|r| r % d).collect()
+                };
+                let channels = of(&queries, head);
+                assert_eq!(channels, of(&keys, head / 2));
+                assert!(channels.iter().all(|c| channels.contains(&((c + d / 2) % d))));
+            }
+            assert!(rows("v", 1.0).is_empty());
+        }
+    }
+
+    #[test]
     fn what_cannot_be_exact_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let model = model(dir.path(), Float::F32, 1 << 40);
@@ -296,6 +408,8 @@ mod tests {
             out: dir.path().join("out"),
             channels,
             factor,
+            keys: 0,
+            key_factor: 16,
             seed: 0,
         };
         assert!(plant(&args(31, 1)).is_err(), "not a power of two");

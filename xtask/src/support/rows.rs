@@ -54,14 +54,24 @@ pub const ROWS: [Row; 9] = [
 impl Row {
     /// The model's directory, or that of its copy with planted outliers, made once.
     pub fn model(&self, data: &Path, planted: bool) -> Result<PathBuf> {
-        let model = data.join("models").join(self.name);
-        if !planted {
-            return Ok(model);
+        match planted {
+            false => Ok(data.join("models").join(self.name)),
+            true => self.planted(data, "planted", [4, 0]),
         }
-        let out = target_dir().join("planted").join(self.name);
+    }
+
+    /// The directory of its copy with outliers in keys, made once.
+    pub fn with_outlying_keys(&self, data: &Path) -> Result<PathBuf> {
+        self.planted(data, "planted-keys", [0, 2])
+    }
+
+    fn planted(&self, data: &Path, folder: &str, [channels, keys]: [usize; 2]) -> Result<PathBuf> {
+        let model = data.join("models").join(self.name);
+        let out = target_dir().join(folder).join(self.name);
         if !out.is_dir() {
-            std::fs::create_dir_all(target_dir().join("planted"))?;
-            plant::plant(&plant::Args { model, out: out.clone(), channels: 4, factor: 32, seed: 0 })?;
+            std::fs::create_dir_all(target_dir().join(folder))?;
+            let (factor, key_factor, seed) = (32, 16, 0);
+            plant::plant(&plant::Args { model, out: out.clone(), channels, factor, keys, key_factor, seed })?;
         }
         Ok(out)
     }
