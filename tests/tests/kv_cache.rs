@@ -129,7 +129,7 @@ fn pages_agree_with_what_is_simulated() {
             let said = pages["tool"]["isa"].as_str().unwrap();
             assert!(said.contains(", kernels ") && !said.contains("simulated"), "{said}");
             let apart = (perplexity(&pages) / perplexity(&simulated) - 1.0).abs();
-            assert!(apart > 0.0 && apart < 2e-3, "kv{bits} on {said}: {apart}");
+            assert!(apart > 0.0 && apart < 5e-3, "kv{bits} on {said}: {apart}");
         }
     }
 }
