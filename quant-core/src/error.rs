@@ -446,7 +446,7 @@ impl Error {
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
-                "compressed-tensors pack-quantized and AWQ gemm checkpoints can be read; \
+                "compressed-tensors pack-quantized and int-quantized, AWQ gemm, GPTQ and QServe checkpoints can be read; \
                  `quant quantize` also starts from the original float checkpoint"
                     .into()
             }

@@ -55,6 +55,8 @@ fn there_and_back_again() {
         ("awq", "compressed-tensors", "w4a16-g32-asym"),
         ("awq", "compressed-tensors", "w4a16-g64-sym"),
         ("compressed-tensors", "compressed-tensors", "w3a16-g32-asym"),
+        ("qserve", "compressed-tensors", "w4a8-channel-asym"),
+        ("qserve", "compressed-tensors", "w8a8-channel-sym"),
     ] {
         let recipe = in_container(first, "rtn", scheme);
         let original = run(&checkpoint.model(), &checkpoint.tiny.config(), &recipe, None);
@@ -67,6 +69,25 @@ fn there_and_back_again() {
         assert_eq!(back.source, original.source, "{first} {scheme}");
         assert_eq!(back.config, original.config, "{first} {scheme}");
     }
+}
+
+/// Products of two levels of scales are exact in F32, so nothing changes; from one level there is no way back.
+#[test]
+fn two_levels_of_scales_become_one_without_a_change() {
+    let tiny = Tiny { hidden: 128, intermediate: 256, head_dim: 32, ..tiny(Dtype::Bf16) };
+    let checkpoint = tiny.random(5);
+    let batch = windows(96, 2, 24, 7);
+    let recipe = in_container("qserve", "rtn", "w4a8-g128-asym-progressive");
+    let original = run(&checkpoint.model(), &tiny.config(), &recipe, None);
+    let again = repacked(&original, "qserve");
+    assert_eq!((&again.source, &again.config), (&original.source, &original.config));
+    let flat = repacked(&original, "compressed-tensors");
+    assert_eq!(logits(&flat.model(), &batch), logits(&original.model(), &batch));
+    let scales = flat.source.info("model.layers.1.mlp.down_proj.weight_scale").unwrap();
+    assert_eq!(scales.dtype, Dtype::F32);
+    let error = Plan::repack(&flat.model(), named("qserve")).unwrap_err();
+    assert!(error.to_string().contains("has no w4a8-g128-asym"), "{error}");
+    assert!(error.remedy().contains("original float checkpoint"), "{}", error.remedy());
 }
 
 #[test]

@@ -97,6 +97,13 @@ QUANTIZED = [
     # optimum takes all linears of blocks for quantized, whatever the configuration says of single ones.
     ("demo", "format-gptq-ignored",
      ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
+    # No library reads this one.
+    ("demo", "format-qserve-g128",
+     ["--format", "qserve", "--method", "rtn", "--scheme", "w4a8-g128-asym-progressive"], None),
+    ("sharded-bf16", "format-qserve-channel-ignored",
+     ["--format", "qserve", "--method", "rtn", "--scheme", "w4a8-channel-asym", "--ignore", "*.layers.1.*"], None),
+    ("books-7m", "format-qserve-w8a8",
+     ["--format", "qserve", "--method", "rtn", "--scheme", "w8a8"], None),
     ("demo", "smoothquant-w8a8", ["--preset", "smoothquant-w8a8", *QUICK], False),
     ("books-7m", "smoothquant-w8a8-auto-all",
      ["--preset", "smoothquant-w8a8", "--alpha", "auto", "--smooth-producers", "all", *QUICK], False),
@@ -249,7 +256,7 @@ class Check:
             ours, theirs = self.scratch / "weights.safetensors", self.scratch / "packed.safetensors"
             self.program("interop-dump", "weights", out, ours)
             config = json.loads((out / "config.json").read_text())
-            readers = {"awq": "independent_awq", "gptq": "independent_gptq"}
+            readers = {"awq": "independent_awq", "gptq": "independent_gptq", "qoq": "independent_qserve"}
             reader = readers.get(config["quantization_config"]["quant_method"], "independent_pack")
             self.script(reader, out, "--out", theirs)
             ours, theirs = load_file(ours), load_file(theirs)

@@ -39,6 +39,9 @@ fn rounding_to_nearest() {
         ("w3a16-g64-asym", "compressed-tensors"),
         ("w8a16-channel-sym", "compressed-tensors"),
         ("w4a16-g64-asym", "awq"),
+        ("w4a8-g128-asym-progressive", "qserve"),
+        ("w4a8-channel-asym", "qserve"),
+        ("w8a8-channel-sym", "qserve"),
     ] {
         let scratch = tempfile::tempdir().unwrap();
         let out = scratch.path().join("out");
@@ -46,8 +49,11 @@ fn rounding_to_nearest() {
         quant(args!["quantize", demo_model(), "-o", &out].into_iter().chain(options)).succeeded();
         let files = hashes(&out);
         let of = |name: &str| format!("{}  {name}\n", files[name]);
-        let name = if format == "awq" { format!("awq-{scheme}") } else { scheme.to_owned() };
-        check(&name, &["model.safetensors", "config.json", "quant_report.json"].map(of).concat());
+        let usual = format == "compressed-tensors";
+        let name = if usual { scheme.to_owned() } else { format!("{format}-{scheme}") };
+        let manifest = (format == "qserve").then_some("qserve_manifest.json");
+        let files = ["model.safetensors", "config.json", "quant_report.json"].into_iter().chain(manifest);
+        check(&name, &files.map(of).collect::<String>());
     }
 }
 

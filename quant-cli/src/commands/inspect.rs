@@ -1,13 +1,17 @@
 //! `quant inspect MODEL`: what a checkpoint holds.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use quant_core::Result;
+use quant_core::format::container_of;
 use quant_core::model::KvScheme;
+use quant_core::pipeline::QuantReport;
+use quant_core::recipe::LinearScheme;
 use serde::Serialize;
 
 use super::Session;
-use crate::inputs;
+use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, bytes, table};
 
 /// What to look at.
@@ -34,6 +38,10 @@ struct Report {
     quant_method: Option<String>,
     /// How the model is meant to cache keys and values; none as floats.
     kv_cache: Option<KvScheme>,
+    /// What the container could not hold of what was asked for.
+    loses: Vec<String>,
+    /// Whether scales have two levels.
+    keeps_levels: bool,
     bytes: u64,
     linears: Vec<LinearReport>,
     tensors: Vec<TensorReport>,
@@ -87,6 +95,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             linears.push(LinearReport { module, shape, stored });
         }
     }
+    let loses = losses(&opened, session, linears.iter().map(|l| l.module.as_str()))?;
     let report = Report {
         schema: "quant-inspect/2",
         family: a.family,
@@ -100,11 +109,41 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         tied_embeddings: a.tied,
         quant_method: model.quant_method().map(str::to_owned),
         kv_cache: model.kv_scheme(),
+        keeps_levels: linears.iter().any(|l| model.module_scheme(&l.module).is_some_and(|s| s.progressive)),
+        loses,
         bytes: tensors.iter().map(|t| t.bytes).sum(),
         linears,
         tensors,
     };
     args.json.emit(&report, || show(&report))
+}
+
+/// What the container could not hold: of what was asked for, where the report of the run lies beside the weights, and
+/// of what stands there otherwise.
+fn losses<'a>(
+    opened: &Opened,
+    session: &Session,
+    modules: impl Iterator<Item = &'a str>,
+) -> Result<Vec<String>> {
+    let model = &opened.model;
+    let Some(container) = model.quant_method().and_then(container_of) else { return Ok(Vec::new()) };
+    let report = QuantReport::beside(opened.directory.path(), model).unwrap_or_else(|error| {
+        session.progress.note(&format!("warning: {error}"));
+        None
+    });
+    let asked: BTreeMap<&str, LinearScheme> =
+        report.as_ref().map(|report| report.schemes().collect()).unwrap_or_default();
+    let mut losses: Vec<String> = Vec::new();
+    for module in modules {
+        let Some(stored) = model.module_scheme(module) else { continue };
+        let scheme = asked.get(module).copied().unwrap_or(stored);
+        for said in container.loses(scheme, model.packed_scale_dtype(module)?) {
+            if !losses.contains(&said) {
+                losses.push(said);
+            }
+        }
+    }
+    Ok(losses)
 }
 
 fn show(report: &Report) -> String {
@@ -123,6 +162,12 @@ fn show(report: &Report) -> String {
     match &report.quant_method {
         Some(method) => text.push_str(&format!("quantized: {method}\n")),
         None => text.push_str("not quantized\n"),
+    }
+    if report.keeps_levels {
+        text.push_str("kept: both levels of scales\n");
+    }
+    for said in &report.loses {
+        text.push_str(&format!("lost: {said}\n"));
     }
     if let Some(kv) = report.kv_cache {
         text.push_str(&format!("cache of keys and values: {kv}\n"));

@@ -50,6 +50,8 @@ struct FormatJson<'a> {
     output_bytes: u64,
     bits_per_quantized_weight: f64,
     warnings: Vec<String>,
+    /// What the container cannot hold of what is asked for.
+    loses: Vec<String>,
     engines: Vec<EngineJson>,
     tensors: Vec<TensorJson<'a>>,
 }
@@ -169,6 +171,7 @@ fn format_json<'a>(plan: &'a Plan, outline: &Outline) -> FormatJson<'a> {
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
         warnings: plan.warnings(),
+        loses: plan.losses(),
         engines: ENGINES.iter().map(|engine| engine_json(engine, outline)).collect(),
         tensors: tensors.collect(),
     }
@@ -293,6 +296,9 @@ fn plan_text(plan: &Plan, all: bool) -> String {
         bytes(plan.output_bytes()),
         plan.bits_per_quantized_weight(),
     ));
+    for said in plan.losses() {
+        text.push_str(&format!("lost: {said}\n"));
+    }
     for warning in plan.warnings() {
         text.push_str(&format!("note: {warning}\n"));
     }

@@ -8,6 +8,9 @@ mod bits;
 mod compressed_tensors;
 pub mod engines;
 mod gptq;
+mod qserve;
+
+use std::collections::BTreeMap;
 
 use serde_json::Value;
 
@@ -21,6 +24,7 @@ pub use awq::AutoAwq;
 pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 pub use gptq::GptqV1;
+pub use qserve::QServe;
 
 /// What a checkpoint's configuration must say: which modules are quantized how.
 #[derive(Debug, Clone, Default)]
@@ -35,6 +39,10 @@ pub struct ModuleSchemes<'a> {
     pub head: Option<&'a str>,
     /// The embedding's scheme, where it is quantized.
     pub embedding: Option<LinearScheme>,
+    /// `[n, k]` of the quantized linears, by module name.
+    pub shapes: BTreeMap<&'a str, [usize; 2]>,
+    /// The types of tensors that are not quantized, each once.
+    pub float_dtypes: Vec<Dtype>,
 }
 
 impl ModuleSchemes<'_> {
@@ -52,11 +60,16 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// The name that `--format` takes.
     fn name(&self) -> &'static str;
 
+    /// What its configurations say as `quant_method`.
+    fn quant_method(&self) -> &'static str {
+        self.name()
+    }
+
     /// One line for help and tables.
     fn summary(&self) -> &'static str;
 
-    /// Whether grids are symmetric where the user says nothing.
-    fn symmetric_by_default(&self) -> bool {
+    /// Whether grids of so many bits are symmetric where the user says nothing.
+    fn symmetric_by_default(&self, _bits: u8) -> bool {
         true
     }
 
@@ -69,6 +82,24 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// are.
     fn keeps_levels(&self) -> bool {
         false
+    }
+
+    /// What is lost of a linear that is quantized to this scheme, beyond what quantizing it costs, when its scales are
+    /// written in this type: sentences for the user, none where all of it is kept.
+    fn loses(&self, scheme: LinearScheme, scale_dtype: Dtype) -> Vec<String> {
+        if !scheme.progressive || self.keeps_levels() {
+            return Vec::new();
+        }
+        let bits = match scale_dtype {
+            Dtype::F16 => "up to 2^-11 of it off",
+            Dtype::Bf16 => "up to 2^-8 of it off",
+            _ => "exact",
+        };
+        vec![
+            format!("the two levels of scales become one, their product in {scale_dtype}: {bits}"),
+            "kernels that reach integers of 8 bits before they meet a float need both levels, and cannot run it"
+                .to_owned(),
+        ]
     }
 
     /// How a linear that is quantized to this scheme is written.
@@ -167,7 +198,7 @@ pub trait PackedReader: Send + Sync {
 }
 
 /// The containers this version writes and reads.
-pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1];
+pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1, &QServe];
 
 /// The container of that name.
 ///
@@ -178,6 +209,11 @@ pub fn container(name: &str) -> Result<&'static dyn Container> {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
         Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
     })
+}
+
+/// The container whose configurations say this as `quant_method`, if there is one.
+pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
+    CONTAINERS.iter().copied().find(|c| c.quant_method() == quant_method)
 }
 
 /// The containers of those names, each once.

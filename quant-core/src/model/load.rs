@@ -279,8 +279,11 @@ impl Model {
         reader.tensors(self.source.as_ref(), weight)
     }
 
-    /// The type that the scales of a quantized weight are stored in.
-    pub(crate) fn packed_scale_dtype(&self, module: &str) -> Result<Dtype> {
+    /// The type that the scales of a quantized linear, or of the embedding, are stored in.
+    ///
+    /// # Errors
+    /// When the module is not quantized, or its scales are missing.
+    pub fn packed_scale_dtype(&self, module: &str) -> Result<Dtype> {
         self.packed_weight(module, [0, 0])?.0.scale_dtype(self.source.as_ref(), module)
     }
 

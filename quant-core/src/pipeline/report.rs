@@ -198,6 +198,14 @@ pub(super) struct Searched {
     pub(super) input: Option<InputReport>,
 }
 
+/// Whether a linear that reads as `stored` can be what was written of `asked`: some containers state a symmetric grid
+/// with zeros, and one level of scales where there were two.
+fn says_the_same(stored: LinearScheme, asked: LinearScheme) -> bool {
+    let symmetric = stored.symmetric && asked.symmetric;
+    let progressive = stored.progressive && asked.progressive;
+    stored == LinearScheme { symmetric, progressive, ..asked }
+}
+
 impl TensorReport {
     fn new(entry: &PlanEntry, action: &str, source_sha256: String) -> Self {
         let TensorInfo { dtype, shape } = &entry.info;
@@ -322,11 +330,21 @@ impl QuantReport {
         let report: Self = serde_json::from_value(value).map_err(|e| broken(e.to_string()))?;
         for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
             let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
-            if model.module_scheme(module).map(|s| s.to_string()) != tensor.scheme {
+            let stored = model.module_scheme(module);
+            let asked = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
+            if !stored.zip(asked).is_some_and(|(stored, asked)| says_the_same(stored, asked)) {
                 return Err(broken(format!("says of {} what these weights are not", tensor.tensor)));
             }
         }
         Ok(Some(report))
+    }
+
+    /// The linears that were quantized, each with the scheme that was asked for.
+    pub fn schemes(&self) -> impl Iterator<Item = (&str, LinearScheme)> {
+        self.tensors.iter().filter_map(|t| {
+            let scheme = t.scheme.as_deref()?.parse().ok()?;
+            Some((t.tensor.strip_suffix(".weight").unwrap_or(&t.tensor), scheme))
+        })
     }
 
     /// The report as pretty JSON with a final newline.

@@ -46,6 +46,13 @@ impl Levels {
         let group = |(i, scale): (usize, &f32)| (scale / rows[i / groups.max(1)]) as u8;
         Self { groups: scales.iter().enumerate().map(group).collect(), rows }
     }
+
+    /// The scales `[n, groups]` that the two make, exact in `f32`.
+    pub(crate) fn products(&self) -> Vec<f32> {
+        let groups = self.groups.len() / self.rows.len().max(1);
+        let rows = self.rows.iter().zip(self.groups.chunks_exact(groups.max(1)));
+        rows.flat_map(|(row, groups)| groups.iter().map(move |&group| row * f32::from(group))).collect()
+    }
 }
 
 impl GridRule {

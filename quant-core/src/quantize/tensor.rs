@@ -111,7 +111,7 @@ impl QuantizedTensor {
     }
 
     /// The same matrix on a grid that says the same in other words: symmetric or with the middle
-    /// code as stored zero, scales in another type. No weight changes.
+    /// code as stored zero, scales in another type or with one level in place of two. No weight changes.
     ///
     /// # Errors
     /// What cannot be said so: other bits or groups, a zero that is not the middle code, a scale
@@ -119,8 +119,9 @@ impl QuantizedTensor {
     pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
-        let same_input =
-            scheme.activations == self.scheme.activations && scheme.progressive == self.scheme.progressive;
+        let same_input = scheme.activations == self.scheme.activations;
+        // Two levels are not found again where there is one.
+        let same_input = same_input && (self.scheme.progressive || !scheme.progressive);
         if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) || !same_input {
             return Err(format!("its weights are {}, not {scheme}", self.scheme));
         }
@@ -134,6 +135,9 @@ impl QuantizedTensor {
             }
             (None, false) => self.zeros = Some(vec![middle; self.scales.len()]),
             _ => {}
+        }
+        if !scheme.progressive {
+            self.levels = None;
         }
         let scales = if self.levels.is_none() { &self.scales[..] } else { &[] };
         if let Some(scale) = scales.iter().find(|&&s| scale_dtype.round(s) != s) {

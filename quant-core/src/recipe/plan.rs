@@ -95,6 +95,12 @@ impl PlanEntry {
         }
     }
 
+    /// The linear and its shape `[n, k]`, where it is stored quantized.
+    fn quantized_shape(&self) -> Option<(&str, [usize; 2])> {
+        let (module, _) = self.quantized()?;
+        Some((module, self.info.shape.as_slice().try_into().ok()?))
+    }
+
     /// Bytes that are written for it.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.iter().map(|t| t.info.byte_len()).sum()
@@ -129,7 +135,7 @@ impl Draft {
             let outputs = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
             return Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action: float, outputs }));
         };
-        let scheme = request.with_default_symmetry(container.symmetric_by_default());
+        let scheme = request.with_default_symmetry(container.symmetric_by_default(request.bits));
         let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
         if !columns.is_multiple_of(group_size) {
             return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));
@@ -409,13 +415,30 @@ impl Plan {
     pub fn module_schemes(&self) -> ModuleSchemes<'_> {
         let stored = |(module, scheme)| (module, self.container.stored_scheme(scheme));
         let quantized = || self.entries.iter().filter_map(PlanEntry::quantized).map(stored);
+        let mut float_dtypes = Vec::new();
+        for entry in self.entries.iter().filter(|e| e.quantized().is_none()) {
+            float_dtypes.extend(Some(entry.info.dtype).filter(|dtype| !float_dtypes.contains(dtype)));
+        }
         ModuleSchemes {
             quantized: quantized().filter(|(module, _)| *module != self.embedding).collect(),
             float: self.float_modules.iter().map(String::as_str).collect(),
             fused: &self.fused,
             head: self.quantizes(&self.head).then_some(self.head.as_str()),
             embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),
+            shapes: self.entries.iter().filter_map(PlanEntry::quantized_shape).collect(),
+            float_dtypes,
         }
+    }
+
+    /// What the container loses of the schemes, each sentence once.
+    pub fn losses(&self) -> Vec<String> {
+        let mut losses: Vec<String> = Vec::new();
+        for entry in &self.entries {
+            let Action::Quantize { scheme, scale_dtype, .. } = &entry.action else { continue };
+            let new = self.container.loses(*scheme, *scale_dtype);
+            losses.extend(new.into_iter().filter(|said| !losses.contains(said)).collect::<Vec<_>>());
+        }
+        losses
     }
 
     /// Whether a module is stored quantized.

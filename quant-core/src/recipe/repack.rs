@@ -3,7 +3,7 @@
 
 use super::{Action, LinearScheme, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
-use crate::checkpoint::TensorInfo;
+use crate::checkpoint::{Dtype, TensorInfo};
 use crate::format::Container;
 use crate::model::Model;
 use crate::quantize::gptq::GptqSettings;
@@ -47,12 +47,16 @@ impl Plan {
                 continue;
             };
             let scheme = LinearScheme { symmetric: stored.symmetric || symmetric, ..stored };
+            let levels = scheme.progressive;
+            let scheme = container.stored_scheme(scheme);
             let mut sources = model.packed_tensors(&module, shape)?;
             for spec in &mut sources {
                 spec.info = model.source().require(&spec.name)?.clone();
             }
             let stored_dtype = model.packed_scale_dtype(&module)?;
-            let scale_dtype = container.scale_dtype(stored_dtype);
+            // Products of two levels of scales have more digits than either.
+            let flattens = levels && !scheme.progressive;
+            let scale_dtype = container.scale_dtype(if flattens { Dtype::F32 } else { stored_dtype });
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
                 tensor: format!("{module}.weight"),

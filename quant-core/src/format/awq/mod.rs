@@ -41,7 +41,7 @@ impl Container for AutoAwq {
         "AutoAWQ gemm for vLLM, SGLang and transformers: 4 bits, one group size, asymmetric unless told otherwise"
     }
 
-    fn symmetric_by_default(&self) -> bool {
+    fn symmetric_by_default(&self, _bits: u8) -> bool {
         false
     }
 

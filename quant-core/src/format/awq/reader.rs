@@ -180,6 +180,36 @@ mod tests {
         }
     }
 
+    /// Codes and zeros of two levels of scales as they are, and their products rounded once.
+    #[test]
+    fn two_levels_of_scales_are_read_back_as_one() {
+        let weights: Vec<f32> =
+            (0..16 * 256).map(|i| ((i as f32 * 0.61).sin() + 0.1) * (1 + i / 128 % 7) as f32).collect();
+        let scheme = "w4a16-g128-asym-progressive".parse().unwrap();
+        let tensor = quantize_rtn("m", &weights, [16, 256], scheme, Dtype::F16, None).unwrap();
+        let mut source = MemorySource::new();
+        for (spec, bytes) in AutoAwq.pack("m", &tensor.clone().flattened(Dtype::F16).unwrap()).unwrap() {
+            source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes).unwrap();
+        }
+        let stored = AutoAwq.stored_scheme(tensor.scheme);
+        let schemes = ModuleSchemes { quantized: vec![("m", stored)], ..Default::default() };
+        let reader = Reader::new(&AutoAwq.quantization_config(&schemes)).unwrap().unwrap();
+        let of = PackedWeight { module: "m", shape: [16, 256], scheme: reader.scheme("m").unwrap() };
+        let back = reader.read(&source, of).unwrap();
+        assert_eq!(back.scheme.to_string(), "w4a16-g128-asym");
+        assert_eq!((&back.codes, &back.zeros), (&tensor.codes, &tensor.zeros));
+        let levels = tensor.levels.unwrap();
+        let products = levels.groups.iter().enumerate();
+        let products: Vec<f32> = products
+            .map(|(i, &group)| half::f16::from_f32(levels.rows[i / 2] * f32::from(group)).to_f32())
+            .collect();
+        assert_eq!(back.scales, products);
+        assert_ne!(back.scales, tensor.scales, "rounding changes some");
+        let said = AutoAwq.loses(scheme, Dtype::F16);
+        assert!(said[0].contains("in F16: up to 2^-11 of it off"), "{said:?}");
+        assert!(AutoAwq.loses(stored, Dtype::F16).is_empty());
+    }
+
     #[test]
     fn configurations() {
         let reader = Reader::new(&config()).unwrap().unwrap();

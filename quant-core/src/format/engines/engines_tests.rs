@@ -231,6 +231,16 @@ fn what_each_container_reaches() {
 }
 
 #[test]
+fn no_engine_reads_the_container_of_qserve() {
+    let model = outline("qserve", LLAMA_8B, "w4a8-g128-asym-progressive");
+    for engine in ENGINES {
+        let verdict = engine.loads(&model, 1).unwrap();
+        assert_eq!(verdict.reason(), Some("it does not read the qserve container"), "{}", engine.name);
+        assert_eq!(verdict.word(), "no");
+    }
+}
+
+#[test]
 fn opt_in_engines() {
     let opt = |container, scheme| Outline { family: "opt", ..outline(container, LLAMA_8B, scheme) };
     let mut model = opt("compressed-tensors", "w4a16-g128-sym");

@@ -73,15 +73,23 @@ pub struct Engine {
     pub is_common: bool,
     /// Whether it splits linears over ranks.
     tensor_parallel: bool,
+    /// The containers that it has a reader for; `loads` looks at these.
+    reads: &'static [&'static str],
     loads: fn(&Outline, usize) -> Verdict,
 }
 
 impl Engine {
     /// Whether it loads a checkpoint on so many ranks; `None` where it knows only one.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
-        (ranks == 1 || self.tensor_parallel).then(|| (self.loads)(outline, ranks))
+        (ranks == 1 || self.tensor_parallel).then(|| match self.reads.contains(&outline.container) {
+            true => (self.loads)(outline, ranks),
+            false => Verdict::No(format!("it does not read the {} container", outline.container)),
+        })
     }
 }
+
+/// What most engines read.
+const USUAL: &[&str] = &["compressed-tensors", "awq", "gptq"];
 
 /// The engines whose rules are known.
 pub static ENGINES: &[Engine] = &[
@@ -90,6 +98,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.33.0",
         is_common: true,
         tensor_parallel: true,
+        reads: USUAL,
         loads: vllm::cuda,
     },
     Engine {
@@ -97,6 +106,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.33.0",
         is_common: false,
         tensor_parallel: true,
+        reads: USUAL,
         loads: vllm::cpu,
     },
     Engine {
@@ -104,6 +114,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.5.23",
         is_common: true,
         tensor_parallel: true,
+        reads: USUAL,
         loads: sglang::cuda,
     },
     Engine {
@@ -111,6 +122,7 @@ pub static ENGINES: &[Engine] = &[
         version: "5.23.0",
         is_common: true,
         tensor_parallel: false,
+        reads: USUAL,
         loads: others::transformers,
     },
     Engine {
@@ -118,6 +130,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.18.0",
         is_common: false,
         tensor_parallel: true,
+        reads: USUAL,
         loads: others::turbomind,
     },
     Engine {
@@ -125,6 +138,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.32.2",
         is_common: false,
         tensor_parallel: false,
+        reads: &["awq"],
         loads: others::mlx,
     },
     Engine {
@@ -132,6 +146,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.5-dev",
         is_common: false,
         tensor_parallel: false,
+        reads: &["compressed-tensors", "gptq"],
         loads: others::llama_cpp,
     },
 ];

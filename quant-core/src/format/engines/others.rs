@@ -121,9 +121,6 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
 
 /// mlx-lm on Apple silicon.
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
-    if !is_awq(outline) {
-        return No("it reads the awq container only".into());
-    }
     if outline.family == "opt" {
         return Unsure("whether OPT is among its models".into());
     }
@@ -135,9 +132,6 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
 
 /// llama.cpp's converter to GGUF.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
-    if is_awq(outline) {
-        return No("it does not read the awq container".into());
-    }
     if outline.family == "opt" {
         return No("OPT is not among the models that it converts".into());
     }

@@ -1,0 +1,243 @@
+//! What a loader must know that the tensors do not say: the `quantization_config`, and the whole of it in
+//! `qserve_manifest.json` beside it.
+//!
+//! QServe's own loader was told bits and group size on its command line, and assumed the rest: the order of scales,
+//! which two converters wrote in two ways; norms of all ones, which it does not load. Here all of it is written down.
+
+use serde_json::{Value, json};
+
+use super::layout::{Kind, S2Order};
+use super::{GROUP, HEAD, QUANT_METHOD, TILE};
+use crate::checkpoint::Dtype;
+use crate::format::ModuleSchemes;
+use crate::model::KV_CONFIG_KEY;
+use crate::quantize::progressive::PROTECTIVE_RANGE;
+use crate::recipe::LinearScheme;
+
+/// The manifest.
+pub(super) const FILE: &str = "qserve_manifest.json";
+/// The version of its schema.
+const SCHEMA: &str = "quant-qserve/1";
+/// `layout_version`: everything that the tables of `docs/formats/qserve.md` say.
+pub(super) const LAYOUT_VERSION: u64 = 1;
+
+/// The kind of all quantized linears: `check` lets but one scheme through.
+fn kind(schemes: &ModuleSchemes<'_>) -> Kind {
+    let scheme = schemes.quantized.first().map(|(_, scheme)| *scheme);
+    scheme.and_then(Kind::of).unwrap_or(Kind::Group)
+}
+
+/// See [`Container::quantization_config`](crate::format::Container::quantization_config).
+///
+/// The first three keys are what SGLang read; the others are ours.
+pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
+    let kind = kind(schemes);
+    let mut config = json!({
+        "quant_method": QUANT_METHOD,
+        "wbits": kind.bits(),
+        "group_size": kind.group_size(),
+        "layout_version": LAYOUT_VERSION,
+        "modules_to_not_convert": schemes.float,
+        "manifest": FILE,
+    });
+    if kind == Kind::Group {
+        config["s2_order"] = json!(S2Order::Kernel.name());
+    }
+    config
+}
+
+/// The contents of [`FILE`].
+pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
+    let kind = kind(schemes);
+    let mut weights = json!({
+        "scheme": kind.scheme().to_string(),
+        "bits": kind.bits(),
+        "group_size": kind.group_size(),
+        "scale_dtype": "float16",
+        "rounding": "nearest, ties to even",
+    });
+    if kind != Kind::Bytes {
+        weights["qweight"] = json!({
+            "tile": [TILE, TILE],
+            "n": "32*nt + 16*p + 8*h + nl",
+            "k": "32*kt + 16*kh + 4*kl + kr",
+            "byte": "((nt*(K/32) + kt)*32 + 4*nl + kl)*16 + 8*kh + 4*h + kr",
+            "nibble": "low where p is 0, high where p is 1",
+        });
+    }
+    match kind {
+        Kind::Group => {
+            weights["value"] = json!("(code - zero) * s2 * s1");
+            weights["s1_scales"] = json!("s1");
+            weights["s2_scales"] = json!("s2, 1 to 16");
+            weights["s2_zeros"] = json!("-(zero * s2) modulo 256: to be added to code * s2");
+            weights["s2_order"] = json!(S2Order::Kernel.name());
+            weights["s2_place"] = json!("n - n%32 + 4*(n%8) + n%32/8");
+            weights["protective_range"] = json!(PROTECTIVE_RANGE as u8);
+            weights["integer"] = json!("(code - zero) * s2 is within -128 to 127");
+        }
+        Kind::Channel => {
+            weights["value"] = json!("(code - zero) * s1");
+            weights["s1_scales"] = json!("s1");
+            weights["s1_szeros"] = json!("float16(zero * s1): to be subtracted, times the sum of the input");
+        }
+        Kind::Bytes => {
+            weights["value"] = json!("weight * dequant_scale");
+            weights["weight"] = json!("signed, row-major");
+        }
+    }
+    json!({
+        "schema": SCHEMA,
+        "layout_version": LAYOUT_VERSION,
+        "weights": weights,
+        "activations": {
+            "bits": 8,
+            "symmetric": true,
+            "scale": "max |x| / 127 of every token, when it comes",
+            "rounding": "nearest, ties to even",
+        },
+        "kv_cache": format!("as `{KV_CONFIG_KEY}` in config.json says; float where it says nothing"),
+        "modules_to_not_convert": schemes.float,
+        "float_tensors": "in the type of the original checkpoint",
+        "norms": "stored with their weights, to be applied: a loader that skips tensors whose names contain `norm` must \
+                  first see that all of these are 1",
+    })
+}
+
+/// What the tiles of QServe's kernels ask of a matrix, all sizes of batches taken together: multiples of outputs and
+/// inputs, and the least inputs.
+fn tiles(kind: Kind) -> [usize; 3] {
+    match kind {
+        Kind::Group => [64, GROUP, 256],
+        Kind::Channel => [128, 128, 256],
+        Kind::Bytes => [256, 64, 320],
+    }
+}
+
+/// See [`Container::warnings`](crate::format::Container::warnings).
+pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+    let mut notes = vec![
+        "norms are stored with their weights; QServe's own loader skips them, which is right only where all are 1"
+            .to_owned(),
+    ];
+    let of_f16 = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
+    if let Some(dtype) = schemes.float_dtypes.iter().find(of_f16) {
+        notes.push(format!(
+            "tensors that stay float keep their type, {dtype} among them; QServe's loaders take F16 only"
+        ));
+    }
+    let float = schemes.float.iter().filter(|m| **m != HEAD).count();
+    if float > 0 {
+        notes.push(format!(
+            "{float} linear(s) of blocks stay float; QServe's loaders take all of them for quantized"
+        ));
+    }
+    if let Some((name, [n, k], [rows, columns, least])) = narrow(schemes) {
+        notes.push(format!(
+            "`{name}`: QServe's kernels take outputs in multiples of {rows} and inputs in multiples of {columns}, from \
+             {least}, not {n} × {k}"
+        ));
+    }
+    notes
+}
+
+/// The first matrix, with what engines fuse taken as one, that does not consist of the kernels' tiles.
+fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [usize; 3])> {
+    let shape = |module: &str| schemes.shapes.get(module).copied();
+    let kind_of = |scheme: &LinearScheme| Kind::of(*scheme);
+    schemes.quantized.iter().find_map(|(module, scheme)| {
+        let [rows, columns, least] = tiles(kind_of(scheme)?);
+        let [n, k] = shape(module)?;
+        let fused = schemes.fused.iter().find(|fused| fused.parts.iter().any(|part| part == module));
+        let (name, n) = match fused {
+            Some(fused) => {
+                let parts = fused.parts.iter().map(|part| shape(part).map(|[n, _]| n));
+                (fused.name.as_str(), parts.sum::<Option<usize>>()?)
+            }
+            None => (*module, n),
+        };
+        let fits = n.is_multiple_of(rows) && k.is_multiple_of(columns) && k >= least;
+        (!fits).then_some((name, [n, k], [rows, columns, least]))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{Container, QServe};
+    use crate::model::FusedLinears;
+
+    fn schemes<'a>(scheme: &str, modules: &[(&'a str, [usize; 2])]) -> ModuleSchemes<'a> {
+        let scheme = scheme.parse().unwrap();
+        ModuleSchemes {
+            quantized: modules.iter().map(|(module, _)| (*module, scheme)).collect(),
+            float: vec!["lm_head"],
+            shapes: modules.iter().copied().collect(),
+            float_dtypes: vec![Dtype::F16],
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn the_configuration_of_each_kind() {
+        let of =
+            |scheme: &str| QServe.quantization_config(&schemes(scheme, &[("model.layers.0.a", [64, 256])]));
+        assert_eq!(
+            of("w4a8-g128-asym-progressive"),
+            json!({
+                "quant_method": "qoq", "wbits": 4, "group_size": 128, "layout_version": 1,
+                "modules_to_not_convert": ["lm_head"], "manifest": "qserve_manifest.json", "s2_order": "kernel",
+            })
+        );
+        let channel = of("w4a8-channel-asym");
+        assert_eq!((&channel["wbits"], &channel["group_size"]), (&json!(4), &json!(-1)));
+        assert!(channel.get("s2_order").is_none());
+        assert_eq!(of("w8a8-channel-sym")["wbits"], json!(8));
+    }
+
+    #[test]
+    fn the_manifest_says_what_the_tensors_do_not() {
+        let files = QServe.companion_files(&schemes("w4a8-g128-asym-progressive", &[("a", [64, 256])]));
+        let (name, manifest) = &files[0];
+        assert_eq!((*name, files.len()), ("qserve_manifest.json", 1));
+        assert_eq!(manifest["schema"], json!("quant-qserve/1"));
+        let weights = &manifest["weights"];
+        assert_eq!(weights["protective_range"], json!(119));
+        assert_eq!(weights["s2_order"], json!("kernel"));
+        assert_eq!(weights["scheme"], json!("w4a8-g128-asym-progressive"));
+        assert!(manifest["norms"].as_str().unwrap().contains("all of these are 1"));
+        assert!(manifest["kv_cache"].as_str().unwrap().contains("kv_cache_quantization"));
+    }
+
+    #[test]
+    fn notes_on_what_loaders_assume() {
+        let fits = [("l.q", [64, 256]), ("l.k", [32, 256]), ("l.v", [32, 256])];
+        let mut these = schemes("w4a8-g128-asym-progressive", &fits);
+        let fused = [FusedLinears { name: "l.qkv".into(), parts: fits.map(|(m, _)| m.into()).to_vec() }];
+        these.fused = &fused;
+        assert_eq!(warnings(&these).len(), 1, "{:?}", warnings(&these));
+        assert!(warnings(&these)[0].contains("norms are stored"));
+        these.fused = &[];
+        assert!(warnings(&these)[1].starts_with("`l.k`: QServe's kernels take outputs in multiples of 64"));
+        these.float_dtypes.push(Dtype::Bf16);
+        these.float.push("l.o");
+        let said = warnings(&these);
+        assert!(said[1].contains("BF16 among them") && said[2].starts_with("1 linear(s)"), "{said:?}");
+        let short = schemes("w8a8-channel-sym", &[("a", [256, 256])]);
+        assert!(warnings(&short)[1].contains("from 320, not 256 × 256"));
+    }
+
+    #[test]
+    fn one_scheme_for_all_and_a_float_head() {
+        let mut these = schemes("w4a8-g128-asym-progressive", &[("a", [64, 256]), ("lm_head", [64, 256])]);
+        let error = QServe.check(&these).unwrap_err().to_string();
+        assert!(error.contains("`lm_head` is to be quantized"), "{error}");
+        these.quantized[1] = ("b", "w8a8-channel-sym".parse().unwrap());
+        let error = QServe.check(&these).unwrap_err();
+        assert!(error.to_string().contains("`b` is to be w8a8-channel-sym and `a`"), "{error}");
+        assert!(error.remedy().contains("--ignore"));
+        these.quantized.pop();
+        these.embedding = Some(LinearScheme::default());
+        assert!(QServe.check(&these).unwrap_err().to_string().contains("the embedding"));
+    }
+}

@@ -1,0 +1,123 @@
+//! QServe (Lin et al., MLSys 2025): 4 bits under activations of 8 bits, in the order in which its kernels load them.
+//!
+//! The one container that keeps both levels of scales of progressive groups; beside them it knows 4 bits with a scale a
+//! row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`] says what a
+//! reader must know and the tensors do not, [`reader`] tells what a configuration means. `docs/formats/qserve.md`
+//! draws the bytes.
+
+mod layout;
+mod manifest;
+mod reader;
+
+use serde_json::Value;
+
+use super::{Container, ModuleSchemes, PackedReader};
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::LinearScheme;
+use crate::{Error, Result};
+use layout::Kind;
+
+/// The name that `--format` takes.
+const METHOD: &str = "qserve";
+/// `quant_method`: what SGLang called it.
+const QUANT_METHOD: &str = "qoq";
+/// The only size of groups.
+const GROUP: usize = 128;
+/// Outputs and inputs of a tile: codes come in multiples of it both ways.
+const TILE: usize = 32;
+/// The module that readers leave float whatever the configuration says.
+const HEAD: &str = "lm_head";
+
+/// The container of QServe's kernels, which SGLang read as `qoq`.
+#[derive(Debug, Clone, Copy)]
+pub struct QServe;
+
+impl Container for QServe {
+    fn name(&self) -> &'static str {
+        METHOD
+    }
+
+    fn quant_method(&self) -> &'static str {
+        QUANT_METHOD
+    }
+
+    fn summary(&self) -> &'static str {
+        "QServe W4A8 (QoQ) with both levels of scales, in the order of its kernels; no engine of today loads it"
+    }
+
+    fn symmetric_by_default(&self, bits: u8) -> bool {
+        bits == Kind::Bytes.bits()
+    }
+
+    fn scale_dtype(&self, _weight: Dtype) -> Dtype {
+        Dtype::F16
+    }
+
+    fn keeps_levels(&self) -> bool {
+        true
+    }
+
+    fn loses(&self, scheme: LinearScheme, _scale_dtype: Dtype) -> Vec<String> {
+        match Kind::of(scheme) {
+            Some(Kind::Channel) => vec![
+                "zeros are stored times their scale, rounded to F16: read back they are exact, but what QServe's kernels \
+                 subtract is up to 2^-11 of itself off"
+                    .to_owned(),
+            ],
+            _ => Vec::new(),
+        }
+    }
+
+    fn layout(
+        &self,
+        module: &str,
+        shape: [usize; 2],
+        scheme: LinearScheme,
+        scale_dtype: Dtype,
+    ) -> Result<Vec<TensorSpec>> {
+        layout::layout(module, shape, scheme, scale_dtype)
+    }
+
+    fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+        layout::pack(module, tensor)
+    }
+
+    /// One scheme for all: loaders are told it once. Head and embedding stay float.
+    fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
+        let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
+        let head = schemes.head.or(named_head).or(schemes.embedding.map(|_| "the embedding"));
+        if let Some(module) = head {
+            return Err(Error::usage(
+                format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
+                "leave it float, or write --format compressed-tensors",
+            ));
+        }
+        let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
+        match schemes.quantized.iter().find(|(_, other)| other != scheme) {
+            None => Ok(()),
+            Some((module, other)) => Err(Error::usage(
+                format!(
+                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format has one scheme for all"
+                ),
+                "leave modules float with --ignore, or write --format compressed-tensors",
+            )),
+        }
+    }
+
+    fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
+        manifest::quantization_config(schemes)
+    }
+
+    fn companion_files(&self, schemes: &ModuleSchemes<'_>) -> Vec<(&'static str, Value)> {
+        vec![(manifest::FILE, manifest::manifest(schemes))]
+    }
+
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        manifest::warnings(schemes)
+    }
+
+    fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+        Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
+    }
+}

@@ -1,0 +1,283 @@
+//! Reads QServe checkpoints back, ours or others', into logical order.
+//!
+//! Strict: nothing in the tensors says in which order the scales of groups stand, or that zeros are whole numbers. What
+//! does not follow from the configuration is checked as far as it can be: a group that no kernel could run is refused.
+
+use serde_json::{Map, Value};
+
+use super::layout::{
+    self, Kind, MIDDLE, S2Order, byte_scales_name, bytes_name, codes_name, group_scales_name,
+    group_zeros_name, outlier, row_scales_name, row_zeros_name, unpack_nibbles,
+};
+use super::manifest::LAYOUT_VERSION;
+use super::{GROUP, HEAD, METHOD, QUANT_METHOD};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::format::{PackedReader, PackedWeight};
+use crate::quantize::{Levels, QuantizedTensor};
+use crate::recipe::LinearScheme;
+use crate::{Error, Result};
+
+/// Keys that a configuration may have; what another would mean is not known.
+const KEYS: [&str; 7] = [
+    "quant_method",
+    "wbits",
+    "group_size",
+    "layout_version",
+    "s2_order",
+    "modules_to_not_convert",
+    "manifest",
+];
+
+/// Which modules are quantized, all by one scheme.
+#[derive(Debug)]
+pub(super) struct Reader {
+    kind: Kind,
+    order: S2Order,
+    /// Modules that stay float.
+    float: Vec<String>,
+}
+
+impl Reader {
+    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+    ///
+    /// # Errors
+    /// A reason that names the key, when it says what this reader does not implement.
+    pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
+        let Some(map) = config.as_object() else { return Ok(None) };
+        if map.get("quant_method").and_then(Value::as_str) != Some(QUANT_METHOD) {
+            return Ok(None);
+        }
+        let refuse = |key: &str, reason: &str| Err(format!("`quantization_config.{key}` {reason}"));
+        if let Some(key) = map.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            return refuse(key, "is not known");
+        }
+        let get = |key: &str| map.get(key).filter(|v| !v.is_null());
+        let size = get("group_size").map(Value::as_i64);
+        let kind = match (get("wbits").and_then(Value::as_u64), size) {
+            (Some(4), Some(Some(size))) if size == GROUP as i64 => Kind::Group,
+            (Some(4), Some(Some(-1))) => Kind::Channel,
+            (Some(8), Some(Some(-1))) => Kind::Bytes,
+            (Some(8), _) => return refuse("group_size", "is not -1"),
+            (Some(4), _) => return refuse("group_size", "is neither 128 nor -1"),
+            _ => return refuse("wbits", "is neither 4 nor 8"),
+        };
+        if get("layout_version").is_some_and(|v| v.as_u64() != Some(LAYOUT_VERSION)) {
+            return refuse("layout_version", "is not 1, the only one that can be read");
+        }
+        Ok(Some(Self { kind, order: order(map, kind)?, float: float(map)? }))
+    }
+
+    /// What a file holds that a checkpoint of this kind cannot.
+    fn broken(source: &dyn TensorSource, tensor: &str, reason: &str, remedy: &str) -> Error {
+        Error::InputFile {
+            path: source.location(tensor),
+            line: None,
+            reason: format!("`{tensor}` {reason}"),
+            remedy: remedy.to_owned(),
+        }
+    }
+
+    /// Scales of rows: finite and positive.
+    fn row_scales(source: &dyn TensorSource, name: &str, n: usize) -> Result<Vec<f32>> {
+        let scales = half_precision(source, name, n)?;
+        match scales.iter().position(|s| *s <= 0.0) {
+            None => Ok(scales),
+            Some(row) => Err(Self::broken(
+                source,
+                name,
+                &format!("has a scale of {} at {row}; scales are positive", scales[row]),
+                "make the checkpoint anew from the float model",
+            )),
+        }
+    }
+
+    /// The zeros and scales of groups `[n, k/128]`.
+    fn groups(&self, source: &dyn TensorSource, module: &str, n: usize, k: usize) -> Result<[Vec<u8>; 2]> {
+        let groups = k / GROUP;
+        let (scales_name, zeros_name) = (group_scales_name(module), group_zeros_name(module));
+        let scales = self.order.restore(&source.read(&scales_name)?, n, groups);
+        let place = |i: usize| format!("output {}, group {}", i / groups, i % groups);
+        if let Some(i) = scales.iter().position(|s| !(1..=16).contains(s)) {
+            return Err(Self::broken(
+                source,
+                &scales_name,
+                &format!("has a scale of {} for {}; scales of groups are 1 to 16", scales[i] as i8, place(i)),
+                "make the checkpoint anew from the float model, with weights within the protective range of 119",
+            ));
+        }
+        let stored = self.order.restore(&source.read(&zeros_name)?, n, groups);
+        let zero = |(i, (stored, scale)): (usize, (&u8, &u8))| {
+            let scaled = stored.wrapping_neg();
+            let zero = scaled / scale;
+            if scaled.is_multiple_of(*scale) && zero <= 15 {
+                return Ok(zero);
+            }
+            Err(Self::broken(
+                source,
+                &zeros_name,
+                &format!(
+                    "has {} for {}, which is not minus its scale of {scale} times a zero from 0 to 15",
+                    *stored as i8,
+                    place(i)
+                ),
+                "zeros found on 8 bits (deepcompressor's `zero_point: PostScale`) are no codes of 4 bits: make the \
+                 checkpoint anew with `PreScale`, or from the float model",
+            ))
+        };
+        let zeros = stored.iter().zip(&scales).enumerate().map(zero).collect::<Result<Vec<u8>>>()?;
+        Ok([scales, zeros])
+    }
+
+    /// The zeros of rows, which are stored times their scales.
+    fn row_zeros(source: &dyn TensorSource, module: &str, n: usize) -> Result<Vec<u8>> {
+        let scales = Self::row_scales(source, &row_scales_name(module), n)?;
+        let name = row_zeros_name(module);
+        let stored = half_precision(source, &name, n)?;
+        let zero = |(row, (stored, scale)): (usize, (&f32, &f32))| {
+            let zero = (stored / scale).round();
+            // Rounding to F16 moves a zero by less than a hundredth, so the nearest one is the one.
+            if (0.0..=15.0).contains(&zero) && Dtype::F16.round(zero * scale) == *stored {
+                return Ok(zero as u8);
+            }
+            Err(Self::broken(
+                source,
+                &name,
+                &format!(
+                    "has {stored} at {row}, which is not its scale of {scale} times a zero from 0 to 15 in F16"
+                ),
+                "zeros that are no codes of 4 bits (deepcompressor's `zero_point: PostScale`) cannot be read: make the \
+                 checkpoint anew with `PreScale`, or from the float model",
+            ))
+        };
+        stored.iter().zip(&scales).enumerate().map(zero).collect()
+    }
+}
+
+/// The order of scales that a configuration names: the kernels', where it names none.
+fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
+    let Some(order) = map.get("s2_order").filter(|v| !v.is_null()) else { return Ok(S2Order::default()) };
+    if kind != Kind::Group {
+        return Err("`quantization_config.s2_order` stands beside weights without groups".into());
+    }
+    S2Order::ALL.into_iter().find(|known| order.as_str() == Some(known.name())).ok_or_else(|| {
+        let known = S2Order::ALL.map(S2Order::name).join(" nor ");
+        format!("`quantization_config.s2_order` is neither {known}")
+    })
+}
+
+/// The modules that a configuration leaves float.
+fn float(map: &Map<String, Value>) -> Result<Vec<String>, String> {
+    const KEY: &str = "`quantization_config.modules_to_not_convert`";
+    match map.get("modules_to_not_convert").filter(|v| !v.is_null()) {
+        None => Ok(Vec::new()),
+        Some(Value::Array(names)) => {
+            let names: Option<_> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
+            names.ok_or_else(|| format!("{KEY} holds something that is no text"))
+        }
+        Some(_) => Err(format!("{KEY} is not an array")),
+    }
+}
+
+/// A tensor of F16, all of it finite.
+fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<Vec<f32>> {
+    let mut values = vec![0.0; len];
+    Dtype::F16.widen(&source.read(name)?, &mut values);
+    require_finite(source.location(name), name, &values)?;
+    Ok(values)
+}
+
+impl PackedReader for Reader {
+    fn scheme(&self, module: &str) -> Option<LinearScheme> {
+        let float = module == HEAD || self.float.iter().any(|name| name == module);
+        (!float).then(|| self.kind.scheme())
+    }
+
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        let name = match self.kind {
+            Kind::Group | Kind::Channel => row_scales_name(module),
+            Kind::Bytes => byte_scales_name(module),
+        };
+        Ok(source.require(&name)?.dtype)
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        let PackedWeight { module, shape, scheme } = weight;
+        let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
+            Error::UnsupportedQuantization {
+                path: source.location(&codes_name(module)),
+                reason: format!("`{module}` cannot be {scheme} in the {METHOD} format: {e}"),
+            }
+        })?;
+        for spec in &specs {
+            let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
+            let path = source.location(&spec.name);
+            let tensor = spec.name.clone();
+            if dtype != spec.info.dtype {
+                let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
+                return Err(Error::TensorDtype { path, tensor, expected, got });
+            }
+            if shape != spec.info.shape {
+                let expected = spec.info.shape.clone();
+                return Err(Error::TensorShape { path, tensor, expected, got: shape });
+            }
+        }
+        Ok(specs)
+    }
+
+    fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        self.tensors(source, weight)?;
+        let PackedWeight { module, shape: [n, k], .. } = weight;
+        Ok(match self.kind {
+            Kind::Group => {
+                let [_, zeros] = self.groups(source, module, n, k)?;
+                Some(zeros)
+            }
+            Kind::Channel => Some(Self::row_zeros(source, module, n)?),
+            Kind::Bytes => None,
+        })
+    }
+
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        self.tensors(source, weight)?;
+        let PackedWeight { module, shape, scheme } = weight;
+        let [n, k] = shape;
+        let (codes, scales, levels, zeros) = match self.kind {
+            Kind::Group => {
+                let name = codes_name(module);
+                let codes = unpack_nibbles(&source.read(&name)?, n, k);
+                let rows = Self::row_scales(source, &row_scales_name(module), n)?;
+                let [groups, zeros] = self.groups(source, module, n, k)?;
+                if let Some(outlier) = outlier(&codes, &groups, &zeros, k / GROUP) {
+                    return Err(Self::broken(
+                        source,
+                        &name,
+                        &format!("and its scales do not go together: {outlier}, more than 8 bits hold"),
+                        "if deepcompressor's converter wrote it, set \"s2_order\": \"deepcompressor\" in \
+                         quantization_config; else make the checkpoint anew from the float model",
+                    ));
+                }
+                let levels = Levels { groups, rows };
+                (codes, levels.products(), Some(levels), Some(zeros))
+            }
+            Kind::Channel => {
+                let codes = unpack_nibbles(&source.read(&codes_name(module))?, n, k);
+                let scales = Self::row_scales(source, &row_scales_name(module), n)?;
+                (codes, scales, None, Some(Self::row_zeros(source, module, n)?))
+            }
+            Kind::Bytes => {
+                let signed = source.read(&bytes_name(module))?;
+                let scales = Self::row_scales(source, &byte_scales_name(module), n)?;
+                (signed.into_iter().map(|byte| byte ^ MIDDLE).collect(), scales, None, None)
+            }
+        };
+        let scale_dtype = Dtype::F16;
+        let tensor =
+            QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels, input: None };
+        tensor.view()?;
+        Ok(tensor)
+    }
+}
+
+#[cfg(test)]
+#[path = "reader_tests.rs"]
+mod tests;
