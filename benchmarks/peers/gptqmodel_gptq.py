@@ -1,0 +1,43 @@
+"""GPTQ by gptqmodel on the calibration tokens of `quant`, timed.
+
+Its own defaults throughout: order by groups, damping 0.05, one linear after the other on what the quantized model
+makes of the text; but in the element type that is asked for, where it would take bfloat16, and without moving
+finished layers to the disk, which a model that fits in memory does not need. Options as in peer.py.
+"""
+
+import os
+
+import peer
+
+args = peer.arguments(__doc__, ["gptq"])
+# Its pool of workers does not start with fewer than two.
+os.environ["GPTQMODEL_CPU_WORKERS"] = str(max(2, args.threads))
+
+import torch  # noqa: E402
+from gptqmodel import GPTQModel, QuantizeConfig  # noqa: E402
+
+
+def config():
+    """The grids, and its defaults."""
+    whole_row = -1
+    size = whole_row if args.group_size == "channel" else int(args.group_size)
+    exceptions = {f"+:.*{name}$": {"group_size": whole_row} for name in args.channel}
+    settings = {name: float(value) for name, value in args.settings.items()}
+    return QuantizeConfig(
+        bits=args.bits, group_size=size, sym=True, dynamic=exceptions or None, offload_to_disk=False,
+        **settings)
+
+
+torch.set_num_threads(args.threads)
+checkpoint = peer.Checkpoint(args.model)
+windows = [{"input_ids": w, "attention_mask": [1] * len(w)} for w in peer.windows(args)]
+run = peer.Run(args)
+model = GPTQModel.load(
+    str(checkpoint.directory), config(), dtype=getattr(torch, args.dtype), device="cpu")
+checkpoint.verify(model.model)
+run.done()
+model.quantize(windows, batch_size=1)
+run.done()
+model.save(str(args.out))
+run.done()
+run.finish(["gptqmodel", "transformers", "torch"])
