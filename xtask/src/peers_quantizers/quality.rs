@@ -4,8 +4,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use super::contestant::{Job, Maker, Package, Peer, tokens_sha256};
 use super::contests::{Metric, Quality, Set};
@@ -15,8 +17,12 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row, quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
+/// Rows that are measured at once: nothing is timed here.
+const AT_ONCE: usize = 2;
 /// On matrices this small PyTorch's threads wait for each other longer than they work.
 const PEER_THREADS: usize = 1;
+/// Of ours, whose results do not depend on it.
+const THREADS: &str = "1";
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -48,7 +54,7 @@ struct Session<'a> {
     quant: PathBuf,
     data: PathBuf,
     peers: BTreeMap<Package, Peer>,
-    versions: BTreeMap<Package, String>,
+    versions: Mutex<BTreeMap<Package, String>>,
 }
 
 /// Measures and writes the record.
@@ -61,26 +67,21 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
     });
     let peers = packages.map(|p| Ok((p, Peer::install(p)?))).collect::<Result<_>>()?;
     let quant = quant_binary(args.quant.as_deref())?;
-    let mut session = Session { args, quality, quant, data, peers, versions: BTreeMap::new() };
+    let session = Session { args, quality, quant, data, peers, versions: Mutex::default() };
     let mut csv = vec!["bits,outliers,model,evaluation,group,who,window,tokens,kl,nll".to_owned()];
     let (mut body, mut broken, mut all) = (String::new(), Vec::new(), Vec::new());
     for set in quality.sets {
-        let (mut cells, mut rows) = (Vec::new(), Vec::new());
-        for row in if quality.grouped { ROWS.iter().collect() } else { texts() } {
-            let scored = session.measure(row, set)?;
-            csv.extend(quality.lines(set, &scored));
-            let line = quality.describe(&scored);
-            println!("{}", line.join("  "));
-            cells.push(line);
-            rows.push(scored);
-        }
+        let rows = session.measure_all(set)?;
+        csv.extend(rows.iter().flat_map(|scored| quality.lines(set, scored)));
+        let cells: Vec<_> = rows.iter().map(|scored| quality.describe(scored)).collect();
         body += &format!("## {}\n\n{}\n", set.title, table(&quality.header(), &cells));
         body += &quality.judge(set.title, &rows, Some(&mut broken));
         all.extend(rows);
     }
     body += "## All sets\n\n";
     body += &quality.judge("all sets", &all, None);
-    let versions: Vec<String> = session.versions.into_values().collect();
+    let versions = session.versions.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let versions: Vec<String> = versions.into_values().collect();
     let record = Record {
         benchmark: quality.record,
         title: quality.title.into(),
@@ -103,22 +104,51 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
 }
 
 impl Session<'_> {
+    /// All rows of a set, [`AT_ONCE`] at a time, in their order.
+    fn measure_all(&self, set: &Set) -> Result<Vec<Scored>> {
+        let rows: Vec<&Row> = if self.quality.grouped { ROWS.iter().collect() } else { texts() };
+        // Copies with outliers are made on first use, which must not be twice at once.
+        rows.iter().try_for_each(|row| row.model(&self.data, set.planted).map(drop))?;
+        let next = AtomicUsize::new(0);
+        let worker = || -> Result<Vec<(usize, Scored)>> {
+            let mut done = Vec::new();
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(row) = rows.get(at) else { return Ok(done) };
+                let out = target_dir().join(format!("{}-{at}", self.quality.record));
+                let scored = self.measure(row, set, &out)?;
+                remove_dir(&out)?;
+                println!("{}", self.quality.describe(&scored).join("  "));
+                done.push((at, scored));
+            }
+        };
+        let mut scored = std::thread::scope(|scope| -> Result<Vec<_>> {
+            let workers: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(worker)).collect();
+            let mut all = Vec::new();
+            for worker in workers {
+                all.extend(worker.join().map_err(|_| anyhow!("a worker panicked"))??);
+            }
+            Ok(all)
+        })?;
+        scored.sort_by_key(|(at, _)| *at);
+        Ok(scored.into_iter().map(|(_, scored)| scored).collect())
+    }
+
     /// Has a row quantized by all and scores what they wrote.
-    fn measure(&mut self, row: &'static Row, set: &Set) -> Result<Scored> {
+    fn measure(&self, row: &'static Row, set: &Set, out: &Path) -> Result<Scored> {
         let model = row.model(&self.data, set.planted)?;
         let calibration = row.calibration(&self.data);
         let per_channel: Vec<&str> = row.per_channel().collect();
-        let out = target_dir().join(self.quality.record);
         let (mut scores, mut tokens) = (Vec::<Scores>::new(), None);
         for contestant in self.quality.contestants {
-            remove_dir(&out)?;
+            remove_dir(out)?;
             match &contestant.maker {
                 Maker::Ours { options, calibrated } => {
                     let mut command = match self.quality.grouped {
-                        true => row.quantize(&self.quant, &model, set.bits, &out),
-                        false => quantize(&self.quant, &model, &out),
+                        true => row.quantize(&self.quant, &model, set.bits, out),
+                        false => quantize(&self.quant, &model, out),
                     };
-                    command.args(*options);
+                    command.args(*options).args(["--threads", THREADS]);
                     if *calibrated {
                         command.arg("--calibration").arg(&calibration);
                         command.args(["--samples", &self.args.samples.to_string()]);
@@ -126,7 +156,7 @@ impl Session<'_> {
                     }
                     output(&mut command)?;
                     if *calibrated {
-                        tokens = Some(tokens_sha256(&out)?);
+                        tokens = Some(tokens_sha256(out)?);
                     }
                 }
                 Maker::Peer { package, method, settings } => {
@@ -136,7 +166,7 @@ impl Session<'_> {
                         settings,
                         &Job {
                             model: &model,
-                            out: &out,
+                            out,
                             calibration: &calibration,
                             samples: self.args.samples,
                             seq_len: row.window,
@@ -148,10 +178,11 @@ impl Session<'_> {
                             tokens_sha256: tokens.as_deref().context("ours must come before its peers")?,
                         },
                     )?;
-                    self.versions.insert(*package, outcome.versions);
+                    let mut versions = self.versions.lock().unwrap_or_else(PoisonError::into_inner);
+                    versions.insert(*package, outcome.versions);
                 }
             }
-            let scored = self.score(row, &model, &out)?;
+            let scored = self.score(row, &model, out)?;
             if let Some(first) = scores.first() {
                 ensure!(first.sha256 == scored.sha256, "two were scored on different tokens");
             }
@@ -165,7 +196,7 @@ impl Session<'_> {
         command.arg("eval").arg(checkpoint).arg("--reference").arg(model);
         command.arg("--text").arg(self.data.join("text").join(row.evaluation));
         command.args(["--window", &row.window.to_string(), "--windows", &self.args.windows.to_string()]);
-        command.args(["--quiet", "--json"]);
+        command.args(["--quiet", "--json", "--threads", THREADS]);
         Scores::from_json(&serde_json::from_str(&output(&mut command)?)?)
     }
 }
