@@ -19,13 +19,10 @@ from gptqmodel import GPTQModel, QuantizeConfig  # noqa: E402
 
 def config():
     """The grids, and its defaults."""
-    whole_row = -1
-    size = whole_row if args.group_size == "channel" else int(args.group_size)
-    exceptions = {f"+:.*{name}$": {"group_size": whole_row} for name in args.channel}
+    assert args.group_size != "channel" and not args.channel, "its order by groups needs groups"
     settings = {name: float(value) for name, value in args.settings.items()}
     return QuantizeConfig(
-        bits=args.bits, group_size=size, sym=True, dynamic=exceptions or None, offload_to_disk=False,
-        **settings)
+        bits=args.bits, group_size=int(args.group_size), sym=True, offload_to_disk=False, **settings)
 
 
 torch.set_num_threads(args.threads)

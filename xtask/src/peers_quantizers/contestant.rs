@@ -6,6 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use crate::support::rows::Row;
 use crate::support::shell::{output, root};
 use crate::support::venv;
 
@@ -17,6 +18,15 @@ pub struct Contestant {
     /// As tables call it.
     pub name: &'static str,
     pub maker: Maker,
+}
+
+impl Contestant {
+    /// Whether it can quantize a row. gptqmodel's order by groups refuses rows without groups
+    /// (`act_group_aware=True requires group_size > 0`), also where they are an exception.
+    pub fn takes(&self, row: &Row) -> bool {
+        let groupless = row.group == "channel" || row.per_channel().next().is_some();
+        !(groupless && matches!(self.maker, Maker::Peer { package: Package::GptqModel, .. }))
+    }
 }
 
 /// Who quantizes, and how.

@@ -145,7 +145,8 @@ pub const GPTQ: Contest = Contest {
         title: "Our GPTQ, llm-compressor's and gptqmodel's",
         settings: "All with their defaults. Order of columns: ours and gptqmodel by groups (`group-aware`, \
                    `act_group_aware`), llm-compressor by activations with grids found before (`static`), which is \
-                   ours once more as `static-groups`. Damping: 0.01, in gptqmodel 0.05.",
+                   ours once more as `static-groups`. Damping: 0.01, in gptqmodel 0.05, which refuses rows without groups \
+                   and is left out there.",
         contestants: &[
             rounded("RTN", &["--method", "rtn"]),
             OUR_GPTQ,

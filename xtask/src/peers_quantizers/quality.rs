@@ -41,10 +41,10 @@ pub struct Args {
     check: bool,
 }
 
-/// What all contestants scored on a row, in their order.
+/// What all contestants scored on a row, in their order; nothing of one that cannot quantize it.
 struct Scored {
     row: &'static Row,
-    scores: Vec<Scores>,
+    scores: Vec<Option<Scores>>,
 }
 
 /// A comparison on its way.
@@ -139,8 +139,12 @@ impl Session<'_> {
         let model = row.model(&self.data, set.planted)?;
         let calibration = row.calibration(&self.data);
         let per_channel: Vec<&str> = row.per_channel().collect();
-        let (mut scores, mut tokens) = (Vec::<Scores>::new(), None);
+        let (mut scores, mut tokens) = (Vec::<Option<Scores>>::new(), None);
         for contestant in self.quality.contestants {
+            if !contestant.takes(row) {
+                scores.push(None);
+                continue;
+            }
             remove_dir(out)?;
             match &contestant.maker {
                 Maker::Ours { options, calibrated } => {
@@ -183,10 +187,10 @@ impl Session<'_> {
                 }
             }
             let scored = self.score(row, &model, out)?;
-            if let Some(first) = scores.first() {
-                ensure!(first.sha256 == scored.sha256, "two were scored on different tokens");
+            if let Some(other) = scores.iter().flatten().next() {
+                ensure!(other.sha256 == scored.sha256, "two were scored on different tokens");
             }
-            scores.push(scored);
+            scores.push(Some(scored));
         }
         Ok(Scored { row, scores })
     }
@@ -215,9 +219,11 @@ impl Quality {
         let row = scored.row;
         let mut cells = vec![row.name.to_owned(), row.evaluation.to_owned()];
         cells.extend(self.grouped.then(|| row.group.to_owned()));
-        for s in &scored.scores {
-            cells.push(format!("{:.3}", s.perplexity));
-            cells.push(format!("{:.5} ± {:.5}", s.kl_mean, s.kl_error));
+        for scores in &scored.scores {
+            let dash = || "–".to_owned();
+            cells.push(scores.as_ref().map_or_else(dash, |s| format!("{:.3}", s.perplexity)));
+            let kl = scores.as_ref().map(|s| format!("{:.5} ± {:.5}", s.kl_mean, s.kl_error));
+            cells.push(kl.unwrap_or_else(dash));
         }
         cells
     }
@@ -227,7 +233,8 @@ impl Quality {
         let (row, outliers) = (scored.row, if set.planted { "planted" } else { "none" });
         let group = if self.grouped { row.group } else { "" };
         let head = format!("{},{outliers},{},{},{group}", set.bits, row.name, row.evaluation);
-        let of = |(name, s): (&str, &Scores)| -> Vec<String> {
+        let of = |(name, s): (&str, &Option<Scores>)| -> Vec<String> {
+            let Some(s) = s else { return Vec::new() };
             // A comma would end the column.
             let name = name.replace(',', "");
             let windows = s.kl.iter().zip(&s.nll).enumerate();
@@ -254,12 +261,13 @@ impl Quality {
         text + "\n"
     }
 
-    fn compare(&self, metric: Metric, who: &str, than: &str, rows: &[Scored]) -> Pooled {
+    fn compare<'a>(&self, metric: Metric, who: &str, than: &str, rows: &'a [Scored]) -> Pooled {
         let place = |name| self.contestants.iter().position(|c| c.name == name).unwrap_or(0);
         let (ours, theirs) = (place(who), place(than));
-        pooled(
-            metric,
-            rows.iter().map(|s| Pair { row: s.row, ours: &s.scores[ours], theirs: &s.scores[theirs] }),
-        )
+        let pair = |s: &'a Scored| {
+            let (ours, theirs) = (s.scores[ours].as_ref()?, s.scores[theirs].as_ref()?);
+            Some(Pair { row: s.row, ours, theirs })
+        };
+        pooled(metric, rows.iter().filter_map(pair))
     }
 }
