@@ -1,9 +1,14 @@
 //! `cargo xtask bench-gptq`: one solve and one Hessian of GPTQ beside what faer takes for the products in them.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::support::record::{Record, typed_command};
 use crate::support::shell::{cargo, output};
+
+/// What a solve may take, in times of faer's Cholesky chain and the blocked update at 60 % of faer's rate.
+const SOLVE_LIMIT: f64 = 2.0;
+/// The share of the rate of faer's triangular product that the Hessian must reach.
+const HESSIAN_LIMIT: f64 = 0.7;
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -17,16 +22,20 @@ pub struct Args {
     /// Tokens of the batch
     #[arg(long, default_value_t = 32 * 512)]
     pub tokens: usize,
+    /// Fail when one thread is slower than promised
+    #[arg(long)]
+    pub check: bool,
 }
 
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When the example cannot be built or fails.
+/// When the example cannot be built or fails, or a promise that was to be checked is broken.
 pub fn run(args: &Args) -> Result<()> {
     let mut body = String::new();
     let header = "threads,side,tokens,product_seconds,hessian_seconds,triangle_seconds,chain_seconds,factor_seconds,solve_seconds";
     let mut csv = vec![header.to_owned()];
+    let mut broken = Vec::new();
     for threads in &args.threads {
         let numbers = [*threads, args.side, args.tokens].map(|n| n.to_string());
         let mut command = cargo(&[
@@ -44,7 +53,12 @@ pub fn run(args: &Args) -> Result<()> {
         let text = output(&mut command)?;
         let (numbers, lines): (Vec<&str>, Vec<&str>) = text.lines().partition(|l| l.starts_with("csv: "));
         ensure!(numbers.len() == 1, "the example prints another form");
-        csv.push(numbers[0].trim_start_matches("csv: ").to_owned());
+        let line = numbers[0].trim_start_matches("csv: ");
+        // faer runs on one thread: with more the ratios are no promise.
+        if *threads == 1 {
+            broken.extend(broken_promises(line)?);
+        }
+        csv.push(line.to_owned());
         body += &format!("```text\n{}\n```\n\n", lines.join("\n").trim_end());
     }
     println!("{body}");
@@ -55,6 +69,45 @@ pub fn run(args: &Args) -> Result<()> {
         body,
         csv,
     };
-    println!("recorded in {}", record.write()?.display());
-    Ok(())
+    record.conclude(args.check, &broken)
+}
+
+/// Which promises a line of the table breaks.
+fn broken_promises(line: &str) -> Result<Vec<String>> {
+    let numbers: Vec<f64> = line.split(',').map(str::parse).collect::<Result<_, _>>()?;
+    let [_, _, _, product, hessian, triangle, chain, factor, solve] =
+        <[f64; 9]>::try_from(numbers).ok().context("the example prints another table")?;
+    let mut broken = Vec::new();
+    // Half of the largest product's operations, at 60 % of its rate.
+    let update = product / 2.0 / 0.6;
+    let times = (factor + solve) / (chain + update);
+    if times > SOLVE_LIMIT {
+        broken.push(format!("a solve takes {times:.2} times chain and update, at most {SOLVE_LIMIT}"));
+    }
+    let share = triangle / hessian;
+    if share < HESSIAN_LIMIT {
+        broken.push(format!(
+            "the Hessian reaches {:.0} % of faer's triangle, at least {:.0} %",
+            100.0 * share,
+            100.0 * HESSIAN_LIMIT
+        ));
+    }
+    Ok(broken)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn promises_can_be_broken() {
+        // 2 s of update and 1 s of chain: a solve may take 6 s.
+        let of = |hessian: f64, solve: f64| {
+            broken_promises(&format!("1,4096,16384,2.4,{hessian},7,1,1,{solve}")).unwrap().len()
+        };
+        assert_eq!(of(9.9, 4.9), 0);
+        assert_eq!(of(10.1, 4.9), 1);
+        assert_eq!(of(10.1, 5.1), 2);
+        assert!(broken_promises("1,2").is_err());
+    }
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     bench_awq_memory, bench_gptq, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly,
-    peers_awq, peers_kernels, peers_models, plant, quality, quality_qoq, quality_w8a8, sanitize,
+    peers_kernels, peers_models, peers_quantizers, plant, quality, quality_qoq, quality_w8a8, sanitize,
     search_agreement, synth,
 };
 
@@ -50,7 +50,12 @@ enum Command {
     /// Compare AWQ's fast search with the reference: choices, their cost, time
     SearchAgreement(search_agreement::Args),
     /// Compare our AWQ with llm-compressor's, on the same calibration tokens
-    PeersAwq(peers_awq::Args),
+    PeersAwq(peers_quantizers::Args),
+    /// Compare our GPTQ with llm-compressor's and gptqmodel's, on the same calibration tokens
+    PeersGptq(peers_quantizers::Args),
+    /// Compare our SmoothQuant with llm-compressor's, on the same calibration tokens
+    #[command(name = "peers-smoothquant")]
+    PeersSmoothQuant(peers_quantizers::QualityArgs),
     /// Compare our kernels with those of other engines, in turns within one run
     PeersKernels(peers_kernels::Args),
     /// Compare whole models with llama.cpp: tokens a second of prefill and decode
@@ -79,7 +84,9 @@ fn main() -> ExitCode {
         Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),
         Command::SearchAgreement(args) => search_agreement::run(&args),
-        Command::PeersAwq(args) => peers_awq::run(&args),
+        Command::PeersAwq(args) => peers_quantizers::run(&args, &peers_quantizers::AWQ),
+        Command::PeersGptq(args) => peers_quantizers::run(&args, &peers_quantizers::GPTQ),
+        Command::PeersSmoothQuant(args) => peers_quantizers::smoothquant(&args),
         Command::PeersKernels(args) => peers_kernels::run(&args),
         Command::PeersModels(args) => peers_models::run(&args),
         Command::BenchGptq(args) => bench_gptq::run(&args),

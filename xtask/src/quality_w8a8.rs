@@ -7,14 +7,12 @@
 //! * on planted outliers with one symmetric static scale a linear, SmoothQuant recovers at least 90 % of the
 //!   log-perplexity that W8A8 loses without it.
 
-use std::process::Command;
-
 use anyhow::{Context, Result};
 
 use crate::bench_rtn::quant_binary;
 use crate::quality::{Args, Outcome};
 use crate::support::record::{Record, table, typed_command};
-use crate::support::rows::{ROWS, Row};
+use crate::support::rows::{quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Log-perplexity that SmoothQuant may lose per token on the models as they are.
@@ -39,13 +37,7 @@ pub fn run(args: &Args) -> Result<()> {
     let data = shared_dir().context("the real models and texts are not there")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let out = target_dir().join("quality-w8a8");
-    // The group size is of no matter here.
-    let mut rows: Vec<&Row> = Vec::new();
-    for row in &ROWS {
-        if !rows.iter().any(|known| (known.name, known.evaluation) == (row.name, row.evaluation)) {
-            rows.push(row);
-        }
-    }
+    let rows = texts();
     let mut csv = vec!["outliers,scheme,model,evaluation,smoothing,float,perplexity,kl,kl_se".to_owned()];
     let (mut body, mut broken) = (String::new(), Vec::new());
     for planted in [false, true] {
@@ -57,8 +49,7 @@ pub fn run(args: &Args) -> Result<()> {
                 let mut line = vec![row.name.to_owned(), row.evaluation.to_owned()];
                 for (i, (name, options)) in METHODS.into_iter().enumerate() {
                     remove_dir(&out)?;
-                    let mut command = Command::new(&quant);
-                    command.arg("quantize").arg(&model).arg("-o").arg(&out).arg("--quiet");
+                    let mut command = quantize(&quant, &model, &out);
                     command.args(["--scheme", scheme]).args(options);
                     if i > 0 || scheme != "w8a8" {
                         command.arg("--calibration").arg(row.calibration(&data));

@@ -51,6 +51,24 @@ pub const ROWS: [Row; 9] = [
     row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
 ];
 
+/// The first row of every model and text, where the group size is of no matter.
+pub fn texts() -> Vec<&'static Row> {
+    let mut rows: Vec<&Row> = Vec::new();
+    for row in &ROWS {
+        if !rows.iter().any(|known| (known.name, known.evaluation) == (row.name, row.evaluation)) {
+            rows.push(row);
+        }
+    }
+    rows
+}
+
+/// `quant quantize`, without scheme, method or calibration.
+pub fn quantize(quant: &Path, model: &Path, out: &Path) -> Command {
+    let mut command = Command::new(quant);
+    command.arg("quantize").arg(model).arg("-o").arg(out).arg("--quiet");
+    command
+}
+
 impl Row {
     /// The model's directory, or that of its copy with planted outliers, made once.
     pub fn model(&self, data: &Path, planted: bool) -> Result<PathBuf> {
@@ -86,11 +104,10 @@ impl Row {
         self.options.iter().filter_map(|o| o.strip_suffix("=BITS-channel"))
     }
 
-    /// `quant quantize` of the row's model, without method or calibration.
+    /// `quant quantize` of the row's model to so many bits in its groups, without method or calibration.
     pub fn quantize(&self, quant: &Path, model: &Path, bits: u32, out: &Path) -> Command {
         let scheme = format!("w{bits}a16");
-        let mut command = Command::new(quant);
-        command.arg("quantize").arg(model).arg("-o").arg(out).arg("--quiet");
+        let mut command = quantize(quant, model, out);
         command.args(["--scheme", &scheme, "--group-size", self.group]);
         command.args(self.options.iter().map(|o| o.replace("BITS", &scheme)));
         command

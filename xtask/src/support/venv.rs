@@ -1,4 +1,4 @@
-//! Virtual environments of peers that are Python packages: `benchmarks/peers/setup_venv.sh`.
+//! Virtual environments of peers that are Python packages.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,9 +12,28 @@ use super::shell::{self, root, target_dir};
 /// # Errors
 /// When it cannot be made.
 pub fn kernels_python() -> Result<PathBuf> {
-    let directory = target_dir().join("peers-kernels-venv");
-    let script = root().join("benchmarks/peers/setup_venv.sh");
-    shell::run(Command::new("bash").arg(script).arg(&directory).arg("kernels"))?;
+    python("benchmarks/peers/setup_venv.sh", "peers-kernels-venv", &["kernels"])
+}
+
+/// The same with llm-compressor.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn llm_compressor_python() -> Result<PathBuf> {
+    python("benchmarks/peers/setup_venv.sh", "peers-venv", &[])
+}
+
+/// The same with what the interop check reads checkpoints by, gptqmodel among it.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn interop_python() -> Result<PathBuf> {
+    python("tests/interop/setup_venv.sh", "interop-venv", &[])
+}
+
+fn python(script: &str, directory: &str, peers: &[&str]) -> Result<PathBuf> {
+    let directory = target_dir().join(directory);
+    shell::run(Command::new("bash").arg(root().join(script)).arg(&directory).args(peers))?;
     // Not resolved: the link is what makes it the environment's own.
     Ok(std::path::absolute(directory.join("bin/python"))?)
 }

@@ -1,0 +1,273 @@
+//! Whose checkpoint is closer to the float model: all read and scored by `quant eval` on the same
+//! windows, so that differences are paired.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Context, Result, anyhow, ensure};
+
+use super::contestant::{Job, Maker, Package, Peer, tokens_sha256};
+use super::contests::{Metric, Quality, Set};
+use super::scores::{Pair, Pooled, Scores, pooled};
+use crate::bench_rtn::quant_binary;
+use crate::support::record::{Record, table, typed_command};
+use crate::support::rows::{ROWS, Row, quantize, texts};
+use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
+
+/// Rows that are measured at once: nothing is timed here.
+const AT_ONCE: usize = 2;
+/// On matrices this small PyTorch's threads wait for each other longer than they work.
+const PEER_THREADS: usize = 1;
+/// Of ours, whose results do not depend on it.
+const THREADS: &str = "1";
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Evaluation windows of a row
+    #[arg(long, default_value_t = 40)]
+    windows: usize,
+    /// Calibration windows
+    #[arg(long, default_value_t = 32)]
+    samples: usize,
+    /// Measure this program instead of building ours
+    #[arg(long)]
+    quant: Option<PathBuf>,
+    /// Fail when a claim does not hold
+    #[arg(long)]
+    check: bool,
+}
+
+/// What all contestants scored on a row, in their order; nothing of one that cannot quantize it.
+struct Scored {
+    row: &'static Row,
+    scores: Vec<Option<Scores>>,
+}
+
+/// A comparison on its way.
+struct Session<'a> {
+    args: &'a Args,
+    quality: &'a Quality,
+    quant: PathBuf,
+    data: PathBuf,
+    peers: BTreeMap<Package, Peer>,
+    versions: Mutex<BTreeMap<Package, String>>,
+}
+
+/// Measures and writes the record.
+pub fn run(args: &Args, quality: &Quality) -> Result<()> {
+    ensure!(args.windows > 1, "--windows must be at least 2: one window says nothing of the spread");
+    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let packages = quality.contestants.iter().filter_map(|c| match c.maker {
+        Maker::Peer { package, .. } => Some(package),
+        Maker::Ours { .. } => None,
+    });
+    let peers = packages.map(|p| Ok((p, Peer::install(p)?))).collect::<Result<_>>()?;
+    let quant = quant_binary(args.quant.as_deref())?;
+    let session = Session { args, quality, quant, data, peers, versions: Mutex::default() };
+    let mut csv = vec!["bits,outliers,model,evaluation,group,who,window,tokens,kl,nll".to_owned()];
+    let (mut body, mut broken, mut all) = (String::new(), Vec::new(), Vec::new());
+    for set in quality.sets {
+        let rows = session.measure_all(set)?;
+        csv.extend(rows.iter().flat_map(|scored| quality.lines(set, scored)));
+        let cells: Vec<_> = rows.iter().map(|scored| quality.describe(scored)).collect();
+        body += &format!("## {}\n\n{}\n", set.title, table(&quality.header(), &cells));
+        body += &quality.judge(set.title, &rows, Some(&mut broken));
+        all.extend(rows);
+    }
+    body += "## All sets\n\n";
+    body += &quality.judge("all sets", &all, None);
+    let versions = session.versions.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let versions: Vec<String> = versions.into_values().collect();
+    let record = Record {
+        benchmark: quality.record,
+        title: quality.title.into(),
+        command: typed_command(),
+        body: format!(
+            "Peers: {}; in float32. {} All: symmetric grids, the same {} calibration windows of 512 tokens (256 on \
+             stories260k), the tokens' digests compared; embeddings and head float. Scored by `quant eval` on the \
+             same {} windows: perplexity, and KL to float over the full vocabulary in nats a token, ± its standard \
+             error over windows. Planted: 4 channels of every norm times 32, the columns that read them divided by \
+             32.\n\nA pooled difference weighs rows by tokens. A window of a text is one draw, however many rows it is \
+             scored in; spread is taken within a model and text.\n\n{body}",
+            versions.join("; "),
+            quality.settings,
+            args.samples,
+            args.windows
+        ),
+        csv,
+    };
+    record.conclude(args.check, &broken)
+}
+
+impl Session<'_> {
+    /// All rows of a set, [`AT_ONCE`] at a time, in their order.
+    fn measure_all(&self, set: &Set) -> Result<Vec<Scored>> {
+        let rows: Vec<&Row> = if self.quality.grouped { ROWS.iter().collect() } else { texts() };
+        // Copies with outliers are made on first use, which must not be twice at once.
+        rows.iter().try_for_each(|row| row.model(&self.data, set.planted).map(drop))?;
+        let next = AtomicUsize::new(0);
+        let worker = || -> Result<Vec<(usize, Scored)>> {
+            let mut done = Vec::new();
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(row) = rows.get(at) else { return Ok(done) };
+                let out = target_dir().join(format!("{}-{at}", self.quality.record));
+                let scored = self.measure(row, set, &out)?;
+                remove_dir(&out)?;
+                println!("{}", self.quality.describe(&scored).join("  "));
+                done.push((at, scored));
+            }
+        };
+        let mut scored = std::thread::scope(|scope| -> Result<Vec<_>> {
+            let workers: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(worker)).collect();
+            let mut all = Vec::new();
+            for worker in workers {
+                all.extend(worker.join().map_err(|_| anyhow!("a worker panicked"))??);
+            }
+            Ok(all)
+        })?;
+        scored.sort_by_key(|(at, _)| *at);
+        Ok(scored.into_iter().map(|(_, scored)| scored).collect())
+    }
+
+    /// Has a row quantized by all and scores what they wrote.
+    fn measure(&self, row: &'static Row, set: &Set, out: &Path) -> Result<Scored> {
+        let model = row.model(&self.data, set.planted)?;
+        let calibration = row.calibration(&self.data);
+        let per_channel: Vec<&str> = row.per_channel().collect();
+        let (mut scores, mut tokens) = (Vec::<Option<Scores>>::new(), None);
+        for contestant in self.quality.contestants {
+            if !contestant.takes(row) {
+                scores.push(None);
+                continue;
+            }
+            remove_dir(out)?;
+            match &contestant.maker {
+                Maker::Ours { options, calibrated } => {
+                    let mut command = match self.quality.grouped {
+                        true => row.quantize(&self.quant, &model, set.bits, out),
+                        false => quantize(&self.quant, &model, out),
+                    };
+                    command.args(*options).args(["--threads", THREADS]);
+                    if *calibrated {
+                        command.arg("--calibration").arg(&calibration);
+                        command.args(["--samples", &self.args.samples.to_string()]);
+                        command.args(["--seq-len", &row.window.to_string()]);
+                    }
+                    output(&mut command)?;
+                    if *calibrated {
+                        tokens = Some(tokens_sha256(out)?);
+                    }
+                }
+                Maker::Peer { package, method, settings } => {
+                    let peer = self.peers.get(package).context("a peer is not installed")?;
+                    let outcome = peer.quantize(
+                        method,
+                        settings,
+                        &Job {
+                            model: &model,
+                            out,
+                            calibration: &calibration,
+                            samples: self.args.samples,
+                            seq_len: row.window,
+                            bits: set.bits,
+                            group: if self.quality.grouped { row.group } else { "channel" },
+                            per_channel: &per_channel,
+                            dtype: "float32",
+                            threads: PEER_THREADS,
+                            tokens_sha256: tokens.as_deref().context("ours must come before its peers")?,
+                        },
+                    )?;
+                    let mut versions = self.versions.lock().unwrap_or_else(PoisonError::into_inner);
+                    versions.insert(*package, outcome.versions);
+                }
+            }
+            let scored = self.score(row, &model, out)?;
+            if let Some(other) = scores.iter().flatten().next() {
+                ensure!(other.sha256 == scored.sha256, "two were scored on different tokens");
+            }
+            scores.push(Some(scored));
+        }
+        Ok(Scored { row, scores })
+    }
+
+    fn score(&self, row: &Row, model: &Path, checkpoint: &Path) -> Result<Scores> {
+        let mut command = Command::new(&self.quant);
+        command.arg("eval").arg(checkpoint).arg("--reference").arg(model);
+        command.arg("--text").arg(self.data.join("text").join(row.evaluation));
+        command.args(["--window", &row.window.to_string(), "--windows", &self.args.windows.to_string()]);
+        command.args(["--quiet", "--json", "--threads", THREADS]);
+        Scores::from_json(&serde_json::from_str(&output(&mut command)?)?)
+    }
+}
+
+impl Quality {
+    /// The columns of a table.
+    fn header(&self) -> Vec<&'static str> {
+        let mut header = vec!["model", "text"];
+        header.extend(self.grouped.then_some("group"));
+        header.extend(self.contestants.iter().flat_map(|c| [c.name, "KL"]));
+        header
+    }
+
+    /// The cells of a row of the table.
+    fn describe(&self, scored: &Scored) -> Vec<String> {
+        let row = scored.row;
+        let mut cells = vec![row.name.to_owned(), row.evaluation.to_owned()];
+        cells.extend(self.grouped.then(|| row.group.to_owned()));
+        for scores in &scored.scores {
+            let dash = || "–".to_owned();
+            cells.push(scores.as_ref().map_or_else(dash, |s| format!("{:.3}", s.perplexity)));
+            let kl = scores.as_ref().map(|s| format!("{:.5} ± {:.5}", s.kl_mean, s.kl_error));
+            cells.push(kl.unwrap_or_else(dash));
+        }
+        cells
+    }
+
+    /// Every window's scores.
+    fn lines(&self, set: &Set, scored: &Scored) -> Vec<String> {
+        let (row, outliers) = (scored.row, if set.planted { "planted" } else { "none" });
+        let group = if self.grouped { row.group } else { "" };
+        let head = format!("{},{outliers},{},{},{group}", set.bits, row.name, row.evaluation);
+        let of = |(name, s): (&str, &Option<Scores>)| -> Vec<String> {
+            let Some(s) = s else { return Vec::new() };
+            // A comma would end the column.
+            let name = name.replace(',', "");
+            let windows = s.kl.iter().zip(&s.nll).enumerate();
+            windows.map(|(i, (kl, nll))| format!("{head},{name},{i},{},{kl},{nll}", s.tokens)).collect()
+        };
+        self.contestants.iter().map(|c| c.name).zip(&scored.scores).flat_map(of).collect()
+    }
+
+    /// What becomes of every claim over some rows, as a list; where it does not hold, in `broken` too.
+    fn judge(&self, title: &str, rows: &[Scored], mut broken: Option<&mut Vec<String>>) -> String {
+        let mut text = String::new();
+        for claim in self.claims {
+            for than in claim.than {
+                let verdict = self.compare(claim.metric, claim.who, than, rows);
+                let line = verdict.verdict(claim.how, (claim.who, than));
+                println!("{line}");
+                text += &format!("- {line}\n");
+                if let (Some(broken), false) = (&mut broken, verdict.holds(claim.how)) {
+                    broken.push(format!("{title}: {line}"));
+                }
+            }
+        }
+        println!();
+        text + "\n"
+    }
+
+    fn compare<'a>(&self, metric: Metric, who: &str, than: &str, rows: &'a [Scored]) -> Pooled {
+        let place = |name| self.contestants.iter().position(|c| c.name == name).unwrap_or(0);
+        let (ours, theirs) = (place(who), place(than));
+        let pair = |s: &'a Scored| {
+            let (ours, theirs) = (s.scores[ours].as_ref()?, s.scores[theirs].as_ref()?);
+            Some(Pair { row: s.row, ours, theirs })
+        };
+        pooled(metric, rows.iter().filter_map(pair))
+    }
+}

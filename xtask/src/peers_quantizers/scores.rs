@@ -1,0 +1,217 @@
+//! What checkpoints score on the same windows, and how two compare over many rows.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::contests::{How, Metric};
+use crate::support::rows::Row;
+
+/// The share of the other's divergence by which ours may exceed it; in nats, of its perplexity.
+const TOLERANCE: f64 = 0.005;
+/// The standard errors of the difference that it may take in any case.
+const ERRORS: f64 = 2.0;
+
+/// What `quant eval` says of a checkpoint beside the float model.
+pub struct Scores {
+    /// Each window's mean KL.
+    pub kl: Vec<f64>,
+    /// Each window's mean negative log-likelihood.
+    pub nll: Vec<f64>,
+    pub kl_mean: f64,
+    pub kl_error: f64,
+    pub perplexity: f64,
+    /// Tokens scored in a window.
+    pub tokens: f64,
+    /// The digest of the scored tokens.
+    pub sha256: String,
+}
+
+impl Scores {
+    /// From `quant eval --json`.
+    pub fn from_json(result: &Value) -> Result<Self> {
+        let missing = |path: &str| format!("`quant eval --json` gives no {path}");
+        let number = |path: &str| {
+            let value = result.pointer(path).and_then(Value::as_f64);
+            value.with_context(|| missing(path))
+        };
+        let numbers = |path: &str| -> Result<Vec<f64>> {
+            let values = result.pointer(path).and_then(Value::as_array).with_context(|| missing(path))?;
+            values.iter().map(|w| w.as_f64().with_context(|| missing(path))).collect()
+        };
+        let kl = numbers("/comparison/window_kl")?;
+        let sha256 = result.pointer("/tokens_sha256").and_then(Value::as_str);
+        Ok(Self {
+            nll: numbers("/window_nll")?,
+            kl_mean: number("/comparison/kl/mean")?,
+            kl_error: number("/comparison/kl/standard_error")?,
+            perplexity: number("/perplexity/mean")?,
+            tokens: number("/tokens_scored")? / kl.len() as f64,
+            sha256: sha256.with_context(|| missing("digest of the tokens"))?.to_owned(),
+            kl,
+        })
+    }
+
+    fn windows(&self, metric: Metric) -> &[f64] {
+        match metric {
+            Metric::Kl => &self.kl,
+            Metric::LogPerplexity => &self.nll,
+        }
+    }
+}
+
+/// Two checkpoints of a row.
+#[derive(Clone, Copy)]
+pub struct Pair<'a> {
+    pub row: &'static Row,
+    pub ours: &'a Scores,
+    pub theirs: &'a Scores,
+}
+
+/// The difference of two checkpoints, pooled over rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Pooled {
+    metric: Metric,
+    pub ours: f64,
+    pub theirs: f64,
+    pub difference: f64,
+    /// Its standard error.
+    pub error: f64,
+    pub tokens: f64,
+}
+
+/// Pools rows by tokens. Rows of one model and text are scored on the same windows, so a window's
+/// differences are added over these rows before the spread over windows is taken; models and texts
+/// are strata, each with its own mean.
+pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> Pooled {
+    let mut strata: BTreeMap<(&str, &str), Vec<(f64, f64)>> = BTreeMap::new();
+    let (mut ours, mut theirs, mut tokens) = (0.0, 0.0, 0.0);
+    for pair in pairs {
+        let n = pair.ours.tokens;
+        let (our, their) = (pair.ours.windows(metric), pair.theirs.windows(metric));
+        let windows = strata.entry((pair.row.name, pair.row.evaluation)).or_default();
+        windows.resize(our.len(), (0.0, 0.0));
+        for ((o, t), window) in our.iter().zip(their).zip(windows) {
+            ours += n * o;
+            theirs += n * t;
+            tokens += n;
+            *window = (window.0 + n * (o - t), window.1 + n);
+        }
+    }
+    let squares: f64 = strata
+        .values()
+        .map(|windows| {
+            let count = windows.len() as f64;
+            let mean = windows.iter().map(|w| w.0).sum::<f64>() / windows.iter().map(|w| w.1).sum::<f64>();
+            let squares: f64 = windows.iter().map(|(total, n)| (total - mean * n).powi(2)).sum();
+            squares * count / (count - 1.0)
+        })
+        .sum();
+    Pooled {
+        metric,
+        ours: ours / tokens,
+        theirs: theirs / tokens,
+        difference: (ours - theirs) / tokens,
+        error: squares.sqrt() / tokens,
+        tokens,
+    }
+}
+
+impl Pooled {
+    /// By how much ours may be worse.
+    fn limit(&self, how: How) -> f64 {
+        let tolerance = match self.metric {
+            Metric::Kl => TOLERANCE * self.theirs,
+            Metric::LogPerplexity => TOLERANCE,
+        };
+        match how {
+            How::NoWorse => tolerance.max(ERRORS * self.error),
+            How::Below => 0.0,
+        }
+    }
+
+    /// Whether ours is as good as that.
+    pub fn holds(&self, how: How) -> bool {
+        match how {
+            How::NoWorse => self.difference <= self.limit(how),
+            How::Below => self.difference < 0.0,
+        }
+    }
+
+    /// One sentence about it.
+    pub fn verdict(&self, how: How, (who, than): (&str, &str)) -> String {
+        let Self { metric, ours, theirs, difference, error, tokens } = self;
+        let (what, share) = match metric {
+            Metric::Kl => ("mean KL", 100.0 * difference / theirs),
+            Metric::LogPerplexity => ("log-perplexity", 100.0 * difference.exp_m1()),
+        };
+        let allowed = match how {
+            How::NoWorse => format!("at most {:+.5} allowed", self.limit(how)),
+            How::Below => "less is claimed".to_owned(),
+        };
+        format!(
+            "{what} pooled over {tokens:.0} tokens: {ours:.5} ({who}), {theirs:.5} ({than}), difference \
+             {difference:+.5} ± {error:.5} ({share:+.1} %), {allowed}: the claim {}.",
+            if self.holds(how) { "holds" } else { "does not hold" }
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::support::rows::ROWS;
+
+    fn scores(windows: &[f64]) -> Scores {
+        Scores {
+            kl: windows.to_vec(),
+            nll: windows.to_vec(),
+            kl_mean: 0.0,
+            kl_error: 0.0,
+            perplexity: 1.0,
+            tokens: 10.0,
+            sha256: String::new(),
+        }
+    }
+
+    /// Of some rows, each with our windows and theirs.
+    fn of(metric: Metric, rows: &[(usize, &[f64], &[f64])]) -> Pooled {
+        let scored: Vec<_> = rows.iter().map(|(row, o, t)| (&ROWS[*row], scores(o), scores(t))).collect();
+        pooled(metric, scored.iter().map(|(row, ours, theirs)| Pair { row, ours, theirs }))
+    }
+
+    #[test]
+    fn the_error_of_one_row_is_the_textbook_one() {
+        let p = of(Metric::Kl, &[(0, &[1.1, 2.3, 3.2], &[1.0, 2.0, 3.0])]);
+        // Differences 0.1, 0.3, 0.2: mean 0.2, standard deviation 0.1.
+        assert!((p.difference - 0.2).abs() < 1e-12 && (p.theirs - 2.0).abs() < 1e-12, "{p:?}");
+        assert!((p.error - 0.1 / 3f64.sqrt()).abs() < 1e-12, "{p:?}");
+    }
+
+    #[test]
+    fn scoring_the_same_windows_again_adds_no_knowledge() {
+        let (ours, theirs): (&[f64], &[f64]) = (&[1.1, 2.3, 3.2], &[1.0, 2.0, 3.0]);
+        assert_eq!((ROWS[0].name, ROWS[0].evaluation), (ROWS[1].name, ROWS[1].evaluation));
+        let once = of(Metric::Kl, &[(0, ours, theirs)]).error;
+        assert!((of(Metric::Kl, &[(0, ours, theirs), (1, ours, theirs)]).error - once).abs() < 1e-12);
+        // Windows of another text are other draws.
+        let other = of(Metric::Kl, &[(0, ours, theirs), (3, ours, theirs)]).error;
+        assert!((other - once / 2f64.sqrt()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_claims_can_fail() {
+        let theirs = [1.0, 2.0, 3.0];
+        let shifted = |by: f64| of(Metric::Kl, &[(0, &theirs.map(|t| t + by), &theirs)]);
+        let holds = |by| shifted(by).holds(How::NoWorse);
+        assert!(holds(-1.0) && holds(0.0) && holds(0.009));
+        assert!(!holds(0.011), "0.5 % of 2.0 is the limit where the difference has no spread");
+        assert!(shifted(-0.1).holds(How::Below) && !shifted(0.0).holds(How::Below));
+        let noisy = |by: f64| of(Metric::Kl, &[(0, &[1.0 + by, 2.2 + by, 2.8 + by], &theirs)]);
+        assert!(noisy(0.2).holds(How::NoWorse) && !noisy(0.25).holds(How::NoWorse), "{:?}", noisy(0.2));
+        // Of perplexity 0.5 % whatever it is.
+        let nats = |by: f64| of(Metric::LogPerplexity, &[(0, &theirs.map(|t| t + by), &theirs)]);
+        assert!(nats(0.0049).holds(How::NoWorse) && !nats(0.0051).holds(How::NoWorse));
+    }
+}
