@@ -258,7 +258,7 @@ mod tests {
                 let v = (bits >> 40) as f32 / (1 << 20) as f32 - 8.0;
                 match head {
                     0 => 1.25,
-                    1 if i % head_dim == 0 => 1e3 * v,
+                    1 if i.is_multiple_of(head_dim) => 1e3 * v,
                     _ => v,
                 }
             };
