@@ -1,0 +1,128 @@
+//! QoQ from the command line: what is written is read back by both executions to the same numbers, steps are left out
+//! and refused, and the ablation is a table.
+
+use quant_tests::files::snapshot;
+use quant_tests::models::TinyLlama;
+use quant_tests::opt::TinyOpt;
+use quant_tests::program::quant;
+use quant_tests::{args, demo_model};
+use serde_json::Value;
+
+const TEXT: [&str; 6] = ["--text", "builtin-heldout", "--window", "96", "--windows", "6"];
+
+fn perplexity(model: &std::path::Path, more: &[&str]) -> f64 {
+    let mut arguments = args!["eval", model, "--json"];
+    arguments.extend(TEXT.iter().chain(more).map(Into::into));
+    quant(arguments).json()["perplexity"]["mean"].as_f64().unwrap()
+}
+
+#[test]
+fn what_is_written_is_read_back_by_both_executions() {
+    let scratch = tempfile::tempdir().unwrap();
+    let float = perplexity(&demo_model(), &[]);
+    for (name, options) in [
+        ("groups", &["--preset", "qoq-w4a8kv4", "--group-size", "32"][..]),
+        ("channel", &["--preset", "qoq-w4a8kv4-channel"]),
+        ("unrotated", &["--preset", "qoq-w4a8kv4", "--group-size", "32", "--skip", "rotate,clip"]),
+        (
+            "rtn",
+            &[
+                "--method",
+                "qoq-rtn",
+                "--scheme",
+                "w8a8kv8",
+                "--output-alpha",
+                "auto",
+                "--attention-alpha",
+                "0.5",
+            ],
+        ),
+    ] {
+        let out = scratch.path().join(name);
+        let mut arguments = args!["quantize", demo_model(), "-o", &out, "--samples", "8", "--seq-len", "128"];
+        arguments.extend(options.iter().map(Into::into));
+        quant(arguments.clone()).succeeded();
+        let config: Value = serde_json::from_slice(&std::fs::read(out.join("config.json")).unwrap()).unwrap();
+        let bits = if name == "rtn" { 8 } else { 4 };
+        assert_eq!(config["kv_cache_quantization"]["bits"], bits, "{name}");
+        let report: Value =
+            serde_json::from_slice(&std::fs::read(out.join("quant_report.json")).unwrap()).unwrap();
+        let steps = report["steps"].as_array().unwrap();
+        assert_eq!(steps.contains(&"rotate".into()), name != "unrotated", "{name}");
+        // Simulated, and through the kernels' integers and pages.
+        let (fake, kernels) = (perplexity(&out, &[]), perplexity(&out, &["--execution", "kernels"]));
+        assert!((kernels / fake - 1.0).abs() < 0.01, "{name}: {kernels} and {fake}");
+        let lost = fake / float - 1.0;
+        assert!(lost.abs() < if bits == 8 { 0.01 } else { 0.1 }, "{name}: {fake} after {float}");
+        // The same bytes every time, whatever the threads.
+        let again = scratch.path().join("again");
+        arguments[3] = again.clone().into();
+        arguments.extend(args!["--threads", "1"]);
+        quant(arguments).succeeded();
+        let files = |at: &std::path::Path| snapshot(at);
+        assert_eq!(files(&out), files(&again), "{name}");
+        std::fs::remove_dir_all(&again).unwrap();
+    }
+}
+
+#[test]
+fn a_head_that_was_the_embedding_is_written_apart() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama { tied: true, ..TinyLlama::default() }.write(&model);
+    let out = scratch.path().join("out");
+    let options = ["--method", "qoq-rtn", "--scheme", "w4a8-g32", "--samples", "2", "--seq-len", "32"];
+    let mut arguments = args!["quantize", &model, "-o", &out];
+    arguments.extend(options.iter().map(Into::into));
+    quant(arguments).succeeded();
+    let config: Value = serde_json::from_slice(&std::fs::read(out.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["tie_word_embeddings"], false);
+    let inspected = quant(args!["inspect", &out, "--json"]).succeeded();
+    assert!(inspected.stdout.contains("lm_head.weight"), "{inspected}");
+}
+
+#[test]
+fn families_that_cannot_be_rotated_say_so_and_go_without() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("opt");
+    TinyOpt::default().write(&model);
+    let out = scratch.path().join("out");
+    let options = ["--method", "qoq", "--scheme", "w4a8kv4-g16", "--samples", "2", "--seq-len", "32"];
+    for verb in [args!["plan", &model], args!["quantize", &model, "-o", &out]] {
+        let mut arguments = verb;
+        arguments.extend(options.iter().map(Into::into));
+        let refused = quant(arguments);
+        assert_eq!(refused.code(), Some(2), "{refused}");
+        assert!(refused.stderr.contains("cannot be rotated"), "{refused}");
+        assert!(refused.stderr.contains("--skip rotate"), "{refused}");
+    }
+    let mut arguments = args!["quantize", &model, "-o", &out, "--skip", "rotate"];
+    arguments.extend(options.iter().map(Into::into));
+    quant(arguments).succeeded();
+}
+
+#[test]
+fn the_ablation_is_a_table_of_paired_rows() {
+    let mut arguments =
+        args!["eval", demo_model(), "--ablation", "--json", "--samples", "4", "--seq-len", "128"];
+    arguments.extend(args!["--group-size", "32"]);
+    arguments.extend(TEXT.iter().map(Into::into));
+    let table = quant(arguments).json();
+    assert_eq!(table["schema"], "quant-ablation/1");
+    let rows = table["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 10);
+    let kl = |i: usize| rows[i]["kl"]["mean"].as_f64().unwrap();
+    for i in 1..rows.len() {
+        let change = rows[i]["kl_change"]["mean"].as_f64().unwrap();
+        assert!((kl(i) - kl(i - 1) - change).abs() < 1e-9, "{}", rows[i]["step"]);
+    }
+    // 8 bits cost least; GPTQ gives the most of what is given back.
+    assert!(kl(0) < kl(9) && kl(9) < kl(8), "{rows:?}");
+    assert_eq!(rows[9]["scheme"], "w4a8kv4-g32-asym-progressive");
+    assert_eq!(rows[9]["kv_cache"], "kv4");
+
+    let refused = quant(args!["eval", demo_model(), "--text", "builtin-heldout", "--ablation", "--kv", "4"]);
+    assert_eq!(refused.code(), Some(2), "{refused}");
+    let refused = quant(args!["eval", demo_model(), "--text", "builtin-heldout", "--samples", "4"]);
+    assert_eq!(refused.code(), Some(2), "{refused}");
+}
