@@ -198,12 +198,10 @@ pub(super) struct Searched {
     pub(super) input: Option<InputReport>,
 }
 
-/// Whether a linear that reads as `stored` can be what was written of `asked`: some containers state a symmetric grid
-/// with zeros, and one level of scales where there were two.
-fn says_the_same(stored: LinearScheme, asked: LinearScheme) -> bool {
-    let symmetric = stored.symmetric && asked.symmetric;
-    let progressive = stored.progressive && asked.progressive;
-    stored == LinearScheme { symmetric, progressive, ..asked }
+/// Whether a linear that reads as `stored` can be what was written of `reported`: some containers state a symmetric
+/// grid with zeros.
+fn says_the_same(stored: LinearScheme, reported: LinearScheme) -> bool {
+    stored == LinearScheme { symmetric: stored.symmetric && reported.symmetric, ..reported }
 }
 
 impl TensorReport {
@@ -331,8 +329,8 @@ impl QuantReport {
         for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
             let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
             let stored = model.module_scheme(module);
-            let asked = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
-            if !stored.zip(asked).is_some_and(|(stored, asked)| says_the_same(stored, asked)) {
+            let reported = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
+            if !stored.zip(reported).is_some_and(|(stored, reported)| says_the_same(stored, reported)) {
                 return Err(broken(format!("says of {} what these weights are not", tensor.tensor)));
             }
         }
@@ -342,7 +340,7 @@ impl QuantReport {
     /// The linears that were quantized, each with the scheme that was asked for.
     pub fn schemes(&self) -> impl Iterator<Item = (&str, LinearScheme)> {
         self.tensors.iter().filter_map(|t| {
-            let scheme = t.scheme.as_deref()?.parse().ok()?;
+            let scheme = t.rounded_to.as_deref().or(t.scheme.as_deref())?.parse().ok()?;
             Some((t.tensor.strip_suffix(".weight").unwrap_or(&t.tensor), scheme))
         })
     }
