@@ -82,7 +82,7 @@ pub struct RecipeOptions {
     pub block_size: Option<usize>,
     /// GPTQ: the order in which columns are rounded: none (as they stand), static-groups (the largest inputs
     /// first, on grids found before) or group-aware (the groups with the largest inputs first, and so in each)
-    /// [default: group-aware]
+    /// [default: static-groups]
     #[arg(long, value_name = "none|static-groups|group-aware", help_heading = "Recipe")]
     pub act_order: Option<String>,
     /// GPTQ: what a linear is judged on: inputs from the model that is quantized up to it, or from the float

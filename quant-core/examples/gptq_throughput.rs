@@ -18,7 +18,7 @@ use faer::linalg::solvers::{DenseSolveCore, Llt};
 use faer::{Accum, Mat, MatRef, Par, Side};
 use quant_core::checkpoint::Dtype;
 use quant_core::quantize::Rows;
-use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, solve};
+use quant_core::quantize::gptq::{Factor, GptqSettings, Hessian, solve};
 use quant_core::recipe::LinearScheme;
 
 const RUNS: usize = 3;
@@ -78,7 +78,7 @@ fn measure(
     let rows = MatRef::from_row_major_slice(&x, tokens, side);
     let weights = values(side * side, 2);
     let square = MatRef::from_row_major_slice(&weights, side, side);
-    let settings = GptqSettings { act_order: ActOrder::GroupAware, ..GptqSettings::default() };
+    let settings = GptqSettings::default();
     let scheme: LinearScheme = "w4a16-g128-sym".parse()?;
 
     let never = f64::INFINITY;

@@ -24,7 +24,7 @@
 //! [quantize.gptq]
 //! damping = 0.01
 //! block_size = 128
-//! act_order = "group-aware"
+//! act_order = "static-groups"
 //! inputs = "quantized"
 //!
 //! [calibration]

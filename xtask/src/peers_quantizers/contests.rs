@@ -143,14 +143,14 @@ pub const GPTQ: Contest = Contest {
     quality: Quality {
         record: "peers-gptq-quality",
         title: "Our GPTQ, llm-compressor's and gptqmodel's",
-        settings: "All with their defaults. Order of columns: ours and gptqmodel by groups (`group-aware`, \
-                   `act_group_aware`), llm-compressor by activations with grids found before (`static`), which is \
-                   ours once more as `static-groups`. Damping: 0.01, in gptqmodel 0.05, which refuses rows without groups \
-                   and is left out there.",
+        settings: "All with their defaults. Order of columns: ours and llm-compressor by activations with grids found \
+                   before (`static-groups`, `static`), gptqmodel by groups (`act_group_aware`), which is ours once \
+                   more as `group-aware`. Damping: 0.01, in gptqmodel 0.05, which refuses rows without groups and is \
+                   left out there.",
         contestants: &[
             rounded("RTN", &["--method", "rtn"]),
             OUR_GPTQ,
-            ours("ours, static-groups", &["--method", "gptq", "--act-order", "static-groups"]),
+            ours("ours, group-aware", &["--method", "gptq", "--act-order", "group-aware"]),
             LLM_COMPRESSOR_GPTQ,
             GPTQMODEL,
         ],
@@ -162,12 +162,7 @@ pub const GPTQ: Contest = Contest {
                 than: &["llm-compressor", "gptqmodel"],
                 how: How::NoWorse,
             },
-            Claim {
-                metric: Metric::Kl,
-                who: "ours, static-groups",
-                than: &["llm-compressor"],
-                how: How::NoWorse,
-            },
+            Claim { metric: Metric::Kl, who: "ours, group-aware", than: &["gptqmodel"], how: How::NoWorse },
             Claim { metric: Metric::Kl, who: "ours", than: &["RTN"], how: How::Below },
         ],
         grouped: true,

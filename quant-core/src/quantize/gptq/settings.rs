@@ -18,10 +18,10 @@ pub enum ActOrder {
     None,
     /// The columns with the largest activations first (`desc_act` with `static_groups`; llm-compressor's `static`).
     /// Grids are found before, from the float weights.
+    #[default]
     StaticGroups,
     /// The groups with the largest activation first, and in each its columns by theirs (GPTQModel's
     /// `act_group_aware`). Grids are found as without an order.
-    #[default]
     GroupAware,
 }
 
@@ -126,7 +126,7 @@ impl GptqSettings {
 }
 
 impl Default for GptqSettings {
-    /// A damping of 0.01, blocks of 128, group-aware order, inputs of the quantized model.
+    /// A damping of 0.01, blocks of 128, largest activations first on static groups, inputs of the quantized model.
     fn default() -> Self {
         Self {
             damping: 0.01,
