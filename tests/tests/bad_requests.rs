@@ -39,7 +39,10 @@ fn recipes() {
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
         (&["--scheme", ""], &["scheme ``"]),
-        (&["--method", "magic"], &["unknown method `magic`", "known methods: awq, awq-gptq, gptq, rtn"]),
+        (
+            &["--method", "magic"],
+            &["unknown method `magic`", "known methods: awq, awq-gptq, gptq, qoq, qoq-rtn, rtn"],
+        ),
         (&["--format", "gguf9"], &["unknown format `gguf9`", "known formats: compressed-tensors, awq"]),
         (&["--preset", "best"], &["unknown preset `best`", "known presets: awq-w4a16"]),
         (&["--group-size", "0"], &["group size `0`", "`channel`"]),
