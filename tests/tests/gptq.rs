@@ -106,7 +106,7 @@ fn every_setting_changes_bytes_and_threads_do_not() {
     for (i, options) in [
         &["--damping", "0.2"][..],
         &["--act-order", "none"],
-        &["--act-order", "static-groups"],
+        &["--act-order", "group-aware"],
         &["--layer-inputs", "float"],
         &["--method", "rtn"],
         &["--method", "awq-gptq"],

@@ -116,9 +116,9 @@ fn the_ablation_is_a_table_of_paired_rows() {
         let change = rows[i]["kl_change"]["mean"].as_f64().unwrap();
         assert!((kl(i) - kl(i - 1) - change).abs() < 1e-9, "{}", rows[i]["step"]);
     }
-    // 8 bits cost least; GPTQ gives the most of what is given back.
-    assert!(kl(0) < kl(9) && kl(9) < kl(8), "{rows:?}");
-    assert_eq!(rows[9]["scheme"], "w4a8kv4-g32-asym-progressive");
+    // 8 bits cost least, and so does a cache of floats.
+    assert!((1..10).all(|i| kl(0) < kl(i)) && kl(4) < kl(5), "{rows:?}");
+    assert_eq!(rows[9]["scheme"], "w4a8kv4-g32-sym-progressive");
     assert_eq!(rows[9]["kv_cache"], "kv4");
 
     let refused = quant(args!["eval", demo_model(), "--text", "builtin-heldout", "--ablation", "--kv", "4"]);

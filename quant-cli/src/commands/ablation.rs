@@ -24,7 +24,7 @@ use crate::output::{JsonOption, duration, table};
 struct Step {
     name: &'static str,
     method: &'static str,
-    /// The scheme; `GROUP` stands for the group size.
+    /// The scheme; `GROUP` stands for the group size, `SYM` for the symmetry that is asked for.
     scheme: &'static str,
     /// The steps of the method that are done.
     steps: &'static [&'static str],
@@ -33,48 +33,48 @@ struct Step {
 /// From 8 bits, whose loss is next to nothing, to 4 bits of weights and of the cache, and back up.
 const STEPS: &[Step] = &[
     Step { name: "W8A8", method: "rtn", scheme: "w8a8-channel-sym", steps: &[] },
-    Step { name: "W4A8, a scale a row", method: "rtn", scheme: "w4a8-channel-asym", steps: &[] },
-    Step { name: "+ rotation", method: "qoq-rtn", scheme: "w4a8-channel-asym", steps: &["rotate"] },
+    Step { name: "W4A8, a scale a row", method: "rtn", scheme: "w4a8-channelSYM", steps: &[] },
+    Step { name: "+ rotation", method: "qoq-rtn", scheme: "w4a8-channelSYM", steps: &["rotate"] },
     Step {
         name: "+ smooth outputs",
         method: "qoq-rtn",
-        scheme: "w4a8-channel-asym",
+        scheme: "w4a8-channelSYM",
         steps: &["rotate", "smooth-outputs"],
     },
     Step {
         name: "+ clipping",
         method: "qoq-rtn",
-        scheme: "w4a8-channel-asym",
+        scheme: "w4a8-channelSYM",
         steps: &["rotate", "smooth-outputs", "clip"],
     },
     Step {
         name: "+ KV4",
         method: "qoq-rtn",
-        scheme: "w4a8kv4-channel-asym",
+        scheme: "w4a8kv4-channelSYM",
         steps: &["rotate", "smooth-outputs", "clip"],
     },
     Step {
         name: "+ SmoothAttention",
         method: "qoq-rtn",
-        scheme: "w4a8kv4-channel-asym",
+        scheme: "w4a8kv4-channelSYM",
         steps: &["rotate", "smooth-attention", "smooth-outputs", "clip"],
     },
     Step {
         name: "+ progressive groups",
         method: "qoq-rtn",
-        scheme: "w4a8kv4-GROUP-asym-progressive",
+        scheme: "w4a8kv4-GROUPSYM-progressive",
         steps: &["rotate", "smooth-attention", "smooth-outputs", "clip"],
     },
     Step {
         name: "+ reordering",
         method: "qoq-rtn",
-        scheme: "w4a8kv4-GROUP-asym-progressive",
+        scheme: "w4a8kv4-GROUPSYM-progressive",
         steps: &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"],
     },
     Step {
         name: "+ GPTQ",
         method: "qoq",
-        scheme: "w4a8kv4-GROUP-asym-progressive",
+        scheme: "w4a8kv4-GROUPSYM-progressive",
         steps: &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"],
     },
 ];
@@ -97,6 +97,9 @@ pub struct AblationOptions {
     /// Weights of a row that share a scale in the rows of --ablation that have groups [default: 128]
     #[arg(long, value_name = "SIZE", requires = "ablation")]
     pub group_size: Option<usize>,
+    /// Grids with a zero point in --ablation, as in QServe's own format; without it those that the preset writes
+    #[arg(long, requires = "ablation")]
+    pub asymmetric: bool,
 }
 
 /// The table.
@@ -144,7 +147,7 @@ pub fn run(
     let source = options.calibration.as_deref().unwrap_or(inputs::BUILTIN);
     let windows = inputs::calibration(opened, source, sampling(options), session)?;
     let length = text.longest_input();
-    let float = Decoder::load(&opened.model, length, &session.progress, &session.cancel)?;
+    let float = Decoder::load(&opened.model, length, &session.progress, &session.cancel)?.with_kv(None);
     let counts: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
     let (mut rows, mut above, mut reference) = (Vec::with_capacity(STEPS.len()), None::<Vec<f64>>, None);
     for step in STEPS {
@@ -166,7 +169,7 @@ pub fn run(
         let config = serde_json::from_str(&config).map_err(|e| Error::Internal(e.to_string()))?;
         let source: Arc<dyn TensorSource> = Arc::new(sink.into_source()?);
         let written = Model::new(source, opened.directory.config_path(), &config)?;
-        let kv = written.kv_scheme();
+        let kv = recipe.settings.kv;
         let decoder = Decoder::load(&written, length, &session.progress, &session.cancel)?.with_kv(kv);
         let observer = session.progress.tokens_per_unit(Some(length as u64));
         let (scores, divergence): (Scores, Divergence) =
@@ -211,7 +214,9 @@ fn sampling(options: &AblationOptions) -> Sampling {
 
 impl Step {
     fn scheme(&self, options: &AblationOptions) -> String {
-        self.scheme.replace("GROUP", &format!("g{}", options.group_size.unwrap_or(128)))
+        let symmetry = if options.asymmetric { "-asym" } else { "-sym" };
+        let group = format!("g{}", options.group_size.unwrap_or(128));
+        self.scheme.replace("GROUP", &group).replace("SYM", symmetry)
     }
 
     fn recipe(&self, options: &AblationOptions) -> Result<Recipe> {

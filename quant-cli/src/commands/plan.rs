@@ -125,8 +125,9 @@ struct Needs {
     seconds: f64,
 }
 
-fn outcome(action: &Action) -> String {
-    match action {
+fn outcome(entry: &PlanEntry) -> String {
+    match &entry.action {
+        Action::Copy if entry.turned => "float, rotated".into(),
         Action::Copy => "as it is".into(),
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
@@ -157,7 +158,7 @@ fn format_json<'a>(plan: &'a Plan, outline: &Outline) -> FormatJson<'a> {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
         shape: &e.info.shape,
-        action: outcome(&e.action),
+        action: outcome(e),
         bytes_before: e.input_bytes(),
         bytes_after: e.output_bytes(),
         outputs: e
@@ -261,7 +262,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
             name,
             format!("{times}{}", shape.join("×")),
             e.info.dtype.to_string(),
-            outcome(&e.action),
+            outcome(e),
             bytes(before),
             bytes(after),
         ]
@@ -272,7 +273,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
     for entry in &plan.entries {
         let name = if all { entry.tensor.clone() } else { kind(&entry.tensor) };
         let (before, after) = (entry.input_bytes(), entry.output_bytes());
-        let key = (name.clone(), entry.info.dtype, &entry.info.shape, outcome(&entry.action));
+        let key = (name.clone(), entry.info.dtype, &entry.info.shape, outcome(entry));
         let place = *places.entry(key).or_insert(kinds.len());
         if place == kinds.len() {
             kinds.push((name, entry, 0, 0, 0));

@@ -117,6 +117,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         if !recipe.needs_text() {
             return Err(args.recipe.needs_no_text(&recipe, "--save-channel-maxima"));
         }
+        if recipe.method.rotates(&recipe.settings) {
+            return Err(Error::usage(
+                "--save-channel-maxima would keep maxima of the rotated model, which no other method sees",
+                "save them in a run of another method, or with --skip rotate",
+            ));
+        }
         output::outside(&[("--save-channel-maxima", Some(path))], &[&args.model])?;
         output::check_writable(path)?;
     }

@@ -1,7 +1,7 @@
 //! A checkpoint seen as a model: its family and sizes, checked against its tensors, and its
 //! weights, one block at a time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,7 +26,9 @@ pub struct Model {
     source: Arc<dyn TensorSource>,
     path: PathBuf,
     quantization: Option<Quantization>,
-    is_rotated: bool,
+    /// The tensors that are other ones than in the checkpoint, where hidden states are rotated.
+    turned: Option<BTreeSet<String>>,
+    parts_head: bool,
     kv: Option<KvScheme>,
 }
 
@@ -63,9 +65,9 @@ impl Model {
             }),
         };
         let graph = Arc::new(architecture.block.clone());
-        let is_rotated = false;
-        let mut model =
-            Self { architecture, graph, source, path: path.to_owned(), quantization, is_rotated, kv };
+        let path = path.to_owned();
+        let (turned, parts_head) = (None, false);
+        let mut model = Self { architecture, graph, source, path, quantization, turned, parts_head, kv };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
@@ -73,18 +75,31 @@ impl Model {
 
     /// This float model with other tensors in the place of its own: those of its rotated equal. A head that they hold
     /// beside the embedding is tied to it only where the two are the same.
-    pub(crate) fn rotated(&self, source: Arc<dyn TensorSource>) -> Result<Self> {
+    /// `turned` are the names of those that are not as in the checkpoint.
+    pub(crate) fn rotated(&self, source: Arc<dyn TensorSource>, turned: BTreeSet<String>) -> Result<Self> {
         let (architecture, graph, path) = (self.architecture.clone(), self.graph.clone(), self.path.clone());
-        let kv = self.kv;
-        let mut model = Self { architecture, graph, source, path, quantization: None, is_rotated: true, kv };
+        let (turned, parts_head, kv) = (Some(turned), false, self.kv);
+        let mut model =
+            Self { architecture, graph, source, path, quantization: None, turned, parts_head, kv };
         model.architecture.tied = model.shares_head()?;
+        model.parts_head = self.architecture.tied && !model.architecture.tied;
         model.check()?;
         Ok(model)
     }
 
+    /// Whether a tensor is another one than in the checkpoint.
+    pub fn is_turned(&self, name: &str) -> bool {
+        self.turned.as_ref().is_some_and(|turned| turned.contains(name))
+    }
+
+    /// Whether rotation has parted the head from the embedding that it is in the checkpoint.
+    pub fn parts_head(&self) -> bool {
+        self.parts_head
+    }
+
     /// Whether its hidden states are those of the checkpoint, rotated.
     pub fn is_rotated(&self) -> bool {
-        self.is_rotated
+        self.turned.is_some()
     }
 
     /// The configuration file, for messages.

@@ -7,7 +7,7 @@ use super::{Job, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
 use crate::model::KV_CONFIG_KEY;
-use crate::recipe::{Plan, PlanEntry, Rounding};
+use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::transform::SmoothSettings;
 use crate::{Error, Result};
 
@@ -22,8 +22,11 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let mut config = directory.config().clone();
     let settings = plan.container.quantization_config(&plan.module_schemes());
     config.insert("quantization_config".into(), settings);
-    if let Some(kv) = plan.settings.kv {
-        config.insert(KV_CONFIG_KEY.into(), kv.config_value());
+    match plan.settings.kv {
+        Some(kv) => drop(config.insert(KV_CONFIG_KEY.into(), kv.config_value())),
+        // Where numbers stay, so does what was said of the cache.
+        None if plan.method.name == REPACK.name => {}
+        None => drop(config.remove(KV_CONFIG_KEY)),
     }
     if plan.unties() {
         // Readers that tie the two would look for a float head.

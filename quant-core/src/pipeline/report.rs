@@ -169,7 +169,7 @@ pub struct TensorReport {
     pub bytes_before: u64,
     /// Bytes written for it.
     pub bytes_after: u64,
-    /// SHA-256 of its bytes in the input.
+    /// SHA-256 of its bytes in the input; where the model is rotated, of the rotated tensor.
     pub source_sha256: String,
 }
 

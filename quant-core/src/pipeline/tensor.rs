@@ -147,7 +147,11 @@ pub(super) fn copy(job: &Job<'_>, entry: &PlanEntry, sink: &mut dyn TensorSink) 
     if entry.info.byte_len() == 0 {
         sink.write(output, 0, &[])?;
     }
-    Ok(TensorReport::copied(entry, hex(&hash.finalize())))
+    let sha256 = hex(&hash.finalize());
+    Ok(match entry.turned {
+        true => TensorReport::rewritten(entry, sha256),
+        false => TensorReport::copied(entry, sha256),
+    })
 }
 
 /// Fails, with count and first position in the whole tensor, when a piece holds NaN or infinity.

@@ -17,5 +17,8 @@ pub use activations::{InputGrid, static_grid};
 pub use error_stats::ErrorStats;
 pub use progressive::Levels;
 pub use rows::{Rows, RowsError};
-pub use rtn::{QuantizedRows, fake_quantize, quantize_rows, quantize_rtn, quantize_tensor};
+pub use rtn::{
+    QuantizedRows, fake_quantize, fake_quantize_group, quantize_rows, quantize_rtn, quantize_tensor,
+    row_scales,
+};
 pub use tensor::QuantizedTensor;

@@ -14,7 +14,7 @@ use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
 use crate::Result;
 use crate::checkpoint::Dtype;
-use crate::recipe::LinearScheme;
+use crate::recipe::{Granularity, LinearScheme};
 use crate::vector::vectorized;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
@@ -204,6 +204,58 @@ pub fn fake_quantize(
     Faults::verdict(outcomes)
 }
 
+/// The first level's scales of rows `[n, columns]`, where a scheme has two.
+///
+/// # Errors
+/// As [`quantize_rows`].
+pub fn row_scales(
+    weights: &[f32],
+    columns: usize,
+    scheme: LinearScheme,
+) -> Result<Option<Vec<f32>>, RowsError> {
+    if !scheme.progressive {
+        return Ok(None);
+    }
+    let count = Rows::Floats(weights).count(columns)?;
+    let work = Work::new(columns, scheme, Dtype::F32, None, count)?;
+    let mut faults = Faults::default();
+    let rows = weights.chunks_exact(columns).enumerate();
+    let scales =
+        rows.map(|(at, row)| work.row_scale(row, at, &mut faults).ok().flatten().unwrap_or(1.0)).collect();
+    Faults::verdict(vec![faults])?;
+    Ok(Some(scales))
+}
+
+/// [`fake_quantize`] of one group of every row, `[rows, group_size]`: rounded as it is where it stands, in rows that
+/// have these scales if the scheme has two levels.
+///
+/// # Errors
+/// As [`quantize_rows`].
+pub fn fake_quantize_group(
+    weights: &mut [f32],
+    group_size: usize,
+    (scheme, scale_dtype): (LinearScheme, Dtype),
+    bounds: &[f32],
+    row_scales: Option<&[f32]>,
+) -> Result<(), RowsError> {
+    let scheme = LinearScheme { granularity: Granularity::Group(group_size), ..scheme };
+    let count = Rows::Floats(weights).count(group_size)?;
+    let work = Work::new(group_size, scheme, scale_dtype, Some(bounds), count)?;
+    check_len("row scales", row_scales.map_or(0, <[f32]>::len), if scheme.progressive { count } else { 0 })?;
+    let mut faults = Faults::default();
+    vectorized(
+        #[inline(always)]
+        || {
+            for (at, part) in weights.chunks_exact_mut(group_size).enumerate() {
+                if let Some(grid) = work.fit(part, row_scales.map(|s| s[at]), (at, 0), &mut faults) {
+                    grid.fake_quantize(part);
+                }
+            }
+        },
+    );
+    Faults::verdict(vec![faults])
+}
+
 /// A checked request: how rows are cut and rounded.
 struct Work<'a> {
     rows: usize,
@@ -274,7 +326,8 @@ impl<'a> Work<'a> {
         ErrorStats::of_row(row, rounded)
     }
 
-    /// The first level's scale of a row, where there are two; of what clipping leaves of it. Notes why it has none.
+    /// The first level's scale of a row, where there are two; of all of it: clipping narrows the second level alone, so
+    /// that a bound can be judged by itself. Notes why it has none.
     #[inline(always)]
     fn row_scale(&self, row: &[f32], at: usize, faults: &mut Faults) -> Result<Option<f32>, ()> {
         if !self.rule.progressive {
@@ -286,8 +339,7 @@ impl<'a> Work<'a> {
                 faults.non_finite(part, (at * self.groups() + g) * self.group_size);
                 return Err(());
             };
-            let bound = self.clip.map_or(f32::INFINITY, |clip| clip[at * self.groups() + g]);
-            abs_max = abs_max.max(extent.abs_max().min(bound));
+            abs_max = abs_max.max(extent.abs_max());
         }
         self.rule.row_scale(abs_max).map_err(|source| faults.grid((at, 0), source))
     }

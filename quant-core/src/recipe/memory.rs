@@ -18,7 +18,10 @@ impl Plan {
         // What is gathered of the batch serves all.
         let search = searched.map(|p| p.search_memory(model)).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
-        search.saturating_add(PROGRAM + tensors)
+        // A tensor whose columns are turned stands in memory whole, as it was and as it is, and the last one is kept.
+        let turned =
+            if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
+        search.saturating_add(PROGRAM + tensors + turned)
     }
 
     /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
@@ -33,6 +36,11 @@ impl Plan {
             }
         };
         self.entries.iter().map(of).max().unwrap_or(0)
+    }
+
+    /// Bytes of the largest weight of a block.
+    fn largest_input(&self) -> u64 {
+        self.entries.iter().filter(|e| e.layer.is_some()).map(|e| e.info.byte_len()).max().unwrap_or(0)
     }
 
     /// The block, the batch's hidden states, and what the search keeps. The batch may
@@ -108,7 +116,13 @@ impl Plan {
             true => graph.linears().map(|(_, _, [n, k], _)| 5 * (n * k) as u64).sum(),
             false => 0,
         };
-        let kept = kept.max(candidate);
+        // What a transform has made of the block, in f32, is what the next one looks at.
+        let rewritten = if transforms.len() > 1 {
+            graph.linears().map(|(_, _, [n, k], _)| 4 * (n * k) as u64).sum()
+        } else {
+            0
+        };
+        let kept = kept.max(candidate).saturating_add(rewritten);
         // The search is over when GPTQ begins.
         states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
     }

@@ -63,6 +63,8 @@ pub struct PlanEntry {
     /// Its type and shape in the input; for a weight that is repacked, the type of its scales and
     /// its logical shape.
     pub info: TensorInfo,
+    /// Whether rotation has made another tensor of it than the input has.
+    pub turned: bool,
     /// What happens to it.
     pub action: Action,
     /// What is written.
@@ -133,7 +135,15 @@ impl Draft {
         let info = model.source().require(&stored)?.clone();
         let Some(request) = scheme else {
             let outputs = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
-            return Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action: float, outputs }));
+            return Ok(Drafted::Entry(PlanEntry {
+                tensor,
+                stored,
+                layer,
+                info,
+                turned: false,
+                action: float,
+                outputs,
+            }));
         };
         let scheme = request.with_default_symmetry(container.symmetric_by_default(request.bits));
         let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
@@ -143,7 +153,7 @@ impl Draft {
         let scale_dtype = container.scale_dtype(info.dtype);
         let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
-        Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, action, outputs }))
+        Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, turned: false, action, outputs }))
     }
 }
 
@@ -166,7 +176,7 @@ pub struct Plan {
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
     pub float_modules: Vec<String>,
-    /// Whether the model's head is no longer its embedding, which it may be in the input.
+    /// Whether rotation parts the head from the embedding, which it is in the input.
     pub(super) parts_head: bool,
     /// The head's module.
     pub(super) head: String,
@@ -201,6 +211,10 @@ impl Plan {
 
         if recipe.method.rotates(&recipe.settings) != model.is_rotated() {
             return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
+        }
+        for scheme in std::iter::once(&recipe.scheme).chain(recipe.overrides.iter().map(|(_, scheme)| scheme))
+        {
+            scheme.check()?;
         }
         let transforms = recipe.method.transforms(&recipe.settings);
         let folds: Vec<NodeId> =
@@ -276,7 +290,7 @@ impl Plan {
             entries,
             selectors,
             float_modules,
-            parts_head: model.is_rotated() && !architecture.tied,
+            parts_head: model.parts_head(),
             head: architecture.head.clone(),
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
@@ -304,6 +318,9 @@ impl Plan {
     pub(super) fn complete(mut self, model: &Model, folds: &[NodeId]) -> Result<Self> {
         self.container.check(&self.module_schemes())?;
         self.add_float_tensors(model, folds)?;
+        for entry in &mut self.entries {
+            entry.turned = model.is_turned(&entry.stored);
+        }
         self.sort(model);
         self.check_names(model)?;
         Ok(self)
@@ -369,7 +386,7 @@ impl Plan {
                 });
             }
             let (tensor, stored) = (name.to_owned(), name.to_owned());
-            self.entries.push(PlanEntry { tensor, stored, layer, info, action, outputs });
+            self.entries.push(PlanEntry { tensor, stored, layer, info, turned: false, action, outputs });
         }
         Ok(())
     }
@@ -394,7 +411,9 @@ impl Plan {
 
     /// Bytes of all tensors of the input.
     pub fn input_bytes(&self) -> u64 {
-        let sources = self.entries.iter().flat_map(PlanEntry::sources);
+        // A head that rotation parts from the embedding is no tensor of the input.
+        let virtual_head = |e: &&PlanEntry| self.parts_head && e.stored == format!("{}.weight", self.head);
+        let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
         sources.collect::<std::collections::BTreeMap<_, _>>().values().sum()
     }
 

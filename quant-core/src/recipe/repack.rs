@@ -59,6 +59,7 @@ impl Plan {
             let scale_dtype = container.scale_dtype(if flattens { Dtype::F32 } else { stored_dtype });
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
+                turned: false,
                 tensor: format!("{module}.weight"),
                 stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
                 layer,

@@ -138,7 +138,7 @@ impl SchemeRequest {
         let unknown = |part: &str| {
             Error::usage(
                 format!("scheme `{text}`: `{part}` is not understood"),
-                "a scheme is w2, w3, w4 or w8, then a16 or a8, then optionally -g32, -g64, -g128 … or -channel, \
+                "a scheme is w2, w3, w4 or w8, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
                  then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
                  example w4a16-g64-asym, w8a8, w4a8-g128-progressive",
             )
@@ -191,13 +191,23 @@ impl SchemeRequest {
                 }
             }
         }
-        if scheme.progressive && scheme.granularity == Granularity::Channel {
+        scheme.check()?;
+        Ok(scheme)
+    }
+
+    /// Fails when its parts contradict each other.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for two levels of scales where a row has one scale.
+    pub fn check(&self) -> Result<()> {
+        if self.progressive && self.granularity == Granularity::Channel {
             return Err(Error::usage(
-                format!("scheme `{text}`: a scale a row has one level"),
-                "leave -progressive away, or choose groups, for example -g128-progressive",
+                format!("scheme `{self}`: a scale a row has one level"),
+                "leave -progressive away (preset qoq-w4a8kv4-channel is QoQ so), or choose groups, such as \
+                 -g128-progressive",
             ));
         }
-        Ok(scheme)
+        Ok(())
     }
 
     fn is_w8a8(self) -> bool {

@@ -12,7 +12,7 @@ use super::watch::{Watch, Watched};
 use super::{BlockTask, ClipRecord, Grid, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::{HiddenStates, SampledRows, gram};
 use crate::model::{BlockGraph, NodeId};
-use crate::quantize::fake_quantize;
+use crate::quantize::{fake_quantize_group, row_scales};
 use crate::{Error, Result};
 
 /// Tokens that the error is measured on.
@@ -107,8 +107,9 @@ fn search(
             let mut values = vec![0.0; rows.len() * k];
             rewrite.weight_rows(node, weight, rows.clone(), scratch, &mut values)?;
             let mut part = Part::new(rows.len() * groups);
+            let scales = row_scales(&values, k, grid.scheme).map_err(|e| e.within(&module, None))?;
             for (g, input) in inputs.iter().enumerate() {
-                search_group(&values, k, g, grid, input, &module, &mut part)?;
+                search_group(&values, k, g, grid, input, scales.as_deref(), &module, &mut part)?;
             }
             Ok(part)
         })
@@ -160,13 +161,15 @@ fn group_input(input: &SampledRows, k: usize, first: usize, group_size: usize) -
     Input::gram(sum, group_size)
 }
 
-/// Tries all bounds for one group of some rows `[rows, k]`.
+/// Tries all bounds for one group of some rows `[rows, k]`, whose scales are given where there are two levels.
+#[allow(clippy::too_many_arguments)]
 fn search_group(
     rows: &[f32],
     k: usize,
     group: usize,
     grid: Grid,
     input: &Input,
+    row_scales: Option<&[f32]>,
     module: &str,
     part: &mut Part,
 ) -> Result<()> {
@@ -182,14 +185,12 @@ fn search_group(
     let mut best = vec![f64::INFINITY; largest.len()];
     let mut unclipped = Vec::with_capacity(largest.len());
     let mut sums = Vec::new();
-    // The group stands alone here, so its scheme is one scale a row.
-    let granularity = crate::recipe::Granularity::Channel;
-    let alone = crate::recipe::LinearScheme { granularity, ..grid.scheme.flattened() };
     for candidate in 0..CANDIDATES {
         let shrink = 1.0 - candidate as f32 / STEPS;
         let bounds: Vec<f32> = largest.iter().map(|m| m * shrink).collect();
         let mut difference = exact.clone();
-        fake_quantize(&mut difference, group_size, alone, grid.scale_dtype, Some(&bounds))
+        let target = (grid.scheme, grid.scale_dtype);
+        fake_quantize_group(&mut difference, group_size, target, &bounds, row_scales)
             .map_err(|e| e.within(module, None))?;
         for (d, w) in difference.iter_mut().zip(&exact) {
             *d -= w;

@@ -57,7 +57,9 @@ pub fn rotate(model: &Model) -> Result<Model> {
         isa: IsaToken::detect(),
         last: Mutex::default(),
     };
-    model.rotated(Arc::new(source))
+    let turned =
+        source.tensors.iter().filter(|(_, t)| t.turn.is_some()).map(|(name, _)| name.clone()).collect();
+    model.rotated(Arc::new(source), turned)
 }
 
 fn refused(architecture: &Architecture, reason: &str) -> Error {

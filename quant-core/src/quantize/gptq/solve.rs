@@ -151,8 +151,7 @@ impl Work<'_> {
         for (group, part) in row.chunks_exact(self.group_size).enumerate() {
             let fault = |source| RowsError::Grid { row: at, group, source };
             let extent = Extent::of(part).ok_or(fault(GridError::NonFinite))?;
-            let bound = self.clip.map_or(f32::INFINITY, |clip| clip[at * self.groups() + group]);
-            abs_max = abs_max.max(extent.abs_max().min(bound));
+            abs_max = abs_max.max(extent.abs_max());
         }
         self.rule.row_scale(abs_max).map_err(|source| RowsError::Grid { row: at, group: 0, source })
     }
