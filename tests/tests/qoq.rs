@@ -112,9 +112,9 @@ fn the_ablation_is_a_table_of_paired_rows() {
     let rows = table["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 10);
     let kl = |i: usize| rows[i]["kl"]["mean"].as_f64().unwrap();
-    for i in 1..rows.len() {
-        let change = rows[i]["kl_change"]["mean"].as_f64().unwrap();
-        assert!((kl(i) - kl(i - 1) - change).abs() < 1e-9, "{}", rows[i]["step"]);
+    for (i, row) in rows.iter().enumerate().skip(1) {
+        let change = row["kl_change"]["mean"].as_f64().unwrap();
+        assert!((kl(i) - kl(i - 1) - change).abs() < 1e-9, "{}", row["step"]);
     }
     // 8 bits cost least, and so does a cache of floats.
     assert!((1..10).all(|i| kl(0) < kl(i)) && kl(4) < kl(5), "{rows:?}");

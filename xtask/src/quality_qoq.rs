@@ -183,7 +183,7 @@ fn claims(pooled: &[Vec<Pooled>]) -> (String, Vec<String>) {
         ),
         (
             perplexity <= PERPLEXITY,
-            format!("QoQ W4A8's perplexity is {:+.2} % of AWQ W4A16's above it", 100.0 * perplexity),
+            format!("QoQ W4A8's perplexity is {:+.2} % from AWQ W4A16's", 100.0 * perplexity),
         ),
         (
             widened <= WIDENED * plain,

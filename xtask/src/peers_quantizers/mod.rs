@@ -4,7 +4,7 @@
 //! Peers run as published, in virtual environments that are made here from their package index
 //! (`benchmarks/peers/`). Their windows are sampled a second time in Python; that they are ours is
 //! proved by the digest that our report holds. What is compared with what, and what is claimed of it,
-//! stands in [`contests`].
+//! stands in `contests.rs`.
 
 mod contestant;
 mod contests;

@@ -76,8 +76,9 @@ impl Outline {
     pub fn new(plan: &Plan, model: &Model) -> Self {
         let architecture = model.architecture();
         let graph = &architecture.block;
+        let stored = |(module, scheme)| (module, plan.container.stored_scheme(scheme));
         let quantized: std::collections::BTreeMap<&str, LinearScheme> =
-            plan.entries.iter().filter_map(|e| e.quantized()).collect();
+            plan.entries.iter().filter_map(|e| e.quantized()).map(stored).collect();
         let mut layers = Vec::new();
         for layer in 0..architecture.layers {
             let mut open: Vec<(NodeId, &str, [usize; 2])> =
