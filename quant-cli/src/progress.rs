@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use quant_core::{Event, Observer};
+use serde::Serialize;
 
 use crate::output::{duration, tell};
 
@@ -16,6 +17,16 @@ const LINE_INTERVAL: Duration = Duration::from_secs(10);
 pub struct Progress {
     mode: Mode,
     state: Mutex<Option<Stage>>,
+    steps: Mutex<Vec<StepTime>>,
+}
+
+/// What a step took in all.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StepTime {
+    /// Its name.
+    pub step: &'static str,
+    /// Seconds.
+    pub seconds: f64,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -45,7 +56,7 @@ impl Progress {
             (false, true) => Mode::Bar,
             (false, false) => Mode::Lines,
         };
-        Self { mode, state: Mutex::new(None) }
+        Self { mode, state: Mutex::new(None), steps: Mutex::default() }
     }
 
     /// A note to the user.
@@ -57,6 +68,20 @@ impl Progress {
         match state.as_ref().and_then(|s| s.bar.as_ref()) {
             Some(bar) => bar.suspend(|| tell(text)),
             None => tell(text),
+        }
+    }
+
+    /// What each step took so far, in the order in which they first came.
+    pub fn step_times(&self) -> Vec<StepTime> {
+        self.steps.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    fn add_time(&self, step: &'static str, elapsed: Duration) {
+        let mut steps = self.steps.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let seconds = elapsed.as_secs_f64();
+        match steps.iter_mut().find(|s| s.step == step) {
+            Some(known) => known.seconds += seconds,
+            None => steps.push(StepTime { step, seconds }),
         }
     }
 
@@ -96,6 +121,7 @@ impl Progress {
                     bar.finish_and_clear();
                 }
             }
+            Event::StepDone { step, elapsed } => self.add_time(step, *elapsed),
             Event::Warning { message } => self.note(&format!("warning: {message}")),
             _ => {}
         }

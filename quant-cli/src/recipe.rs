@@ -8,7 +8,7 @@ use quant_core::calibrate::{ChannelMaxima, Sampling};
 use quant_core::model::Model;
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{
-    Granularity, METHODS, PRESETS, Pattern, Plan, Recipe, Rounding, SchemeRequest, kv, method,
+    Granularity, METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, SchemeRequest, kv, method, steps,
 };
 use quant_core::{Error, format};
 
@@ -21,8 +21,8 @@ pub struct RecipeOptions {
     /// Recipe file (TOML), which the options below refine
     #[arg(long, value_name = "FILE", conflicts_with = "preset", help_heading = "Recipe")]
     pub recipe: Option<PathBuf>,
-    /// How the numbers are found; the preset's when not given. Without a preset or a scheme its first preset's scheme
-    /// is taken
+    /// How the numbers are found: a name, or steps with commas between (rotate,awq,gptq); the preset's when not given.
+    /// Without a preset or a scheme its first preset's scheme is taken
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
     /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally kv4 or kv8, optionally with -g128, -channel, -sym,
@@ -116,10 +116,9 @@ impl RecipeOptions {
         };
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
-            recipe.settings.skipped.clear();
             recipe.gptq = recipe.method.usual_gptq();
         }
-        recipe.method.skip(&self.skip, &mut recipe.settings)?;
+        recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {
             recipe.containers = format::containers(&self.format)?;
         }
@@ -142,12 +141,16 @@ impl RecipeOptions {
             recipe.overrides.push(parse_override(option, recipe.scheme)?);
         }
         if !recipe.method.has("awq") && self.search.is_some() {
-            return Err(self.has_no_effect(&recipe, "--search", "searches nothing on a calibration text"));
+            return Err(self.has_no_effect(
+                &recipe.method,
+                "--search",
+                "searches nothing on a calibration text",
+            ));
         }
         if !recipe.method.has("smoothquant") {
             let given = self.smooth_options().into_iter().find(|(_, given)| *given);
             if let Some((option, _)) = given {
-                return Err(self.has_no_effect(&recipe, option, "does not smooth activations"));
+                return Err(self.has_no_effect(&recipe.method, option, "does not smooth activations"));
             }
         }
         for (option, given, step, to) in [
@@ -155,7 +158,7 @@ impl RecipeOptions {
             ("--attention-alpha", &self.attention_alpha, "smooth-attention", &mut recipe.settings.attention),
         ] {
             let Some(alpha) = given else { continue };
-            if !recipe.method.has(step) || recipe.settings.skipped.contains(&step) {
+            if !recipe.method.has(step) {
                 return Err(Error::usage(
                     format!("{option} has no effect: `{step}` is no step of what is done"),
                     "leave it out, or choose --method qoq",
@@ -176,7 +179,7 @@ impl RecipeOptions {
         if recipe.method.rounding != Rounding::Gptq {
             let given = self.gptq_options().into_iter().find(|(_, given)| *given);
             if let Some((option, _)) = given {
-                return Err(self.has_no_effect(&recipe, option, "does not round with GPTQ"));
+                return Err(self.has_no_effect(&recipe.method, option, "does not round with GPTQ"));
             }
         }
         if !recipe.needs_text() {
@@ -189,13 +192,15 @@ impl RecipeOptions {
             ];
             let given = given.into_iter().find(|(_, given)| *given);
             if let Some((option, _)) = given {
-                return Err(self.needs_no_text(&recipe, option));
+                return Err(self.needs_no_text(&recipe.method, option));
             }
         }
         if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
             // A file that rounds only has none; this one's transform was overruled.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
-                return Err(self.needs_no_text(&recipe, &format!("[calibration] of {}", path.display())));
+                return Err(
+                    self.needs_no_text(&recipe.method, &format!("[calibration] of {}", path.display()))
+                );
             }
         }
         if let Some(search) = &self.search {
@@ -221,13 +226,14 @@ impl RecipeOptions {
     }
 
     /// The preset that nobody named: the default, or the first with the method that was asked for, or with what that
-    /// begins with, so that its scheme is one for which the method is made.
+    /// begins with, or the first of its steps, so that its scheme is one for which the method is made.
     fn usual_preset(&self) -> &'static str {
         let named = self.method.as_deref().unwrap_or_default();
         let same = PRESETS.iter().find(|p| p.method == named);
         let begins =
             || PRESETS.iter().find(|p| named.strip_prefix(p.method).is_some_and(|r| r.starts_with('-')));
-        same.or_else(begins).unwrap_or(&PRESETS[0]).name
+        let has = || named.split(',').find_map(|step| PRESETS.iter().find(|p| p.method == step.trim()));
+        same.or_else(begins).or_else(has).unwrap_or(&PRESETS[0]).name
     }
 
     /// What happens to a model: as the recipe says where it is float, and as `--format` says where
@@ -238,8 +244,8 @@ impl RecipeOptions {
         }
         let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, asymmetric, .. } =
             self;
-        let Self { ignore, overrides, search, samples, seq_len, seed, .. } = self;
-        let other = [preset, method, scheme, group_size, search].iter().any(|o| o.is_some())
+        let Self { ignore, overrides, search, samples, seq_len, seed, packing, mask, .. } = self;
+        let other = [preset, method, scheme, group_size, search, packing, mask].iter().any(|o| o.is_some())
             || [symmetric, asymmetric].iter().any(|flag| **flag)
             || !(ignore.is_empty() && overrides.is_empty())
             || [samples, seq_len].iter().any(|o| o.is_some())
@@ -256,13 +262,13 @@ impl RecipeOptions {
     }
 
     /// The error that an option about the calibration text has nothing to act on.
-    pub fn needs_no_text(&self, recipe: &Recipe, option: &str) -> Error {
-        self.has_no_effect(recipe, option, "searches nothing on a calibration text")
+    pub fn needs_no_text(&self, method: &Method, option: &str) -> Error {
+        self.has_no_effect(method, option, "searches nothing on a calibration text")
     }
 
-    fn has_no_effect(&self, recipe: &Recipe, option: &str, why: &str) -> Error {
+    fn has_no_effect(&self, method: &Method, option: &str, why: &str) -> Error {
         Error::usage(
-            format!("{option} has no effect: method `{}` {why}", recipe.method.name),
+            format!("{option} has no effect: method `{}` {why}", method.name),
             "leave it out, or choose another --method",
         )
     }
@@ -336,10 +342,16 @@ fn preset_help() -> String {
 }
 
 fn method_help() -> String {
-    listed(
+    let named = listed(
         "How the numbers are found; the preset's when not given",
-        METHODS.iter().map(|m| (m.name, m.summary.to_owned())),
-    )
+        METHODS.iter().map(|m| (&*m.name, m.summary.to_owned())),
+    );
+    let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();
+    let own = listed(
+        "Or steps of one's own order with commas between, and gptq or rtn last (rtn without)",
+        steps.into_iter(),
+    );
+    format!("{named}\n\n{own}")
 }
 
 fn format_help() -> String {

@@ -271,6 +271,8 @@ pub enum Error {
         path: PathBuf,
         /// What is wrong with it, with the line or the key.
         reason: String,
+        /// What to do.
+        remedy: String,
     },
     /// A text was named that is neither a file nor a set.
     #[error("{name} is neither a file nor a set of texts")]
@@ -324,6 +326,15 @@ pub enum Error {
     Numeric {
         /// The tensor or module concerned.
         tensor: String,
+        /// What happened.
+        reason: String,
+    },
+
+    /// Keys or values leave the range of the cache that they are put in.
+    #[error("keys and values{}: {reason}", block.map(|b| format!(" of block {b}")).unwrap_or_default())]
+    Cache {
+        /// The block.
+        block: Option<usize>,
         /// What happened.
         reason: String,
     },
@@ -388,16 +399,27 @@ impl Error {
             | Self::DiskFull { .. }
             | Self::Locked { .. }
             | Self::Verification { .. } => Category::Environment,
-            Self::NonFinite { .. } | Self::Numeric { .. } => Category::Numeric,
+            Self::NonFinite { .. } | Self::Numeric { .. } | Self::Cache { .. } => Category::Numeric,
             Self::Tensor(_) | Self::Internal(_) => Category::Internal,
             Self::Interrupted => Category::Interrupted,
+        }
+    }
+
+    /// The same, with the block that a cache's refusal concerns.
+    pub(crate) fn in_block(self, index: usize) -> Self {
+        match self {
+            Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },
+            other => other,
         }
     }
 
     /// What the user can do about it.
     pub fn remedy(&self) -> String {
         match self {
-            Self::Usage { remedy, .. } | Self::Unavailable { remedy, .. } | Self::InputFile { remedy, .. } => {
+            Self::Usage { remedy, .. }
+            | Self::Recipe { remedy, .. }
+            | Self::Unavailable { remedy, .. }
+            | Self::InputFile { remedy, .. } => {
                 remedy.clone()
             }
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
@@ -471,9 +493,6 @@ impl Error {
                  other tensor float with --ignore"
                     .into()
             }
-            Self::Recipe { .. } => {
-                "correct the recipe; `quant plan --print-recipe awq-w4a16` prints one to start from".into()
-            }
             Self::UnknownText { known, .. } => {
                 format!("give the path of a text file or .jsonl, or one of {}", known.join(", "))
             }
@@ -489,6 +508,11 @@ impl Error {
             Self::Numeric { .. } => {
                 "quantizing: exclude this tensor with --ignore, or choose another scheme for it with --override; \
                  evaluating: try the model that this one was made from, its numbers may overflow as well"
+                    .into()
+            }
+            Self::Cache { .. } => {
+                "cache them as floats, with --kv 16 or a scheme without kv; where that fails too, the model itself \
+                 overflows"
                     .into()
             }
             Self::Tensor(_) | Self::Internal(_) => {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
@@ -25,6 +26,14 @@ pub enum Event {
     },
     /// The current stage is over.
     StageDone,
+    /// Some of the run's time went into a step: `read`, a transform, `gptq`, `write` … Steps do not overlap, and come
+    /// again with every block.
+    StepDone {
+        /// The step.
+        step: &'static str,
+        /// What it took this time.
+        elapsed: Duration,
+    },
     /// Something the user should know, though the run goes on.
     Warning {
         /// What.
@@ -36,6 +45,14 @@ pub enum Event {
 pub trait Observer: Send + Sync {
     /// Called at each event, in order.
     fn event(&self, event: &Event);
+}
+
+/// Does some of the work of a step, and tells the observer what it took.
+pub(crate) fn timed<T>(observer: &dyn Observer, step: &'static str, work: impl FnOnce() -> T) -> T {
+    let started = Instant::now();
+    let done = work();
+    observer.event(&Event::StepDone { step, elapsed: started.elapsed() });
+    done
 }
 
 /// An [`Observer`] that ignores everything.

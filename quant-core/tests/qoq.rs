@@ -11,7 +11,7 @@ use common::{Kind, Tiny, flat, logits, mean_divergence, normal, relative_differe
 use quant_core::calibrate::{BatchTap, ChannelRanges, HiddenStates, Packing, Sampling, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorSource};
 use quant_core::model::{Block, KvScheme, Model, NoTap, NodeId, Tap, WeightBody};
-use quant_core::recipe::{METHODS, Plan, Recipe, kv};
+use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
     Alpha, Automatic, BlockTask, Clip, Grid, Reorder, Rewrite, SmoothAttention, SmoothOutputs, Transform,
     TransformSettings, rotate,
@@ -427,7 +427,7 @@ fn steps_can_be_left_out_each_and_all() {
     let tiny = Tiny { tied: true, ..Tiny::default() };
     let checkpoint = tiny.random(31);
     let windows = windows(&tiny);
-    let method = METHODS.iter().find(|m| m.name == "qoq-rtn").unwrap();
+    let method = method("qoq-rtn").unwrap();
     let mut bytes = Vec::new();
     for skipped in
         [vec![], vec!["rotate"], vec!["reorder"], vec!["smooth-outputs"], vec!["clip"], method.steps()]
@@ -435,7 +435,7 @@ fn steps_can_be_left_out_each_and_all() {
         let mut recipe = qoq("qoq-rtn", "w4a8-g16-asym");
         recipe.settings.attention = Some(Alpha::Fixed(0.5));
         let names: Vec<String> = skipped.iter().map(|s| (*s).to_owned()).collect();
-        method.skip(&names, &mut recipe.settings).unwrap();
+        recipe.method = method.without(&names).unwrap();
         let model = recipe.prepared(checkpoint.model()).unwrap();
         assert_eq!(model.is_rotated(), !skipped.contains(&"rotate"));
         let written = common::run(&model, &tiny.config(), &recipe, Some(&windows));
@@ -446,21 +446,21 @@ fn steps_can_be_left_out_each_and_all() {
             let name = "model.layers.1.mlp.up_proj.weight_packed";
             assert_eq!(written.source.read(name).unwrap(), rtn.source.read(name).unwrap());
         }
-        // What is printed is read back as it was; a method of which nothing is left is another one.
+        // What is printed is read back as it was.
         let again = Recipe::parse(&recipe.to_toml()).unwrap();
-        match skipped.len() == method.steps().len() {
-            true => assert_eq!(again.method.name, "rtn"),
-            false => {
-                assert_eq!(again.method.name, "qoq-rtn");
-                let left_out = skipped.contains(&"smooth-attention");
-                assert!(left_out || again.settings == recipe.settings, "{:?}", again.settings);
-            }
+        assert_eq!(again.method.name, recipe.method.name);
+        let left_out = !recipe.method.has("smooth-attention");
+        assert!(left_out || again.settings == recipe.settings, "{:?}", again.settings);
+        match skipped.len() {
+            0 => assert_eq!(again.method.name, "qoq-rtn"),
+            all if all == method.steps().len() => assert_eq!(again.method.name, "rtn"),
+            _ => assert_eq!(again.method.name, recipe.method.steps().join(",")),
         }
     }
     for (i, a) in bytes.iter().enumerate() {
         assert!(bytes[i + 1..].iter().all(|b| a != b), "step {i} changes nothing");
     }
-    assert!(method.skip(&["rotat".into()], &mut TransformSettings::default()).is_err());
+    assert!(method.without(&["rotat".into()]).is_err());
 }
 
 /// What is written of a progressive weight in a container with one level is the product of the two, rounded once.

@@ -30,7 +30,7 @@ fn recipes() {
             &["all activations stay float", "such as w8a8"],
         ),
         (&["--scheme", "w4a8-g32-static"], &["w8a8-channel-sym only"]),
-        (&["--format", "awq", "--scheme", "w4a8-g32"], &["says nothing of activations"]),
+        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["says nothing of activations"]),
         (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha 1.5 is outside 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
@@ -104,6 +104,9 @@ fn recipes() {
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
+        (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `awq` or `clip` last"]),
+        (&["--method", "reorder,rotate"], &["makes another model", "put `rotate` first"]),
+        (&["--method", "rotate,magic"], &["step `magic` is not known", "the steps are awq, clip, reorder"]),
         (&["--packing", "bfd"], &["unknown packing `bfd`", "auto, stream, documents"]),
         (&["--mask", "users"], &["unknown mask `users`", "none, prompts"]),
         (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),
@@ -191,6 +194,13 @@ fn recipe_files() {
 
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
+    // What is said of it is what the same options say.
+    std::fs::write(
+        &file,
+        "[[transform]]\nkind = \"reorder\"\n[[transform]]\nkind = \"rotate\"\n[quantize]\nscheme = \"w4a16\"\n",
+    )
+    .unwrap();
+    check_message("an order", &plan(recipe), 2, &["mine.toml: steps reorder, rotate", "put `rotate` first"]);
     std::fs::remove_file(&file).unwrap();
     check_message("no file", &plan(recipe), 2, &["mine.toml: does not exist", "--print-recipe"]);
     std::fs::write(&file, b"\xff\xfe").unwrap();

@@ -180,6 +180,27 @@ fn bench_decodes_on_the_cache_that_the_model_says() {
 }
 
 #[test]
+fn what_a_cache_cannot_hold_is_told_with_the_block() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    let tiny = TinyLlama::default();
+    let mut tensors = tiny.tensors();
+    // Keys of the second block beyond what scales in F16 reach, finite in f32.
+    for tensor in &mut tensors {
+        if matches!(
+            &*tensor.name,
+            "model.layers.1.self_attn.k_proj.weight" | "model.layers.1.input_layernorm.weight"
+        ) {
+            (0..tensor.data.len() / 2).for_each(|i| tensor.set_f16(i, if i % 3 == 0 { -6e4 } else { 6e4 }));
+        }
+    }
+    tiny.write_with(&model, &tensors);
+    assert!(eval(&model, &["--kv", "16"]).succeeded().code() == Some(0));
+    let says = ["keys and values of block 1: a value is beyond", "--kv 16"];
+    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &says);
+}
+
+#[test]
 fn what_makes_no_sense_is_refused() {
     let scratch = tempfile::tempdir().unwrap();
     for kv in ["2", "32", "kv4", ""] {

@@ -126,3 +126,82 @@ fn the_ablation_is_a_table_of_paired_rows() {
     let refused = quant(args!["eval", demo_model(), "--text", "builtin-heldout", "--samples", "4"]);
     assert_eq!(refused.code(), Some(2), "{refused}");
 }
+
+/// What cannot be said of activations is lost, and told; the weights are the same in all.
+#[test]
+fn one_run_writes_what_engines_read_with_and_without_activations() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out");
+    let options = ["--method", "qoq-rtn", "--scheme", "w4a8kv4-g32-asym-progressive", "--samples", "4"];
+    let formats = ["--seq-len", "128", "--format", "awq", "--format", "compressed-tensors", "--json"];
+    let of = |start: Vec<std::ffi::OsString>| {
+        let options = options.iter().chain(&formats).map(Into::into);
+        quant(start.into_iter().chain(options)).succeeded().json()
+    };
+    let plan = quant(args!["plan", demo_model(), "--json"].into_iter().chain(
+        options.iter().chain(&formats[..6]).filter(|o| **o != "--seq-len" && **o != "128").map(Into::into),
+    ));
+    let plan = plan.succeeded().json();
+    let lost = |i: usize| plan["formats"][i]["loses"].as_array().unwrap().clone();
+    assert_eq!((lost(0).len(), lost(1).len()), (3, 2), "{plan}");
+    assert!(lost(0)[0].as_str().unwrap().contains("the awq format says nothing of activations"));
+    let summary = of(args!["quantize", demo_model(), "-o", &out]);
+    let steps: Vec<&str> =
+        summary["steps"].as_array().unwrap().iter().map(|s| s["step"].as_str().unwrap()).collect();
+    for step in
+        ["read and rotate", "reorder", "smooth-attention", "smooth-outputs", "clip", "round and write"]
+    {
+        assert!(steps.contains(&step), "{step}: {steps:?}");
+    }
+    let seconds = |value: &Value| value["seconds"].as_f64().unwrap();
+    let sum: f64 = summary["steps"].as_array().unwrap().iter().map(seconds).sum();
+    assert!(sum <= seconds(&summary), "{summary}");
+    let scheme = |format: &str| {
+        let inspected = quant(args!["inspect", out.join(format), "--json"]).succeeded().json();
+        inspected["linears"][0]["stored"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(
+        (scheme("awq").as_str(), scheme("compressed-tensors").as_str()),
+        ("w4a16-g32-asym", "w4a8-g32-asym")
+    );
+    let [awq, packed] = ["awq", "compressed-tensors"].map(|format| perplexity(&out.join(format), &[]));
+    assert!(
+        (awq / packed - 1.0).abs() < 0.01,
+        "{awq} and {packed}: 8 bits of activations cost next to nothing"
+    );
+}
+
+#[test]
+fn the_ablation_goes_without_what_a_family_does_not_allow() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("opt");
+    TinyOpt::default().write(&model);
+    let ablation = |more: &[&str]| {
+        let mut arguments =
+            args!["eval", &model, "--ablation", "--json", "--samples", "2", "--seq-len", "32"];
+        arguments.extend(
+            ["--text", "builtin-heldout", "--window", "32", "--windows", "2"]
+                .iter()
+                .chain(more)
+                .map(Into::into),
+        );
+        quant(arguments)
+    };
+    let refused = ablation(&["--group-size", "16"]);
+    assert_eq!(refused.code(), Some(2), "{refused}");
+    assert!(refused.stderr.contains("--skip rotate"), "{refused}");
+    let refused = ablation(&["--group-size", "7", "--skip", "rotate"]);
+    assert_eq!(refused.code(), Some(2), "{refused}");
+    assert!(refused.stderr.contains("row `+ progressive groups`"), "{refused}");
+    assert!(!refused.stderr.contains("--override"), "{refused}");
+    let table = ablation(&["--group-size", "16", "--skip", "rotate,clip"]).succeeded().json();
+    let steps: Vec<&str> =
+        table["rows"].as_array().unwrap().iter().map(|r| r["step"].as_str().unwrap()).collect();
+    assert!(
+        steps.len() == 8 && !steps.contains(&"+ rotation") && !steps.contains(&"+ clipping"),
+        "{steps:?}"
+    );
+    let refused = ablation(&["--skip", "awq"]);
+    assert_eq!(refused.code(), Some(2), "{refused}");
+    assert!(refused.stderr.contains("`awq` is no step of method `qoq`"), "{refused}");
+}

@@ -23,6 +23,8 @@ use crate::output::{JsonOption, duration, table};
 /// What a row does beyond the one above it.
 struct Step {
     name: &'static str,
+    /// The step of QoQ that it adds, where `--skip` can leave it out.
+    adds: Option<&'static str>,
     method: &'static str,
     /// The scheme; `GROUP` stands for the group size, `SYM` for the symmetry that is asked for.
     scheme: &'static str,
@@ -30,53 +32,37 @@ struct Step {
     steps: &'static [&'static str],
 }
 
+const ROW: &str = "w4a8-channelSYM";
+const ROW_KV4: &str = "w4a8kv4-channelSYM";
+const GROUPS_KV4: &str = "w4a8kv4-GROUPSYM-progressive";
+
+const fn step(
+    name: &'static str,
+    adds: Option<&'static str>,
+    method: &'static str,
+    scheme: &'static str,
+    steps: &'static [&'static str],
+) -> Step {
+    Step { name, adds, method, scheme, steps }
+}
+
+/// What is done before reordering.
+const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
+/// All that is done before weights are rounded.
+const ALL: &[&str] = &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"];
+
 /// From 8 bits, whose loss is next to nothing, to 4 bits of weights and of the cache, and back up.
 const STEPS: &[Step] = &[
-    Step { name: "W8A8", method: "rtn", scheme: "w8a8-channel-sym", steps: &[] },
-    Step { name: "W4A8, a scale a row", method: "rtn", scheme: "w4a8-channelSYM", steps: &[] },
-    Step { name: "+ rotation", method: "qoq-rtn", scheme: "w4a8-channelSYM", steps: &["rotate"] },
-    Step {
-        name: "+ smooth outputs",
-        method: "qoq-rtn",
-        scheme: "w4a8-channelSYM",
-        steps: &["rotate", "smooth-outputs"],
-    },
-    Step {
-        name: "+ clipping",
-        method: "qoq-rtn",
-        scheme: "w4a8-channelSYM",
-        steps: &["rotate", "smooth-outputs", "clip"],
-    },
-    Step {
-        name: "+ KV4",
-        method: "qoq-rtn",
-        scheme: "w4a8kv4-channelSYM",
-        steps: &["rotate", "smooth-outputs", "clip"],
-    },
-    Step {
-        name: "+ SmoothAttention",
-        method: "qoq-rtn",
-        scheme: "w4a8kv4-channelSYM",
-        steps: &["rotate", "smooth-attention", "smooth-outputs", "clip"],
-    },
-    Step {
-        name: "+ progressive groups",
-        method: "qoq-rtn",
-        scheme: "w4a8kv4-GROUPSYM-progressive",
-        steps: &["rotate", "smooth-attention", "smooth-outputs", "clip"],
-    },
-    Step {
-        name: "+ reordering",
-        method: "qoq-rtn",
-        scheme: "w4a8kv4-GROUPSYM-progressive",
-        steps: &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"],
-    },
-    Step {
-        name: "+ GPTQ",
-        method: "qoq",
-        scheme: "w4a8kv4-GROUPSYM-progressive",
-        steps: &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"],
-    },
+    step("W8A8", None, "rtn", "w8a8-channel-sym", &[]),
+    step("W4A8, a scale a row", None, "rtn", ROW, &[]),
+    step("+ rotation", Some("rotate"), "qoq-rtn", ROW, &["rotate"]),
+    step("+ smooth outputs", Some("smooth-outputs"), "qoq-rtn", ROW, &["rotate", "smooth-outputs"]),
+    step("+ clipping", Some("clip"), "qoq-rtn", ROW, &["rotate", "smooth-outputs", "clip"]),
+    step("+ KV4", None, "qoq-rtn", ROW_KV4, &["rotate", "smooth-outputs", "clip"]),
+    step("+ SmoothAttention", Some("smooth-attention"), "qoq-rtn", ROW_KV4, SMOOTHED),
+    step("+ progressive groups", None, "qoq-rtn", GROUPS_KV4, SMOOTHED),
+    step("+ reordering", Some("reorder"), "qoq-rtn", GROUPS_KV4, ALL),
+    step("+ GPTQ", None, "qoq", GROUPS_KV4, ALL),
 ];
 
 /// How the rows are made.
@@ -97,6 +83,10 @@ pub struct AblationOptions {
     /// Weights of a row that share a scale in the rows of --ablation that have groups [default: 128]
     #[arg(long, value_name = "SIZE", requires = "ablation")]
     pub group_size: Option<usize>,
+    /// A step of QoQ that no row of --ablation has, such as rotate where the family does not allow it; several with
+    /// commas
+    #[arg(long, value_name = "STEP", value_delimiter = ',', requires = "ablation")]
+    pub skip: Vec<String>,
     /// Grids with a zero point in --ablation, as in QServe's own format; without it those that the preset writes
     #[arg(long, requires = "ablation")]
     pub asymmetric: bool,
@@ -139,18 +129,19 @@ pub fn run(
     let started = Instant::now();
     opened.model.require_float()?;
     // Every row is planned before the first is made: what cannot be done is told now.
-    for step in STEPS {
+    let steps = steps(options)?;
+    for step in &steps {
         let recipe = step.recipe(options)?;
         let model = recipe.prepared(Model::open(&opened.directory)?)?;
-        Plan::new(&model, &recipe, recipe.containers[0])?;
+        Plan::new(&model, &recipe, recipe.containers[0]).map_err(|e| step.refused(e))?;
     }
     let source = options.calibration.as_deref().unwrap_or(inputs::BUILTIN);
     let windows = inputs::calibration(opened, source, sampling(options), session)?;
     let length = text.longest_input();
     let float = Decoder::load(&opened.model, length, &session.progress, &session.cancel)?.with_kv(None);
     let counts: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
-    let (mut rows, mut above, mut reference) = (Vec::with_capacity(STEPS.len()), None::<Vec<f64>>, None);
-    for step in STEPS {
+    let (mut rows, mut above, mut reference) = (Vec::with_capacity(steps.len()), None::<Vec<f64>>, None);
+    for step in steps {
         let begun = Instant::now();
         let recipe = step.recipe(options)?;
         let model = recipe.prepared(Model::open(&opened.directory)?)?;
@@ -212,7 +203,26 @@ fn sampling(options: &AblationOptions) -> Sampling {
     }
 }
 
+/// The rows, without those that only add what is left out.
+fn steps(options: &AblationOptions) -> Result<Vec<&'static Step>> {
+    // Says which steps there are.
+    method("qoq")?.without(&options.skip)?;
+    let left_out = |step: &&Step| step.adds.is_some_and(|adds| options.skip.iter().any(|s| s == adds));
+    Ok(STEPS.iter().filter(|step| !left_out(step)).collect())
+}
+
 impl Step {
+    /// The error of a row that cannot be made, with what there is to say to `quant eval`.
+    fn refused(&self, error: Error) -> Error {
+        match error {
+            Error::GroupSizeDoesNotDivide(_) => Error::usage(
+                format!("row `{}`: {error}", self.name),
+                "choose a --group-size that divides the width of every linear",
+            ),
+            other => other,
+        }
+    }
+
     fn scheme(&self, options: &AblationOptions) -> String {
         let symmetry = if options.asymmetric { "-asym" } else { "-sym" };
         let group = format!("g{}", options.group_size.unwrap_or(128));
@@ -221,15 +231,14 @@ impl Step {
 
     fn recipe(&self, options: &AblationOptions) -> Result<Recipe> {
         let (scheme, kv) = kv::split(&self.scheme(options))?;
-        let method = method(self.method)?;
-        let mut settings = TransformSettings { kv, ..TransformSettings::default() };
-        let left_out = method.steps().into_iter().filter(|step| !self.steps.contains(step));
-        method.skip(&left_out.map(str::to_owned).collect::<Vec<_>>(), &mut settings)?;
+        let whole = method(self.method)?;
+        let kept = |step: &str| self.steps.contains(&step) && !options.skip.iter().any(|s| s == step);
+        let left_out = whole.steps().into_iter().filter(|step| !kept(step));
         Ok(Recipe {
-            method,
+            method: whole.without(&left_out.map(str::to_owned).collect::<Vec<_>>())?,
             scheme: scheme.parse()?,
-            settings,
-            gptq: method.usual_gptq(),
+            settings: TransformSettings { kv, ..TransformSettings::default() },
+            gptq: whole.usual_gptq(),
             sampling: sampling(options),
             ..Recipe::preset("rtn-w4a16")?
         })

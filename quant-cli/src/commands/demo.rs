@@ -81,11 +81,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));
             let begun = Instant::now();
-            let bytes = produce(&opened, method.name, scheme, args.quick, &out, session)?;
+            let bytes = produce(&opened, &method.name, scheme, args.quick, &out, session)?;
             let seconds = begun.elapsed().as_secs_f64();
             let (row, own) = measure(&out, &float, &text, session)?;
             float_perplexity.get_or_insert(own);
-            rows.push(Row { method: method.name, scheme: scheme.to_owned(), bytes, seconds, ..row });
+            rows.push(Row { method: &method.name, scheme: scheme.to_owned(), bytes, seconds, ..row });
         }
     }
     let own = float_perplexity.ok_or_else(|| Error::Internal("no method was shown".into()))?;

@@ -11,8 +11,8 @@ use quant_core::{Error, Result};
 use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
 use quant_evaluator::statistics::Quantile;
 use quant_evaluator::{
-    Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, Position, ProfileRequest,
-    Tokenization, anatomy, compare, noise_floor, perplexity,
+    Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, ModelIdentity, Position,
+    ProfileRequest, Tokenization, anatomy, compare, noise_floor, perplexity,
 };
 use serde_json::json;
 
@@ -341,7 +341,11 @@ fn show(result: &Evaluation) -> String {
         text.push('\n');
         text.push_str(&spread(comparison));
     }
-    let cache = result.model.kv_cache.map(|kv| format!(", keys and values in {kv}")).unwrap_or_default();
+    let said = |before: &str, model: Option<&ModelIdentity>| {
+        let kv = model.and_then(|m| m.kv_cache);
+        kv.map(|kv| format!("{before} keys and values in {kv}")).unwrap_or_default()
+    };
+    let cache = said(",", Some(&result.model)) + &said("; the reference with", result.reference.as_ref());
     text.push_str(&format!(
         "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}{cache}\n",
         result.profile,

@@ -145,7 +145,7 @@ fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> 
     });
     PlanJson {
         schema: "quant-plan/2",
-        method: first.map_or("", |plan| plan.method.name),
+        method: first.map_or("", |plan| &plan.method.name),
         input_bytes: first.map_or(0, Plan::input_bytes),
         peak_memory_bytes,
         selectors: selectors.collect(),

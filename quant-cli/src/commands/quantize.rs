@@ -20,6 +20,7 @@ use super::Session;
 use crate::hub;
 use crate::inputs::{self, Opened};
 use crate::output::{self, bytes, duration};
+use crate::progress::StepTime;
 use crate::provenance;
 use crate::recipe::RecipeOptions;
 
@@ -68,6 +69,8 @@ pub struct Summary {
     #[serde(skip_serializing_if = "Option::is_none")]
     calibration: Option<Calibration>,
     outputs: Vec<Output>,
+    /// What each step took, all blocks together; reading the calibration text is none.
+    steps: Vec<StepTime>,
     seconds: f64,
     peak_memory_bytes: Option<u64>,
 }
@@ -100,7 +103,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let started = Instant::now();
     let recipe = args.recipe.recipe()?;
     if let (Some(text), false) = (&args.calibration, recipe.needs_text()) {
-        return Err(args.recipe.needs_no_text(&recipe, &format!("--calibration {text}")));
+        return Err(args.recipe.needs_no_text(&recipe.method, &format!("--calibration {text}")));
     }
     let outputs = outputs(&args.output, &recipe)?;
     if let Some(path) = &args.report {
@@ -115,9 +118,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     if let Some(path) = &args.save_channel_maxima {
         if !recipe.needs_text() {
-            return Err(args.recipe.needs_no_text(&recipe, "--save-channel-maxima"));
+            return Err(args.recipe.needs_no_text(&recipe.method, "--save-channel-maxima"));
         }
-        if recipe.method.rotates(&recipe.settings) {
+        if recipe.method.rotates {
             return Err(Error::usage(
                 "--save-channel-maxima would keep maxima of the rotated model, which no other method sees",
                 "save them in a run of another method, or with --skip rotate",
@@ -148,6 +151,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         bytes_before: written.first().map_or(0, |(_, report)| report.bytes_before),
         calibration: written.first().and_then(|(_, report)| calibration(report)),
         outputs: written.iter().map(|(published, report)| Output::new(published, report)).collect(),
+        steps: session.progress.step_times(),
         seconds: started.elapsed().as_secs_f64(),
         peak_memory_bytes: output::peak_memory(),
     };
@@ -217,7 +221,10 @@ fn quantize(
     refuse_existing(outputs, args)?;
     let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
     if let (Some(text), false) = (&args.calibration, plan.needs_text()) {
-        return Err(args.recipe.needs_no_text(recipe, &format!("--calibration {text}")));
+        return Err(args.recipe.needs_no_text(&plan.method, &format!("--calibration {text}")));
+    }
+    if args.save_channel_maxima.is_some() && !plan.needs_text() {
+        return Err(args.recipe.needs_no_text(&plan.method, "--save-channel-maxima"));
     }
     let positions = opened.model.architecture().max_positions;
     if plan.needs_text() && plan.sampling.length > positions {
@@ -364,6 +371,17 @@ fn calibration(report: &QuantReport) -> Option<Calibration> {
     notable.then_some(Calibration { tokens, tokens_counted, padding })
 }
 
+/// Where the time went, where it is long enough to ask.
+fn breakdown(summary: &Summary) -> String {
+    const WORTH_SAYING: f64 = 10.0;
+    let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
+    let parts: Vec<String> = notable.map(|s| format!("{} {}", s.step, duration(s.seconds))).collect();
+    match summary.seconds >= WORTH_SAYING && !parts.is_empty() {
+        true => format!(": {}", parts.join(", ")),
+        false => String::new(),
+    }
+}
+
 fn text(summary: &Summary) -> String {
     let mut text = String::new();
     if let Some(Calibration { tokens, tokens_counted, padding }) = summary.calibration {
@@ -394,6 +412,6 @@ fn text(summary: &Summary) -> String {
         }
         text.push_str(&format!("written to {}\n", output.path));
     }
-    text.push_str(&format!("in {}\n", duration(summary.seconds)));
+    text.push_str(&format!("in {}{}\n", duration(summary.seconds), breakdown(summary)));
     text
 }

@@ -27,6 +27,7 @@ use super::staging::{Staged, check_space, create_parents, record, refuse_differe
 use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
 use super::{ShardLayout, ShardedCheckpoint, Sidecar, TensorSink, TensorSource, TensorSpec};
 use crate::digest::Digest256;
+use crate::progress::timed;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
 
 /// How a checkpoint is written.
@@ -329,7 +330,7 @@ impl CheckpointWriter {
             let file = self.write_beside(INDEX, &index)?;
             self.files.insert(INDEX.to_owned(), file);
         }
-        let mut files = self.read_back(&out, observer, cancel)?;
+        let mut files = timed(observer, "verify", || self.read_back(&out, observer, cancel))?;
         files.sort();
         let manifest = manifest_bytes(&files, &self.options.tool_version);
         let manifest = self.write_beside(MANIFEST, &manifest)?;

@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
 use crate::model::FusedLinears;
 use crate::quantize::QuantizedTensor;
-use crate::recipe::LinearScheme;
+use crate::recipe::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 pub use awq::AutoAwq;
@@ -84,27 +84,47 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether configurations say how the inputs of linears are rounded; in other containers they stay float.
+    fn keeps_activations(&self) -> bool {
+        true
+    }
+
     /// What is lost of a linear that is quantized to this scheme, beyond what quantizing it costs, when its scales are
     /// written in this type: sentences for the user, none where all of it is kept.
     fn loses(&self, scheme: LinearScheme, scale_dtype: Dtype) -> Vec<String> {
+        let mut lost = Vec::new();
+        if scheme.activations == ActivationScheme::Token && !self.keeps_activations() {
+            lost.push(format!(
+                "the {} format says nothing of activations: engines leave them float, where {scheme} has 8 bits",
+                self.name()
+            ));
+        }
         if !scheme.progressive || self.keeps_levels() {
-            return Vec::new();
+            return lost;
         }
         let bits = match scale_dtype {
             Dtype::F16 => "up to 2^-11 of it off",
             Dtype::Bf16 => "up to 2^-8 of it off",
             _ => "exact",
         };
-        vec![
-            format!("the two levels of scales become one, their product in {scale_dtype}: {bits}"),
+        lost.push(format!("the two levels of scales become one, their product in {scale_dtype}: {bits}"));
+        lost.push(
             "kernels that reach integers of 8 bits before they meet a float need both levels, and cannot run it"
                 .to_owned(),
-        ]
+        );
+        lost
     }
 
-    /// How a linear that is quantized to this scheme is written.
+    /// How a linear that is quantized to this scheme is written. Static activations are never left out: what was found
+    /// for them would be gone.
     fn stored_scheme(&self, scheme: LinearScheme) -> LinearScheme {
-        if self.keeps_levels() { scheme } else { scheme.flattened() }
+        let scheme = if self.keeps_levels() { scheme } else { scheme.flattened() };
+        match scheme.activations {
+            ActivationScheme::Token if !self.keeps_activations() => {
+                LinearScheme { activations: ActivationScheme::Float, ..scheme }
+            }
+            _ => scheme,
+        }
     }
 
     /// Whether these schemes can stand in one checkpoint.

@@ -175,7 +175,7 @@ impl Decoder {
     pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
         let block =
             self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
-        block.forward(hidden, 0, None, tap)
+        block.forward(hidden, 0, None, tap).map_err(|e| e.in_block(index))
     }
 
     fn finish(&self, hidden: &Tensor) -> Result<Tensor> {
@@ -239,7 +239,8 @@ impl Decoder {
         }
         let mut hidden = self.embed_from(&[tokens], start)?;
         for (index, block) in self.blocks.iter().enumerate() {
-            hidden = block.forward(&hidden, start, Some(cache.layer(index)), &mut NoTap)?;
+            let layer = Some(cache.layer(index));
+            hidden = block.forward(&hidden, start, layer, &mut NoTap).map_err(|e| e.in_block(index))?;
         }
         cache.advance(tokens.len());
         let last = hidden.narrow(1, tokens.len() - 1, 1)?;

@@ -150,7 +150,7 @@ pub(super) fn cache_error(error: KernelError) -> Error {
         }
         other => return Error::Internal(format!("the cache refuses its operands: {other}")),
     };
-    Error::Numeric { tensor: "keys and values".into(), reason }
+    Error::Cache { block: None, reason }
 }
 
 impl fmt::Display for KvScheme {

@@ -13,6 +13,7 @@ use crate::calibrate::{BatchLayout, BatchTap, ChannelRanges, HiddenStates};
 use crate::checkpoint::{Dtype, MemorySource};
 use crate::format::{self, PackedWeight};
 use crate::model::{Block, BlockGraph, Linear, Model, NodeId, Norm, Op, RopeTable, Tap, WeightBody};
+use crate::progress::timed;
 use crate::quantize::gptq::LayerInputs;
 use crate::recipe::{Action, PlanEntry, Rounding};
 use crate::transform::{BlockTask, Grid, Rewrite, Transform};
@@ -74,7 +75,8 @@ impl Batch {
         if open.is_empty() && !advance && job.maxima.is_none() {
             return Ok(BTreeMap::new());
         }
-        let block = job.model.block(layer, &self.rope)?;
+        let read = if job.model.is_rotated() { "read and rotate" } else { "read" };
+        let block = timed(job.observer, read, || job.model.block(layer, &self.rope))?;
         let prefix = job.model.architecture().in_block(layer, "");
         if open.is_empty() {
             let stored = match &self.quantized {
@@ -84,7 +86,7 @@ impl Batch {
             if self.quantized.is_none() || stored.is_some() {
                 self.watch_ranges(job, &prefix, &block, advance, false)?;
                 if let (Some(quantized), Some(stored)) = (&mut self.quantized, stored) {
-                    quantized.advance(&stored, job.cancel)?;
+                    timed(job.observer, "forward", || quantized.advance(&stored, job.cancel))?;
                 }
                 return Ok(BTreeMap::new());
             }
@@ -131,12 +133,13 @@ impl Batch {
                     container: conveyors[i].job().plan.container,
                     cancel: job.cancel,
                 };
-                decision.rounded = match (&mut self.quantized, &before, &mut self.float) {
-                    (Some(states), ..) => task.run(states, advance)?,
-                    (None, Some(states), _) => task.run_beside(states)?,
-                    (None, None, Some(states)) => task.run(states, advance)?,
-                    (None, None, None) => return Err(Error::Internal("GPTQ without a batch".into())),
-                };
+                let states = (&mut self.quantized, &before, &mut self.float);
+                decision.rounded = timed(job.observer, Rounding::Gptq.name(), || match states {
+                    (Some(states), ..) => task.run(states, advance),
+                    (None, Some(states), _) => task.run_beside(states),
+                    (None, None, Some(states)) => task.run(states, advance),
+                    (None, None, None) => Err(Error::Internal("GPTQ without a batch".into())),
+                })?;
             }
             decisions.insert(i, decision);
         }
@@ -156,15 +159,15 @@ impl Batch {
         let Some(float) = &mut self.float else { return Ok(BTreeMap::new()) };
         if !wanted && job.maxima.is_none() {
             if advance {
-                float.advance(block, job.cancel)?;
+                timed(job.observer, "forward", || float.advance(block, job.cancel))?;
             }
             return Ok(BTreeMap::new());
         }
         let mut watch = RangeWatch::new(block, job.cancel, float.layout().clone());
-        match advance {
-            true => float.advance_watched(block, job.cancel, &mut watch)?,
-            false => float.watch(block, job.cancel, &mut watch)?,
-        }
+        timed(job.observer, "ranges", || match advance {
+            true => float.advance_watched(block, job.cancel, &mut watch),
+            false => float.watch(block, job.cancel, &mut watch),
+        })?;
         let ranges = watch.finish(prefix)?;
         if let Some(kept) = job.maxima {
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -191,7 +194,9 @@ fn transformed(
         return Ok(grids.iter().map(|_| Rewrite::default()).collect());
     };
     let tasks: Vec<_> = grids.iter().map(|grids| context.task(block, grids)).collect();
-    let mut rewrites = first.search(&tasks, states.as_deref_mut(), moves_on)?;
+    let observer = context.job.observer;
+    let mut rewrites =
+        timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), moves_on))?;
     for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
         for transform in rest {
             // What each has made of the block may differ by its grids: they are looked at one by one.
@@ -199,7 +204,8 @@ fn transformed(
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };
             let task = [context.task(&rewritten, grids)];
-            let next = transform.search(&task, states.as_deref_mut(), false)?;
+            let next =
+                timed(observer, transform.name(), || transform.search(&task, states.as_deref_mut(), false))?;
             for next in next {
                 *rewrite = std::mem::take(rewrite).then(next)?;
             }

@@ -22,8 +22,12 @@ use self::batch::{Batch, Decision};
 use self::conveyor::Conveyor;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
+use crate::progress::timed;
 use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
+
+/// The step of rounding what is not rounded yet, packing it, and writing it.
+const WRITE: &str = "round and write";
 
 /// Everything a run is made of, but for where the result goes.
 pub struct Job<'a> {
@@ -79,7 +83,9 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     let looks = jobs.iter().any(|job| job.plan.needs_text());
     let mut hidden = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => None,
-        (true, windows) if windows.is_some() || !looks => Some(Batch::new(job)?),
+        (true, windows) if windows.is_some() || !looks => {
+            Some(timed(job.observer, "embed", || Batch::new(job))?)
+        }
         (true, _) => {
             return Err(Error::usage(
                 format!("method `{}` needs a calibration text", job.plan.method.name),
@@ -95,11 +101,14 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let Some(batch) = &mut hidden else {
-            conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &Decision::default(), layers + 1))?;
+            let decision = Decision::default();
+            timed(job.observer, WRITE, || {
+                conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &decision, layers + 1))
+            })?;
             continue;
         };
         // A search takes long: what was done before it should survive it.
-        conveyors.iter_mut().try_for_each(Conveyor::drain)?;
+        timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
         let mut decisions = match layer {
             Some(layer) if Some(layer) <= last_incomplete => {
                 let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
@@ -107,11 +116,14 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
             }
             _ => BTreeMap::new(),
         };
-        for (i, conveyor) in conveyors.iter_mut().enumerate() {
-            conveyor.take(span, layer, &decisions.remove(&i).unwrap_or_default(), span)?;
-        }
+        timed(job.observer, WRITE, || {
+            let mut each = conveyors.iter_mut().enumerate();
+            each.try_for_each(|(i, c)| c.take(span, layer, &decisions.remove(&i).unwrap_or_default(), span))
+        })?;
     }
-    let reports = conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()?;
+    let reports = timed(job.observer, WRITE, || {
+        conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()
+    })?;
     job.observer.event(&Event::StageDone);
     Ok(reports)
 }
@@ -120,7 +132,7 @@ impl Job<'_> {
     /// Whether two jobs may run on one pass of a batch.
     fn is_beside(&self, other: &Self) -> bool {
         std::ptr::eq(self.model, other.model)
-            && std::ptr::eq(self.plan.method, other.plan.method)
+            && self.plan.method == other.plan.method
             && self.plan.settings == other.plan.settings
             && self.plan.needs_ranges() == other.plan.needs_ranges()
             && self.plan.gptq == other.plan.gptq

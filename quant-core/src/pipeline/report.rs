@@ -277,7 +277,7 @@ impl QuantReport {
         Ok(Self {
             schema: SCHEMA.into(),
             version: env!("CARGO_PKG_VERSION").into(),
-            method: job.plan.method.name.into(),
+            method: job.plan.method.name.to_string(),
             steps: job.plan.steps().into_iter().map(str::to_owned).collect(),
             kv: job.plan.settings.kv,
             format: job.plan.container.name().into(),

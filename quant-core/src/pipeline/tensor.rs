@@ -265,7 +265,8 @@ pub(super) fn transformed(
     }
 }
 
-/// A quantized weight as the container holds it: with one level of scales, where it knows no other.
+/// A quantized weight as the container holds it: with one level of scales where it knows no other, and for float
+/// activations where it says nothing of them.
 ///
 /// # Errors
 /// [`Error::Numeric`] when a scale overflows its type.
@@ -275,13 +276,15 @@ pub(super) fn stored(
     scale_dtype: Dtype,
     name: &str,
 ) -> Result<QuantizedTensor> {
-    if container.keeps_levels() {
-        return Ok(tensor);
-    }
-    tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
-        tensor: name.to_owned(),
-        reason: format!("a scale of {scale} and its multiples leave the range of {scale_dtype}"),
-    })
+    let mut tensor = match container.keeps_levels() {
+        true => tensor,
+        false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
+            tensor: name.to_owned(),
+            reason: format!("a scale of {scale} and its multiples leave the range of {scale_dtype}"),
+        })?,
+    };
+    tensor.scheme = container.stored_scheme(tensor.scheme);
+    Ok(tensor)
 }
 
 /// The new values of a norm, a float linear or a bias; `None` where nothing changes.

@@ -45,7 +45,7 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{METHODS, Method, Pattern, Recipe, Rounding, SchemeRequest, kv, schema};
+use super::{Method, Pattern, Recipe, Rounding, SchemeRequest, kv, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::transform::{Alpha, Producers, Search, SmoothSettings, TransformSettings};
@@ -53,6 +53,8 @@ use crate::{Error, Result, format};
 
 /// A recipe file is read up to this size.
 const MAX_BYTES: u64 = 1 << 20;
+/// Where a recipe can be had from.
+const START: &str = "`quant plan --print-recipe awq-w4a16` prints one to start from";
 
 /// How `quant quantize --recipe` treats a model.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -240,7 +242,8 @@ impl Recipe {
     /// [`Error::Recipe`] naming the file and, where the text itself is at fault, the line;
     /// [`Error::Io`] when it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
-        let broken = |reason: String| Error::Recipe { path: path.to_owned(), reason };
+        let wrong = |reason, remedy| Error::Recipe { path: path.to_owned(), reason, remedy };
+        let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}"));
         let refused = |e: std::io::Error| match e.kind() {
             ErrorKind::NotFound => broken("does not exist".into()),
             _ => Error::io("read", path, e),
@@ -253,7 +256,7 @@ impl Recipe {
         }
         let text = String::from_utf8(bytes).map_err(|_| broken("is not UTF-8".into()))?;
         let mut recipe = Self::parse(&text).map_err(|e| match e {
-            Error::Usage { message, .. } => broken(message),
+            Error::Usage { message, remedy } => wrong(message, remedy),
             other => other,
         })?;
         if let (Some(text), Some(folder)) = (&mut recipe.calibration, path.parent()) {
@@ -270,14 +273,13 @@ impl Recipe {
     /// # Errors
     /// [`Error::Usage`] with the line or the key.
     pub fn parse(text: &str) -> Result<Self> {
-        const REMEDY: &str = "`quant plan --print-recipe awq-w4a16` prints a recipe to start from";
         let file: RecipeFile = toml::from_str(text).map_err(|e| {
             let line = e.span().map(|span| text[..span.start].matches('\n').count() + 1);
             let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
-            Error::usage(format!("{place}{}", e.message()), REMEDY)
+            Error::usage(format!("{place}{}", e.message()), format!("correct it there; {START}"))
         })?;
         let mut settings = TransformSettings::default();
-        let method = file.method(&mut settings)?;
+        let method = file.method()?;
         let containers = match &file.format {
             Some(Formats::One(name)) => vec![format::container(name)?],
             Some(Formats::Several(names)) => format::containers(names)?,
@@ -290,9 +292,12 @@ impl Recipe {
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
         let calibration = file.calibration.as_ref();
-        let gptq = file.quantize.gptq.as_ref();
+        let (gptq, usual_gptq) = (file.quantize.gptq.as_ref(), method.usual_gptq());
         if gptq.is_some() && method.rounding != Rounding::Gptq {
-            return Err(Error::usage("[quantize.gptq] has no effect: quantize.method is not gptq", REMEDY));
+            return Err(Error::usage(
+                "[quantize.gptq] has no effect: quantize.method is not gptq",
+                "leave it out, or say method = \"gptq\" in [quantize]",
+            ));
         }
         file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
         let recipe = Self {
@@ -311,11 +316,14 @@ impl Recipe {
                 mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
             },
             settings,
-            gptq: gptq.map_or_else(|| method.usual_gptq(), |entry| entry.settings(method.usual_gptq())),
+            gptq: gptq.map_or(usual_gptq, |entry| entry.settings(usual_gptq)),
             calibration: calibration.and_then(|c| c.text.clone()),
         };
         if calibration.is_some() && !recipe.needs_text() {
-            return Err(Error::usage("[calibration] has no effect: nothing uses a text", REMEDY));
+            return Err(Error::usage(
+                "[calibration] has no effect: nothing uses a text",
+                "leave it out, or add a [[transform]] that looks at one",
+            ));
         }
         Ok(recipe)
     }
@@ -327,10 +335,7 @@ impl Recipe {
                 [one] => Formats::One(one.name().into()),
                 several => Formats::Several(several.iter().map(|c| c.name().into()).collect()),
             }),
-            transform: (self.method.steps().into_iter())
-                .filter(|step| !self.settings.skipped.contains(step))
-                .map(|step| self.transform_entry(step))
-                .collect(),
+            transform: self.method.steps().into_iter().map(|step| self.transform_entry(step)).collect(),
             quantize: QuantizeEntry {
                 method: Some(self.method.rounding.name().into()),
                 gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
@@ -373,8 +378,8 @@ impl Recipe {
 }
 
 impl RecipeFile {
-    /// The method that transforms and rounding make together; notes the steps of it that are not among them.
-    fn method(&self, settings: &mut TransformSettings) -> Result<&'static Method> {
+    /// The method that transforms and rounding make together.
+    fn method(&self) -> Result<Method> {
         let rounding = match self.quantize.method.as_deref() {
             None => Rounding::Nearest,
             Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
@@ -386,50 +391,7 @@ impl RecipeFile {
             })?,
         };
         let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();
-        let mut known: Vec<&str> = METHODS.iter().flat_map(Method::steps).collect();
-        known.sort_unstable();
-        known.dedup();
-        if let Some(kind) = kinds.iter().find(|kind| !known.contains(kind)) {
-            return Err(Error::usage(
-                format!("transform.kind `{kind}` is not known; there is {}", known.join(", ")),
-                "see `quant plan --print-recipe awq-w4a16`",
-            ));
-        }
-        for (i, kind) in kinds.iter().enumerate() {
-            if kinds[..i].contains(kind) {
-                return Err(Error::usage(
-                    format!("transform.kind `{kind}` stands twice: the second would find nothing left to do"),
-                    "leave one of them out",
-                ));
-            }
-        }
-        let methods = || METHODS.iter().filter(|m| m.rounding == rounding);
-        if let Some(method) = methods().find(|m| m.steps() == kinds) {
-            return Ok(method);
-        }
-        // Some steps of a method, in its order.
-        let part = |method: &&Method| {
-            let mut steps = method.steps().into_iter();
-            kinds.iter().all(|kind| steps.any(|step| step == *kind))
-        };
-        if let Some(method) = methods().find(part) {
-            let left_out = method.steps().into_iter().filter(|step| !kinds.contains(step));
-            method.skip(&left_out.map(str::to_owned).collect::<Vec<_>>(), settings)?;
-            return Ok(method);
-        }
-        let last = kinds.last().copied().unwrap_or_default();
-        let narrows = |kind: &&&str| matches!(**kind, "awq" | "clip");
-        let (reason, remedy) = match kinds.iter().find(narrows) {
-            Some(kind) if !narrows(&&last) => (
-                format!("`{kind}` narrows the ranges of weights, which `{last}` would then change"),
-                "put the [[transform]] of kind awq or clip last",
-            ),
-            _ => (
-                "no method does these one after the other".to_owned(),
-                "see `quant plan --print-recipe qoq-w4a8kv4` for the order of QoQ's",
-            ),
-        };
-        Err(Error::usage(format!("transforms {} in this order: {reason}", kinds.join(", ")), remedy))
+        Method::of(&kinds, rounding)
     }
 }
 
@@ -477,7 +439,7 @@ mod tests {
         .unwrap();
         assert_eq!(recipe.containers.iter().map(|c| c.name()).collect::<Vec<_>>(), ["awq"]);
         assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "symmetry is the container's matter");
-        assert_eq!((recipe.method.name, recipe.settings.search), ("awq", Search::Reference));
+        assert_eq!((&*recipe.method.name, recipe.settings.search), ("awq", Search::Reference));
         assert_eq!(recipe.ignore.len(), 2);
         assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
         let (packing, mask) = (Packing::Documents, Mask::Prompts);
@@ -536,7 +498,7 @@ mod tests {
                 "[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"\n[quantize.gptq]\nact_order = \"desc\"",
                 "line 5: unknown variant `desc`",
             ),
-            ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "transform.kind `magic`"),
+            ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "step `magic` is not known"),
             ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
             ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),

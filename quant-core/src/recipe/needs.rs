@@ -1,6 +1,7 @@
 //! What a plan has to look at beside the weights, and whether its activations go with its method.
 
 use super::{ActivationScheme, Plan, PlanEntry};
+use crate::transform::Producers;
 use crate::{Error, Result};
 
 impl Plan {
@@ -24,12 +25,20 @@ impl Plan {
         self.entries.iter().any(|e| e.quantized().is_some_and(|(_, s)| s.has_static_activations()))
     }
 
-    /// Fails where activations and method do not go together.
+    /// Fails where activations and method do not go together, or two steps do the same.
     pub(super) fn check_activations(&self) -> Result<()> {
         let rounded = |e: &&PlanEntry| {
             e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)
         };
         let in_blocks = self.entries.iter().any(|e| e.layer.is_some() && rounded(&e));
+        let all_producers = self.settings.smooth.producers == Producers::All;
+        if self.method.has("smoothquant") && all_producers && self.method.has("smooth-outputs") {
+            return Err(Error::usage(
+                "`smooth-outputs` would do again what SmoothQuant with all producers does: both divide what the output \
+                 projections read",
+                "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
+            ));
+        }
         if self.method.has("smoothquant") && !in_blocks {
             return Err(Error::usage(
                 format!("method `{}` has no effect: all activations stay float", self.method.name),

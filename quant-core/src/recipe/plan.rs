@@ -161,7 +161,7 @@ impl Draft {
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// How the numbers are found.
-    pub method: &'static Method,
+    pub method: Method,
     /// The container.
     pub container: &'static dyn Container,
     /// The calibration batch, for methods that need one.
@@ -209,14 +209,14 @@ impl Plan {
         let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
         let selectors = selection.matches(&names, &[&embedding, &head])?;
 
-        if recipe.method.rotates(&recipe.settings) != model.is_rotated() {
+        if recipe.method.rotates != model.is_rotated() {
             return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
         }
         for scheme in std::iter::once(&recipe.scheme).chain(recipe.overrides.iter().map(|(_, scheme)| scheme))
         {
             scheme.check()?;
         }
-        let transforms = recipe.method.transforms(&recipe.settings);
+        let transforms = &recipe.method.transforms;
         let folds: Vec<NodeId> =
             transforms.iter().flat_map(|t| t.folded_nodes(graph, &recipe.settings)).collect();
         let mut drafts = Vec::new();
@@ -282,7 +282,7 @@ impl Plan {
             return Err(Error::usage("nothing is left to quantize", "ignore fewer linears"));
         }
         let plan = Self {
-            method: recipe.method,
+            method: recipe.method.clone(),
             container,
             sampling: recipe.sampling,
             settings: recipe.settings.clone(),
@@ -472,13 +472,12 @@ impl Plan {
 
     /// The names of what is done before weights are rounded, in order.
     pub fn steps(&self) -> Vec<&'static str> {
-        let skipped = &self.settings.skipped;
-        self.method.steps().into_iter().filter(|step| !skipped.contains(step)).collect()
+        self.method.steps()
     }
 
     /// What rewrites blocks, in order.
     pub(crate) fn transforms(&self) -> Vec<&'static dyn Transform> {
-        self.method.transforms(&self.settings)
+        self.method.transforms.to_vec()
     }
 
     /// Notes for the user: what readers cannot load, and what else is worth knowing.

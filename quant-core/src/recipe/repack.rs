@@ -1,22 +1,25 @@
 //! The plan for a checkpoint that is quantized already: every number is kept, only the container
 //! changes.
 
+use std::borrow::Cow;
+
 use super::{Action, LinearScheme, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
 use crate::format::Container;
 use crate::model::Model;
-use crate::quantize::gptq::GptqSettings;
+use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 /// What a run that repacks is called in reports: no method found its numbers here.
 pub static REPACK: Method = Method {
-    name: "repack",
+    name: Cow::Borrowed("repack"),
     summary: "the numbers of a quantized checkpoint in another container",
     rotates: false,
-    transforms: &[],
+    transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
+    usual_inputs: LayerInputs::Quantized,
 };
 
 impl Plan {
@@ -48,7 +51,8 @@ impl Plan {
             };
             let scheme = LinearScheme { symmetric: stored.symmetric || symmetric, ..stored };
             let levels = scheme.progressive;
-            let scheme = container.stored_scheme(scheme);
+            // Every number is kept, those of activations too.
+            let scheme = LinearScheme { activations: scheme.activations, ..container.stored_scheme(scheme) };
             let mut sources = model.packed_tensors(&module, shape)?;
             for spec in &mut sources {
                 spec.info = model.source().require(&spec.name)?.clone();
@@ -72,7 +76,7 @@ impl Plan {
             float_modules.push(architecture.head.clone());
         }
         let plan = Self {
-            method: &REPACK,
+            method: REPACK.clone(),
             container,
             sampling: Sampling::default(),
             settings: TransformSettings::default(),

@@ -7,7 +7,7 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
 
 use super::file::RecipeFile;
-use super::{LinearScheme, METHODS, ROTATE, Recipe, Rounding};
+use super::{LinearScheme, METHODS, Recipe, Rounding, steps};
 use crate::format::CONTAINERS;
 
 impl Recipe {
@@ -32,11 +32,7 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn transform(_: &mut SchemaGenerator) -> Schema {
-    let rotate =
-        (ROTATE, "the residual stream is rotated, which spreads what stands out in it over all channels");
-    let transforms = METHODS.iter().flat_map(|m| m.transforms).map(|t| (t.name(), t.summary()));
-    let all: std::collections::BTreeMap<_, _> = transforms.chain([rotate]).collect();
-    one_of(all.into_iter())
+    one_of(steps().into_iter())
 }
 
 pub(super) fn alpha(_: &mut SchemaGenerator) -> Schema {
@@ -45,10 +41,10 @@ pub(super) fn alpha(_: &mut SchemaGenerator) -> Schema {
 
 pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
     one_of(
-        METHODS
+        Rounding::ALL
             .iter()
-            .filter(|m| Rounding::ALL.iter().any(|r| r.name() == m.name))
-            .map(|m| (m.name, m.summary)),
+            .filter_map(|r| Some((r, METHODS.iter().find(|m| m.name == r.name())?)))
+            .map(|(r, m)| (r.name(), m.summary)),
     )
 }
 

@@ -23,8 +23,6 @@ pub struct TransformSettings {
     pub attention: Option<Alpha>,
     /// How keys and values are going to be cached, where not as floats.
     pub kv: Option<KvScheme>,
-    /// The method's steps that are left out.
-    pub skipped: Vec<&'static str>,
 }
 
 /// How SmoothQuant is run.

@@ -13,7 +13,8 @@
 //!
 //! Where queries and keys are normed after their linears (Qwen3), the weights of the norms take it. All heads share
 //! those, and so one `λ`; it is rounded to powers of two there, which norms of any type hold exactly: rounded to
-//! different values, the two channels that are turned into each other would no longer have the same.
+//! different values, the two channels that are turned into each other would no longer have the same. Channels whose
+//! parameters would leave that type's range keep their scale.
 //!
 //! The paper takes `α = 0.5`. By default it is searched among 0, 0.1 … 1: the one that leaves the least squared error in
 //! the scores, with keys on the cache's grid. Of keys `k`, rounded to `k + e`, and all queries `q` of the heads that
@@ -28,6 +29,7 @@ use serde::{Deserialize, Serialize};
 use super::settings::Alpha;
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
+use crate::checkpoint::Dtype;
 use crate::model::{BlockGraph, KvScheme, NodeId, Op, QueryKey, Tap};
 use crate::{CancelToken, Error, Result};
 
@@ -114,7 +116,7 @@ fn smoothed(task: &BlockTask<'_>, seen: &BTreeMap<NodeId, Seen>) -> Result<Rewri
         };
         tracing::debug!(keys, alpha, "attention smoothed");
         if alpha > 0.0 {
-            seen.fold(task, &seen.scales(task, alpha), &mut rewrite)?;
+            seen.fold(task, &seen.scales(task, alpha)?, &mut rewrite)?;
         }
         rewrite.attention.push(AttentionRecord { keys, alpha, tried });
     }
@@ -132,7 +134,7 @@ impl Seen {
     }
 
     /// `λ` of every channel of every key head.
-    fn scales(&self, task: &BlockTask<'_>, alpha: f32) -> Vec<f32> {
+    fn scales(&self, task: &BlockTask<'_>, alpha: f32) -> Result<Vec<f32>> {
         let d = self.pair.head_dim;
         let mut largest = self.maxima.clone();
         let norm = self.norm_width(task);
@@ -155,10 +157,45 @@ impl Seen {
             scale if max > 0.0 && scale.is_normal() && (1.0 / scale).is_normal() => scale,
             _ => 1.0,
         });
-        match norm {
-            Some(_) => scales.map(|scale| scale.log2().round().exp2()).collect(),
-            None => scales.collect(),
+        if norm.is_none() {
+            return Ok(scales.collect());
         }
+        let mut scales: Vec<f32> = scales.map(|scale| scale.log2().round().exp2()).collect();
+        self.leave_what_norms_cannot_hold(task, &mut scales)?;
+        Ok(scales)
+    }
+
+    /// Sets to 1 the powers of two whose products the narrow type of a norm's parameters does not hold.
+    fn leave_what_norms_cannot_hold(&self, task: &BlockTask<'_>, scales: &mut [f32]) -> Result<()> {
+        let (d, shared) = (self.pair.head_dim, self.pair.head_dim * self.pair.repeat);
+        let [queries, keys] = self.pair.producers;
+        let mut held = vec![true; scales.len()];
+        for node in [queries, keys] {
+            if task.block.graph().nodes()[node].op.stored_norm().is_none() {
+                continue;
+            }
+            let dtype = task.norm_dtypes.get(&node).copied().unwrap_or(Dtype::F32);
+            let bias = task.block.norm_bias(node);
+            for parameter in std::iter::once(task.block.norm(node)).chain(bias) {
+                for (i, value) in parameter.to_vec1::<f32>()?.into_iter().enumerate() {
+                    let (channel, scaled) = match node == queries {
+                        true => (i / shared * d + i % d, value * scales[i / shared * d + i % d]),
+                        false => (i, value / scales[i]),
+                    };
+                    held[channel] &= value == 0.0 || scaled.is_normal() && dtype.round(scaled) == scaled;
+                }
+            }
+        }
+        // A norm of single heads stands for all of them, and what is turned together is scaled together.
+        let one_head = self.norm_width(task) == Some(d);
+        for (at, scale) in scales.iter_mut().enumerate() {
+            let (head, channel) = if one_head { (0, at % d) } else { (at / d * d, at % d) };
+            let twin = if self.pair.is_turned { (channel + d / 2) % d } else { channel };
+            if !held[head + channel] || !held[head + twin] {
+                *scale = 1.0;
+            }
+        }
+        Ok(())
     }
 
     /// Multiplies queries and divides keys.
@@ -203,7 +240,7 @@ impl Seen {
         for tenth in TENTHS {
             task.cancel.check()?;
             let alpha = f32::from(tenth) / 10.0;
-            let error = self.error(&self.scales(task, alpha), bits);
+            let error = self.error(&self.scales(task, alpha)?, bits);
             let tokens = (self.keys.len() / self.maxima.len().max(1)) as u64;
             tried.push(TriedScales { ratio: Some(alpha), error, tokens });
         }

@@ -49,6 +49,10 @@ impl Container for AutoAwq {
         Dtype::F16
     }
 
+    fn keeps_activations(&self) -> bool {
+        false
+    }
+
     fn layout(
         &self,
         module: &str,

@@ -46,6 +46,10 @@ impl Container for GptqV1 {
         Dtype::F16
     }
 
+    fn keeps_activations(&self) -> bool {
+        false
+    }
+
     fn layout(
         &self,
         module: &str,

@@ -1,0 +1,338 @@
+//! Methods: what is done to a model before its weights are rounded, in order, and how they are rounded.
+
+use std::borrow::Cow;
+
+use crate::quantize::gptq::{GptqSettings, LayerInputs};
+use crate::transform::{
+    Awq, Clip, Reorder, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
+};
+use crate::{Error, Result};
+
+/// How the numbers of a quantized weight are found: one of [`METHODS`], or steps in an [order](Self::of) of one's own.
+#[derive(Debug, Clone)]
+pub struct Method {
+    /// The name that `--method` takes; of one that has no name of its own, its steps and its rounding with commas
+    /// between.
+    pub name: Cow<'static, str>,
+    /// One line for help and tables.
+    pub summary: &'static str,
+    /// Whether the model is rotated before anything else.
+    pub rotates: bool,
+    /// What rewrites a block's float weights before they are rounded, in order.
+    pub transforms: Cow<'static, [&'static dyn Transform]>,
+    /// How weights are rounded after that.
+    pub rounding: Rounding,
+    /// Whose outputs GPTQ judges linears on, where nothing is said.
+    pub usual_inputs: LayerInputs,
+}
+
+impl PartialEq for Method {
+    /// Whether two do the same.
+    fn eq(&self, other: &Self) -> bool {
+        self.rounding == other.rounding && self.steps() == other.steps()
+    }
+}
+
+impl Eq for Method {}
+
+/// The step that makes another model, and no other block.
+pub const ROTATE: &str = "rotate";
+
+/// Every transform there is.
+const TRANSFORMS: &[&dyn Transform] =
+    &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
+
+/// The name and the summary of every step that may come before rounding, by name.
+pub fn steps() -> Vec<(&'static str, &'static str)> {
+    let rotate =
+        (ROTATE, "the residual stream is rotated, which spreads what stands out in it over all channels");
+    let mut steps: Vec<_> =
+        TRANSFORMS.iter().map(|t| (t.name(), t.summary())).chain(std::iter::once(rotate)).collect();
+    steps.sort_unstable();
+    steps
+}
+
+impl Method {
+    /// Whether a step is among its own.
+    pub fn has(&self, step: &str) -> bool {
+        self.steps().contains(&step)
+    }
+
+    /// The names of what it does before weights are rounded, in order.
+    pub fn steps(&self) -> Vec<&'static str> {
+        let rotation = self.rotates.then_some(ROTATE);
+        rotation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
+    }
+
+    /// Whether it looks at a calibration text, with such settings.
+    pub fn needs_text(&self, settings: &TransformSettings) -> bool {
+        let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
+        self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
+    }
+
+    /// How GPTQ is run where nothing is said.
+    pub fn usual_gptq(&self) -> GptqSettings {
+        GptqSettings { inputs: self.usual_inputs, ..GptqSettings::default() }
+    }
+
+    /// The same without some of its steps.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for what is none of its steps; the remedy lists those.
+    pub fn without(&self, names: &[String]) -> Result<Self> {
+        let steps = self.steps();
+        if let Some(name) = names.iter().find(|name| !steps.contains(&name.as_str())) {
+            return Err(Error::usage(
+                format!("`{name}` is no step of method `{}`", self.name),
+                match steps[..] {
+                    [] => "it has none that could be left out".to_owned(),
+                    _ => format!("its steps are {}", steps.join(", ")),
+                },
+            ));
+        }
+        let left: Vec<&str> =
+            steps.into_iter().filter(|step| !names.iter().any(|name| name == step)).collect();
+        Ok(Self { usual_inputs: self.usual_inputs, ..Self::of(&left, self.rounding)? })
+    }
+
+    /// The method that does these steps in this order and then rounds so: one of [`METHODS`] where one does just that.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the reason, for a step that is not known, one that stands twice, and an order in which one
+    /// undoes what another found.
+    pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
+        if let Some(named) = METHODS.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
+            return Ok(named.clone());
+        }
+        let mut transforms = Vec::with_capacity(steps.len());
+        for (i, step) in steps.iter().enumerate() {
+            if steps[..i].contains(step) {
+                return Err(Error::usage(
+                    format!("step `{step}` stands twice: the second would find nothing left to do"),
+                    "leave one of them out",
+                ));
+            }
+            match TRANSFORMS.iter().find(|t| t.name() == *step) {
+                Some(transform) => transforms.push(*transform),
+                None if *step == ROTATE => {}
+                None => {
+                    let known: Vec<_> = self::steps().into_iter().map(|(name, _)| name).collect();
+                    return Err(Error::usage(
+                        format!("step `{step}` is not known"),
+                        format!("the steps are {}", known.join(", ")),
+                    ));
+                }
+            }
+        }
+        let refused = |reason: String, remedy: &str| {
+            Err(Error::usage(format!("steps {} in this order: {reason}", steps.join(", ")), remedy))
+        };
+        if steps.iter().skip(1).any(|step| *step == ROTATE) {
+            let (first, remedy) = (steps[0], "put `rotate` first");
+            return refused(
+                format!(
+                    "`{ROTATE}` makes another model, in which the channels that `{first}` looked at are no more"
+                ),
+                remedy,
+            );
+        }
+        if steps.contains(&"awq") && steps.contains(&"clip") {
+            return refused("`awq` searches the bounds of `clip` itself".into(), "leave `clip` out");
+        }
+        if let Some((last, before)) = steps.split_last()
+            && let Some(narrows) = before.iter().find(|step| matches!(**step, "awq" | "clip"))
+        {
+            return refused(
+                format!("`{narrows}` narrows the ranges of weights, which `{last}` would then change"),
+                "put `awq` or `clip` last, before weights are rounded",
+            );
+        }
+        let mut name = steps.to_vec();
+        if rounding != Rounding::Nearest {
+            name.push(rounding.name());
+        }
+        Ok(Self {
+            name: name.join(",").into(),
+            summary: "steps in an order of one's own",
+            rotates: steps.contains(&ROTATE),
+            transforms: transforms.into(),
+            rounding,
+            usual_inputs: LayerInputs::Quantized,
+        })
+    }
+}
+
+/// How weights become codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// Each to the nearest of its grid.
+    Nearest,
+    /// In columns that make up for each other: [`gptq`](crate::quantize::gptq).
+    Gptq,
+}
+
+impl Rounding {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
+
+    /// The name that recipes take: the method that rounds so and does nothing before.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nearest => "rtn",
+            Self::Gptq => "gptq",
+        }
+    }
+}
+
+/// A method of [`METHODS`] that rotates nothing.
+const fn plain(
+    name: &'static str,
+    summary: &'static str,
+    transforms: &'static [&'static dyn Transform],
+    rounding: Rounding,
+) -> Method {
+    Method {
+        name: Cow::Borrowed(name),
+        summary,
+        rotates: false,
+        transforms: Cow::Borrowed(transforms),
+        rounding,
+        usual_inputs: LayerInputs::Quantized,
+    }
+}
+
+/// QServe's: it rotates, and its GPTQ looks at the inputs of the float model.
+const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> Method {
+    Method {
+        name: Cow::Borrowed(name),
+        summary,
+        rotates: true,
+        transforms: Cow::Borrowed(QOQ),
+        rounding,
+        usual_inputs: LayerInputs::Float,
+    }
+}
+
+/// The methods that have a name; [`Method::of`] makes others.
+pub static METHODS: &[Method] = &[
+    plain(
+        "awq",
+        "activation-aware scales and clipping, searched on a calibration text",
+        &[&Awq],
+        Rounding::Nearest,
+    ),
+    plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
+    plain(
+        "gptq",
+        "columns that make up for each other's rounding, by the inputs that a calibration text gives",
+        &[],
+        Rounding::Gptq,
+    ),
+    qoq(
+        "qoq",
+        "QServe's: rotation, reordering, SmoothAttention, smooth outputs, clipping, then GPTQ",
+        Rounding::Gptq,
+    ),
+    qoq("qoq-rtn", "QServe's steps, then round to nearest", Rounding::Nearest),
+    plain("rtn", "round to nearest: needs no text and no forward pass", &[], Rounding::Nearest),
+    plain(
+        "smoothquant",
+        "outliers of activations move into the weights, for activations of 8 bits",
+        &[&SmoothQuant],
+        Rounding::Nearest,
+    ),
+    plain("smoothquant-awq", "SmoothQuant's scales, then AWQ's", &[&SmoothQuant, &Awq], Rounding::Nearest),
+    plain(
+        "smoothquant-awq-gptq",
+        "SmoothQuant's scales, then AWQ's, then GPTQ",
+        &[&SmoothQuant, &Awq],
+        Rounding::Gptq,
+    ),
+    plain("smoothquant-gptq", "SmoothQuant's scales, then GPTQ", &[&SmoothQuant], Rounding::Gptq),
+];
+
+/// What QoQ does to blocks, in QServe's order.
+const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Clip];
+
+/// The method of that name, or the one that the names of steps with commas between make, the last of which may say how
+/// weights are rounded: `rotate,awq,gptq`.
+///
+/// # Errors
+/// When there is none; the message lists those there are. As [`Method::of`].
+pub fn method(name: &str) -> Result<Method> {
+    if let Some(named) = METHODS.iter().find(|m| m.name == name) {
+        return Ok(named.clone());
+    }
+    let mut steps: Vec<&str> = name.split(',').map(str::trim).collect();
+    let known = |step: &str| step == ROTATE || TRANSFORMS.iter().any(|t| t.name() == step);
+    if steps.len() == 1 && !known(name) {
+        let known: Vec<_> = METHODS.iter().map(|m| &*m.name).collect();
+        return Err(Error::usage(
+            format!("unknown method `{name}`"),
+            format!(
+                "known methods: {}; or steps with commas between, as in rotate,awq,gptq",
+                known.join(", ")
+            ),
+        ));
+    }
+    let said = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
+    if said.is_some() {
+        steps.pop();
+    }
+    Method::of(&steps, said.unwrap_or(Rounding::Nearest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_come_back() {
+        for named in METHODS {
+            assert_eq!(method(&named.name).unwrap().name, named.name);
+            let steps = named.steps();
+            assert_eq!(Method::of(&steps, named.rounding).unwrap().name, named.name);
+        }
+        for name in
+            ["rotate,awq", "rotate,smoothquant,gptq", "smoothquant,clip", "reorder,smooth-outputs,awq,gptq"]
+        {
+            let composed = method(name).unwrap();
+            assert_eq!(composed.name, name);
+            assert_eq!(composed, Method::of(&composed.steps(), composed.rounding).unwrap());
+        }
+        assert_eq!(method("smoothquant, awq, rtn").unwrap().name, "smoothquant-awq");
+        assert_eq!(method("rotate").unwrap().steps(), ["rotate"]);
+    }
+
+    #[test]
+    fn steps_that_are_left_out() {
+        let names = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect::<Vec<_>>();
+        let qoq = method("qoq").unwrap();
+        let left = qoq.without(&names(&["rotate", "clip"])).unwrap();
+        assert_eq!(left.name, "reorder,smooth-attention,smooth-outputs,gptq");
+        assert_eq!(left.usual_gptq().inputs, LayerInputs::Float, "QoQ's way, whatever is left of it");
+        assert_eq!(qoq.without(&names(&qoq.steps())).unwrap().name, "gptq");
+        let error = qoq.without(&names(&["awq"])).unwrap_err();
+        assert!(error.to_string().contains("`awq` is no step of method `qoq`"), "{error}");
+        assert!(error.remedy().contains("smooth-attention"), "{}", error.remedy());
+    }
+
+    #[test]
+    fn senseless_orders_are_refused_with_the_reason() {
+        for (name, says, remedy) in [
+            ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
+            ("clip,reorder,gptq", "`clip` narrows", "last"),
+            ("clip,awq", "`awq` searches the bounds of `clip` itself", "leave `clip` out"),
+            ("reorder,rotate", "makes another model", "put `rotate` first"),
+            ("reorder,reorder", "stands twice", "leave one"),
+            ("reorder,gptq,clip", "step `gptq` is not known", "the steps are awq, clip"),
+            ("smoothqaunt", "unknown method `smoothqaunt`", "commas between"),
+            ("", "unknown method ``", "known methods"),
+            ("rotate,", "step `` is not known", "the steps are"),
+        ] {
+            let error = method(name).unwrap_err();
+            assert!(error.to_string().contains(says), "{name}: {error}");
+            assert!(error.remedy().contains(remedy), "{name}: {}", error.remedy());
+        }
+    }
+}
