@@ -35,7 +35,7 @@ pub use error::KernelError;
 pub use hadamard::{Construction, Hadamard};
 pub use isa::{Isa, IsaToken};
 pub use layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, Unpacked};
-pub use linear::{PackedLinear, PackedView};
+pub use linear::{PackedLinear, PackedView, Product, multiply_each, multiply_float_each};
 #[cfg(feature = "rayon")]
 pub use parallel::Rayon;
 pub use parallel::{Parallel, Serial};

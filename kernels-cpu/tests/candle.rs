@@ -257,3 +257,63 @@ fn there_is_no_gradient() {
     let y = x.apply_op1(linear).unwrap();
     assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
 }
+
+/// Five linears at once, more than one round of them, of any sizes: what each gives alone, in fewer calls to threads.
+#[test]
+fn linears_that_read_the_same_run_at_once() {
+    let threads = Threads::default();
+    let runner = Runner::new(threads.clone());
+    let sizes = [48, 7, 130, 16, 33];
+    let weights = sizes.map(|n| weight([n, 96], 32));
+    for activations in ALL {
+        let linears = weights.clone().map(|w| QuantizedLinear::new(w, activations, &runner).unwrap());
+        let all: Vec<&QuantizedLinear> = linears.iter().collect();
+        for m in [1, 3, 40] {
+            for dtype in [DType::F32, DType::BF16] {
+                let x = Tensor::from_vec(values(m * 96), (1, m, 96), &Device::Cpu).unwrap();
+                let x = x.to_dtype(dtype).unwrap();
+                let alone: Vec<Tensor> = linears.iter().map(|l| l.forward(&x).unwrap()).collect();
+                let before = threads.0.swap(0, Ordering::Relaxed);
+                assert!(before > 0);
+                let together = QuantizedLinear::forward_each(&all, &x).unwrap();
+                for ((a, b), n) in alone.iter().zip(&together).zip(sizes) {
+                    assert_eq!((b.dims(), b.dtype()), (&[1, m, n][..], dtype));
+                    let bits = |t: &Tensor| flat(t).into_iter().map(f32::to_bits).collect::<Vec<_>>();
+                    assert_eq!(bits(a), bits(b), "{activations:?}, {m} rows, {n}");
+                }
+                let calls = threads.0.swap(0, Ordering::Relaxed);
+                // Rows are packed once, and four products at most are one call.
+                assert!(dtype != DType::F32 || calls <= 4, "{calls} calls");
+            }
+        }
+        // A view of a larger tensor is taken as it stands.
+        let whole = Tensor::from_vec(values(4 * 3 * 96), (4, 3, 96), &Device::Cpu).unwrap();
+        let one = whole.narrow(0, 2, 1).unwrap();
+        let together = QuantizedLinear::forward_each(&all[..2], &one).unwrap();
+        assert_eq!(flat(&together[1]), flat(&linears[1].forward(&one).unwrap()));
+    }
+    assert!(
+        QuantizedLinear::forward_each(&[], &Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap())
+            .unwrap()
+            .is_empty()
+    );
+    // Other groups, another width, other activations do not take the same rows.
+    let first = QuantizedLinear::new(weights[0].clone(), Activations::Float, &runner).unwrap();
+    for (weight, activations) in [
+        (weight([8, 96], 96), Activations::Float),
+        (weight([8, 64], 32), Activations::Float),
+        (weights[1].clone(), Activations::PerToken),
+    ] {
+        let other = QuantizedLinear::new(weight, activations, &runner).unwrap();
+        assert!(!first.goes_with(&other));
+        let x = Tensor::zeros((1, 1, 96), DType::F32, &Device::Cpu).unwrap();
+        let error = QuantizedLinear::forward_each(&[&first, &other], &x).unwrap_err().to_string();
+        assert!(error.contains("do not take the same rows"), "{error}");
+    }
+    let narrow = Tensor::zeros((1, 1, 95), DType::F32, &Device::Cpu).unwrap();
+    assert!(QuantizedLinear::forward_each(&[&first], &narrow).is_err());
+}
+
+fn flat(x: &Tensor) -> Vec<f32> {
+    x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}

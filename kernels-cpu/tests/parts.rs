@@ -4,7 +4,8 @@ mod common;
 
 use common::{Backwards, Stream};
 use quant_kernels_cpu::{
-    FloatRows, Int8Rows, Isa, PackedLinear, PackedView, RowLayout, Serial, StaticScale, WeightView,
+    FloatRows, Int8Rows, Isa, IsaToken, KernelError, PackedLinear, PackedView, Product, RowLayout, Serial,
+    StaticScale, WeightView, multiply_each,
 };
 
 const K: usize = 96;
@@ -73,4 +74,22 @@ fn parts_that_are_none_are_errors() {
     // A part of a part.
     let part = packed.view().rows(32..N).unwrap().rows(16..32).unwrap();
     assert_eq!(part.bytes(), packed.view().rows(48..64).unwrap().bytes());
+}
+
+/// Several products at once are checked before the first is begun.
+#[test]
+fn nothing_is_written_where_one_of_several_is_refused() {
+    let codes = vec![9; 16 * 32];
+    let scales = vec![1.0; 16];
+    let view = WeightView::new([16, 32], 4, 32, &codes, &scales, None).unwrap();
+    let weight = PackedLinear::pack(&view, None, false, &Serial).unwrap();
+    let mut x = Int8Rows::default();
+    x.quantize(&[1.0_f32; 32], RowLayout::of(weight.layout()), &Serial).unwrap();
+    let (mut right, mut short) = ([f32::NAN; 16], [0.0; 15]);
+    let of = |out| Product { weight: weight.view(), bias: None, out };
+    let mut products = [of(&mut right[..]), of(&mut short[..])];
+    let refused = multiply_each(IsaToken::detect(), &x, &mut products, &Serial);
+    assert!(matches!(refused, Err(KernelError::Length { what: "output", .. })), "{refused:?}");
+    assert!(right.iter().all(|v| v.is_nan()));
+    multiply_each(IsaToken::detect(), &x, &mut [], &Serial).unwrap();
 }

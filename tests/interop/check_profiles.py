@@ -6,6 +6,9 @@
   llamacpp   transformers, by the rule; llama.cpp's own llama-perplexity, made by
              setup_llama_cpp.sh, which reads the text and the model by itself
 
+Packed checkpoints of the formats that llama.cpp's converter reads go through it as well, and
+llama-perplexity is held to `quant eval` on the same file.
+
 The rule tells, window by window, how many tokens are scored and their mean negative log-likelihood;
 the programs only tell totals. check.py runs these as its `profile` checks.
 """
@@ -40,6 +43,21 @@ CASES = [
 ]
 # Some minutes: with --whole only.
 WHOLE = [("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None)]
+# Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: format and how it is made. Groups, and
+# widths that fill words; no GPTQ zeros of 0, of which it reads another number (docs/formats/gptq.md).
+PACKED = [
+    ("gptq", "w4a16-g64-sym", ["--method", "rtn"]),
+    ("gptq", "w8a16-g32-sym", ["--method", "gptq"]),
+    ("gptq", "w2a16-g32-sym", ["--method", "rtn"]),
+    ("compressed-tensors", "w4a16-g64-sym", ["--method", "awq"]),
+    ("compressed-tensors", "w8a16-g128-asym", ["--method", "rtn"]),
+    ("compressed-tensors", "w4a16-g64-sym-progressive", ["--method", "qoq"]),
+    ("compressed-tensors", "w8a8", ["--method", "rtn"]),
+    ("compressed-tensors", "w4a8-g64", ["--method", "rtn"]),
+]
+# llama.cpp leaves activations float: ours is of the same weights in a scheme that does so, too.
+FLOAT_ACTIVATIONS = {"w8a8": "w8a16-channel-sym", "w4a8-g64": "w4a16-g64"}
+PACKED_PROFILE, PACKED_WINDOWS = "llamacpp-256", 4
 
 
 def with_tokenizer(model, kind, out):
@@ -166,6 +184,42 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
     check.step(title(name, tokenizer, profile), work)
 
 
+def run_packed(check, llama_cpp, form, scheme, method):
+    """What `quant eval` makes of a checkpoint, and what llama.cpp makes of the same file by its own reader."""
+
+    def work():
+        model = with_tokenizer(check.model("demo"), "bos", check.scratch / "demo-bos")
+        out = check.scratch / f"llama-cpp-{form}-{scheme}"
+        calibration = ["--samples", 4, "--seq-len", 128] if method[1] != "rtn" else []
+
+        def quantize(scheme, out):
+            check.program("quant", "quantize", model, "-o", out, "--format", form, "--scheme", scheme, *method,
+                          *calibration, "--quiet")
+            return out
+
+        quantize(scheme, out)
+        judged = out
+        if scheme in FLOAT_ACTIVATIONS:
+            judged = quantize(FLOAT_ACTIVATIONS[scheme], check.scratch / f"llama-cpp-{form}-float")
+        text, length = check.text("demo"), int(PACKED_PROFILE.split("-")[-1])
+        at_most = ["--windows", PACKED_WINDOWS]
+        ours = json.loads(check.program("quant", "eval", judged, "--text", text, "--profile", PACKED_PROFILE,
+                                        *at_most, "--quiet", "--json"))
+        theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, out, "--text", text,
+                                         "--length", length, *at_most))
+        comparison = Comparison()
+        comparison.llama_cpp(ours, theirs)
+        for directory in {out, judged}:
+            shutil.rmtree(directory)
+        return comparison.verdict(["llama.cpp"])
+
+    check.step(packed_title(form, scheme, method), work)
+
+
+def packed_title(form, scheme, method):
+    return f"llama.cpp {form} {scheme} {method[-1]}"
+
+
 def rule(profile):
     """The rule of a profile, whatever text it is of."""
     return profile.removeprefix("wt2-")
@@ -185,7 +239,10 @@ def available(llama_cpp):
 
 def run_all(check, llama_cpp, only, whole=False):
     cases = [case for case in CASES + WHOLE * whole if only in title(*case[:3])]
-    if any(rule(case[2]).startswith("llamacpp") for case in cases):
+    packed = [case for case in PACKED if only in packed_title(*case)]
+    if packed or any(rule(case[2]).startswith("llamacpp") for case in cases):
         llama_cpp = available(llama_cpp)
     for case in cases:
         run(check, llama_cpp, *case)
+    for case in packed if llama_cpp else []:
+        run_packed(check, llama_cpp, *case)

@@ -4,9 +4,11 @@
 //! A library beside the program, so that tests can call [`synth`] and [`plant`] directly.
 #![forbid(unsafe_code)]
 
+pub mod ablation;
 pub mod bench_awq_memory;
 pub mod bench_gptq;
 pub mod bench_kernels;
+pub mod bench_qoq;
 pub mod bench_rtn;
 pub mod ci;
 pub mod dist;

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_gptq, bench_kernels, bench_rtn, ci, dist, fuzz, gate_trials, interop, nightly,
-    peers_kernels, peers_models, peers_quantizers, plant, quality, quality_qoq, quality_w8a8, sanitize,
-    search_agreement, synth,
+    ablation, bench_awq_memory, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, dist, fuzz, gate_trials,
+    interop, nightly, peers_kernels, peers_models, peers_quantizers, plant, quality, quality_qoq,
+    quality_w8a8, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -40,6 +40,8 @@ enum Command {
     /// QoQ on the real models, as they are and with planted outliers, against its claims
     #[command(name = "quality-qoq")]
     QualityQoq(quality::Args),
+    /// What each step of QoQ gives on the real models
+    Ablation(ablation::Args),
     /// What activations of 8 bits cost on real models, with SmoothQuant and without
     #[command(name = "quality-w8a8")]
     QualityW8a8(quality::Args),
@@ -62,6 +64,8 @@ enum Command {
     PeersModels(peers_models::Args),
     /// Time one solve and one Hessian of GPTQ against the products in them
     BenchGptq(bench_gptq::Args),
+    /// Time the steps of QoQ on a whole synthetic model, and its memory
+    BenchQoq(bench_qoq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
@@ -90,6 +94,8 @@ fn main() -> ExitCode {
         Command::PeersKernels(args) => peers_kernels::run(&args),
         Command::PeersModels(args) => peers_models::run(&args),
         Command::BenchGptq(args) => bench_gptq::run(&args),
+        Command::Ablation(args) => ablation::run(&args),
+        Command::BenchQoq(args) => bench_qoq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };

@@ -21,25 +21,17 @@
 
 mod dispatch;
 mod float_tile;
+mod product;
 mod tile;
 
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 pub(crate) use self::dispatch::MAX_ROWS;
-use self::dispatch::Path;
-use self::float_tile::FLOAT_STEP;
-use self::tile::Tile;
-use crate::activation::{RowLayout, strip, strips};
-use crate::layout::{LINE, PANEL_ROWS, STEP};
+pub use self::product::{Product, multiply_each, multiply_float_each};
+use crate::layout::{LINE, PANEL_ROWS};
 use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
-
-/// Bytes of activations that stay in the second cache while panels pass.
-const BLOCK: usize = 1024 << 10;
-/// Panels that one piece of work takes, at most.
-const CHUNK: usize = 4;
 
 /// Packed weights, wherever they are.
 #[derive(Debug, Clone, Copy)]
@@ -107,21 +99,7 @@ impl<'a> PackedView<'a> {
         out: &mut [f32],
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        if x.zero != 0 && !self.layout.has_sums() {
-            return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
-        }
-        let rows = Rows {
-            m: x.m,
-            layout: x.layout,
-            step_bytes: STEP,
-            activations: Bytes::of(&x.codes),
-            sums: Bytes::of(&x.sums),
-            eights: Some(&x.eights),
-            scales: Some(&x.scales),
-            rest: false,
-            zero: x.zero,
-        };
-        self.run(Path::whole(token, &self.layout, x.zero), &rows, bias, out, parallel)
+        multiply_each(token, x, &mut [Product { weight: *self, bias, out }], parallel)
     }
 
     /// The same on floats, by the instructions that `x` was packed for.
@@ -135,18 +113,7 @@ impl<'a> PackedView<'a> {
         out: &mut [f32],
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        let rows = Rows {
-            m: x.m,
-            layout: x.layout,
-            step_bytes: FLOAT_STEP,
-            activations: Bytes::of(&x.words),
-            sums: Bytes::of(&x.sums),
-            eights: None,
-            scales: None,
-            rest: !x.exact_in_bf16,
-            zero: 0,
-        };
-        self.run(Path::float(x.token, &self.layout), &rows, bias, out, parallel)
+        multiply_float_each(x, &mut [Product { weight: *self, bias, out }], parallel)
     }
 
     /// Some rows as floats again, `[rows.len(), k]` row-major: the values of
@@ -156,168 +123,6 @@ impl<'a> PackedView<'a> {
     /// When rows leave the matrix, or `out` has another length.
     pub fn dequantize_rows(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), KernelError> {
         self.layout.dequantize(self.bytes, rows, out)
-    }
-
-    fn run(
-        &self,
-        path: Path,
-        x: &Rows<'_>,
-        bias: Option<&[f32]>,
-        out: &mut [f32],
-        parallel: &dyn Parallel,
-    ) -> Result<(), KernelError> {
-        let (layout, m) = (&self.layout, x.m);
-        if x.layout != Some(RowLayout::of(layout)) {
-            let got = x.layout.map_or(0, |l| l.group_size());
-            return Err(KernelError::Mismatch {
-                what: "groups of the activations",
-                expected: layout.group_size(),
-                got,
-            });
-        }
-        if let Some(bias) = bias {
-            KernelError::length("bias", layout.n(), bias.len())?;
-        }
-        let expected = m.checked_mul(layout.n()).ok_or(KernelError::TooLarge("the output"))?;
-        KernelError::length("output", expected, out.len())?;
-        if m == 0 {
-            return Ok(());
-        }
-        x.check(layout)?;
-        // Strips whose activations stay in the second cache while panels pass.
-        let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
-        let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(m));
-        // Blocks of like size, for each reads all weights: none for what is left over.
-        let blocks = ((strips(m) + block / 2) / block).max(1);
-        let block = strips(m).div_ceil(blocks);
-        let blocks = strips(m).div_ceil(block);
-        // As many pieces as keep the threads busy to the end.
-        let chunk = layout
-            .panels()
-            .div_ceil(parallel.threads().max(1).saturating_mul(4))
-            .next_multiple_of(4)
-            .min(CHUNK);
-        let chunks = layout.panels().div_ceil(chunk);
-        let out = Disjoint::new(out);
-        parallel.for_each(blocks * chunks, &|piece| {
-            if piece >= blocks * chunks {
-                return;
-            }
-            let (b, c) = (piece / chunks, piece % chunks);
-            let strips = b * block..((b + 1) * block).min(strips(m));
-            let panels = c * chunk..((c + 1) * chunk).min(layout.panels());
-            // SAFETY: lengths were checked above; pieces are disjoint in strips or panels, and so in what
-            // they write, if each is asked for once, as `Parallel` demands; the token proves the instructions.
-            unsafe { self.part(path, x, strips, panels, bias, &out) };
-        });
-        Ok(())
-    }
-
-    /// Some strips of rows times some panels.
-    ///
-    /// # Safety
-    /// The ranges must be within `x` and the layout, `out` valid for `m · n` values of which nobody else
-    /// writes these, and the processor must have the path's instructions.
-    unsafe fn part(
-        &self,
-        path: Path,
-        x: &Rows<'_>,
-        strips: Range<usize>,
-        panels: Range<usize>,
-        bias: Option<&[f32]>,
-        out: &Disjoint<'_, f32>,
-    ) {
-        let layout = &self.layout;
-        let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
-        let wide = path.panels(path.rows(strip(x.m, strips.start).len()));
-        let mut panel = panels.start;
-        while panel < panels.end {
-            let taken = if panels.end - panel >= wide { wide } else { 1 };
-            for s in strips.clone() {
-                let rows = strip(x.m, s);
-                let mut row = rows.start;
-                while row < rows.end {
-                    let count = path.rows(rows.end - row);
-                    // A lower tile may be made for another number of panels.
-                    let width = if path.panels(count) == taken { taken } else { 1 };
-                    for first in (0..taken).step_by(width) {
-                        let column = (panel + first) * PANEL_ROWS;
-                        // SAFETY: every offset is that of an element within the slices, whose lengths
-                        // follow from the layout; the caller vouches for `out`.
-                        unsafe {
-                            let at = rows.start * steps + row - rows.start;
-                            let sums_at = rows.start * groups + row - rows.start;
-                            let tile = Tile {
-                                layout,
-                                weights: self.bytes.as_ptr().add((panel + first) * layout.panel_bytes()),
-                                strip: rows.len(),
-                                activations: x.activations.at.add(at * x.step_bytes),
-                                sums: x.sums.at.add(4 * sums_at),
-                                eights: x.eights.map_or(core::ptr::null(), |e| e.as_ptr().add(sums_at)),
-                                scales: x.scales.map_or(core::ptr::null(), |s| s.as_ptr().add(row)),
-                                zero: x.zero,
-                                rest: x.rest,
-                                bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
-                                out: out.pointer().add(row * n + column),
-                                stride: n,
-                                columns: n - column,
-                            };
-                            path.tile(count, width)(&tile);
-                        }
-                    }
-                    row += count;
-                }
-            }
-            panel += taken;
-        }
-    }
-}
-
-/// A slice of any type, as bytes.
-#[derive(Clone, Copy)]
-struct Bytes<'a> {
-    at: *const u8,
-    len: usize,
-    of: PhantomData<&'a [u8]>,
-}
-
-impl<'a> Bytes<'a> {
-    fn of<T>(slice: &'a [T]) -> Self {
-        Self { at: slice.as_ptr().cast(), len: size_of_val(slice), of: PhantomData }
-    }
-}
-
-/// Rows of either kind.
-struct Rows<'a> {
-    m: usize,
-    layout: Option<RowLayout>,
-    /// Bytes of a step of a row.
-    step_bytes: usize,
-    activations: Bytes<'a>,
-    /// Of four bytes each.
-    sums: Bytes<'a>,
-    eights: Option<&'a [i32]>,
-    scales: Option<&'a [f32]>,
-    rest: bool,
-    zero: i32,
-}
-// SAFETY: threads only read what the pointers point to, and the rows outlive the call.
-unsafe impl Sync for Rows<'_> {}
-
-impl Rows<'_> {
-    /// Whether everything is as long as so many rows are: what kernels read is not checked again.
-    fn check(&self, layout: &Layout) -> Result<(), KernelError> {
-        let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
-        let length = |what, expected: Option<usize>, got| match expected {
-            Some(expected) => KernelError::length(what, expected, got),
-            None => Err(KernelError::TooLarge(what)),
-        };
-        let groups = layout.groups();
-        let steps = of(layout.padded_k() / STEP, self.step_bytes);
-        length("bytes of activations", steps, self.activations.len)?;
-        length("bytes of sums", of(groups, 4), self.sums.len)?;
-        self.eights.map_or(Ok(()), |eights| length("sums", of(groups, 1), eights.len()))?;
-        self.scales.map_or(Ok(()), |scales| length("scales", Some(self.m), scales.len()))
     }
 }
 
@@ -399,6 +204,11 @@ impl PackedLinear {
     /// The layout.
     pub fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// The bias that it was packed with.
+    pub fn bias(&self) -> Option<&[f32]> {
+        self.bias.as_deref()
     }
 
     /// `out = x · Wᵀ + bias` on the widest instructions there are.

@@ -251,6 +251,20 @@ impl Run<'_> {
             if !needed[id] || values[id].is_some() {
                 continue;
             }
+            if let Some(together) = self.together(id, &needed, &values) {
+                let input = nodes[id].inputs[0];
+                let x = values[input]
+                    .clone()
+                    .ok_or_else(|| Error::Internal(format!("node {input} is not known")))?;
+                for (&id, y) in together.iter().zip(self.multiply_each(&together, &x)?) {
+                    uses[input] -= 1;
+                    values[id] = Some(y);
+                }
+                if uses[input] == 0 {
+                    values[input] = None;
+                }
+                continue;
+            }
             let mut inputs = Vec::with_capacity(nodes[id].inputs.len());
             for &input in &nodes[id].inputs {
                 uses[input] -= 1;
@@ -264,6 +278,31 @@ impl Run<'_> {
             .iter()
             .map(|&t| values[t].clone().ok_or_else(|| Error::Internal(format!("node {t} is not known"))))
             .collect()
+    }
+
+    /// This linear and those after it that read the same value and go through the kernels with it, if there are any.
+    fn together(&self, id: NodeId, needed: &[bool], values: &[Option<Tensor>]) -> Option<Vec<NodeId>> {
+        let nodes = self.block.graph.nodes();
+        let is_linear = |id: NodeId| matches!(nodes[id].op, Op::Linear { .. });
+        if !is_linear(id) {
+            return None;
+        }
+        let first = self.block.linear(id);
+        let goes = |&other: &NodeId| {
+            needed[other]
+                && values[other].is_none()
+                && is_linear(other)
+                && nodes[other].inputs == nodes[id].inputs
+                && first.goes_with(self.block.linear(other))
+        };
+        let others: Vec<NodeId> = (id + 1..nodes.len()).filter(goes).collect();
+        (!others.is_empty()).then(|| [vec![id], others].concat())
+    }
+
+    fn multiply_each(&mut self, ids: &[NodeId], x: &Tensor) -> Result<Vec<Tensor>> {
+        ids.iter().try_for_each(|&id| self.tap.linear_input(id, x))?;
+        let linears: Vec<&Linear> = ids.iter().map(|&id| self.block.linear(id)).collect();
+        Linear::forward_each(&linears, x)
     }
 
     fn compute(&mut self, id: NodeId, inputs: Vec<Tensor>) -> Result<Tensor> {

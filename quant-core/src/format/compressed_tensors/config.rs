@@ -129,11 +129,11 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
              CUDA; SGLang and llama.cpp's converter do not read them",
         );
     }
-    if any(|s| s.granularity == Granularity::Channel && s.activations == ActivationScheme::Float) {
+    if any(|s| s.granularity == Granularity::Channel && !s.is_stored_as_bytes()) {
         notes.push("llama.cpp's converter reads scales per group, not per channel");
     }
-    if any(|s| s.activations != ActivationScheme::Float) {
-        notes.push("llama.cpp's converter does not read checkpoints with activations of 8 bits");
+    if any(|s| s.has_static_activations()) {
+        notes.push("llama.cpp's converter does not read static scales of activations");
     }
     if groups.len() > 1 {
         notes.push("llama.cpp's converter does not read checkpoints that mix several schemes");

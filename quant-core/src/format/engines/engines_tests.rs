@@ -218,6 +218,11 @@ fn what_each_container_reaches() {
     assert!(yes("compressed-tensors", "w4a16-g64-sym", "llama.cpp"));
     assert!(!yes("compressed-tensors", "w4a16-channel-sym", "llama.cpp"));
     assert!(!yes("awq", "w4a16-g128-asym", "llama.cpp"));
+    for (scheme, word) in
+        [("w8a8-channel-sym", "yes, but"), ("w4a8-g64-sym", "yes, but"), ("w8a8-static", "no")]
+    {
+        assert_eq!(words("llama.cpp", &outline("compressed-tensors", LLAMA_8B, scheme))[0], word, "{scheme}");
+    }
     assert!(yes("gptq", "w4a16-g128-sym", "LMDeploy"));
     assert!(!yes("gptq", "w4a16-g128-asym", "LMDeploy"));
     assert!(!yes("gptq", "w4a16-g64-sym", "LMDeploy"));

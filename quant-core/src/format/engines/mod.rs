@@ -143,7 +143,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "llama.cpp, converter",
-        version: "0.5-dev",
+        version: "0.5.0",
         is_common: false,
         tensor_parallel: false,
         reads: &["compressed-tensors", "gptq"],

@@ -130,23 +130,28 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     }
 }
 
-/// llama.cpp's converter to GGUF.
+/// llama.cpp's converter to GGUF. Of weights under activations of 8 bits it takes the weights, and leaves activations
+/// float; scales of static ones it does not know.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.family == "opt" {
         return No("OPT is not among the models that it converts".into());
     }
-    if all_schemes(outline).iter().any(|s| s.activations != ActivationScheme::Float) {
-        return No("it reads no activations of 8 bits".into());
+    let schemes = all_schemes(outline);
+    if schemes.iter().any(LinearScheme::has_static_activations) {
+        return No("it reads no scales of activations".into());
     }
-    match all_schemes(outline)[..] {
+    let is_one = outline.head.is_none() && outline.embedding.is_none();
+    let verdict = match schemes[..] {
         [LinearScheme { bits: 2 | 4 | 8, .. }] if is_gptq(outline) => Yes,
-        [LinearScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }]
-            if outline.head.is_none() && outline.embedding.is_none() =>
-        {
-            Yes
-        }
+        [scheme] if is_one && scheme.is_stored_as_bytes() => Yes,
+        [LinearScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }] if is_one => Yes,
         [LinearScheme { granularity: Granularity::Channel, .. }] => No("it reads no scale a channel".into()),
         [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
         _ => No("it reads one scheme a checkpoint".into()),
+    };
+    let rounds_activations = schemes.iter().any(|s| s.activations != ActivationScheme::Float);
+    match verdict {
+        Yes if rounds_activations => With("it leaves activations float".into()),
+        verdict => verdict,
     }
 }

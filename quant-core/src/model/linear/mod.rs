@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{Module, Tensor};
 use quant_kernels_cpu::Isa;
-use quant_kernels_cpu::candle::Runner;
+use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
 
 pub use body::WeightBody;
 pub use product::{Product, multiply};
@@ -67,6 +67,31 @@ impl Linear {
         Ok(Tensor::from_vec(values, x.shape(), x.device())?)
     }
 
+    /// Whether [`forward_each`](Self::forward_each) multiplies both at once.
+    pub fn goes_with(&self, other: &Self) -> bool {
+        match (&*self.weight, &*other.weight) {
+            (WeightBody::Packed(a), WeightBody::Packed(b)) => a.goes_with(b),
+            _ => false,
+        }
+    }
+
+    /// What linears that [go together](Self::goes_with) make of the same `x` `[batch, positions, k]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and when they do not go together.
+    pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
+        let packed = linears.iter().filter_map(|linear| match &*linear.weight {
+            WeightBody::Packed(packed) => Some(packed),
+            _ => None,
+        });
+        let packed: Vec<_> = packed.collect();
+        if packed.len() != linears.len() {
+            return linears.iter().map(|linear| linear.forward(x)).collect();
+        }
+        let products = QuantizedLinear::forward_each(&packed, x)?;
+        products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
+    }
+
     /// Multiplies `x` `[batch, positions, k]`.
     ///
     /// # Errors
@@ -76,6 +101,10 @@ impl Linear {
             WeightBody::Packed(linear) => linear.forward(x)?,
             _ => self.rounded(x)?.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?,
         };
+        self.with_bias(y)
+    }
+
+    fn with_bias(&self, y: Tensor) -> Result<Tensor> {
         Ok(match &self.bias {
             Some(bias) => y.broadcast_add(bias)?,
             None => y,

@@ -1,0 +1,293 @@
+//! Products of packed weights with activations: checked, cut into pieces, and given to threads.
+
+use core::marker::PhantomData;
+use core::ops::Range;
+
+use super::PackedView;
+use super::dispatch::{MAX_ROWS, Path};
+use super::float_tile::FLOAT_STEP;
+use super::tile::Tile;
+use crate::activation::{RowLayout, strip, strips};
+use crate::layout::{PANEL_ROWS, STEP};
+use crate::parallel::Disjoint;
+use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel};
+
+/// Bytes of activations that stay in the second cache while panels pass.
+const BLOCK: usize = 1024 << 10;
+/// Panels that one piece of work takes, at most.
+const CHUNK: usize = 4;
+
+/// One of several products with the same activations.
+#[derive(Debug)]
+pub struct Product<'a> {
+    /// The weights `[n, k]`.
+    pub weight: PackedView<'a>,
+    /// `[n]`, where there is one.
+    pub bias: Option<&'a [f32]>,
+    /// `[m, n]` row-major, overwritten.
+    pub out: &'a mut [f32],
+}
+
+/// [`PackedView::multiply`] of several weights with the same activations, such as those of queries, keys and values: one
+/// call of `parallel` for all, so that threads wait for each other once. Results are those of one product after
+/// another, to the bit.
+///
+/// # Errors
+/// As [`PackedView::multiply`], before anything is written.
+pub fn multiply_each(
+    token: IsaToken,
+    x: &Int8Rows,
+    products: &mut [Product<'_>],
+    parallel: &dyn Parallel,
+) -> Result<(), KernelError> {
+    if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
+        return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
+    }
+    let rows = Rows {
+        m: x.m,
+        layout: x.layout,
+        step_bytes: STEP,
+        activations: Bytes::of(&x.codes),
+        sums: Bytes::of(&x.sums),
+        eights: Some(&x.eights),
+        scales: Some(&x.scales),
+        rest: false,
+        zero: x.zero,
+    };
+    run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
+}
+
+/// The same on floats, by the instructions that `x` was packed for.
+///
+/// # Errors
+/// As [`PackedView::multiply_float`], before anything is written.
+pub fn multiply_float_each(
+    x: &FloatRows,
+    products: &mut [Product<'_>],
+    parallel: &dyn Parallel,
+) -> Result<(), KernelError> {
+    let rows = Rows {
+        m: x.m,
+        layout: x.layout,
+        step_bytes: FLOAT_STEP,
+        activations: Bytes::of(&x.words),
+        sums: Bytes::of(&x.sums),
+        eights: None,
+        scales: None,
+        rest: !x.exact_in_bf16,
+        zero: 0,
+    };
+    run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
+}
+
+/// Products that one call of [`run`] cuts up, at most: what describes them stands on the stack.
+const AT_ONCE: usize = 4;
+
+fn run(
+    path: &dyn Fn(&Layout) -> Path,
+    x: &Rows<'_>,
+    products: &mut [Product<'_>],
+    parallel: &dyn Parallel,
+) -> Result<(), KernelError> {
+    products.iter().try_for_each(|product| product.check(x))?;
+    if x.m == 0 {
+        return Ok(());
+    }
+    for products in products.chunks_mut(AT_ONCE) {
+        let mut parts = [const { None }; AT_ONCE];
+        let mut pieces = 0;
+        for (part, product) in parts.iter_mut().zip(products) {
+            let made = Pieces::new(path(&product.weight.layout), x, product, pieces, parallel);
+            pieces += made.blocks * made.chunks;
+            *part = Some(made);
+        }
+        parallel.for_each(pieces, &|piece| {
+            // The last that begins at or before it.
+            let own = parts.iter().flatten().rfind(|part| part.first <= piece);
+            let Some(own) = own.filter(|_| piece < pieces) else { return };
+            let piece = piece - own.first;
+            let (b, c) = (piece / own.chunks, piece % own.chunks);
+            let panels = own.weight.layout.panels();
+            let strips = b * own.block..((b + 1) * own.block).min(strips(x.m));
+            let panels = c * own.chunk..((c + 1) * own.chunk).min(panels);
+            // SAFETY: lengths were checked above; pieces are disjoint in products, strips or panels, and so in what
+            // they write, if each is asked for once, as `Parallel` demands; the token proves the instructions.
+            unsafe { own.weight.part(own.path, x, strips, panels, own.bias, &own.out) };
+        });
+    }
+    Ok(())
+}
+
+impl Product<'_> {
+    /// Whether everything is as long as it is read or written.
+    fn check(&self, x: &Rows<'_>) -> Result<(), KernelError> {
+        let layout = &self.weight.layout;
+        if x.layout != Some(RowLayout::of(layout)) {
+            let got = x.layout.map_or(0, |l| l.group_size());
+            return Err(KernelError::Mismatch {
+                what: "groups of the activations",
+                expected: layout.group_size(),
+                got,
+            });
+        }
+        if let Some(bias) = self.bias {
+            KernelError::length("bias", layout.n(), bias.len())?;
+        }
+        let expected = x.m.checked_mul(layout.n()).ok_or(KernelError::TooLarge("the output"))?;
+        KernelError::length("output", expected, self.out.len())?;
+        if x.m == 0 { Ok(()) } else { x.check(layout) }
+    }
+}
+
+/// How a product is cut up for threads.
+struct Pieces<'a> {
+    weight: PackedView<'a>,
+    path: Path,
+    bias: Option<&'a [f32]>,
+    out: Disjoint<'a, f32>,
+    /// The number of its first piece.
+    first: usize,
+    /// Strips of a block, and blocks.
+    block: usize,
+    blocks: usize,
+    /// Panels of a chunk, and chunks.
+    chunk: usize,
+    chunks: usize,
+}
+
+impl<'a> Pieces<'a> {
+    fn new(
+        path: Path,
+        x: &Rows<'_>,
+        product: &'a mut Product<'_>,
+        first: usize,
+        parallel: &dyn Parallel,
+    ) -> Self {
+        let layout = &product.weight.layout;
+        // Strips whose activations stay in the second cache while panels pass.
+        let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
+        let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(x.m));
+        // Blocks of like size, for each reads all weights: none for what is left over.
+        let blocks = ((strips(x.m) + block / 2) / block).max(1);
+        let block = strips(x.m).div_ceil(blocks);
+        let blocks = strips(x.m).div_ceil(block);
+        // As many pieces as keep the threads busy to the end.
+        let chunk = layout
+            .panels()
+            .div_ceil(parallel.threads().max(1).saturating_mul(4))
+            .next_multiple_of(4)
+            .min(CHUNK);
+        let chunks = layout.panels().div_ceil(chunk);
+        let (weight, bias) = (product.weight, product.bias);
+        Self { weight, path, bias, out: Disjoint::new(product.out), first, block, blocks, chunk, chunks }
+    }
+}
+
+/// A slice of any type, as bytes.
+#[derive(Clone, Copy)]
+struct Bytes<'a> {
+    at: *const u8,
+    len: usize,
+    of: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Bytes<'a> {
+    fn of<T>(slice: &'a [T]) -> Self {
+        Self { at: slice.as_ptr().cast(), len: size_of_val(slice), of: PhantomData }
+    }
+}
+
+/// Rows of either kind.
+struct Rows<'a> {
+    m: usize,
+    layout: Option<RowLayout>,
+    /// Bytes of a step of a row.
+    step_bytes: usize,
+    activations: Bytes<'a>,
+    /// Of four bytes each.
+    sums: Bytes<'a>,
+    eights: Option<&'a [i32]>,
+    scales: Option<&'a [f32]>,
+    rest: bool,
+    zero: i32,
+}
+// SAFETY: threads only read what the pointers point to, and the rows outlive the call.
+unsafe impl Sync for Rows<'_> {}
+
+impl Rows<'_> {
+    /// Whether everything is as long as so many rows are: what kernels read is not checked again.
+    fn check(&self, layout: &Layout) -> Result<(), KernelError> {
+        let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
+        let length = |what, expected: Option<usize>, got| match expected {
+            Some(expected) => KernelError::length(what, expected, got),
+            None => Err(KernelError::TooLarge(what)),
+        };
+        let groups = layout.groups();
+        let steps = of(layout.padded_k() / STEP, self.step_bytes);
+        length("bytes of activations", steps, self.activations.len)?;
+        length("bytes of sums", of(groups, 4), self.sums.len)?;
+        self.eights.map_or(Ok(()), |eights| length("sums", of(groups, 1), eights.len()))?;
+        self.scales.map_or(Ok(()), |scales| length("scales", Some(self.m), scales.len()))
+    }
+}
+
+impl PackedView<'_> {
+    /// Some strips of rows times some panels.
+    ///
+    /// # Safety
+    /// The ranges must be within `x` and the layout, `out` valid for `m · n` values of which nobody else
+    /// writes these, and the processor must have the path's instructions.
+    unsafe fn part(
+        &self,
+        path: Path,
+        x: &Rows<'_>,
+        strips: Range<usize>,
+        panels: Range<usize>,
+        bias: Option<&[f32]>,
+        out: &Disjoint<'_, f32>,
+    ) {
+        let layout = &self.layout;
+        let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
+        let wide = path.panels(path.rows(strip(x.m, strips.start).len()));
+        let mut panel = panels.start;
+        while panel < panels.end {
+            let taken = if panels.end - panel >= wide { wide } else { 1 };
+            for s in strips.clone() {
+                let rows = strip(x.m, s);
+                let mut row = rows.start;
+                while row < rows.end {
+                    let count = path.rows(rows.end - row);
+                    // A lower tile may be made for another number of panels.
+                    let width = if path.panels(count) == taken { taken } else { 1 };
+                    for first in (0..taken).step_by(width) {
+                        let column = (panel + first) * PANEL_ROWS;
+                        // SAFETY: every offset is that of an element within the slices, whose lengths
+                        // follow from the layout; the caller vouches for `out`.
+                        unsafe {
+                            let at = rows.start * steps + row - rows.start;
+                            let sums_at = rows.start * groups + row - rows.start;
+                            let tile = Tile {
+                                layout,
+                                weights: self.bytes.as_ptr().add((panel + first) * layout.panel_bytes()),
+                                strip: rows.len(),
+                                activations: x.activations.at.add(at * x.step_bytes),
+                                sums: x.sums.at.add(4 * sums_at),
+                                eights: x.eights.map_or(core::ptr::null(), |e| e.as_ptr().add(sums_at)),
+                                scales: x.scales.map_or(core::ptr::null(), |s| s.as_ptr().add(row)),
+                                zero: x.zero,
+                                rest: x.rest,
+                                bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
+                                out: out.pointer().add(row * n + column),
+                                stride: n,
+                                columns: n - column,
+                            };
+                            path.tile(count, width)(&tile);
+                        }
+                    }
+                    row += count;
+                }
+            }
+            panel += taken;
+        }
+    }
+}
