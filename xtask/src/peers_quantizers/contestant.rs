@@ -73,6 +73,8 @@ pub struct Job<'a> {
     pub samples: usize,
     /// Tokens of a window.
     pub seq_len: usize,
+    /// Seed of the windows' selection.
+    pub seed: u64,
     /// Bits of a weight.
     pub bits: u32,
     /// The group size, or `channel`.
@@ -123,6 +125,7 @@ impl Peer {
         command.arg(&self.script).arg(job.model).arg(job.out).args(["--method", method]);
         command.arg("--calibration").arg(job.calibration);
         command.args(["--samples", &job.samples.to_string(), "--seq-len", &job.seq_len.to_string()]);
+        command.args(["--seed", &job.seed.to_string()]);
         command.args(["--bits", &job.bits.to_string(), "--group-size", job.group, "--dtype", job.dtype]);
         command.args(job.per_channel.iter().flat_map(|name| ["--channel", name]));
         command.args(settings.iter().flat_map(|setting| ["--set", setting]));

@@ -33,6 +33,9 @@ pub struct Args {
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     samples: usize,
+    /// Selections of calibration windows, over which scores are averaged: one is a draw, too
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    seeds: u64,
     /// Measure this program instead of building ours
     #[arg(long)]
     quant: Option<PathBuf>,
@@ -88,7 +91,7 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
         command: typed_command(),
         body: format!(
             "Peers: {}; in float32. {} All: symmetric grids, the same {} calibration windows of 512 tokens (256 on \
-             stories260k), the tokens' digests compared; embeddings and head float. Scored by `quant eval` on the \
+             stories260k), scores averaged over {} selection(s) of them, the tokens' digests compared; embeddings and head float. Scored by `quant eval` on the \
              same {} windows: perplexity, and KL to float over the full vocabulary in nats a token, ± its standard \
              error over windows. Planted: 4 channels of every norm times 32, the columns that read them divided by \
              32.\n\nA pooled difference weighs rows by tokens. A window of a text is one draw, however many rows it is \
@@ -96,6 +99,7 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
             versions.join("; "),
             quality.settings,
             args.samples,
+            args.seeds,
             args.windows
         ),
         csv,
@@ -134,8 +138,17 @@ impl Session<'_> {
         Ok(scored.into_iter().map(|(_, scored)| scored).collect())
     }
 
-    /// Has a row quantized by all and scores what they wrote.
+    /// Has a row quantized by all, on each selection of calibration windows, and scores what they wrote.
     fn measure(&self, row: &'static Row, set: &Set, out: &Path) -> Result<Scored> {
+        let mut all: Vec<Vec<Scores>> = self.quality.contestants.iter().map(|_| Vec::new()).collect();
+        for seed in 0..self.args.seeds {
+            let scores = self.measure_seed(row, set, out, seed)?;
+            all.iter_mut().zip(scores).for_each(|(all, scores)| all.extend(scores));
+        }
+        Ok(Scored { row, scores: all.into_iter().map(Scores::averaged).collect() })
+    }
+
+    fn measure_seed(&self, row: &Row, set: &Set, out: &Path, seed: u64) -> Result<Vec<Option<Scores>>> {
         let model = row.model(&self.data, set.planted)?;
         let calibration = row.calibration(&self.data);
         let per_channel: Vec<&str> = row.per_channel().collect();
@@ -156,7 +169,7 @@ impl Session<'_> {
                     if *calibrated {
                         command.arg("--calibration").arg(&calibration);
                         command.args(["--samples", &self.args.samples.to_string()]);
-                        command.args(["--seq-len", &row.window.to_string()]);
+                        command.args(["--seq-len", &row.window.to_string(), "--seed", &seed.to_string()]);
                     }
                     output(&mut command)?;
                     if *calibrated {
@@ -174,6 +187,7 @@ impl Session<'_> {
                             calibration: &calibration,
                             samples: self.args.samples,
                             seq_len: row.window,
+                            seed,
                             bits: set.bits,
                             group: if self.quality.grouped { row.group } else { "channel" },
                             per_channel: &per_channel,
@@ -192,7 +206,7 @@ impl Session<'_> {
             }
             scores.push(Some(scored));
         }
-        Ok(Scored { row, scores })
+        Ok(scores)
     }
 
     fn score(&self, row: &Row, model: &Path, checkpoint: &Path) -> Result<Scores> {

@@ -53,6 +53,28 @@ impl Scores {
         })
     }
 
+    /// The mean of several checkpoints' scores on the same windows, window by window; `None` of none.
+    pub fn averaged(all: Vec<Self>) -> Option<Self> {
+        let mut all = all.into_iter();
+        let mut mean = all.next()?;
+        let mut count = 1.0;
+        for other in all {
+            count += 1.0;
+            let step = |mean: &mut f64, other: f64| *mean += (other - *mean) / count;
+            mean.kl.iter_mut().zip(&other.kl).for_each(|(m, o)| step(m, *o));
+            mean.nll.iter_mut().zip(&other.nll).for_each(|(m, o)| step(m, *o));
+        }
+        if count > 1.0 {
+            let of = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+            let windows = mean.kl.len() as f64;
+            mean.kl_mean = of(&mean.kl);
+            let squares: f64 = mean.kl.iter().map(|kl| (kl - mean.kl_mean).powi(2)).sum();
+            mean.kl_error = (squares / (windows - 1.0) / windows).sqrt();
+            mean.perplexity = of(&mean.nll).exp();
+        }
+        Some(mean)
+    }
+
     fn windows(&self, metric: Metric) -> &[f64] {
         match metric {
             Metric::Kl => &self.kl,
@@ -179,6 +201,18 @@ mod tests {
     fn of(metric: Metric, rows: &[(usize, &[f64], &[f64])]) -> Pooled {
         let scored: Vec<_> = rows.iter().map(|(row, o, t)| (&ROWS[*row], scores(o), scores(t))).collect();
         pooled(metric, scored.iter().map(|(row, ours, theirs)| Pair { row, ours, theirs }))
+    }
+
+    #[test]
+    fn averages_are_taken_window_by_window() {
+        let mean = Scores::averaged(vec![scores(&[1.0, 2.0, 3.0]), scores(&[3.0, 2.0, 4.0])]).unwrap();
+        assert_eq!((&mean.kl[..], mean.kl_mean), (&[2.0, 2.0, 3.5][..], 2.5));
+        // Deviations of -0.5, -0.5 and 1.
+        assert!((mean.kl_error - (1.5 / 2.0 / 3.0_f64).sqrt()).abs() < 1e-12);
+        assert!((mean.perplexity - 2.5_f64.exp()).abs() < 1e-12);
+        assert!(Scores::averaged(Vec::new()).is_none());
+        // A single one stays as it was read.
+        assert_eq!(Scores::averaged(vec![scores(&[1.0, 2.0])]).unwrap().perplexity, 1.0);
     }
 
     #[test]

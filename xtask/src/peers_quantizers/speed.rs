@@ -101,6 +101,7 @@ pub fn run(args: &Args, speed: &Speed) -> Result<()> {
                 calibration: &root().join(TEXT),
                 samples: args.samples,
                 seq_len: args.seq_len,
+                seed: 0,
                 bits: BITS,
                 group: GROUP,
                 per_channel: &[],
