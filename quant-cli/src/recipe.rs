@@ -50,7 +50,7 @@ pub struct RecipeOptions {
     pub overrides: Vec<String>,
     /// SmoothQuant: how much of the outliers moves from the activations into the weights, 0 to 1, or auto: what
     /// leaves each block the least error [default: the family's]
-    #[arg(long, value_name = "A|auto", help_heading = "Recipe")]
+    #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
     pub alpha: Option<String>,
     /// SmoothQuant: what is divided by its scales: norms, or all (linears too, whose outputs reach the next linear
     /// channel by channel) [default: norms]
@@ -65,10 +65,10 @@ pub struct RecipeOptions {
     pub skip: Vec<String>,
     /// QoQ: how much of the outliers of what o_proj and down_proj read moves into their weights, 0 to 1, or auto
     /// [default: 0.3, or 0.1 where a row has one scale]
-    #[arg(long, value_name = "A|auto", help_heading = "Recipe")]
+    #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
     pub output_alpha: Option<String>,
     /// QoQ: how much of the outliers of keys moves into the queries, 0 to 1, or auto [default: auto]
-    #[arg(long, value_name = "A|auto", help_heading = "Recipe")]
+    #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
     pub attention_alpha: Option<String>,
     /// AWQ: how candidate scales are compared: fast (on growing shares of the batch) or reference (each
     /// on the whole batch) [default: fast]
@@ -86,7 +86,7 @@ pub struct RecipeOptions {
     #[arg(long, value_name = "none|static-groups|group-aware", help_heading = "Recipe")]
     pub act_order: Option<String>,
     /// GPTQ: what a linear is judged on: inputs from the model that is quantized up to it, or from the float
-    /// model [default: quantized]
+    /// model [default: quantized; of qoq float]
     #[arg(long, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
     /// Calibration windows [default: 64]
@@ -161,7 +161,9 @@ impl RecipeOptions {
             if !recipe.method.has(step) {
                 return Err(Error::usage(
                     format!("{option} has no effect: `{step}` is no step of what is done"),
-                    "leave it out, or choose --method qoq",
+                    format!(
+                        "leave it out, or choose a method that has `{step}`, such as qoq, and do not skip it"
+                    ),
                 ));
             }
             *to = Some(alpha.parse()?);

@@ -10,13 +10,16 @@ use candle_core::{Device, Tensor};
 use common::{Kind, Tiny, flat, logits, mean_divergence, normal, relative_difference};
 use quant_core::calibrate::{BatchTap, ChannelRanges, HiddenStates, Packing, Sampling, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorSource};
-use quant_core::model::{Block, KvScheme, Model, NoTap, NodeId, Tap, WeightBody};
+use quant_core::model::{Block, KvScheme, Linear, Model, NoTap, NodeId, Tap, WeightBody};
+use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
     Alpha, Automatic, BlockTask, Clip, Grid, Reorder, Rewrite, SmoothAttention, SmoothOutputs, Transform,
     TransformSettings, rotate,
 };
 use quant_core::{CancelToken, Category, Result};
+use quant_kernels_cpu::Serial;
+use quant_kernels_cpu::candle::Runner;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
@@ -378,14 +381,14 @@ fn smooth_attention_takes_outliers_out_of_keys() {
 fn numbers_that_are_none_are_told() {
     let tiny = Tiny::default();
     let mut checkpoint = tiny.random(3);
-    checkpoint.values("model.layers.0.self_attn.k_proj.weight")[0] = 1e38;
+    checkpoint.values("model.layers.0.self_attn.k_proj.weight").iter_mut().for_each(|w| *w *= 1e38);
     checkpoint.values("model.embed_tokens.weight").iter_mut().for_each(|w| *w *= 1e6);
     let mut bench = Bench::of(checkpoint.model(), &tiny, TransformSettings::default());
     let block = bench.block.clone();
     let outcome = bench.search(&SmoothAttention, &block, &Rewrite::default());
-    if let Err(error) = outcome {
-        assert_eq!(error.category(), Category::Numeric, "{error}");
-    }
+    let error = outcome.unwrap_err();
+    assert_eq!(error.category(), Category::Numeric, "{error}");
+    assert!(error.to_string().contains("drives its keys to NaN or infinity"), "{error}");
 }
 
 fn qoq(method: &str, scheme: &str) -> Recipe {
@@ -507,4 +510,59 @@ fn plans_know_what_is_rotated() {
     assert!(source.info("lm_head.weight").is_none());
     // Clipping alone is a transform like others.
     let _: &dyn Transform = &Clip;
+}
+
+/// One linear of W4A8, at both granularities: integers give what rounding and multiplying floats gives, but for the rounding
+/// of sums in `f32`, for weights of chance and for those that reach both ends of every grid.
+#[test]
+fn integers_of_one_linear_are_what_is_simulated() {
+    let (n, k) = (40, 384);
+    let mut rng = StdRng::seed_from_u64(7);
+    let by_chance: Vec<f32> = (0..n * k).map(|_| normal(&mut rng)).collect();
+    // Rows of all sizes, groups from one end to the other, and some that are constant or nothing.
+    let extreme = (0..n * k).map(|i| {
+        let (row, group) = (i / k, i % k / 128);
+        let size = 2f32.powi(row as i32 % 9 - 4);
+        match (row + group) % 4 {
+            0 => 0.0,
+            1 => size,
+            _ if i % 2 == 0 => size,
+            _ => -size,
+        }
+    });
+    let extreme: Vec<f32> = extreme.collect();
+    let inputs: Vec<f32> = (0..5 * k)
+        .map(|i| match i / k {
+            0 => 0.0,
+            1 => {
+                if i % 3 == 0 {
+                    1.0
+                } else {
+                    -1.0
+                }
+            }
+            _ => normal(&mut rng) * 10f32.powi((i / k) as i32 - 3),
+        })
+        .collect();
+    let x = Tensor::from_vec(inputs.clone(), (1, 5, k), &Device::Cpu).unwrap();
+    for scheme in
+        ["w4a8-g128-asym-progressive", "w4a8-g128-sym-progressive", "w4a8-channel-asym", "w4a8-channel-sym"]
+    {
+        for weights in [&by_chance, &extreme] {
+            let tensor =
+                quantize_rtn("l", weights, [n, k], scheme.parse().unwrap(), Dtype::F16, None).unwrap();
+            let values = tensor.dequantize().unwrap();
+            let fake = Linear::new(Arc::new(WeightBody::Quantized(tensor)), None);
+            let real = fake.packed(&Runner::new(Serial)).unwrap();
+            let [fake, real] = [fake, real].map(|linear| flat(&linear.forward(&x).unwrap()));
+            for (at, (a, b)) in fake.iter().zip(&real).enumerate() {
+                let (row, column) = (at / n, at % n);
+                let pairs = inputs[row * k..][..k].iter().zip(&values[column * k..][..k]);
+                let size: f32 = pairs.map(|(x, w)| (x * w).abs()).sum();
+                // Of every addition half a unit of the last place.
+                let bound = (k as f32 + 16.0) * f32::EPSILON * size + f32::MIN_POSITIVE;
+                assert!((a - b).abs() <= bound, "{scheme}, token {row}, output {column}: {a} and {b}");
+            }
+        }
+    }
 }

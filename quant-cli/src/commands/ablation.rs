@@ -46,6 +46,8 @@ const fn step(
     Step { name, adds, method, scheme, steps }
 }
 
+/// Rows with fewer bits than the one above.
+const TAKE_AWAY: [&str; 2] = ["W4A8, a scale a row", "+ KV4"];
 /// What is done before reordering.
 const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
 /// All that is done before weights are rounded.
@@ -115,6 +117,8 @@ struct Row {
     /// Its KL less that of the row above, paired.
     #[serde(skip_serializing_if = "Option::is_none")]
     kl_change: Option<Estimate>,
+    /// Whether it has fewer bits than the row above, so that its KL is to rise.
+    takes_away: bool,
     seconds: f64,
 }
 
@@ -127,7 +131,13 @@ pub fn run(
     session: &Session,
 ) -> Result<()> {
     let started = Instant::now();
-    opened.model.require_float()?;
+    if opened.model.quant_method().is_some() {
+        let path = opened.directory.path().display();
+        return Err(Error::usage(
+            format!("{path} is quantized already, and --ablation quantizes a float model"),
+            "give the float checkpoint that it was made from",
+        ));
+    }
     // Every row is planned before the first is made: what cannot be done is told now.
     let steps = steps(options)?;
     for step in &steps {
@@ -178,6 +188,7 @@ pub fn run(
             perplexity: scores.perplexity,
             kl: divergence.kl,
             kl_change: change,
+            takes_away: TAKE_AWAY.contains(&step.name),
             seconds: begun.elapsed().as_secs_f64(),
         });
         reference.get_or_insert(divergence.reference.perplexity);
@@ -254,7 +265,9 @@ fn show(result: &Ablation) -> String {
     let rows = result.rows.iter().map(|row| {
         let change = row.kl_change.as_ref().map(|change| {
             let sign = if change.mean > 0.0 { "+" } else { "" };
-            format!("{sign}{}", estimate(change, 5))
+            let error = change.standard_error.unwrap_or(f64::INFINITY);
+            let is_worse = change.mean > 2.0 * error && !row.takes_away;
+            format!("{sign}{}{}", estimate(change, 5), if is_worse { " !" } else { "" })
         });
         vec![
             row.step.to_owned(),
@@ -267,7 +280,8 @@ fn show(result: &Ablation) -> String {
     let rows: Vec<Vec<String>> = std::iter::once(float).chain(rows).collect();
     let mut text = table(&["step", "perplexity", "KL (nats)", "change of KL", "time"], &rows);
     text.push_str(&format!(
-        "\n{} tokens ({}); each row has all steps above it; changes are paired\n",
+        "\n{} tokens ({}); each row has all steps above it; changes are paired. !: for the worse by more than two \
+         standard errors, where no bits were taken away\n",
         result.tokens_scored, result.profile
     ));
     text

@@ -234,7 +234,10 @@ fn quantize(
             plan.sampling.length
         ));
     }
-    let mut notes: Vec<String> = plans.iter().flat_map(Plan::warnings).collect();
+    let lost =
+        |plan: &Plan| plan.losses().into_iter().map(|said| format!("lost: {said}")).collect::<Vec<_>>();
+    let mut notes: Vec<String> =
+        plans.iter().flat_map(|plan| [lost(plan), plan.warnings()].concat()).collect();
     for plan in &plans {
         let outline = Outline::new(plan, &opened.model);
         for engine in ENGINES.iter().filter(|engine| engine.is_common) {
@@ -246,7 +249,7 @@ fn quantize(
     }
     notes.dedup();
     for note in notes {
-        session.progress.note(&format!("note: {note}"));
+        session.progress.note(&if note.starts_with("lost: ") { note } else { format!("note: {note}") });
     }
     let windows = match plan.needs_text() {
         true => {

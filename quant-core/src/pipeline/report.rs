@@ -14,7 +14,7 @@ use crate::digest::sha256_hex;
 use crate::model::{KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{LinearScheme, PlanEntry, Rounding};
+use crate::recipe::{Action, LinearScheme, PlanEntry, Rounding};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
@@ -243,7 +243,12 @@ impl TensorReport {
     }
 
     pub(super) fn repacked(entry: &PlanEntry, source_sha256: String) -> Self {
-        Self::new(entry, "repacked", source_sha256)
+        let from = match &entry.action {
+            // Of a symmetric grid that stood with zeros nothing is lost.
+            Action::Repack { from, scheme, .. } => Some(*from).filter(|from| from != scheme),
+            _ => None,
+        };
+        Self { rounded_to: from.map(|s| s.to_string()), ..Self::new(entry, "repacked", source_sha256) }
     }
 
     pub(super) fn quantized(

@@ -111,7 +111,8 @@ impl QuantizedTensor {
     }
 
     /// The same matrix on a grid that says the same in other words: symmetric or with the middle
-    /// code as stored zero, scales in another type or with one level in place of two. No weight changes.
+    /// code as stored zero, scales in another type or with one level in place of two, activations per token left float.
+    /// No weight changes.
     ///
     /// # Errors
     /// What cannot be said so: other bits or groups, a zero that is not the middle code, a scale
@@ -119,7 +120,9 @@ impl QuantizedTensor {
     pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
-        let same_input = scheme.activations == self.scheme.activations;
+        let left_float = scheme.activations == ActivationScheme::Float
+            && self.scheme.activations == ActivationScheme::Token;
+        let same_input = scheme.activations == self.scheme.activations || left_float;
         // Two levels are not found again where there is one.
         let same_input = same_input && (self.scheme.progressive || !scheme.progressive);
         if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) || !same_input {

@@ -47,7 +47,7 @@ pub static PRESETS: &[Preset] = &[
     Preset { name: "awq-w4a16", method: "awq", scheme: "w4a16-g128" },
     Preset { name: "gptq-w4a16", method: "gptq", scheme: "w4a16-g128" },
     Preset { name: "qoq-w4a8kv4", method: "qoq", scheme: "w4a8kv4-g128-progressive" },
-    Preset { name: "qoq-w4a8kv4-channel", method: "qoq", scheme: "w4a8kv4-channel-asym" },
+    Preset { name: "qoq-w4a8kv4-channel", method: "qoq", scheme: "w4a8kv4-channel" },
     Preset { name: "rtn-w4a16", method: "rtn", scheme: "w4a16-g128" },
     Preset { name: "rtn-w8a16", method: "rtn", scheme: "w8a16-g128" },
     Preset { name: "rtn-w8a8", method: "rtn", scheme: "w8a8-channel" },

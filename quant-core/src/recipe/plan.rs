@@ -41,6 +41,8 @@ pub enum Action {
     Repack {
         /// The linear's name.
         module: String,
+        /// The grid in the input.
+        from: LinearScheme,
         /// The grid, as it is written.
         scheme: LinearScheme,
         /// The type scales are stored in.
@@ -453,7 +455,11 @@ impl Plan {
     pub fn losses(&self) -> Vec<String> {
         let mut losses: Vec<String> = Vec::new();
         for entry in &self.entries {
-            let Action::Quantize { scheme, scale_dtype, .. } = &entry.action else { continue };
+            let (Action::Quantize { scheme, scale_dtype, .. }
+            | Action::Repack { from: scheme, scale_dtype, .. }) = &entry.action
+            else {
+                continue;
+            };
             let new = self.container.loses(*scheme, *scale_dtype);
             losses.extend(new.into_iter().filter(|said| !losses.contains(said)).collect::<Vec<_>>());
         }

@@ -49,17 +49,15 @@ impl Plan {
                 float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
-            let scheme = LinearScheme { symmetric: stored.symmetric || symmetric, ..stored };
-            let levels = scheme.progressive;
-            // Every number is kept, those of activations too.
-            let scheme = LinearScheme { activations: scheme.activations, ..container.stored_scheme(scheme) };
+            let from = LinearScheme { symmetric: stored.symmetric || symmetric, ..stored };
+            let scheme = container.stored_scheme(from);
             let mut sources = model.packed_tensors(&module, shape)?;
             for spec in &mut sources {
                 spec.info = model.source().require(&spec.name)?.clone();
             }
             let stored_dtype = model.packed_scale_dtype(&module)?;
             // Products of two levels of scales have more digits than either.
-            let flattens = levels && !scheme.progressive;
+            let flattens = from.progressive && !scheme.progressive;
             let scale_dtype = container.scale_dtype(if flattens { Dtype::F32 } else { stored_dtype });
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
@@ -68,7 +66,7 @@ impl Plan {
                 stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
                 layer,
                 info: TensorInfo { dtype: stored_dtype, shape: shape.to_vec() },
-                action: Action::Repack { module, scheme, scale_dtype, sources },
+                action: Action::Repack { module, from, scheme, scale_dtype, sources },
                 outputs,
             });
         }

@@ -48,6 +48,9 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
     if !share.scheme.is_stored_as_bytes() {
         return match share.scheme.has_static_activations() {
             true => No(share.fault("packed weights are not multiplied with static activations")),
+            false if !share.scheme.symmetric => {
+                No(share.fault("packed weights under activations of 8 bits are symmetric there"))
+            }
             false => {
                 With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme)))
             }

@@ -96,7 +96,12 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
             "scale": "max |x| / 127 of every token, when it comes",
             "rounding": "nearest, ties to even",
         },
-        "kv_cache": format!("as `{KV_CONFIG_KEY}` in config.json says; float where it says nothing"),
+        "kv_cache": {
+            "scheme": format!("as `{KV_CONFIG_KEY}` in config.json says; float where it says nothing"),
+            "value": "code * scale + zero: the zero is the value of code 0, F16, not a code",
+            "keys": "after rotary embedding",
+            "rounding": "zero down and scale up in F16, so that all values lie within the codes; codes to the nearest, ties to even",
+        },
         "modules_to_not_convert": schemes.float,
         "float_tensors": "in the type of the original checkpoint",
         "norms": "stored with their weights, to be applied: a loader that skips tensors whose names contain `norm` must \
@@ -206,7 +211,7 @@ mod tests {
         assert_eq!(weights["s2_order"], json!("kernel"));
         assert_eq!(weights["scheme"], json!("w4a8-g128-asym-progressive"));
         assert!(manifest["norms"].as_str().unwrap().contains("all of these are 1"));
-        assert!(manifest["kv_cache"].as_str().unwrap().contains("kv_cache_quantization"));
+        assert!(manifest["kv_cache"]["scheme"].as_str().unwrap().contains("kv_cache_quantization"));
     }
 
     #[test]
