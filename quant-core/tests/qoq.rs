@@ -10,12 +10,12 @@ use candle_core::{Device, Tensor};
 use common::{Kind, Tiny, flat, logits, mean_divergence, normal, relative_difference};
 use quant_core::calibrate::{BatchTap, ChannelRanges, HiddenStates, Packing, Sampling, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorSource};
-use quant_core::model::{Block, KvScheme, Linear, Model, NoTap, NodeId, Tap, WeightBody};
+use quant_core::model::{Block, KvScheme, Linear, Model, NoTap, NodeId, Preparation, Tap, WeightBody};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
     Alpha, Automatic, BlockTask, Clip, Grid, Reorder, Rewrite, SmoothAttention, SmoothOutputs, Transform,
-    TransformSettings, rotate,
+    TransformSettings, fold_norms, rotate,
 };
 use quant_core::{CancelToken, Category, Result};
 use quant_kernels_cpu::Serial;
@@ -74,6 +74,33 @@ fn rotation_leaves_logits_unchanged() {
 }
 
 /// Read in pieces, a tensor is what it is read whole.
+#[test]
+fn folded_norms_leave_logits_unchanged() {
+    // Sizes without a Hadamard matrix are folded, too.
+    let odd = ("llama, a size without a matrix", Tiny { hidden: 74, ..Tiny::default() });
+    for (name, tiny) in families().into_iter().chain([odd]) {
+        let model = tiny.random(7).model();
+        let folded = fold_norms(&model).unwrap();
+        assert!(!folded.is_rotated() && folded.preparation() == Some(Preparation::FoldNorms));
+        let windows = common::windows(tiny.vocab, 2, LENGTH, 3);
+        let change = relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
+        assert!(change <= BOUND, "{name}: {change:e}");
+        assert!(!folded.architecture().tied && folded.parts_head() == tiny.tied, "{name}");
+        let of = |model: &Model, tensor: &str| model.source().read_f32(tensor).unwrap();
+        for norm in ["model.norm", "model.layers.1.input_layernorm"] {
+            assert!(of(&folded, &format!("{norm}.weight")).iter().all(|&g| g == 1.0), "{name}: {norm}");
+        }
+        for (linear, changes) in [("self_attn.q_proj", true), ("self_attn.o_proj", false)] {
+            let tensor = format!("model.layers.0.{linear}.weight");
+            assert_eq!(of(&folded, &tensor) != of(&model, &tensor), changes, "{name}: {linear}");
+        }
+        assert_eq!(of(&folded, "model.embed_tokens.weight"), of(&model, "model.embed_tokens.weight"));
+    }
+    let error = fold_norms(&Tiny::opt().random(1).model()).map(drop).unwrap_err();
+    assert_eq!(error.category(), Category::Usage);
+    assert!(error.remedy().contains("--skip fold-norms"), "{}", error.remedy());
+}
+
 #[test]
 fn rotated_tensors_are_read_in_any_pieces() {
     let tiny = Tiny { attention_bias: true, dtype: Dtype::Bf16, norm_dtype: Dtype::F16, ..Tiny::default() };

@@ -44,7 +44,10 @@ fn recipes() {
             &["--method", "qoq", "--skip", "rotat"],
             &["`rotat` is no step", "rotate, reorder, smooth-attention"],
         ),
-        (&["--output-alpha", "0.1"], &["--output-alpha has no effect", "choose --method qoq"]),
+        (
+            &["--output-alpha", "0.1"],
+            &["--output-alpha has no effect", "choose a method that has `smooth-outputs`, such as qoq"],
+        ),
         (
             &["--method", "qoq", "--skip", "smooth-attention", "--attention-alpha", "0.5"],
             &["--attention-alpha has no effect"],
@@ -106,7 +109,10 @@ fn recipes() {
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
         (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `awq` or `clip` last"]),
         (&["--method", "reorder,rotate"], &["makes another model", "put `rotate` first"]),
-        (&["--method", "rotate,magic"], &["step `magic` is not known", "the steps are awq, clip, reorder"]),
+        (
+            &["--method", "rotate,magic"],
+            &["step `magic` is not known", "the steps are awq, clip, fold-norms"],
+        ),
         (&["--packing", "bfd"], &["unknown packing `bfd`", "auto, stream, documents"]),
         (&["--mask", "users"], &["unknown mask `users`", "none, prompts"]),
         (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),

@@ -2,9 +2,9 @@
 //! the demo model, and of what `plan` says of it, kept in `tests/goldens/`.
 //!
 //! A change that means to alter them runs `QUANT_BLESS=1 cargo test -p quant-tests --test goldens`
-//! and commits the difference. AWQ has no goldens: its search runs in `f32`, whose sums differ in
-//! the last bits between instruction sets; that its bytes do not depend on threads or runs is
-//! checked in `end_to_end.rs`. Rounding to nearest is exact everywhere.
+//! and commits the difference. What looks at a text (AWQ, SmoothQuant, GPTQ, QoQ, static activations) has no goldens: it
+//! runs in `f32`, whose sums differ in the last bits between instruction sets; that bytes do not depend on threads or
+//! runs is checked in `end_to_end.rs`, `smoothquant.rs`, `gptq.rs` and `qoq.rs`. Rounding to nearest is exact everywhere.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -38,6 +38,11 @@ fn rounding_to_nearest() {
         ("w4a16-g128-sym", "compressed-tensors"),
         ("w3a16-g64-asym", "compressed-tensors"),
         ("w8a16-channel-sym", "compressed-tensors"),
+        ("w8a8-channel-sym", "compressed-tensors"),
+        ("w4a8-g64-sym", "compressed-tensors"),
+        ("w4a16-g64-sym", "gptq"),
+        ("w3a16-g128-asym", "gptq"),
+        ("w2a16-g32-asym", "gptq"),
         ("w4a16-g64-asym", "awq"),
         ("w4a8-g128-asym-progressive", "qserve"),
         ("w4a8-channel-asym", "qserve"),
@@ -51,7 +56,11 @@ fn rounding_to_nearest() {
         let of = |name: &str| format!("{}  {name}\n", files[name]);
         let usual = format == "compressed-tensors";
         let name = if usual { scheme.to_owned() } else { format!("{format}-{scheme}") };
-        let manifest = (format == "qserve").then_some("qserve_manifest.json");
+        let manifest = match format {
+            "qserve" => Some("qserve_manifest.json"),
+            "gptq" => Some("quantize_config.json"),
+            _ => None,
+        };
         let files = ["model.safetensors", "config.json", "quant_report.json"].into_iter().chain(manifest);
         check(&name, &files.map(of).collect::<String>());
     }

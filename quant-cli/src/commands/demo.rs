@@ -77,7 +77,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let mut float_perplexity = None;
     for scheme in SCHEMES {
         // The others are for activations of 8 bits.
-        for method in METHODS.iter().rev().filter(|m| !m.has("smoothquant") && !m.rotates) {
+        for method in METHODS.iter().rev().filter(|m| !m.has("smoothquant") && m.preparation.is_none()) {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));
             let begun = Instant::now();

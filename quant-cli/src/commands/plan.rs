@@ -127,7 +127,7 @@ struct Needs {
 
 fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
-        Action::Copy if entry.turned => "float, rotated".into(),
+        Action::Copy if entry.turned => "float, folded or rotated".into(),
         Action::Copy => "as it is".into(),
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),

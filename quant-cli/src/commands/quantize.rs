@@ -113,20 +113,22 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 "write one format with a report, or leave --report out: quant_report.json of each has the numbers",
             ));
         }
-        output::outside(&[("--report", Some(path))], &[&args.model])?;
+        output::outside(&[("--report", Some(path))], &[&args.model, &args.output])?;
         output::check_writable(path)?;
     }
     if let Some(path) = &args.save_channel_maxima {
         if !recipe.needs_text() {
             return Err(args.recipe.needs_no_text(&recipe.method, "--save-channel-maxima"));
         }
-        if recipe.method.rotates {
+        if let Some(step) = recipe.method.preparation.map(|p| p.name()) {
             return Err(Error::usage(
-                "--save-channel-maxima would keep maxima of the rotated model, which no other method sees",
-                "save them in a run of another method, or with --skip rotate",
+                format!(
+                    "--save-channel-maxima would keep maxima of the model after `{step}`, which no other method sees"
+                ),
+                format!("save them in a run of another method, or with --skip {step}"),
             ));
         }
-        output::outside(&[("--save-channel-maxima", Some(path))], &[&args.model])?;
+        output::outside(&[("--save-channel-maxima", Some(path))], &[&args.model, &args.output])?;
         output::check_writable(path)?;
     }
     // Found later for a model that is here; nothing is fetched for a run that cannot write.

@@ -40,7 +40,12 @@ impl ChannelMaxima {
                     info.dtype, info.shape
                 )));
             }
-            let values = source.read_f32(name)?;
+            let values = source.read_f32(name).map_err(|e| match e {
+                Error::NonFinite { .. } => {
+                    broken(format!("tensor `{name}` has channels that are NaN or infinite"))
+                }
+                other => other,
+            })?;
             if let Some(channel) = values.iter().position(|v| v.is_sign_negative() && *v != 0.0) {
                 return Err(broken(format!("tensor `{name}` has {} for channel {channel}", values[channel])));
             }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 
+use super::Preparation;
 use super::arch::{self, Architecture, Op, Positions};
 use super::names;
 use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeScaling, RopeTable, WeightBody};
@@ -26,8 +27,8 @@ pub struct Model {
     source: Arc<dyn TensorSource>,
     path: PathBuf,
     quantization: Option<Quantization>,
-    /// The tensors that are other ones than in the checkpoint, where hidden states are rotated.
-    turned: Option<BTreeSet<String>>,
+    /// What was done to all of it, and the tensors that are therefore other ones than in the checkpoint.
+    prepared: Option<(Preparation, BTreeSet<String>)>,
     parts_head: bool,
     kv: Option<KvScheme>,
 }
@@ -66,21 +67,26 @@ impl Model {
         };
         let graph = Arc::new(architecture.block.clone());
         let path = path.to_owned();
-        let (turned, parts_head) = (None, false);
-        let mut model = Self { architecture, graph, source, path, quantization, turned, parts_head, kv };
+        let (prepared, parts_head) = (None, false);
+        let mut model = Self { architecture, graph, source, path, quantization, prepared, parts_head, kv };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
     }
 
-    /// This float model with other tensors in the place of its own: those of its rotated equal. A head that they hold
+    /// This float model with other tensors in the place of its own: those of its prepared equal. A head that they hold
     /// beside the embedding is tied to it only where the two are the same.
     /// `turned` are the names of those that are not as in the checkpoint.
-    pub(crate) fn rotated(&self, source: Arc<dyn TensorSource>, turned: BTreeSet<String>) -> Result<Self> {
+    pub(crate) fn prepared(
+        &self,
+        by: Preparation,
+        source: Arc<dyn TensorSource>,
+        turned: BTreeSet<String>,
+    ) -> Result<Self> {
         let (architecture, graph, path) = (self.architecture.clone(), self.graph.clone(), self.path.clone());
-        let (turned, parts_head, kv) = (Some(turned), false, self.kv);
+        let (prepared, parts_head, kv) = (Some((by, turned)), false, self.kv);
         let mut model =
-            Self { architecture, graph, source, path, quantization: None, turned, parts_head, kv };
+            Self { architecture, graph, source, path, quantization: None, prepared, parts_head, kv };
         model.architecture.tied = model.shares_head()?;
         model.parts_head = self.architecture.tied && !model.architecture.tied;
         model.check()?;
@@ -89,17 +95,22 @@ impl Model {
 
     /// Whether a tensor is another one than in the checkpoint.
     pub fn is_turned(&self, name: &str) -> bool {
-        self.turned.as_ref().is_some_and(|turned| turned.contains(name))
+        self.prepared.as_ref().is_some_and(|(_, turned)| turned.contains(name))
     }
 
-    /// Whether rotation has parted the head from the embedding that it is in the checkpoint.
+    /// Whether its preparation has parted the head from the embedding that it is in the checkpoint.
     pub fn parts_head(&self) -> bool {
         self.parts_head
     }
 
+    /// What was done to all of it.
+    pub fn preparation(&self) -> Option<Preparation> {
+        self.prepared.as_ref().map(|(by, _)| *by)
+    }
+
     /// Whether its hidden states are those of the checkpoint, rotated.
     pub fn is_rotated(&self) -> bool {
-        self.turned.is_some()
+        self.preparation() == Some(Preparation::Rotate)
     }
 
     /// The configuration file, for messages.

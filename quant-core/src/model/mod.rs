@@ -18,6 +18,7 @@ mod names;
 mod norm;
 mod paged;
 mod positions;
+mod preparation;
 mod rope;
 mod segments;
 
@@ -32,5 +33,6 @@ pub use linear::{Linear, Product, WeightBody, kernels, multiply};
 pub use load::Model;
 pub use norm::Norm;
 pub use positions::PositionTable;
+pub use preparation::Preparation;
 pub use rope::{RopeScaling, RopeTable};
 pub use segments::Segments;

@@ -12,7 +12,9 @@ use super::gptq::{BlockRounded, GptqTask};
 use crate::calibrate::{BatchLayout, BatchTap, ChannelRanges, HiddenStates};
 use crate::checkpoint::{Dtype, MemorySource};
 use crate::format::{self, PackedWeight};
-use crate::model::{Block, BlockGraph, Linear, Model, NodeId, Norm, Op, RopeTable, Tap, WeightBody};
+use crate::model::{
+    Block, BlockGraph, Linear, Model, NodeId, Norm, Op, Preparation, RopeTable, Tap, WeightBody,
+};
 use crate::progress::timed;
 use crate::quantize::gptq::LayerInputs;
 use crate::recipe::{Action, PlanEntry, Rounding};
@@ -75,7 +77,11 @@ impl Batch {
         if open.is_empty() && !advance && job.maxima.is_none() {
             return Ok(BTreeMap::new());
         }
-        let read = if job.model.is_rotated() { "read and rotate" } else { "read" };
+        let read = match job.model.preparation() {
+            Some(Preparation::Rotate) => "read and rotate",
+            Some(Preparation::FoldNorms) => "read and fold",
+            None => "read",
+        };
         let block = timed(job.observer, read, || job.model.block(layer, &self.rope))?;
         let prefix = job.model.architecture().in_block(layer, "");
         if open.is_empty() {

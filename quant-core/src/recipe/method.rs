@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use crate::model::Preparation;
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::{
     Awq, Clip, Reorder, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
@@ -16,8 +17,8 @@ pub struct Method {
     pub name: Cow<'static, str>,
     /// One line for help and tables.
     pub summary: &'static str,
-    /// Whether the model is rotated before anything else.
-    pub rotates: bool,
+    /// What is done to the whole model before anything else.
+    pub preparation: Option<Preparation>,
     /// What rewrites a block's float weights before they are rounded, in order.
     pub transforms: Cow<'static, [&'static dyn Transform]>,
     /// How weights are rounded after that.
@@ -35,19 +36,14 @@ impl PartialEq for Method {
 
 impl Eq for Method {}
 
-/// The step that makes another model, and no other block.
-pub const ROTATE: &str = "rotate";
-
 /// Every transform there is.
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
 /// The name and the summary of every step that may come before rounding, by name.
 pub fn steps() -> Vec<(&'static str, &'static str)> {
-    let rotate =
-        (ROTATE, "the residual stream is rotated, which spreads what stands out in it over all channels");
-    let mut steps: Vec<_> =
-        TRANSFORMS.iter().map(|t| (t.name(), t.summary())).chain(std::iter::once(rotate)).collect();
+    let prepared = Preparation::ALL.into_iter().map(|p| (p.name(), p.summary()));
+    let mut steps: Vec<_> = TRANSFORMS.iter().map(|t| (t.name(), t.summary())).chain(prepared).collect();
     steps.sort_unstable();
     steps
 }
@@ -60,8 +56,8 @@ impl Method {
 
     /// The names of what it does before weights are rounded, in order.
     pub fn steps(&self) -> Vec<&'static str> {
-        let rotation = self.rotates.then_some(ROTATE);
-        rotation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
+        let preparation = self.preparation.map(Preparation::name);
+        preparation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
     }
 
     /// Whether it looks at a calibration text, with such settings.
@@ -114,7 +110,13 @@ impl Method {
             }
             match TRANSFORMS.iter().find(|t| t.name() == *step) {
                 Some(transform) => transforms.push(*transform),
-                None if *step == ROTATE => {}
+                None if prepares(step).is_some() => {}
+                None if Rounding::ALL.iter().any(|r| r.name() == *step) => {
+                    return Err(Error::usage(
+                        format!("`{step}` is how weights are rounded, and comes after all steps"),
+                        "put it last, and once: in a recipe as `method` of [quantize]",
+                    ));
+                }
                 None => {
                     let known: Vec<_> = self::steps().into_iter().map(|(name, _)| name).collect();
                     return Err(Error::usage(
@@ -124,17 +126,16 @@ impl Method {
                 }
             }
         }
-        let refused = |reason: String, remedy: &str| {
+        let refused = |reason: String, remedy: &str| -> Result<Self> {
             Err(Error::usage(format!("steps {} in this order: {reason}", steps.join(", ")), remedy))
         };
-        if steps.iter().skip(1).any(|step| *step == ROTATE) {
-            let (first, remedy) = (steps[0], "put `rotate` first");
-            return refused(
-                format!(
-                    "`{ROTATE}` makes another model, in which the channels that `{first}` looked at are no more"
-                ),
-                remedy,
-            );
+        if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
+            return refused("`rotate` folds norms itself".into(), "leave `fold-norms` out");
+        }
+        if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
+            let reason =
+                format!("`{step}` makes another model, in which what `{}` looked at is no more", steps[0]);
+            return refused(reason, &format!("put `{step}` first"));
         }
         if steps.contains(&"awq") && steps.contains(&"clip") {
             return refused("`awq` searches the bounds of `clip` itself".into(), "leave `clip` out");
@@ -154,12 +155,17 @@ impl Method {
         Ok(Self {
             name: name.join(",").into(),
             summary: "steps in an order of one's own",
-            rotates: steps.contains(&ROTATE),
+            preparation: steps.first().and_then(|step| prepares(step)),
             transforms: transforms.into(),
             rounding,
             usual_inputs: LayerInputs::Quantized,
         })
     }
+}
+
+/// What a step does to the whole model, if it is one that does.
+fn prepares(step: &str) -> Option<Preparation> {
+    Preparation::ALL.into_iter().find(|p| p.name() == step)
 }
 
 /// How weights become codes.
@@ -184,7 +190,7 @@ impl Rounding {
     }
 }
 
-/// A method of [`METHODS`] that rotates nothing.
+/// A method of [`METHODS`] that looks at the model as it is.
 const fn plain(
     name: &'static str,
     summary: &'static str,
@@ -194,7 +200,7 @@ const fn plain(
     Method {
         name: Cow::Borrowed(name),
         summary,
-        rotates: false,
+        preparation: None,
         transforms: Cow::Borrowed(transforms),
         rounding,
         usual_inputs: LayerInputs::Quantized,
@@ -206,7 +212,7 @@ const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> M
     Method {
         name: Cow::Borrowed(name),
         summary,
-        rotates: true,
+        preparation: Some(Preparation::Rotate),
         transforms: Cow::Borrowed(QOQ),
         rounding,
         usual_inputs: LayerInputs::Float,
@@ -264,7 +270,7 @@ pub fn method(name: &str) -> Result<Method> {
         return Ok(named.clone());
     }
     let mut steps: Vec<&str> = name.split(',').map(str::trim).collect();
-    let known = |step: &str| step == ROTATE || TRANSFORMS.iter().any(|t| t.name() == step);
+    let known = |step: &str| self::steps().iter().any(|(name, _)| *name == step);
     if steps.len() == 1 && !known(name) {
         let known: Vec<_> = METHODS.iter().map(|m| &*m.name).collect();
         return Err(Error::usage(
@@ -324,8 +330,12 @@ mod tests {
             ("clip,reorder,gptq", "`clip` narrows", "last"),
             ("clip,awq", "`awq` searches the bounds of `clip` itself", "leave `clip` out"),
             ("reorder,rotate", "makes another model", "put `rotate` first"),
+            ("awq,fold-norms", "makes another model", "put `fold-norms` first"),
+            ("fold-norms,rotate", "`rotate` folds norms itself", "leave `fold-norms` out"),
             ("reorder,reorder", "stands twice", "leave one"),
-            ("reorder,gptq,clip", "step `gptq` is not known", "the steps are awq, clip"),
+            ("reorder,gptq,clip", "`gptq` is how weights are rounded", "put it last"),
+            ("gptq,rtn", "`gptq` is how weights are rounded", "once"),
+            ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
             ("smoothqaunt", "unknown method `smoothqaunt`", "commas between"),
             ("", "unknown method ``", "known methods"),
             ("rotate,", "step `` is not known", "the steps are"),

@@ -16,7 +16,7 @@ mod scheme;
 mod select;
 mod time;
 
-pub use method::{METHODS, Method, ROTATE, Rounding, method, steps};
+pub use method::{METHODS, Method, Rounding, method, steps};
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
@@ -26,9 +26,9 @@ pub use time::Rates;
 
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
-use crate::model::Model;
+use crate::model::{Model, Preparation};
 use crate::quantize::gptq::GptqSettings;
-use crate::transform::{TransformSettings, rotate};
+use crate::transform::{TransformSettings, fold_norms, rotate};
 use crate::{Error, Result};
 
 /// A named combination of method and scheme.
@@ -78,16 +78,17 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// The model that is going to be quantized: the given one, rotated where the method does so. One that is quantized
+    /// The model that is going to be quantized: the given one, rotated or with its norms folded where the method does so. One that is quantized
     /// already stays as it is.
     ///
     /// # Errors
     /// As [`rotate`].
     pub fn prepared(&self, model: Model) -> Result<Model> {
-        if model.quant_method().is_none() && self.method.rotates {
-            return rotate(&model);
+        match self.method.preparation {
+            Some(Preparation::Rotate) if model.quant_method().is_none() => rotate(&model),
+            Some(Preparation::FoldNorms) if model.quant_method().is_none() => fold_norms(&model),
+            _ => Ok(model),
         }
-        Ok(model)
     }
 
     /// Whether a calibration text is looked at: by the method, or for grids of activations.

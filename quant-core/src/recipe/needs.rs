@@ -39,6 +39,15 @@ impl Plan {
                 "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
             ));
         }
+        let first = self.method.steps().first().copied();
+        if let (Some(_), Some(step)) = (&self.settings.smooth.maxima, first.filter(|s| *s != "smoothquant")) {
+            return Err(Error::usage(
+                format!(
+                    "maxima of channels from a file are of the model as it is, and `{step}` changes it first"
+                ),
+                "leave --channel-maxima out, so that they are gathered after that, or put `smoothquant` first",
+            ));
+        }
         if self.method.has("smoothquant") && !in_blocks {
             return Err(Error::usage(
                 format!("method `{}` has no effect: all activations stay float", self.method.name),

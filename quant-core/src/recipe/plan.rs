@@ -65,7 +65,7 @@ pub struct PlanEntry {
     /// Its type and shape in the input; for a weight that is repacked, the type of its scales and
     /// its logical shape.
     pub info: TensorInfo,
-    /// Whether rotation has made another tensor of it than the input has.
+    /// Whether its preparation has made another tensor of it than the input has.
     pub turned: bool,
     /// What happens to it.
     pub action: Action,
@@ -211,7 +211,7 @@ impl Plan {
         let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
         let selectors = selection.matches(&names, &[&embedding, &head])?;
 
-        if recipe.method.rotates != model.is_rotated() {
+        if recipe.method.preparation != model.preparation() {
             return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
         }
         for scheme in std::iter::once(&recipe.scheme).chain(recipe.overrides.iter().map(|(_, scheme)| scheme))

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
     summary: "the numbers of a quantized checkpoint in another container",
-    rotates: false,
+    preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
     usual_inputs: LayerInputs::Quantized,

@@ -6,7 +6,7 @@
 //! columns, divisors for rows, new norm weights, clip bounds. Nothing is changed in place; the
 //! quantizer applies the rewrite to each weight as it reads it.
 //!
-//! What concerns the whole model at once is no such thing: [`rotate`] makes another model, before anything looks at it.
+//! What concerns the whole model at once is no such thing: [`rotate`] and [`fold_norms`] make another model, before anything looks at it.
 
 mod awq;
 mod candidates;
@@ -34,7 +34,7 @@ pub use clip::Clip;
 pub use fold::fold;
 pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
-pub use rotate::rotate;
+pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
 pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
 pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};

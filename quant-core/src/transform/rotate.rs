@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use quant_kernels_cpu::{Hadamard, IsaToken, KernelError, Rayon};
 
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite_bytes};
-use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Positions};
+use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Positions, Preparation};
 use crate::{Error, Result};
 
 /// Columns of a matrix that are turned at a time.
@@ -39,34 +39,52 @@ const COLUMNS: usize = 64;
 /// [`Error::Usage`] when the family's blocks or the hidden size do not allow it, with the reason;
 /// [`Error::AlreadyQuantized`]; errors of the checkpoint.
 pub fn rotate(model: &Model) -> Result<Model> {
+    let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
+    let hadamard = Hadamard::new(hidden).map_err(|_| {
+        let reason =
+            format!("no Hadamard matrix of the order {hidden} of its hidden states is constructed here");
+        refused(architecture, Preparation::Rotate, &reason)
+    });
+    prepared(model, Preparation::Rotate, Some(hadamard))
+}
+
+/// The model with the weights of its norms moved into the linears that read them, and 1 in their place: equal to it in
+/// real arithmetic. It is the part of [`rotate`] that needs no matrix, for sizes that have none and for readers that
+/// leave norms' weights aside.
+///
+/// # Errors
+/// As [`rotate`], but for the size.
+pub fn fold_norms(model: &Model) -> Result<Model> {
+    prepared(model, Preparation::FoldNorms, None)
+}
+
+fn prepared(model: &Model, by: Preparation, hadamard: Option<Result<Hadamard>>) -> Result<Model> {
     model.require_float()?;
     let architecture = model.architecture();
-    let stream = Stream::of(architecture)?;
-    let hidden = architecture.hidden;
-    let hadamard = Hadamard::new(hidden).map_err(|_| {
-        refused(
-            architecture,
-            &format!("no Hadamard matrix of the order {hidden} of its hidden states is constructed here"),
-        )
-    })?;
-    let tensors = tensors(model, &stream)?;
+    let stream = Stream::of(architecture, by)?;
+    let tensors = tensors(model, &stream, by)?;
     let source = Rotated {
         source: model.source().clone(),
         tensors,
-        hadamard,
+        hadamard: hadamard.transpose()?,
+        hidden: architecture.hidden,
         isa: IsaToken::detect(),
         last: Mutex::default(),
     };
     let turned =
         source.tensors.iter().filter(|(_, t)| t.turn.is_some()).map(|(name, _)| name.clone()).collect();
-    model.rotated(Arc::new(source), turned)
+    model.prepared(by, Arc::new(source), turned)
 }
 
-fn refused(architecture: &Architecture, reason: &str) -> Error {
-    Error::usage(
-        format!("a model of the family `{}` cannot be rotated: {reason}", architecture.family),
-        "leave the rotation away: --skip rotate",
-    )
+fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error {
+    let family = architecture.family;
+    let (what, step) = match by {
+        Preparation::Rotate => {
+            (format!("a model of the family `{family}` cannot be rotated"), "the rotation")
+        }
+        Preparation::FoldNorms => (format!("norms of the family `{family}` cannot be folded"), "the folding"),
+    };
+    Error::usage(format!("{what}: {reason}"), format!("leave {step} away: --skip {}", by.name()))
 }
 
 /// The nodes of a block that touch the residual stream.
@@ -80,8 +98,8 @@ struct Stream {
 }
 
 impl Stream {
-    fn of(architecture: &Architecture) -> Result<Self> {
-        let refuse = |reason: &str| refused(architecture, reason);
+    fn of(architecture: &Architecture, by: Preparation) -> Result<Self> {
+        let refuse = |reason: &str| refused(architecture, by, reason);
         if let Positions::Learned { .. } = architecture.positions {
             return Err(refuse("it adds learned positions to the embeddings"));
         }
@@ -125,7 +143,7 @@ impl Stream {
     }
 }
 
-const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is";
+const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is, and may add a bias that linears cannot take";
 
 fn readers(graph: &BlockGraph, value: NodeId) -> impl Iterator<Item = NodeId> {
     graph.nodes().iter().enumerate().filter(move |(_, n)| n.inputs.contains(&value)).map(|(id, _)| id)
@@ -152,8 +170,9 @@ struct Turned {
 }
 
 /// Everything that the rotated model has.
-fn tensors(model: &Model, stream: &Stream) -> Result<BTreeMap<String, Turned>> {
+fn tensors(model: &Model, stream: &Stream, by: Preparation) -> Result<BTreeMap<String, Turned>> {
     let (architecture, source) = (model.architecture(), model.source());
+    let turns = by == Preparation::Rotate;
     let mut tensors = BTreeMap::new();
     let mut add = |name: String, stored: String, turn: Option<Turn>| -> Result<()> {
         let info = source.require(&stored)?.clone();
@@ -169,7 +188,9 @@ fn tensors(model: &Model, stream: &Stream) -> Result<BTreeMap<String, Turned>> {
     let last = architecture.final_norm.as_ref().map_or("", Op::name);
     let last_gamma = gamma(last)?;
     let parts = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
-    add(architecture.embedding.clone(), embedding.clone(), Some(Turn::Rows(None)))?;
+    if turns || parts {
+        add(architecture.embedding.clone(), embedding.clone(), turns.then_some(Turn::Rows(None)))?;
+    }
     if !architecture.tied || parts {
         let stored = if architecture.tied { embedding } else { head.clone() };
         add(head.clone(), stored, Some(Turn::Rows(Some(last_gamma))))?;
@@ -188,7 +209,7 @@ fn tensors(model: &Model, stream: &Stream) -> Result<BTreeMap<String, Turned>> {
             let name = format!("{}.weight", name(linear));
             add(name.clone(), name, Some(Turn::Rows(Some(gamma))))?;
         }
-        for &linear in &stream.writes {
+        for &linear in stream.writes.iter().filter(|_| turns) {
             let biased = architecture.block.has_bias(linear).then_some("bias");
             for parameter in std::iter::once("weight").chain(biased) {
                 let name = format!("{}.{parameter}", name(linear));
@@ -197,7 +218,7 @@ fn tensors(model: &Model, stream: &Stream) -> Result<BTreeMap<String, Turned>> {
         }
     }
     // A copy of the head beside the embedding that it is goes when neither is what it was.
-    if architecture.tied && !parts {
+    if architecture.tied && !parts && turns {
         tensors.remove(&head);
     }
     Ok(tensors)
@@ -207,7 +228,9 @@ fn tensors(model: &Model, stream: &Stream) -> Result<BTreeMap<String, Turned>> {
 struct Rotated {
     source: Arc<dyn TensorSource>,
     tensors: BTreeMap<String, Turned>,
-    hadamard: Hadamard,
+    /// `None` where norms are only folded.
+    hadamard: Option<Hadamard>,
+    hidden: usize,
     isa: IsaToken,
     /// The last tensor whose columns were turned: all of it is needed for any part.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
@@ -220,7 +243,10 @@ impl Rotated {
     }
 
     fn transform(&self, rows: &mut [f32]) -> Result<()> {
-        self.hadamard.transform(self.isa, rows, &Rayon).map_err(internal)
+        match &self.hadamard {
+            Some(hadamard) => hadamard.transform(self.isa, rows, &Rayon).map_err(internal),
+            None => Ok(()),
+        }
     }
 
     /// Rows of a matrix, from the file's bytes to those of the rotated one.
@@ -238,7 +264,7 @@ impl Rotated {
 
     /// A matrix `[n, k]`, or a vector of `n`, whose columns are turned.
     fn turn_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
-        let (n, size) = (self.hadamard.n(), info.dtype.size());
+        let (n, size) = (self.hidden, info.dtype.size());
         let k = info.elements() / n.max(1);
         let mut out = vec![0; bytes.len()];
         let (mut tile, mut row) = (vec![0.0; COLUMNS.min(k) * n], vec![0.0; COLUMNS.min(k)]);
@@ -315,7 +341,7 @@ impl TensorSource for Rotated {
                 buffer.iter_mut().zip(one.iter().cycle().skip(from)).for_each(|(b, o)| *b = *o);
             }
             Turn::Rows(gamma) => {
-                let row = (self.hadamard.n() * dtype.size()) as u64;
+                let row = (self.hidden * dtype.size()) as u64;
                 let (first, end) = (offset / row, (offset + buffer.len() as u64).div_ceil(row));
                 let mut bytes = vec![0; ((end - first) * row) as usize];
                 self.source.read_range(&turned.stored, first * row, &mut bytes)?;

@@ -38,7 +38,7 @@ pub struct SmoothSettings {
 
 /// SmoothQuant's exponent: how much of the outliers moves from the activations into the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "alpha is a number from 0 to 1, or \"auto\"")]
 pub enum Alpha {
     /// The same for all.
     Fixed(f32),

@@ -162,11 +162,16 @@ fn activations_of_8_bits() {
     let packed = outline("compressed-tensors", LLAMA_8B, "w4a8-g128");
     assert!(reason("vLLM, CUDA", &packed, 1).contains("compiled at start"));
     assert_eq!((words("vLLM, CPU", &packed), words("SGLang", &packed)), (vec!["no"; 4], vec!["unsure"; 4]));
-    for model in [bytes, fixed, packed] {
-        for name in ["LMDeploy", "mlx-lm", "llama.cpp"] {
-            assert_eq!(words(name, &model)[0], "no", "{name}");
+    for model in [&bytes, &fixed, &packed] {
+        for name in ["LMDeploy", "mlx-lm"] {
+            assert_eq!(words(name, model)[0], "no", "{name}");
         }
     }
+    assert!(reason("llama.cpp", &bytes, 1).contains("leaves activations float"));
+    assert_eq!(words("llama.cpp", &fixed)[0], "no");
+    // Zeros under activations of 8 bits have no kernel.
+    let zeros = outline("compressed-tensors", LLAMA_8B, "w4a8-g128-asym");
+    assert!(reason("vLLM, CUDA", &zeros, 1).contains("are symmetric there"));
 }
 
 #[test]

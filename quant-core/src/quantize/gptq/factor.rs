@@ -35,7 +35,10 @@ pub enum FactorError {
         channel: usize,
     },
     /// No damping made it positive definite.
-    #[error("its Hessian is not positive definite, not even with a damping of {damping:e} of its mean")]
+    #[error(
+        "its Hessian is not positive definite, not even with a damping of {damping:e} of its mean: ask for more damping, or give \
+             more calibration text"
+    )]
     Indefinite {
         /// The last damping that was tried.
         damping: f64,
