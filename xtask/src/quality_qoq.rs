@@ -150,7 +150,7 @@ pub fn run(args: &Args) -> Result<()> {
              of 512 tokens (256 on stories260k); embeddings and head float. Perplexity, and KL to float over the full \
              vocabulary in nats a token, ± its standard error over windows. Planted in activations: 4 channels of \
              every norm times 32, the columns that read them divided by 32. Planted in keys: 2 pairs of channels of \
-             every key head times 16, the rows of queries that meet them divided by 16.\n\n{body}## Claims\n\n{claims}",
+             every key head times 32, the rows of queries that meet them divided by 32.\n\n{body}## Claims\n\n{claims}",
             args.samples, args.windows
         ),
         csv,

@@ -88,7 +88,7 @@ impl Row {
         let out = target_dir().join(folder).join(self.name);
         if !out.is_dir() {
             std::fs::create_dir_all(target_dir().join(folder))?;
-            let (factor, key_factor, seed) = (32, 16, 0);
+            let (factor, key_factor, seed) = (32, 32, 0);
             plant::plant(&plant::Args { model, out: out.clone(), channels, factor, keys, key_factor, seed })?;
         }
         Ok(out)
