@@ -3,16 +3,16 @@
 //! A family is one `.cu` text, a variant what its macros make of it. Texts and headers are part of this crate and are handed
 //! over in memory: no file is read, no toolkit's header is needed, the run-time compiler alone.
 
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::ptr;
 
-use cudarc::nvrtc::sys;
-
-use crate::{Error, Result, require_nvrtc};
+use crate::libraries::{BytesOf, Nvrtc, SizeOf, nvrtc};
+use crate::{Error, Result};
 
 /// The text of a kernel family.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Eq)]
 pub struct Source {
     /// What messages call it: the file's name.
     pub name: &'static str,
@@ -31,6 +31,21 @@ pub struct Variant {
     pub kernel: &'static str,
     /// Macros and their values.
     pub defines: Vec<(&'static str, String)>,
+}
+
+/// Texts are long, and there is one of each: most often it is the same.
+impl PartialEq for Source {
+    fn eq(&self, other: &Self) -> bool {
+        let all = |source: &Self| (source.name, source.text, source.headers);
+        ptr::eq(self, other) || all(self) == all(other)
+    }
+}
+
+/// Without the texts, so that a launch can look a kernel up.
+impl Hash for Variant {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.source.name, self.kernel, &self.defines).hash(state);
+    }
 }
 
 impl fmt::Display for Variant {
@@ -152,10 +167,10 @@ impl Image {
 /// # Errors
 /// When there is none.
 pub fn compiler_version() -> Result<[u32; 2]> {
-    require_nvrtc()?;
+    let nvrtc = nvrtc()?;
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
-    // SAFETY: the library was seen to be there; both point to a number.
-    checked("ask for the version", unsafe { sys::nvrtcVersion(&mut major, &mut minor) })?;
+    // SAFETY: both point to a number.
+    checked(nvrtc, "ask for the version", unsafe { (nvrtc.version)(&mut major, &mut minor) })?;
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
@@ -164,7 +179,7 @@ pub fn compiler_version() -> Result<[u32; 2]> {
 /// # Errors
 /// When there is no compiler, it knows no such architecture, or it refuses the text, with what it says.
 pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
-    require_nvrtc()?;
+    let nvrtc = nvrtc()?;
     let kind = if form == Form::Ptx { "compute" } else { "sm" };
     let mut options = vec![
         format!("--gpu-architecture={kind}_{}", architecture.number()),
@@ -175,37 +190,37 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
         options.push("--ptxas-options=-v".into());
     }
     options.extend(variant.defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")));
-    let program = Program::new(variant.source)?;
+    let program = Program::new(nvrtc, variant.source)?;
     let options: Vec<CString> = options.into_iter().map(text).collect::<Result<_>>()?;
     let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let count = c_int::try_from(pointers.len()).map_err(|_| too_much())?;
     // SAFETY: the program is alive, and there are as many options as said, each closed by a zero.
-    let result = unsafe { sys::nvrtcCompileProgram(program.0, count, pointers.as_ptr()) };
+    let result = unsafe { (nvrtc.compile)(program.handle, count, pointers.as_ptr()) };
     let log = program.log()?;
-    if result != sys::nvrtcResult::NVRTC_SUCCESS {
+    if result != SUCCESS {
         return Err(Error::Compile {
             variant: variant.to_string(),
             architecture,
-            log: if log.is_empty() { format!("{result:?}") } else { log },
+            log: if log.is_empty() { described(nvrtc, result) } else { log },
         });
     }
     let bytes = match form {
         // SAFETY: the program is alive and compiled; what is written has the length that was said.
-        Form::Ptx => unsafe { program.bytes(sys::nvrtcGetPTXSize, sys::nvrtcGetPTX) },
+        Form::Ptx => unsafe { program.bytes(nvrtc.ptx_size, nvrtc.ptx) },
         // SAFETY: as above.
-        Form::Cubin => unsafe { program.bytes(sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN) },
+        Form::Cubin => unsafe { program.bytes(nvrtc.cubin_size, nvrtc.cubin) },
     }?;
     Ok(Image { bytes: if form == Form::Ptx { until_zero(bytes) } else { bytes }, log })
 }
 
 /// A program of the compiler's, destroyed with this.
-struct Program(sys::nvrtcProgram);
-
-type SizeOf = unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult;
-type BytesOf = unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult;
+struct Program {
+    nvrtc: &'static Nvrtc,
+    handle: *mut c_void,
+}
 
 impl Program {
-    fn new(source: &Source) -> Result<Self> {
+    fn new(nvrtc: &'static Nvrtc, source: &Source) -> Result<Self> {
         let (body, name) = (text(source.text.to_owned())?, text(source.name.to_owned())?);
         let each = |of: fn(&(&str, &str)) -> String| -> Result<Vec<CString>> {
             source.headers.iter().map(|header| text(of(header))).collect()
@@ -214,11 +229,11 @@ impl Program {
         let pointers = |all: &[CString]| all.iter().map(|s| s.as_ptr()).collect::<Vec<*const c_char>>();
         let (name_pointers, body_pointers) = (pointers(&names), pointers(&bodies));
         let count = c_int::try_from(names.len()).map_err(|_| too_much())?;
-        let mut program = ptr::null_mut();
+        let mut handle = ptr::null_mut();
         // SAFETY: strings closed by a zero, as many headers as said; the compiler copies them.
         let result = unsafe {
-            sys::nvrtcCreateProgram(
-                &mut program,
+            (nvrtc.create)(
+                &mut handle,
                 body.as_ptr(),
                 name.as_ptr(),
                 count,
@@ -226,13 +241,13 @@ impl Program {
                 name_pointers.as_ptr(),
             )
         };
-        checked("take in a program", result)?;
-        Ok(Self(program))
+        checked(nvrtc, "take in a program", result)?;
+        Ok(Self { nvrtc, handle })
     }
 
     fn log(&self) -> Result<String> {
         // SAFETY: the program is alive.
-        let bytes = unsafe { self.bytes(sys::nvrtcGetProgramLogSize, sys::nvrtcGetProgramLog) }?;
+        let bytes = unsafe { self.bytes(self.nvrtc.log_size, self.nvrtc.log) }?;
         Ok(String::from_utf8_lossy(&until_zero(bytes)).trim().to_owned())
     }
 
@@ -241,11 +256,12 @@ impl Program {
     unsafe fn bytes(&self, size_of: SizeOf, bytes_of: BytesOf) -> Result<Vec<u8>> {
         let mut size = 0;
         // SAFETY: the program is alive.
-        checked("say how long a result is", unsafe { size_of(self.0, &mut size) })?;
+        checked(self.nvrtc, "say how long a result is", unsafe { size_of(self.handle, &mut size) })?;
         let mut bytes = vec![0_u8; size];
         if size > 0 {
             // SAFETY: the program is alive, and there is room for what it said.
-            checked("hand out a result", unsafe { bytes_of(self.0, bytes.as_mut_ptr().cast()) })?;
+            let result = unsafe { bytes_of(self.handle, bytes.as_mut_ptr().cast()) };
+            checked(self.nvrtc, "hand out a result", result)?;
         }
         Ok(bytes)
     }
@@ -254,7 +270,7 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: it was created and is destroyed once. There is nothing to do about a failure.
-        let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+        let _ = unsafe { (self.nvrtc.destroy)(&mut self.handle) };
     }
 }
 
@@ -272,11 +288,23 @@ fn too_much() -> Error {
     Error::Nvrtc { action: "take in a program", reason: "its text or options are no text".into() }
 }
 
-fn checked(action: &'static str, result: sys::nvrtcResult) -> Result<()> {
+const SUCCESS: c_int = 0;
+
+fn checked(nvrtc: &Nvrtc, action: &'static str, result: c_int) -> Result<()> {
     match result {
-        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
-        other => Err(Error::Nvrtc { action, reason: format!("{other:?}") }),
+        SUCCESS => Ok(()),
+        other => Err(Error::Nvrtc { action, reason: described(nvrtc, other) }),
     }
+}
+
+fn described(nvrtc: &Nvrtc, result: c_int) -> String {
+    // SAFETY: any code may be asked about.
+    let text = unsafe { (nvrtc.describe)(result) };
+    if text.is_null() {
+        return format!("error {result}");
+    }
+    // SAFETY: it is a text that the library holds, closed by a zero.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 #[cfg(test)]

@@ -53,6 +53,55 @@ pub enum Error {
         log: String,
     },
     /// The run-time compiler is not installed, or not on the loader's path.
-    #[error("CUDA run-time compiler not found (libnvrtc.so, nvrtc64_*.dll): install the CUDA toolkit")]
+    #[error(
+        "CUDA run-time compiler not found (libnvrtc.so, nvrtc64_*.dll): install the CUDA toolkit, or the Python package \
+         nvidia-cuda-nvrtc, and let QUANT_NVRTC name the directory of its library"
+    )]
     NvrtcMissing,
+    /// The run-time compiler is not where it is said to be.
+    #[error("CUDA run-time compiler: QUANT_NVRTC is {path}, but: {reason}")]
+    NvrtcNamed {
+        /// What the environment says.
+        path: String,
+        /// Why that is none.
+        reason: String,
+    },
+    /// No context of CUDA is current in the calling thread.
+    #[error(
+        "no CUDA context is current in this thread: make one so, as frameworks do when a device is first used"
+    )]
+    NoContext,
+    /// The kernels have no variant for so old a device.
+    #[error("the device has compute capability {major}.{minor}: kernels are for 8.0 and later")]
+    TooOld {
+        /// Of the device.
+        major: u32,
+        /// Of the device.
+        minor: u32,
+    },
+    /// The driver does not take an image.
+    #[error(
+        "the CUDA driver does not load {variant} for {architecture}: {reason}\nA driver older than the compiler may not know its \
+         images: update the driver, or let QUANT_NVRTC name an older compiler"
+    )]
+    Load {
+        /// The kernel.
+        variant: String,
+        /// What it was compiled for.
+        architecture: Architecture,
+        /// The driver's words.
+        reason: String,
+    },
+    /// A launch is larger than devices can have.
+    #[error("cannot launch {kernel}: {what} is {got}, the device has {limit} at most")]
+    Launch {
+        /// The kernel.
+        kernel: String,
+        /// What is too large.
+        what: &'static str,
+        /// What was asked for.
+        got: u64,
+        /// What there can be.
+        limit: u64,
+    },
 }

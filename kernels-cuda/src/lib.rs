@@ -8,7 +8,10 @@
 
 pub mod activation;
 pub mod compile;
+pub mod device;
+mod driver;
 mod error;
+pub mod image_cache;
 pub mod launch;
 mod libraries;
 pub mod registry;

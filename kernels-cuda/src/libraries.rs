@@ -1,31 +1,45 @@
 //! Finds CUDA's libraries before anything calls them.
 //!
-//! cudarc loads a library when one of its functions is first called and panics if it, or the
-//! function, is not there. So presence is asked for first, here, and nothing else in this crate
-//! calls into CUDA before [`require_device`] or [`require_nvrtc`] agreed.
+//! cudarc loads the driver when one of its functions is first called and panics if it, or the function, is not there. So
+//! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_driver`] agreed.
+//! Of the run-time compiler a few functions are called, which are looked up here: it may lie anywhere, for [`NVRTC`] names it.
 
-use std::ffi::c_void;
+use std::ffi::{OsStr, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use cudarc::{driver, nvrtc};
+use cudarc::driver;
+use libloading::Library;
 
 use crate::{Error, Result};
 
-/// What [`device_count`] calls, the error paths included.
-const DRIVER_FUNCTIONS: [&str; 4] = ["cuInit", "cuDeviceGetCount", "cuGetErrorName", "cuGetErrorString"];
-/// What compiling a program takes at least.
-const NVRTC_FUNCTIONS: [&str; 10] = [
-    "nvrtcVersion",
-    "nvrtcCreateProgram",
-    "nvrtcCompileProgram",
-    "nvrtcGetProgramLogSize",
-    "nvrtcGetProgramLog",
-    "nvrtcGetPTXSize",
-    "nvrtcGetPTX",
-    "nvrtcGetCUBINSize",
-    "nvrtcGetCUBIN",
-    "nvrtcDestroyProgram",
+/// The environment variable that names the run-time compiler's library, or the directory it lies in, such as a Python
+/// package's; without it the loader's path is searched.
+pub const NVRTC: &str = "QUANT_NVRTC";
+
+/// What this crate calls of the driver, the error paths included.
+const DRIVER_FUNCTIONS: [&str; 14] = [
+    "cuInit",
+    "cuDeviceGetCount",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuCtxGetCurrent",
+    "cuCtxGetDevice",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuDeviceGetAttribute",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuModuleUnload",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
 ];
+/// What the loader is asked for, the newest first.
+const NVRTC_NAMES: &[&str] = if cfg!(windows) {
+    &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
+} else {
+    &["libnvrtc.so.13", "libnvrtc.so", "libnvrtc.so.12"]
+};
 
 /// Whether the CUDA driver's library can be loaded. Says nothing of a GPU: see [`device_count`].
 pub fn driver_available() -> bool {
@@ -35,6 +49,14 @@ pub fn driver_available() -> bool {
 /// Whether NVRTC, which compiles kernels at run time, can be loaded.
 pub fn nvrtc_available() -> bool {
     require_nvrtc().is_ok()
+}
+
+/// Fails unless kernels can be compiled at run time.
+///
+/// # Errors
+/// What is missing: the library, or a function of it.
+pub fn require_nvrtc() -> Result<()> {
+    nvrtc().map(|_| ())
 }
 
 /// The number of GPUs that the driver shows; may be 0.
@@ -65,7 +87,7 @@ pub fn require_device() -> Result<()> {
     }
 }
 
-fn require_driver() -> Result<()> {
+pub(crate) fn require_driver() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     FOUND
         .get_or_init(|| {
@@ -86,27 +108,104 @@ fn require_driver() -> Result<()> {
         .clone()
 }
 
-/// Fails unless kernels can be compiled at run time.
-///
-/// # Errors
-/// What is missing: the library, or a function of it.
-pub fn require_nvrtc() -> Result<()> {
-    static FOUND: OnceLock<Result<()>> = OnceLock::new();
-    FOUND
-        .get_or_init(|| {
-            // SAFETY: as in `require_driver`.
-            if !unsafe { nvrtc::sys::is_culib_present() } {
-                return Err(Error::NvrtcMissing);
-            }
-            for function in NVRTC_FUNCTIONS {
-                // SAFETY: as in `require_driver`.
-                if unsafe { nvrtc::sys::culib().get::<*const c_void>(function.as_bytes()) }.is_err() {
-                    return Err(Error::FunctionMissing { library: "the NVRTC library", function });
-                }
-            }
-            Ok(())
-        })
-        .clone()
+type Program = *mut c_void;
+type Text = *const c_char;
+
+/// The functions of the run-time compiler. Their results are codes of which 0 is success.
+pub(crate) struct Nvrtc {
+    pub version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
+    pub create: unsafe extern "C" fn(*mut Program, Text, Text, c_int, *const Text, *const Text) -> c_int,
+    pub compile: unsafe extern "C" fn(Program, c_int, *const Text) -> c_int,
+    pub log_size: SizeOf,
+    pub log: BytesOf,
+    pub ptx_size: SizeOf,
+    pub ptx: BytesOf,
+    pub cubin_size: SizeOf,
+    pub cubin: BytesOf,
+    pub destroy: unsafe extern "C" fn(*mut Program) -> c_int,
+    pub describe: unsafe extern "C" fn(c_int) -> Text,
+}
+
+pub(crate) type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
+pub(crate) type BytesOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
+
+/// The run-time compiler, loaded when first asked for and never unloaded.
+pub(crate) fn nvrtc() -> Result<&'static Nvrtc> {
+    static FOUND: OnceLock<Result<Nvrtc>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        // What is set but empty is not set.
+        let named = std::env::var_os(NVRTC).filter(|path| !path.is_empty());
+        Nvrtc::of(Box::leak(Box::new(nvrtc_library(named.as_deref())?)))
+    });
+    found.as_ref().map_err(Clone::clone)
+}
+
+fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
+    let Some(named) = named else {
+        // SAFETY: as in `require_driver`.
+        let found = NVRTC_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
+        return found.ok_or(Error::NvrtcMissing);
+    };
+    let failed = |reason: String| Error::NvrtcNamed { path: named.to_string_lossy().into_owned(), reason };
+    let path = Path::new(named);
+    let (directory, library) = if path.is_dir() {
+        let found = beside(path, |name| {
+            name.starts_with("libnvrtc.so") || name.starts_with("nvrtc64_") && name.ends_with("_0.dll")
+        });
+        (path, found.ok_or_else(|| failed("there is no libnvrtc.so or nvrtc64_*.dll in it".into()))?)
+    } else {
+        (path.parent().unwrap_or(path), path.to_owned())
+    };
+    // The compiler asks for its builtins by name, and finds them where they are loaded already.
+    if let Some(builtins) = beside(directory, |name| {
+        name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
+    }) {
+        // SAFETY: as in `require_driver`, of the directory that the user names.
+        std::mem::forget(unsafe { Library::new(builtins) }.map_err(|e| failed(with_causes(&e)))?);
+    }
+    // SAFETY: as above.
+    unsafe { Library::new(library) }.map_err(|e| failed(with_causes(&e)))
+}
+
+/// The loader's own words are behind those of what called it.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |all, cause| format!("{all}: {cause}"))
+}
+
+/// The file of a directory whose name is such; of several the last by name, so of versions the newest.
+fn beside(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
+    let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    files.filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(&such)).max()
+}
+
+impl Nvrtc {
+    fn of(library: &'static Library) -> Result<Self> {
+        /// # Safety
+        /// The library's function of that name is an `F`.
+        unsafe fn find<F: Copy>(library: &'static Library, function: &'static str) -> Result<F> {
+            // SAFETY: as the caller says.
+            unsafe { library.get::<F>(function.as_bytes()) }
+                .map(|found| *found)
+                .map_err(|_| Error::FunctionMissing { library: "the NVRTC library", function })
+        }
+        // SAFETY: these are the declarations of nvrtc.h.
+        unsafe {
+            Ok(Self {
+                version: find(library, "nvrtcVersion")?,
+                create: find(library, "nvrtcCreateProgram")?,
+                compile: find(library, "nvrtcCompileProgram")?,
+                log_size: find(library, "nvrtcGetProgramLogSize")?,
+                log: find(library, "nvrtcGetProgramLog")?,
+                ptx_size: find(library, "nvrtcGetPTXSize")?,
+                ptx: find(library, "nvrtcGetPTX")?,
+                cubin_size: find(library, "nvrtcGetCUBINSize")?,
+                cubin: find(library, "nvrtcGetCUBIN")?,
+                destroy: find(library, "nvrtcDestroyProgram")?,
+                describe: find(library, "nvrtcGetErrorString")?,
+            })
+        }
+    }
 }
 
 #[cfg(test)]
@@ -136,5 +235,31 @@ mod tests {
     fn messages_say_what_to_install() {
         assert!(Error::DriverMissing.to_string().starts_with("CUDA driver library not found"));
         assert!(Error::NvrtcMissing.to_string().contains("install the CUDA toolkit"));
+    }
+
+    #[test]
+    fn a_compiler_that_is_named_wrongly_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let of = |path: &Path| match nvrtc_library(Some(path.as_os_str())) {
+            Err(Error::NvrtcNamed { path: named, reason }) => {
+                assert_eq!(Path::new(&named), path);
+                reason
+            }
+            other => panic!("{:?}", other.map(|_| "loaded")),
+        };
+        assert!(of(directory.path()).contains("no libnvrtc.so"));
+        assert!(of(&directory.path().join("libnvrtc.so.13")).contains("libnvrtc.so.13"));
+        std::fs::write(directory.path().join("libnvrtc.so.12"), "no library").unwrap();
+        assert!(of(directory.path()).contains("libnvrtc.so.12"));
+    }
+
+    /// A library, but not this one.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_library_without_the_functions_is_an_error() {
+        let library = nvrtc_library(Some(OsStr::new("libc.so.6"))).unwrap();
+        let missing = Nvrtc::of(Box::leak(Box::new(library))).err();
+        let expected = Error::FunctionMissing { library: "the NVRTC library", function: "nvrtcVersion" };
+        assert_eq!(missing, Some(expected));
     }
 }
