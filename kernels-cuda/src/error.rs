@@ -31,6 +31,20 @@ pub enum Error {
     /// There is a driver, but no GPU that it shows us.
     #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
     NoDevice,
+    /// The calling thread has no context.
+    #[error("no CUDA context is current on this thread: make one current before asking for kernels")]
+    NoContext,
+    /// No kernel is compiled for such a device.
+    #[error("a CUDA device of compute capability {major}.{minor}: kernels need 8.0 or later")]
+    DeviceTooOld {
+        /// Of its compute capability.
+        major: u32,
+        /// Of its compute capability.
+        minor: u32,
+    },
+    /// A launch that no device could take.
+    #[error("cannot launch a kernel: {0}")]
+    Launch(&'static str),
     /// The run-time compiler failed at something other than a kernel's text.
     #[error("CUDA run-time compiler: cannot {action}: {reason}")]
     Nvrtc {
@@ -66,19 +80,6 @@ pub enum Error {
         /// Why that is none.
         reason: String,
     },
-    /// No context of CUDA is current in the calling thread.
-    #[error(
-        "no CUDA context is current in this thread: make one so, as frameworks do when a device is first used"
-    )]
-    NoContext,
-    /// The kernels have no variant for so old a device.
-    #[error("the device has compute capability {major}.{minor}: kernels are for 8.0 and later")]
-    TooOld {
-        /// Of the device.
-        major: u32,
-        /// Of the device.
-        minor: u32,
-    },
     /// The driver does not take an image.
     #[error(
         "the CUDA driver does not load {variant} for {architecture}: {reason}\nA driver older than the compiler may not know its \
@@ -91,17 +92,5 @@ pub enum Error {
         architecture: Architecture,
         /// The driver's words.
         reason: String,
-    },
-    /// A launch is larger than devices can have.
-    #[error("cannot launch {kernel}: {what} is {got}, the device has {limit} at most")]
-    Launch {
-        /// The kernel.
-        kernel: String,
-        /// What is too large.
-        what: &'static str,
-        /// What was asked for.
-        got: u64,
-        /// What there can be.
-        limit: u64,
     },
 }

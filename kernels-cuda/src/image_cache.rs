@@ -1,466 +1,417 @@
-//! Images of kernels on disk: compiled once on a machine, loaded by every later process.
+//! Compiled kernels on disk, between the compiler and the driver.
 //!
-//! An image belongs to a variant with all its texts, an architecture, a form, the version of this crate, and that of the
-//! compiler. What is found is checked against its own hash, and made anew where it is damaged. Files appear whole or not at
-//! all, so that processes may share a directory, also one that is read-only and was filled elsewhere: where there is no
-//! compiler, images of any version are taken.
+//! An image is found by a hash of all that decides about it: texts, macros, architecture, form, compiler, this crate's
+//! version. Files are written beside their place and renamed into it, so that programs may share a directory; each ends
+//! with a hash of itself, and what is damaged is compiled again. A directory that cannot be written costs time, no more.
+//!
+//! Where there is no compiler an image of any is taken, so that a directory which was filled on one machine serves others.
 
 use std::ffi::OsString;
-use std::fs;
-use std::io;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Result;
-use crate::compile::{Architecture, Form, Image, Variant, compile, compiler_version};
+use crate::compile::{self, Architecture, Form, Image, Variant};
 
-/// The environment variable that names the directory of [`ImageCache::from_environment`]; empty: nothing is kept.
-pub const DIRECTORY: &str = "QUANT_CUDA_CACHE";
+/// The environment variable that names the directory; empty: none.
+pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
 
-/// What files begin with.
-const MAGIC: &[u8; 16] = b"quant cuda img 1";
+/// What a file begins with: its format.
+const HEAD: &[u8; 8] = b"QUANTCU1";
+/// Bytes of the hash at the end.
 const HASH: usize = 32;
-/// Magic, key, lengths of bytes and log.
-const HEADER: usize = MAGIC.len() + HASH + 16;
-/// No image is so large.
-const MOST_BYTES: u64 = 64 << 20;
 
 /// What makes images.
-pub trait Compiler: Send + Sync {
-    /// Major and minor.
+pub trait Compiler {
+    /// What tells its images from those of others: major and minor.
     ///
     /// # Errors
-    /// When there is no compiler.
+    /// When it is not there.
     fn version(&self) -> Result<[u32; 2]>;
 
     /// Compiles a variant.
     ///
     /// # Errors
-    /// When it cannot.
+    /// When it is not there, or refuses.
     fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image>;
 }
 
-/// The run-time compiler of CUDA.
+/// The run-time compiler.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct RunTimeCompiler;
+pub struct Nvrtc;
 
-impl Compiler for RunTimeCompiler {
+impl Compiler for Nvrtc {
     fn version(&self) -> Result<[u32; 2]> {
-        compiler_version()
+        compile::compiler_version()
     }
 
     fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
-        compile(variant, architecture, form)
+        compile::compile(variant, architecture, form)
     }
 }
 
-/// A directory of images, or none.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImageCache {
+/// Images in a directory.
+#[derive(Debug, Clone)]
+pub struct ImageCache<C = Nvrtc> {
     directory: Option<PathBuf>,
+    compiler: C,
 }
 
 impl ImageCache {
-    /// Keeps images in a directory, which is made when there is something to keep.
-    pub fn at(directory: impl Into<PathBuf>) -> Self {
-        Self { directory: Some(directory.into()) }
+    /// Of the run-time compiler's images, in [`default_directory`].
+    pub fn new() -> Self {
+        Self::in_directory(default_directory(), Nvrtc)
+    }
+}
+
+impl Default for ImageCache {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<C: Compiler> ImageCache<C> {
+    /// In a directory that is made when something is stored; with none, everything is compiled.
+    pub fn in_directory(directory: Option<PathBuf>, compiler: C) -> Self {
+        Self { directory, compiler }
     }
 
-    /// Keeps nothing.
-    pub fn none() -> Self {
-        Self { directory: None }
-    }
-
-    /// Keeps images where [`DIRECTORY`] says, else among the user's caches: `$XDG_CACHE_HOME` or `~/.cache`, on Windows
-    /// `%LOCALAPPDATA%`, in `quant/cuda`. Where there is none of these, nothing is kept.
-    pub fn from_environment() -> Self {
-        Self { directory: directory_by(|name| std::env::var_os(name)) }
-    }
-
-    /// Where images are kept.
-    pub fn directory(&self) -> Option<&Path> {
-        self.directory.as_deref()
-    }
-
-    /// The image of a variant: from the directory, or else compiled and, where that is possible, kept.
+    /// The image of a variant: read, or compiled and stored.
     ///
     /// # Errors
-    /// When it is not there, and the compiler is missing or refuses it.
-    pub fn image(
-        &self,
-        compiler: &dyn Compiler,
-        variant: &Variant,
-        architecture: Architecture,
-        form: Form,
-    ) -> Result<Image> {
+    /// As the compiler.
+    pub fn image(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
         let Some(directory) = &self.directory else {
-            return compiler.compile(variant, architecture, form);
+            return self.compiler.compile(variant, architecture, form);
         };
         let key = key(variant, architecture, form);
-        let name = Name { variant, architecture, form, key: &key };
-        let version = match compiler.version() {
+        let version = match self.compiler.version() {
             Ok(version) => version,
-            Err(e) => return name.newest(directory).ok_or(e),
+            Err(e) => return newest(directory, &key).ok_or(e),
         };
-        let path = directory.join(name.file(version));
-        if let Some(image) = read(&path, &key) {
+        let path = directory.join(file_name(&key, version));
+        if let Some(image) = load(&path) {
             return Ok(image);
         }
-        let image = compiler.compile(variant, architecture, form)?;
-        // A cache that cannot be written costs time, not results.
-        let _ = write(&path, &key, &image);
+        let image = self.compiler.compile(variant, architecture, form)?;
+        // The image is there whether or not it can be kept.
+        let _ = store(&path, &encode(&image));
         Ok(image)
     }
 }
 
-fn directory_by(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-    if let Some(own) = variable(DIRECTORY) {
-        return Some(PathBuf::from(own)).filter(|path| !path.as_os_str().is_empty());
-    }
-    let of = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let caches = if cfg!(windows) {
-        of("LOCALAPPDATA")
-    } else {
-        of("XDG_CACHE_HOME").or_else(|| of("HOME").map(|home| home.join(".cache")))
-    };
-    Some(caches?.join("quant").join("cuda"))
+/// Where images are kept unless the caller says otherwise: `QUANT_CUDA_CACHE`, or `quant/cuda` in the user's directory of
+/// caches; `None` where that variable is empty, or there is no such directory.
+pub fn default_directory() -> Option<PathBuf> {
+    directory_of(|name| std::env::var_os(name))
 }
 
-/// Of all that decides about an image but the compiler; each part with its length.
-fn key(variant: &Variant, architecture: Architecture, form: Form) -> [u8; HASH] {
-    let mut hasher = blake3::Hasher::new();
-    let mut add = |part: &str| {
-        hasher.update(&(part.len() as u64).to_le_bytes());
-        hasher.update(part.as_bytes());
-    };
-    let source = variant.source;
-    for part in [env!("CARGO_PKG_VERSION"), source.name, source.text, variant.kernel, suffix(form)] {
-        add(part);
+fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    if let Some(own) = variable(CACHE_DIRECTORY) {
+        return (!own.is_empty()).then(|| own.into());
     }
+    // A relative directory of caches is none, by the specification of these variables.
+    let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let caches = absolute("XDG_CACHE_HOME")
+        .or_else(|| absolute("LOCALAPPDATA"))
+        .or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
+    Some(caches.join("quant").join("cuda"))
+}
+
+/// A hash of all that decides about an image but the compiler; each text stands behind its length, so that none runs into
+/// the next.
+fn key(variant: &Variant, architecture: Architecture, form: Form) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    let mut add = |text: &str| {
+        hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+    };
+    add(env!("CARGO_PKG_VERSION"));
     add(&architecture.to_string());
-    add(&source.headers.len().to_string());
-    for (name, text) in source.headers {
+    add(match form {
+        Form::Ptx => "ptx",
+        Form::Cubin => "cubin",
+    });
+    add(variant.source.name);
+    add(variant.source.text);
+    add(&variant.source.headers.len().to_string());
+    for (name, text) in variant.source.headers {
         add(name);
         add(text);
     }
+    add(variant.kernel);
     for (name, value) in &variant.defines {
         add(name);
         add(value);
     }
-    *hasher.finalize().as_bytes()
+    hasher.finalize()
 }
 
-fn suffix(form: Form) -> &'static str {
-    match form {
-        Form::Ptx => "ptx",
-        Form::Cubin => "cubin",
-    }
+fn file_name(key: &blake3::Hash, [major, minor]: [u32; 2]) -> String {
+    format!("{}-{major}.{minor}.image", key.to_hex())
 }
 
-struct Name<'a> {
-    variant: &'a Variant,
-    architecture: Architecture,
-    form: Form,
-    key: &'a [u8; HASH],
+fn load(path: &Path) -> Option<Image> {
+    decode(&std::fs::read(path).ok()?)
 }
 
-impl Name<'_> {
-    fn stem(&self) -> String {
-        let hex = blake3::Hash::from_bytes(*self.key).to_hex();
-        format!("{}-{}-{}-", self.variant.kernel, self.architecture, &hex[..40])
-    }
-
-    fn file(&self, [major, minor]: [u32; 2]) -> String {
-        format!("{}{major}.{minor}.{}", self.stem(), suffix(self.form))
-    }
-
-    /// The sound image of the newest compiler.
-    fn newest(&self, directory: &Path) -> Option<Image> {
-        let (stem, end) = (self.stem(), format!(".{}", suffix(self.form)));
-        let version = |path: &Path| -> Option<[u32; 2]> {
-            let name = path.file_name()?.to_str()?;
-            let (major, minor) = name.strip_prefix(&stem)?.strip_suffix(&end)?.split_once('.')?;
-            Some([major.parse().ok()?, minor.parse().ok()?])
-        };
-        let entries = fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-        let mut found: Vec<_> = entries.filter_map(|path| Some((version(&path)?, path))).collect();
-        found.sort();
-        found.iter().rev().find_map(|(_, path)| read(path, self.key))
-    }
+/// The sound image of the newest compiler.
+fn newest(directory: &Path, key: &blake3::Hash) -> Option<Image> {
+    let stem = format!("{}-", key.to_hex());
+    let version = |path: &Path| -> Option<[u32; 2]> {
+        let name = path.file_name()?.to_str()?;
+        let (major, minor) = name.strip_prefix(&stem)?.strip_suffix(".image")?.split_once('.')?;
+        Some([major.parse().ok()?, minor.parse().ok()?])
+    };
+    let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let mut found: Vec<_> = files.filter_map(|path| Some((version(&path)?, path))).collect();
+    found.sort();
+    found.iter().rev().find_map(|(_, path)| load(path))
 }
 
-/// The image that a file holds; `None` unless it is whole, and that of this key.
-fn read(path: &Path, key: &[u8; HASH]) -> Option<Image> {
-    let metadata = fs::metadata(path).ok()?;
-    if !metadata.is_file() || metadata.len() > MOST_BYTES {
+/// Head, length of the log, log, bytes, hash of all that.
+fn encode(image: &Image) -> Vec<u8> {
+    let mut out = HEAD.to_vec();
+    out.extend((image.log.len() as u64).to_le_bytes());
+    out.extend(image.log.as_bytes());
+    out.extend(&image.bytes);
+    let hash = blake3::hash(&out);
+    out.extend(hash.as_bytes());
+    out
+}
+
+/// `None` of what is damaged.
+fn decode(file: &[u8]) -> Option<Image> {
+    let (body, hash) = file.split_at_checked(file.len().checked_sub(HASH)?)?;
+    if blake3::hash(body).as_bytes() != hash {
         return None;
     }
-    let file = fs::read(path).ok()?;
-    let (content, hash) = file.split_at_checked(file.len().checked_sub(HASH)?)?;
-    if blake3::hash(content).as_bytes() != hash {
-        return None;
-    }
-    let (header, body) = content.split_at_checked(HEADER)?;
-    let (magic, header) = header.split_at(MAGIC.len());
-    let (of, lengths) = header.split_at(HASH);
-    if magic != MAGIC || of != key {
-        return None;
-    }
-    let length = |at: usize| usize::try_from(u64::from_le_bytes(lengths[at..at + 8].try_into().ok()?)).ok();
-    let (bytes, log) = body.split_at_checked(length(0)?)?;
-    if log.len() != length(8)? {
-        return None;
-    }
-    Some(Image { bytes: bytes.to_vec(), log: String::from_utf8(log.to_vec()).ok()? })
+    let rest = body.strip_prefix(HEAD)?;
+    let (len, rest) = rest.split_first_chunk::<8>()?;
+    let (log, bytes) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+    Some(Image { log: String::from_utf8(log.to_vec()).ok()?, bytes: bytes.to_vec() })
 }
 
-/// Writes beside the place, then renames.
-fn write(path: &Path, key: &[u8; HASH], image: &Image) -> io::Result<()> {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let directory = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
-    make(directory)?;
-    let mut file = Vec::with_capacity(HEADER + image.bytes.len() + image.log.len() + HASH);
-    file.extend(MAGIC);
-    file.extend(key);
-    for part in [image.bytes.len(), image.log.len()] {
-        file.extend((part as u64).to_le_bytes());
-    }
-    file.extend(&image.bytes);
-    file.extend(image.log.as_bytes());
-    let hash = blake3::hash(&file);
-    file.extend(hash.as_bytes());
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let beside = directory.join(format!(".{}-{number}.part", std::process::id()));
-    let written = fs::write(&beside, file).and_then(|()| fs::rename(&beside, path));
+/// Writes a file under a name of its own and renames it: whoever reads sees all of it or nothing.
+fn store(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let directory = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(directory)?;
+    let own = format!(".{}-{}.part", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let part = directory.join(own);
+    let written = std::fs::File::create(&part)
+        .and_then(|mut file| file.write_all(bytes))
+        .and_then(|()| std::fs::rename(&part, path));
     if written.is_err() {
-        let _ = fs::remove_file(&beside);
+        let _ = std::fs::remove_file(&part);
     }
     written
 }
 
-/// The driver runs what lies here, so others may not write to it.
-fn make(directory: &Path) -> io::Result<()> {
-    let mut builder = fs::DirBuilder::new();
-    builder.recursive(true);
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-    builder.create(directory)
+impl<C: Compiler> Compiler for &C {
+    fn version(&self) -> Result<[u32; 2]> {
+        (**self).version()
+    }
+
+    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+        (**self).compile(variant, architecture, form)
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::cell::Cell;
 
     use super::*;
     use crate::Error;
     use crate::compile::Source;
 
-    static SOURCE: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "header")] };
+    static SOURCE: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "head")] };
+    static OTHER: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "heads")] };
+    /// A text and a header that, run together, are those of `SOURCE`.
+    static SHIFTED: Source = Source { name: "a.cu", text: "textb", headers: &[(".cuh", "head")] };
 
-    fn variant() -> Variant {
-        Variant { source: &SOURCE, kernel: "k", defines: vec![("A", "1".into())] }
-    }
-
-    /// Counts what it compiles; the image says what was asked for.
+    /// Answers with what it was asked, and counts.
     struct Fake {
-        version: Result<[u32; 2]>,
-        compiled: Mutex<usize>,
+        version: [u32; 2],
+        compiled: Cell<usize>,
+        fails: bool,
     }
 
     impl Fake {
-        fn new(version: Result<[u32; 2]>) -> Self {
-            Self { version, compiled: Mutex::new(0) }
-        }
-
-        fn compiled(&self) -> usize {
-            *self.compiled.lock().unwrap()
+        fn new(version: [u32; 2]) -> Self {
+            Self { version, compiled: Cell::new(0), fails: false }
         }
     }
 
     impl Compiler for Fake {
         fn version(&self) -> Result<[u32; 2]> {
-            self.version.clone()
+            if self.fails { Err(Error::NvrtcMissing) } else { Ok(self.version) }
         }
 
         fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
-            let version = self.version()?;
-            *self.compiled.lock().unwrap() += 1;
-            Ok(Image {
-                bytes: format!("{variant} {architecture} {form:?} {version:?}").into_bytes(),
-                log: "log".into(),
-            })
+            self.compiled.set(self.compiled.get() + 1);
+            let bytes = format!("{variant} {architecture} {form:?} {}", variant.source.text).into_bytes();
+            Ok(Image { bytes, log: format!("log of {:?}", self.version) })
         }
     }
 
-    fn files(directory: &Path) -> Vec<PathBuf> {
-        let mut all: Vec<_> = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()).collect();
-        all.sort();
-        all
+    fn variant(value: &str) -> Variant {
+        Variant { source: &SOURCE, kernel: "k", defines: vec![("A", value.into())] }
     }
 
-    fn get(cache: &ImageCache, compiler: &Fake) -> Image {
-        cache.image(compiler, &variant(), Architecture::Sm80, Form::Cubin).unwrap()
-    }
+    const SM: Architecture = Architecture::Sm80;
 
     #[test]
     fn an_image_is_compiled_once() {
-        let root = tempfile::tempdir().unwrap();
-        let directory = root.path().join("made/when/needed");
-        let compiler = Fake::new(Ok([13, 0]));
-        let first = get(&ImageCache::at(&directory), &compiler);
-        assert_eq!(get(&ImageCache::at(&directory), &compiler), first);
-        assert_eq!((compiler.compiled(), first.log.as_str()), (1, "log"));
-        // Nothing half-written stays behind.
-        assert_eq!(files(&directory).len(), 1);
-        let without = ImageCache::none();
-        assert_eq!(get(&without, &compiler), first);
-        assert_eq!(get(&without, &compiler), first);
-        assert_eq!(compiler.compiled(), 3);
+        let dir = tempfile::tempdir().unwrap();
+        // The directory is made.
+        let (fake, at) = (Fake::new([13, 0]), dir.path().join("deep/er"));
+        let cache = ImageCache::in_directory(Some(at.clone()), &fake);
+        let first = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
+        assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
+        assert_eq!(fake.compiled.get(), 1);
+        // Another program's cache reads it too.
+        let again = ImageCache::in_directory(Some(at.clone()), &fake);
+        assert_eq!(again.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
+        assert_eq!(fake.compiled.get(), 1);
+        let names: Vec<_> = std::fs::read_dir(&at).unwrap().map(|f| f.unwrap().file_name()).collect();
+        assert!(names.len() == 1 && names[0].to_str().unwrap().ends_with(".image"), "{names:?}");
     }
 
     #[test]
-    fn whatever_differs_is_another_image() {
-        static OTHER_NAME: Source = Source { name: "c.cu", ..SOURCE };
-        static OTHER_TEXT: Source = Source { text: "texts", ..SOURCE };
-        static OTHER_HEADER: Source = Source { headers: &[("b.cuh", "other")], ..SOURCE };
-        static NO_HEADER: Source = Source { headers: &[], ..SOURCE };
-        let base = variant();
-        let of = |variant: &Variant| key(variant, Architecture::Sm80, Form::Cubin);
-        let mut keys = vec![
-            of(&base),
-            key(&base, Architecture::Sm86, Form::Cubin),
-            key(&base, Architecture::Sm80, Form::Ptx),
-            of(&Variant { kernel: "l", ..base.clone() }),
-            of(&Variant { defines: vec![("A", "2".into())], ..base.clone() }),
-            of(&Variant { defines: vec![("A1", String::new())], ..base.clone() }),
-            of(&Variant { defines: Vec::new(), ..base.clone() }),
+    fn whatever_decides_about_an_image_tells_it_from_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) = (Fake::new([13, 0]), Fake::new([13, 1]));
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &one);
+        let newer = ImageCache::in_directory(Some(dir.path().into()), &two);
+        let base = variant("1");
+        let images = [
+            cache.image(&base, SM, Form::Cubin),
+            cache.image(&variant("2"), SM, Form::Cubin),
+            cache.image(&Variant { kernel: "l", ..base.clone() }, SM, Form::Cubin),
+            cache.image(&Variant { defines: Vec::new(), ..base.clone() }, SM, Form::Cubin),
+            cache.image(&Variant { source: &OTHER, ..base.clone() }, SM, Form::Cubin),
+            cache.image(&Variant { source: &SHIFTED, ..base.clone() }, SM, Form::Cubin),
+            cache.image(&base, Architecture::Sm90, Form::Cubin),
+            cache.image(&base, SM, Form::Ptx),
+            newer.image(&base, SM, Form::Cubin),
         ];
-        keys.extend(
-            [&OTHER_NAME, &OTHER_TEXT, &OTHER_HEADER, &NO_HEADER]
-                .map(|source| of(&Variant { source, ..base.clone() })),
-        );
-        let count = keys.len();
-        keys.sort();
-        keys.dedup();
-        assert_eq!(keys.len(), count);
-
-        let root = tempfile::tempdir().unwrap();
-        let cache = ImageCache::at(root.path());
-        for version in [[13, 0], [12, 9], [13, 1]] {
-            let compiler = Fake::new(Ok(version));
-            let text = String::from_utf8(get(&cache, &compiler).bytes).unwrap();
-            assert!(text.ends_with(&format!("{version:?}")));
-            assert_eq!(compiler.compiled(), 1);
-        }
-        assert_eq!(files(root.path()).len(), 3);
+        assert!(images.iter().all(Result::is_ok));
+        assert_eq!((one.compiled.get(), two.compiled.get()), (8, 1));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 9);
     }
 
     #[test]
-    fn what_is_damaged_is_made_anew() {
-        let root = tempfile::tempdir().unwrap();
-        let cache = ImageCache::at(root.path());
-        let compiler = Fake::new(Ok([13, 0]));
-        let image = get(&cache, &compiler);
-        let path = files(root.path()).remove(0);
-        let whole = fs::read(&path).unwrap();
-        let mut damages: Vec<Vec<u8>> = (0..whole.len()).map(|length| whole[..length].to_vec()).collect();
-        damages.extend((0..whole.len()).map(|at| {
-            let mut other = whole.clone();
-            other[at] ^= 0x10;
-            other
-        }));
-        damages.push([&whole[..], b"more"].concat());
-        for (i, damaged) in damages.iter().enumerate() {
-            fs::write(&path, damaged).unwrap();
-            assert_eq!(get(&cache, &compiler), image, "{i}");
-            assert_eq!(compiler.compiled(), i + 2, "{i}");
-            assert_eq!(fs::read(&path).unwrap(), whole, "{i}");
+    fn what_is_damaged_is_compiled_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake::new([13, 0]);
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &fake);
+        let image = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
+        let file = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
+        let whole = std::fs::read(&file).unwrap();
+        let mut damaged: Vec<Vec<u8>> = [0, 1, 8, 40, whole.len() - 1].map(|n| whole[..n].to_vec()).into();
+        for at in [0, 9, 20, whole.len() - 1] {
+            let mut one = whole.clone();
+            one[at] ^= 1;
+            damaged.push(one);
         }
-        // A sound file in another's place is none either.
-        let other = Variant { kernel: "other", ..variant() };
-        cache.image(&compiler, &other, Architecture::Sm80, Form::Cubin).unwrap();
-        let its = files(root.path()).into_iter().find(|p| *p != path).unwrap();
-        fs::copy(its, &path).unwrap();
-        assert_eq!(get(&cache, &compiler), image);
+        damaged.push([&whole[..], b"more"].concat());
+        for (i, bytes) in damaged.iter().enumerate() {
+            std::fs::write(&file, bytes).unwrap();
+            assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap(), image);
+            assert_eq!(fake.compiled.get(), i + 2);
+            assert_eq!(std::fs::read(&file).unwrap(), whole);
+        }
+    }
+
+    /// A file whose hash is right and whose length of the log is not.
+    #[test]
+    fn lengths_beyond_a_file_are_no_image() {
+        let mut file = HEAD.to_vec();
+        file.extend(u64::MAX.to_le_bytes());
+        let hash = blake3::hash(&file);
+        file.extend(hash.as_bytes());
+        assert_eq!(decode(&file), None);
+        let image = Image { bytes: vec![0, 255, 7], log: "ä".into() };
+        assert_eq!(decode(&encode(&image)), Some(image));
     }
 
     #[test]
-    fn lengths_that_a_sound_hash_covers_are_still_looked_at() {
-        let root = tempfile::tempdir().unwrap();
-        let cache = ImageCache::at(root.path());
-        let compiler = Fake::new(Ok([13, 0]));
-        get(&cache, &compiler);
-        let path = files(root.path()).remove(0);
-        let whole = fs::read(&path).unwrap();
-        for length in [0, 1, u64::MAX, u64::MAX - 7] {
-            for at in [HEADER - 16, HEADER - 8] {
-                let mut other = whole[..whole.len() - HASH].to_vec();
-                other[at..at + 8].copy_from_slice(&length.to_le_bytes());
-                let hash = blake3::hash(&other);
-                other.extend(hash.as_bytes());
-                fs::write(&path, other).unwrap();
-                assert_eq!(read(&path, &key(&variant(), Architecture::Sm80, Form::Cubin)), None);
-            }
+    fn a_directory_that_cannot_be_written_costs_time_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let fake = Fake::new([13, 0]);
+        for directory in [Some(file.join("below a file")), None] {
+            let cache = ImageCache::in_directory(directory, &fake);
+            let first = cache.image(&variant("1"), SM, Form::Ptx).unwrap();
+            assert_eq!(cache.image(&variant("1"), SM, Form::Ptx).unwrap(), first);
         }
+        assert_eq!(fake.compiled.get(), 4);
+    }
+
+    #[test]
+    fn a_missing_compiler_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake { fails: true, ..Fake::new([13, 0]) };
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &fake);
+        assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
     }
 
     #[test]
     fn without_a_compiler_the_newest_sound_image_is_taken() {
-        let root = tempfile::tempdir().unwrap();
-        let cache = ImageCache::at(root.path());
-        let missing = Fake::new(Err(Error::NvrtcMissing));
-        let ask = || cache.image(&missing, &variant(), Architecture::Sm80, Form::Cubin);
-        assert_eq!(ask(), Err(Error::NvrtcMissing));
+        let dir = tempfile::tempdir().unwrap();
         for version in [[12, 9], [13, 0], [12, 10]] {
-            get(&cache, &Fake::new(Ok(version)));
+            let cache = ImageCache::in_directory(Some(dir.path().into()), Fake::new(version));
+            cache.image(&variant("1"), SM, Form::Cubin).unwrap();
         }
-        let text = |image: Image| String::from_utf8(image.bytes).unwrap();
-        assert!(text(ask().unwrap()).ends_with("[13, 0]"));
-        let newest = files(root.path()).into_iter().find(|p| p.to_string_lossy().contains("13.0")).unwrap();
-        fs::write(newest, "damaged").unwrap();
-        assert!(text(ask().unwrap()).ends_with("[12, 10]"));
-        // Another architecture's is none.
-        let other = cache.image(&missing, &variant(), Architecture::Sm90, Form::Cubin);
-        assert_eq!(other, Err(Error::NvrtcMissing));
+        let missing = Fake { fails: true, ..Fake::new([13, 0]) };
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &missing);
+        let log = || cache.image(&variant("1"), SM, Form::Cubin).map(|image| image.log);
+        assert_eq!(log(), Ok("log of [13, 0]".into()));
+        let newest = dir.path().join(file_name(&key(&variant("1"), SM, Form::Cubin), [13, 0]));
+        std::fs::write(newest, "damaged").unwrap();
+        assert_eq!(log(), Ok("log of [12, 10]".into()));
+        // That of another variant, architecture or form is none.
+        assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
+        assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
+        assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
+        assert_eq!(missing.compiled.get(), 0);
     }
 
     #[test]
-    fn where_nothing_can_be_kept_there_still_is_an_image() {
-        let root = tempfile::tempdir().unwrap();
-        let file = root.path().join("file");
-        fs::write(&file, "").unwrap();
-        let cache = ImageCache::at(file.join("below"));
-        let compiler = Fake::new(Ok([13, 0]));
-        assert_eq!(get(&cache, &compiler), get(&cache, &compiler));
-        assert_eq!(compiler.compiled(), 2);
-    }
-
-    #[test]
-    fn many_threads_leave_one_sound_file() {
-        let root = tempfile::tempdir().unwrap();
-        let cache = ImageCache::at(root.path());
-        let compiler = Fake::new(Ok([13, 0]));
-        let images = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| get(&cache, &compiler))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    fn threads_may_share_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let cache = ImageCache::in_directory(Some(dir.path().into()), Fake::new([13, 0]));
+                    for i in 0..20 {
+                        let image = cache.image(&variant(&(i % 5).to_string()), SM, Form::Ptx).unwrap();
+                        assert!(String::from_utf8(image.bytes).unwrap().contains(&format!("A={}", i % 5)));
+                    }
+                });
+            }
         });
-        assert!(images.iter().all(|image| *image == images[0]));
-        assert_eq!(files(root.path()).len(), 1);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 5);
     }
 
     #[test]
-    #[cfg(not(windows))]
-    fn the_environment_names_the_directory() {
-        let by = |set: &[(&str, &str)]| {
-            directory_by(|name| set.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value)))
+    fn the_directory_is_the_first_that_is_named() {
+        let of = |pairs: &[(&str, &str)]| {
+            let pairs: Vec<(String, OsString)> =
+                pairs.iter().map(|(n, v)| ((*n).into(), (*v).into())).collect();
+            directory_of(|name| pairs.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone()))
         };
-        let home = ("HOME", "/home/a");
-        assert_eq!(by(&[home]), Some("/home/a/.cache/quant/cuda".into()));
-        assert_eq!(by(&[home, ("XDG_CACHE_HOME", "/c")]), Some("/c/quant/cuda".into()));
-        // As that specification has it, paths that are not absolute are not looked at.
-        assert_eq!(by(&[home, ("XDG_CACHE_HOME", "c")]), Some("/home/a/.cache/quant/cuda".into()));
-        assert_eq!(by(&[home, (DIRECTORY, "here")]), Some("here".into()));
-        assert_eq!(by(&[home, (DIRECTORY, "")]), None);
-        assert_eq!(by(&[]), None);
+        let root = if cfg!(windows) { "C:\\" } else { "/" };
+        let (own, xdg, home) = (format!("{root}own"), format!("{root}xdg"), format!("{root}home"));
+        let all = [(CACHE_DIRECTORY, own.as_str()), ("XDG_CACHE_HOME", &xdg), ("HOME", &home)];
+        assert_eq!(of(&all), Some(PathBuf::from(&own)));
+        assert_eq!(of(&all[1..]), Some(Path::new(&xdg).join("quant/cuda")));
+        assert_eq!(of(&all[2..]), Some(Path::new(&home).join(".cache/quant/cuda")));
+        assert_eq!(of(&[("XDG_CACHE_HOME", "relative"), all[2]]), of(&all[2..]));
+        assert_eq!(of(&[(CACHE_DIRECTORY, ""), all[2]]), None);
+        assert_eq!(of(&[]), None);
     }
 }

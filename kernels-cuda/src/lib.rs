@@ -9,7 +9,6 @@
 pub mod activation;
 pub mod compile;
 pub mod device;
-mod driver;
 mod error;
 pub mod image_cache;
 pub mod launch;

@@ -1,8 +1,9 @@
 //! Finds CUDA's libraries before anything calls them.
 //!
 //! cudarc loads the driver when one of its functions is first called and panics if it, or the function, is not there. So
-//! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_driver`] agreed.
-//! Of the run-time compiler a few functions are called, which are looked up here: it may lie anywhere, for [`NVRTC`] names it.
+//! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_device`] or
+//! [`require_launch`] agreed. Of the run-time compiler a few functions are called, which are looked up here; it may lie
+//! anywhere, for [`NVRTC`] names it.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -17,12 +18,10 @@ use crate::{Error, Result};
 /// package's; without it the loader's path is searched.
 pub const NVRTC: &str = "QUANT_NVRTC";
 
-/// What this crate calls of the driver, the error paths included.
-const DRIVER_FUNCTIONS: [&str; 14] = [
-    "cuInit",
-    "cuDeviceGetCount",
-    "cuGetErrorName",
-    "cuGetErrorString",
+/// What [`device_count`] calls, the error paths included.
+const DRIVER_FUNCTIONS: [&str; 4] = ["cuInit", "cuDeviceGetCount", "cuGetErrorName", "cuGetErrorString"];
+/// What loading and launching kernels takes beside.
+const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxPushCurrent_v2",
@@ -87,7 +86,7 @@ pub fn require_device() -> Result<()> {
     }
 }
 
-pub(crate) fn require_driver() -> Result<()> {
+fn require_driver() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     FOUND
         .get_or_init(|| {
@@ -96,16 +95,26 @@ pub(crate) fn require_driver() -> Result<()> {
             if !unsafe { driver::sys::is_culib_present() } {
                 return Err(Error::DriverMissing);
             }
-            for function in DRIVER_FUNCTIONS {
-                // SAFETY: the library was just seen to load. The symbol is looked up as a plain
-                // address and never called or read through.
-                if unsafe { driver::sys::culib().get::<*const c_void>(function.as_bytes()) }.is_err() {
-                    return Err(Error::FunctionMissing { library: "the CUDA driver library", function });
-                }
-            }
-            Ok(())
+            has_driver_functions(&DRIVER_FUNCTIONS)
         })
         .clone()
+}
+
+/// Fails unless kernels can be loaded and launched, as far as the driver's library goes.
+pub(crate) fn require_launch() -> Result<()> {
+    static FOUND: OnceLock<Result<()>> = OnceLock::new();
+    FOUND.get_or_init(|| require_driver().and_then(|()| has_driver_functions(&LAUNCH_FUNCTIONS))).clone()
+}
+
+/// Looks functions up. The driver's library must have been seen to load.
+fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
+    for function in functions {
+        // SAFETY: the library was seen to load. The symbol is looked up as a plain address and never called or read through.
+        if unsafe { driver::sys::culib().get::<*const c_void>(function.as_bytes()) }.is_err() {
+            return Err(Error::FunctionMissing { library: "the CUDA driver library", function });
+        }
+    }
+    Ok(())
 }
 
 type Program = *mut c_void;
