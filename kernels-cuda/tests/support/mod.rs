@@ -3,6 +3,12 @@
 //! NVRTC and the disassembler belong to a step of CI of their own, `cargo xtask cuda`, which requires them. Elsewhere
 //! a test without them says so and passes; it is not noted among what a machine with all models should not leave out.
 
+// No test uses all of this.
+#![allow(dead_code)]
+
+pub mod gpu;
+pub mod machine;
+
 use std::io::Write;
 use std::panic::Location;
 
@@ -27,8 +33,8 @@ pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
     false
 }
 
-/// Whether kernels can be compiled.
+/// Whether kernels can be compiled, or, on a GPU, come compiled.
 #[track_caller]
 pub fn has_nvrtc() -> bool {
-    is_there(quant_kernels_cuda::require_nvrtc())
+    machine::on_gpu() || is_there(quant_kernels_cuda::require_nvrtc())
 }
