@@ -6,6 +6,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod error;
+pub mod layout;
 mod libraries;
 
 pub use error::{Error, Result};
