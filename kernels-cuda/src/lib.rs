@@ -8,6 +8,7 @@
 mod error;
 pub mod layout;
 mod libraries;
+pub mod linear;
 
 pub use error::{Error, Result};
 pub use libraries::{device_count, driver_available, nvrtc_available, require_device, require_nvrtc};
