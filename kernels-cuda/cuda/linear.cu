@@ -93,36 +93,71 @@ INLINE void multiply(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     else mma_u8_s8(d, a, b0, b1);
 }
 
-// Fills a slot of the ring with tile `tile`: every thread copies its share of 16 bytes.
-INLINE void copy_tile(const Arguments &p, u32 slot, u32 tile, u32 tiles, u32 row_block, u32 token) {
-    const u32 row_blocks = (p.n + 15) / 16;
+// A thread's share of what is copied for a tile: always the same places of a slot, of which it keeps the first; the others
+// are whole rows further.
+struct Copies {
+    const u8 *codes, *parameters, *x;
+    // Bytes between this thread's chunks of codes, and of activations.
+    u64 codes_step, x_step;
+    // 16-row tiles and tokens from this thread's first to the end of the matrix, and bytes of a token from its chunk on.
+    i32 row_blocks, tokens, left;
+};
+
+constexpr int CODES_CHUNKS = TILE_BYTES / 16, X_CHUNKS = X_ROW / 16, PARAMETER_CHUNKS = PARAMETER_BYTES / 16;
+constexpr int CODES_BLOCKS = THREADS / CODES_CHUNKS, X_ROWS = THREADS / X_CHUNKS;
+static_assert(THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
+static_assert(X_ROWS % 8 == 0, "a thread's chunks of activations share a place in the swizzle");
+
+INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_block, u32 token) {
+    const u32 thread = threadIdx.x, element = FLOAT ? 2 : 1;
+    const u32 block = row_block + thread / CODES_CHUNKS, row = token + thread / X_CHUNKS, chunk = thread % X_CHUNKS;
+    Copies to;
+    to.row_blocks = (i32)((p.n + 15) / 16);
+    to.codes = p.codes + ((u64)block * tiles + tile) * TILE_BYTES + thread % CODES_CHUNKS * 16;
+    to.codes_step = (u64)CODES_BLOCKS * tiles * TILE_BYTES;
+    to.parameters = p.parameters + ((u64)row_block * tiles + tile) * PARAMETER_BYTES;
+    to.x = p.x + ((u64)row * p.x_stride + (u64)tile * TILE_K) * element + chunk * 16;
+    to.x_step = (u64)X_ROWS * p.x_stride * element;
+    to.row_blocks -= (i32)block;
+    to.tokens = (i32)p.m - (i32)row;
+    to.left = ((i32)p.k - (i32)(tile * TILE_K)) * (i32)element - (i32)chunk * 16;
+    return to;
+}
+
+// Fills a slot of the ring, and goes on to the next tile. What is outside the matrix becomes zero and is not read.
+INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
+    const u32 thread = threadIdx.x;
 #pragma unroll
-    for (u32 i = threadIdx.x; i < ROW_BLOCKS * TILE_BYTES / 16; i += THREADS) {
-        u32 block = row_block + i / (TILE_BYTES / 16), at = i % (TILE_BYTES / 16) * 16;
-        bool there = block < row_blocks;
-        u64 from = there ? ((u64)block * tiles + tile) * TILE_BYTES + at : 0;
-        copy_async_16(slot + i * 16, p.codes + from, there ? 16 : 0);
+    for (int i = 0; i < ROW_BLOCKS / CODES_BLOCKS; i++) {
+        bool there = i * CODES_BLOCKS < from.row_blocks;
+        const u8 *codes = there ? from.codes + i * from.codes_step : p.codes;
+        copy_async_16(slot + (i * THREADS + thread) * 16, codes, there ? 16 : 0);
     }
-    const u32 element = FLOAT ? 2 : 1;
+    from.codes += TILE_BYTES;
+    const u32 row = thread / X_CHUNKS, place = thread % X_CHUNKS ^ row % 8;
+    const i32 valid = max(min(from.left, 16), 0);
 #pragma unroll
-    for (u32 i = threadIdx.x; i < TOKENS * X_ROW / 16; i += THREADS) {
-        u32 row = i / (X_ROW / 16), chunk = i % (X_ROW / 16);
-        u32 first = tile * TILE_K + chunk * (16 / element);
-        // Behind the last feature and the last token there are zeros.
-        u32 left = first < p.k ? (p.k - first) * element : 0;
-        u32 valid = token + row < p.m ? (left < 16 ? left : 16) : 0;
-        u64 from = valid ? ((u64)(token + row) * p.x_stride + first) * element : 0;
-        u32 to = slot + X_AT + row * X_ROW + (chunk ^ row % 8) * 16;
-        copy_async_16(to, p.x + from, valid);
+    for (int i = 0; i < (TOKENS + X_ROWS - 1) / X_ROWS; i++) {
+        // More threads than chunks: the last ones have none.
+        if (TOKENS < X_ROWS && row >= TOKENS) break;
+        bool there = i * X_ROWS < from.tokens && valid > 0;
+        const u8 *x = there ? from.x + i * from.x_step : p.x;
+        copy_async_16(slot + X_AT + (row + i * X_ROWS) * X_ROW + place * 16, x, there ? valid : 0);
     }
+    from.x += X_ROW;
+    from.left -= X_ROW;
     if (PARAMETER_BYTES > 0) {
 #pragma unroll
-        for (u32 i = threadIdx.x; i < ROW_BLOCKS * PARAMETER_BYTES / 16; i += THREADS) {
-            u32 block = row_block + i / (PARAMETER_BYTES / 16), at = i % (PARAMETER_BYTES / 16) * 16;
-            bool there = block < row_blocks;
-            u64 from = there ? ((u64)block * tiles + tile) * PARAMETER_BYTES + at : 0;
-            copy_async_16(slot + PARAMETERS_AT + i * 16, p.parameters + from, there ? 16 : 0);
+        for (int i = 0; i < (ROW_BLOCKS * PARAMETER_CHUNKS + THREADS - 1) / THREADS; i++) {
+            const u32 at = i * THREADS + thread;
+            if (at >= ROW_BLOCKS * PARAMETER_CHUNKS) break;
+            const u32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
+            bool there = (i32)(block - thread / CODES_CHUNKS) < from.row_blocks;
+            u64 offset = (u64)(block * tiles) * PARAMETER_BYTES + (at - block * PARAMETER_CHUNKS) * 16;
+            const u8 *parameters = there ? from.parameters + offset : p.parameters;
+            copy_async_16(slot + PARAMETERS_AT + at * 16, parameters, there ? 16 : 0);
         }
+        from.parameters += PARAMETER_BYTES;
     }
 }
 
@@ -464,7 +499,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
                          m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
     extern __shared__ __align__(128) u8 shared[];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // From lane 0, so that the compiler knows it to be the same in all lanes.
+    const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
     const u32 row_block = blockIdx.x * ROW_BLOCKS, token = blockIdx.z * TOKENS;
     const u32 tiles = (k + TILE_K - 1) / TILE_K;
@@ -503,9 +539,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
     }
 
+    Copies copies = first_copies(p, begin, tiles, row_block, token);
 #pragma unroll
     for (u32 s = 0; s < STAGES - 1; s++) {
-        if (begin + s < end) copy_tile(p, ring + s * STAGE_BYTES, begin + s, tiles, row_block, token);
+        if (begin + s < end) copy_tile(p, copies, ring + s * STAGE_BYTES, tiles);
         copy_async_commit();
     }
     if (SUMS) {
@@ -521,8 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();
         __syncthreads();
         const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;
-        if (tile + STAGES - 1 < end)
-            copy_tile(p, ring + refill * STAGE_BYTES, tile + STAGES - 1, tiles, row_block, token);
+        if (tile + STAGES - 1 < end) copy_tile(p, copies, ring + refill * STAGE_BYTES, tiles);
         copy_async_commit();
         const u32 next = slot == STAGES - 1 ? 0 : slot + 1;
         const u32 odd = (tile - begin) & 1;

@@ -330,6 +330,7 @@ const TAG: u64 = 0x6164_7563;
 /// Grows whenever the order of anything changes.
 const VERSION: u64 = 1;
 
+pub mod device;
 mod pack;
 
 #[cfg(test)]

@@ -6,7 +6,18 @@
 
 use quant_kernels_cpu::{KernelError, ScaleType};
 
+use crate::compile::{Architecture, Source, Variant};
 use crate::layout::{Order, TILE_K, TILE_ROWS, WeightLayout};
+
+/// The text of the kernels.
+pub static SOURCE: Source = Source {
+    name: "linear.cu",
+    text: include_str!("../cuda/linear.cu"),
+    headers: &[
+        ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
+        ("dequantize.cuh", include_str!("../cuda/dequantize.cuh")),
+    ],
+};
 
 /// What activations are, as the kernel reads them: `[m, x_stride]` row-major, of which `k` are read. Rows begin at multiples of
 /// 16 bytes.
@@ -190,7 +201,7 @@ impl BlockShape {
 }
 
 /// Warps and tiles along tokens, and blocks, from few tokens to many.
-const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 1], [2, 4, 1], [2, 8, 1]];
+const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
 /// Shapes whose sums of floats fit the registers.
 const FLOAT_SHAPES: usize = 4;
 /// Output features of a block in every shape.
@@ -205,6 +216,21 @@ pub struct DeviceLimits {
     pub shared_of_multiprocessor: usize,
     /// Multiprocessors.
     pub multiprocessors: usize,
+}
+
+impl DeviceLimits {
+    /// Those of a usual device of an architecture: A100, A10, L40S, H200, RTX 5090.
+    pub fn of(architecture: Architecture) -> Self {
+        let (shared_of_block, multiprocessors) = match architecture {
+            Architecture::Sm80 => (166_912, 108),
+            Architecture::Sm86 => (101_376, 72),
+            Architecture::Sm89 => (101_376, 142),
+            Architecture::Sm90 => (232_448, 132),
+            Architecture::Sm120 => (101_376, 170),
+        };
+        // A kibibyte is the system's, for each block.
+        Self { shared_of_block, shared_of_multiprocessor: shared_of_block + 1024, multiprocessors }
+    }
 }
 
 /// A kernel as it is compiled.
@@ -256,6 +282,11 @@ impl LinearVariant {
             ("BLOCKS", self.shape.blocks.to_string()),
             ("SERIAL", flag(self.serial)),
         ]
+    }
+
+    /// What the compiler gets.
+    pub fn compiled(&self) -> Variant {
+        Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
     }
 
     /// Scheme, tokens of a block, depth of the ring, and whether chunks follow each other.
@@ -398,4 +429,53 @@ impl LinearPlan {
         }
         Ok(Self { variant, grid, chunks: chunks as u32, ticket_bytes, workspace_bytes })
     }
+}
+
+/// Variants that stand for all: of every scheme, with scales and results of its activations' type, the shapes for one token
+/// and for many; of the usual schemes every shape.
+pub fn variants(architecture: Architecture) -> Vec<LinearVariant> {
+    let device = DeviceLimits::of(architecture);
+    let mut variants = Vec::new();
+    for (layout, activation, output, usual) in schemes() {
+        let Ok(scheme) = LinearScheme::new(&layout, activation, output) else { continue };
+        let tokens: &[usize] = if usual { &[8, 16, 32, 64, 128, 4096] } else { &[8, 4096] };
+        for &m in tokens {
+            // Of several chunks, which follow each other only where tokens are many.
+            let variant = LinearVariant::choose(scheme, [4096, 4096], m, &device);
+            if !variants.contains(&variant) {
+                variants.push(variant);
+            }
+        }
+    }
+    variants
+}
+
+/// A layout of every scheme, with activations and results; whether it is one of the usual.
+fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
+    let mut schemes = Vec::new();
+    let k = 4096;
+    for bits in [4, 8] {
+        for group in [32, 64, 128, k] {
+            for zeros in [false, true] {
+                let middle = (!zeros).then_some(1 << (bits - 1));
+                let mut add = |scale, order, sums, activation, output, usual| {
+                    let layout = WeightLayout::from_parts([4096, k], bits, group, scale, middle, order, sums);
+                    schemes.extend(layout.map(|layout| (layout, activation, output, usual)));
+                };
+                let usual = bits == 4 && group == 128;
+                add(ScaleType::F16, Order::Float, false, Activation::F16, Output::F16, usual);
+                add(ScaleType::Bf16, Order::Float, false, Activation::Bf16, Output::Bf16, usual);
+                for zero in [false, true] {
+                    let activation = Activation::Int8 { zero };
+                    let usual = group == k && !zeros && !zero;
+                    add(ScaleType::F16, Order::Int8, zero, activation, Output::F16, usual);
+                    if bits == 4 && group < k {
+                        let usual = group == 128 && zeros && !zero;
+                        add(ScaleType::Progressive, Order::Int8, zero, activation, Output::F16, usual);
+                    }
+                }
+            }
+        }
+    }
+    schemes
 }

@@ -172,7 +172,7 @@ impl Problem {
     }
 
     /// Holds results `[m, n]` to the definition: bits, where the whole sum is of whole numbers or there is one chunk; else a
-    /// bound. Returns the largest error in units of what a float result is the sum of, `Σ |s (q − z) x|`.
+    /// bound. Returns the largest error in units of what a float result is the sum of, `Σ |s (q − z) x| + |b|`.
     pub fn check(&self, y: &[f32]) -> f64 {
         let [n, k] = self.case.shape;
         assert_eq!(y.len(), self.m * n);
@@ -230,8 +230,9 @@ impl Problem {
                         + self.output_bound(e as f32);
                     let error = (f64::from(y) - e).abs();
                     assert!(error <= bound, "token {m} feature {o}: {y} for {e}, error {error:e}, bound {bound:e}");
-                    if magnitude > 0.0 {
-                        worst = worst.max((error - self.output_bound(e as f32)).max(0.0) / magnitude);
+                    if magnitude + bias > 0.0 {
+                        let own = (error - self.output_bound(e as f32)).max(0.0);
+                        worst = worst.max(own / (magnitude + bias));
                     }
                 }
                 worst
