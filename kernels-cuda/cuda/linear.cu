@@ -252,6 +252,9 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
 // Words of a lane that two neighbouring steps take.
 constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
 
+// Pairs of steps whose instructions mix. Of small groups so many parameters come early that registers run short.
+constexpr int UNROLL = FLOAT && (GROUP == 32 || GROUP == 64) ? 2 : STEPS / 2;
+
 // The A fragment of step `half` of a pair of steps.
 INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group) {
     const u32 *w = words + half * (PAIR_WORDS / 2);
@@ -296,7 +299,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) groups[r] = rows[r];
     u32 words[ROW_TILES][PAIR_WORDS < 4 ? 4 : PAIR_WORDS];
-#pragma unroll
+#pragma unroll UNROLL
     for (int pair = 0; pair < STEPS / 2; pair++) {
         // Sixteen bytes at a time; where a pair of steps takes eight, the next pair finds the other eight here.
         if (PAIR_WORDS >= 4 || pair % 2 == 0) {
@@ -458,10 +461,8 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, total_t (&totals)[ROW_TI
     __syncthreads();
     u32 *last = (u32 *)shared;
     if (threadIdx.x == 0) {
-        u32 before = atomicAdd(p.tickets + tile, 1);
-        *last = before == p.chunks - 1;
-        // For the next launch.
-        if (before == p.chunks - 1) p.tickets[tile] = 0;
+        // The last one's turns it to zero again, for the next launch.
+        *last = atomicInc(p.tickets + tile, p.chunks - 1) == p.chunks - 1;
     }
     __syncthreads();
     if (!*last) return false;
@@ -491,7 +492,10 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, total_t (&totals)[ROW_TI
     return true;
 }
 
-// Grid: [row tiles, chunks (1 if SERIAL), token tiles]; see src/linear.rs for sizes of memory.
+// Token tiles whose blocks run side by side: what they share of the weights is read from memory once.
+constexpr u32 NEIGHBOURS = 8;
+
+// Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; see src/linear.rs for sizes of memory.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear(const u8 *codes, const u8 *parameters, const float *row_scales, const u8 *row_zeros, const i32 *row_sums,
            const u8 *x, const float *x_scales, const float *bias, void *out, u32 *partials, u32 *tickets, u32 m, u32 n, u32 k,
@@ -502,7 +506,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // From lane 0, so that the compiler knows it to be the same in all lanes.
     const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
-    const u32 row_block = blockIdx.x * ROW_BLOCKS, token = blockIdx.z * TOKENS;
+    // Blocks go through NEIGHBOURS token tiles of a row tile, then through the row tiles, then through further tokens.
+    const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
+    const u32 band = blockIdx.x / (NEIGHBOURS * row_tiles), in_band = blockIdx.x % (NEIGHBOURS * row_tiles);
+    const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
+    const u32 row_block = in_band / neighbours * ROW_BLOCKS;
+    const u32 token = (band * NEIGHBOURS + in_band % neighbours) * TOKENS;
     const u32 tiles = (k + TILE_K - 1) / TILE_K;
     const u32 length = (tiles + chunks - 1) / chunks;
     const u32 begin = SERIAL ? 0 : blockIdx.y * length;
@@ -597,10 +606,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
     }
     if (!SERIAL && chunks > 1) {
-        const u32 tile = blockIdx.z * gridDim.x + blockIdx.x;
         const u32 tokens = min(m - token, (u32)TOKENS);
         __syncthreads();
-        if (!join_chunks(p, shared, totals, tile, blockIdx.y, tokens, warp, token_warp, lane)) return;
+        if (!join_chunks(p, shared, totals, blockIdx.x, blockIdx.y, tokens, warp, token_warp, lane)) return;
     }
     write_out(p, shared, totals, row_block * 16, token, row_warp, token_warp, lane);
 }

@@ -125,10 +125,9 @@ impl WeightLayout {
         if progressive && (code_bits != 4 || order == Order::Float) {
             return Err(KernelError::Scheme("progressive weights but w4a8"));
         }
-        let mut layout =
-            Self { n, k, code_bits, group_size, scales, middle, order, sums, sections: [0; 6] };
+        let mut layout = Self { n, k, code_bits, group_size, scales, middle, order, sums, sections: [0; 6] };
         let tile_groups = matches!(group_size, 32 | 64 | 128);
-        let repeated = group_size % TILE_K == 0 && (order == Order::Float || progressive);
+        let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {
             return Err(KernelError::Scheme("a group that is not 32, 64, 128 or a row"));
         }

@@ -310,7 +310,8 @@ impl LinearVariant {
     /// Bytes of dynamic shared memory of a block.
     pub fn shared_bytes(&self) -> usize {
         let tokens = self.shape.tokens();
-        let sums = if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
+        let sums =
+            if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
         let ring = self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums;
         // Results turn from fragments to rows where the ring was.
         ring.max(tokens * (BLOCK_ROWS + 4) * 4)
@@ -336,9 +337,11 @@ impl LinearVariant {
             let share = if blocks > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
             let ring = share.min(device.shared_of_block).saturating_sub(4096);
             let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
-            let shape = BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages, blocks };
-            let tiles = n.div_ceil(BLOCK_ROWS) * m.div_ceil(tokens).max(1);
+            let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
             let serial = tokens > 16 && chunks([n, k]) > 1 && tiles >= device.multiprocessors;
+            // Sums of the chunks before take registers too.
+            let blocks = if serial { 1 } else { blocks };
+            let shape = BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages, blocks };
             let variant = Self { scheme, shape, serial };
             if choice == 0 || variant.shared_bytes() <= device.shared_of_block {
                 return variant;
@@ -368,7 +371,7 @@ pub fn chunks([n, k]: [usize; 2]) -> usize {
 pub struct LinearPlan {
     /// The kernel.
     pub variant: LinearVariant,
-    /// Blocks: output features, chunks, tokens.
+    /// Blocks: tiles of results, chunks, 1.
     pub grid: [u32; 3],
     /// Chunks of `k`.
     pub chunks: u32,
@@ -406,23 +409,21 @@ impl LinearPlan {
         let small = |value: usize, most: usize, what| {
             if value <= most { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
         };
-        // Indices of features and tokens are of 32 bits in the kernel, and reach a block beyond their end.
-        let most = i32::MAX as usize - 1024;
+        // Indices of features and tokens, and bytes of a row, are of 32 bits in the kernel, and reach a block beyond.
+        let most = i32::MAX as usize / 2 - 1024;
         small(n, most, "the output features")?;
         small(k, most, "the input features")?;
         small(m, most, "the tokens")?;
         let chunks = chunks([n, k]);
         let (rows, tokens) = (n.div_ceil(BLOCK_ROWS), m.div_ceil(variant.shape.tokens()));
         let split = if variant.serial { 1 } else { chunks };
-        let grid = [
-            small(rows, i32::MAX as usize, "the grid")?,
-            small(split, 65_535, "the grid")?,
-            small(tokens, 65_535, "the tokens")?,
-        ];
+        let tiles = rows.checked_mul(tokens).ok_or(KernelError::TooLarge("the grid"))?;
+        // Eight token tiles of every row tile are counted together.
+        small(rows, i32::MAX as usize / 8, "the output features")?;
+        let grid = [small(tiles, i32::MAX as usize, "the grid")?, small(split, 65_535, "the grid")?, 1];
         let (mut ticket_bytes, mut workspace_bytes) = (0, 0);
         if split > 1 {
             let large = KernelError::TooLarge("the workspace");
-            let tiles = rows.checked_mul(tokens).ok_or(large.clone())?;
             ticket_bytes = tiles.checked_mul(4).ok_or(large.clone())?.next_multiple_of(256);
             let partials = tiles.checked_mul(split).and_then(|t| t.checked_mul(variant.partial_bytes()));
             workspace_bytes = partials.and_then(|p| p.checked_add(ticket_bytes)).ok_or(large)?;

@@ -17,9 +17,14 @@ fn all() -> Vec<(Case, Order, bool)> {
                     if sums && order == Order::Float {
                         continue;
                     }
-                    for (n, k, group) in
-                        [(16, 128, 32), (5, 96, 32), (33, 192, 64), (40, 384, 128), (17, 100, 100), (1, 640, 640)]
-                    {
+                    for (n, k, group) in [
+                        (16, 128, 32),
+                        (5, 96, 32),
+                        (33, 192, 64),
+                        (40, 384, 128),
+                        (17, 100, 100),
+                        (1, 640, 640),
+                    ] {
                         for kind in [Kind::F16, Kind::Bf16, Kind::F32] {
                             seed += 1;
                             all.push((Case::new([n, k], bits, group, kind, zeros, seed), order, sums));
@@ -34,7 +39,8 @@ fn all() -> Vec<(Case, Order, bool)> {
     }
     for sums in [false, true] {
         for zeros in [false, true] {
-            for (n, k, group) in [(16, 128, 128), (5, 96, 32), (33, 192, 64), (40, 768, 256), (17, 128, 128)] {
+            for (n, k, group) in [(16, 128, 128), (5, 96, 32), (33, 192, 64), (40, 768, 256), (17, 128, 128)]
+            {
                 seed += 1;
                 all.push((Case::new([n, k], 4, group, Kind::Progressive, zeros, seed), Order::Int8, sums));
             }
@@ -112,8 +118,8 @@ fn sums_are_those_of_codes_less_zeros() {
             };
             if kind == Kind::F16 {
                 for g in 0..2 {
-                    let block = layout.section(Section::Parameters)
-                        + (row / 16 * 2 + g) * layout.parameter_bytes();
+                    let block =
+                        layout.section(Section::Parameters) + (row / 16 * 2 + g) * layout.parameter_bytes();
                     let place = 2 * (row % 8) + row % 16 / 8;
                     assert_eq!(i32_at(block + 32 + 8 + 4 * place), sum(g));
                 }
@@ -166,12 +172,21 @@ fn an_id_is_of_one_layout_alone() {
             for bits in [4, 8] {
                 for scales in [ScaleType::F16, ScaleType::Bf16, ScaleType::F32] {
                     for middle in [None, Some(8)] {
-                        for (order, sums) in [(Order::Float, false), (Order::Int8, false), (Order::Int8, true)] {
+                        for (order, sums) in
+                            [(Order::Float, false), (Order::Int8, false), (Order::Int8, true)]
+                        {
                             let layout =
                                 WeightLayout::from_parts([n, k], bits, 128, scales, middle, order, sums);
                             let layout = layout.unwrap();
                             assert_eq!(ids.insert(layout.id(), layout), None);
-                            let cpu = quant_kernels_cpu::Layout::from_parts([n, k], bits, 128, scales, middle, sums);
+                            let cpu = quant_kernels_cpu::Layout::from_parts(
+                                [n, k],
+                                bits,
+                                128,
+                                scales,
+                                middle,
+                                sums,
+                            );
                             assert_ne!(cpu.unwrap().id(), layout.id());
                         }
                     }

@@ -121,7 +121,11 @@ impl WeightLayout {
         // A group wider than a tile stands in each of its tiles.
         for tile in self.tiles_of(g) {
             let (at, slot) = self.parameters_of(row, g, tile);
-            put(out, at + (slot * TILE_ROWS + place) * self.scale_bytes(), &group.scale[..self.scale_bytes()]);
+            put(
+                out,
+                at + (slot * TILE_ROWS + place) * self.scale_bytes(),
+                &group.scale[..self.scale_bytes()],
+            );
             if self.middle.is_none() {
                 let zeros = at + self.zeros_at() + slot * TILE_ROWS * self.code_bits / 8;
                 match self.code_bits {
@@ -161,8 +165,10 @@ impl WeightLayout {
         let none = |_| KernelError::Memory("the unpacked weights");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         let groups = self.k / self.group_size;
-        let (more, mask) =
-            (if self.signed() { self.middle.unwrap_or(0) } else { 0 }, if self.code_bits == 4 { 15 } else { 255 });
+        let (more, mask) = (
+            if self.signed() { self.middle.unwrap_or(0) } else { 0 },
+            if self.code_bits == 4 { 15 } else { 255 },
+        );
         for row in 0..self.n {
             for i in 0..self.k {
                 let (at, bit) = self.code_place(row, i);

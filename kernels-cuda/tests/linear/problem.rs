@@ -43,7 +43,14 @@ pub enum Draw {
 
 impl Problem {
     /// Float activations.
-    pub fn float(case: Case, activation: Activation, output: Output, m: usize, draw: Draw, seed: u64) -> Self {
+    pub fn float(
+        case: Case,
+        activation: Activation,
+        output: Output,
+        m: usize,
+        draw: Draw,
+        seed: u64,
+    ) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
         let mut rows = Vec::with_capacity(m * k);
@@ -105,7 +112,7 @@ impl Problem {
         layout.pack(&case.view(), &mut packed).unwrap();
         let mut random = Random(seed ^ 0xb1a5);
         // Every second problem has a bias.
-        let bias = (seed % 2 == 0).then(|| (0..case.shape[0]).map(|_| random.float()).collect());
+        let bias = seed.is_multiple_of(2).then(|| (0..case.shape[0]).map(|_| random.float()).collect());
         let (x_scales, x_zero) = match &values {
             Values::Float(_) => (Vec::new(), 0),
             Values::Int8(rows) => (rows.scales().to_vec(), rows.zero()),
@@ -140,7 +147,9 @@ impl Problem {
         let each = self.x.len() / (self.m * self.x_stride) * self.x_stride;
         let x = tokens.iter().flat_map(|&m| self.x[m * each..(m + 1) * each].to_vec()).collect();
         let values = match &self.values {
-            Values::Float(x) => Values::Float(tokens.iter().flat_map(|&m| x[m * k..(m + 1) * k].to_vec()).collect()),
+            Values::Float(x) => {
+                Values::Float(tokens.iter().flat_map(|&m| x[m * k..(m + 1) * k].to_vec()).collect())
+            }
             Values::Int8(rows) => Values::Int8(rows.clone()),
         };
         let x_scales = match self.x_scales.is_empty() {
@@ -187,7 +196,13 @@ impl Problem {
                 for (i, (&y, &e)) in y.iter().zip(&expected).enumerate() {
                     if bits {
                         let e = self.rounded(e);
-                        assert_eq!(y.to_bits(), e.to_bits(), "token {} feature {}: {y} for {e}", i / n, i % n);
+                        assert_eq!(
+                            y.to_bits(),
+                            e.to_bits(),
+                            "token {} feature {}: {y} for {e}",
+                            i / n,
+                            i % n
+                        );
                     } else {
                         // Sums of whole numbers are the same; of their products with scales, the order differs: each of
                         // groups and chunks rounds once here and once there.
@@ -198,7 +213,10 @@ impl Problem {
                             .map(|g| {
                                 let zero = i32::from(view.zero(o, g));
                                 let sum: i32 = (g * size..(g + 1) * size)
-                                    .map(|i| (i32::from(self.case.codes[o * k + i]) - zero) * (i32::from(a[i]) - self.x_zero))
+                                    .map(|i| {
+                                        (i32::from(self.case.codes[o * k + i]) - zero)
+                                            * (i32::from(a[i]) - self.x_zero)
+                                    })
                                     .sum();
                                 (f64::from(sum) * f64::from(self.case.scales[o * view.groups() + g])).abs()
                             })
@@ -229,7 +247,10 @@ impl Problem {
                     let bound = 2_f64.powi(-23) * ((2.0 * block + 4.0) * folded + later * (magnitude + bias))
                         + self.output_bound(e as f32);
                     let error = (f64::from(y) - e).abs();
-                    assert!(error <= bound, "token {m} feature {o}: {y} for {e}, error {error:e}, bound {bound:e}");
+                    assert!(
+                        error <= bound,
+                        "token {m} feature {o}: {y} for {e}, error {error:e}, bound {bound:e}"
+                    );
                     if magnitude + bias > 0.0 {
                         let own = (error - self.output_bound(e as f32)).max(0.0);
                         worst = worst.max(own / (magnitude + bias));

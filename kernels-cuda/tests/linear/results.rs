@@ -24,7 +24,8 @@ const TOKENS: [[usize; 3]; 3] = [[1, 33, 16], [8, 17, 70], [64, 5, 25]];
 
 /// Runs a problem as planned; the error in units of the sum of magnitudes.
 fn run(problem: &Problem) -> f64 {
-    let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
+    let plan =
+        LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
     problem.check(&launch(problem, &plan))
 }
 
@@ -35,8 +36,14 @@ fn floats(activation: Activation, bits: u8) {
         for group in [Some(32), Some(64), Some(128), None] {
             for (i, [n, k]) in shapes(group).into_iter().enumerate() {
                 let m = TOKENS[turn % 3][i];
-                let case =
-                    Case::new([n, k], bits, group.unwrap_or(k), KINDS[turn % 3], zeros, (turn * 3 + i) as u64);
+                let case = Case::new(
+                    [n, k],
+                    bits,
+                    group.unwrap_or(k),
+                    KINDS[turn % 3],
+                    zeros,
+                    (turn * 3 + i) as u64,
+                );
                 let draw = if i == 1 { Draw::Shifted } else { Draw::Usual };
                 // The type of results goes with the scheme and not with the shape, so that variants are few.
                 let output = OUTPUTS[(turn / 3 + turn) % 3];
@@ -79,7 +86,8 @@ fn integers(bits: u8, kinds: &[Kind], groups: &[Option<usize>]) {
                 for (i, [n, k]) in shapes(group).into_iter().enumerate() {
                     let m = TOKENS[turn % 3][i];
                     let seed = (turn * 3 + i) as u64;
-                    let case = Case::new([n, k], bits, group.unwrap_or(k), kinds[turn % kinds.len()], zeros, seed);
+                    let case =
+                        Case::new([n, k], bits, group.unwrap_or(k), kinds[turn % kinds.len()], zeros, seed);
                     let draw = [Draw::Usual, Draw::Extreme, Draw::Shifted][i];
                     let output = OUTPUTS[(turn / 3 + turn) % 3];
                     run(&Problem::int8(case, output, m, x_zero, draw, seed));
