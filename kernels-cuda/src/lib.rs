@@ -1,15 +1,19 @@
 //! Kernels that multiply activations with quantized weights on NVIDIA GPUs: the host side.
 //!
-//! There are no kernels yet. What there is tells, on any machine and without panicking, whether
-//! kernels could be compiled and run: CUDA's libraries are loaded when first used, so this crate
-//! builds, and its callers start, where there are none.
+//! A module of a family, such as [`activation`], plans launches: the variant of a kernel, its grid, its arguments. A
+//! variant is compiled by NVRTC when first met ([`compile`]), kept on disk ([`image_cache`]), loaded ([`device`]) and
+//! launched on the caller's stream with the caller's pointers ([`launch`]). CUDA's libraries are loaded when first used,
+//! so this crate builds, and its callers start, where there are none; what is missing is an error.
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod activation;
 pub mod compile;
 mod error;
+pub mod launch;
 pub mod layout;
 mod libraries;
 pub mod linear;
+pub mod registry;
 
 pub use error::{Error, Result};
 pub use libraries::{device_count, driver_available, nvrtc_available, require_device, require_nvrtc};

@@ -34,7 +34,7 @@ fn variant(problem: &Problem, m: usize) -> LinearVariant {
 }
 
 fn results(problem: &Problem, variant: LinearVariant) -> Vec<u32> {
-    let plan = LinearPlan::of_variant(variant, problem.case.shape, problem.m).unwrap();
+    let plan = LinearPlan::of_variant(variant, &problem.layout, problem.m).unwrap();
     bits(&launch(problem, &plan))
 }
 

@@ -1,0 +1,448 @@
+// Rows of activations become whole numbers of 8 bits: as they are, their RMSNorm, or silu(gate) · up.
+//
+// The definition is that of the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max |x|))`,
+// half to even; static `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`; a row that holds NaN or an infinity has the scale NaN
+// and codes of zero. Plain rows and silu(gate) · up have its bits. A norm's sum of squares runs in another order.
+//
+// A block takes a row: it is read once, in vectors of 16 bytes, stays in registers as f32, and is rounded from there. Rows
+// wider than a block's registers hold are read again, from the second cache. Which threads take which values depends on k
+// alone, so a row's result does not depend on the rows beside it.
+//
+// Macros:
+//   SOURCE     PLAIN, NORM, NORM_RESIDUAL or SILU_MUL
+//   ELEMENT    F32, F16 or BF16: activations and residual
+//   WEIGHT     the same of the norm's weight
+//   STATIC     0: a scale a row. 1: one scale and zero for all
+//   GROUP      sums of codes: 0 none but the row's; 32, 64, 128: of so many features; 1: of `group`, a multiple of 32
+//   ALIGNED    1: addresses and strides are multiples of 16 bytes. 0: values are read one by one
+//   THREADS    of a block: a power of two from 64 to 1024
+//   HELD       values of a thread: 16 or 32; 0: any number, not held
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define INLINE __device__ __forceinline__
+#define F32 0
+#define F16 1
+#define BF16 2
+#define PLAIN 0
+#define NORM 1
+#define NORM_RESIDUAL 2
+#define SILU_MUL 3
+
+constexpr bool NORMS = SOURCE == NORM || SOURCE == NORM_RESIDUAL;
+constexpr bool ADDS = SOURCE == NORM_RESIDUAL;
+constexpr int WARPS = THREADS / 32;
+// Values of a vector of 16 bytes, and so of a thread at a time.
+constexpr int VECTOR = ELEMENT == F32 ? 4 : 8;
+// Vectors that a thread holds.
+constexpr int VECTORS = HELD / VECTOR;
+// Lanes whose vectors make 32 values.
+constexpr int SEGMENT_LANES = 32 / VECTOR;
+// Features whose codes neighbouring lanes add up.
+constexpr int WIDTH = GROUP > 1 ? GROUP : 32;
+// Blocks that a multiprocessor should hold at least, which bounds the registers of a thread.
+constexpr int MIN_BLOCKS = 1024 / THREADS;
+constexpr u32 ALL = 0xffffffffu;
+// Added to a number within ±2²² it leaves that number, rounded half to even, in the low bits.
+constexpr float ROUNDING = 12582912.0f;
+// 127 over this is still a number; rows below are taken for zero.
+constexpr float SMALLEST = 1e-36f;
+
+static_assert(THREADS >= 64 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "THREADS");
+static_assert(GROUP == 0 || GROUP == 1 || GROUP == 32 || GROUP == 64 || GROUP == 128, "GROUP");
+static_assert(HELD == 0 || HELD == 16 || HELD == 32, "HELD");
+
+template <int TYPE> struct Type {
+    typedef u16 word;
+};
+template <> struct Type<F32> {
+    typedef float word;
+};
+typedef Type<ELEMENT>::word element_t;
+typedef Type<WEIGHT>::word weight_t;
+
+// What a kernel works on, a row of it.
+struct Row {
+    const element_t *x;
+    const element_t *up;
+    element_t *residual;
+    const weight_t *weight;
+    int k;
+};
+
+INLINE float float_of_half(u16 bits) {
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+    return out;
+}
+
+INLINE u16 half_of_float(float value) {
+    u16 out;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+
+INLINE u16 bfloat_of_float(float value) {
+    u16 out;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+
+// The sum of a word's four signed bytes, and `to`.
+INLINE int add_bytes(u32 word, int to) {
+    int out;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(word), "r"(0x01010101u), "r"(to));
+    return out;
+}
+
+// The lowest bytes of four words, the first lowest.
+INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+template <int TYPE, typename Word> INLINE float widen(Word bits) {
+    if constexpr (TYPE == F32)
+        return bits;
+    else if constexpr (TYPE == F16)
+        return float_of_half(bits);
+    else
+        return __uint_as_float((u32)bits << 16);
+}
+
+template <int TYPE> INLINE auto narrow(float value) {
+    if constexpr (TYPE == F32)
+        return value;
+    else if constexpr (TYPE == F16)
+        return half_of_float(value);
+    else
+        return bfloat_of_float(value);
+}
+
+// VECTOR values from `at` on as f32; beyond `k` they are zero.
+template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const Word *from, int at, int k) {
+    constexpr int WORDS = VECTOR * sizeof(Word) / 4;
+    if (ALIGNED && at + VECTOR <= k) {
+        u32 words[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4) *(uint4 *)(words + i) = *(const uint4 *)((const u32 *)(from + at) + i);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
+            if constexpr (TYPE == F32)
+                to[i] = __uint_as_float(words[i]);
+            else if constexpr (TYPE == BF16)
+                to[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+            else
+                to[i] = float_of_half((u16)(words[i / 2] >> (i % 2 * 16)));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) to[i] = at + i < k ? widen<TYPE>(from[at + i]) : 0.0f;
+    }
+}
+
+// Rounds values to the type of activations, in place, and writes them.
+INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k) {
+    element_t rounded[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        rounded[i] = narrow<ELEMENT>(values[i]);
+        values[i] = widen<ELEMENT>(rounded[i]);
+    }
+    if (ALIGNED && at + VECTOR <= k) {
+        uint4 words;
+        if constexpr (ELEMENT == F32) {
+            words = make_uint4(__float_as_uint(rounded[0]), __float_as_uint(rounded[1]), __float_as_uint(rounded[2]),
+                               __float_as_uint(rounded[3]));
+        } else {
+            u32 pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) pairs[i] = (u32)rounded[2 * i] | (u32)rounded[2 * i + 1] << 16;
+            words = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+        *(uint4 *)(to + at) = words;
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++)
+            if (at + i < k) to[at + i] = rounded[i];
+    }
+}
+
+// g / (1 + e^−g), operation by operation as the CPU's reference has it, so with its bits.
+INLINE float silu(float g) {
+    float z = fminf(fmaxf(-g, -87.0f), 87.0f);
+    float shifted = z * 1.44269504088896341f + ROUNDING;
+    float n = shifted - ROUNDING;
+    float r = fmaf(n, -0.693147182464599609f, z);
+    r = fmaf(n, 1.9046543e-9f, r);
+    float sum = fmaf(1.0f / 5040.0f, r, 1.0f / 720.0f);
+    sum = fmaf(sum, r, 1.0f / 120.0f);
+    sum = fmaf(sum, r, 1.0f / 24.0f);
+    sum = fmaf(sum, r, 1.0f / 6.0f);
+    sum = fmaf(sum, r, 0.5f);
+    sum = fmaf(sum, r, 1.0f);
+    sum = fmaf(sum, r, 1.0f);
+    // n is from −126 to 126, in the low bits of what was shifted.
+    float power = __uint_as_float((__float_as_uint(shifted) << 23) + (127u << 23));
+    float sigmoid = __frcp_rn(1.0f + sum * power);
+    return g * (g < -87.0f ? 0.0f : sigmoid);
+}
+
+// VECTOR values of the row before a norm: what is read for the first time. A residual is added to and written.
+INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
+    if (at >= row.k) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) values[i] = 0.0f;
+        return;
+    }
+    load<ELEMENT>(values, row.x, at, row.k);
+    if constexpr (ADDS) {
+        float before[VECTOR];
+        load<ELEMENT>(before, row.residual, at, row.k);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) values[i] = values[i] + before[i];
+        store_rounded(values, row.residual, at, row.k);
+    }
+    if constexpr (SOURCE == SILU_MUL) {
+        float up[VECTOR];
+        load<ELEMENT>(up, row.up, at, row.k);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) values[i] = silu(values[i]) * up[i];
+    }
+}
+
+// The same values again, for rows that are not held: a residual holds what was written by this very thread.
+INLINE void again(float (&values)[VECTOR], const Row &row, int at) {
+    if constexpr (ADDS) {
+        load<ELEMENT>(values, row.residual, at < row.k ? at : row.k, row.k);
+    } else {
+        first(values, row, at);
+    }
+}
+
+// Multiplies by the norm's factor and weight.
+INLINE void scale_by_norm(float (&values)[VECTOR], const Row &row, int at, float factor) {
+    if (at >= row.k) return;
+    float weight[VECTOR];
+    load<WEIGHT>(weight, row.weight, at, row.k);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) values[i] = values[i] * factor * weight[i];
+}
+
+INLINE float square_sum(const float (&values)[VECTOR], float to) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) to = fmaf(values[i], values[i], to);
+    return to;
+}
+
+// Magnitudes are in the order of their bits, and what is not finite is above all that is.
+INLINE u32 largest_of(const float (&values)[VECTOR], u32 to) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) to = max(to, __float_as_uint(values[i]) & 0x7fffffffu);
+    return to;
+}
+
+struct Largest {
+    INLINE static u32 join(u32 a, u32 b) { return max(a, b); }
+};
+struct WholeSum {
+    INLINE static u32 join(u32 a, u32 b) { return a + b; }
+};
+struct FloatSum {
+    INLINE static u32 join(u32 a, u32 b) { return __float_as_uint(__uint_as_float(a) + __uint_as_float(b)); }
+};
+
+// Joins the words of LANES neighbours; each gets the result. Lanes are joined in halves, so the order is fixed, and sums
+// of floats are the same bits in all lanes, for two numbers add up the same either way.
+template <typename How, int LANES> INLINE u32 join_lanes(u32 word) {
+#pragma unroll
+    for (int apart = 1; apart < LANES; apart *= 2) word = How::join(word, __shfl_xor_sync(ALL, word, apart));
+    return word;
+}
+
+// The same over a block; `slots` holds a word a warp and is used for nothing else.
+template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
+    word = join_lanes<How, 32>(word);
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = word;
+    __syncthreads();
+    return join_lanes<How, WARPS>(slots[threadIdx.x % WARPS]);
+}
+
+// How values become codes.
+struct Grid {
+    float inverse;
+    float low;
+    float high;
+    u32 zero;
+    // All bits, or none where the row is not finite.
+    u32 keep;
+};
+
+INLINE u32 code(float value, const Grid &grid) {
+    float scaled = value * grid.inverse;
+    // The bounds are whole, so that cutting and rounding may change places; the zero comes behind both.
+    if (STATIC) scaled = fminf(fmaxf(scaled, grid.low), grid.high);
+    u32 bits = __float_as_uint(scaled + ROUNDING);
+    return STATIC ? bits + grid.zero : bits;
+}
+
+// Rounds VECTOR values, writes their codes, and returns the sum of these.
+INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, int at, int k) {
+    if (at >= k) return 0;
+    u32 words[VECTOR / 4];
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < VECTOR / 4; i++)
+        words[i] = low_bytes(code(values[4 * i], grid), code(values[4 * i + 1], grid), code(values[4 * i + 2], grid),
+                             code(values[4 * i + 3], grid)) &
+                   grid.keep;
+    if (at + VECTOR <= k) {
+        if constexpr (VECTOR == 8)
+            *(uint2 *)(codes + at) = make_uint2(words[0], words[1]);
+        else
+            *(u32 *)(codes + at) = words[0];
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
+            if (at + i < k)
+                codes[at + i] = (u8)(words[i / 4] >> (i % 4 * 8));
+            else
+                // What is beyond the row counts for nothing, whatever the zero.
+                words[i / 4] &= ~(0xffu << (i % 4 * 8));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < VECTOR / 4; i++) sum = add_bytes(words[i], sum);
+    return sum;
+}
+
+// Adds up the codes of a group, where its lanes are neighbours, or of the 32 features of a segment. All lanes take part.
+INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
+    if constexpr (GROUP > 1) {
+        constexpr int LANES = WIDTH / VECTOR;
+        sum = (int)join_lanes<WholeSum, LANES>((u32)sum);
+        if (at < k && threadIdx.x % LANES == 0) sums[at / WIDTH] = sum;
+    } else if constexpr (GROUP == 1) {
+        sum = (int)join_lanes<WholeSum, SEGMENT_LANES>((u32)sum);
+        if (at < k && threadIdx.x % SEGMENT_LANES == 0) segments[at / 32] = sum;
+    }
+}
+
+// x, up, residual: [m, stride] of ELEMENT, strides in elements; weight: [k] of WEIGHT.
+// codes: [m, code_stride], a multiple of 16 bytes, as is its address. scales: [m], in `STATIC` the given one or NaN.
+// row_sums: [m]; group_sums: [m, ⌈k / group⌉]; either may be null.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    activation(const element_t *x, const element_t *up, element_t *residual, const weight_t *weight, u8 *codes, float *scales,
+               int *row_sums, int *group_sums, u64 x_stride, u64 up_stride, u64 residual_stride, u64 code_stride, int k,
+               int group, float eps, float static_scale, int static_zero) {
+    extern __shared__ int segments[];
+    __shared__ u32 slots[3][WARPS];
+    const u64 r = blockIdx.x;
+    const Row row = {x + r * x_stride, SOURCE == SILU_MUL ? up + r * up_stride : nullptr,
+                     ADDS ? residual + r * residual_stride : nullptr, weight, k};
+    const int begin = (int)threadIdx.x * VECTOR;
+    constexpr int STEP = THREADS * VECTOR;
+    float held[VECTORS > 0 ? VECTORS : 1][VECTOR];
+
+    float squares = 0.0f;
+    u32 largest = 0;
+    if constexpr (HELD > 0) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            first(held[i], row, begin + i * STEP);
+            if constexpr (NORMS)
+                squares = square_sum(held[i], squares);
+            else
+                largest = largest_of(held[i], largest);
+        }
+    } else {
+        for (int at = begin; at < k; at += STEP) {
+            first(held[0], row, at);
+            if constexpr (NORMS)
+                squares = square_sum(held[0], squares);
+            else
+                largest = largest_of(held[0], largest);
+        }
+    }
+
+    float factor = 1.0f;
+    if constexpr (NORMS) {
+        squares = __uint_as_float(join_block<FloatSum>(__float_as_uint(squares), slots[0]));
+        // Infinities and NaN are what compares to nothing below infinity.
+        factor = squares < __uint_as_float(0x7f800000u)
+                     ? __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(squares, (float)k) + eps))
+                     : __uint_as_float(0x7fffffffu);
+        if constexpr (HELD > 0) {
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                scale_by_norm(held[i], row, begin + i * STEP, factor);
+                largest = largest_of(held[i], largest);
+            }
+        } else {
+            for (int at = begin; at < k; at += STEP) {
+                again(held[0], row, at);
+                scale_by_norm(held[0], row, at, factor);
+                largest = largest_of(held[0], largest);
+            }
+        }
+    }
+
+    largest = join_block<Largest>(largest, slots[1]);
+    const float most = __uint_as_float(largest);
+    const bool finite = largest < 0x7f800000u;
+    float scale = 0.0f;
+    Grid grid = {0.0f, 0.0f, 0.0f, 0, finite ? ALL : 0};
+    if constexpr (STATIC) {
+        scale = static_scale;
+        grid.inverse = __fdiv_rn(1.0f, static_scale);
+        grid.low = (float)(-128 - static_zero);
+        grid.high = (float)(127 - static_zero);
+        grid.zero = (u32)static_zero;
+    } else if (most >= SMALLEST) {
+        scale = __fdiv_rn(most, 127.0f);
+        grid.inverse = __fdiv_rn(127.0f, most);
+    }
+    if (threadIdx.x == 0) scales[r] = finite ? scale : __uint_as_float(0x7fffffffu);
+
+    u8 *row_codes = codes + r * code_stride;
+    const int width = GROUP == 1 ? group : WIDTH;
+    const int groups = (int)(((u32)k + (u32)width - 1) / (u32)width);
+    int *sums = GROUP > 0 ? group_sums + r * groups : nullptr;
+    int total = 0;
+    if constexpr (HELD > 0) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            int sum = quantize(held[i], grid, row_codes, begin + i * STEP, k);
+            total += sum;
+            add_up(sum, begin + i * STEP, k, sums, segments);
+        }
+    } else {
+        // All lanes go on until the warp is done: they add up together.
+        for (int base = 0; base < k; base += STEP) {
+            int at = base + begin;
+            again(held[0], row, at);
+            if constexpr (NORMS) scale_by_norm(held[0], row, at, factor);
+            int sum = quantize(held[0], grid, row_codes, at, k);
+            total += sum;
+            add_up(sum, at, k, sums, segments);
+        }
+    }
+    if (row_sums != nullptr) {
+        total = (int)join_block<WholeSum>((u32)total, slots[2]);
+        if (threadIdx.x == 0) row_sums[r] = total;
+    }
+    if constexpr (GROUP == 1) {
+        __syncthreads();
+        // A warp a group: neighbouring words, so no two lanes meet in a bank.
+        const int lane = threadIdx.x % 32, each = group / 32, all = (k + 31) / 32;
+        for (int g = threadIdx.x / 32; g < groups; g += WARPS) {
+            int sum = 0;
+            for (int i = lane; i < each; i += 32)
+                if (g * each + i < all) sum += segments[g * each + i];
+            sum = (int)join_lanes<WholeSum, 32>((u32)sum);
+            if (lane == 0) sums[g] = sum;
+        }
+    }
+}

@@ -1,0 +1,492 @@
+//! Rows of activations as whole numbers of 8 bits: which variant of `cuda/activation.cu` makes them, and how it is launched.
+//!
+//! The definition is [`quant_kernels_cpu`]'s `Int8Rows`, with codes row by row. Of plain rows and of `silu(gate) · up` codes,
+//! scales and sums are that definition's, bit for bit. A norm's sum of squares runs in another order, so with
+//! `c = values of a thread + 10` additions in a row here and `k / 64 + 7` there, each value is within
+//! `δ = ((c + k / 64 + 7) / 2 + 2) · 2⁻²⁴` of the CPU's, relative: scales too, and codes differ by one at most.
+//!
+//! A block takes a row, and `k` alone decides which of its threads takes which values: a row's result is the same, bit for
+//! bit, whatever stands beside it. A row is read once, up to [`HELD_WIDTH`] values; wider ones are read again for each
+//! pass, from the second cache where that holds them.
+//!
+//! Planning is host arithmetic: it needs no device and no CUDA.
+
+use quant_kernels_cpu::KernelError;
+
+use crate::compile::{Source, Variant};
+use crate::launch::{Argument, LaunchShape, Region};
+use crate::registry::Entry;
+
+static SOURCE: Source =
+    Source { name: "activation.cu", text: include_str!("../cuda/activation.cu"), headers: &[] };
+
+/// Values of a row that the registers of a block hold.
+pub const HELD_WIDTH: usize = 32_768;
+/// The widest rows: sums of 32 codes of a row lie in shared memory, of which 48 KiB are there on every device.
+pub const MAX_WIDTH: usize = 360_448;
+
+/// Widths up to which a block has so many threads, with so many values each.
+const SHAPES: [[usize; 3]; 6] = [
+    [1024, 64, 16],
+    [2048, 128, 16],
+    [4096, 256, 16],
+    [8192, 512, 16],
+    [16_384, 512, 32],
+    [HELD_WIDTH, 1024, 32],
+];
+/// Threads, and values held, of wider ones.
+const WIDE: [usize; 2] = [1024, 0];
+
+/// What activations, and the weight of a norm, are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Float {
+    /// Single floats.
+    F32,
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Float {
+    /// Bytes of one.
+    pub fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+        }
+    }
+}
+
+/// What is rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Rows {
+    /// The rows as they are.
+    Plain,
+    /// Their RMSNorm, `x · (1 / √(mean x² + ε)) · γ`.
+    RmsNorm {
+        /// The type of γ.
+        weight: Float,
+        /// Whether a residual is added to, `residual += x` rounded to its type, and normed in place of `x`.
+        residual: bool,
+    },
+    /// `silu(gate) · up`.
+    SiluMul,
+}
+
+/// What a launch is planned by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ActivationShape {
+    /// What is rounded.
+    pub rows: Rows,
+    /// Of what type.
+    pub element: Float,
+    /// Rows: tokens. 0 is none to launch.
+    pub m: usize,
+    /// Values of a row: 1 to [`MAX_WIDTH`].
+    pub k: usize,
+    /// Whether one scale and zero are given for all rows.
+    pub fixed: bool,
+    /// The features of a group whose codes are added up, a multiple of 32; the last group may be shorter.
+    pub group: Option<usize>,
+    /// Elements between rows of `x`, or of the gate.
+    pub x_stride: usize,
+    /// Elements between rows of `up`.
+    pub up_stride: usize,
+    /// Elements between rows of the residual.
+    pub residual_stride: usize,
+    /// Bytes between rows of codes: a multiple of 16.
+    pub code_stride: usize,
+    /// Whether addresses and strides of floats are multiples of 16 bytes; values are read one by one where not.
+    pub aligned: bool,
+}
+
+impl ActivationShape {
+    /// `m` rows of `k` that follow each other without gaps, a scale a row, no sums of groups; codes 16 bytes apart or more.
+    pub fn new(rows: Rows, element: Float, m: usize, k: usize) -> Self {
+        Self {
+            rows,
+            element,
+            m,
+            k,
+            fixed: false,
+            group: None,
+            x_stride: k,
+            up_stride: k,
+            residual_stride: k,
+            code_stride: k.saturating_add(15) / 16 * 16,
+            aligned: k.saturating_mul(element.bytes()).is_multiple_of(16),
+        }
+    }
+
+    /// Plans a launch.
+    ///
+    /// # Errors
+    /// When a length, stride or group is none, or too large.
+    pub fn plan(&self) -> Result<ActivationPlan, KernelError> {
+        if self.k == 0 {
+            return Err(KernelError::Scheme("rows without values"));
+        }
+        if self.k > MAX_WIDTH || self.m > i32::MAX as usize {
+            return Err(KernelError::TooLarge("the activations"));
+        }
+        if self.group.is_some_and(|g| g == 0 || !g.is_multiple_of(32) || g > MAX_WIDTH) {
+            return Err(KernelError::Scheme("groups that are no multiple of 32"));
+        }
+        if self.code_stride < self.k || !self.code_stride.is_multiple_of(16) {
+            return Err(KernelError::Scheme("rows of codes that overlap, or begin at no multiple of 16"));
+        }
+        for stride in self.float_strides() {
+            if stride < self.k {
+                return Err(KernelError::Scheme("rows of activations that overlap"));
+            }
+            if self.aligned && !stride.saturating_mul(self.element.bytes()).is_multiple_of(16) {
+                return Err(KernelError::Scheme("rows of activations at no multiple of 16 bytes"));
+            }
+        }
+        let [threads, held] = block_of(self.k);
+        let segments = if self.group.is_some_and(is_general) { self.k.div_ceil(32) * 4 } else { 0 };
+        Ok(ActivationPlan {
+            variant: self.variant([threads, held]),
+            launch: LaunchShape {
+                grid: [self.m as u32, 1, 1],
+                block: threads as u32,
+                shared_bytes: segments as u32,
+            },
+            shape: *self,
+        })
+    }
+
+    /// The strides of what is read or written as floats.
+    fn float_strides(&self) -> impl Iterator<Item = usize> {
+        let up = (self.rows == Rows::SiluMul).then_some(self.up_stride);
+        let residual =
+            matches!(self.rows, Rows::RmsNorm { residual: true, .. }).then_some(self.residual_stride);
+        [Some(self.x_stride), up, residual].into_iter().flatten()
+    }
+
+    fn variant(&self, [threads, held]: [usize; 2]) -> Variant {
+        let (source, weight) = match self.rows {
+            Rows::Plain => ("PLAIN", self.element),
+            Rows::RmsNorm { weight, residual: false } => ("NORM", weight),
+            Rows::RmsNorm { weight, residual: true } => ("NORM_RESIDUAL", weight),
+            Rows::SiluMul => ("SILU_MUL", self.element),
+        };
+        let group = self.group.map_or(0, |g| if is_general(g) { 1 } else { g });
+        Variant {
+            source: &SOURCE,
+            kernel: "activation",
+            defines: vec![
+                ("SOURCE", source.to_owned()),
+                ("ELEMENT", self.element.name().to_owned()),
+                ("WEIGHT", weight.name().to_owned()),
+                ("STATIC", usize::from(self.fixed).to_string()),
+                ("GROUP", group.to_string()),
+                ("ALIGNED", usize::from(self.aligned).to_string()),
+                ("THREADS", threads.to_string()),
+                ("HELD", held.to_string()),
+            ],
+        }
+    }
+}
+
+/// Whether a group's codes are added up through shared memory: not among neighbouring lanes.
+fn is_general(group: usize) -> bool {
+    ![32, 64, 128].contains(&group)
+}
+
+fn block_of(k: usize) -> [usize; 2] {
+    SHAPES.iter().find(|shape| k <= shape[0]).map_or(WIDE, |&[_, threads, held]| [threads, held])
+}
+
+/// A scale and zero for all rows: `x ≈ scale · (code − zero)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FixedScale {
+    /// Above zero, and so is its inverse.
+    pub scale: f32,
+    /// −128 to 127.
+    pub zero: i8,
+}
+
+/// Where things are on the device. What the shape does not ask for is [`Region::NONE`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ActivationArguments {
+    /// `[m, k]`: activations, or the gate.
+    pub x: Region,
+    /// `[m, k]`, of `silu(gate) · up`.
+    pub up: Region,
+    /// `[m, k]`, read and written.
+    pub residual: Region,
+    /// `[k]`: γ of a norm.
+    pub weight: Region,
+    /// ε of a norm, above zero.
+    pub eps: f32,
+    /// Where the shape says so.
+    pub fixed: Option<FixedScale>,
+    /// i8 `[m, k]`, rows `code_stride` bytes apart; what is between rows is left as it is.
+    pub codes: Region,
+    /// f32 `[m]`.
+    pub scales: Region,
+    /// i32 `[m]`: sums of a row's codes, or none.
+    pub row_sums: Region,
+    /// i32 `[m, ⌈k / group⌉]`, where the shape has groups.
+    pub group_sums: Region,
+}
+
+/// A launch, settled.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ActivationPlan {
+    /// The kernel.
+    pub variant: Variant,
+    /// Blocks, threads, shared memory.
+    pub launch: LaunchShape,
+    shape: ActivationShape,
+}
+
+impl ActivationPlan {
+    /// The arguments of the kernel, in its order.
+    ///
+    /// # Errors
+    /// When a region is too small or lies at no multiple of what its type needs, or a number is none.
+    pub fn arguments(&self, at: &ActivationArguments) -> Result<[Argument; 17], KernelError> {
+        let ActivationShape { rows, element, m, k, .. } = self.shape;
+        let floats = if self.shape.aligned { 16 } else { element.bytes() };
+        let matrix = |stride: usize, bytes: usize| -> Result<usize, KernelError> {
+            let last = m.saturating_sub(1).checked_mul(stride).and_then(|n| n.checked_add(k.min(m * k)));
+            last.and_then(|n| n.checked_mul(bytes)).ok_or(KernelError::TooLarge("the activations"))
+        };
+        at.x.require("activations", matrix(self.shape.x_stride, element.bytes())?, floats)?;
+        at.codes.require("codes", matrix(self.shape.code_stride, 1)?, 16)?;
+        at.scales.require("scales", m * 4, 4)?;
+        if at.row_sums != Region::NONE {
+            at.row_sums.require("sums of rows", m * 4, 4)?;
+        }
+        if let Some(group) = self.shape.group {
+            at.group_sums.require("sums of groups", m * k.div_ceil(group) * 4, 4)?;
+        }
+        match rows {
+            Rows::Plain => {}
+            Rows::SiluMul => at.up.require("up", matrix(self.shape.up_stride, element.bytes())?, floats)?,
+            Rows::RmsNorm { weight, residual } => {
+                let align = if self.shape.aligned { 16 } else { weight.bytes() };
+                at.weight.require("the weight of the norm", k * weight.bytes(), align)?;
+                if residual {
+                    let bytes = matrix(self.shape.residual_stride, element.bytes())?;
+                    at.residual.require("the residual", bytes, floats)?;
+                }
+                if !(at.eps > 0.0 && at.eps.is_finite()) {
+                    return Err(KernelError::Scheme("an epsilon that is not above zero"));
+                }
+            }
+        }
+        let fixed = match (self.shape.fixed, at.fixed) {
+            (false, _) => FixedScale { scale: 1.0, zero: 0 },
+            (true, Some(by)) if by.scale > 0.0 && by.scale.is_finite() && (1.0 / by.scale).is_finite() => by,
+            (true, _) => return Err(KernelError::Scheme("an activation scale that is not above zero")),
+        };
+        Ok([
+            Argument::U64(at.x.address),
+            Argument::U64(at.up.address),
+            Argument::U64(at.residual.address),
+            Argument::U64(at.weight.address),
+            Argument::U64(at.codes.address),
+            Argument::U64(at.scales.address),
+            Argument::U64(at.row_sums.address),
+            Argument::U64(at.group_sums.address),
+            Argument::U64(self.shape.x_stride as u64),
+            Argument::U64(self.shape.up_stride as u64),
+            Argument::U64(self.shape.residual_stride as u64),
+            Argument::U64(self.shape.code_stride as u64),
+            Argument::U32(k as u32),
+            Argument::U32(self.shape.group.unwrap_or(0) as u32),
+            Argument::F32(at.eps),
+            Argument::F32(fixed.scale),
+            Argument::U32(i32::from(fixed.zero) as u32),
+        ])
+    }
+}
+
+/// Every source and type, to which shapes of a block and the other choices are dealt out: what is compiled for every
+/// architecture before a release. The rest is planned and compiled in the same way when first met.
+pub fn variants() -> Vec<Entry> {
+    use Float::{Bf16, F16, F32};
+    let mut kinds = Vec::new();
+    for element in [F32, F16, Bf16] {
+        kinds.extend([(Rows::Plain, element), (Rows::SiluMul, element)]);
+        let weights = if element == F32 { vec![F32] } else { vec![element, F32] };
+        for (weight, residual) in weights.into_iter().flat_map(|w| [(w, false), (w, true)]) {
+            kinds.push((Rows::RmsNorm { weight, residual }, element));
+        }
+    }
+    let mut others = Vec::new();
+    for group in [None, Some(32), Some(64), Some(128), Some(96)] {
+        for fixed in [false, true] {
+            others.extend([true, false].map(|aligned| (group, fixed, aligned)));
+        }
+    }
+    // Two neighbours and rows that are not held for each, 7 and 20 without a common divisor.
+    let widths: Vec<usize> = SHAPES.iter().map(|shape| shape[0]).chain([HELD_WIDTH + 1]).collect();
+    let of_kind = |i: usize| [2 * i, 2 * i + 1, widths.len() - 1].map(|at| widths[at % widths.len()]);
+    let all = kinds.iter().enumerate().flat_map(|(i, kind)| of_kind(i).map(|k| (kind, k)));
+    let shapes = all.zip(others.iter().cycle()).map(|((&(rows, element), k), &(group, fixed, aligned))| {
+        ActivationShape { group, fixed, aligned, ..ActivationShape::new(rows, element, 1, k) }
+    });
+    let mut entries: Vec<Entry> = Vec::new();
+    for entry in shapes.map(|shape| entry(&shape)) {
+        if !entries.contains(&entry) {
+            entries.push(entry);
+        }
+    }
+    entries
+}
+
+fn entry(shape: &ActivationShape) -> Entry {
+    let [threads, held] = block_of(shape.k);
+    // Codes are added up four at a time, and lanes joined without memory.
+    let mut instructions = vec!["IDP.4A.S8.S8", "SHFL.BFLY", "BAR.SYNC"];
+    if shape.aligned {
+        instructions.push("LDG.E.128");
+    }
+    instructions.extend(match shape.rows {
+        Rows::Plain => None,
+        Rows::RmsNorm { .. } => Some("MUFU.RSQ"),
+        Rows::SiluMul => Some("MUFU.RCP"),
+    });
+    Entry {
+        family: "activation",
+        variant: shape.variant([threads, held]),
+        // Half of a multiprocessor's threads at least, whatever the block.
+        register_ceiling: if held == 16 { 48 } else { 64 },
+        instructions,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(address: u64, bytes: usize) -> Region {
+        Region { address, bytes: bytes as u64 }
+    }
+
+    #[test]
+    fn a_block_holds_its_row() {
+        for k in [1, 31, 1024, 1025, 4096, 8192, 8193, 14_336, 28_672, 32_768, 32_769, MAX_WIDTH] {
+            let [threads, held] = block_of(k);
+            assert!(held == 0 && k > HELD_WIDTH || threads * held >= k, "{k}");
+            assert!(threads.is_power_of_two() && (64..=1024).contains(&threads));
+        }
+    }
+
+    /// What decides about the order of sums is the width alone.
+    #[test]
+    fn the_variant_does_not_depend_on_the_number_of_rows() {
+        for k in [5, 4096, 14_336, 53_248] {
+            let rows = Rows::RmsNorm { weight: Float::F32, residual: true };
+            let of = |m| ActivationShape::new(rows, Float::Bf16, m, k).plan().unwrap();
+            let (one, many) = (of(1), of(4000));
+            assert_eq!(one.variant, many.variant);
+            assert_eq!((one.launch.grid, many.launch.grid), ([1, 1, 1], [4000, 1, 1]));
+            assert_eq!(one.launch.block, many.launch.block);
+        }
+    }
+
+    #[test]
+    fn every_choice_is_among_the_variants() {
+        let entries = variants();
+        for (name, values) in [
+            ("SOURCE", &["PLAIN", "NORM", "NORM_RESIDUAL", "SILU_MUL"][..]),
+            ("ELEMENT", &["F32", "F16", "BF16"]),
+            ("WEIGHT", &["F32", "F16", "BF16"]),
+            ("STATIC", &["0", "1"]),
+            ("GROUP", &["0", "1", "32", "64", "128"]),
+            ("ALIGNED", &["0", "1"]),
+            ("THREADS", &["64", "128", "256", "512", "1024"]),
+            ("HELD", &["0", "16", "32"]),
+        ] {
+            for value in values {
+                let has = |e: &Entry| e.variant.defines.iter().any(|(n, v)| *n == name && v == value);
+                assert!(entries.iter().any(has), "{name}={value}");
+            }
+        }
+        for (i, entry) in entries.iter().enumerate() {
+            assert!(!entries[..i].iter().any(|e| e.variant == entry.variant), "{} twice", entry.variant);
+        }
+    }
+
+    #[test]
+    fn wrong_shapes_are_refused() {
+        let good = ActivationShape::new(Rows::SiluMul, Float::F16, 3, 4096);
+        assert!(good.plan().is_ok());
+        for bad in [
+            ActivationShape { k: 0, ..good },
+            ActivationShape { k: MAX_WIDTH + 1, ..good },
+            ActivationShape { m: usize::MAX, ..good },
+            ActivationShape { group: Some(0), ..good },
+            ActivationShape { group: Some(48), ..good },
+            ActivationShape { code_stride: 4095, ..good },
+            ActivationShape { code_stride: 4104, ..good },
+            ActivationShape { x_stride: 4095, ..good },
+            ActivationShape { x_stride: 4097, ..good },
+            ActivationShape { up_stride: 4097, ..good },
+        ] {
+            assert!(bad.plan().is_err(), "{bad:?}");
+        }
+        // A stride that is not used is not looked at, and one of single values may be anything.
+        assert!(ActivationShape { residual_stride: 0, ..good }.plan().is_ok());
+        assert!(ActivationShape { x_stride: 4097, aligned: false, ..good }.plan().is_ok());
+        assert_eq!(ActivationShape { m: 0, ..good }.plan().unwrap().launch.grid[0], 0);
+    }
+
+    #[test]
+    fn regions_and_numbers_are_looked_at() {
+        let shape = ActivationShape {
+            group: Some(128),
+            fixed: true,
+            x_stride: 320,
+            ..ActivationShape::new(Rows::RmsNorm { weight: Float::F32, residual: true }, Float::Bf16, 3, 304)
+        };
+        let plan = shape.plan().unwrap();
+        let good = ActivationArguments {
+            x: region(1024, (2 * 320 + 304) * 2),
+            up: Region::NONE,
+            residual: region(4096, 3 * 304 * 2),
+            weight: region(8192, 304 * 4),
+            eps: 1e-6,
+            fixed: Some(FixedScale { scale: 0.5, zero: -3 }),
+            codes: region(16, 3 * 304),
+            scales: region(4, 12),
+            row_sums: region(4, 12),
+            group_sums: region(8, 3 * 3 * 4),
+        };
+        let arguments = plan.arguments(&good).unwrap();
+        assert_eq!(arguments[12..14], [Argument::U32(304), Argument::U32(128)]);
+        assert_eq!(arguments[16], Argument::U32(-3_i32 as u32));
+        assert!(plan.arguments(&ActivationArguments { row_sums: Region::NONE, ..good }).is_ok());
+        let smaller = |r: Region| Region { bytes: r.bytes - 1, ..r };
+        let moved = |r: Region| Region { address: r.address + 8, ..r };
+        for bad in [
+            ActivationArguments { x: smaller(good.x), ..good },
+            ActivationArguments { x: moved(good.x), ..good },
+            ActivationArguments { residual: smaller(good.residual), ..good },
+            ActivationArguments { weight: smaller(good.weight), ..good },
+            ActivationArguments { weight: Region::NONE, ..good },
+            ActivationArguments { codes: smaller(good.codes), ..good },
+            ActivationArguments { codes: moved(good.codes), ..good },
+            ActivationArguments { scales: smaller(good.scales), ..good },
+            ActivationArguments { row_sums: smaller(good.row_sums), ..good },
+            ActivationArguments { group_sums: smaller(good.group_sums), ..good },
+            ActivationArguments { eps: 0.0, ..good },
+            ActivationArguments { eps: f32::NAN, ..good },
+            ActivationArguments { fixed: None, ..good },
+            ActivationArguments { fixed: Some(FixedScale { scale: 1e-40, zero: 0 }), ..good },
+        ] {
+            assert!(plan.arguments(&bad).is_err(), "{bad:?}");
+        }
+    }
+}
