@@ -47,7 +47,6 @@ constexpr int STEPS = X_ROW / 32;
 constexpr int GROUPS = GROUP == 0 ? 1 : TILE_K / GROUP;
 constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int TILE_BYTES = 16 * TILE_K * CODE_BITS / 8;
-constexpr int TILE_CHUNKS = TILE_BYTES / 512;
 // What stands beside a tile: scales, zeros and sums of weights of its groups.
 constexpr int SCALE_BYTES = GROUP == 0 ? 0 : TWO_LEVELS ? 1 : SCALE == F32 ? 4 : 2;
 constexpr int ZERO_BYTES = GROUP == 0 || !ZEROS ? 0 : 2 * CODE_BITS;
@@ -149,11 +148,11 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     if (PARAMETER_BYTES > 0) {
 #pragma unroll
         for (int i = 0; i < (ROW_BLOCKS * PARAMETER_CHUNKS + THREADS - 1) / THREADS; i++) {
-            const u32 at = i * THREADS + thread;
+            const i32 at = i * THREADS + (i32)thread;
             if (at >= ROW_BLOCKS * PARAMETER_CHUNKS) break;
-            const u32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
-            bool there = (i32)(block - thread / CODES_CHUNKS) < from.row_blocks;
-            u64 offset = (u64)(block * tiles) * PARAMETER_BYTES + (at - block * PARAMETER_CHUNKS) * 16;
+            const i32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
+            bool there = block - (i32)(thread / CODES_CHUNKS) < from.row_blocks;
+            u64 offset = (u64)block * tiles * PARAMETER_BYTES + (at - block * PARAMETER_CHUNKS) * 16;
             const u8 *parameters = there ? from.parameters + offset : p.parameters;
             copy_async_16(slot + PARAMETERS_AT + at * 16, parameters, there ? 16 : 0);
         }
@@ -474,10 +473,10 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, total_t (&totals)[ROW_TI
             if ((token_warp * TOKEN_TILES + t) * 8 + lane % 4 * 2 >= tokens) continue;
             total_t(&v)[4] = totals[r][t];
             const u32 *from = all + ((r * TOKEN_TILES + t) * THREADS + place) * 4;
-            uint4 sum = load_shared_by_blocks(from);
+            uint4 sum = load_past_first_cache(from);
             for (u32 c = 1; c < p.chunks; c++) {
                 from += VECTORS * THREADS * 4;
-                uint4 next = load_shared_by_blocks(from);
+                uint4 next = load_past_first_cache(from);
                 total_t kind = 0;
                 sum.x = bits_of(sum_of(kind, sum.x, next.x));
                 sum.y = bits_of(sum_of(kind, sum.y, next.y));

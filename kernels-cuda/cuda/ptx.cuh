@@ -142,7 +142,7 @@ INLINE float fused(float a, float b, float c) {
 INLINE void fence_device() { __threadfence(); }
 
 // Reads past the first cache, which does not see what other multiprocessors write.
-INLINE uint4 load_shared_by_blocks(const void *from) {
+INLINE uint4 load_past_first_cache(const void *from) {
     uint4 out;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)

@@ -12,11 +12,9 @@ use crate::registry::Entry;
 /// and for many; of the usual schemes every shape, with as deep rings as small and large multiprocessors have.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
-    for architecture in [Architecture::Sm80, Architecture::Sm90] {
-        for variant in listed(architecture, false) {
-            if !variants.contains(&variant) {
-                variants.push(variant);
-            }
+    for variant in listed(Architecture::Sm90, false) {
+        if !variants.contains(&variant) {
+            variants.push(variant);
         }
     }
     let mut entries: Vec<Entry> = variants.iter().map(LinearVariant::entry).collect();

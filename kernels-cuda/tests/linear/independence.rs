@@ -5,7 +5,9 @@ use quant_kernels_cuda::linear::{Activation, LinearPlan, LinearScheme, LinearVar
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
 use crate::problem::{Draw, Problem};
-use crate::shim::launch;
+use quant_ptx_interpreter::{BlockOrder, Options, WarpOrder};
+
+use crate::machine::{launch, launch_with, ready};
 
 /// Some schemes whose sums are floats, and one whose sums are whole, with weights of several chunks.
 fn problems(m: usize) -> Vec<Problem> {
@@ -40,6 +42,9 @@ fn results(problem: &Problem, variant: LinearVariant) -> Vec<u32> {
 
 #[test]
 fn a_row_is_the_same_in_every_batch() {
+    if !ready() {
+        return;
+    }
     let n = 136;
     for problem in problems(70) {
         let all = results(&problem, variant(&problem, 70));
@@ -56,6 +61,9 @@ fn a_row_is_the_same_in_every_batch() {
 
 #[test]
 fn a_row_is_the_same_by_every_block() {
+    if !ready() {
+        return;
+    }
     for problem in problems(20) {
         let expected = results(&problem, variant(&problem, 20));
         for m in [1, 9, 17, 33, 65] {
@@ -70,6 +78,28 @@ fn a_row_is_the_same_by_every_block() {
                     assert_eq!(results(&problem, variant), expected, "{}", variant.name());
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn orders_of_blocks_and_warps_change_nothing() {
+    if !ready() {
+        return;
+    }
+    for problem in problems(11) {
+        let plan = LinearPlan::of_variant(variant(&problem, 11), &problem.layout, 11).unwrap();
+        assert!(plan.launch.grid[1] > 1);
+        let expected = bits(&launch(&problem, &plan));
+        for (block_order, warp_order) in [
+            (BlockOrder::Reverse, WarpOrder::InTurn),
+            (BlockOrder::Seeded(1), WarpOrder::Reverse),
+            (BlockOrder::Seeded(2), WarpOrder::Seeded(3)),
+            (BlockOrder::Forward, WarpOrder::RoundRobin),
+        ] {
+            let options = Options { block_order, warp_order, ..Options::default() };
+            let outcome = launch_with(&problem, &plan, &options);
+            assert_eq!(bits(&outcome.values), expected, "{options:?}");
         }
     }
 }

@@ -1,11 +1,12 @@
 //! Every scheme on ragged shapes, and on values at the ends of their ranges.
 
-use quant_kernels_cuda::linear::{Activation, LinearPlan, Output};
+use quant_kernels_cuda::compile::Architecture;
+use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
+use crate::machine::{launch, ready};
 use crate::problem::{Draw, Problem};
-use crate::shim::launch;
 
 /// Shapes of weights for a group size: whole tiles; ragged rows and features; several chunks and row tiles.
 fn shapes(group: Option<usize>) -> [[usize; 2]; 3] {
@@ -60,21 +61,33 @@ fn floats(activation: Activation, bits: u8) {
 
 #[test]
 fn w4a16_f16() {
+    if !ready() {
+        return;
+    }
     floats(Activation::F16, 4);
 }
 
 #[test]
 fn w4a16_bf16() {
+    if !ready() {
+        return;
+    }
     floats(Activation::Bf16, 4);
 }
 
 #[test]
 fn w8a16_f16() {
+    if !ready() {
+        return;
+    }
     floats(Activation::F16, 8);
 }
 
 #[test]
 fn w8a16_bf16() {
+    if !ready() {
+        return;
+    }
     floats(Activation::Bf16, 8);
 }
 
@@ -102,22 +115,34 @@ const GROUPS: [Option<usize>; 4] = [Some(32), Some(64), Some(128), None];
 
 #[test]
 fn w8a8() {
+    if !ready() {
+        return;
+    }
     integers(8, &KINDS, &GROUPS);
 }
 
 #[test]
 fn w4a8() {
+    if !ready() {
+        return;
+    }
     integers(4, &KINDS, &GROUPS);
 }
 
 #[test]
 fn w4a8_progressive() {
+    if !ready() {
+        return;
+    }
     integers(4, &[Kind::Progressive], &GROUPS[..3]);
 }
 
 /// Codes of fewer bits than they are stored in.
 #[test]
 fn codes_of_2_3_and_5_bits() {
+    if !ready() {
+        return;
+    }
     for (bits, seed) in [(2, 1), (3, 2), (5, 3)] {
         let case = |zeros| Case::new([40, 256], bits, 128, Kind::F16, zeros, seed);
         run(&Problem::float(case(true), Activation::F16, Output::F16, 5, Draw::Usual, seed));
@@ -130,15 +155,46 @@ fn codes_of_2_3_and_5_bits() {
 /// Groups of several tiles: their parameters stand beside each.
 #[test]
 fn groups_wider_than_a_tile() {
+    if !ready() {
+        return;
+    }
     let case = |kind| Case::new([40, 768], 4, 256, kind, true, 9);
     run(&Problem::float(case(Kind::F16), Activation::Bf16, Output::Bf16, 9, Draw::Usual, 9));
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, None, Draw::Usual, 9));
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Usual, 9));
 }
 
+/// Long rows on a device with much memory: the deepest ring goes round in every chunk.
+#[test]
+fn a_deep_ring() {
+    if !ready() {
+        return;
+    }
+    let device = DeviceLimits::of(Architecture::Sm90);
+    let case = |kind| Case::new([16, 7168], 4, 128, kind, true, 9);
+    for problem in [
+        Problem::float(case(Kind::F16), Activation::F16, Output::F16, 3, Draw::Usual, 9),
+        Problem::float(case(Kind::F16), Activation::Bf16, Output::F16, 40, Draw::Usual, 9),
+        Problem::int8(case(Kind::Progressive), Output::F16, 11, None, Draw::Usual, 9),
+    ] {
+        let plan =
+            LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &device).unwrap();
+        let tiles = problem.layout.tiles().div_ceil(plan.chunks as usize);
+        assert!(
+            plan.variant.shape.stages >= 5 && tiles > plan.variant.shape.stages,
+            "{}",
+            plan.variant.name()
+        );
+        problem.check(&launch(&problem, &plan));
+    }
+}
+
 /// All codes at one end and all zeros at the other, activations at the ends of theirs, scales of nothing and subnormal ones.
 #[test]
 fn extremes() {
+    if !ready() {
+        return;
+    }
     for (high, x_zero) in [(true, None), (false, None), (true, Some(127)), (false, Some(-128))] {
         for bits in [4, 8] {
             for (group, zeros) in [(128, true), (128, false), (256, true), (256, false)] {
