@@ -12,7 +12,9 @@ pub mod device;
 mod error;
 pub mod image_cache;
 pub mod launch;
+pub mod layout;
 mod libraries;
+pub mod linear;
 pub mod registry;
 
 pub use error::{Error, Result};

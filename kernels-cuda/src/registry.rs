@@ -3,8 +3,8 @@
 //! A family gives its entries by a plain function; what is listed is compiled for every architecture by
 //! `tests/compile.rs`, which holds each to its registers and instructions.
 
-use crate::activation;
 use crate::compile::Variant;
+use crate::{activation, linear};
 
 /// A variant, and what its machine code is held to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub struct Entry {
 type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
-pub const FAMILIES: [Family; 1] = [("activation", activation::variants)];
+pub const FAMILIES: [Family; 2] = [("activation", activation::variants), ("linear", linear::variants)];
 
 /// The entries of all families.
 pub fn entries() -> Vec<Entry> {

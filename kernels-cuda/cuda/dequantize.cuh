@@ -1,0 +1,77 @@
+// Codes as they are packed become the A fragments of `mma`: the step between the ring in shared memory and the
+// tensor cores.
+//
+// Floats: a code `q` of 4 bits is written into the mantissa of a float whose unit is one, so a fragment holds
+// `offset + q` without a subtraction or a product, and what that is too much, `offset · Σ x`, leaves with the zero:
+//
+//     Σ (q − z) x  =  Σ (offset + q) x  −  (offset + z) Σ x
+//
+// f16: 256 + q where the code is at bits 2 to 5 of a half, 16 + q at bits 6 to 9: two fields from one word, the
+// other two after one rotation by 8: 5 instructions for 8 weights. The fields of rows `r` lie at 2 and 10, those of rows
+// `r + 8` at 6 and 14, so a row has one offset. bf16: 32 + q at bits 2 to 5, a rotation for each field but the first: 7.
+//
+// Whole numbers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights.
+// Progressive weights become `128 + (q − z) s` by one product and sum for four bytes, two more instructions; the
+// sum over bytes cannot carry, for the packer refuses what leaves 0 to 255.
+#pragma once
+#include "ptx.cuh"
+
+enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4 };
+
+// What fragments of 4 or 8 bits hold too much, for rows r (HALF 0) and r + 8 (HALF 1).
+template <int ACTIVATION, int BITS, int HALF> INLINE float code_offset() {
+    if (BITS == 4) return ACTIVATION == F16 ? (HALF == 0 ? 256.0f : 16.0f) : 32.0f;
+    return ACTIVATION == F16 ? 1024.0f : -128.0f;
+}
+
+// A fragment of a step of 16 features from one word.
+INLINE void fragment_f16_u4(u32 (&a)[4], u32 word) {
+    u32 turned = rotate_right<8>(word);
+    a[0] = and_or<0x003c003c, 0x5c005c00>(word);
+    a[1] = and_or<0x03c003c0, 0x4c004c00>(word);
+    a[2] = and_or<0x003c003c, 0x5c005c00>(turned);
+    a[3] = and_or<0x03c003c0, 0x4c004c00>(turned);
+}
+
+INLINE void fragment_bf16_u4(u32 (&a)[4], u32 word) {
+    a[0] = and_or<0x003c003c, 0x42004200>(word);
+    a[1] = and_or<0x003c003c, 0x42004200>(rotate_right<4>(word));
+    a[2] = and_or<0x003c003c, 0x42004200>(rotate_right<8>(word));
+    a[3] = and_or<0x003c003c, 0x42004200>(rotate_right<12>(word));
+}
+
+// Two registers of pairs from four bytes: 1024 + q, by placing a byte under the exponent.
+INLINE void pairs_f16_u8(u32 &first, u32 &second, u32 word) {
+    first = permute_bytes<0x4140>(word, 0x64646464);
+    second = permute_bytes<0x4342>(word, 0x64646464);
+}
+
+// q − 128, exact in bf16; through 2²³ + q in f32, for bf16 has no room for 8 bits under one exponent.
+INLINE void pairs_bf16_u8(u32 &first, u32 &second, u32 word) {
+    const float centre = 8388608.0f + 128.0f;
+    float q0 = __uint_as_float(permute_bytes<0x7650>(word, 0x4b000000)) - centre;
+    float q1 = __uint_as_float(permute_bytes<0x7651>(word, 0x4b000000)) - centre;
+    float q2 = __uint_as_float(permute_bytes<0x7652>(word, 0x4b000000)) - centre;
+    float q3 = __uint_as_float(permute_bytes<0x7653>(word, 0x4b000000)) - centre;
+    first = bf16_pair(q0, q1);
+    second = bf16_pair(q2, q3);
+}
+
+// A fragment of a step of 32 features from two words: the lower nibbles are the first 16 features'.
+INLINE void fragment_u8_u4(u32 (&a)[4], u32 row, u32 below) {
+    a[0] = row & 0x0f0f0f0f;
+    a[1] = below & 0x0f0f0f0f;
+    a[2] = row >> 4 & 0x0f0f0f0f;
+    a[3] = below >> 4 & 0x0f0f0f0f;
+}
+
+// The same of signed nibbles: sixteen times the code, in the upper half of each byte.
+INLINE void fragment_s8_s4(u32 (&a)[4], u32 row, u32 below) {
+    a[0] = row << 4 & 0xf0f0f0f0;
+    a[1] = below << 4 & 0xf0f0f0f0;
+    a[2] = row & 0xf0f0f0f0;
+    a[3] = below & 0xf0f0f0f0;
+}
+
+// 128 + (q − z) s of four bytes: `shift` is `0x80808080 − z s · 0x01010101`.
+INLINE u32 progressive(u32 codes, u32 scale, u32 shift) { return codes * scale + shift; }

@@ -1,0 +1,155 @@
+// Logical codes, scales and zeros become packed weights on the device: the same bytes as src/layout/pack.rs makes.
+//
+// Macros: CODE_BITS (4, 8), ORDER_FLOAT (1: for float activations), SIGNED (1: codes are stored less `middle`), GROUP (32, 64,
+// 128: features of a tile that share parameters; 0: a row is one group), SCALE (F16, BF16, F32, PROGRESSIVE), ZEROS, SUMS.
+//
+// Three kernels, each a thread for each of what it writes: 16 bytes of a lane; the parameters of a pair of rows; a warp for a
+// row. What the packer on the CPU refuses sets `*fault` to one. Launched once a matrix: plain loads, no ring.
+#include "dequantize.cuh"
+
+constexpr int TILE_K = 128;
+constexpr int TILE_BYTES = 16 * TILE_K * CODE_BITS / 8;
+constexpr int GROUPS = GROUP == 0 ? 0 : TILE_K / (GROUP == 0 ? 1 : GROUP);
+constexpr int SCALE_BYTES = SCALE == PROGRESSIVE ? 1 : SCALE == F32 ? 4 : 2;
+constexpr int ZEROS_AT = 16 * GROUPS * SCALE_BYTES;
+constexpr int SUMS_AT = ZEROS_AT + (ZEROS ? GROUPS * 2 * CODE_BITS : 0);
+constexpr bool GROUP_SUMS = SUMS && GROUP != 0 && SCALE != PROGRESSIVE;
+constexpr int END = SUMS_AT + (GROUP_SUMS ? 64 * GROUPS : 0);
+constexpr int PARAMETER_BYTES = (END + 15) / 16 * 16;
+
+struct Weights {
+    // [n, k], one code a byte; [n, groups], f32 or u8; [n]; [n, groups].
+    const u8 *codes, *scales;
+    const float *channels;
+    const u8 *zeros;
+    u32 *fault;
+    u32 n, k, group_size, middle, most;
+};
+
+INLINE i32 zero_of(const Weights &w, u32 row, u32 group) {
+    return ZEROS ? (i32)w.zeros[(u64)row * (w.k / w.group_size) + group] : (i32)w.middle;
+}
+
+// A code as it is stored; 0 where there is none.
+INLINE u32 stored(const Weights &w, u32 row, u32 feature) {
+    if (row >= w.n || feature >= w.k) return 0;
+    u32 code = w.codes[(u64)row * w.k + feature];
+    if (code > w.most) *w.fault = 1;
+    return (SIGNED ? code - w.middle : code) & (CODE_BITS == 4 ? 15 : 255);
+}
+
+// Thread: 16 bytes of codes. Grid: enough blocks of 256.
+extern "C" __global__ void __launch_bounds__(256)
+    pack_codes(const u8 *codes, u32 *fault, u8 *out, u32 n, u32 k, u32 middle, u32 most) {
+    const Weights w = {codes, 0, 0, 0, fault, n, k, 1, middle, most};
+    const u32 tiles = (k + TILE_K - 1) / TILE_K;
+    const u64 at = (u64)blockIdx.x * 256 + threadIdx.x;
+    const u64 tile = at / (TILE_BYTES / 16);
+    if (tile >= (u64)((n + 15) / 16) * tiles) return;
+    const u32 chunk = (u32)(at % (TILE_BYTES / 16)), lane = chunk % 32;
+    const u32 row = (u32)(tile / tiles) * 16 + lane / 4, feature = (u32)(tile % tiles) * TILE_K, t = lane % 4;
+    u32 words[4];
+#pragma unroll
+    for (u32 b = 0; b < 4; b++) {
+        const u32 i = chunk / 32 * 4 + b;
+        u32 word = 0;
+        if (ORDER_FLOAT && CODE_BITS == 4) {
+#pragma unroll
+            for (u32 field = 0; field < 8; field++) {
+                u32 f = feature + 16 * i + field / 2 % 2 * 8 + 2 * t + field / 4;
+                word |= stored(w, row + field % 2 * 8, f) << (4 * field);
+            }
+            word = word << 2 | word >> 30;
+        } else if (ORDER_FLOAT) {
+#pragma unroll
+            for (u32 j = 0; j < 4; j++)
+                word |= stored(w, row + j / 2 * 8, feature + 16 * (i / 2) + i % 2 * 8 + 2 * t + j % 2) << (8 * j);
+        } else if (CODE_BITS == 4) {
+#pragma unroll
+            for (u32 j = 0; j < 8; j++)
+                word |= stored(w, row + i % 2 * 8, feature + 32 * (i / 2) + j % 2 * 16 + 4 * t + j / 2) << (4 * j);
+        } else {
+#pragma unroll
+            for (u32 j = 0; j < 4; j++)
+                word |= stored(w, row + i % 2 * 8, feature + 32 * (i / 4) + i / 2 % 2 * 16 + 4 * t + j) << (8 * j);
+        }
+        words[b] = word;
+    }
+    *(uint4 *)(out + at * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Thread: the parameters beside a tile of rows r and r + 8, of all its groups. Grid: enough blocks of 256.
+extern "C" __global__ void __launch_bounds__(256)
+    pack_parameters(const u8 *codes, const u8 *scales, const u8 *zeros, u32 *fault, u8 *out, u32 n, u32 k, u32 group_size,
+                    u32 middle, u32 most) {
+    const Weights w = {codes, scales, 0, zeros, fault, n, k, group_size, middle, most};
+    const u32 tiles = (k + TILE_K - 1) / TILE_K, groups = k / group_size;
+    const u64 at = (u64)blockIdx.x * 256 + threadIdx.x;
+    const u64 tile = at / 8;
+    if (tile >= (u64)((n + 15) / 16) * tiles) return;
+    const u32 pair = (u32)(at % 8);
+    u8 *block = out + tile * PARAMETER_BYTES;
+    if (pair == 0) {
+        for (int i = END; i < PARAMETER_BYTES; i++) block[i] = 0;
+    }
+    for (int slot = 0; slot < GROUPS; slot++) {
+        const u32 first = (u32)(tile % tiles) * TILE_K + slot * GROUP;
+        u32 both = 0;
+        for (int half = 0; half < 2; half++) {
+            const u32 row = (u32)(tile / tiles) * 16 + pair + 8 * half, place = slot * 16 + 2 * pair + half;
+            const bool there = row < n && first < k;
+            const u64 group = (u64)row * groups + first / group_size;
+            i32 zero = there ? zero_of(w, row, first / group_size) : 0;
+            if (there && (u32)zero > most) *fault = 1;
+            if (SCALE == PROGRESSIVE) {
+                block[place] = there ? scales[group] : 0;
+            } else {
+                float scale = there ? ((const float *)scales)[group] : 0.0f;
+                if (SCALE == F32) ((float *)block)[place] = scale;
+                else ((u16 *)block)[place] = SCALE == F16 ? f16_of_float(scale) : bf16_of_float(scale);
+            }
+            both |= (u32)zero << (CODE_BITS * half);
+            if (SCALE == PROGRESSIVE || GROUP_SUMS) {
+                i32 sum = 0;
+                for (u32 f = first; there && f < first + GROUP && f < k; f++) {
+                    i32 code = (i32)w.codes[(u64)row * k + f] - zero;
+                    sum += code;
+                    if (SCALE == PROGRESSIVE) {
+                        i32 whole = code * (i32)scales[group];
+                        if (whole < -128 || whole > 127) *fault = 1;
+                    }
+                }
+                if (GROUP_SUMS) ((i32 *)(block + SUMS_AT))[place] = sum;
+            }
+        }
+        if (ZEROS && CODE_BITS == 4) block[ZEROS_AT + slot * 8 + pair] = (u8)both;
+        if (ZEROS && CODE_BITS == 8) ((u16 *)(block + ZEROS_AT))[slot * 8 + pair] = (u16)both;
+    }
+}
+
+// Warp: what stands once a row. Grid: a block of 128 threads for 4 of the rows, which are filled up to 16.
+extern "C" __global__ void __launch_bounds__(128)
+    pack_rows(const u8 *codes, const u8 *scales, const float *channels, const u8 *zeros, u32 *fault, float *row_scales,
+              u8 *row_zeros, i32 *row_sums, u32 n, u32 k, u32 group_size, u32 middle, u32 most) {
+    const Weights w = {codes, scales, channels, zeros, fault, n, k, group_size, middle, most};
+    const u32 row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, groups = k / group_size;
+    const bool there = row < n;
+    if (SUMS && (GROUP == 0 || SCALE == PROGRESSIVE)) {
+        u32 sum = 0;
+        for (u32 f = lane; there && f < k; f += 32) {
+            i32 code = (i32)codes[(u64)row * k + f] - zero_of(w, row, f / group_size);
+            sum += (u32)(code * (SCALE == PROGRESSIVE ? (i32)scales[(u64)row * groups + f / group_size] : 1));
+        }
+#pragma unroll
+        for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+        if (lane == 0) row_sums[row] = (i32)sum;
+    }
+    if (lane != 0) return;
+    if (SCALE == PROGRESSIVE) row_scales[row] = there ? channels[row] : 0.0f;
+    else if (GROUP == 0) row_scales[row] = there ? ((const float *)scales)[row] : 0.0f;
+    if (GROUP == 0 && ZEROS) {
+        u32 zero = there ? zeros[row] : 0;
+        if (zero > most) *fault = 1;
+        row_zeros[row] = (u8)zero;
+    }
+}

@@ -1,0 +1,152 @@
+// PTX instructions that CUDA C++ has no word for, one function each, and the integer types of all kernels.
+//
+// Every kernel includes this file and no other header: whoever has only the run-time compiler can build them.
+// Pointers into shared memory are 32-bit addresses of the shared window, as the instructions take them.
+// Sources: PTX ISA, the sections on `cp.async`, `ldmatrix`, `mma` (fragment figures), `lop3`, `prmt`, `cvt`.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef int i32;
+typedef long long i64;
+
+#define INLINE __device__ __forceinline__
+
+// The shared window's address of what `pointer` points to.
+INLINE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ---- Copies from global to shared memory that do not pass through registers
+
+// Copies 16 bytes of which the first `valid` are read and the rest become zero. Both addresses are multiples of 16.
+INLINE void copy_async_16(u32 to, const void *from, u32 valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+}
+
+// Ends a group of copies; a group may be empty.
+INLINE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `PENDING` of this thread's latest groups are on their way.
+template <int PENDING> INLINE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- Fragments
+
+// Four matrices of 8 rows of 16 bytes; lane `8 i + r` gives the address of row `r` of matrix `i`. Lane `l` gets the four
+// bytes at `4 (l % 4)` of row `l / 4` of each.
+INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// d += a · b of 16 × 16 and 16 × 8, in f32: IEEE half.
+INLINE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same of bfloat16.
+INLINE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a · b of 16 × 32 and 32 × 8 in whole numbers: signed bytes times signed ones.
+INLINE void mma_s8_s8(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same of unsigned bytes times signed ones.
+INLINE void mma_u8_s8(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Bits
+
+// (word & MASK) | BITS in one instruction.
+template <u32 MASK, u32 BITS> INLINE u32 and_or(u32 word) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "n"(MASK), "n"(BITS));
+    return out;
+}
+
+// Rotates to the right by 0 < BY < 32.
+template <int BY> INLINE u32 rotate_right(u32 word) {
+    u32 out;
+    asm("shf.r.wrap.b32 %0, %1, %1, %2;" : "=r"(out) : "r"(word), "n"(BY));
+    return out;
+}
+
+// Four bytes of `low` (0 to 3) and `high` (4 to 7), byte `i` of the result named by nibble `i` of SELECT.
+template <u32 SELECT> INLINE u32 permute_bytes(u32 low, u32 high) {
+    u32 out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "n"(SELECT));
+    return out;
+}
+
+// ---- Numbers
+
+INLINE float float_of_f16(u16 bits) {
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+    return out;
+}
+
+INLINE float float_of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+// To the nearest, ties to even.
+INLINE u16 f16_of_float(float value) {
+    u16 out;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+
+INLINE u16 bf16_of_float(float value) {
+    u16 out;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+
+// Two at once, `low` in the lower half.
+INLINE u32 bf16_pair(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+// a · b + c with one rounding, whatever the compiler may contract elsewhere.
+INLINE float fused(float a, float b, float c) {
+    float out;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(out) : "f"(a), "f"(b), "f"(c));
+    return out;
+}
+
+// ---- Between blocks
+
+// What this thread wrote before is seen by every thread of the device that sees what it writes after.
+INLINE void fence_device() { __threadfence(); }
+
+// Reads past the first cache, which does not see what other multiprocessors write.
+INLINE uint4 load_past_first_cache(const void *from) {
+    uint4 out;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+                 : "l"(from)
+                 : "memory");
+    return out;
+}

@@ -1,0 +1,77 @@
+//! Packing on the device: which kernels of `cuda/linear_pack.cu` write which sections.
+
+use quant_kernels_cpu::{KernelError, ScaleType};
+
+use super::{Order, TILE_ROWS, WeightLayout};
+use crate::compile::{Source, Variant};
+
+/// The text of the kernels.
+pub static SOURCE: Source = Source {
+    name: "linear_pack.cu",
+    text: include_str!("../../cuda/linear_pack.cu"),
+    headers: &[
+        ("ptx.cuh", include_str!("../../cuda/ptx.cuh")),
+        ("dequantize.cuh", include_str!("../../cuda/dequantize.cuh")),
+    ],
+};
+
+/// One of the kernels that pack a matrix, in any order of launches.
+///
+/// Arguments: `pack_codes(codes, fault, out, n, k, middle, most)`; `pack_parameters(codes, scales, zeros, fault, out, n, k,
+/// group_size, middle, most)`; `pack_rows(codes, scales, channels, zeros, fault, row_scales, row_zeros, row_sums, n, k,
+/// group_size, middle, most)`. Sources are the slices of a [`WeightView`](quant_kernels_cpu::WeightView) in device memory, null
+/// where there are none, targets the sections of the packed matrix; `most` is `2^bits − 1`. `fault`, zero before, is one
+/// afterwards if packing on the CPU would have refused a value. Fillers between sections stay what they were.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PackLaunch {
+    /// The kernel.
+    pub kernel: Variant,
+    /// Blocks.
+    pub grid: u32,
+    /// Threads of a block.
+    pub threads: u32,
+}
+
+impl WeightLayout {
+    /// The launches that pack a matrix of this layout on the device.
+    ///
+    /// # Errors
+    /// When a grid is too large.
+    pub fn device_packing(&self) -> Result<Vec<PackLaunch>, KernelError> {
+        let scale = match self.scales {
+            _ if self.row_is_group() => "F32",
+            ScaleType::F16 => "F16",
+            ScaleType::Bf16 => "BF16",
+            ScaleType::F32 => "F32",
+            ScaleType::Progressive => "PROGRESSIVE",
+        };
+        let flag = |set: bool| usize::from(set).to_string();
+        let group = if self.row_is_group() { 0 } else { super::TILE_K / self.tile_groups() };
+        let defines = vec![
+            ("CODE_BITS", self.code_bits.to_string()),
+            ("ORDER_FLOAT", flag(self.order == Order::Float)),
+            ("SIGNED", flag(self.signed())),
+            ("GROUP", group.to_string()),
+            ("SCALE", scale.to_owned()),
+            ("ZEROS", flag(self.middle.is_none())),
+            ("SUMS", flag(self.sums)),
+        ];
+        let launch = |kernel, work: Option<usize>, threads: u32, of_block: usize| {
+            let blocks = work.map(|work| work.div_ceil(of_block)).and_then(|b| i32::try_from(b).ok());
+            let grid = blocks.ok_or(KernelError::TooLarge("the grid of packing"))?.unsigned_abs();
+            let kernel = Variant { source: &SOURCE, kernel, defines: defines.clone() };
+            Ok(PackLaunch { kernel, grid, threads })
+        };
+        let tiles = self.row_blocks().checked_mul(self.tiles());
+        let mut launches =
+            vec![launch("pack_codes", tiles.and_then(|t| t.checked_mul(self.tile_bytes() / 16)), 256, 256)?];
+        if self.parameter_bytes() > 0 {
+            let pairs = tiles.and_then(|t| t.checked_mul(TILE_ROWS / 2));
+            launches.push(launch("pack_parameters", pairs, 256, 256)?);
+        }
+        if self.row_is_group() || self.scales == ScaleType::Progressive {
+            launches.push(launch("pack_rows", self.row_blocks().checked_mul(TILE_ROWS), 128, 4)?);
+        }
+        Ok(launches)
+    }
+}

@@ -1,0 +1,226 @@
+//! Logical codes, scales and zeros become packed bytes, and these the former again, on the CPU.
+
+use half::{bf16, f16};
+
+use super::{KernelError, ScaleType, Scales, Section, TILE_K, TILE_ROWS, Unpacked, WeightView};
+use super::{WeightLayout, pair_order};
+
+/// What `128 + (q − z) s` must stay within for the kernels: a byte.
+const PROGRESSIVE: core::ops::RangeInclusive<i32> = -128..=127;
+
+/// What is packed of one row and group.
+struct Group {
+    scale: [u8; 4],
+    zero: u8,
+    sum: i32,
+}
+
+impl WeightLayout {
+    /// Packs a view into `out`, which is overwritten.
+    ///
+    /// # Errors
+    /// When the view is not of this layout, `out` has another length than [`bytes`](Self::bytes), a code or zero is above
+    /// `2^bits − 1`, or a progressive weight `(code − zero) · group` is none of −128 to 127.
+    pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
+        if Self::of(view, self.order, self.sums)? != *self {
+            return Err(KernelError::Scheme("a view of another layout"));
+        }
+        if out.len() != self.bytes() {
+            let (expected, got) = (self.bytes(), out.len());
+            return Err(KernelError::Length { what: "packed weights", expected, got });
+        }
+        out.fill(0);
+        for row in 0..self.n {
+            self.pack_codes(view, row, out);
+            let mut sum_of_row = 0_i32;
+            for g in 0..view.groups() {
+                let group = self.group(view, row, g)?;
+                sum_of_row = sum_of_row.wrapping_add(match view.all_scales() {
+                    Scales::Progressive { groups, .. } => {
+                        group.sum.wrapping_mul(i32::from(groups[row * view.groups() + g]))
+                    }
+                    Scales::Float(_) => group.sum,
+                });
+                if self.row_is_group() {
+                    self.pack_row(view, row, &group, out);
+                } else {
+                    self.pack_group(row, g, &group, out);
+                }
+            }
+            if let Scales::Progressive { channels, .. } = view.all_scales() {
+                put(out, self.section(Section::RowScales) + 4 * row, &channels[row].to_le_bytes());
+            }
+            if self.sums && self.summed_whole() {
+                put(out, self.section(Section::RowSums) + 4 * row, &sum_of_row.to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+
+    fn pack_codes(&self, view: &WeightView<'_>, row: usize, out: &mut [u8]) {
+        let less = if self.signed() { self.middle.unwrap_or(0) } else { 0 };
+        let mask = if self.code_bits == 4 { 15 } else { 255 };
+        for (i, &code) in view.codes(row..row + 1).iter().enumerate() {
+            let (at, bit) = self.code_place(row, i);
+            let stored = u32::from(code.wrapping_sub(less) & mask).rotate_left(bit as u32);
+            // A field may cross the end of its word.
+            for (byte, part) in out[at..at + 4].iter_mut().zip(stored.to_le_bytes()) {
+                *byte |= part;
+            }
+        }
+    }
+
+    /// Where a code is in the matrix: the first byte of its word, and the bit in that.
+    fn code_place(&self, row: usize, feature: usize) -> (usize, usize) {
+        let tile = row / TILE_ROWS * self.tiles() + feature / TILE_K;
+        let (at, bit) = self.place(row % TILE_ROWS, feature % TILE_K);
+        (self.section(Section::Codes) + tile * self.tile_bytes() + at, bit)
+    }
+
+    /// The parameters of a group, checked.
+    fn group(&self, view: &WeightView<'_>, row: usize, g: usize) -> Result<Group, KernelError> {
+        let size = self.group_size;
+        let codes = &view.codes(row..row + 1)[g * size..(g + 1) * size];
+        let zero = view.zero(row, g);
+        let (low, high) = codes.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
+        if high.max(zero) > u8::MAX >> (8 - view.bits()) {
+            return Err(KernelError::Scheme("a code or zero above its bits"));
+        }
+        let mut scale = [0; 4];
+        match (view.all_scales(), self.scales) {
+            (Scales::Progressive { groups, .. }, _) => {
+                let whole = groups[row * view.groups() + g];
+                let reach = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(whole);
+                if !PROGRESSIVE.contains(&reach(low)) || !PROGRESSIVE.contains(&reach(high)) {
+                    return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
+                }
+                scale[0] = whole;
+            }
+            (Scales::Float(s), _) if self.row_is_group() => scale = s[row].to_le_bytes(),
+            (Scales::Float(s), ScaleType::F16) => {
+                put(&mut scale, 0, &f16::from_f32(s[row * view.groups() + g]).to_le_bytes());
+            }
+            (Scales::Float(s), ScaleType::Bf16) => {
+                put(&mut scale, 0, &bf16::from_f32(s[row * view.groups() + g]).to_le_bytes());
+            }
+            (Scales::Float(s), _) => scale = s[row * view.groups() + g].to_le_bytes(),
+        }
+        let sum = codes.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
+        Ok(Group { scale, zero, sum })
+    }
+
+    fn pack_row(&self, view: &WeightView<'_>, row: usize, group: &Group, out: &mut [u8]) {
+        put(out, self.section(Section::RowScales) + 4 * row, &group.scale);
+        if view.has_zeros() {
+            out[self.section(Section::RowZeros) + row] = group.zero;
+        }
+    }
+
+    fn pack_group(&self, row: usize, g: usize, group: &Group, out: &mut [u8]) {
+        let (r, place) = (row % TILE_ROWS, pair_order(row % TILE_ROWS));
+        // A group wider than a tile stands in each of its tiles.
+        for tile in self.tiles_of(g) {
+            let (at, slot) = self.parameters_of(row, g, tile);
+            put(
+                out,
+                at + (slot * TILE_ROWS + place) * self.scale_bytes(),
+                &group.scale[..self.scale_bytes()],
+            );
+            if self.middle.is_none() {
+                let zeros = at + self.zeros_at() + slot * TILE_ROWS * self.code_bits / 8;
+                match self.code_bits {
+                    4 => out[zeros + r % 8] |= group.zero << (4 * (r / 8)),
+                    _ => out[zeros + place] = group.zero,
+                }
+            }
+            if self.sums && !self.summed_whole() {
+                put(out, at + self.sums_at() + (slot * TILE_ROWS + place) * 4, &group.sum.to_le_bytes());
+            }
+        }
+    }
+
+    /// The tiles that hold features of a group.
+    fn tiles_of(&self, g: usize) -> core::ops::Range<usize> {
+        g * self.group_size / TILE_K..((g + 1) * self.group_size).div_ceil(TILE_K)
+    }
+
+    /// Where the parameters beside a tile begin, and which of its groups `g` is.
+    fn parameters_of(&self, row: usize, g: usize, tile: usize) -> (usize, usize) {
+        let block = row / TILE_ROWS * self.tiles() + tile;
+        let slot = if self.group_size < TILE_K { g % (TILE_K / self.group_size) } else { 0 };
+        (self.section(Section::Parameters) + block * self.parameter_bytes(), slot)
+    }
+
+    /// The view's parts again, from the whole matrix.
+    ///
+    /// # Errors
+    /// When `packed` has another length, or memory is short.
+    pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
+        if packed.len() != self.bytes() {
+            let (expected, got) = (self.bytes(), packed.len());
+            return Err(KernelError::Length { what: "packed weights", expected, got });
+        }
+        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked weights"))?;
+        let mut out = Unpacked::default();
+        let none = |_| KernelError::Memory("the unpacked weights");
+        out.codes.try_reserve_exact(weights).map_err(none)?;
+        let groups = self.k / self.group_size;
+        let (more, mask) = (
+            if self.signed() { self.middle.unwrap_or(0) } else { 0 },
+            if self.code_bits == 4 { 15 } else { 255 },
+        );
+        for row in 0..self.n {
+            for i in 0..self.k {
+                let (at, bit) = self.code_place(row, i);
+                let word = u32::from_le_bytes([packed[at], packed[at + 1], packed[at + 2], packed[at + 3]]);
+                out.codes.push((word.rotate_right(bit as u32) as u8).wrapping_add(more) & mask);
+            }
+            for g in 0..groups {
+                let (scale, zero) = self.unpack_group(packed, row, g);
+                out.scales.push(scale);
+                if self.middle.is_none() {
+                    out.zeros.push(zero);
+                }
+            }
+            if self.scales == ScaleType::Progressive {
+                out.channels.push(f32_at(packed, self.section(Section::RowScales) + 4 * row));
+            }
+        }
+        Ok(out)
+    }
+
+    /// Scale and zero of a group; the zero of a symmetric grid is 0 here.
+    fn unpack_group(&self, packed: &[u8], row: usize, g: usize) -> (f32, u8) {
+        if self.row_is_group() {
+            let zero = match self.middle {
+                Some(_) => 0,
+                None => packed[self.section(Section::RowZeros) + row],
+            };
+            return (f32_at(packed, self.section(Section::RowScales) + 4 * row), zero);
+        }
+        let (r, place) = (row % TILE_ROWS, pair_order(row % TILE_ROWS));
+        let (at, slot) = self.parameters_of(row, g, self.tiles_of(g).start);
+        let scale = at + (slot * TILE_ROWS + place) * self.scale_bytes();
+        let scale = match self.scales {
+            ScaleType::Progressive => f32::from(packed[scale]),
+            ScaleType::F16 => f16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
+            ScaleType::Bf16 => bf16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
+            ScaleType::F32 => f32_at(packed, scale),
+        };
+        let zeros = at + self.zeros_at() + slot * TILE_ROWS * self.code_bits / 8;
+        let zero = match (self.middle, self.code_bits) {
+            (Some(_), _) => 0,
+            (None, 4) => packed[zeros + r % 8] >> (4 * (r / 8)) & 15,
+            (None, _) => packed[zeros + place],
+        };
+        (scale, zero)
+    }
+}
+
+fn put(out: &mut [u8], at: usize, bytes: &[u8]) {
+    out[at..at + bytes.len()].copy_from_slice(bytes);
+}
+
+fn f32_at(bytes: &[u8], at: usize) -> f32 {
+    f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}

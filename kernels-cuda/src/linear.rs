@@ -1,0 +1,27 @@
+//! Linear layers: which variant of `cuda/linear.cu` multiplies these weights by so many tokens, and what it needs.
+//!
+//! [`LinearPlan::new`] settles everything before a launch: macros, grid, shared memory, workspace. What decides about bits is
+//! the scheme and [`chunks`], which depend on the weights alone; the shape of a block, and whether chunks of `k` go to
+//! blocks of their own or follow each other in one, depend on `m` and the device and change no bit.
+
+mod listed;
+mod plan;
+mod scheme;
+mod variant;
+
+pub use listed::{listed, variants};
+pub use plan::{LinearArguments, LinearPlan};
+pub use scheme::{Activation, LinearScheme, Output};
+pub use variant::{BLOCK_ROWS, BlockShape, DeviceLimits, LinearVariant, chunks};
+
+use crate::compile::Source;
+
+/// The text of the kernels.
+pub static SOURCE: Source = Source {
+    name: "linear.cu",
+    text: include_str!("../cuda/linear.cu"),
+    headers: &[
+        ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
+        ("dequantize.cuh", include_str!("../cuda/dequantize.cuh")),
+    ],
+};

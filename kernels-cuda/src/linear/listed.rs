@@ -1,0 +1,111 @@
+//! The variants that are compiled for every architecture before a release.
+
+use quant_kernels_cpu::ScaleType;
+
+use super::scheme::{Activation, LinearScheme, Output};
+use super::variant::{DeviceLimits, LinearVariant};
+use crate::compile::Architecture;
+use crate::layout::{Order, WeightLayout};
+use crate::registry::Entry;
+
+/// Variants that stand for all: of every scheme, with scales and results of its activations' type, the shapes for one token
+/// and for many; of the usual schemes every shape, with as deep rings as small and large multiprocessors have.
+pub fn variants() -> Vec<Entry> {
+    let mut variants = listed(Architecture::Sm86, true);
+    for variant in listed(Architecture::Sm90, false) {
+        if !variants.contains(&variant) {
+            variants.push(variant);
+        }
+    }
+    let mut entries: Vec<Entry> = variants.iter().map(LinearVariant::entry).collect();
+    entries.extend(packing());
+    entries
+}
+
+/// The variants that a usual device of an architecture takes; of the usual schemes, or of all.
+pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
+    let device = DeviceLimits::of(architecture);
+    let mut variants = Vec::new();
+    for (layout, activation, output, usual) in schemes() {
+        let Ok(scheme) = LinearScheme::new(&layout, activation, output) else { continue };
+        let tokens: &[usize] = match (usual, all) {
+            (true, _) => &[8, 16, 32, 64, 128, 4096],
+            (false, true) => &[8, 4096],
+            (false, false) => &[],
+        };
+        for &m in tokens {
+            // Of several chunks, which follow each other only where tokens are many.
+            let variant = LinearVariant::choose(scheme, [4096, 4096], m, &device);
+            if !variants.contains(&variant) {
+                variants.push(variant);
+            }
+        }
+    }
+    variants
+}
+
+impl LinearVariant {
+    /// What its machine code is held to.
+    pub(super) fn entry(&self) -> Entry {
+        let product = if self.scheme.is_float() { "HMMA.16816.F32" } else { "IMMA.16832" };
+        Entry {
+            family: "linear",
+            variant: self.compiled(),
+            register_ceiling: self.shape.register_ceiling() as u32,
+            // Products, fragments of activations, copies that do not pass through registers, codes 16 bytes at a time.
+            instructions: vec![product, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDS.128"],
+        }
+    }
+}
+
+/// The kernels that pack, of some schemes.
+fn packing() -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for (layout, ..) in schemes() {
+        for launch in layout.device_packing().unwrap_or_default() {
+            // Of each kernel as many as differ in the kinds of codes and scales.
+            let same = |e: &Entry| e.variant.kernel == launch.kernel.kernel;
+            if entries.iter().filter(|e| same(e)).count() < 6
+                && !entries.iter().any(|e| e.variant == launch.kernel)
+            {
+                entries.push(Entry {
+                    family: "linear",
+                    variant: launch.kernel,
+                    register_ceiling: 64,
+                    instructions: vec!["STG.E"],
+                });
+            }
+        }
+    }
+    entries
+}
+
+/// A layout of every scheme, with activations and results; whether it is one of the usual.
+fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
+    let mut schemes = Vec::new();
+    let k = 4096;
+    for bits in [4, 8] {
+        for group in [32, 64, 128, k] {
+            for zeros in [false, true] {
+                let middle = (!zeros).then_some(1 << (bits - 1));
+                let mut add = |scale, order, sums, activation, output, usual| {
+                    let layout = WeightLayout::from_parts([4096, k], bits, group, scale, middle, order, sums);
+                    schemes.extend(layout.map(|layout| (layout, activation, output, usual)));
+                };
+                let usual = bits == 4 && group == 128;
+                add(ScaleType::F16, Order::Float, false, Activation::F16, Output::F16, usual);
+                add(ScaleType::Bf16, Order::Float, false, Activation::Bf16, Output::Bf16, usual);
+                for zero in [false, true] {
+                    let activation = Activation::Int8 { zero };
+                    let usual = group == k && !zeros && !zero;
+                    add(ScaleType::F16, Order::Int8, zero, activation, Output::F16, usual);
+                    if bits == 4 && group < k {
+                        let usual = group == 128 && zeros && !zero;
+                        add(ScaleType::Progressive, Order::Int8, zero, activation, Output::F16, usual);
+                    }
+                }
+            }
+        }
+    }
+    schemes
+}

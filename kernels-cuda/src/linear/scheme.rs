@@ -1,0 +1,146 @@
+//! What a variant multiplies: types of activations, weights and results, and how weights are grouped.
+
+use quant_kernels_cpu::{KernelError, ScaleType};
+
+use crate::layout::{Order, TILE_K, WeightLayout};
+
+/// What activations are, as the kernel reads them: `[m, x_stride]` row-major, of which `k` are read. Rows begin at multiples of
+/// 16 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Whole numbers of 8 bits with a scale a token; `zero`: and a zero, the same for all tokens.
+    Int8 {
+        /// Whether there is a zero.
+        zero: bool,
+    },
+}
+
+/// What results are rounded to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Output {
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+}
+
+/// What of weights, activations and results is compiled into a variant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LinearScheme {
+    pub(super) activation: Activation,
+    pub(super) output: Output,
+    pub(super) code_bits: usize,
+    /// Features of a group: 32, 64, 128, or `None` where a row is one group.
+    pub(super) group: Option<usize>,
+    pub(super) scale: Scale,
+    pub(super) zeros: bool,
+    /// Whether products are summed over all of `k` as whole numbers.
+    pub(super) whole: bool,
+    signed: bool,
+    pub(super) parameter_bytes: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Scale {
+    F16,
+    Bf16,
+    F32,
+    Progressive,
+}
+
+impl LinearScheme {
+    /// That of packed weights with these activations and results.
+    ///
+    /// # Errors
+    /// When the weights' codes lie for other activations, or lack the sums that a zero of activations needs.
+    pub fn new(layout: &WeightLayout, activation: Activation, output: Output) -> Result<Self, KernelError> {
+        let (order, zero) = match activation {
+            Activation::Int8 { zero } => (Order::Int8, zero),
+            Activation::F16 | Activation::Bf16 => (Order::Float, false),
+        };
+        if order != layout.order() {
+            return Err(KernelError::Scheme("weights that are packed for other activations"));
+        }
+        if zero && !layout.has_sums() {
+            return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
+        }
+        let activation = match activation {
+            // Sums that stand beside the tiles are read past, so they belong to the scheme.
+            Activation::Int8 { .. } => Activation::Int8 { zero: layout.has_sums() },
+            float => float,
+        };
+        let row = layout.row_is_group();
+        let scale = match layout.scales() {
+            _ if row => Scale::F32,
+            ScaleType::F16 => Scale::F16,
+            ScaleType::Bf16 => Scale::Bf16,
+            ScaleType::F32 => Scale::F32,
+            ScaleType::Progressive => Scale::Progressive,
+        };
+        Ok(Self {
+            activation,
+            output,
+            code_bits: layout.code_bits(),
+            group: (!row).then(|| layout.group_size().min(TILE_K)),
+            scale,
+            zeros: layout.middle().is_none(),
+            whole: layout.summed_whole(),
+            signed: layout.signed(),
+            parameter_bytes: layout.parameter_bytes(),
+        })
+    }
+
+    /// Bytes of an activation.
+    pub fn activation_bytes(&self) -> usize {
+        if self.is_float() { 2 } else { 1 }
+    }
+
+    /// Bytes of a result.
+    pub fn output_bytes(&self) -> usize {
+        if self.output == Output::F32 { 4 } else { 2 }
+    }
+
+    pub(super) fn is_float(&self) -> bool {
+        !matches!(self.activation, Activation::Int8 { .. })
+    }
+
+    /// Whether sums of activations are made.
+    pub(super) fn sums_activations(&self) -> bool {
+        !self.signed
+    }
+
+    pub(super) fn tile_groups(&self) -> usize {
+        self.group.map_or(1, |g| TILE_K / g)
+    }
+
+    /// As [docs/naming.md] has it, without the machine: `w4a16_g128_gemm`, with `f16`, `bf16`, `asym`, `static` and the type of
+    /// results behind.
+    pub fn name(&self) -> String {
+        let (bits, kind) = match self.activation {
+            Activation::F16 => ("a16", "_f16"),
+            Activation::Bf16 => ("a16", "_bf16"),
+            Activation::Int8 { zero: false } => ("a8", ""),
+            Activation::Int8 { zero: true } => ("a8", "_static"),
+        };
+        let group = self.group.map_or("channel".to_owned(), |g| format!("g{g}"));
+        let scale = match self.scale {
+            Scale::Progressive => "_progressive",
+            Scale::Bf16 => "_sbf16",
+            Scale::F32 if self.group.is_some() => "_sf32",
+            _ => "",
+        };
+        let zeros = if self.zeros { "_asym" } else { "" };
+        let output = match self.output {
+            Output::F16 => "f16",
+            Output::Bf16 => "bf16",
+            Output::F32 => "f32",
+        };
+        format!("w{}{bits}_{group}_gemm{kind}{scale}{zeros}_{output}", self.code_bits)
+    }
+}

@@ -1,0 +1,206 @@
+//! By how many threads: shapes of blocks, depth of the ring, chunks of `k`; what the compiler gets.
+
+use super::SOURCE;
+use super::scheme::{Activation, LinearScheme, Output, Scale};
+use crate::compile::{Architecture, Variant};
+use crate::layout::{TILE_K, TILE_ROWS};
+
+/// The shape of a block of threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockShape {
+    /// Warps along output features, each with `row_tiles` tiles of 16.
+    pub row_warps: usize,
+    /// Tiles of 16 output features of a warp.
+    pub row_tiles: usize,
+    /// Warps along tokens, each with `token_tiles` tiles of 8.
+    pub token_warps: usize,
+    /// Tiles of 8 tokens of a warp.
+    pub token_tiles: usize,
+    /// Depth of the ring.
+    pub stages: usize,
+    /// Blocks that a multiprocessor should hold: bounds the registers of a thread.
+    pub blocks: usize,
+}
+
+impl BlockShape {
+    /// Output features of a block: 128 in all shapes.
+    pub fn rows(&self) -> usize {
+        self.row_warps * self.row_tiles * TILE_ROWS
+    }
+
+    /// Tokens of a block.
+    pub fn tokens(&self) -> usize {
+        self.token_warps * self.token_tiles * 8
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> usize {
+        32 * self.row_warps * self.token_warps
+    }
+
+    /// Registers of a thread that `blocks` blocks leave on a multiprocessor with 65,536, at most 255.
+    pub fn register_ceiling(&self) -> usize {
+        (65_536 / (self.blocks * self.threads()) / 8 * 8).min(255)
+    }
+}
+
+/// Warps and tiles along tokens, and blocks, from few tokens to many.
+const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
+/// Shapes whose sums of floats fit the registers.
+const FLOAT_SHAPES: usize = 4;
+/// Output features of a block in every shape.
+pub const BLOCK_ROWS: usize = 128;
+
+/// What a device has, as far as plans depend on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceLimits {
+    /// Bytes of shared memory that one block may have.
+    pub shared_of_block: usize,
+    /// Bytes of shared memory that a multiprocessor has.
+    pub shared_of_multiprocessor: usize,
+    /// Multiprocessors.
+    pub multiprocessors: usize,
+}
+
+impl DeviceLimits {
+    /// Those of a usual device of an architecture: A100, A10, L40S, H200, RTX 5090.
+    pub fn of(architecture: Architecture) -> Self {
+        let (shared_of_block, multiprocessors) = match architecture {
+            Architecture::Sm80 => (166_912, 108),
+            Architecture::Sm86 => (101_376, 72),
+            Architecture::Sm89 => (101_376, 142),
+            Architecture::Sm90 => (232_448, 132),
+            Architecture::Sm120 => (101_376, 170),
+        };
+        // A kibibyte is the system's, for each block.
+        Self { shared_of_block, shared_of_multiprocessor: shared_of_block + 1024, multiprocessors }
+    }
+}
+
+/// A kernel as it is compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LinearVariant {
+    /// What it multiplies.
+    pub scheme: LinearScheme,
+    /// By how many threads.
+    pub shape: BlockShape,
+    /// Whether a block takes all chunks of `k`, one after the other.
+    pub serial: bool,
+}
+
+impl LinearVariant {
+    /// The macros of `cuda/linear.cu`.
+    pub fn defines(&self) -> Vec<(&'static str, String)> {
+        let s = &self.scheme;
+        let activation = match s.activation {
+            Activation::F16 => "F16",
+            Activation::Bf16 => "BF16",
+            Activation::Int8 { .. } => "S8",
+        };
+        let scale = match s.scale {
+            Scale::F16 => "F16",
+            Scale::Bf16 => "BF16",
+            Scale::F32 => "F32",
+            Scale::Progressive => "PROGRESSIVE",
+        };
+        let output = match s.output {
+            Output::F16 => "F16",
+            Output::Bf16 => "BF16",
+            Output::F32 => "F32",
+        };
+        let x_zero = matches!(s.activation, Activation::Int8 { zero: true });
+        let flag = |set: bool| usize::from(set).to_string();
+        vec![
+            ("ACTIVATION", activation.to_owned()),
+            ("CODE_BITS", s.code_bits.to_string()),
+            ("GROUP", s.group.unwrap_or(0).to_string()),
+            ("SCALE", scale.to_owned()),
+            ("ZEROS", flag(s.zeros)),
+            ("X_ZERO", flag(x_zero)),
+            ("OUTPUT", output.to_owned()),
+            ("ROW_WARPS", self.shape.row_warps.to_string()),
+            ("ROW_TILES", self.shape.row_tiles.to_string()),
+            ("TOKEN_WARPS", self.shape.token_warps.to_string()),
+            ("TOKEN_TILES", self.shape.token_tiles.to_string()),
+            ("STAGES", self.shape.stages.to_string()),
+            ("BLOCKS", self.shape.blocks.to_string()),
+            ("SERIAL", flag(self.serial)),
+        ]
+    }
+
+    /// What the compiler gets.
+    pub fn compiled(&self) -> Variant {
+        Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
+    }
+
+    /// Scheme, tokens of a block, depth of the ring, and whether chunks follow each other.
+    pub fn name(&self) -> String {
+        let serial = if self.serial { "_serial" } else { "" };
+        format!("{}_t{}_s{}{serial}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
+    }
+
+    /// Bytes of one slot of the ring.
+    fn stage_bytes(scheme: &LinearScheme, tokens: usize) -> usize {
+        let blocks = BLOCK_ROWS / TILE_ROWS;
+        let tile = TILE_ROWS * TILE_K * scheme.code_bits / 8;
+        blocks * (tile + scheme.parameter_bytes) + tokens * TILE_K * scheme.activation_bytes()
+    }
+
+    /// Bytes of dynamic shared memory of a block.
+    pub fn shared_bytes(&self) -> usize {
+        let tokens = self.shape.tokens();
+        let sums =
+            if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
+        let ring = self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums;
+        // Results turn from fragments to rows where the ring was.
+        ring.max(tokens * (BLOCK_ROWS + 4) * 4)
+    }
+
+    /// Bytes of a chunk's sums in the workspace, of one tile of results.
+    pub(super) fn partial_bytes(&self) -> usize {
+        self.shape.row_tiles * self.shape.token_tiles * self.shape.threads() * 16
+    }
+
+    /// The variant for so many tokens on such a device: the smallest shape that holds them, or the largest that there is;
+    /// chunks follow each other in one block where tiles of results are enough to occupy the device.
+    pub fn choose(scheme: LinearScheme, [n, k]: [usize; 2], m: usize, device: &DeviceLimits) -> Self {
+        let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
+        let holds = shapes.iter().position(|&[warps, tiles, _]| m <= 8 * warps * tiles);
+        let mut choice = holds.unwrap_or(shapes.len() - 1);
+        loop {
+            let [token_warps, token_tiles, blocks] = shapes[choice];
+            let tokens = 8 * token_warps * token_tiles;
+            let stage = Self::stage_bytes(&scheme, tokens);
+            // Two blocks of few tokens, or one of many, share what a multiprocessor has, a kibibyte of which each block
+            // takes for the system; some more is for sums.
+            let share = if blocks > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
+            let ring = share.min(device.shared_of_block).saturating_sub(4096);
+            let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
+            let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
+            let serial = tokens > 16 && chunks([n, k]) > 1 && tiles >= device.multiprocessors;
+            // Sums of the chunks before take registers too.
+            let blocks = if serial { 1 } else { blocks };
+            let shape = BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages, blocks };
+            let variant = Self { scheme, shape, serial };
+            if choice == 0 || variant.shared_bytes() <= device.shared_of_block {
+                return variant;
+            }
+            choice -= 1;
+        }
+    }
+}
+
+/// The tile that is multiplied, the one whose sums are made, and one on its way.
+const MIN_STAGES: usize = 3;
+const MAX_STAGES: usize = 6;
+
+/// Into how many runs of whole tiles `k` is cut, for weights `[n, k]`: enough that some 256 blocks share the matrix, of at
+/// least four tiles each, and at most eight.
+///
+/// Each chunk is summed from zero and chunks are added in order, so this number belongs to the definition of results.
+pub fn chunks([n, k]: [usize; 2]) -> usize {
+    let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
+    let wanted = 256_usize.div_ceil(rows).min(8).min(tiles / 4).max(1);
+    // No chunk may be empty.
+    tiles.div_ceil(tiles.div_ceil(wanted))
+}

@@ -1,0 +1,99 @@
+//! Weights of every scheme from a seed, for the tests of layouts and kernels.
+#![allow(dead_code, reason = "each test uses a part")]
+
+use half::{bf16, f16};
+use quant_kernels_cpu::{Scales, WeightView};
+
+/// A generator of whole numbers (splitmix64): the same on every machine.
+#[derive(Debug, Clone)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, most: u64) -> u64 {
+        self.next() % most
+    }
+
+    /// From −1 to 1.
+    pub fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+}
+
+/// The type of scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    F16,
+    Bf16,
+    F32,
+    Progressive,
+}
+
+/// Weights with all their parts.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub shape: [usize; 2],
+    pub bits: u8,
+    pub group: usize,
+    pub kind: Kind,
+    pub codes: Vec<u8>,
+    /// Of groups, or of rows where they are progressive.
+    pub scales: Vec<f32>,
+    pub groups: Vec<u8>,
+    pub zeros: Option<Vec<u8>>,
+}
+
+impl Case {
+    pub fn new([n, k]: [usize; 2], bits: u8, group: usize, kind: Kind, zeros: bool, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let count = n * (k / group);
+        let levels = 1_u64 << bits;
+        let mut codes: Vec<u8> = (0..n * k).map(|_| random.below(levels) as u8).collect();
+        let zeros: Option<Vec<u8>> = zeros.then(|| (0..count).map(|_| random.below(levels) as u8).collect());
+        let scale = |random: &mut Random| (random.float() + 1.5) * 0.01;
+        let mut groups = Vec::new();
+        let scales = match kind {
+            Kind::F16 => (0..count).map(|_| f16::from_f32(scale(&mut random)).to_f32()).collect(),
+            Kind::Bf16 => {
+                // Beyond what f16 holds, so that the narrowest type is bf16.
+                (0..count).map(|_| bf16::from_f32(scale(&mut random) * 1e-12).to_f32()).collect()
+            }
+            Kind::F32 => (0..count).map(|_| scale(&mut random) * 1.000_001).collect(),
+            Kind::Progressive => {
+                groups = (0..count).map(|_| 1 + random.below(17) as u8).collect();
+                (0..n).map(|_| scale(&mut random)).collect()
+            }
+        };
+        if kind == Kind::Progressive {
+            // Within what eight signed bits hold.
+            for (i, code) in codes.iter_mut().enumerate() {
+                let g = i / k * (k / group) + i % k / group;
+                let zero = zeros.as_ref().map_or(1 << (bits - 1), |z| i32::from(z[g]));
+                let reach = |c: u8| (i32::from(c) - zero) * i32::from(groups[g]);
+                while reach(*code) > 127 {
+                    *code -= 1;
+                }
+                while reach(*code) < -128 {
+                    *code += 1;
+                }
+            }
+        }
+        Self { shape: [n, k], bits, group, kind, codes, scales, groups, zeros }
+    }
+
+    pub fn view(&self) -> WeightView<'_> {
+        let scales = match self.kind {
+            Kind::Progressive => Scales::Progressive { groups: &self.groups, channels: &self.scales },
+            _ => Scales::Float(&self.scales),
+        };
+        WeightView::with_scales(self.shape, self.bits, self.group, &self.codes, scales, self.zeros.as_deref())
+            .expect("parts fit each other")
+    }
+}

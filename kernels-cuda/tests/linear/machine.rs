@@ -1,0 +1,144 @@
+//! Runs the compiled PTX of a variant on the interpreter, on a problem's bytes.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::{bf16, f16};
+use quant_kernels_cuda::compile::{Architecture, Form, Source, compile};
+use quant_kernels_cuda::layout::Section;
+use quant_kernels_cuda::linear::{LinearPlan, LinearVariant, Output};
+use quant_ptx_interpreter::{Argument, Error, Launch, Memory, Module, Options, Report};
+
+use crate::problem::Problem;
+
+/// Whether kernels can be compiled here; says so if not.
+#[track_caller]
+pub fn ready() -> bool {
+    crate::support::has_nvrtc()
+}
+
+/// What a launch left behind.
+pub struct Outcome {
+    /// `[m, n]`
+    pub values: Vec<f32>,
+    pub report: Report,
+}
+
+static MODULES: Mutex<Option<HashMap<String, Arc<Module>>>> = Mutex::new(None);
+
+/// The compiled text of a variant, made once.
+fn module(variant: &LinearVariant) -> Arc<Module> {
+    let name = variant.name() + &format!("{:?}", variant.shape);
+    let find = |made: Option<Arc<Module>>| {
+        let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        let modules = modules.get_or_insert_default();
+        if let Some(made) = made {
+            modules.insert(name.clone(), made);
+        }
+        modules.get(&name).cloned()
+    };
+    find(None).or_else(|| find(Some(Arc::new(compiled(variant, None))))).unwrap()
+}
+
+/// The same from another text.
+pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Module {
+    let mut kernel = variant.compiled();
+    if let Some(source) = source {
+        kernel.source = source;
+    }
+    let image = compile(&kernel, Architecture::Sm80, Form::Ptx).unwrap();
+    Module::parse(std::str::from_utf8(&image.bytes).unwrap()).unwrap()
+}
+
+/// Launches as planned.
+pub fn launch(problem: &Problem, plan: &LinearPlan) -> Vec<f32> {
+    run(problem, plan, &module(&plan.variant), &Options::default()).unwrap().values
+}
+
+/// Launches as planned, with blocks and warps in another order, say.
+pub fn launch_with(problem: &Problem, plan: &LinearPlan, options: &Options) -> Outcome {
+    run(problem, plan, &module(&plan.variant), options).unwrap()
+}
+
+/// Launches a module on a problem, twice where there is a workspace, which must serve again as the first launch left it.
+pub fn run(
+    problem: &Problem,
+    plan: &LinearPlan,
+    module: &Module,
+    options: &Options,
+) -> Result<Outcome, Error> {
+    let mut memory = Memory::new();
+    let [n, k] = problem.case.shape;
+    let section = |memory: &mut Memory, name, from: Section, to: Option<Section>| {
+        let end = to.map_or(problem.layout.bytes(), |to| problem.layout.section(to));
+        let bytes = &problem.packed[problem.layout.section(from)..end];
+        if bytes.is_empty() { 0 } else { memory.buffer_from(name, bytes, 256) }
+    };
+    // Each section is a buffer, so that what is read beyond one is found out.
+    let codes = section(&mut memory, "codes", Section::Codes, Some(Section::Parameters));
+    let parameters = section(&mut memory, "parameters", Section::Parameters, Some(Section::RowScales));
+    let row_scales = section(&mut memory, "row scales", Section::RowScales, Some(Section::RowZeros));
+    let row_zeros = section(&mut memory, "row zeros", Section::RowZeros, Some(Section::RowSums));
+    let row_sums = section(&mut memory, "row sums", Section::RowSums, None);
+    let x = memory.buffer_from("x", &problem.x, 16);
+    let floats = |memory: &mut Memory, name, values: &[f32]| {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        if bytes.is_empty() { 0 } else { memory.buffer_from(name, &bytes, 4) }
+    };
+    let x_scales = floats(&mut memory, "x scales", &problem.x_scales);
+    let bias = floats(&mut memory, "bias", problem.bias.as_deref().unwrap_or_default());
+    let each = plan.variant.scheme.output_bytes();
+    let (mut partials, mut tickets) = (0, 0);
+    if plan.workspace_bytes > 0 {
+        partials = memory.buffer("partials", plan.workspace_bytes - plan.ticket_bytes, 256);
+        tickets = memory.buffer_from("tickets", &vec![0; plan.ticket_bytes], 256);
+    }
+    let mut outcome = None;
+    for _ in 0..if plan.workspace_bytes > 0 { 2 } else { 1 } {
+        let out = memory.buffer("out", problem.m * n * each, each);
+        let launch = Launch {
+            grid: plan.launch.grid,
+            block: [plan.launch.block, 1, 1],
+            dynamic_shared: plan.launch.shared_bytes,
+            arguments: vec![
+                Argument::U64(codes),
+                Argument::U64(parameters),
+                Argument::U64(row_scales),
+                Argument::U64(row_zeros),
+                Argument::U64(row_sums),
+                Argument::U64(x),
+                Argument::U64(x_scales),
+                Argument::U64(bias),
+                Argument::U64(out),
+                Argument::U64(partials),
+                Argument::U64(tickets),
+                Argument::U32(problem.m as u32),
+                Argument::U32(n as u32),
+                Argument::U32(k as u32),
+                Argument::U32(problem.x_stride as u32),
+                Argument::U32(n as u32),
+                Argument::U32(plan.chunks),
+                Argument::U32(u32::from(problem.layout.middle().unwrap_or(0))),
+                Argument::U32(problem.x_zero as u32),
+            ],
+        };
+        let report = module.launch("linear", &launch, &mut memory, options)?;
+        // Fails where a result was not written.
+        let bytes = memory.bytes(out)?;
+        let values = bytes.chunks_exact(each).map(|b| match (problem.output, b) {
+            (Output::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+            (Output::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+            (_, b) => f32::from_le_bytes(b.try_into().unwrap()),
+        });
+        let values: Vec<f32> = values.collect();
+        if let Some(Outcome { values: before, .. }) = &outcome {
+            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(before), bits(&values), "the second launch");
+        }
+        outcome = Some(Outcome { values, report });
+    }
+    if plan.workspace_bytes > 0 {
+        assert!(memory.bytes(tickets)?.iter().all(|&b| b == 0), "tickets are zero again");
+    }
+    Ok(outcome.unwrap())
+}

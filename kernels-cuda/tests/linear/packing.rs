@@ -1,0 +1,136 @@
+//! Packing on the device gives the bytes of packing on the CPU, and finds the values that the latter refuses.
+
+use quant_kernels_cuda::compile::{Architecture, Form, compile};
+use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
+use quant_ptx_interpreter::{Argument, Launch, Memory, Module, Options};
+
+use crate::cases::{Case, Kind};
+use crate::machine::ready;
+
+/// The sections as the device packs them, and whether it found a fault.
+fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
+    let mut memory = Memory::new();
+    let [n, k] = case.shape;
+    let mut put = |name, bytes: &[u8]| if bytes.is_empty() { 0 } else { memory.buffer_from(name, bytes, 4) };
+    let floats = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    let codes = put("codes", &case.codes);
+    let progressive = case.kind == Kind::Progressive;
+    let scales = if progressive { case.groups.clone() } else { floats(&case.scales) };
+    let scales = put("scales", &scales);
+    let channels = put("channels", &if progressive { floats(&case.scales) } else { Vec::new() });
+    let zeros = put("zeros", case.zeros.as_deref().unwrap_or_default());
+    let fault = put("fault", &[0; 4]);
+    let ends = sections(layout);
+    let targets: Vec<u64> = ends
+        .iter()
+        .map(|&(_, bytes)| if bytes == 0 { 0 } else { memory.buffer("section", bytes, 16) })
+        .collect();
+    let most = u32::from(u8::MAX >> (8 - case.bits));
+    let sizes = |with_group: bool| {
+        let middle = u32::from(layout.middle().unwrap_or(0));
+        let group = with_group.then_some(case.group as u32);
+        let sizes = [Some(n as u32), Some(k as u32), group, Some(middle), Some(most)];
+        sizes.into_iter().flatten().map(Argument::U32)
+    };
+    for launch in layout.device_packing().unwrap() {
+        let pointers: &[u64] = match launch.kernel.kernel {
+            "pack_codes" => &[codes, fault, targets[0]],
+            "pack_parameters" => &[codes, scales, zeros, fault, targets[1]],
+            _ => &[codes, scales, channels, zeros, fault, targets[2], targets[3], targets[4]],
+        };
+        let arguments = pointers.iter().map(|&p| Argument::U64(p));
+        let arguments = arguments.chain(sizes(launch.kernel.kernel != "pack_codes")).collect();
+        let image = compile(&launch.kernel, Architecture::Sm80, Form::Ptx).unwrap();
+        let module = Module::parse(std::str::from_utf8(&image.bytes).unwrap()).unwrap();
+        let (grid, block) = ([launch.grid, 1, 1], [launch.threads, 1, 1]);
+        let run = Launch { grid, block, dynamic_shared: 0, arguments };
+        module.launch(launch.kernel.kernel, &run, &mut memory, &Options::default()).unwrap();
+    }
+    let written =
+        targets.iter().map(|&t| if t == 0 { Vec::new() } else { memory.bytes(t).unwrap().to_vec() });
+    (written.collect(), memory.bytes(fault).unwrap()[0] != 0)
+}
+
+/// Where sections begin, and how many bytes are theirs.
+fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
+    let tiles = layout.row_blocks() * layout.tiles();
+    let rows = 16 * layout.row_blocks();
+    let there = |from, to: usize, bytes| {
+        let from = layout.section(from);
+        (from, if to > from { bytes } else { 0 })
+    };
+    let begin = |s| layout.section(s);
+    [
+        there(Section::Codes, begin(Section::Parameters), tiles * layout.tile_bytes()),
+        there(Section::Parameters, begin(Section::RowScales), tiles * layout.parameter_bytes()),
+        there(Section::RowScales, begin(Section::RowZeros), 4 * rows),
+        there(Section::RowZeros, begin(Section::RowSums), rows),
+        there(Section::RowSums, layout.bytes(), 4 * rows),
+    ]
+}
+
+#[test]
+fn bytes_are_those_of_the_cpu() {
+    if !ready() {
+        return;
+    }
+    let mut seed = 70;
+    for (bits, group, kind, order) in [
+        (4, 32, Kind::F16, Order::Float),
+        (4, 128, Kind::Bf16, Order::Float),
+        (8, 64, Kind::F32, Order::Float),
+        (4, 320, Kind::F16, Order::Float),
+        (3, 64, Kind::F16, Order::Int8),
+        (8, 32, Kind::Bf16, Order::Int8),
+        (8, 320, Kind::F32, Order::Int8),
+        (4, 320, Kind::F32, Order::Int8),
+        (4, 64, Kind::Progressive, Order::Int8),
+    ] {
+        for zeros in [false, true] {
+            for sums in [false, true] {
+                if sums && order == Order::Float {
+                    continue;
+                }
+                seed += 1;
+                let k = if group == 128 { 384 } else { 320 };
+                let case = Case::new([37, k], bits, group, kind, zeros, seed);
+                let view = case.view();
+                let layout = WeightLayout::of(&view, order, sums).unwrap();
+                let mut packed = vec![0; layout.bytes()];
+                layout.pack(&view, &mut packed).unwrap();
+                let (made, fault) = pack(&case, &layout);
+                assert!(!fault);
+                for (made, (at, bytes)) in made.iter().zip(sections(&layout)) {
+                    assert!(
+                        made == &packed[at..at + bytes],
+                        "{bits} bits, {group}, {kind:?}, {zeros}, {sums}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn faults_are_found() {
+    if !ready() {
+        return;
+    }
+    let good = Case::new([5, 128], 4, 32, Kind::F16, true, 3);
+    let float = WeightLayout::of(&good.view(), Order::Float, false).unwrap();
+    for bad in [0, 1] {
+        let mut case = good.clone();
+        match bad {
+            0 => case.codes[77] = 16,
+            _ => case.zeros.as_mut().unwrap()[5] = 16,
+        }
+        assert!(pack(&case, &float).1);
+    }
+    let mut case = Case::new([5, 128], 4, 64, Kind::Progressive, true, 3);
+    let layout = WeightLayout::of(&case.view(), Order::Int8, false).unwrap();
+    (case.groups[3], case.zeros.as_mut().unwrap()[3]) = (16, 7);
+    case.codes[192..256].fill(14);
+    assert!(!pack(&case, &layout).1);
+    case.codes[200] = 15;
+    assert!(pack(&case, &layout).1);
+}

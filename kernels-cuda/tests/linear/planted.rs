@@ -1,0 +1,128 @@
+//! Bugs planted into the kernel's text, each of which the interpreter or the reference must find.
+
+use quant_kernels_cuda::compile::Source;
+use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, SOURCE};
+use quant_ptx_interpreter::{Error, FaultKind, Options};
+
+use crate::DEVICE;
+use crate::cases::{Case, Kind};
+use crate::machine::{compiled, ready, run};
+use crate::problem::{Draw, Problem};
+
+/// The text with one place changed.
+fn changed(from: &str, to: &str) -> &'static Source {
+    assert_eq!(SOURCE.text.matches(from).count(), 1, "{from}");
+    let text = SOURCE.text.replace(from, to).leak();
+    Box::leak(Box::new(Source { name: "linear.cu", text, headers: SOURCE.headers }))
+}
+
+/// What the changed text does on a ragged problem of several chunks: a fault's kind, or none.
+fn fault(from: &str, to: &str) -> Option<FaultKind> {
+    let case = Case::new([133, 1152], 4, 128, Kind::F16, true, 31);
+    let problem = Problem::float(case, Activation::F16, Output::F16, 13, Draw::Usual, 32);
+    let plan =
+        LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
+    assert!(plan.chunks > 1 && plan.launch.grid[1] > 1);
+    let module = compiled(&plan.variant, Some(changed(from, to)));
+    match run(&problem, &plan, &module, &Options::default()) {
+        Err(Error::Fault(fault)) => Some(fault.kind),
+        Err(other) => panic!("{other}"),
+        Ok(_) => None,
+    }
+}
+
+/// The barrier of the main loop.
+const WAIT: &str = "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();\n        __syncthreads();";
+
+#[test]
+fn a_missing_barrier() {
+    if ready() {
+        let found = fault(WAIT, "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();");
+        assert!(matches!(found, Some(FaultKind::SharedRace | FaultKind::NotVisible)), "{found:?}");
+    }
+}
+
+#[test]
+fn too_short_a_wait() {
+    if ready() {
+        let found = fault(WAIT, "copy_async_wait<STAGES - 1>();\n        __syncthreads();");
+        assert_eq!(found, Some(FaultKind::InFlight));
+    }
+}
+
+#[test]
+fn too_short_a_ring() {
+    if ready() {
+        let found =
+            fault("const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;", "const u32 refill = slot;");
+        assert!(matches!(found, Some(FaultKind::SharedRace | FaultKind::InFlight)), "{found:?}");
+    }
+}
+
+#[test]
+fn sums_in_one_place() {
+    if ready() {
+        let found = fault("x_sums + (odd ^ 1) * GROUPS * TOKENS", "x_sums + odd * GROUPS * TOKENS");
+        assert_eq!(found, Some(FaultKind::SharedRace));
+    }
+}
+
+#[test]
+fn a_missing_guard_of_rows() {
+    if ready() {
+        let found = fault("if (token + line < p.m && row + column < p.n) {", "if (row + column < p.n) {");
+        assert_eq!(found, Some(FaultKind::OutOfBounds));
+    }
+}
+
+#[test]
+fn a_missing_guard_of_tokens() {
+    if ready() {
+        let found = fault("i * X_ROWS < from.tokens && valid > 0", "valid > 0");
+        assert_eq!(found, Some(FaultKind::OutOfBounds));
+    }
+}
+
+#[test]
+fn a_missing_guard_of_features() {
+    if ready() {
+        let found = fault("bool there = i * CODES_BLOCKS < from.row_blocks;", "bool there = true;");
+        assert_eq!(found, Some(FaultKind::OutOfBounds));
+    }
+}
+
+#[test]
+fn chunks_joined_by_the_first_to_arrive() {
+    if ready() {
+        let found = fault("p.chunks - 1) == p.chunks - 1;", "p.chunks - 1) == 0;");
+        assert!(matches!(found, Some(FaultKind::Uninitialised | FaultKind::GlobalRace)), "{found:?}");
+    }
+}
+
+#[test]
+fn chunks_without_a_fence() {
+    if ready() {
+        let found = fault(
+            "    fence_device();\n    __syncthreads();\n    u32 *last",
+            "    __syncthreads();\n    u32 *last",
+        );
+        assert_eq!(found, Some(FaultKind::GlobalRace));
+    }
+}
+
+/// Values come out wrong, and nothing else can tell.
+#[test]
+#[should_panic(expected = "bound")]
+fn another_swizzle_on_one_side() {
+    if !ready() {
+        panic!("no NVRTC, so nothing was found out of bound");
+    }
+    let from = "load_matrices_4(b, x + row * X_ROW + (chunk ^ row % 8) * 16);";
+    let to = "load_matrices_4(b, x + row * X_ROW + (chunk ^ row % 4) * 16);";
+    let case = Case::new([133, 1152], 4, 128, Kind::F16, true, 31);
+    let problem = Problem::float(case, Activation::F16, Output::F32, 13, Draw::Usual, 32);
+    let plan =
+        LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
+    let module = compiled(&plan.variant, Some(changed(from, to)));
+    problem.check(&run(&problem, &plan, &module, &Options::default()).unwrap().values);
+}
