@@ -5,6 +5,7 @@
 //! builds, and its callers start, where there are none.
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod attention;
 mod error;
 mod libraries;
 
