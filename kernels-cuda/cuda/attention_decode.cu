@@ -426,22 +426,23 @@ __device__ __forceinline__ void attend_tile(State& state, const Queries& queries
 // not read, so that they may hold anything.
 __device__ __forceinline__ void copy_tile(u32 to, const u8* from, int skipped, int valid, u32 lane) {
     constexpr int CHUNKS = TILE_BYTES / 16, ROW_CHUNKS = ROW_BYTES / 16;
+    to += 16 * lane;
+    from += 16 * lane;
+    if (skipped <= 0 && valid >= TILE_TOKENS) {
 #pragma unroll
-    for (int i = 0; i < (CHUNKS + 31) / 32; ++i) {
-        const int chunk = i * 32 + static_cast<int>(lane);
-        if (chunk >= CHUNKS) break;
-        int bytes = 16;
-        if (skipped > 0 || valid < TILE_TOKENS) {
-            if (chunk < 2 * TILE_TOKENS * ROW_CHUNKS) {
-                const int row = chunk / ROW_CHUNKS;
-                const int token = row < TILE_TOKENS ? row : value_token(row - TILE_TOKENS);
-                bytes = token >= skipped && token < valid ? 16 : 0;
-            } else {
-                // Of four tokens.
-                bytes = min(max(4 * (valid - (chunk - 2 * TILE_TOKENS * ROW_CHUNKS) % 4 * 4), 0), 16);
-            }
-        }
-        copy_async_16(to + 16 * chunk, from + 16 * chunk, bytes);
+        for (int i = 0; i < CHUNKS; i += 32)
+            if (i + 32 <= CHUNKS || i + lane < CHUNKS) copy_async_16(to + 16 * i, from + 16 * i);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i + static_cast<int>(lane) < CHUNKS; i += 32) {
+        const int chunk = i + static_cast<int>(lane), row = chunk / ROW_CHUNKS;
+        const int token = row < TILE_TOKENS ? row : value_token(row - TILE_TOKENS);
+        int bytes = token >= skipped && token < valid ? 16 : 0;
+        // A chunk of grids is of four tokens.
+        if (row >= 2 * TILE_TOKENS)
+            bytes = min(max(4 * (valid - (chunk - 2 * TILE_TOKENS * ROW_CHUNKS) % 4 * 4), 0), 16);
+        copy_async_part(to + 16 * i, from + 16 * i, bytes);
     }
 }
 
@@ -591,9 +592,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             total = fmaf(factor, part.total, total);
         }
         if (splits == 1) {
-            store(out + (row_base + head) * HEAD_DIM + feature, total > 0.0f ? sum / total : 0.0f);
+            store(out + (row_base + head) * HEAD_DIM + feature, total == 0.0f ? 0.0f : sum / total);
             if (lse != nullptr && feature == 0)
-                lse[row_base + head] = total > 0.0f ? (highest + log2_approx(total)) * LN_2 : minus_infinity();
+                lse[row_base + head] = total == 0.0f ? minus_infinity() : (highest + log2_approx(total)) * LN_2;
         } else {
             const u64 at = (row_base + head) * max_splits + split;
             sums[at * HEAD_DIM + feature] = sum;
@@ -629,8 +630,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             sum = fmaf(factor, sums[(at + s) * HEAD_DIM + feature], sum);
             total = fmaf(factor, parts[at + s].total, total);
         }
-        store(out + (row_base + head) * HEAD_DIM + feature, total > 0.0f ? sum / total : 0.0f);
+        store(out + (row_base + head) * HEAD_DIM + feature, total == 0.0f ? 0.0f : sum / total);
         if (lse != nullptr && feature == 0)
-            lse[row_base + head] = total > 0.0f ? (highest + log2_approx(total)) * LN_2 : minus_infinity();
+            lse[row_base + head] = total == 0.0f ? minus_infinity() : (highest + log2_approx(total)) * LN_2;
     }
 }

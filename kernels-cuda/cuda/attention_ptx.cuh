@@ -13,8 +13,13 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// Copies 16 bytes.
+__device__ __forceinline__ void copy_async_16(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Copies 16 bytes; of the source only `bytes` are read, the rest becomes zero.
-__device__ __forceinline__ void copy_async_16(u32 shared, const void* global, u32 bytes) {
+__device__ __forceinline__ void copy_async_part(u32 shared, const void* global, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
@@ -89,10 +94,10 @@ __device__ __forceinline__ u16 f32_to_f16_up(float x) {
     return d;
 }
 
-// Nearest, ties to even; of numbers that are not NaN.
 __device__ __forceinline__ u16 f32_to_bf16(float x) {
-    u32 bits = __float_as_uint(x);
-    return static_cast<u16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    u16 d;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(x));
+    return d;
 }
 
 // Two floats as halves, `low` in the low half.

@@ -2,8 +2,56 @@
 //!
 //! What is stored is defined by [`quant_kernels_cpu::attention`]: the grid of a head of a token is that of
 //! [`quantize_head`](quant_kernels_cpu::attention::quantize_head), bit for bit. Where it lies in a page is the GPU's own
-//! ([`KvPageLayout`]).
+//! ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens of many sequences, [`DecodeShape`]
+//! one that attends with a query of each, [`MergeShape`] one that joins results on parts of sequences. Planning is host
+//! arithmetic: it needs no device and no CUDA.
+//!
+//! # The definition
+//!
+//! Of a query head `q` (f16, or bf16) and the tokens `t` that it sees, with stored scales `s`, zeros `z` and codes `c`:
+//!
+//! ```text
+//! score_t = scale · Σ q (s_t c_t + z_t) = scale · (s_t Σ q c_t + z_t Σ q)
+//! p_t = exp(score_t − max),   out = Σ p_t v̂_t / Σ p_t,   lse = max + ln Σ p_t
+//! Σ p_t · v̂_t = Σ h(p_t · s_t)(c_t − centre) + Σ p_t · (z_t + centre · s_t)      centre = 8 or 128, h rounds to f16
+//! ```
+//!
+//! Of f16 pages `k̂` and `v̂` are as stored, and `Σ h(p_t) v̂_t` is all there is. Queries of bf16 become f16 times a power of
+//! two of each head, which keeps all but what is below `2⁻³⁹` of the head's largest.
+//!
+//! Sequences are cut by [`SplitRule`], by nothing but their own tokens; a split's tiles of 16 tokens go to its warps in
+//! turn, and warps and splits are joined in order. So a result is the same, bit for bit, whatever else is in the launch,
+//! whatever the order in which blocks run, and wherever the pages lie.
+//!
+//! # The bound
+//!
+//! Let `u = 2⁻²⁴`, `d` the features, `o + l` the largest that a code becomes as a half (271 at 4 bits, 1279 at 8; `o` is
+//! 256 or 1024), `n` the tokens, `P_t` the exact probabilities, and `T = max(512, n / 32 + 64) / 2 + 64`, which bounds the
+//! numbers that one accumulator of a warp adds, with those of the joins. The tensor cores' sums are taken to be off by `2 u`
+//! of the magnitudes added, an addition: they may truncate.
+//!
+//! - A score's sums of products of halves, exact each: `Σ q (c + o)` and its start by `2 (d + 2) · 2 u (o + l) Σ |q|` together, `Σ q`
+//!   by `(d + 2) · 2 u Σ |q|`; and four roundings. So `δ = |scale| Σ |q| · (6 d + 32) u · max_t ((o + l) s_t + |z_t|)`, of f16 pages
+//!   `δ = |scale| (2 d + 16) u · max_t Σ |q k_t|`; bf16 adds `|scale| d · 2⁻³⁹ max |q| · max_t max |k̂_t|`.
+//! - Exponentials are `2⁻²²` off, and differences of scores rounded: `ε = 2 δ + 2⁻²¹ + 2⁻²² · max_t |score_t|`, so each `p_t` is off by a
+//!   factor within `1 ± ε`, and each ratio to their sum within `1 ± (2 ε + 2 T u)`.
+//! - `h` is off by `2⁻¹¹` of `p_t s_t`, or, below the normal halves, by `2⁻³¹` of the largest scale; it meets `c − centre` only.
+//! - Sums of `h (c + o)` and what is taken away again: `4 T u (o + l) Σ P_t s_t`.
+//!
+//! ```text
+//! |out − exact| ≤ (2 ε + 4 T u) Σ P_t |v̂_t| + 2⁻¹¹ Σ P_t s_t |c_t − centre| + (4 T u (o + l) + 2 ε) Σ P_t s_t + 2⁻³¹ n centre max s_t
+//! f16:          ≤ (2 ε + 4 T u + 2⁻¹¹) Σ P_t |v̂_t| + 2⁻³² n max |v̂_t|
+//! |lse − exact| ≤ ε + (T + 8) u + 2⁻²² (1 + |lse|)
+//! ```
+//!
+//! and the output's own rounding to f16 or bf16. These are worst cases; what rounds at random stays far below.
 
+mod append;
+mod decode;
 mod layout;
+mod merge;
 
+pub use self::append::{AppendArguments, AppendPlan, AppendShape};
+pub use self::decode::{DecodeArguments, DecodePlan, DecodeShape, MAX_SPLITS, MIN_SPLIT, SplitRule};
 pub use self::layout::{KvPageLayout, MAX_HEAD_DIM, MAX_PAGE_TOKENS, TILE_TOKENS};
+pub use self::merge::{MergeArguments, MergePlan, MergeShape};
