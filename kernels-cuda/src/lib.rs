@@ -6,6 +6,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod attention;
+pub mod compile;
 mod error;
 mod libraries;
 

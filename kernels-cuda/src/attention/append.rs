@@ -4,6 +4,7 @@ use quant_kernels_cpu::KernelError;
 
 use super::layout::KvPageLayout;
 use super::{Argument, Float, KernelPlan};
+use crate::compile::Variant;
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -70,8 +71,8 @@ impl AppendShape {
             return Err(KernelError::Scheme("a cache without heads"));
         }
         let lanes = match self.layout.dim() {
-            ..=64 => 8,
-            ..=128 => 16,
+            0..=64 => 8,
+            65..=128 => 16,
             _ => 32,
         };
         let rows = self.tokens.checked_mul(2 * self.kv_heads).filter(|&rows| rows <= i32::MAX as usize);
@@ -82,9 +83,11 @@ impl AppendShape {
             ("INPUT_TYPE", self.input.code()),
         ];
         let kernel = KernelPlan {
-            source: &super::APPEND_SOURCE,
-            kernel: "kv_append",
-            defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
+            variant: Variant {
+                source: &super::APPEND_SOURCE,
+                kernel: "kv_append",
+                defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
+            },
             grid: [rows.div_ceil(THREADS / lanes) as u32, 1, 1],
             block: THREADS as u32,
             shared_bytes: 0,

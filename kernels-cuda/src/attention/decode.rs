@@ -5,6 +5,7 @@ use quant_kernels_cpu::attention::KvType;
 
 use super::layout::{KvPageLayout, TILE_TOKENS};
 use super::{Argument, Float, KernelPlan};
+use crate::compile::Variant;
 
 /// The most splits that a sequence is cut into.
 pub const MAX_SPLITS: usize = 32;
@@ -64,12 +65,9 @@ impl SplitRule {
         tokens.div_ceil(self.split_tokens(tokens)).max(1)
     }
 
-    /// The most splits of any sequence of up to `tokens`: not always that of the longest.
+    /// The most splits of any sequence of up to `tokens`.
     pub fn most_splits(&self, tokens: usize) -> usize {
-        match tokens.div_ceil(self.min_split) {
-            most if most <= self.max_splits => most.max(1),
-            _ => self.max_splits,
-        }
+        tokens.div_ceil(self.min_split).clamp(1, self.max_splits)
     }
 }
 
@@ -153,7 +151,7 @@ impl DecodeShape {
         if rule.max_splits == 0 || rule.min_split == 0 || !rule.min_split.is_multiple_of(64) {
             return Err(KernelError::Scheme("a rule of splits without splits, or not of 64 tokens"));
         }
-        if u32::try_from(self.max_tokens).is_err_and(|_| true) || self.max_tokens > i32::MAX as usize {
+        if self.max_tokens > i32::MAX as usize {
             return Err(KernelError::TooLarge("a sequence"));
         }
         let (layout, group) = (&self.layout, self.group());
@@ -177,9 +175,11 @@ impl DecodeShape {
             ("MIN_BLOCKS", tune.min_blocks),
         ];
         let kernel = KernelPlan {
-            source: &super::DECODE_SOURCE,
-            kernel: "attention_decode",
-            defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
+            variant: Variant {
+                source: &super::DECODE_SOURCE,
+                kernel: "attention_decode",
+                defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
+            },
             grid: [max_splits as u32, rows as u32, self.sequences as u32],
             block: 32 * tune.warps as u32,
             shared_bytes: tune.shared_bytes as u32,
@@ -266,9 +266,9 @@ impl Tuning {
         let meet = warps * 8 * head_tiles * (4 * (dim + 4) + 8);
         let shared_bytes = (warps * stages * tile).max(meet);
         let by_registers = match (head_tiles, dim) {
-            (1, ..=96) => 4,
-            (1, ..=128) if layout.kind() == KvType::Kv4 => 4,
-            (1, ..=160) | (2, ..=64) => 3,
+            (1, 0..=96) => 4,
+            (1, 97..=128) if layout.kind() == KvType::Kv4 => 4,
+            (1, 97..=160) | (2, 0..=64) => 3,
             _ => 2,
         };
         let min_blocks = (SHARED_TOTAL / shared_bytes).clamp(1, by_registers);

@@ -171,12 +171,12 @@ impl KvPageLayout {
             quantize_head(key, bits, &mut key_codes[..self.head_dim])?,
             quantize_head(value, bits, &mut value_codes[..self.head_dim])?,
         ];
-        for (is_value, x) in [(false, key), (true, value)] {
-            let part = usize::from(is_value);
-            for feature in 0..self.dim() {
+        for (part, x) in [key, value].into_iter().enumerate() {
+            let is_value = part == 1;
+            for (feature, &code) in codes[part][..self.dim()].iter().enumerate() {
                 let number = match self.kind {
                     KvType::F16 => x.get(feature).map_or(0, |&x| f16::from_f32(x).to_bits()),
-                    _ => u16::from(codes[part][feature]),
+                    _ => u16::from(code),
                 };
                 self.set(page, slot, is_value, feature, number);
             }

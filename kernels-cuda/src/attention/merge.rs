@@ -3,6 +3,7 @@
 use quant_kernels_cpu::KernelError;
 
 use super::{Argument, Float, KernelPlan};
+use crate::compile::Variant;
 
 const THREADS: usize = 128;
 
@@ -51,9 +52,11 @@ impl MergeShape {
             return Err(KernelError::TooLarge("the rows to join"));
         };
         let kernel = KernelPlan {
-            source: &super::MERGE_SOURCE,
-            kernel: "attention_merge",
-            defines: vec![("OUT_TYPE", self.out.code().to_string())],
+            variant: Variant {
+                source: &super::MERGE_SOURCE,
+                kernel: "attention_merge",
+                defines: vec![("OUT_TYPE", self.out.code().to_string())],
+            },
             grid: [blocks as u32, 1, 1],
             block: THREADS as u32,
             shared_bytes: 0,

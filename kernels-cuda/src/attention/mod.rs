@@ -55,3 +55,79 @@ pub use self::append::{AppendArguments, AppendPlan, AppendShape};
 pub use self::decode::{DecodeArguments, DecodePlan, DecodeShape, MAX_SPLITS, MIN_SPLIT, SplitRule};
 pub use self::layout::{KvPageLayout, MAX_HEAD_DIM, MAX_PAGE_TOKENS, TILE_TOKENS};
 pub use self::merge::{MergeArguments, MergePlan, MergeShape};
+
+use crate::compile::{Source, Variant};
+
+const HEADERS: [(&str, &str); 3] = [
+    ("attention_ptx.cuh", include_str!("../../cuda/attention_ptx.cuh")),
+    ("kv_layout.cuh", include_str!("../../cuda/kv_layout.cuh")),
+    ("attention_tile.cuh", include_str!("../../cuda/attention_tile.cuh")),
+];
+/// The text of `kv_append`.
+pub static APPEND_SOURCE: Source =
+    Source { name: "kv_append.cu", text: include_str!("../../cuda/kv_append.cu"), headers: &HEADERS };
+/// The text of `attention_decode`.
+pub static DECODE_SOURCE: Source = Source {
+    name: "attention_decode.cu",
+    text: include_str!("../../cuda/attention_decode.cu"),
+    headers: &HEADERS,
+};
+/// The text of `attention_merge`.
+pub static MERGE_SOURCE: Source = Source {
+    name: "attention_merge.cu",
+    text: include_str!("../../cuda/attention_merge.cu"),
+    headers: &HEADERS,
+};
+
+/// The type of floats that a kernel reads or writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Float {
+    /// Half floats.
+    F16,
+    /// The upper halves of `f32`.
+    Bf16,
+    /// Single floats.
+    F32,
+}
+
+impl Float {
+    /// What the kernels' macros call it.
+    fn code(self) -> usize {
+        match self {
+            Self::F16 => 0,
+            Self::Bf16 => 1,
+            Self::F32 => 2,
+        }
+    }
+
+    /// Bytes of one.
+    pub fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+}
+
+/// One argument of a kernel, by value; addresses are [`U64`](Self::U64).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Argument {
+    /// 8 bytes.
+    U64(u64),
+    /// 4 bytes.
+    U32(u32),
+    /// 4 bytes.
+    F32(f32),
+}
+
+/// What is launched, and how. Where a number of blocks is 0 there is nothing to do, and nothing must be launched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelPlan {
+    /// The kernel, and what it is compiled with: the same for all architectures.
+    pub variant: Variant,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: u32,
+    /// Bytes of dynamic shared memory; above 48 KiB the kernel must be allowed to have them.
+    pub shared_bytes: u32,
+    /// The most registers of a thread that leave room for the blocks a multiprocessor is meant to hold.
+    pub register_ceiling: u32,
+}
