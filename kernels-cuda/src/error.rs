@@ -1,5 +1,7 @@
 //! What can be missing or fail on the way to a GPU.
 
+use crate::compile::Architecture;
+
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -29,6 +31,27 @@ pub enum Error {
     /// There is a driver, but no GPU that it shows us.
     #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
     NoDevice,
+    /// The run-time compiler failed at something other than a kernel's text.
+    #[error("CUDA run-time compiler: cannot {action}: {reason}")]
+    Nvrtc {
+        /// What was attempted.
+        action: &'static str,
+        /// Its words.
+        reason: String,
+    },
+    /// The run-time compiler refused a kernel.
+    #[error(
+        "cannot compile {variant} for {architecture}: {log}\nAn older compiler does not know newer devices: take CUDA 13.0 or \
+         later; otherwise please report this"
+    )]
+    Compile {
+        /// The kernel.
+        variant: String,
+        /// What it was compiled for.
+        architecture: Architecture,
+        /// What the compiler said.
+        log: String,
+    },
     /// The run-time compiler is not installed, or not on the loader's path.
     #[error("CUDA run-time compiler not found (libnvrtc.so, nvrtc64_*.dll): install the CUDA toolkit")]
     NvrtcMissing,

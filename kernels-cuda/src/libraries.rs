@@ -14,8 +14,18 @@ use crate::{Error, Result};
 /// What [`device_count`] calls, the error paths included.
 const DRIVER_FUNCTIONS: [&str; 4] = ["cuInit", "cuDeviceGetCount", "cuGetErrorName", "cuGetErrorString"];
 /// What compiling a program takes at least.
-const NVRTC_FUNCTIONS: [&str; 4] =
-    ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetPTX", "nvrtcDestroyProgram"];
+const NVRTC_FUNCTIONS: [&str; 10] = [
+    "nvrtcVersion",
+    "nvrtcCreateProgram",
+    "nvrtcCompileProgram",
+    "nvrtcGetProgramLogSize",
+    "nvrtcGetProgramLog",
+    "nvrtcGetPTXSize",
+    "nvrtcGetPTX",
+    "nvrtcGetCUBINSize",
+    "nvrtcGetCUBIN",
+    "nvrtcDestroyProgram",
+];
 
 /// Whether the CUDA driver's library can be loaded. Says nothing of a GPU: see [`device_count`].
 pub fn driver_available() -> bool {

@@ -56,6 +56,9 @@ pub use self::decode::{DecodeArguments, DecodePlan, DecodeShape, MAX_SPLITS, MIN
 pub use self::layout::{KvPageLayout, MAX_HEAD_DIM, MAX_PAGE_TOKENS, TILE_TOKENS};
 pub use self::merge::{MergeArguments, MergePlan, MergeShape};
 
+use quant_kernels_cpu::KernelError;
+use quant_kernels_cpu::attention::KvType;
+
 use crate::compile::{Source, Variant};
 
 const HEADERS: [(&str, &str); 3] = [
@@ -130,4 +133,49 @@ pub struct KernelPlan {
     pub shared_bytes: u32,
     /// The most registers of a thread that leave room for the blocks a multiprocessor is meant to hold.
     pub register_ceiling: u32,
+}
+
+/// What the head sizes, layouts and types in use take: what is compiled for every architecture before a release. Other
+/// shapes are planned and compiled in the same way when they are first met.
+///
+/// # Errors
+/// When a shape is none: not in this version.
+pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
+    let mut plans = Vec::new();
+    for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
+        for head_dim in [64, 80, 96, 128, 192, 256] {
+            let layout = KvPageLayout::new(kind, head_dim, 64)?;
+            for input in [Float::F16, Float::Bf16, Float::F32] {
+                plans.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.kernel);
+            }
+            let types = [Float::F16, Float::Bf16].map(|query| [(query, query), (query, Float::F32)]);
+            for (group, (query, out)) in
+                [8, 16].into_iter().flat_map(|g| types.as_flattened().iter().map(move |&t| (g, t)))
+            {
+                let shape = DecodeShape {
+                    layout,
+                    query_heads: group,
+                    kv_heads: 1,
+                    sequences: 1,
+                    max_tokens: 1,
+                    query,
+                    out,
+                };
+                plans.push(shape.plan()?.kernel);
+            }
+        }
+    }
+    for out in [Float::F16, Float::Bf16, Float::F32] {
+        plans.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.kernel);
+    }
+    // Wide heads take the same variant for any number of query heads.
+    let mut seen: Vec<Variant> = Vec::new();
+    plans.retain(|plan| {
+        let is_new = !seen.contains(&plan.variant);
+        if is_new {
+            seen.push(plan.variant.clone());
+        }
+        is_new
+    });
+    Ok(plans)
 }
