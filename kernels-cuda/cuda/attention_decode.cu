@@ -32,7 +32,7 @@ constexpr int CHUNKS = TILE_BYTES / 16;
 __device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 lane) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; i += 32)
-        if (i + 32 <= CHUNKS || lane < CHUNKS % 32) copy_async_16(to + 16 * i, from + 16 * i);
+        if (i + 32 <= CHUNKS || static_cast<int>(lane) < CHUNKS - i) copy_async_16(to + 16 * i, from + 16 * i);
 }
 
 // Copies rows of tokens from `skipped` to below `valid` of a tile, and grids up to there; other rows become zeros and are

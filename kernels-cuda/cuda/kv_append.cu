@@ -23,8 +23,6 @@ constexpr int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
 constexpr int SHARE_WORDS = SHARE / PACK;
 constexpr u32 SKIPPED = 0xffffffffu;
 constexpr float LARGEST = 65504.0f;
-// 1.5 · 2^23: added to a number below 2^22, it leaves that rounded half to even in the lowest bits.
-constexpr float ROUND = 12582912.0f;
 
 __device__ __forceinline__ float widen(Input x) {
 #if INPUT_TYPE == 0
@@ -40,6 +38,7 @@ struct alignas(16) Share {
     Input x[SHARE];
 };
 
+#if KV_BITS == 4
 // Eight codes of 4 bits: even features in the low half of the word, odd ones in the high half, each half rotated left by
 // 2 bits, where the mantissa of an f16 has unit steps from 256 or from 16 (attention_decode.cu).
 __device__ __forceinline__ u32 pack_4(const u32 (&code)[SHARE]) {
@@ -48,6 +47,7 @@ __device__ __forceinline__ u32 pack_4(const u32 (&code)[SHARE]) {
     for (int i = 0; i < 4; ++i) word |= code[2 * i] << (4 * i) | code[2 * i + 1] << (16 + 4 * i);
     return (word << 2 & 0xfffcfffcu) | (word >> 14 & 0x00030003u);
 }
+#endif
 
 // keys, values  [tokens][kv_heads][HEAD_DIM], tokens `token_stride` elements apart, 16-byte aligned
 // sequence, position  [tokens]: where each token goes; a position of 2^32 - 1 is skipped
@@ -119,6 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     halves.w = pack_f16(x[6], x[7]);
     *reinterpret_cast<uint4*>(codes) = halves;
 #else
+    // 1.5 · 2^23: added to a number below 2^22, it leaves that rounded half to even in the lowest bits.
+    constexpr float ROUND = 12582912.0f;
     // A negative zero is none.
     const u16 zero = f32_to_f16_down(__fadd_rn(low, 0.0f));
     const float from = f16_to_f32(zero);

@@ -143,14 +143,14 @@ pub struct KernelPlan {
 pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
     let mut plans = Vec::new();
     for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
-        for head_dim in [64, 80, 96, 128, 192, 256] {
+        for head_dim in [64, 96, 128, 256] {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
             for input in [Float::F16, Float::Bf16, Float::F32] {
                 plans.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.kernel);
             }
-            let types = [Float::F16, Float::Bf16].map(|query| [(query, query), (query, Float::F32)]);
+            let types = [(Float::F16, Float::F16), (Float::Bf16, Float::Bf16), (Float::F16, Float::F32)];
             for (group, (query, out)) in
-                [8, 16].into_iter().flat_map(|g| types.as_flattened().iter().map(move |&t| (g, t)))
+                [8, 16].into_iter().flat_map(|group| types.map(|types| (group, types)))
             {
                 let shape = DecodeShape {
                     layout,
