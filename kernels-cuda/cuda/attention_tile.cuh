@@ -136,7 +136,6 @@ struct State {
     float reference[HEAD_TILES][2];
     // What value scales are multiplied with: a power of two.
     float unit;
-    float largest_scale;
 };
 
 struct Queries {
@@ -267,18 +266,20 @@ __device__ __forceinline__ void score_tile(float (&scores)[HEAD_TILES][4], const
     }
 }
 
-// Takes references anew from what has been seen up to this tile; sums become relative to them.
+// Takes anew what this tile outgrows, of each head alone, so that no head's result depends on another; sums become relative
+// to it.
 __device__ __forceinline__ void rescale(State& state, const float (&scores)[HEAD_TILES][4], float value_scale) {
     float unit = 1.0f;
     if (HAS_GRIDS) {
-        float largest = fmaxf(state.largest_scale, value_scale);
+        float largest = value_scale;
         for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
-        state.largest_scale = largest;
-        // Biased exponents: unit · largest is from 2^7 to below 2^8. Of no scale but 0 anything will do.
-        const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
-        const float chosen = largest > 0.0f ? __uint_as_float(static_cast<u32>(254 + 7 - exponent) << 23) : state.unit;
-        unit = chosen / state.unit;
-        state.unit = chosen;
+        if (largest * state.unit >= SCALE_LIMIT) {
+            // Biased exponents: chosen · largest is from 2^7 to below 2^8.
+            const u32 exponent = __float_as_uint(largest) >> 23;
+            const float chosen = __uint_as_float((254 + 7 - exponent) << 23);
+            unit = chosen / state.unit;
+            state.unit = chosen;
+        }
     }
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
@@ -287,7 +288,7 @@ __device__ __forceinline__ void rescale(State& state, const float (&scores)[HEAD
             float highest = fmaxf(scores[tile][i], scores[tile][i + 2]);
             for (int step = 4; step < 32; step *= 2)
                 highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, step));
-            highest = fmaxf(highest, state.reference[tile][i]);
+            if (!(highest - state.reference[tile][i] > GROWTH)) highest = state.reference[tile][i];
             const float factor = exp2_approx(state.reference[tile][i] - highest);
             state.reference[tile][i] = highest;
             state.total[tile][i] *= factor;

@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // A negative zero is none.
     const u16 zero = f32_to_f16_down(__fadd_rn(low, 0.0f));
     const float from = f16_to_f32(zero);
-    const u16 scale = f32_to_f16_up(__fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f));
+    const float even = __fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f);
+    const u16 scale = f32_to_f16_up(__fadd_rn(even, 0.0f));
     const float step = f16_to_f32(scale);
     u32 code[SHARE];
 #pragma unroll
