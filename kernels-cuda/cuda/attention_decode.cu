@@ -1,4 +1,4 @@
-// Attention of one query a sequence on the paged cache: the read half.
+// Attention of the last queries of each sequence, usually one, on the paged cache: the read half.
 //
 //   score_t = scale · q · k_t,   out = sum_t p_t v_t / sum_t p_t,   lse = ln sum_t exp(score_t),   p_t = exp(score_t - max)
 //
@@ -73,27 +73,34 @@ struct Part {
     float reference, total;
 };
 
-// query   [sequences] rows `query_stride` elements apart, [kv_heads · group][HEAD_DIM], 8-byte aligned
+// A column of a product is a query head of one query: of the `queries` last tokens of the list, in order, of which each
+// sees none that comes after it. Columns of a key-value head are [queries][group]; a block has HEADS of them.
+//
+// query   [sequences · queries] rows `query_stride` elements apart, [kv_heads · group][HEAD_DIM], 8-byte aligned
 // pages   tiles at page · page_stride + kv head · head_stride bytes, multiples of 16
 // table   page numbers in order: table[sequence · table_stride + kv head · table_head_stride + i]
 // tokens, first  tokens of the list, and tokens at its beginning that are not seen: [sequence · count_stride +
 //         kv head · count_head_stride]; `first` may be null
-// out     [sequences][kv_heads · group][HEAD_DIM];  lse [sequences][kv_heads · group], natural logarithm, may be null
-// sums    f32 [sequences][kv_heads · group][max_splits][HEAD_DIM];  parts [sequences][kv_heads · group][max_splits]
-// tickets [sequences][kv_heads · head blocks], 0 before the first launch, and again after each
-// Grid: (max_splits, kv_heads · head blocks, sequences), max_splits at least what the longest sequence is cut into.
+// out     [rows][HEAD_DIM], rows as those of queries by heads;  lse [rows], natural logarithm, may be null
+// sums    f32 [rows][max_splits][HEAD_DIM];  parts [rows][max_splits]
+// tickets [sequences][kv_heads · column blocks], 0 before the first launch, and again after each
+// Grid: (max_splits, kv_heads · column blocks, sequences), max_splits at least what the longest sequence is cut into.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const u16* __restrict__ query, const u8* __restrict__ pages, const u32* __restrict__ table,
                      const u32* __restrict__ tokens, const u32* __restrict__ first, Out* __restrict__ out,
                      float* __restrict__ lse, float* sums, Part* parts, u32* tickets, u64 page_stride, u64 head_stride,
                      u64 query_stride, u32 table_stride, u32 table_head_stride, u32 count_stride,
-                     u32 count_head_stride, u32 page_shift, u32 kv_heads, u32 group, float scale) {
+                     u32 count_head_stride, u32 page_shift, u32 kv_heads, u32 group, u32 queries, float scale) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 max_splits = gridDim.x, split = blockIdx.x, sequence = blockIdx.z;
-    const u32 head_blocks = gridDim.y / kv_heads, kv_head = blockIdx.y / head_blocks;
-    const u32 within = blockIdx.y % head_blocks * HEADS;
-    const u32 heads = min(group - within, static_cast<u32>(HEADS));
-    const u32 first_head = kv_head * group + within, query_heads = kv_heads * group;
+    const u32 column_blocks = gridDim.y / kv_heads, kv_head = blockIdx.y / column_blocks;
+    const u32 first_column = blockIdx.y % column_blocks * HEADS;
+    const u32 columns = min(queries * group - first_column, static_cast<u32>(HEADS));
+    // The row of a column of this block.
+    const auto row_of = [&](u32 column) {
+        const u32 at = first_column + column;
+        return (static_cast<u64>(sequence) * queries + at / group) * (kv_heads * group) + kv_head * group + at % group;
+    };
 
     const u64 count_at = static_cast<u64>(sequence) * count_stride + static_cast<u64>(kv_head) * count_head_stride;
     const u32 n = tokens[count_at];
@@ -102,15 +109,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 splits = max((n + step - 1) / step, 1u);
     if (split >= splits) return;
 
-    const u32 begin_token = split * step, end_token = min(begin_token + step, n);
+    // Tokens up to the last that a column sees.
+    const auto seen_by = [&](u32 column) {
+        return max(static_cast<int>(n) - static_cast<int>(queries - 1 - (first_column + column) / group), 0);
+    };
+    const u32 begin_token = split * step;
+    const u32 end_token = min(min(begin_token + step, n), static_cast<u32>(seen_by(columns - 1)));
+    // Up to here all columns see all tokens.
+    const u32 whole_to = min(end_token, static_cast<u32>(seen_by(0)));
     const u32 begin = max(begin_token, unseen) / TILE_TOKENS, end = (end_token + TILE_TOKENS - 1) / TILE_TOKENS;
     const u32* list = table + static_cast<u64>(sequence) * table_stride + static_cast<u64>(kv_head) * table_head_stride;
     const u32 mine = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
 
-    // Of this warp's tiles, those from `whole_from` on are seen whole, but for the last if the sequence ends in it.
+    // Of this warp's tiles, `whole_count` from `whole_from` on are seen whole by all columns.
     const u32 whole_from = mine > 0 && unseen > (begin + warp) * TILE_TOKENS ? 1 : 0;
-    const u32 last = begin + warp + (mine - 1) * WARPS;
-    const u32 whole_count = mine > 0 ? mine - ((last + 1) * TILE_TOKENS > end_token ? 1 : 0) - whole_from : 0;
+    const u32 whole_tiles = whole_to / TILE_TOKENS;
+    const u32 whole_end = begin + warp < whole_tiles ? (whole_tiles - begin - warp + WARPS - 1) / WARPS : 0;
+    const u32 whole_count = max(whole_end, whole_from) - whole_from;
     const auto is_whole = [&](u32 i) { return i - whole_from < whole_count; };
     const auto start_of = [&](u32 i) { return static_cast<int>((begin + warp + i * WARPS) * TILE_TOKENS); };
 
@@ -139,8 +154,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     const Place place = place_of(lane);
-    Queries queries;
-    load_queries(queries, query + sequence * query_stride, first_head, heads, scale, place.g, place.t);
+    Queries loaded;
+    load_queries(loaded, scale, place, [&](u32 column) -> const u16* {
+        if (column >= columns) return nullptr;
+        const u32 at = first_column + column;
+        return query + (static_cast<u64>(sequence) * queries + at / group) * query_stride +
+               (kv_head * group + at % group) * HEAD_DIM;
+    });
+    Limits limits;
+#pragma unroll
+    for (int i = 0; i < 2 * HEAD_TILES; ++i)
+        limits.seen[i / 2][i % 2] = seen_by(min(8 * (i / 2) + 2 * place.t + i % 2, columns - 1));
     State state = {};
     // Any scale but 0 outgrows this, so the first tile chooses.
     state.unit = __uint_as_float((127u + 60u) << 23);
@@ -155,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncwarp();
         if (i + STAGES - 1 < mine) copy(i + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
         copy_async_commit();
-        attend_tile(state, queries, ring + slot * (TILE_BYTES / 4), place, is_whole(i),
-                    static_cast<int>(unseen) - start_of(i), static_cast<int>(end_token) - start_of(i));
+        attend_tile(state, loaded, ring + slot * (TILE_BYTES / 4), place, is_whole(i), limits,
+                    static_cast<int>(unseen), static_cast<int>(end_token), start_of(i));
         slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
     copy_async_wait<0>();
@@ -194,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     __syncthreads();
 
-    const u64 row_base = static_cast<u64>(sequence) * query_heads + first_head;
-    for (u32 item = threadIdx.x; item < heads * HEAD_DIM; item += THREADS) {
+    for (u32 item = threadIdx.x; item < columns * HEAD_DIM; item += THREADS) {
         const u32 head = item / HEAD_DIM, feature = item % HEAD_DIM;
+        const u64 row = row_of(head);
         float highest = LOWEST;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, meet_parts[w * HEADS + head].reference);
@@ -209,11 +233,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             total = fmaf(factor, part.total, total);
         }
         if (splits == 1) {
-            store(out + (row_base + head) * HEAD_DIM + feature, total == 0.0f ? 0.0f : sum / total);
+            store(out + row * HEAD_DIM + feature, total == 0.0f ? 0.0f : sum / total);
             if (lse != nullptr && feature == 0)
-                lse[row_base + head] = total == 0.0f ? minus_infinity() : (highest + log2_approx(total)) * LN_2;
+                lse[row] = total == 0.0f ? minus_infinity() : (highest + log2_approx(total)) * LN_2;
         } else {
-            const u64 at = (row_base + head) * max_splits + split;
+            const u64 at = row * max_splits + split;
             sums[at * HEAD_DIM + feature] = sum;
             if (feature == 0) {
                 parts[at].reference = highest;
@@ -236,9 +260,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
     if (*is_joiner == 0) return;
     fence_device();
-    for (u32 item = threadIdx.x; item < heads * HEAD_DIM; item += THREADS) {
+    for (u32 item = threadIdx.x; item < columns * HEAD_DIM; item += THREADS) {
         const u32 head = item / HEAD_DIM, feature = item % HEAD_DIM;
-        const u64 at = (row_base + head) * max_splits;
+        const u64 row = row_of(head), at = row * max_splits;
         float highest = LOWEST;
         for (u32 s = 0; s < splits; ++s) highest = fmaxf(highest, parts[at + s].reference);
         float sum = 0.0f, total = 0.0f;
@@ -247,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             sum = fmaf(factor, sums[(at + s) * HEAD_DIM + feature], sum);
             total = fmaf(factor, parts[at + s].total, total);
         }
-        store(out + (row_base + head) * HEAD_DIM + feature, total == 0.0f ? 0.0f : sum / total);
+        store(out + row * HEAD_DIM + feature, total == 0.0f ? 0.0f : sum / total);
         if (lse != nullptr && feature == 0)
-            lse[row_base + head] = total == 0.0f ? minus_infinity() : (highest + log2_approx(total)) * LN_2;
+            lse[row] = total == 0.0f ? minus_infinity() : (highest + log2_approx(total)) * LN_2;
     }
 }

@@ -145,14 +145,37 @@ struct Queries {
     float scale[HEAD_TILES][2], sum[HEAD_TILES][2], start[HEAD_TILES][2];
 };
 
-// The queries of heads `first` to `first + HEADS` of which `count` exist; halves, of bf16 times a power of two that
-// makes the largest of a head 2^14 to 2^15.
-__device__ __forceinline__ void load_queries(Queries& queries, const u16* query, u32 first, u32 count, float scale,
-                                             u32 g, u32 t) {
+// Where a lane begins to read in a tile, in words; all its other loads are a fixed number of words further.
+struct Place {
+    u32 g, t;
+    // Of keys, for even and odd wide loads: where halves of 128 bytes are exchanged, these are not in one order.
+    u32 keys[2];
+    u32 values;
+};
+
+__device__ __forceinline__ Place place_of(u32 lane) {
+    Place place;
+    place.g = lane / 4;
+    place.t = lane % 4;
+    place.keys[0] = key_word(place.g, place.t * KEY_WIDE);
+    place.keys[1] = key_word(place.g, 4 * KEY_WIDE + place.t * KEY_WIDE);
+    place.values = VALUES_AT / 4 + value_word(2 * place.t, place.g * VALUE_WIDE);
+    return place;
+}
+
+// From token 2 t to 2 t + 1, 2 t + 8 and 2 t + 9: as far for all t.
+__device__ __forceinline__ constexpr int value_step(int k) {
+    return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
+}
+
+// The queries of a block's columns, where `row_of(column)` says, zeros where that is null; halves, of bf16 times a power of
+// two that makes the largest of a column 2^14 to 2^15.
+template <typename RowOf>
+__device__ __forceinline__ void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
+    const u32 t = place.t;
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
-        const u32 head = 8 * tile + g;
-        const u16* row = query + static_cast<u64>(first + head) * HEAD_DIM;
+        const u16* row = row_of(8 * tile + place.g);
         ushort4 raw[KEY_STEPS];
 #if QUERY_TYPE == 1
         float largest = 0.0f;
@@ -161,7 +184,7 @@ __device__ __forceinline__ void load_queries(Queries& queries, const u16* query,
         for (int step = 0; step < KEY_STEPS; ++step) {
             const int feature = feature_of(4 * step, t, 4, KEY_WIDE);
             raw[step] = make_ushort4(0, 0, 0, 0);
-            if (head < count && feature < HEAD_DIM) raw[step] = *reinterpret_cast<const ushort4*>(row + feature);
+            if (row != nullptr && feature < HEAD_DIM) raw[step] = *reinterpret_cast<const ushort4*>(row + feature);
 #if QUERY_TYPE == 1
             largest = fmaxf(fmaxf(largest, fabsf(bf16_to_f32(raw[step].x))), fabsf(bf16_to_f32(raw[step].y)));
             largest = fmaxf(fmaxf(largest, fabsf(bf16_to_f32(raw[step].z))), fabsf(bf16_to_f32(raw[step].w)));
@@ -204,29 +227,6 @@ __device__ __forceinline__ void load_queries(Queries& queries, const u16* query,
             queries.start[tile][i] = starts[i];
         }
     }
-}
-
-// Where a lane begins to read in a tile, in words; all its other loads are a fixed number of words further.
-struct Place {
-    u32 g, t;
-    // Of keys, for even and odd wide loads: where halves of 128 bytes are exchanged, these are not in one order.
-    u32 keys[2];
-    u32 values;
-};
-
-__device__ __forceinline__ Place place_of(u32 lane) {
-    Place place;
-    place.g = lane / 4;
-    place.t = lane % 4;
-    place.keys[0] = key_word(place.g, place.t * KEY_WIDE);
-    place.keys[1] = key_word(place.g, 4 * KEY_WIDE + place.t * KEY_WIDE);
-    place.values = VALUES_AT / 4 + value_word(2 * place.t, place.g * VALUE_WIDE);
-    return place;
-}
-
-// From token 2 t to 2 t + 1, 2 t + 8 and 2 t + 9: as far for all t.
-__device__ __forceinline__ constexpr int value_step(int k) {
-    return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
 }
 
 __device__ __forceinline__ void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, const u32* tile,
@@ -355,9 +355,15 @@ __device__ __forceinline__ void sum_values(State& state, const u32 (&weights)[HE
 #endif
 }
 
-// A tile that lies in shared memory. If it is not `whole`, only tokens from `seen_from` to below `seen_to` are seen.
+// Tokens of the list up to the last that columns 2 t and 2 t + 1 of each eight see.
+struct Limits {
+    int seen[HEAD_TILES][2];
+};
+
+// A tile that lies in shared memory and begins with token `start` of the list. If it is not `whole`, columns see only tokens
+// from `unseen` to below `end` and their limits.
 __device__ __forceinline__ void attend_tile(State& state, const Queries& queries, const u32* tile, const Place& place,
-                                            bool whole, int seen_from, int seen_to) {
+                                            bool whole, const Limits& limits, int unseen, int end, int start) {
     float scores[HEAD_TILES][4];
     score_tile(scores, queries, tile, place);
     float key_scale[2] = {1.0f, 1.0f}, key_zero[2] = {}, value_scale[2] = {}, middle[2] = {};
@@ -382,16 +388,16 @@ __device__ __forceinline__ void attend_tile(State& state, const Queries& queries
         }
     if (!whole) {
 #pragma unroll
-        for (int heads = 0; heads < HEAD_TILES; ++heads)
+        for (int half = 0; half < 2; ++half) {
+            const int token = start + static_cast<int>(place.g) + 8 * half;
+            const bool exists = token >= unseen && token < end;
+            if (!exists) value_scale[half] = middle[half] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = static_cast<int>(place.g) + 8 * (i >> 1);
-                if (token < seen_from || token >= seen_to) {
-                    scores[heads][i] = minus_infinity();
-                    value_scale[i >> 1] = 0.0f;
-                    middle[i >> 1] = 0.0f;
-                }
-            }
+            for (int heads = 0; heads < HEAD_TILES; ++heads)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (!exists || token >= limits.seen[heads][i]) scores[heads][2 * half + i] = minus_infinity();
+        }
     }
     // Relative to what p is relative to.
     float beyond[HEAD_TILES][4], surplus = minus_infinity();

@@ -29,8 +29,11 @@ pub struct DecodeShape {
     pub query_heads: usize,
     /// Key-value heads.
     pub kv_heads: usize,
-    /// Sequences of a launch, one query each; up to 65535.
+    /// Sequences of a launch; up to 65535.
     pub sequences: usize,
+    /// Queries of each sequence: its last tokens', in order, of which each sees none that comes after it. 1 decodes; more
+    /// are drafts to verify, or a prefill, after their keys and values were appended.
+    pub queries: usize,
     /// At least the tokens of the longest list; sizes the grid and the workspace, and changes no result.
     pub max_tokens: usize,
     /// Of queries: f16 or bf16.
@@ -78,15 +81,15 @@ pub struct DecodePlan {
     pub kernel: KernelPlan,
     shape: DecodeShape,
     max_splits: usize,
-    head_blocks: usize,
+    column_blocks: usize,
 }
 
 /// Where things are on the device, and strides. Addresses are multiples of 16 but where said.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeArguments {
-    /// `[sequences]` rows, `query_stride` elements apart, of `[query_heads, head_dim]`.
+    /// `[sequences, queries]` rows, `query_stride` elements apart, of `[query_heads, head_dim]`.
     pub query: u64,
-    /// Elements between sequences: a multiple of 4, usually `query_heads · head_dim`.
+    /// Elements between queries: a multiple of 4, usually `query_heads · head_dim`.
     pub query_stride: u64,
     /// The first page's first head.
     pub pages: u64,
@@ -110,9 +113,9 @@ pub struct DecodeArguments {
     pub count_head_stride: u32,
     /// What scores are multiplied with: usually `1 / √head_dim`.
     pub scale: f32,
-    /// `[sequences, query_heads, head_dim]`; aligned to an element.
+    /// `[sequences, queries, query_heads, head_dim]`; aligned to an element.
     pub out: u64,
-    /// f32 `[sequences, query_heads]`, natural logarithms; 0 for none.
+    /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 for none.
     pub lse: u64,
     /// [`DecodePlan::workspace`] bytes. Zeros before the first launch that it is used for; a launch leaves it fit for the
     /// next, of any shape that it is large enough for, on the same stream.
@@ -155,10 +158,11 @@ impl DecodeShape {
             return Err(KernelError::TooLarge("a sequence"));
         }
         let (layout, group) = (&self.layout, self.group());
-        let tune = Tuning::of(layout, group);
-        let head_blocks = group.div_ceil(8 * tune.head_tiles);
+        let columns = group.checked_mul(self.queries).ok_or(KernelError::TooLarge("the queries"))?;
+        let tune = Tuning::of(layout, columns);
+        let column_blocks = columns.div_ceil(8 * tune.head_tiles);
         let max_splits = rule.most_splits(self.max_tokens);
-        let rows = self.kv_heads.checked_mul(head_blocks).filter(|&rows| rows <= 65535);
+        let rows = self.kv_heads.checked_mul(column_blocks).filter(|&rows| rows <= 65535);
         let Some(rows) = rows.filter(|_| self.sequences <= 65535) else {
             return Err(KernelError::TooLarge("the grid"));
         };
@@ -185,7 +189,7 @@ impl DecodeShape {
             shared_bytes: tune.shared_bytes as u32,
             register_ceiling: tune.register_ceiling as u32,
         };
-        Ok(DecodePlan { kernel, shape: *self, max_splits, head_blocks })
+        Ok(DecodePlan { kernel, shape: *self, max_splits, column_blocks })
     }
 }
 
@@ -223,18 +227,19 @@ impl DecodePlan {
             Argument::U32(shape.layout.page_shift()),
             u(shape.kv_heads),
             u(shape.group()),
+            u(shape.queries),
             Argument::F32(at.scale),
         ]
     }
 
-    /// Rows that splits leave: of each split, query head and sequence.
+    /// Rows that splits leave: of each split, query head, query and sequence.
     fn records(&self) -> usize {
-        self.shape.sequences * self.shape.query_heads * self.max_splits
+        self.shape.sequences * self.shape.queries * self.shape.query_heads * self.max_splits
     }
 
     /// Tickets come first.
     fn sums_at(&self) -> usize {
-        (4 * self.shape.sequences * self.shape.kv_heads * self.head_blocks).next_multiple_of(128)
+        (4 * self.shape.sequences * self.shape.kv_heads * self.column_blocks).next_multiple_of(128)
     }
 
     fn parts_at(&self) -> usize {
@@ -242,7 +247,8 @@ impl DecodePlan {
     }
 }
 
-/// What is chosen for a layout and a number of query heads that share a key-value head; the same for all architectures.
+/// What is chosen for a layout and a number of columns, query heads that share a key-value head times queries; the same
+/// for all architectures. How tiles go to warps depends on the layout alone, so that results do not depend on columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tuning {
     head_tiles: usize,
@@ -254,10 +260,10 @@ struct Tuning {
 }
 
 impl Tuning {
-    fn of(layout: &KvPageLayout, group: usize) -> Self {
+    fn of(layout: &KvPageLayout, columns: usize) -> Self {
         let (dim, tile) = (layout.dim(), layout.tile_bytes());
-        // Sixteen heads keep twice the sums; of wide heads these are too many registers.
-        let head_tiles = if group <= 8 || dim > 192 { 1 } else { 2 };
+        // Sixteen columns keep twice the sums; of wide heads these are too many registers.
+        let head_tiles = if columns <= 8 || dim > 192 { 1 } else { 2 };
         let (mut warps, mut stages) = (4, 4);
         while warps * stages * tile > SHARED_LIMIT {
             if stages > 3 { stages -= 1 } else { warps /= 2 }

@@ -3,7 +3,7 @@
 //! What is stored is defined by [`quant_kernels_cpu::attention`]: the grid of a head of a token is that of
 //! [`quantize_head`](quant_kernels_cpu::attention::quantize_head), bit for bit. Where it lies in a page is the GPU's own
 //! ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens of many sequences, [`DecodeShape`]
-//! one that attends with a query of each, [`MergeShape`] one that joins results on parts of sequences. Planning is host
+//! one that attends with the last queries of each, usually one, [`MergeShape`] one that joins results on parts of sequences. Planning is host
 //! arithmetic: it needs no device and no CUDA.
 //!
 //! # The definition
@@ -157,6 +157,7 @@ pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
                     query_heads: group,
                     kv_heads: 1,
                     sequences: 1,
+                    queries: 1,
                     max_tokens: 1,
                     query,
                     out,
