@@ -117,8 +117,8 @@ pub struct DecodeArguments {
     pub out: u64,
     /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 for none.
     pub lse: u64,
-    /// [`DecodePlan::workspace`] bytes. Zeros before the first launch that it is used for; a launch leaves it fit for the
-    /// next, of any shape that it is large enough for, on the same stream.
+    /// [`DecodePlan::workspace`] bytes, of which the first [`DecodePlan::workspace_zeroed`] are 0 before the first launch; a
+    /// launch leaves it fit for the next of the same plan on the same stream.
     pub workspace: u64,
 }
 
@@ -202,6 +202,11 @@ impl DecodePlan {
         }
     }
 
+    /// Bytes at its beginning that must be 0 before it is first used.
+    pub fn workspace_zeroed(&self) -> usize {
+        if self.max_splits == 1 { 0 } else { self.sums_at() }
+    }
+
     /// The arguments of the kernel, in its order.
     pub fn arguments(&self, at: &DecodeArguments) -> Vec<Argument> {
         let shape = &self.shape;
@@ -237,8 +242,8 @@ impl DecodePlan {
         self.shape.sequences * self.shape.queries * self.shape.query_heads * self.max_splits
     }
 
-    /// Tickets come first.
     fn sums_at(&self) -> usize {
+        // Tickets come first.
         (4 * self.shape.sequences * self.shape.kv_heads * self.column_blocks).next_multiple_of(128)
     }
 
