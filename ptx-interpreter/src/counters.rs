@@ -1,0 +1,147 @@
+//! What a launch did, counted.
+
+use std::collections::BTreeMap;
+
+use crate::memory::Memory;
+use crate::operation::Kernel;
+
+/// Bytes of one direction.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes that lanes asked for, the same byte as often as it was asked for.
+    pub bytes_asked: u64,
+    /// 32-byte sectors, counted once an instruction of a warp: what the caches are asked for.
+    pub sectors: u64,
+    /// Different bytes over the whole launch.
+    pub unique_bytes: u64,
+    /// Different 32-byte sectors over the whole launch: what DRAM moves at least, times 32.
+    pub unique_sectors: u64,
+}
+
+/// Both directions of a buffer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct BufferTraffic {
+    /// Reads, those of asynchronous copies and atomics too.
+    pub read: Traffic,
+    /// Writes, those of atomics too.
+    pub written: Traffic,
+}
+
+/// Shared memory's passes through its banks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wavefronts {
+    /// As the addresses had it.
+    pub taken: u64,
+    /// Without bank conflicts.
+    pub ideal: u64,
+}
+
+/// What a launch did. Instructions are counted once a warp, whatever lanes take part; one whose guard is
+/// false everywhere counts as well.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Instructions of warps.
+    pub instructions: u64,
+    /// By the opcode with its modifiers.
+    pub by_opcode: BTreeMap<String, u64>,
+    /// By the line of the PTX text, from 1.
+    pub by_line: BTreeMap<u32, u64>,
+    /// By file number and line of the last `.loc`, where the text has some.
+    pub by_source: BTreeMap<(u32, u32), u64>,
+    /// By the buffer's name; a module's own variables are `(module)`.
+    pub buffers: BTreeMap<String, BufferTraffic>,
+    /// Loads from shared memory, `ldmatrix` and atomics too.
+    pub shared_reads: Wavefronts,
+    /// Stores, and what asynchronous copies write.
+    pub shared_writes: Wavefronts,
+    /// Both by line of the PTX text.
+    pub shared_by_line: BTreeMap<u32, Wavefronts>,
+    /// Barriers that blocks completed.
+    pub barriers: u64,
+    /// Blocks that ran.
+    pub blocks: u64,
+}
+
+impl Counters {
+    /// Instructions whose opcode begins so: `mma`, `ld.global`.
+    pub fn opcode(&self, prefix: &str) -> u64 {
+        self.by_opcode.iter().filter(|(name, _)| name.starts_with(prefix)).map(|(_, count)| count).sum()
+    }
+}
+
+/// Counts while a launch runs.
+#[derive(Default)]
+pub(crate) struct Tally {
+    /// By instruction.
+    pub executed: Vec<u64>,
+    pub reads: Vec<Wavefronts>,
+    pub writes: Vec<Wavefronts>,
+    /// Bytes asked and sectors by buffer, reads and writes.
+    pub traffic: Vec<[(u64, u64); 2]>,
+    pub barriers: u64,
+    pub blocks: u64,
+    pub total: u64,
+}
+
+impl Tally {
+    pub fn new(instructions: usize) -> Self {
+        let none = vec![Wavefronts::default(); instructions];
+        Self { executed: vec![0; instructions], reads: none.clone(), writes: none, ..Self::default() }
+    }
+
+    /// Bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
+    pub fn traffic(&mut self, written: bool, bytes: usize, touched: &mut Vec<(usize, u64)>, lanes: &[(usize, u64)]) {
+        for (buffer, _) in lanes {
+            if self.traffic.len() <= *buffer {
+                self.traffic.resize(buffer + 1, [(0, 0); 2]);
+            }
+            self.traffic[*buffer][usize::from(written)].0 += bytes as u64;
+        }
+        touched.sort_unstable();
+        touched.dedup();
+        for (buffer, _) in touched.iter() {
+            self.traffic[*buffer][usize::from(written)].1 += 1;
+        }
+    }
+
+    pub fn finish(&self, kernel: &Kernel, memory: &Memory) -> Counters {
+        let mut counters =
+            Counters { instructions: self.total, barriers: self.barriers, blocks: self.blocks, ..Counters::default() };
+        for (i, instruction) in kernel.instructions.iter().enumerate() {
+            let count = self.executed[i];
+            if count == 0 {
+                continue;
+            }
+            *counters.by_opcode.entry(kernel.opcodes[instruction.opcode].clone()).or_default() += count;
+            *counters.by_line.entry(instruction.line).or_default() += count;
+            if instruction.source.1 != 0 {
+                *counters.by_source.entry(instruction.source).or_default() += count;
+            }
+            for (one, sum) in
+                [(self.reads[i], &mut counters.shared_reads), (self.writes[i], &mut counters.shared_writes)]
+            {
+                sum.taken += one.taken;
+                sum.ideal += one.ideal;
+                if one.taken > 0 {
+                    let line = counters.shared_by_line.entry(instruction.line).or_default();
+                    line.taken += one.taken;
+                    line.ideal += one.ideal;
+                }
+            }
+        }
+        for (i, (name, touched)) in memory.touched().into_iter().enumerate() {
+            let [read, written] = self.traffic.get(i).copied().unwrap_or_default();
+            let buffer = counters.buffers.entry(name).or_default();
+            for (to, asked, bytes, sectors) in [
+                (&mut buffer.read, read, touched.read_bytes, touched.read_sectors),
+                (&mut buffer.written, written, touched.written_bytes, touched.written_sectors),
+            ] {
+                to.bytes_asked += asked.0;
+                to.sectors += asked.1;
+                to.unique_bytes += bytes;
+                to.unique_sectors += sectors;
+            }
+        }
+        counters
+    }
+}

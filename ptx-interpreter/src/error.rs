@@ -1,0 +1,140 @@
+//! What can be wrong: with a text, with a launch, or with what a kernel does.
+
+use std::fmt;
+
+/// The result of every fallible function of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure to read or run a kernel.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The text is not PTX as this crate reads it.
+    #[error("PTX line {line}: {message}")]
+    Parse {
+        /// Line of the text, from 1.
+        line: u32,
+        /// What is wrong there.
+        message: String,
+    },
+    /// The module has no such kernel.
+    #[error("no kernel `{kernel}` in the module: it has {present}")]
+    NoKernel {
+        /// The name asked for.
+        kernel: String,
+        /// The names it has.
+        present: String,
+    },
+    /// The launch does not fit the kernel.
+    #[error("cannot launch `{kernel}`: {message}")]
+    Launch {
+        /// The kernel.
+        kernel: String,
+        /// What does not fit.
+        message: String,
+    },
+    /// A buffer asked for from outside is not there, or has bytes that nobody wrote.
+    #[error("memory: {message}")]
+    Memory {
+        /// What is wrong.
+        message: String,
+    },
+    /// The kernel did what it must not.
+    #[error("{0}")]
+    Fault(Box<Fault>),
+}
+
+/// What a kernel did wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FaultKind {
+    /// An address outside of every buffer, or beyond shared or local memory.
+    OutOfBounds,
+    /// An address that is no multiple of what is accessed.
+    Misaligned,
+    /// A read of bytes nobody wrote.
+    Uninitialised,
+    /// An access to bytes of an asynchronous copy that its thread has not waited for.
+    InFlight,
+    /// A read of copied bytes by another lane of the warp without a `bar.warp.sync` after the wait.
+    NotVisible,
+    /// Two warps of a block touched the same shared bytes without a barrier between, one wrote.
+    SharedRace,
+    /// Two blocks touched the same global bytes without an ordering atomic, one wrote.
+    GlobalRace,
+    /// Not every thread came to the same barrier.
+    BarrierDivergence,
+    /// Lanes that a warp-wide instruction needs are elsewhere.
+    WarpDivergence,
+    /// More instructions than the options allow.
+    Runaway,
+    /// An instruction this crate does not run: its name.
+    Unsupported(String),
+    /// The kernel executed `trap`.
+    Trap,
+}
+
+/// A wrong act, and where it happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// What it is.
+    pub kind: FaultKind,
+    /// The kernel's name.
+    pub kernel: String,
+    /// Line of the PTX text, from 1.
+    pub line: u32,
+    /// The instruction's name.
+    pub opcode: String,
+    /// The block.
+    pub block: [u32; 3],
+    /// The warp in its block.
+    pub warp: u32,
+    /// The lane in its warp, where one is to blame.
+    pub lane: Option<u32>,
+    /// The buffer, or `shared` or `local`.
+    pub buffer: Option<String>,
+    /// Byte in the buffer; of an address outside of every buffer, the address.
+    pub offset: u64,
+    /// More words: the other side of a race, the size of an access.
+    pub detail: String,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match &self.kind {
+            FaultKind::OutOfBounds => "out of bounds",
+            FaultKind::Misaligned => "misaligned",
+            FaultKind::Uninitialised => "read of uninitialised bytes",
+            FaultKind::InFlight => "access to bytes of a copy in flight",
+            FaultKind::NotVisible => "read of another lane's copy without a warp barrier",
+            FaultKind::SharedRace => "race in shared memory",
+            FaultKind::GlobalRace => "race in global memory",
+            FaultKind::BarrierDivergence => "barrier divergence",
+            FaultKind::WarpDivergence => "warp divergence",
+            FaultKind::Runaway => "runaway",
+            FaultKind::Unsupported(_) => "unsupported instruction",
+            FaultKind::Trap => "trap",
+        };
+        write!(f, "{what}: kernel `{}`, PTX line {}, {}", self.kernel, self.line, self.opcode)?;
+        let [x, y, z] = self.block;
+        write!(f, ", block ({x}, {y}, {z}), warp {}", self.warp)?;
+        if let Some(lane) = self.lane {
+            write!(f, ", lane {lane}")?;
+        }
+        if let Some(buffer) = &self.buffer {
+            write!(f, ", {buffer}+{}", self.offset)?;
+        } else if self.kind == FaultKind::OutOfBounds {
+            write!(f, ", address {:#x}", self.offset)?;
+        }
+        if !self.detail.is_empty() {
+            write!(f, ": {}", self.detail)?;
+        }
+        Ok(())
+    }
+}
+
+impl From<Fault> for Error {
+    fn from(fault: Fault) -> Self {
+        Self::Fault(Box::new(fault))
+    }
+}

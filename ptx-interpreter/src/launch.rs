@@ -1,0 +1,269 @@
+//! Modules and launches: what users of the crate call.
+
+use std::collections::HashMap;
+
+use crate::counters::Counters;
+use crate::error::{Error, Fault, Result};
+use crate::machine::{Machine, Random};
+use crate::memory::Memory;
+use crate::operation::{Kernel, Operation};
+use crate::syntax;
+
+/// The most bytes of shared memory that a launch may ask for, static part included.
+pub const MOST_SHARED: usize = 227 * 1024;
+/// The most threads of a block.
+pub const MOST_THREADS: u32 = 1024;
+
+/// An argument of a kernel.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Argument {
+    /// A 64-bit number, or the address of a buffer.
+    U64(u64),
+    /// A signed 64-bit number.
+    I64(i64),
+    /// A 32-bit number.
+    U32(u32),
+    /// A signed 32-bit number.
+    I32(i32),
+    /// A 16-bit number, or the bits of a 16-bit float.
+    U16(u16),
+    /// An 8-bit number or a bool.
+    U8(u8),
+    /// A 32-bit float.
+    F32(f32),
+    /// A 64-bit float.
+    F64(f64),
+    /// A structure's bytes.
+    Bytes(Vec<u8>),
+}
+
+impl Argument {
+    fn bytes(&self) -> Vec<u8> {
+        match self {
+            Self::U64(v) => v.to_le_bytes().to_vec(),
+            Self::I64(v) => v.to_le_bytes().to_vec(),
+            Self::U32(v) => v.to_le_bytes().to_vec(),
+            Self::I32(v) => v.to_le_bytes().to_vec(),
+            Self::U16(v) => v.to_le_bytes().to_vec(),
+            Self::U8(v) => vec![*v],
+            Self::F32(v) => v.to_le_bytes().to_vec(),
+            Self::F64(v) => v.to_le_bytes().to_vec(),
+            Self::Bytes(v) => v.clone(),
+        }
+    }
+}
+
+/// A launch's shape and arguments.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Launch {
+    /// Blocks along x, y and z, each at least 1.
+    pub grid: [u32; 3],
+    /// Threads along x, y and z, each at least 1, together at most [`MOST_THREADS`].
+    pub block: [u32; 3],
+    /// Bytes behind the static shared memory.
+    pub dynamic_shared: u32,
+    /// In the order of the kernel's parameters, of their sizes.
+    pub arguments: Vec<Argument>,
+}
+
+/// In which order the warps of a block take turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum WarpOrder {
+    /// Each runs up to its next barrier, the first warp first. The fastest.
+    #[default]
+    InTurn,
+    /// One after the other, each up to its next access to memory.
+    RoundRobin,
+    /// Each runs up to its next barrier, the last warp first.
+    Reverse,
+    /// A random warp after every access to memory.
+    Seeded(u64),
+}
+
+/// In which order the blocks of a grid run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum BlockOrder {
+    /// x fastest, then y, then z.
+    #[default]
+    Forward,
+    /// The other way round.
+    Reverse,
+    /// In a random order.
+    Seeded(u64),
+}
+
+/// How to run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// Turns within a block.
+    pub warp_order: WarpOrder,
+    /// Blocks, which run one after the other.
+    pub block_order: BlockOrder,
+    /// Whether the first fault ends the launch. Otherwise faults of memory are collected (up to 1000), reads
+    /// giving zeros and writes doing nothing where they happen; faults of control end it in any case.
+    pub fault_is_error: bool,
+    /// The most instructions of warps.
+    pub max_instructions: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            warp_order: WarpOrder::default(),
+            block_order: BlockOrder::default(),
+            fault_is_error: true,
+            max_instructions: 4_000_000_000,
+        }
+    }
+}
+
+/// What a launch did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Report {
+    /// Its counts.
+    pub counters: Counters,
+    /// Its faults, if they are no errors.
+    pub faults: Vec<Fault>,
+}
+
+/// A PTX text, decoded.
+#[derive(Debug, Clone)]
+pub struct Module {
+    kernels: Vec<Kernel>,
+    variables: Vec<u8>,
+    variables_align: usize,
+}
+
+impl Module {
+    /// Reads a PTX text. Instructions that this crate does not know are errors only where they are executed.
+    ///
+    /// # Errors
+    /// The text is not PTX as this crate reads it.
+    pub fn parse(text: &str) -> Result<Self> {
+        let text = syntax::read(text)?;
+        let kernels =
+            text.entries.iter().map(|e| crate::decode::kernel(e, &text.variables)).collect::<Result<_>>()?;
+        let mut places = HashMap::new();
+        let end = crate::resolve::globals(&text.variables, &mut places);
+        let mut variables = vec![0; end];
+        let mut variables_align = 1;
+        for variable in text.variables.iter().filter(|v| v.space == syntax::Space::Global) {
+            variables_align = variables_align.max(variable.align);
+            if let Some((_, at)) = places.get(variable.name)
+                && let Some(to) = variables.get_mut(*at as usize..*at as usize + variable.initial.len())
+            {
+                to.copy_from_slice(&variable.initial);
+            }
+        }
+        Ok(Self { kernels, variables, variables_align })
+    }
+
+    /// The kernels' names.
+    pub fn kernels(&self) -> impl Iterator<Item = &str> {
+        self.kernels.iter().map(|k| k.name.as_str())
+    }
+
+    fn kernel(&self, name: &str) -> Result<&Kernel> {
+        self.kernels.iter().find(|k| k.name == name).ok_or_else(|| Error::NoKernel {
+            kernel: name.to_owned(),
+            present: self.kernels().collect::<Vec<_>>().join(", "),
+        })
+    }
+
+    /// The instructions of a kernel that this crate does not run: line and opcode.
+    ///
+    /// # Errors
+    /// There is no such kernel.
+    pub fn unsupported(&self, kernel: &str) -> Result<Vec<(u32, String)>> {
+        let kernel = self.kernel(kernel)?;
+        let unknown = kernel.instructions.iter().filter(|i| matches!(i.operation, Operation::Unsupported));
+        Ok(unknown.map(|i| (i.line, kernel.opcodes[i.opcode].clone())).collect())
+    }
+
+    /// Bytes of a kernel's static shared memory.
+    ///
+    /// # Errors
+    /// There is no such kernel.
+    pub fn static_shared(&self, kernel: &str) -> Result<usize> {
+        Ok(self.kernel(kernel)?.static_shared)
+    }
+
+    /// Runs a kernel over a grid. A module's own variables begin anew with every launch.
+    ///
+    /// # Errors
+    /// No such kernel; arguments or sizes that do not fit it; the first [`Fault`], if faults are errors.
+    pub fn launch(&self, kernel: &str, launch: &Launch, memory: &mut Memory, options: &Options) -> Result<Report> {
+        let kernel = self.kernel(kernel)?;
+        let parameters = check(kernel, launch)?;
+        let variables = memory.buffer_from("(module)", &self.variables, self.variables_align);
+        memory.begin();
+        let mut machine = Machine::new(kernel, memory, launch, options, parameters, variables);
+        let [nx, ny, nz] = launch.grid;
+        let blocks = nx * ny * nz;
+        let mut order: Vec<u32> = Vec::new();
+        if let BlockOrder::Seeded(seed) = options.block_order {
+            order = (0..blocks).collect();
+            let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+            for i in (1..order.len()).rev() {
+                order.swap(i, random.below(i + 1));
+            }
+        }
+        let mut done = Ok(());
+        for i in 0..blocks {
+            let number = match options.block_order {
+                BlockOrder::Forward => i,
+                BlockOrder::Reverse => blocks - 1 - i,
+                BlockOrder::Seeded(_) => order[i as usize],
+            };
+            let block = [number % nx, number / nx % ny, number / nx / ny];
+            done = machine.run_block(block, number);
+            if done.is_err() {
+                break;
+            }
+        }
+        let (tally, faults) = (std::mem::take(&mut machine.tally), std::mem::take(&mut machine.faults));
+        let report = done.map(|()| Report { counters: tally.finish(kernel, memory), faults });
+        memory.drop_last();
+        report
+    }
+}
+
+/// The parameters' bytes, if the launch fits the kernel.
+fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
+    let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
+    let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);
+    if product(launch.grid) == 0 || product(launch.grid) == u32::MAX {
+        return wrong(format!("a grid of {:?} blocks", launch.grid));
+    }
+    let threads = product(launch.block);
+    if threads == 0 || threads > MOST_THREADS {
+        return wrong(format!("a block of {:?} threads", launch.block));
+    }
+    if let Some(most) = kernel.most_threads
+        && threads > product(most)
+    {
+        return wrong(format!("{threads} threads a block, compiled for {most:?}"));
+    }
+    let shared = kernel.static_shared + launch.dynamic_shared as usize;
+    if shared > MOST_SHARED {
+        return wrong(format!("{shared} bytes of shared memory, at most {MOST_SHARED}"));
+    }
+    if launch.arguments.len() != kernel.parameters.len() {
+        let (given, wanted) = (launch.arguments.len(), kernel.parameters.len());
+        return wrong(format!("{given} arguments for {wanted} parameters"));
+    }
+    let mut bytes = vec![0; kernel.parameter_bytes];
+    for (i, (argument, parameter)) in launch.arguments.iter().zip(&kernel.parameters).enumerate() {
+        let value = argument.bytes();
+        if value.len() != parameter.bytes {
+            let (given, wanted) = (value.len(), parameter.bytes);
+            return wrong(format!("argument {i} has {given} bytes, {:?} wants {wanted}", parameter.ty));
+        }
+        bytes[parameter.offset..parameter.offset + value.len()].copy_from_slice(&value);
+    }
+    Ok(bytes)
+}

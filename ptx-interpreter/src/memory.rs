@@ -1,0 +1,327 @@
+//! Global memory: buffers with bounds, an alignment, and for every byte whether somebody wrote it.
+//!
+//! A buffer's address is a multiple of its alignment and of no larger power of two, so that a kernel
+//! which assumes more is found out. Buffers lie apart, so that a step beyond one's end meets nothing.
+
+use std::collections::HashMap;
+
+use crate::error::{Error, FaultKind, Result};
+
+/// Addresses of buffers begin here.
+const FIRST: u64 = 0x10_0000_0000;
+/// Bytes of the smallest piece that DRAM gives.
+pub(crate) const SECTOR: u64 = 32;
+
+const WRITTEN_EVER: u8 = 1;
+const READ_NOW: u8 = 2;
+const WRITTEN_NOW: u8 = 4;
+/// Many blocks have read the byte.
+const MANY: u32 = u32::MAX;
+
+/// Who touched a byte in this launch.
+#[derive(Debug, Clone, Copy, Default)]
+struct Trace {
+    /// The last writer's block plus one, and its phase (see [`Order`]).
+    writer: u32,
+    phase: u32,
+    /// The reader's block plus one, or [`MANY`].
+    reader: u32,
+    reader_phase: u32,
+    atomic: bool,
+}
+
+struct Buffer {
+    name: String,
+    base: u64,
+    bytes: Vec<u8>,
+    flags: Vec<u8>,
+    traces: Vec<Trace>,
+}
+
+/// Which blocks' acts a block may count on.
+///
+/// A block's acts up to its last fence are published by its next atomic on an address; an atomic by
+/// another block on the same address then sees them, and those that the first had seen.
+#[derive(Debug, Default)]
+pub(crate) struct Order {
+    block: u32,
+    phase: u32,
+    fenced: u32,
+    seen: HashMap<u32, u32>,
+    published: HashMap<u64, HashMap<u32, u32>>,
+}
+
+impl Order {
+    /// The next block begins: it knows of nobody.
+    pub fn begin(&mut self, block: u32) {
+        self.block = block + 1;
+        self.phase = 1;
+        self.fenced = 0;
+        self.seen.clear();
+    }
+
+    /// A fence: what was done before it may be published.
+    pub fn fence(&mut self) {
+        self.fenced = self.phase;
+        self.phase += 1;
+    }
+
+    /// An atomic or a strong access that may both publish and see.
+    pub fn meet(&mut self, address: u64, publishes: bool) {
+        let entry = self.published.entry(address).or_default();
+        for (&block, &phase) in entry.iter() {
+            let seen = self.seen.entry(block).or_default();
+            *seen = (*seen).max(phase);
+        }
+        if publishes && self.fenced > 0 {
+            for (&block, &phase) in &self.seen {
+                let there = entry.entry(block).or_default();
+                *there = (*there).max(phase);
+            }
+            let own = entry.entry(self.block).or_default();
+            *own = (*own).max(self.fenced);
+        }
+    }
+
+    fn knows(&self, block: u32, phase: u32) -> bool {
+        block == 0 || block == self.block || self.seen.get(&block).is_some_and(|seen| *seen >= phase)
+    }
+}
+
+/// The device's memory, and the kernels' arguments' addresses.
+#[derive(Default)]
+pub struct Memory {
+    buffers: Vec<Buffer>,
+    last: usize,
+    next: u64,
+    pub(crate) order: Order,
+}
+
+/// What went wrong with an access: the fault, buffer and offset, and more words.
+pub(crate) struct Wrong {
+    pub kind: FaultKind,
+    pub buffer: Option<String>,
+    pub offset: u64,
+    pub detail: String,
+}
+
+/// Bytes of a buffer touched by a launch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Touched {
+    pub read_bytes: u64,
+    pub read_sectors: u64,
+    pub written_bytes: u64,
+    pub written_sectors: u64,
+}
+
+impl Memory {
+    /// No buffers yet.
+    pub fn new() -> Self {
+        Self { next: FIRST, ..Self::default() }
+    }
+
+    /// Adds a buffer of `bytes` bytes that nobody has written, and gives its device address.
+    ///
+    /// `align` is a power of two; another number counts as the next one, 0 as 1.
+    pub fn buffer(&mut self, name: &str, bytes: usize, align: usize) -> u64 {
+        self.add(name, vec![0; bytes], align, 0)
+    }
+
+    /// Adds a buffer with these bytes, and gives its device address. `align` as of [`buffer`](Self::buffer).
+    pub fn buffer_from(&mut self, name: &str, bytes: &[u8], align: usize) -> u64 {
+        self.add(name, bytes.to_vec(), align, WRITTEN_EVER)
+    }
+
+    fn add(&mut self, name: &str, bytes: Vec<u8>, align: usize, flag: u8) -> u64 {
+        let align = (align.clamp(1, 1 << 30).next_power_of_two()) as u64;
+        // An odd multiple of the alignment is a multiple of nothing larger.
+        let base = self.next.max(FIRST).next_multiple_of(2 * align) + align;
+        self.next = base + bytes.len() as u64 + 4096;
+        let flags = vec![flag; bytes.len()];
+        self.buffers.push(Buffer { name: name.to_owned(), base, bytes, flags, traces: Vec::new() });
+        base
+    }
+
+    /// The bytes of the buffer at that address.
+    ///
+    /// # Errors
+    /// No buffer begins there, or it has bytes that nobody wrote.
+    pub fn bytes(&self, address: u64) -> Result<&[u8]> {
+        let buffer = self.at(address)?;
+        if let Some(offset) = buffer.flags.iter().position(|f| f & WRITTEN_EVER == 0) {
+            let message = format!("byte {offset} of {} was never written", buffer.name);
+            return Err(Error::Memory { message });
+        }
+        Ok(&buffer.bytes)
+    }
+
+    /// The bytes of the buffer at that address, 0 where nobody wrote, and which of them were written.
+    ///
+    /// # Errors
+    /// No buffer begins there.
+    pub fn bytes_and_written(&self, address: u64) -> Result<(&[u8], Vec<bool>)> {
+        let buffer = self.at(address)?;
+        Ok((&buffer.bytes, buffer.flags.iter().map(|f| f & WRITTEN_EVER != 0).collect()))
+    }
+
+    /// Writes from outside, into the buffer at that address, from its beginning.
+    ///
+    /// # Errors
+    /// No buffer begins there, or it is shorter.
+    pub fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
+        let Some(buffer) = self.buffers.iter_mut().find(|b| b.base == address) else {
+            return Err(Error::Memory { message: format!("no buffer begins at {address:#x}") });
+        };
+        let Some(target) = buffer.bytes.get_mut(..bytes.len()) else {
+            let message = format!("{} bytes do not fit {} of {}", bytes.len(), buffer.bytes.len(), buffer.name);
+            return Err(Error::Memory { message });
+        };
+        target.copy_from_slice(bytes);
+        buffer.flags[..bytes.len()].fill(WRITTEN_EVER);
+        Ok(())
+    }
+
+    fn at(&self, address: u64) -> Result<&Buffer> {
+        self.buffers
+            .iter()
+            .find(|b| b.base == address)
+            .ok_or_else(|| Error::Memory { message: format!("no buffer begins at {address:#x}") })
+    }
+
+    /// Forgets who touched what, before a launch.
+    pub(crate) fn begin(&mut self) {
+        self.order = Order::default();
+        for buffer in &mut self.buffers {
+            buffer.flags.iter_mut().for_each(|f| *f &= WRITTEN_EVER);
+            buffer.traces.clear();
+            buffer.traces.resize(buffer.bytes.len(), Trace::default());
+        }
+    }
+
+    /// The last buffer, which holds a module's variables, goes away with its launch.
+    pub(crate) fn drop_last(&mut self) {
+        self.buffers.pop();
+        self.last = 0;
+    }
+
+    /// The buffers' names and what the launch touched of them.
+    pub(crate) fn touched(&self) -> Vec<(String, Touched)> {
+        let one = |buffer: &Buffer| {
+            let mut touched = Touched::default();
+            let mut sectors = [None, None];
+            for (i, flag) in buffer.flags.iter().enumerate() {
+                let sector = Some((buffer.base + i as u64) / SECTOR);
+                if flag & READ_NOW != 0 {
+                    touched.read_bytes += 1;
+                    touched.read_sectors += u64::from(sectors[0] != sector);
+                    sectors[0] = sector;
+                }
+                if flag & WRITTEN_NOW != 0 {
+                    touched.written_bytes += 1;
+                    touched.written_sectors += u64::from(sectors[1] != sector);
+                    sectors[1] = sector;
+                }
+            }
+            (buffer.name.clone(), touched)
+        };
+        self.buffers.iter().map(one).collect()
+    }
+
+    /// The buffer of an access and the offset in it.
+    fn locate(&mut self, address: u64, bytes: usize) -> Result<(usize, usize), Wrong> {
+        let holds = |b: &Buffer| address >= b.base && address - b.base < (b.bytes.len() as u64).max(1);
+        if !self.buffers.get(self.last).is_some_and(holds) {
+            // Bases ascend: the last one that is not above the address.
+            let index = self.buffers.partition_point(|b| b.base <= address);
+            self.last = index.saturating_sub(1);
+        }
+        let wrong = |kind, buffer: Option<&Buffer>, offset| Wrong {
+            kind,
+            buffer: buffer.map(|b| b.name.clone()),
+            offset,
+            detail: format!("{bytes} bytes"),
+        };
+        let Some(buffer) = self.buffers.get(self.last).filter(|b| address >= b.base) else {
+            return Err(wrong(FaultKind::OutOfBounds, None, address));
+        };
+        let offset = address - buffer.base;
+        if offset > buffer.bytes.len() as u64 + 4096 {
+            return Err(wrong(FaultKind::OutOfBounds, None, address));
+        }
+        if !address.is_multiple_of(bytes.next_power_of_two() as u64) {
+            return Err(wrong(FaultKind::Misaligned, Some(buffer), offset));
+        }
+        if offset + bytes as u64 > buffer.bytes.len() as u64 {
+            let mut wrong = wrong(FaultKind::OutOfBounds, Some(buffer), offset);
+            wrong.detail = format!("{bytes} bytes, the buffer has {}", buffer.bytes.len());
+            return Err(wrong);
+        }
+        Ok((self.last, offset as usize))
+    }
+
+    /// Which buffer an address is in, for the counters.
+    pub(crate) fn index_of(&mut self, address: u64) -> Option<usize> {
+        self.locate(address, 1).ok().map(|(index, _)| index)
+    }
+
+    /// Reads `out.len()` bytes; `strong` is of atomics and volatile or relaxed reads, which race with nothing
+    /// but plain writes.
+    pub(crate) fn read(&mut self, address: u64, out: &mut [u8], strong: bool) -> Result<(), Wrong> {
+        let (index, offset) = self.locate(address, out.len())?;
+        let order = &self.order;
+        let buffer = &mut self.buffers[index];
+        let range = offset..offset + out.len();
+        out.copy_from_slice(&buffer.bytes[range.clone()]);
+        let traces = buffer.traces[range.clone()].iter_mut();
+        for ((i, flag), trace) in range.clone().zip(&mut buffer.flags[range]).zip(traces) {
+            if *flag & WRITTEN_EVER == 0 {
+                let kind = FaultKind::Uninitialised;
+                let buffer = Some(buffer.name.clone());
+                return Err(Wrong { kind, buffer, offset: i as u64, detail: format!("{} bytes", out.len()) });
+            }
+            *flag |= READ_NOW;
+            if !(strong && trace.atomic) && !order.knows(trace.writer, trace.phase) {
+                let detail = format!("block number {} wrote it", trace.writer - 1);
+                let (kind, buffer) = (FaultKind::GlobalRace, Some(buffer.name.clone()));
+                return Err(Wrong { kind, buffer, offset: i as u64, detail });
+            }
+            if trace.reader == order.block || order.knows(trace.reader, trace.reader_phase) {
+                trace.reader = order.block;
+                trace.reader_phase = order.phase;
+            } else {
+                trace.reader = MANY;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes; `strong` as of [`read`](Self::read).
+    pub(crate) fn store(&mut self, address: u64, bytes: &[u8], strong: bool) -> Result<(), Wrong> {
+        let (index, offset) = self.locate(address, bytes.len())?;
+        let order = &self.order;
+        let buffer = &mut self.buffers[index];
+        let range = offset..offset + bytes.len();
+        buffer.bytes[range.clone()].copy_from_slice(bytes);
+        let traces = buffer.traces[range.clone()].iter_mut();
+        for ((i, flag), trace) in range.clone().zip(&mut buffer.flags[range]).zip(traces) {
+            *flag |= WRITTEN_EVER | WRITTEN_NOW;
+            let both = strong && trace.atomic;
+            let write_race = !both && !order.knows(trace.writer, trace.phase);
+            let read_race = !both && (trace.reader == MANY || !order.knows(trace.reader, trace.reader_phase));
+            // Readers of several blocks are remembered as many: a writer who has seen others is trusted.
+            let read_race = read_race && !(trace.reader == MANY && !order.seen.is_empty());
+            if write_race || read_race {
+                let detail = match (write_race, trace.reader) {
+                    (true, _) => format!("block number {} wrote it", trace.writer - 1),
+                    (false, MANY) => "several blocks read it".to_owned(),
+                    (false, reader) => format!("block number {} read it", reader.wrapping_sub(1)),
+                };
+                let (kind, buffer) = (FaultKind::GlobalRace, Some(buffer.name.clone()));
+                return Err(Wrong { kind, buffer, offset: i as u64, detail });
+            }
+            *trace =
+                Trace { writer: order.block, phase: order.phase, reader: 0, reader_phase: 0, atomic: strong };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,215 @@
+//! A kernel ready to run: operations over register slots.
+//!
+//! Immediates, special registers and addresses of variables have slots like registers, filled when a
+//! warp begins, so that every operand is a slot.
+
+use crate::convert::Conversion;
+use crate::matrix::Element;
+use crate::types::{One, Three, Two, Type};
+
+/// A register of a warp.
+pub(crate) type Slot = u32;
+
+/// What a slot holds from the beginning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Initial {
+    Constant(u64),
+    /// `%tid`, `%ntid`, `%ctaid`, `%nctaid` of an axis.
+    Thread(u8),
+    Threads(u8),
+    Block(u8),
+    Blocks(u8),
+    LaneNumber,
+    WarpNumber,
+    Warps,
+    /// `%lanemask_eq`, `lt`, `le`, `gt`, `ge`.
+    LaneMask(u8),
+    DynamicShared,
+    TotalShared,
+    /// The address of a module's variable: its offset among them.
+    Variable(u64),
+}
+
+/// Where a memory instruction goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    Generic,
+    Global,
+    Shared,
+    Local,
+}
+
+/// An address: a slot and a constant.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Address {
+    pub base: Slot,
+    pub offset: i64,
+}
+
+/// Up to eight slots.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Slots {
+    slots: [Slot; 8],
+    count: u8,
+}
+
+impl Slots {
+    pub fn new(from: &[Slot]) -> Option<Self> {
+        let mut slots = [0; 8];
+        slots.get_mut(..from.len())?.copy_from_slice(from);
+        Some(Self { slots, count: from.len() as u8 })
+    }
+
+    pub fn as_slice(&self) -> &[Slot] {
+        &self.slots[..usize::from(self.count)]
+    }
+}
+
+/// How a comparison's result meets another predicate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Join {
+    And,
+    Or,
+    Xor,
+}
+
+/// What an atomic does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Atomic {
+    Add,
+    And,
+    Or,
+    Xor,
+    Min,
+    Max,
+    Exchange,
+    Compare,
+    Increment,
+    Decrement,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Shuffle {
+    Up,
+    Down,
+    Butterfly,
+    Index,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Vote {
+    All,
+    Any,
+    Uniform,
+    Ballot,
+}
+
+/// What an instruction does.
+#[derive(Debug, Clone)]
+pub(crate) enum Operation {
+    One { f: One, d: Slot, a: Slot },
+    Two { f: Two, d: Slot, a: Slot, b: Slot },
+    Three { f: Three, d: Slot, a: Slot, b: Slot, c: Slot },
+    Move { d: Slot, a: Slot, keep: u64 },
+    /// `mov` from a vector to a scalar: parts of `bits` bits.
+    Pack { d: Slot, parts: Slots, bits: u32 },
+    Unpack { parts: Slots, a: Slot, bits: u32 },
+    Select { d: Slot, a: Slot, b: Slot, p: Slot, keep: u64 },
+    /// `setp`: `d` gets the comparison joined with `with`, `other` its negation joined.
+    Compare { f: Two, d: Slot, other: Option<Slot>, a: Slot, b: Slot, with: Option<(Join, Slot, bool)> },
+    /// `set`: all ones or 1.0 where it holds.
+    Set { f: Two, d: Slot, a: Slot, b: Slot, yes: u64 },
+    Convert { conversion: Conversion, d: Slot, a: Slot, keep: u64 },
+    ConvertPair { conversion: Conversion, d: Slot, a: Slot, b: Slot },
+    Insert { d: Slot, a: Slot, b: Slot, position: Slot, length: Slot, width: u32 },
+    Logic3 { d: Slot, a: Slot, b: Slot, c: Slot, table: u8 },
+    LoadParameter { d: Slots, offset: usize, ty: Type, keep: u64 },
+    Load { place: Place, d: Slots, from: Address, ty: Type, keep: u64, strong: bool, acquire: bool },
+    Store { place: Place, to: Address, values: Slots, ty: Type, strong: bool, release: bool },
+    Atomic { place: Place, atomic: Atomic, ty: Type, d: Option<Slot>, at: Address, a: Slot, b: Slot, fence: bool },
+    /// Bytes copied, of which `size` (a slot) are read; with `ignore`, none where it holds.
+    CopyAsync { to: Address, from: Address, bytes: usize, size: Option<Slot>, ignore: Option<Slot> },
+    CopyCommit,
+    /// All but so many of the last groups.
+    CopyWait { left: u32 },
+    CopyWaitAll,
+    Branch { target: usize },
+    BranchIndex { index: Slot, targets: Vec<usize> },
+    Exit,
+    Trap,
+    /// `bar.sync`: the barrier and, if it is not the block, the number of threads; with `waits` false it is
+    /// `bar.arrive`.
+    Barrier { id: Slot, threads: Option<Slot>, waits: bool },
+    /// `bar.red`: `popc` (count), `and`, `or` over the block.
+    BarrierReduce { id: Slot, d: Slot, p: Slot, negated: bool, vote: Vote },
+    WarpBarrier { mask: Slot },
+    Shuffle { shuffle: Shuffle, d: Slot, p: Option<Slot>, a: Slot, b: Slot, c: Slot, mask: Slot },
+    Vote { vote: Vote, d: Slot, p: Slot, negated: bool, mask: Slot },
+    /// `match.any`, or `match.all` with its predicate.
+    Match { d: Slot, p: Option<Slot>, a: Slot, all: bool, bits: u32, mask: Slot },
+    Reduce { atomic: Atomic, signed: bool, d: Slot, a: Slot, mask: Slot },
+    ActiveMask { d: Slot },
+    Elect { d: Slot, p: Slot, mask: Slot },
+    Fence,
+    LoadMatrix { d: Slots, from: Address, transposed: bool, place: Place },
+    StoreMatrix { to: Address, values: Slots, transposed: bool, place: Place },
+    MoveMatrix { d: Slot, a: Slot },
+    MultiplyFloats { element: Element, d: Slots, a: Slots, b: Slots, c: Slots },
+    MultiplyIntegers { elements: [Element; 2], d: Slots, a: Slots, b: Slots, c: Slots, saturate: bool },
+    Nothing,
+    Unsupported,
+}
+
+impl Operation {
+    /// Whether other warps may get their turn after it.
+    pub fn yields(&self) -> bool {
+        matches!(
+            self,
+            Self::Load { .. }
+                | Self::Store { .. }
+                | Self::Atomic { .. }
+                | Self::CopyAsync { .. }
+                | Self::CopyWait { .. }
+                | Self::CopyWaitAll
+                | Self::LoadMatrix { .. }
+                | Self::StoreMatrix { .. }
+                | Self::Fence
+        )
+    }
+}
+
+/// An operation, its guard and where it stands.
+#[derive(Debug, Clone)]
+pub(crate) struct Instruction {
+    pub operation: Operation,
+    /// A predicate, and whether it must be false.
+    pub guard: Option<(Slot, bool)>,
+    /// Index among the kernel's opcode names.
+    pub opcode: usize,
+    pub line: u32,
+    pub source: (u32, u32),
+}
+
+/// A parameter of a kernel.
+#[derive(Debug, Clone)]
+pub(crate) struct Parameter {
+    pub ty: Type,
+    pub offset: usize,
+    pub bytes: usize,
+}
+
+/// A kernel.
+#[derive(Debug, Clone)]
+pub(crate) struct Kernel {
+    pub name: String,
+    pub parameters: Vec<Parameter>,
+    pub parameter_bytes: usize,
+    pub most_threads: Option<[u32; 3]>,
+    /// Bytes of static shared memory, the dynamic part beginning behind them.
+    pub static_shared: usize,
+    pub local_bytes: usize,
+    pub slots: usize,
+    pub initial: Vec<(Slot, Initial)>,
+    pub opcodes: Vec<String>,
+    pub instructions: Vec<Instruction>,
+}

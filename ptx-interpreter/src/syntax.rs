@@ -1,0 +1,539 @@
+//! From tokens to statements: variables, kernels, their registers, labels and instructions, by name.
+
+use std::collections::HashMap;
+
+use crate::error::{Error, Result};
+use crate::token::{Located, Token, tokenize};
+use crate::types::Type;
+
+/// The most bytes of a variable, and the most registers of a declaration.
+const MOST: u64 = 1 << 24;
+/// The deepest nesting of blocks and braces.
+const DEEPEST: usize = 64;
+
+/// What stands after an opcode.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Operand<'a> {
+    /// A register, label, variable or special register.
+    Name(&'a str),
+    /// `!p`.
+    Not(&'a str),
+    /// A number, negated or not.
+    Number(&'a str, bool),
+    /// `{a, b}`.
+    Vector(Vec<Operand<'a>>),
+    /// `[base + offset]`.
+    Address(Box<Operand<'a>>, i64),
+    /// `d|p`.
+    Both(&'a str, &'a str),
+}
+
+/// An instruction.
+#[derive(Debug, Clone)]
+pub(crate) struct Statement<'a> {
+    pub line: u32,
+    /// File and line of the last `.loc`, 0 before the first.
+    pub source: (u32, u32),
+    pub scope: usize,
+    pub guard: Option<(&'a str, bool)>,
+    pub opcode: &'a str,
+    pub operands: Vec<Operand<'a>>,
+}
+
+/// A state space of a variable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Space {
+    Global,
+    Shared,
+    Local,
+    Param,
+}
+
+/// A variable of a module or a kernel.
+#[derive(Debug, Clone)]
+pub(crate) struct Variable<'a> {
+    pub name: &'a str,
+    pub space: Space,
+    pub ty: Type,
+    pub align: usize,
+    pub bytes: usize,
+    /// Of a global: its first bytes; the rest are zeros.
+    pub initial: Vec<u8>,
+    /// `.extern .shared x[]`: its size is the launch's.
+    pub dynamic: bool,
+}
+
+/// Names of a block between braces.
+#[derive(Debug, Default)]
+pub(crate) struct Scope<'a> {
+    pub parent: Option<usize>,
+    /// Registers by name.
+    pub registers: HashMap<&'a str, Type>,
+    /// `%r<100>`: prefix, count, type.
+    pub ranges: Vec<(&'a str, u64, Type)>,
+    /// Labels: the statement they stand before.
+    pub labels: HashMap<&'a str, usize>,
+    /// Lists of `.branchtargets`.
+    pub targets: HashMap<&'a str, Vec<&'a str>>,
+    pub variables: Vec<Variable<'a>>,
+}
+
+/// A kernel's text.
+#[derive(Debug)]
+pub(crate) struct Entry<'a> {
+    pub name: &'a str,
+    pub parameters: Vec<Variable<'a>>,
+    pub most_threads: Option<[u32; 3]>,
+    pub scopes: Vec<Scope<'a>>,
+    pub statements: Vec<Statement<'a>>,
+}
+
+/// A module's text.
+#[derive(Debug, Default)]
+pub(crate) struct Text<'a> {
+    pub variables: Vec<Variable<'a>>,
+    pub entries: Vec<Entry<'a>>,
+}
+
+struct Reader<'a> {
+    tokens: Vec<Located<'a>>,
+    at: usize,
+}
+
+/// A number's value: decimal, hexadecimal, octal or binary; `None` of floats and names.
+pub(crate) fn integer(word: &str) -> Option<u64> {
+    let word = word.strip_suffix('U').unwrap_or(word);
+    if let Some(digits) = word.strip_prefix("0x").or_else(|| word.strip_prefix("0X")) {
+        u64::from_str_radix(digits, 16).ok()
+    } else if let Some(digits) = word.strip_prefix("0b").or_else(|| word.strip_prefix("0B")) {
+        u64::from_str_radix(digits, 2).ok()
+    } else if word.len() > 1 && word.starts_with('0') && word.bytes().all(|b| b.is_ascii_digit()) {
+        u64::from_str_radix(word, 8).ok()
+    } else {
+        word.parse().ok()
+    }
+}
+
+/// The bits of a number as a value of a type: integers, `0f...`, `0d...` and decimals with a point.
+pub(crate) fn number(word: &str, negative: bool, ty: Type) -> Option<u64> {
+    let wide = |value: f64| {
+        let value = if negative { -value } else { value };
+        match ty {
+            Type::F64 => value.to_bits(),
+            _ => u64::from((value as f32).to_bits()),
+        }
+    };
+    let hex = |prefix: [&str; 2], digits: usize| {
+        let rest = word.strip_prefix(prefix[0]).or_else(|| word.strip_prefix(prefix[1]))?;
+        (rest.len() == digits).then(|| u64::from_str_radix(rest, 16).ok())?
+    };
+    if let Some(bits) = hex(["0f", "0F"], 8) {
+        let value = f32::from_bits(bits as u32);
+        return Some(if ty == Type::F64 { wide(f64::from(value)) } else { bits ^ u64::from(negative) << 31 });
+    }
+    if let Some(bits) = hex(["0d", "0D"], 16) {
+        return Some(if ty == Type::F32 { wide(f64::from_bits(bits)) } else { bits ^ u64::from(negative) << 63 });
+    }
+    if let Some(value) = integer(word) {
+        if ty.is_wide_float() {
+            return Some(wide(value as f64));
+        }
+        return Some(if negative { value.wrapping_neg() } else { value });
+    }
+    if word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit()) {
+        return word.parse().ok().map(wide);
+    }
+    None
+}
+
+impl<'a> Reader<'a> {
+    fn line(&self) -> u32 {
+        self.tokens.get(self.at).or(self.tokens.last()).map_or(1, |t| t.line)
+    }
+
+    fn wrong<T>(&self, message: impl Into<String>) -> Result<T> {
+        Err(Error::Parse { line: self.line(), message: message.into() })
+    }
+
+    fn peek(&self) -> Option<Token<'a>> {
+        self.tokens.get(self.at).map(|t| t.token)
+    }
+
+    fn next(&mut self) -> Result<Token<'a>> {
+        let Some(token) = self.peek() else { return self.wrong("the text ends too early") };
+        self.at += 1;
+        Ok(token)
+    }
+
+    fn takes(&mut self, mark: char) -> bool {
+        let there = self.peek() == Some(Token::Mark(mark));
+        self.at += usize::from(there);
+        there
+    }
+
+    fn mark(&mut self, mark: char) -> Result<()> {
+        if self.takes(mark) {
+            return Ok(());
+        }
+        self.wrong(format!("expected `{mark}`, found {:?}", self.peek()))
+    }
+
+    fn word(&mut self) -> Result<&'a str> {
+        match self.next()? {
+            Token::Word(word) => Ok(word),
+            other => {
+                self.at -= 1;
+                self.wrong(format!("expected a name, found {other:?}"))
+            }
+        }
+    }
+
+    fn count(&mut self) -> Result<u64> {
+        let word = self.word()?;
+        match integer(word) {
+            Some(value) => Ok(value),
+            None => self.wrong(format!("expected a number, found `{word}`")),
+        }
+    }
+
+    /// Goes past everything of this line.
+    fn skip_line(&mut self) {
+        let line = self.line();
+        while self.tokens.get(self.at).is_some_and(|t| t.line == line) {
+            self.at += 1;
+        }
+    }
+
+    /// Goes past a block, braces within it too.
+    fn skip_braces(&mut self) -> Result<()> {
+        let mut depth = 0;
+        loop {
+            match self.next()? {
+                Token::Mark('{') => depth += 1,
+                Token::Mark('}') => depth -= 1,
+                _ => {}
+            }
+            if depth == 0 {
+                return Ok(());
+            }
+        }
+    }
+
+    /// `.space .align n .type name[size] = initial`; the space's word has been read.
+    fn variable(&mut self, space: Space, external: bool) -> Result<Variable<'a>> {
+        let (mut align, mut ty, mut vector) = (None, None, 1);
+        let name = loop {
+            let word = self.word()?;
+            match word {
+                ".align" => align = Some(self.count()?.clamp(1, 1 << 20) as usize),
+                ".ptr" | ".const" | ".global" | ".shared" | ".local" | ".surfref" | ".samplerref" => {}
+                ".v2" => vector = 2,
+                ".v4" => vector = 4,
+                _ if word.starts_with('.') => match Type::named(&word[1..]) {
+                    Some(named) => ty = Some(named),
+                    None => return self.wrong(format!("unknown `{word}` in a declaration")),
+                },
+                _ => break word,
+            }
+        };
+        let Some(ty) = ty else { return self.wrong(format!("`{name}` has no type")) };
+        let mut elements = vector as u64;
+        let mut dynamic = false;
+        while self.takes('[') {
+            if self.takes(']') {
+                dynamic = true;
+            } else {
+                elements = elements.saturating_mul(self.count()?);
+                self.mark(']')?;
+            }
+        }
+        let bytes = elements.saturating_mul(ty.bytes() as u64);
+        if bytes > MOST {
+            return self.wrong(format!("`{name}` is too large"));
+        }
+        let mut initial = Vec::new();
+        if self.takes('=') {
+            self.initial(ty, &mut initial)?;
+        }
+        let mut bytes = if dynamic { 0 } else { bytes as usize };
+        if !external {
+            bytes = bytes.max(initial.len());
+        }
+        let align = align.unwrap_or(ty.bytes() * vector).next_power_of_two();
+        Ok(Variable { name, space, ty, align, bytes, initial, dynamic: dynamic && external })
+    }
+
+    fn initial(&mut self, ty: Type, out: &mut Vec<u8>) -> Result<()> {
+        let mut depth = 0;
+        loop {
+            if self.takes('{') {
+                depth += 1;
+            } else if self.takes('}') {
+                depth -= 1;
+            } else if !self.takes(',') {
+                let negative = self.takes('-');
+                let word = self.word()?;
+                let Some(bits) = number(word, negative, ty) else {
+                    return self.wrong(format!("initial value `{word}` is no number"));
+                };
+                out.extend_from_slice(&bits.to_le_bytes()[..ty.bytes().min(8)]);
+            }
+            if depth <= 0 {
+                return Ok(());
+            }
+            if out.len() as u64 > MOST {
+                return self.wrong("too many initial values");
+            }
+        }
+    }
+
+    fn operand(&mut self, depth: usize) -> Result<Operand<'a>> {
+        if depth > DEEPEST {
+            return self.wrong("braces within braces within braces");
+        }
+        match self.next()? {
+            Token::Word(word) => {
+                if word.starts_with(|c: char| c.is_ascii_digit()) {
+                    return Ok(Operand::Number(word, false));
+                }
+                if self.takes('|') {
+                    return Ok(Operand::Both(word, self.word()?));
+                }
+                Ok(Operand::Name(word))
+            }
+            Token::Mark('-') => Ok(Operand::Number(self.word()?, true)),
+            Token::Mark('!') => Ok(Operand::Not(self.word()?)),
+            Token::Mark('{') => {
+                let mut parts = Vec::new();
+                while !self.takes('}') {
+                    parts.push(self.operand(depth + 1)?);
+                    self.takes(',');
+                }
+                Ok(Operand::Vector(parts))
+            }
+            Token::Mark('[') => {
+                let base = self.operand(depth + 1)?;
+                let mut offset = 0i64;
+                while !self.takes(']') {
+                    let plus = self.takes('+');
+                    let minus = self.takes('-');
+                    if !plus && !minus {
+                        return self.wrong("expected `]` or an offset");
+                    }
+                    let count = self.count()? as i64;
+                    offset = if minus { offset.wrapping_sub(count) } else { offset.wrapping_add(count) };
+                }
+                Ok(Operand::Address(Box::new(base), offset))
+            }
+            other => {
+                self.at -= 1;
+                self.wrong(format!("expected an operand, found {other:?}"))
+            }
+        }
+    }
+
+    /// `.reg .type %name<count>, name;`
+    fn registers(&mut self, scope: &mut Scope<'a>) -> Result<()> {
+        let mut word = self.word()?;
+        while word == ".v2" || word == ".v4" {
+            word = self.word()?;
+        }
+        let Some(ty) = word.strip_prefix('.').and_then(Type::named) else {
+            return self.wrong(format!("unknown type `{word}` of a register"));
+        };
+        loop {
+            let name = self.word()?;
+            if self.takes('<') {
+                let count = self.count()?;
+                self.mark('>')?;
+                scope.ranges.push((name, count, ty));
+            } else {
+                scope.registers.insert(name, ty);
+            }
+            if !self.takes(',') {
+                return self.mark(';');
+            }
+        }
+    }
+
+    fn body(&mut self, entry: &mut Entry<'a>) -> Result<()> {
+        self.mark('{')?;
+        entry.scopes.push(Scope::default());
+        let (mut scope, mut depth, mut source) = (0, 1, (0, 0));
+        loop {
+            match self.next()? {
+                Token::Mark('{') => {
+                    entry.scopes.push(Scope { parent: Some(scope), ..Scope::default() });
+                    scope = entry.scopes.len() - 1;
+                    depth += 1;
+                    if depth > DEEPEST {
+                        return self.wrong("blocks within blocks within blocks");
+                    }
+                }
+                Token::Mark('}') => match entry.scopes[scope].parent {
+                    Some(parent) => {
+                        scope = parent;
+                        depth -= 1;
+                    }
+                    None => return Ok(()),
+                },
+                Token::Mark(';') => {}
+                Token::Mark('@') => {
+                    let negative = self.takes('!');
+                    let name = self.word()?;
+                    let opcode = self.word()?;
+                    self.statement(entry, scope, source, Some((name, negative)), opcode)?;
+                }
+                Token::Word(".reg") => self.registers(&mut entry.scopes[scope])?,
+                Token::Word(".loc") => {
+                    let file = self.count()?;
+                    source = (file as u32, self.count()? as u32);
+                    self.skip_line();
+                }
+                Token::Word(".pragma") => while !self.takes(';') { self.next()?; },
+                Token::Word(word @ (".shared" | ".local" | ".param" | ".global" | ".const")) => {
+                    let space = match word {
+                        ".shared" => Space::Shared,
+                        ".local" => Space::Local,
+                        ".param" => Space::Param,
+                        _ => Space::Global,
+                    };
+                    let variable = self.variable(space, false)?;
+                    entry.scopes[scope].variables.push(variable);
+                    self.mark(';')?;
+                }
+                Token::Word(word) if self.takes(':') => {
+                    if self.peek() == Some(Token::Word(".branchtargets")) {
+                        self.at += 1;
+                        let mut list = Vec::new();
+                        while !self.takes(';') {
+                            list.push(self.word()?);
+                            self.takes(',');
+                        }
+                        entry.scopes[scope].targets.insert(word, list);
+                    } else {
+                        entry.scopes[scope].labels.insert(word, entry.statements.len());
+                    }
+                }
+                Token::Word(word) if word.starts_with('.') => {
+                    self.at -= 1;
+                    return self.wrong(format!("unknown directive `{word}` in a kernel"));
+                }
+                Token::Word(opcode) => self.statement(entry, scope, source, None, opcode)?,
+                other => {
+                    self.at -= 1;
+                    return self.wrong(format!("expected an instruction, found {other:?}"));
+                }
+            }
+        }
+    }
+
+    fn statement(
+        &mut self,
+        entry: &mut Entry<'a>,
+        scope: usize,
+        source: (u32, u32),
+        guard: Option<(&'a str, bool)>,
+        opcode: &'a str,
+    ) -> Result<()> {
+        let line = self.tokens[self.at - 1].line;
+        let mut operands = Vec::new();
+        while !self.takes(';') {
+            operands.push(self.operand(0)?);
+            // A call's operands stand in parentheses, which are of no use to us: it is refused by name later.
+            if !self.takes(',') && self.peek() != Some(Token::Mark(';')) {
+                return self.wrong(format!("expected `,` or `;` after an operand of `{opcode}`"));
+            }
+        }
+        entry.statements.push(Statement { line, source, scope, guard, opcode, operands });
+        Ok(())
+    }
+
+    fn entry(&mut self) -> Result<Entry<'a>> {
+        let name = self.word()?;
+        let mut entry =
+            Entry { name, parameters: Vec::new(), most_threads: None, scopes: Vec::new(), statements: Vec::new() };
+        if self.takes('(') {
+            while !self.takes(')') {
+                if self.word()? != ".param" {
+                    return self.wrong("expected `.param`");
+                }
+                entry.parameters.push(self.variable(Space::Param, false)?);
+                self.takes(',');
+            }
+        }
+        while self.peek() != Some(Token::Mark('{')) {
+            let directive = self.word()?;
+            let mut numbers = Vec::new();
+            while let Some(Token::Word(word)) = self.peek() {
+                let Some(value) = integer(word) else { break };
+                numbers.push(value as u32);
+                self.at += 1;
+                self.takes(',');
+            }
+            if matches!(directive, ".maxntid" | ".reqntid") {
+                let get = |i: usize| numbers.get(i).copied().unwrap_or(1);
+                entry.most_threads = Some([get(0), get(1), get(2)]);
+            }
+        }
+        self.body(&mut entry)?;
+        Ok(entry)
+    }
+}
+
+/// Reads a module.
+pub(crate) fn read(text: &str) -> Result<Text<'_>> {
+    let mut reader = Reader { tokens: tokenize(text)?, at: 0 };
+    let mut module = Text::default();
+    let mut external = false;
+    while let Some(token) = reader.peek() {
+        let Token::Word(word) = token else {
+            return reader.wrong(format!("expected a directive, found {token:?}"));
+        };
+        reader.at += 1;
+        match word {
+            ".version" | ".target" | ".address_size" | ".file" | ".loc" => {
+                reader.at -= 1;
+                reader.skip_line();
+            }
+            ".visible" | ".weak" | ".common" => {}
+            ".extern" => external = true,
+            ".entry" => {
+                let entry = reader.entry()?;
+                module.entries.push(entry);
+                external = false;
+            }
+            ".func" => {
+                while reader.peek() != Some(Token::Mark('{')) && reader.peek() != Some(Token::Mark(';')) {
+                    reader.next()?;
+                }
+                if !reader.takes(';') {
+                    reader.skip_braces()?;
+                }
+                external = false;
+            }
+            ".global" | ".const" | ".shared" => {
+                let space = if word == ".shared" { Space::Shared } else { Space::Global };
+                let variable = reader.variable(space, external)?;
+                module.variables.push(variable);
+                reader.mark(';')?;
+                external = false;
+            }
+            ".section" => reader.skip_section()?,
+            _ => {
+                reader.at -= 1;
+                return reader.wrong(format!("unknown directive `{word}`"));
+            }
+        }
+    }
+    Ok(module)
+}
+
+impl Reader<'_> {
+    fn skip_section(&mut self) -> Result<()> {
+        while self.peek() != Some(Token::Mark('{')) {
+            self.next()?;
+        }
+        self.skip_braces()
+    }
+}
