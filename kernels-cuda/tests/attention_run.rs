@@ -187,6 +187,24 @@ fn decoding_is_within_its_bound() {
     }
 }
 
+/// What the append kernel stored is what decode reads, and it reads no byte that was not stored.
+#[test]
+fn what_was_appended_is_attended_to() {
+    if compiler_is_missing("appending and decoding") {
+        return;
+    }
+    for kind in KINDS {
+        for head_dim in [64, 80, 96, 128, 256] {
+            let mut case = Case { page_tokens: 32, kv_heads: 2, ..Case::new(kind, head_dim, 2) };
+            case.appended = true;
+            let sequences = [45, 3, 64].map(|tokens| Sequence::random(&case, tokens, tokens as u64));
+            let result = decode(&case, &sequences, None, Order::Straight);
+            check_random(&case, &sequences, None, &result);
+            assert!(result.page_bytes_read <= result.page_bytes_held, "{kind:?} {head_dim}");
+        }
+    }
+}
+
 /// Cut into splits, joined in order, whatever the order of blocks and warps; and a part of the list unseen.
 #[test]
 fn splits_join_to_the_whole() {

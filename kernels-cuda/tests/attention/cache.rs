@@ -2,7 +2,7 @@
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{
-    DecodeArguments, DecodePlan, DecodeShape, Float, KvPageLayout, SplitRule,
+    AppendArguments, AppendShape, DecodeArguments, DecodePlan, DecodeShape, Float, KvPageLayout, SplitRule,
 };
 
 use quant_kernels_cuda::compile::Source;
@@ -22,12 +22,24 @@ pub struct Case {
     pub queries: usize,
     pub query: Float,
     pub rule: SplitRule,
+    /// Pages are filled by the append kernel, and other bytes have no value, rather than those of NaN.
+    pub appended: bool,
 }
 
 impl Case {
     pub fn new(kind: KvType, head_dim: usize, group: usize) -> Self {
         let rule = SplitRule::default();
-        Self { kind, head_dim, page_tokens: 64, kv_heads: 1, group, queries: 1, query: Float::F16, rule }
+        Self {
+            kind,
+            head_dim,
+            page_tokens: 64,
+            kv_heads: 1,
+            group,
+            queries: 1,
+            query: Float::F16,
+            rule,
+            appended: false,
+        }
     }
 
     pub fn layout(&self) -> KvPageLayout {
@@ -159,7 +171,11 @@ pub fn try_decode(
     let arguments = DecodeArguments {
         query: machine.buffer_from("query", &queries),
         query_stride: (case.heads() * case.head_dim) as u64,
-        pages: machine.buffer_from("pages", &pages),
+        pages: if case.appended {
+            append(&mut machine, case, sequences, &table, page_count)?
+        } else {
+            machine.buffer_from("pages", &pages)
+        },
         page_stride: (case.kv_heads * layout.page_bytes()) as u64,
         head_stride: layout.page_bytes() as u64,
         table: machine.buffer_from("table", &bytes_of(&table)),
@@ -182,6 +198,46 @@ pub fn try_decode(
     let held = sequences.iter().map(|s| s.tokens).sum::<usize>() * case.kv_heads;
     let page_bytes_held = (held * layout.tile_bytes() / 16) as u64;
     Ok(Result { out, lse, page_bytes_read: counters.read_of("pages"), counters, page_bytes_held })
+}
+
+/// Fills pages with all tokens of all sequences, the last of each sequence first.
+fn append(
+    machine: &mut Machine,
+    case: &Case,
+    sequences: &[Sequence],
+    table: &[u32],
+    page_count: usize,
+) -> std::result::Result<u64, String> {
+    let (layout, row) = (case.layout(), case.kv_heads * case.head_dim);
+    let (mut places, mut rows) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+    for (i, sequence) in sequences.iter().enumerate() {
+        for t in (0..sequence.tokens).rev() {
+            places[0].push(i as u32);
+            places[1].push(t as u32);
+            for (rows, x) in rows.iter_mut().zip([&sequence.keys, &sequence.values]) {
+                rows.extend_from_slice(&x[t * row..][..row]);
+            }
+        }
+    }
+    let arguments = AppendArguments {
+        keys: machine.buffer_from("keys", &encode(&rows[0], Float::F32)),
+        key_stride: row as u64,
+        values: machine.buffer_from("values", &encode(&rows[1], Float::F32)),
+        value_stride: row as u64,
+        sequence: machine.buffer_from("sequence", &bytes_of(&places[0])),
+        position: machine.buffer_from("position", &bytes_of(&places[1])),
+        table: machine.buffer_from("table of append", &bytes_of(table)),
+        table_stride: (table.len() / sequences.len()) as u32,
+        pages: machine.buffer("pages", page_count * case.kv_heads * layout.page_bytes(), 0),
+        page_stride: (case.kv_heads * layout.page_bytes()) as u64,
+        head_stride: layout.page_bytes() as u64,
+        page_count: page_count as u32,
+        refused: 0,
+    };
+    let shape = AppendShape { layout, kv_heads: case.kv_heads, tokens: places[0].len(), input: Float::F32 };
+    let plan = shape.plan().map_err(|e| e.to_string())?;
+    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight)?;
+    Ok(arguments.pages)
 }
 
 /// A family with a piece of its text replaced; the piece must be there.
