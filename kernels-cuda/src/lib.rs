@@ -7,6 +7,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod activation;
+pub mod attention;
 pub mod compile;
 pub mod device;
 mod error;

@@ -1,0 +1,149 @@
+// Quantizes keys and values and stores them in pages: the write half of the cache.
+//
+// A few lanes share the row of one token, head, and of keys or values: they find its smallest and largest value, from
+// them the grid, and each writes its own whole words, so that the lanes together write whole 16-byte chunks. The grid is
+// that of `quantize_head` of kernels-cpu, bit for bit: every operation is the one the reference does, rounded as there.
+//
+//   zero  = f16 rounded down (min x),  scale = f16 rounded up ((max x - zero) / levels)
+//   code  = round half to even ((x - zero) / scale), 0 where scale is 0
+//
+// Macros: KV_BITS, HEAD_DIM (kv_layout.cuh), INPUT_TYPE 0 f16, 1 bf16, 2 f32.
+#include "kv_layout.cuh"
+
+#if INPUT_TYPE == 2
+typedef float Input;
+#else
+typedef u16 Input;
+#endif
+
+constexpr int THREADS = 128;
+// Features of a lane.
+constexpr int SHARE = 8;
+constexpr int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
+constexpr int SHARE_WORDS = SHARE / PACK;
+constexpr u32 SKIPPED = 0xffffffffu;
+constexpr float LARGEST = 65504.0f;
+
+__device__ __forceinline__ float widen(Input x) {
+#if INPUT_TYPE == 0
+    return f16_to_f32(x);
+#elif INPUT_TYPE == 1
+    return bf16_to_f32(x);
+#else
+    return x;
+#endif
+}
+
+struct alignas(16) Share {
+    Input x[SHARE];
+};
+
+#if KV_BITS == 4
+// Eight codes of 4 bits: even features in the low half of the word, odd ones in the high half, each half rotated left by
+// 2 bits, where the mantissa of an f16 has unit steps from 256 or from 16 (attention_decode.cu).
+__device__ __forceinline__ u32 pack_4(const u32 (&code)[SHARE]) {
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word |= code[2 * i] << (4 * i) | code[2 * i + 1] << (16 + 4 * i);
+    return (word << 2 & 0xfffcfffcu) | (word >> 14 & 0x00030003u);
+}
+#endif
+
+// keys, values  [tokens][kv_heads][HEAD_DIM], tokens `token_stride` elements apart, 16-byte aligned
+// sequence, position  [tokens]: where each token goes; a position of 2^32 - 1 is skipped
+// table         [sequences][table_stride] numbers of pages; a page holds 2^page_shift tiles
+// refused       counts rows with a value beyond ±65504 or NaN, which are stored as if limited to that; may be null
+// Grid: (token, head, keys or values) by 128 / LANES rows a block.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kv_append(const Input* __restrict__ keys, const Input* __restrict__ values, const u32* __restrict__ sequence,
+              const u32* __restrict__ position, const u32* __restrict__ table, u8* __restrict__ pages,
+              u32* __restrict__ refused, u64 page_stride, u64 head_stride, u64 key_stride, u64 value_stride,
+              u32 tokens, u32 kv_heads, u32 table_stride, u32 page_count, u32 page_shift) {
+    const u32 row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
+    const u32 lane = threadIdx.x % LANES;
+    const u32 token = row / (2 * kv_heads);
+    const bool is_value = row & 1;
+    const u32 head = row / 2 % kv_heads;
+    // Lanes of other rows go on: all of a warp take part in the exchanges below.
+    bool wanted = token < tokens;
+    u32 at = 0, page = 0;
+    if (wanted) {
+        at = position[token];
+        wanted = at != SKIPPED;
+    }
+    if (wanted) {
+        page = table[static_cast<u64>(sequence[token]) * table_stride + (at / TILE_TOKENS >> page_shift)];
+        wanted = page < page_count;
+    }
+
+    const bool holds = wanted && lane * SHARE < HEAD_DIM;
+    float x[SHARE];
+    float low = __int_as_float(0x7f800000), high = -low;
+    bool bad = false;
+    if (holds) {
+        const u64 offset = static_cast<u64>(token) * (is_value ? value_stride : key_stride) +
+                           static_cast<u64>(head) * HEAD_DIM + lane * SHARE;
+        const Share share = *reinterpret_cast<const Share*>((is_value ? values : keys) + offset);
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) {
+            const float v = widen(share.x[i]);
+            bad = bad || !(fabsf(v) <= LARGEST);
+            x[i] = fminf(fmaxf(v, -LARGEST), LARGEST);
+            low = fminf(low, x[i]);
+            high = fmaxf(high, x[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) x[i] = 0.0f;
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+        low = fminf(low, __shfl_xor_sync(ALL_LANES, low, step));
+        high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, step));
+        bad = __shfl_xor_sync(ALL_LANES, static_cast<int>(bad), step) || bad;
+    }
+    if (!wanted || lane * SHARE >= DIM) return;
+    if (bad && lane == 0 && refused != nullptr) add_device(refused, 1);
+
+    const u32 tile = at / TILE_TOKENS & ((1u << page_shift) - 1);
+    const u32 slot = at % TILE_TOKENS;
+    u8* base = pages + page * page_stride + head * head_stride + static_cast<u64>(tile) * TILE_BYTES;
+    const u32 word = lane * SHARE_WORDS;
+    u32* codes = reinterpret_cast<u32*>(base) +
+                 (is_value ? VALUES_AT / 4 + value_word(slot, word) : key_word(slot, word));
+#if KV_BITS == 16
+    uint4 halves;
+    halves.x = pack_f16(x[0], x[1]);
+    halves.y = pack_f16(x[2], x[3]);
+    halves.z = pack_f16(x[4], x[5]);
+    halves.w = pack_f16(x[6], x[7]);
+    *reinterpret_cast<uint4*>(codes) = halves;
+#else
+    // 1.5 · 2^23: added to a number below 2^22, it leaves that rounded half to even in the lowest bits.
+    constexpr float ROUND = 12582912.0f;
+    // A negative zero is none.
+    const u16 zero = f32_to_f16_down(__fadd_rn(low, 0.0f));
+    const float from = f16_to_f32(zero);
+    const float even = __fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f);
+    const u16 scale = f32_to_f16_up(__fadd_rn(even, 0.0f));
+    const float step = f16_to_f32(scale);
+    u32 code[SHARE];
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+        const float rounded = __fadd_rn(__fdiv_rn(__fsub_rn(x[i], from), step), ROUND);
+        code[i] = holds && step != 0.0f ? __float_as_uint(rounded) & 0xff : 0;
+    }
+#if KV_BITS == 4
+    codes[0] = pack_4(code);
+#else
+    uint2 packed;
+    packed.x = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24;
+    packed.y = code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24;
+    *reinterpret_cast<uint2*>(codes) = packed;
+#endif
+    if (lane == 0) {
+        u32* grids = reinterpret_cast<u32*>(base + (is_value ? VALUE_GRIDS_AT : KEY_GRIDS_AT));
+        grids[slot] = scale | static_cast<u32>(zero) << 16;
+    }
+#endif
+}

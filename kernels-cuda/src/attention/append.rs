@@ -1,0 +1,122 @@
+//! Appending to paged caches: the variant of the kernel, its grid and its arguments.
+
+use quant_kernels_cpu::KernelError;
+
+use super::layout::KvPageLayout;
+use super::{Argument, Float, KernelPlan};
+use crate::compile::Variant;
+
+/// Threads of a block.
+const THREADS: usize = 128;
+
+/// What a launch is planned by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AppendShape {
+    /// The pages.
+    pub layout: KvPageLayout,
+    /// Key-value heads.
+    pub kv_heads: usize,
+    /// Tokens of a launch, of any sequences.
+    pub tokens: usize,
+    /// Of keys and values.
+    pub input: Float,
+}
+
+/// Where things are on the device, and strides. Addresses are multiples of 16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AppendArguments {
+    /// `[tokens]` rows, `key_stride` elements apart, of `[kv_heads, head_dim]`: after rotary embedding.
+    pub keys: u64,
+    /// Elements between tokens: rows begin at multiples of 16 bytes.
+    pub key_stride: u64,
+    /// As keys.
+    pub values: u64,
+    /// Elements between tokens.
+    pub value_stride: u64,
+    /// u32 `[tokens]`: the row of the table that a token belongs to.
+    pub sequence: u64,
+    /// u32 `[tokens]`: where in its sequence a token is stored; `u32::MAX` is skipped.
+    pub position: u64,
+    /// u32 `[sequences, table_stride]`: numbers of pages.
+    pub table: u64,
+    /// Entries between sequences.
+    pub table_stride: u32,
+    /// The first page's first head.
+    pub pages: u64,
+    /// Bytes between pages of one head: a multiple of 16.
+    pub page_stride: u64,
+    /// Bytes between heads of one page: a multiple of 16.
+    pub head_stride: u64,
+    /// Pages there are: tokens whose page is beyond are skipped.
+    pub page_count: u32,
+    /// One u32 that grows by the rows which hold a value beyond ±65504 or NaN, stored as if limited; 0 for none.
+    pub refused: u64,
+}
+
+/// A planned launch of `kv_append`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AppendPlan {
+    /// Variant and grid.
+    pub kernel: KernelPlan,
+    shape: AppendShape,
+}
+
+impl AppendShape {
+    /// Plans a launch.
+    ///
+    /// # Errors
+    /// When there are no heads, or the grid would be too large.
+    pub fn plan(&self) -> Result<AppendPlan, KernelError> {
+        if self.kv_heads == 0 {
+            return Err(KernelError::Scheme("a cache without heads"));
+        }
+        let lanes = match self.layout.dim() {
+            0..=64 => 8,
+            65..=128 => 16,
+            _ => 32,
+        };
+        let rows = self.tokens.checked_mul(2 * self.kv_heads).filter(|&rows| rows <= i32::MAX as usize);
+        let Some(rows) = rows else { return Err(KernelError::TooLarge("the tokens to append")) };
+        let defines = [
+            ("KV_BITS", self.layout.bits()),
+            ("HEAD_DIM", self.layout.head_dim()),
+            ("INPUT_TYPE", self.input.code()),
+        ];
+        let kernel = KernelPlan {
+            variant: Variant {
+                source: &super::APPEND_SOURCE,
+                kernel: "kv_append",
+                defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
+            },
+            grid: [rows.div_ceil(THREADS / lanes) as u32, 1, 1],
+            block: THREADS as u32,
+            shared_bytes: 0,
+            register_ceiling: 64,
+        };
+        Ok(AppendPlan { kernel, shape: *self })
+    }
+}
+
+impl AppendPlan {
+    /// The arguments of the kernel, in its order.
+    pub fn arguments(&self, at: &AppendArguments) -> Vec<Argument> {
+        vec![
+            Argument::U64(at.keys),
+            Argument::U64(at.values),
+            Argument::U64(at.sequence),
+            Argument::U64(at.position),
+            Argument::U64(at.table),
+            Argument::U64(at.pages),
+            Argument::U64(at.refused),
+            Argument::U64(at.page_stride),
+            Argument::U64(at.head_stride),
+            Argument::U64(at.key_stride),
+            Argument::U64(at.value_stride),
+            Argument::U32(self.shape.tokens as u32),
+            Argument::U32(self.shape.kv_heads as u32),
+            Argument::U32(at.table_stride),
+            Argument::U32(at.page_count),
+            Argument::U32(self.shape.layout.page_shift()),
+        ]
+    }
+}

@@ -1,0 +1,282 @@
+//! Pages of the cache on the GPU: tiles of 16 tokens of one key-value head, in the order in which warps read them.
+//!
+//! ```text
+//! page:  [page_tokens / 16 tiles], of one key-value head; heads lie wherever the strides of a launch say
+//! tile:  key rows      [16][row_bytes]
+//!        value rows    [16][row_bytes]
+//!        key grids     [16] of { f16 scale, f16 zero }        not of f16 pages
+//!        value grids   [16] of { f16 scale, f16 zero }        not of f16 pages
+//!
+//! row_bytes = dim · bits / 8, dim = head_dim rounded up to a multiple of 32, codes beyond head_dim 0
+//! tile_bytes = 4 · dim · bits + 128 (f16: 64 · dim), a multiple of 128
+//!
+//! bytes a token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
+//! ```
+//!
+//! A tile is contiguous, so that a warp's copy of it is one run of 16-byte chunks, and a page is as many tiles as one
+//! likes: 64 tokens are a read of 8.7 KB at 4 bits and 128 features.
+//!
+//! A row holds its features in natural order; a word is 8, 4 or 2 of them:
+//!
+//! ```text
+//! 4 bits:  half h of the word, 4 bits at 4·i:  code of feature 2·i + h;  each half is then rotated left by 2
+//! 8 bits:  byte i: code of feature i
+//! f16:     half i: feature i
+//! ```
+//!
+//! Turned by 2, a code of 4 bits stands where a half has unit steps, so the kernels take two features of one token
+//! (keys) or one feature of two tokens (values) out of a word with one instruction and no shift.
+//!
+//! Which row a token has, and which block of a row lies where, is permuted ([`KvPageLayout::key_word`],
+//! [`KvPageLayout::value_word`]) such that no load of the decode kernel meets a bank of shared memory twice: there is no
+//! other swizzle. The same rules are in `cuda/kv_layout.cuh`, for the kernels.
+
+use half::f16;
+use quant_kernels_cpu::KernelError;
+use quant_kernels_cpu::attention::{HeadGrid, KvType, dequantize_head, quantize_head};
+
+/// Tokens of a tile: a warp's step.
+pub const TILE_TOKENS: usize = 16;
+/// The largest `head_dim` of the kernels.
+pub const MAX_HEAD_DIM: usize = 256;
+/// The most tokens of a page.
+pub const MAX_PAGE_TOKENS: usize = 1024;
+/// Changes with the order of bytes.
+const VERSION: u64 = 1;
+
+/// Where everything is in a page of one key-value head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvPageLayout {
+    kind: KvType,
+    head_dim: usize,
+    page_tokens: usize,
+}
+
+impl KvPageLayout {
+    /// Pages of `page_tokens` tokens, 16 times a power of two up to 1024, with heads of `head_dim` features, a multiple of 16
+    /// up to 256. Multiples of 32 waste nothing.
+    ///
+    /// # Errors
+    /// When a number is another.
+    pub fn new(kind: KvType, head_dim: usize, page_tokens: usize) -> Result<Self, KernelError> {
+        if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > MAX_HEAD_DIM {
+            return Err(KernelError::Scheme("a head that is no multiple of 16 wide, or wider than 256"));
+        }
+        if !(TILE_TOKENS..=MAX_PAGE_TOKENS).contains(&page_tokens) || !page_tokens.is_power_of_two() {
+            return Err(KernelError::Scheme("a page of other than 16, 32, 64, … 1024 tokens"));
+        }
+        Ok(Self { kind, head_dim, page_tokens })
+    }
+
+    /// What it holds.
+    pub fn kind(&self) -> KvType {
+        self.kind
+    }
+
+    /// Features of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Tokens of a page.
+    pub fn page_tokens(&self) -> usize {
+        self.page_tokens
+    }
+
+    /// Tiles of a page, as the power of two that they are.
+    pub fn page_shift(&self) -> u32 {
+        (self.page_tokens / TILE_TOKENS).trailing_zeros()
+    }
+
+    /// Features of a row, those that pad it included.
+    pub fn dim(&self) -> usize {
+        self.head_dim.next_multiple_of(32)
+    }
+
+    /// Bits of a stored number: 4, 8 or 16.
+    pub fn bits(&self) -> usize {
+        match self.kind {
+            KvType::Kv4 => 4,
+            KvType::Kv8 => 8,
+            KvType::F16 => 16,
+        }
+    }
+
+    /// Bytes of a token's keys, or of its values.
+    pub fn row_bytes(&self) -> usize {
+        self.dim() * self.bits() / 8
+    }
+
+    /// Bytes of a tile: a multiple of 128.
+    pub fn tile_bytes(&self) -> usize {
+        2 * TILE_TOKENS * self.row_bytes() + if self.has_grids() { 8 * TILE_TOKENS } else { 0 }
+    }
+
+    /// Bytes of a page of one head: a multiple of 128.
+    pub fn page_bytes(&self) -> usize {
+        self.page_tokens / TILE_TOKENS * self.tile_bytes()
+    }
+
+    /// Identifies the order and everything that it depends on but the tokens of a page, which only say how many tiles
+    /// lie together.
+    pub fn id(&self) -> u64 {
+        let words = [VERSION, TILE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
+        // FNV-1a, begun with another number than that of other layouts.
+        words.into_iter().flat_map(u64::to_le_bytes).fold(0x9ae1_6a3b_2f90_404f, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+    }
+
+    /// Whether a token and head has a grid.
+    pub fn has_grids(&self) -> bool {
+        self.kind != KvType::F16
+    }
+
+    /// Where in the key rows of a tile, in words, word `word` of the row of `token` lies; `token` is below 16.
+    pub fn key_word(&self, token: usize, word: usize) -> usize {
+        let words = self.row_bytes() / 4;
+        // Every second row has its halves of each 128 bytes exchanged, where rows are multiples of that.
+        let exchange = if words.is_multiple_of(32) { 16 } else { 0 };
+        token * words + (word ^ ((token & 1) * exchange))
+    }
+
+    /// Where in the value rows of a tile, in words, word `word` of the row of `token` lies; `token` is below 16.
+    pub fn value_word(&self, token: usize, word: usize) -> usize {
+        let words = self.row_bytes() / 4;
+        // Tokens 0, 2, 4, 6 are rows 0 to 3, then the odd ones; not where rows are no whole blocks of 32 bytes.
+        let row = match words.is_multiple_of(8) {
+            true => (token & 8) | (token & 1) << 2 | (token >> 1 & 3),
+            false => token,
+        };
+        let block = match words {
+            _ if words.is_multiple_of(32) => row & 3,
+            _ if words.is_multiple_of(16) => row >> 1 & 1,
+            _ => 0,
+        };
+        row * words + (word ^ (block << 3))
+    }
+
+    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. Other slots are left alone. The bytes
+    /// are those that the append kernel writes.
+    ///
+    /// # Errors
+    /// When a length is wrong, the page has no such slot, or [`quantize_head`] refuses the values (of f16 pages too).
+    /// Nothing is written then.
+    pub fn write(&self, page: &mut [u8], slot: usize, key: &[f32], value: &[f32]) -> Result<(), KernelError> {
+        self.check(page.len(), slot, key.len(), value.len())?;
+        let bits = if self.kind == KvType::Kv4 { 4 } else { 8 };
+        let mut codes = [[0_u8; MAX_HEAD_DIM]; 2];
+        let [key_codes, value_codes] = &mut codes;
+        let grids = [
+            quantize_head(key, bits, &mut key_codes[..self.head_dim])?,
+            quantize_head(value, bits, &mut value_codes[..self.head_dim])?,
+        ];
+        for (part, x) in [key, value].into_iter().enumerate() {
+            let is_value = part == 1;
+            for (feature, &code) in codes[part][..self.dim()].iter().enumerate() {
+                let number = match self.kind {
+                    KvType::F16 => x.get(feature).map_or(0, |&x| f16::from_f32(x).to_bits()),
+                    _ => u16::from(code),
+                };
+                self.set(page, slot, is_value, feature, number);
+            }
+            if self.has_grids() {
+                let at = self.grid_at(slot, is_value);
+                page[at..at + 2].copy_from_slice(&grids[part].scale.to_le_bytes());
+                page[at + 2..at + 4].copy_from_slice(&grids[part].zero.to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a token back as floats: what [`dequantize_head`] gives, or the halves.
+    ///
+    /// # Errors
+    /// When a length is wrong, or the page has no such slot.
+    pub fn read(
+        &self,
+        page: &[u8],
+        slot: usize,
+        key: &mut [f32],
+        value: &mut [f32],
+    ) -> Result<(), KernelError> {
+        self.check(page.len(), slot, key.len(), value.len())?;
+        for (is_value, out) in [(false, key), (true, value)] {
+            let mut codes = [0; MAX_HEAD_DIM];
+            for (feature, out) in out.iter_mut().enumerate() {
+                let number = self.get(page, slot, is_value, feature);
+                *out = f16::from_bits(number).to_f32();
+                codes[feature] = number as u8;
+            }
+            if self.has_grids() {
+                dequantize_head(&codes[..out.len()], self.grid(page, slot, is_value), out)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The grid of a token; `slot` is one of the page's.
+    fn grid(&self, page: &[u8], slot: usize, is_value: bool) -> HeadGrid {
+        let at = self.grid_at(slot, is_value);
+        let half = |at: usize| f16::from_le_bytes([page[at], page[at + 1]]);
+        HeadGrid { scale: half(at), zero: half(at + 2) }
+    }
+
+    fn grid_at(&self, slot: usize, is_value: bool) -> usize {
+        let part = 2 * TILE_TOKENS * self.row_bytes() + if is_value { 4 * TILE_TOKENS } else { 0 };
+        slot / TILE_TOKENS * self.tile_bytes() + part + 4 * (slot % TILE_TOKENS)
+    }
+
+    /// The byte where the word of a feature begins.
+    fn word_at(&self, slot: usize, is_value: bool, feature: usize) -> usize {
+        let (tile, token) = (slot / TILE_TOKENS, slot % TILE_TOKENS);
+        let word = feature * self.bits() / 32;
+        tile * self.tile_bytes()
+            + match is_value {
+                false => 4 * self.key_word(token, word),
+                true => TILE_TOKENS * self.row_bytes() + 4 * self.value_word(token, word),
+            }
+    }
+
+    /// The byte of the half word that holds a feature, and the bit of a code in it before that is rotated.
+    fn half_at(&self, slot: usize, is_value: bool, feature: usize) -> (usize, usize) {
+        let word = self.word_at(slot, is_value, feature);
+        match self.kind {
+            KvType::Kv4 => (word + 2 * (feature % 2), feature % 8 / 2 * 4),
+            KvType::Kv8 => (word + feature % 4 / 2 * 2, feature % 2 * 8),
+            KvType::F16 => (word + 2 * (feature % 2), 0),
+        }
+    }
+
+    fn rotation(&self) -> u32 {
+        if self.kind == KvType::Kv4 { 2 } else { 0 }
+    }
+
+    fn set(&self, page: &mut [u8], slot: usize, is_value: bool, feature: usize, number: u16) {
+        let (at, bit) = self.half_at(slot, is_value, feature);
+        let mask = (0xffff_u32 >> (16 - self.bits()) << bit) as u16;
+        let half = u16::from_le_bytes([page[at], page[at + 1]]).rotate_right(self.rotation());
+        let half = (half & !mask | number << bit).rotate_left(self.rotation());
+        page[at..at + 2].copy_from_slice(&half.to_le_bytes());
+    }
+
+    fn get(&self, page: &[u8], slot: usize, is_value: bool, feature: usize) -> u16 {
+        let (at, bit) = self.half_at(slot, is_value, feature);
+        let half = u16::from_le_bytes([page[at], page[at + 1]]).rotate_right(self.rotation());
+        half >> bit & (0xffff_u32 >> (16 - self.bits())) as u16
+    }
+
+    fn check(&self, page: usize, slot: usize, key: usize, value: usize) -> Result<(), KernelError> {
+        let lengths =
+            [("page", self.page_bytes(), page), ("key", self.head_dim, key), ("value", self.head_dim, value)];
+        for (what, expected, got) in lengths {
+            if expected != got {
+                return Err(KernelError::Length { what, expected, got });
+            }
+        }
+        if slot >= self.page_tokens {
+            return Err(KernelError::Mismatch { what: "slots", expected: self.page_tokens, got: slot });
+        }
+        Ok(())
+    }
+}

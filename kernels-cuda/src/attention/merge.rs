@@ -1,0 +1,83 @@
+//! Joining results on parts of sequences: the variant of the kernel, its grid and its arguments.
+
+use quant_kernels_cpu::KernelError;
+
+use super::{Argument, Float, KernelPlan};
+use crate::compile::Variant;
+
+const THREADS: usize = 128;
+
+/// What a launch is planned by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MergeShape {
+    /// Parts to join, in order.
+    pub parts: usize,
+    /// Rows of each: sequences times query heads.
+    pub rows: usize,
+    /// Features of a row.
+    pub head_dim: usize,
+    /// Of the joined rows; parts are f32.
+    pub out: Float,
+}
+
+/// Where things are on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MergeArguments {
+    /// f32 `[parts, rows, head_dim]`.
+    pub sums: u64,
+    /// f32 `[parts, rows]`: log-sum-exps, minus infinity of parts that saw nothing.
+    pub logs: u64,
+    /// `[rows, head_dim]`.
+    pub out: u64,
+    /// f32 `[rows]`; 0 for none.
+    pub lse: u64,
+}
+
+/// A planned launch of `attention_merge`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MergePlan {
+    /// Variant and grid.
+    pub kernel: KernelPlan,
+    shape: MergeShape,
+}
+
+impl MergeShape {
+    /// Plans a launch.
+    ///
+    /// # Errors
+    /// When the grid would be too large.
+    pub fn plan(&self) -> Result<MergePlan, KernelError> {
+        let items = self.rows.checked_mul(self.head_dim).map(|items| items.div_ceil(THREADS));
+        let Some(blocks) = items.filter(|&blocks| blocks <= i32::MAX as usize) else {
+            return Err(KernelError::TooLarge("the rows to join"));
+        };
+        let kernel = KernelPlan {
+            variant: Variant {
+                source: &super::MERGE_SOURCE,
+                kernel: "attention_merge",
+                defines: vec![("OUT_TYPE", self.out.code().to_string())],
+            },
+            grid: [blocks as u32, 1, 1],
+            block: THREADS as u32,
+            shared_bytes: 0,
+            register_ceiling: 64,
+        };
+        Ok(MergePlan { kernel, shape: *self })
+    }
+}
+
+impl MergePlan {
+    /// The arguments of the kernel, in its order.
+    pub fn arguments(&self, at: &MergeArguments) -> Vec<Argument> {
+        let u = |x: usize| Argument::U32(x as u32);
+        vec![
+            Argument::U64(at.sums),
+            Argument::U64(at.logs),
+            Argument::U64(at.out),
+            Argument::U64(at.lse),
+            u(self.shape.parts),
+            u(self.shape.rows),
+            u(self.shape.head_dim),
+        ]
+    }
+}

@@ -1,0 +1,182 @@
+//! Attention on a paged cache of keys and values of 4, 8 or 16 bits: appended to, and decoded from.
+//!
+//! What is stored is defined by [`quant_kernels_cpu::attention`]: the grid of a head of a token is that of
+//! [`quantize_head`](quant_kernels_cpu::attention::quantize_head), bit for bit. Where it lies in a page is the GPU's own
+//! ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens of many sequences, [`DecodeShape`]
+//! one that attends with the last queries of each, usually one, [`MergeShape`] one that joins results on parts of sequences. Planning is host
+//! arithmetic: it needs no device and no CUDA.
+//!
+//! # The definition
+//!
+//! Of a query head `q` (f16, or bf16) and the tokens `t` that it sees, with stored scales `s`, zeros `z` and codes `c`:
+//!
+//! ```text
+//! score_t = scale · Σ q (s_t c_t + z_t) = scale · (s_t Σ q c_t + z_t Σ q)
+//! p_t = exp(score_t − max),   out = Σ p_t v̂_t / Σ p_t,   lse = max + ln Σ p_t
+//! Σ p_t · v̂_t = Σ h(p_t · s_t)(c_t − centre) + Σ p_t · (z_t + centre · s_t)      centre = 8 or 128, h rounds to f16
+//! ```
+//!
+//! Of f16 pages `k̂` and `v̂` are as stored, and `Σ h(p_t) v̂_t` is all there is. Queries of bf16 become f16 times a power of
+//! two of each head, which keeps all but what is below `2⁻³⁹` of the head's largest.
+//!
+//! Sequences are cut by [`SplitRule`], by nothing but their own tokens; a split's tiles of 16 tokens go to its warps in
+//! turn, and warps and splits are joined in order. So a result is the same, bit for bit, whatever else is in the launch,
+//! whatever the order in which blocks run, and wherever the pages lie.
+//!
+//! # The bound
+//!
+//! Let `u = 2⁻²⁴`, `d` the features, `o + l` the largest that a code becomes as a half (271 at 4 bits, 1279 at 8; `o` is
+//! 256 or 1024), `n` the tokens, `P_t` the exact probabilities, and `T = max(512, n / 32 + 64) / 2 + 64`, which bounds the
+//! numbers that one accumulator of a warp adds, with those of the joins. The tensor cores' sums are taken to be off by `2 u`
+//! of the magnitudes added, an addition: they may truncate.
+//!
+//! - A score's sums of products of halves, exact each: `Σ q (c + o)` and its start by `2 (d + 2) · 2 u (o + l) Σ |q|` together, `Σ q`
+//!   by `(d + 2) · 2 u Σ |q|`; and four roundings. So `δ = |scale| Σ |q| · (6 d + 32) u · max_t ((o + l) s_t + |z_t|)`, of f16 pages
+//!   `δ = |scale| (2 d + 16) u · max_t Σ |q k_t|`; bf16 adds `|scale| d · 2⁻³⁹ max |q| · max_t max |k̂_t|`.
+//! - Exponentials are `2⁻²²` off, and differences of scores rounded: `ε = 2 δ + 2⁻²¹ + 2⁻²² · max_t |score_t|`, so each `p_t` is off by a
+//!   factor within `1 ± ε`, and each ratio to their sum within `1 ± (2 ε + 2 T u)`.
+//! - `h` is off by `2⁻¹¹` of `p_t s_t`, or, below the normal halves, by `2⁻³¹` of the largest scale; it meets `c − centre` only.
+//! - Sums of `h (c + o)` and what is taken away again: `4 T u (o + l) Σ P_t s_t`.
+//!
+//! ```text
+//! |out − exact| ≤ (2 ε + 4 T u) Σ P_t |v̂_t| + 2⁻¹¹ Σ P_t s_t |c_t − centre| + (4 T u (o + l) + 2 ε) Σ P_t s_t + 2⁻³¹ n centre max s_t
+//! f16:          ≤ (2 ε + 4 T u + 2⁻¹¹) Σ P_t |v̂_t| + 2⁻³² n max |v̂_t|
+//! |lse − exact| ≤ ε + (T + 8) u + 2⁻²² (1 + |lse|)
+//! ```
+//!
+//! and the output's own rounding to f16 or bf16. These are worst cases; what rounds at random stays far below.
+
+mod append;
+mod decode;
+mod layout;
+mod merge;
+
+pub use self::append::{AppendArguments, AppendPlan, AppendShape};
+pub use self::decode::{DecodeArguments, DecodePlan, DecodeShape, MAX_SPLITS, MIN_SPLIT, SplitRule};
+pub use self::layout::{KvPageLayout, MAX_HEAD_DIM, MAX_PAGE_TOKENS, TILE_TOKENS};
+pub use self::merge::{MergeArguments, MergePlan, MergeShape};
+
+use quant_kernels_cpu::KernelError;
+use quant_kernels_cpu::attention::KvType;
+
+use crate::compile::{Source, Variant};
+
+const HEADERS: [(&str, &str); 3] = [
+    ("attention_ptx.cuh", include_str!("../../cuda/attention_ptx.cuh")),
+    ("kv_layout.cuh", include_str!("../../cuda/kv_layout.cuh")),
+    ("attention_tile.cuh", include_str!("../../cuda/attention_tile.cuh")),
+];
+/// The text of `kv_append`.
+pub static APPEND_SOURCE: Source =
+    Source { name: "kv_append.cu", text: include_str!("../../cuda/kv_append.cu"), headers: &HEADERS };
+/// The text of `attention_decode`.
+pub static DECODE_SOURCE: Source = Source {
+    name: "attention_decode.cu",
+    text: include_str!("../../cuda/attention_decode.cu"),
+    headers: &HEADERS,
+};
+/// The text of `attention_merge`.
+pub static MERGE_SOURCE: Source = Source {
+    name: "attention_merge.cu",
+    text: include_str!("../../cuda/attention_merge.cu"),
+    headers: &HEADERS,
+};
+
+/// The type of floats that a kernel reads or writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Float {
+    /// Half floats.
+    F16,
+    /// The upper halves of `f32`.
+    Bf16,
+    /// Single floats.
+    F32,
+}
+
+impl Float {
+    /// What the kernels' macros call it.
+    fn code(self) -> usize {
+        match self {
+            Self::F16 => 0,
+            Self::Bf16 => 1,
+            Self::F32 => 2,
+        }
+    }
+
+    /// Bytes of one.
+    pub fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+}
+
+/// One argument of a kernel, by value; addresses are [`U64`](Self::U64).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Argument {
+    /// 8 bytes.
+    U64(u64),
+    /// 4 bytes.
+    U32(u32),
+    /// 4 bytes.
+    F32(f32),
+}
+
+/// What is launched, and how. Where a number of blocks is 0 there is nothing to do, and nothing must be launched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelPlan {
+    /// The kernel, and what it is compiled with: the same for all architectures.
+    pub variant: Variant,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: u32,
+    /// Bytes of dynamic shared memory; above 48 KiB the kernel must be allowed to have them.
+    pub shared_bytes: u32,
+    /// The most registers of a thread that leave room for the blocks a multiprocessor is meant to hold.
+    pub register_ceiling: u32,
+}
+
+/// What the head sizes, layouts and types in use take: what is compiled for every architecture before a release. Other
+/// shapes are planned and compiled in the same way when they are first met.
+///
+/// # Errors
+/// When a shape is none: not in this version.
+pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
+    let mut plans = Vec::new();
+    for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
+        for head_dim in [64, 96, 128, 256] {
+            let layout = KvPageLayout::new(kind, head_dim, 64)?;
+            for input in [Float::F16, Float::Bf16, Float::F32] {
+                plans.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.kernel);
+            }
+            let types = [(Float::F16, Float::F16), (Float::Bf16, Float::Bf16), (Float::F16, Float::F32)];
+            for (group, (query, out)) in
+                [8, 16].into_iter().flat_map(|group| types.map(|types| (group, types)))
+            {
+                let shape = DecodeShape {
+                    layout,
+                    query_heads: group,
+                    kv_heads: 1,
+                    sequences: 1,
+                    queries: 1,
+                    max_tokens: 1,
+                    query,
+                    out,
+                };
+                plans.push(shape.plan()?.kernel);
+            }
+        }
+    }
+    for out in [Float::F16, Float::Bf16, Float::F32] {
+        plans.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.kernel);
+    }
+    // Wide heads take the same variant for any number of query heads.
+    let mut seen: Vec<Variant> = Vec::new();
+    plans.retain(|plan| {
+        let is_new = !seen.contains(&plan.variant);
+        if is_new {
+            seen.push(plan.variant.clone());
+        }
+        is_new
+    });
+    Ok(plans)
+}

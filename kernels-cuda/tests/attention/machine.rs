@@ -1,0 +1,111 @@
+//! The kernels' PTX on the interpreter: memory, launches, and what budgets look at.
+
+use quant_kernels_cuda::attention::{Argument, KernelPlan};
+use quant_kernels_cuda::compile::{Architecture, Form, compile};
+use quant_ptx_interpreter as interpreter;
+use quant_ptx_interpreter::{BlockOrder, Launch, Memory, Module, Options, WarpOrder};
+
+/// In which order blocks, and warps between barriers, run.
+#[derive(Debug, Clone, Copy)]
+pub enum Order {
+    Straight,
+    Reversed,
+    Seeded(u64),
+}
+
+/// What a launch did.
+pub struct Counters {
+    all: interpreter::Counters,
+    /// Passes of loads through the banks of shared memory, and those without any conflict.
+    pub shared_read_wavefronts: u64,
+    pub shared_read_ideal: u64,
+}
+
+impl Counters {
+    /// Instructions of warps by the name of the operation.
+    pub fn of(&self, opcode: &str) -> u64 {
+        self.all.opcode(opcode)
+    }
+
+    pub fn total(&self) -> u64 {
+        self.all.instructions
+    }
+
+    /// Bytes of a buffer that were read, each once.
+    pub fn read_of(&self, buffer: &str) -> u64 {
+        self.all.buffers.get(buffer).map_or(0, |buffer| buffer.read.unique_bytes)
+    }
+}
+
+/// Says aloud that there is no compiler.
+pub fn compiler_is_missing(what: &str) -> bool {
+    let missing = quant_kernels_cuda::require_nvrtc().err();
+    if let Some(why) = &missing {
+        println!("SKIPPED: {what}: {why}");
+    }
+    missing.is_some()
+}
+
+/// Memory of a device, and launches on it. Any fault ends a launch.
+#[derive(Default)]
+pub struct Machine {
+    memory: Memory,
+}
+
+impl Machine {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub fn buffer_from(&mut self, name: &str, bytes: &[u8]) -> u64 {
+        self.memory.buffer_from(name, bytes, 16)
+    }
+
+    /// A buffer without values, but for zeros at its beginning.
+    pub fn buffer(&mut self, name: &str, length: usize, zeroed: usize) -> u64 {
+        let buffer = self.memory.buffer(name, length, 16);
+        self.memory.write(buffer, &vec![0; zeroed]).unwrap();
+        buffer
+    }
+
+    pub fn bytes(&self, buffer: u64) -> Vec<u8> {
+        self.memory.bytes(buffer).unwrap().to_vec()
+    }
+
+    pub fn launch(
+        &mut self,
+        plan: &KernelPlan,
+        arguments: &[Argument],
+        order: Order,
+    ) -> Result<Counters, String> {
+        let image = compile(&plan.variant, Architecture::Sm80, Form::Ptx).map_err(|e| e.to_string())?;
+        let text = String::from_utf8(image.bytes).map_err(|e| e.to_string())?;
+        let module = Module::parse(&text).map_err(|e| e.to_string())?;
+        let arguments = arguments.iter().map(|argument| match *argument {
+            Argument::U64(x) => interpreter::Argument::U64(x),
+            Argument::U32(x) => interpreter::Argument::U32(x),
+            Argument::F32(x) => interpreter::Argument::F32(x),
+        });
+        let launch = Launch {
+            grid: plan.grid,
+            block: [plan.block, 1, 1],
+            dynamic_shared: plan.shared_bytes,
+            arguments: arguments.collect(),
+        };
+        let (warp_order, block_order) = match order {
+            Order::Straight => (WarpOrder::RoundRobin, BlockOrder::Forward),
+            Order::Reversed => (WarpOrder::Reverse, BlockOrder::Reverse),
+            Order::Seeded(seed) => (WarpOrder::Seeded(seed), BlockOrder::Seeded(seed)),
+        };
+        let options = Options { warp_order, block_order, ..Options::default() };
+        let report = module
+            .launch(plan.variant.kernel, &launch, &mut self.memory, &options)
+            .map_err(|fault| fault.to_string())?;
+        let loads = report.counters.shared_reads;
+        Ok(Counters {
+            shared_read_wavefronts: loads.taken,
+            shared_read_ideal: loads.ideal,
+            all: report.counters,
+        })
+    }
+}
