@@ -4,7 +4,7 @@
 //! `tests/compile.rs`, which holds each to its registers and instructions.
 
 use crate::compile::Variant;
-use crate::{activation, linear};
+use crate::{activation, attention, linear};
 
 /// A variant, and what its machine code is held to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +23,8 @@ pub struct Entry {
 type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
-pub const FAMILIES: [Family; 2] = [("activation", activation::variants), ("linear", linear::variants)];
+pub const FAMILIES: [Family; 3] =
+    [("activation", activation::variants), ("linear", linear::variants), ("attention", attention::entries)];
 
 /// The entries of all families.
 pub fn entries() -> Vec<Entry> {

@@ -4,17 +4,12 @@
 use quant_kernels_cuda::attention::{self, KernelPlan};
 use quant_kernels_cuda::compile::{Architecture, Form, compile};
 
-/// Says aloud that there is no compiler.
-fn compiler_is_missing(what: &str) -> bool {
-    let missing = quant_kernels_cuda::require_nvrtc().err();
-    if let Some(why) = &missing {
-        println!("SKIPPED: {what}: {why}");
-    }
-    missing.is_some()
-}
+mod support;
+
+use support::has_nvrtc;
 
 fn check(architecture: Architecture) {
-    if compiler_is_missing("kernels of attention") {
+    if !has_nvrtc() {
         return;
     }
     let mut wrong = Vec::new();
@@ -61,7 +56,7 @@ fn every_variant_fits_sm_120() {
 /// Per tile: a step for each 16 features of keys and a block of outputs for each 16 of values, and one for the sums of P.
 #[test]
 fn decoding_multiplies_on_tensor_cores() {
-    if compiler_is_missing("instructions of attention_decode") {
+    if !has_nvrtc() {
         return;
     }
     for plan in attention::variants().unwrap() {

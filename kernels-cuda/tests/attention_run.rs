@@ -6,6 +6,7 @@ mod cache;
 mod machine;
 #[path = "attention/reference.rs"]
 mod reference;
+mod support;
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{
@@ -15,8 +16,9 @@ use quant_kernels_cuda::attention::{
 use cache::{
     Case, Sequence, bits, bytes_of, check, check_random, decode, encode, floats, rounded, share, try_decode,
 };
-use machine::{Machine, Order, compiler_is_missing};
+use machine::{Machine, Order};
 use reference::Random;
+use support::has_nvrtc;
 
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 /// Splits of 64 tokens, so that short sequences are cut too.
@@ -107,7 +109,7 @@ fn rounded_within(x: f32, float: Float) -> f32 {
 
 #[test]
 fn appended_bytes_equal_those_of_the_cpu() {
-    if compiler_is_missing("appending") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -126,7 +128,7 @@ fn appended_bytes_equal_those_of_the_cpu() {
 /// What cannot be stored is limited, and counted.
 #[test]
 fn values_that_cannot_be_stored_are_counted() {
-    if compiler_is_missing("appending what is too large") {
+    if !has_nvrtc() {
         return;
     }
     let layout = KvPageLayout::new(KvType::Kv8, 64, 16).unwrap();
@@ -160,7 +162,7 @@ fn values_that_cannot_be_stored_are_counted() {
 /// All kinds, sizes of heads and groups, lengths about the ends of tiles and pages, several sequences at once.
 #[test]
 fn decoding_is_within_its_bound() {
-    if compiler_is_missing("decoding") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -190,7 +192,7 @@ fn decoding_is_within_its_bound() {
 /// What the append kernel stored is what decode reads, and it reads no byte that was not stored.
 #[test]
 fn what_was_appended_is_attended_to() {
-    if compiler_is_missing("appending and decoding") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -208,7 +210,7 @@ fn what_was_appended_is_attended_to() {
 /// Cut into splits, joined in order, whatever the order of blocks and warps; and a part of the list unseen.
 #[test]
 fn splits_join_to_the_whole() {
-    if compiler_is_missing("splits") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -229,7 +231,7 @@ fn splits_join_to_the_whole() {
 /// A sequence alone gives the bits that it gives among others, wherever its pages lie.
 #[test]
 fn a_sequence_does_not_see_its_neighbours() {
-    if compiler_is_missing("batches") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -249,7 +251,7 @@ fn a_sequence_does_not_see_its_neighbours() {
 /// Several queries of a sequence: none sees a token after its own, and each gives the bits that it gives alone.
 #[test]
 fn queries_do_not_see_what_comes_after_them() {
-    if compiler_is_missing("several queries") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -273,7 +275,7 @@ fn queries_do_not_see_what_comes_after_them() {
 /// Constant heads with scale 0, values of all magnitudes in one sequence, scores far apart.
 #[test]
 fn extremes_stay_within_the_bound() {
-    if compiler_is_missing("extremes") {
+    if !has_nvrtc() {
         return;
     }
     for kind in KINDS {
@@ -307,7 +309,7 @@ fn extremes_stay_within_the_bound() {
 /// Results on the halves of a list become that of the whole.
 #[test]
 fn parts_of_a_list_merge() {
-    if compiler_is_missing("merging") {
+    if !has_nvrtc() {
         return;
     }
     let case = Case { page_tokens: 16, ..Case::new(KvType::Kv4, 64, 8) };
@@ -349,7 +351,7 @@ fn parts_of_a_list_merge() {
 /// Every byte of the cache is read once and no other; shared memory without conflicts; few instructions a code.
 #[test]
 fn budgets_are_kept() {
-    if compiler_is_missing("budgets of decoding") {
+    if !has_nvrtc() {
         return;
     }
     for (kind, head_dim) in KINDS.into_iter().flat_map(|kind| [64, 96, 128, 256].map(|d| (kind, d))) {
@@ -383,7 +385,7 @@ fn budgets_are_kept() {
 /// Mistakes that are easily made are found, by a fault, a bound, or a budget.
 #[test]
 fn planted_bugs_are_found() {
-    if compiler_is_missing("planted bugs") {
+    if !has_nvrtc() {
         return;
     }
     // Two splits of twenty tiles: five a warp, one more than its ring holds.

@@ -60,6 +60,9 @@ use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::KvType;
 
 use crate::compile::{Source, Variant};
+pub use crate::launch::Argument;
+use crate::launch::LaunchShape;
+use crate::registry::Entry;
 
 const HEADERS: [(&str, &str); 3] = [
     ("attention_ptx.cuh", include_str!("../../cuda/attention_ptx.cuh")),
@@ -109,17 +112,6 @@ impl Float {
     }
 }
 
-/// One argument of a kernel, by value; addresses are [`U64`](Self::U64).
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Argument {
-    /// 8 bytes.
-    U64(u64),
-    /// 4 bytes.
-    U32(u32),
-    /// 4 bytes.
-    F32(f32),
-}
-
 /// What is launched, and how. Where a number of blocks is 0 there is nothing to do, and nothing must be launched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelPlan {
@@ -133,6 +125,29 @@ pub struct KernelPlan {
     pub shared_bytes: u32,
     /// The most registers of a thread that leave room for the blocks a multiprocessor is meant to hold.
     pub register_ceiling: u32,
+}
+
+impl KernelPlan {
+    /// Blocks, threads, shared memory.
+    pub fn launch(&self) -> LaunchShape {
+        LaunchShape { grid: self.grid, block: self.block, shared_bytes: self.shared_bytes }
+    }
+}
+
+/// [`variants`] with what their machine code must be like.
+pub fn entries() -> Vec<Entry> {
+    let entry = |plan: KernelPlan| Entry {
+        family: "attention",
+        register_ceiling: plan.register_ceiling,
+        instructions: match plan.variant.kernel {
+            "attention_decode" => vec!["HMMA.16816.F32", "LDGSTS.E", "MOVM.16.MT88"],
+            "kv_append" => vec!["SHFL.BFLY", "STG.E"],
+            _ => vec!["LDG.E", "STG.E"],
+        },
+        variant: plan.variant,
+    };
+    // That these shapes are some is tested; were one none, its variants would be missed in those tests.
+    variants().unwrap_or_default().into_iter().map(entry).collect()
 }
 
 /// What the head sizes, layouts and types in use take: what is compiled for every architecture before a release. Other

@@ -62,6 +62,16 @@ pub struct DeviceLimits {
     pub multiprocessors: usize,
 }
 
+impl From<&crate::device::DeviceLimits> for DeviceLimits {
+    fn from(device: &crate::device::DeviceLimits) -> Self {
+        Self {
+            shared_of_block: device.shared_of_block as usize,
+            shared_of_multiprocessor: device.shared_of_multiprocessor as usize,
+            multiprocessors: device.multiprocessors as usize,
+        }
+    }
+}
+
 impl DeviceLimits {
     /// Those of a usual device of an architecture: A100, A10, L40S, H200, RTX 5090.
     pub fn of(architecture: Architecture) -> Self {

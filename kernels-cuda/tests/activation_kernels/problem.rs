@@ -9,9 +9,10 @@ use quant_kernels_cpu::{Int8Rows, Layout, ScaleType, Serial};
 use quant_kernels_cuda::activation::{
     ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Float, Rows,
 };
-use quant_kernels_cuda::compile::{Architecture, Form, Variant, compile};
+use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::{Argument, Region};
-use quant_ptx_interpreter as ptx;
+
+use crate::support::machine as ptx;
 
 pub const EPS: f32 = 1e-5;
 pub const FIXED: FixedScale = FixedScale { scale: 0.031, zero: -7 };
@@ -197,15 +198,12 @@ impl Problem {
             bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
         };
         let signed = |at| words(at).into_iter().map(|w| w as i32).collect();
-        let (codes, written) = memory.bytes_and_written(at.codes.address)?;
-        for (i, written) in written.iter().enumerate() {
-            assert_eq!(*written, i % self.shape.code_stride < k, "byte {i} of codes");
-        }
+        let codes = memory.bytes_written(at.codes.address, |i| i % self.shape.code_stride < k)?;
         let codes = codes.chunks(self.shape.code_stride).flat_map(|row| row[..k].iter().map(|&c| c as i8));
         let codes = codes.collect();
         let mut sum = Vec::new();
         if residual != Region::NONE {
-            let values = decode(element, memory.bytes(residual.address)?);
+            let values = decode(element, &memory.bytes(residual.address)?);
             let rows = values.chunks(self.shape.residual_stride);
             sum = rows.flat_map(|row| row[..k].iter().map(|&v| bits(v))).collect();
         }
@@ -279,8 +277,7 @@ pub fn module(variant: &Variant) -> Arc<ptx::Module> {
     static MODULES: LazyLock<Mutex<HashMap<Variant, Arc<ptx::Module>>>> = LazyLock::new(Mutex::default);
     let found = MODULES.lock().unwrap().get(variant).cloned();
     found.unwrap_or_else(|| {
-        let image = compile(variant, Architecture::Sm80, Form::Ptx).unwrap();
-        let module = Arc::new(ptx::Module::parse(&String::from_utf8(image.bytes).unwrap()).unwrap());
+        let module = Arc::new(ptx::Module::parse(&ptx::ptx_of(variant)).unwrap());
         assert_eq!(module.unsupported(variant.kernel).unwrap(), [], "{variant}");
         MODULES.lock().unwrap().insert(variant.clone(), Arc::clone(&module));
         module

@@ -1,9 +1,10 @@
 //! The kernels' PTX on the interpreter: memory, launches, and what budgets look at.
 
 use quant_kernels_cuda::attention::{Argument, KernelPlan};
-use quant_kernels_cuda::compile::{Architecture, Form, compile};
 use quant_ptx_interpreter as interpreter;
-use quant_ptx_interpreter::{BlockOrder, Launch, Memory, Module, Options, WarpOrder};
+use quant_ptx_interpreter::{BlockOrder, WarpOrder};
+
+use crate::support::machine::{Launch, Memory, Module, Options, ptx_of};
 
 /// In which order blocks, and warps between barriers, run.
 #[derive(Debug, Clone, Copy)]
@@ -35,15 +36,6 @@ impl Counters {
     pub fn read_of(&self, buffer: &str) -> u64 {
         self.all.buffers.get(buffer).map_or(0, |buffer| buffer.read.unique_bytes)
     }
-}
-
-/// Says aloud that there is no compiler.
-pub fn compiler_is_missing(what: &str) -> bool {
-    let missing = quant_kernels_cuda::require_nvrtc().err();
-    if let Some(why) = &missing {
-        println!("SKIPPED: {what}: {why}");
-    }
-    missing.is_some()
 }
 
 /// Memory of a device, and launches on it. Any fault ends a launch.
@@ -78,9 +70,7 @@ impl Machine {
         arguments: &[Argument],
         order: Order,
     ) -> Result<Counters, String> {
-        let image = compile(&plan.variant, Architecture::Sm80, Form::Ptx).map_err(|e| e.to_string())?;
-        let text = String::from_utf8(image.bytes).map_err(|e| e.to_string())?;
-        let module = Module::parse(&text).map_err(|e| e.to_string())?;
+        let module = Module::parse(&ptx_of(&plan.variant)).map_err(|e| e.to_string())?;
         let arguments = arguments.iter().map(|argument| match *argument {
             Argument::U64(x) => interpreter::Argument::U64(x),
             Argument::U32(x) => interpreter::Argument::U32(x),

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use half::{bf16, f16};
-use quant_kernels_cuda::compile::{Architecture, Form, Source, compile};
+use quant_kernels_cuda::compile::Source;
 use quant_kernels_cuda::layout::Section;
 use quant_kernels_cuda::linear::{LinearPlan, LinearVariant, Output};
-use quant_ptx_interpreter::{Argument, Error, Launch, Memory, Module, Options, Report};
 
 use crate::problem::Problem;
+use crate::support::machine::{Argument, Error, Launch, Memory, Module, Options, Report, ptx_of};
 
 /// Whether kernels can be compiled here; says so if not.
 #[track_caller]
@@ -46,8 +46,7 @@ pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Mod
     if let Some(source) = source {
         kernel.source = source;
     }
-    let image = compile(&kernel, Architecture::Sm80, Form::Ptx).unwrap();
-    Module::parse(std::str::from_utf8(&image.bytes).unwrap()).unwrap()
+    Module::parse(&ptx_of(&kernel)).unwrap()
 }
 
 /// Launches as planned.

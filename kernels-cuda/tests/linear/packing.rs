@@ -1,11 +1,10 @@
 //! Packing on the device gives the bytes of packing on the CPU, and finds the values that the latter refuses.
 
-use quant_kernels_cuda::compile::{Architecture, Form, compile};
 use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
-use quant_ptx_interpreter::{Argument, Launch, Memory, Module, Options};
 
 use crate::cases::{Case, Kind};
 use crate::machine::ready;
+use crate::support::machine::{Argument, Launch, Memory, Module, Options, ptx_of};
 
 /// The sections as the device packs them, and whether it found a fault.
 fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
@@ -40,8 +39,7 @@ fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
         };
         let arguments = pointers.iter().map(|&p| Argument::U64(p));
         let arguments = arguments.chain(sizes(launch.kernel.kernel != "pack_codes")).collect();
-        let image = compile(&launch.kernel, Architecture::Sm80, Form::Ptx).unwrap();
-        let module = Module::parse(std::str::from_utf8(&image.bytes).unwrap()).unwrap();
+        let module = Module::parse(&ptx_of(&launch.kernel)).unwrap();
         let (grid, block) = ([launch.grid, 1, 1], [launch.threads, 1, 1]);
         let run = Launch { grid, block, dynamic_shared: 0, arguments };
         module.launch(launch.kernel.kernel, &run, &mut memory, &Options::default()).unwrap();
