@@ -178,7 +178,8 @@ pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     let mut out = [0; LANES];
     for (lane, out) in out.iter_mut().enumerate() {
         let (g, t) = (lane / 4, 2 * (lane % 4));
-        let (low, high) = if transposed { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
+        let (low, high) =
+            if transposed { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
         *out = u64::from(low) | u64::from(high) << 16;
     }
     out
