@@ -505,7 +505,14 @@ pub(crate) fn read(text: &str) -> Result<Text<'_>> {
         };
         reader.at += 1;
         match word {
-            ".version" | ".target" | ".address_size" | ".file" | ".loc" => {
+            ".version" | ".address_size" => drop(reader.word()?),
+            ".target" => {
+                reader.word()?;
+                while reader.takes(',') {
+                    reader.word()?;
+                }
+            }
+            ".file" | ".loc" => {
                 reader.at -= 1;
                 reader.skip_line();
             }
