@@ -89,7 +89,8 @@ impl Machine<'_> {
         let (mut sectors, mut global) = (Vec::new(), Vec::new());
         for (lane, spot) in spots.iter().enumerate() {
             match *spot {
-                Some(Spot::Shared(address)) => {
+                // An address far outside is a fault, and no access to count.
+                Some(Spot::Shared(address)) if address <= low_bits(32) => {
                     shared[lane] = Some(address);
                     any_shared = true;
                 }

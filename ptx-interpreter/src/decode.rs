@@ -8,7 +8,7 @@ use crate::float::Manner;
 use crate::operation::{Instruction, Join, Kernel, Operation};
 use crate::resolve::{LOCAL_WINDOW, Resolver, SHARED_WINDOW};
 use crate::rounding::Direction;
-use crate::syntax::{Entry, Operand, Statement, Variable};
+use crate::statement::{Entry, Operand, Statement, Variable};
 use crate::types::{Type, low_bits, two};
 use crate::{float, integer};
 
@@ -118,7 +118,7 @@ fn decode<'a>(r: &mut Resolver<'a>, s: &Statement<'a>) -> Result<Operation> {
         "set" => set(r, s, &opcode)?,
         "bra" | "brx" | "ret" | "exit" | "trap" => control(r, s, &opcode)?,
         "lop3" if opcode.modifiers.is_empty() && opcode.types == [Type::B32] => Some(logic3(r, s)?),
-        "bfi" => insert(r, s, &opcode)?,
+        "bfi" if matches!(opcode.types[..], [Type::B32 | Type::B64]) => insert(r, s, &opcode)?,
         "nop" | "griddepcontrol" | "prefetch" | "prefetchu" | "nanosleep" | "pmevent" | "setmaxnreg"
         | "applypriority" | "discard" => Some(Operation::Nothing),
         _ => {
@@ -359,7 +359,7 @@ fn logic3<'a>(r: &mut Resolver<'a>, s: &Statement<'a>) -> Result<Operation> {
     let b = r.source(s, operand(s, 2)?, Type::B32)?;
     let c = r.source(s, operand(s, 3)?, Type::B32)?;
     let table = match operand(s, 4)? {
-        Operand::Number(word, false) => crate::syntax::integer(word).and_then(|v| u8::try_from(v).ok()),
+        Operand::Number(word, false) => crate::number::integer(word).and_then(|v| u8::try_from(v).ok()),
         _ => None,
     };
     match table {

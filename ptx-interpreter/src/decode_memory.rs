@@ -2,9 +2,10 @@
 
 use crate::decode::{Opcode, operand};
 use crate::error::Result;
+use crate::number::integer;
 use crate::operation::{Atomic, Operation, Place};
 use crate::resolve::Resolver;
-use crate::syntax::{Operand, Statement, integer};
+use crate::statement::{Operand, Statement};
 use crate::types::{Type, low_bits};
 
 const CACHE: &[&str] = &[

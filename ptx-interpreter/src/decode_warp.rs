@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::matrix::Element;
 use crate::operation::{Atomic, Operation, Place, Shuffle, Vote};
 use crate::resolve::Resolver;
-use crate::syntax::{Operand, Statement};
+use crate::statement::{Operand, Statement};
 use crate::types::Type;
 
 /// The operation, or nothing if the statement is of another kind or in a manner that is not known.

@@ -54,7 +54,7 @@
 //! - barriers that not all threads reach, and warp-wide instructions with lanes elsewhere; `trap`, endless
 //!   loops.
 //!
-//! Not looked for: races between the lanes of a warp, but for copies; a write to global bytes that another warp
+//! Not looked for: reads of local bytes that nobody wrote; writes to the source of a copy in flight; races between the lanes of a warp, but for copies; a write to global bytes that another warp
 //! of the block reads; readers of several blocks, where the writer has taken over anything from an atomic.
 //!
 //! # Numbers
@@ -88,11 +88,13 @@ mod launch;
 mod machine;
 mod matrix;
 mod memory;
+mod number;
 mod operation;
 mod order;
 mod resolve;
 mod rounding;
 mod shared;
+mod statement;
 mod syntax;
 mod token;
 mod types;
@@ -101,6 +103,6 @@ mod warp;
 pub use counters::{BufferTraffic, Counters, Traffic, Wavefronts};
 pub use error::{Error, Fault, FaultKind, Result};
 pub use launch::{
-    Argument, BlockOrder, Launch, MOST_SHARED, MOST_THREADS, Module, Options, Report, WarpOrder,
+    Argument, BlockOrder, Launch, MOST_BLOCKS, MOST_SHARED, MOST_THREADS, Module, Options, Report, WarpOrder,
 };
 pub use memory::Memory;

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use crate::error::{Error, Result};
+use crate::number::number;
 use crate::operation::{Address, Initial, Parameter, Slot, Slots};
-use crate::syntax::{Entry, Operand, Scope, Space, Statement, Variable, number};
+use crate::statement::{Entry, Operand, Scope, Space, Statement, Variable};
 use crate::types::{Type, low_bits};
 
 /// The window of generic addresses that means shared memory, and the one of local memory.

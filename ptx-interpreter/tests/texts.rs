@@ -153,12 +153,12 @@ fn survive(text: &str) {
         for name in module.kernels() {
             let mut memory = Memory::new();
             let buffer = memory.buffer_from("any", &[1; 4096], 16);
-            let mut arguments = scale(&mut memory);
-            let _ = module.launch(name, &arguments, &mut memory, &options);
-            arguments = launch(2, 64, 512, &[buffer, buffer, buffer]);
-            for fault_is_error in [true, false] {
-                let options = Options { fault_is_error, ..options.clone() };
-                let _ = module.launch(name, &arguments, &mut memory, &options);
+            let shapes = [scale(&mut memory), launch(2, 64, 512, &[]), launch(2, 64, 512, &[buffer; 3])];
+            for arguments in shapes {
+                for fault_is_error in [true, false] {
+                    let options = Options { fault_is_error, ..options.clone() };
+                    let _ = module.launch(name, &arguments, &mut memory, &options);
+                }
             }
         }
     }
@@ -222,4 +222,36 @@ proptest! {
         }
         survive(&words.join(" "));
     }
+}
+
+/// Sizes and addresses at the ends of their ranges.
+#[test]
+fn extremes_are_survived() {
+    for body in [
+        "mov.u64 %rd9, -1;\nst.shared.u32 [%rd9], %r1;",
+        "mov.u64 %rd9, -4;\nst.shared.v4.u32 [%rd9+-12], {%r1, %r1, %r1, %r1};",
+        "mov.u64 %rd9, -1;\nld.global.u8 %r5, [%rd9];",
+        "mov.u64 %rd9, -16;\ncp.async.cg.shared.global [0], [%rd9], 16;",
+        "mov.u64 %rd9, -16;\ncp.async.cg.shared.global [%rd9], [%rd9], 16;",
+        "mov.u64 %rd9, -16;\nldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%rd9];",
+        "mov.u64 %rd9, -8;\natom.shared.add.u64 %rd9, [%rd9], 1;",
+        "bfi.b128 %rd9, %rd9, %rd9, 90, 90;",
+        "mov.u32 %r9, -1;\nbar.sync %r9;",
+        "mov.u32 %r9, -1;\nbar.sync 1, %r9;",
+        "mov.b128 %rd9, {%rd1, %rd2};",
+        "selp.b128 %rd9, %rd9, %rd9, %p1;",
+    ] {
+        survive(&kernel(0, "", body));
+    }
+    let many = ".global .b8 a[16777216];\n".replace(" a", " aNUMBER");
+    let many: String = (0..40).map(|i| many.replace("NUMBER", &i.to_string())).collect();
+    assert!(matches!(Module::parse(&many), Err(Error::Parse { .. })));
+    let local = kernel(0, "", ".local .b8 big[16000000];");
+    let launched = Module::parse(&local).unwrap().launch(
+        "k",
+        &launch(1, 1024, 0, &[]),
+        &mut Memory::new(),
+        &Options::default(),
+    );
+    assert!(matches!(launched, Err(Error::Launch { .. })));
 }
