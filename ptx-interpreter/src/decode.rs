@@ -8,7 +8,7 @@ use crate::float::Manner;
 use crate::operation::{Instruction, Join, Kernel, Operation};
 use crate::resolve::{LOCAL_WINDOW, Resolver, SHARED_WINDOW};
 use crate::rounding::Direction;
-use crate::syntax::{Entry, Operand, Statement, Variable};
+use crate::statement::{Entry, Operand, Statement, Variable};
 use crate::types::{Type, low_bits, two};
 use crate::{float, integer};
 
@@ -118,7 +118,7 @@ fn decode<'a>(r: &mut Resolver<'a>, s: &Statement<'a>) -> Result<Operation> {
         "set" => set(r, s, &opcode)?,
         "bra" | "brx" | "ret" | "exit" | "trap" => control(r, s, &opcode)?,
         "lop3" if opcode.modifiers.is_empty() && opcode.types == [Type::B32] => Some(logic3(r, s)?),
-        "bfi" => insert(r, s, &opcode)?,
+        "bfi" if matches!(opcode.types[..], [Type::B32 | Type::B64]) => insert(r, s, &opcode)?,
         "nop" | "griddepcontrol" | "prefetch" | "prefetchu" | "nanosleep" | "pmevent" | "setmaxnreg"
         | "applypriority" | "discard" => Some(Operation::Nothing),
         _ => {
@@ -137,7 +137,11 @@ fn arithmetic<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
         return Ok(None);
     }
     let manner = o.manner();
-    let name = if o.modifiers.is_empty() { o.name.to_owned() } else { format!("{}.{}", o.name, o.modifiers.join(".")) };
+    let name = if o.modifiers.is_empty() {
+        o.name.to_owned()
+    } else {
+        format!("{}.{}", o.name, o.modifiers.join("."))
+    };
     let part = o.modifiers.first().copied().unwrap_or_default();
     let one = if is_float { float::unary(o.name, ty, manner) } else { integer::unary(&name, ty) };
     if let Some(f) = one {
@@ -223,13 +227,13 @@ fn window<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result
         return Ok(Operation::Move { d, a, keep: low_bits(ty.bits()) });
     };
     let b = r.constant(crate::operation::Initial::Constant(base));
-    let f = if o.has("to") { two!(u64, |a, b| a.wrapping_sub(b)) } else { two!(u64, |a, b| a.wrapping_add(b)) };
+    let f =
+        if o.has("to") { two!(u64, |a, b| a.wrapping_sub(b)) } else { two!(u64, |a, b| a.wrapping_add(b)) };
     Ok(Operation::Two { f, d, a, b })
 }
 
 fn conversion<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
-    let known =
-        ["rn", "rna", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu"];
+    let known = ["rn", "rna", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu"];
     let &[to, from] = o.types.as_slice() else { return Ok(None) };
     if !o.only(&known) {
         return Ok(None);
@@ -355,7 +359,7 @@ fn logic3<'a>(r: &mut Resolver<'a>, s: &Statement<'a>) -> Result<Operation> {
     let b = r.source(s, operand(s, 2)?, Type::B32)?;
     let c = r.source(s, operand(s, 3)?, Type::B32)?;
     let table = match operand(s, 4)? {
-        Operand::Number(word, false) => crate::syntax::integer(word).and_then(|v| u8::try_from(v).ok()),
+        Operand::Number(word, false) => crate::number::integer(word).and_then(|v| u8::try_from(v).ok()),
         _ => None,
     };
     match table {

@@ -7,10 +7,17 @@ use crate::error::{Error, Fault, Result};
 use crate::machine::{Machine, Random};
 use crate::memory::Memory;
 use crate::operation::{Kernel, Operation};
+use crate::statement::Space;
 use crate::syntax;
 
 /// The most bytes of shared memory that a launch may ask for, static part included.
 pub const MOST_SHARED: usize = 227 * 1024;
+/// The most bytes of a module's variables.
+const MOST_VARIABLES: usize = 1 << 26;
+/// The most bytes of local memory of a thread.
+const MOST_LOCAL: usize = 1 << 19;
+/// The most blocks of a grid.
+pub const MOST_BLOCKS: u32 = 1 << 24;
 /// The most threads of a block.
 pub const MOST_THREADS: u32 = 1024;
 
@@ -57,7 +64,7 @@ impl Argument {
 /// A launch's shape and arguments.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// Blocks along x, y and z, each at least 1.
+    /// Blocks along x, y and z, each at least 1, together at most [`MOST_BLOCKS`].
     pub grid: [u32; 3],
     /// Threads along x, y and z, each at least 1, together at most [`MOST_THREADS`].
     pub block: [u32; 3],
@@ -149,9 +156,13 @@ impl Module {
             text.entries.iter().map(|e| crate::decode::kernel(e, &text.variables)).collect::<Result<_>>()?;
         let mut places = HashMap::new();
         let end = crate::resolve::globals(&text.variables, &mut places);
+        if end > MOST_VARIABLES {
+            let message = format!("{end} bytes of variables, at most {MOST_VARIABLES}");
+            return Err(Error::Parse { line: 1, message });
+        }
         let mut variables = vec![0; end];
         let mut variables_align = 1;
-        for variable in text.variables.iter().filter(|v| v.space == syntax::Space::Global) {
+        for variable in text.variables.iter().filter(|v| v.space == Space::Global) {
             variables_align = variables_align.max(variable.align);
             if let Some((_, at)) = places.get(variable.name)
                 && let Some(to) = variables.get_mut(*at as usize..*at as usize + variable.initial.len())
@@ -196,7 +207,13 @@ impl Module {
     ///
     /// # Errors
     /// No such kernel; arguments or sizes that do not fit it; the first [`Fault`], if faults are errors.
-    pub fn launch(&self, kernel: &str, launch: &Launch, memory: &mut Memory, options: &Options) -> Result<Report> {
+    pub fn launch(
+        &self,
+        kernel: &str,
+        launch: &Launch,
+        memory: &mut Memory,
+        options: &Options,
+    ) -> Result<Report> {
         let kernel = self.kernel(kernel)?;
         let parameters = check(kernel, launch)?;
         let variables = memory.buffer_from("(module)", &self.variables, self.variables_align);
@@ -236,7 +253,7 @@ impl Module {
 fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
     let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);
-    if product(launch.grid) == 0 || product(launch.grid) == u32::MAX {
+    if product(launch.grid) == 0 || product(launch.grid) > MOST_BLOCKS {
         return wrong(format!("a grid of {:?} blocks", launch.grid));
     }
     let threads = product(launch.block);
@@ -251,6 +268,9 @@ fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let shared = kernel.static_shared + launch.dynamic_shared as usize;
     if shared > MOST_SHARED {
         return wrong(format!("{shared} bytes of shared memory, at most {MOST_SHARED}"));
+    }
+    if kernel.local_bytes > MOST_LOCAL {
+        return wrong(format!("{} bytes of local memory a thread, at most {MOST_LOCAL}", kernel.local_bytes));
     }
     if launch.arguments.len() != kernel.parameters.len() {
         let (given, wanted) = (launch.arguments.len(), kernel.parameters.len());

@@ -4,7 +4,7 @@
 //! (fragments for m16n8k8, m16n8k16 and m16n8k32), "ldmatrix" and "movmatrix". A lane is `4·g + t`: the
 //! figures' group `g` of 0 to 7 and thread `t` of 0 to 3 in it.
 
-use half::{bf16, f16};
+use half::f16;
 
 use crate::types::{LANES, Lanes};
 
@@ -43,20 +43,37 @@ impl Element {
     pub fn is_float(self) -> bool {
         matches!(self, Self::F16 | Self::Bf16)
     }
+}
 
-    /// Element `i` of a register, from its lowest bits up.
-    fn float(self, register: u64, i: usize) -> f32 {
-        let bits = (register >> (16 * i)) as u16;
-        if self == Self::F16 { f16::from_bits(bits).to_f32() } else { bf16::from_bits(bits).to_f32() }
-    }
+/// An f16's value. Shifting its fields to an f32's and scaling by 2¹¹² is right for subnormals too.
+fn f16_value(bits: u16) -> f32 {
+    let fields = u32::from(bits & 0x7fff) << 13;
+    let size = f32::from_bits(fields) * f32::from_bits(0x7780_0000);
+    let size = if bits & 0x7c00 == 0x7c00 { f32::from_bits(0x7f80_0000 | fields) } else { size };
+    f32::from_bits(size.to_bits() | u32::from(bits & 0x8000) << 16)
+}
 
-    fn integer(self, register: u64, i: usize) -> i32 {
-        match self {
-            Self::S8 => i32::from((register >> (8 * i)) as u8 as i8),
-            Self::U8 => i32::from((register >> (8 * i)) as u8),
-            Self::S4 => i32::from(((register >> (4 * i)) as u8) << 4) << 24 >> 28,
-            _ => (register >> (4 * i) & 0xf) as i32,
+/// Gathers a float factor; element `i` of a register begins at its bit `16·i`.
+fn gather_floats<const N: usize>(element: Element, registers: &[&Lanes], is_b: bool) -> [[f32; 16]; N] {
+    match element {
+        Element::Bf16 => {
+            gather(registers, 2, is_b, |bits, i| f32::from_bits(u32::from((bits >> (16 * i)) as u16) << 16))
         }
+        _ => gather(registers, 2, is_b, |bits, i| f16_value((bits >> (16 * i)) as u16)),
+    }
+}
+
+/// Gathers an integer factor.
+fn gather_integers<const K: usize, const N: usize>(
+    element: Element,
+    registers: &[&Lanes],
+    is_b: bool,
+) -> [[i16; K]; N] {
+    match element {
+        Element::S8 => gather(registers, 4, is_b, |bits, i| i16::from((bits >> (8 * i)) as u8 as i8)),
+        Element::U8 => gather(registers, 4, is_b, |bits, i| i16::from((bits >> (8 * i)) as u8)),
+        Element::S4 => gather(registers, 8, is_b, |bits, i| ((bits >> (4 * i)) << 12) as u16 as i16 >> 12),
+        _ => gather(registers, 8, is_b, |bits, i| (bits >> (4 * i) & 0xf) as i16),
     }
 }
 
@@ -78,6 +95,7 @@ fn place_c(lane: usize, r: usize) -> (usize, usize) {
 }
 
 /// Gathers a factor: `[outer][k]`, A by rows and B by columns.
+#[inline(always)]
 fn gather<T: Copy + Default, const K: usize, const N: usize>(
     registers: &[&Lanes],
     per: usize,
@@ -101,22 +119,27 @@ fn gather<T: Copy + Default, const K: usize, const N: usize>(
     out
 }
 
-/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32 or rounded once (bf16 outliers),
-/// and are added in f32 in the order of k.
+/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32, and are added in f32 in the
+/// order of k.
 pub(crate) fn multiply_floats(element: Element, a: &[&Lanes], b: &[&Lanes], c: &[Lanes; 4]) -> [Lanes; 4] {
-    let rows: [[f32; 16]; 16] = gather(a, 2, false, |bits, i| element.float(bits, i));
-    let columns: [[f32; 16]; 8] = gather(b, 2, true, |bits, i| element.float(bits, i));
-    let depth = b.len() * 8;
-    let mut d = [[0; LANES]; 4];
-    for lane in 0..LANES {
-        for (r, d) in d.iter_mut().enumerate() {
-            let (row, column) = place_c(lane, r);
-            let mut sum = f32::from_bits(c[r][lane] as u32);
-            for k in 0..depth {
-                sum += rows[row][k] * columns[column][k];
+    let rows: [[f32; 16]; 16] = gather_floats(element, a, false);
+    let columns: [[f32; 16]; 8] = gather_floats(element, b, true);
+    let mut sums = [[0f32; 8]; 16];
+    let places = || (0..LANES).flat_map(|lane| (0..4).map(move |r| (lane, r, place_c(lane, r))));
+    for (lane, r, (row, column)) in places() {
+        sums[row][column] = f32::from_bits(c[r][lane] as u32);
+    }
+    for k in 0..(b.len() * 8).min(16) {
+        let line: [f32; 8] = std::array::from_fn(|column| columns[column][k]);
+        for (sums, row) in sums.iter_mut().zip(&rows) {
+            for (sum, value) in sums.iter_mut().zip(&line) {
+                *sum += row[k] * value;
             }
-            d[lane] = u64::from(crate::rounding::canonical(sum).to_bits());
         }
+    }
+    let mut d = [[0; LANES]; 4];
+    for (lane, r, (row, column)) in places() {
+        d[r][lane] = u64::from(crate::rounding::canonical(sums[row][column]).to_bits());
     }
     d
 }
@@ -129,17 +152,29 @@ pub(crate) fn multiply_integers(
     c: &[Lanes; 4],
     saturate: bool,
 ) -> [Lanes; 4] {
-    let per = 32 / elements[0].bits();
-    let rows: [[i32; 64]; 16] = gather(a, per, false, |bits, i| elements[0].integer(bits, i));
-    let columns: [[i32; 64]; 8] = gather(b, per, true, |bits, i| elements[1].integer(bits, i));
-    let depth = b.len() * 4 * per;
+    match b.len() * 128 / elements[0].bits() {
+        16 => multiply_depth::<16>(elements, a, b, c, saturate),
+        32 => multiply_depth::<32>(elements, a, b, c, saturate),
+        _ => multiply_depth::<64>(elements, a, b, c, saturate),
+    }
+}
+
+fn multiply_depth<const K: usize>(
+    elements: [Element; 2],
+    a: &[&Lanes],
+    b: &[&Lanes],
+    c: &[Lanes; 4],
+    saturate: bool,
+) -> [Lanes; 4] {
+    let rows: [[i16; K]; 16] = gather_integers(elements[0], a, false);
+    let columns: [[i16; K]; 8] = gather_integers(elements[1], b, true);
     let mut d = [[0; LANES]; 4];
     for lane in 0..LANES {
         for (r, d) in d.iter_mut().enumerate() {
             let (row, column) = place_c(lane, r);
-            let products = rows[row][..depth].iter().zip(&columns[column][..depth]);
+            let products = rows[row].iter().zip(&columns[column]);
             // At most 64 products of 16 bits: no overflow.
-            let sum: i32 = products.map(|(a, b)| a * b).sum();
+            let sum: i32 = products.map(|(a, b)| i32::from(*a) * i32::from(*b)).sum();
             let c = c[r][lane] as u32 as i32;
             let sum = if saturate { c.saturating_add(sum) } else { c.wrapping_add(sum) };
             d[lane] = u64::from(sum as u32);
@@ -178,7 +213,8 @@ pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     let mut out = [0; LANES];
     for (lane, out) in out.iter_mut().enumerate() {
         let (g, t) = (lane / 4, 2 * (lane % 4));
-        let (low, high) = if transposed { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
+        let (low, high) =
+            if transposed { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
         *out = u64::from(low) | u64::from(high) << 16;
     }
     out
@@ -195,4 +231,17 @@ pub(crate) fn collect(register: &Lanes, transposed: bool) -> [[u16; 8]; 8] {
         }
     }
     rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_f16_has_its_value() {
+        for bits in 0..=u16::MAX {
+            let (got, want) = (f16_value(bits), f16::from_bits(bits).to_f32());
+            assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:#x}");
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! From tokens to statements: variables, kernels, their registers, labels and instructions, by name.
 
-use std::collections::HashMap;
-
 use crate::error::{Error, Result};
+use crate::number::{integer, number};
+use crate::statement::{Entry, Operand, Scope, Space, Statement, Text, Variable};
 use crate::token::{Located, Token, tokenize};
 use crate::types::Type;
 
@@ -11,139 +11,9 @@ const MOST: u64 = 1 << 24;
 /// The deepest nesting of blocks and braces.
 const DEEPEST: usize = 64;
 
-/// What stands after an opcode.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Operand<'a> {
-    /// A register, label, variable or special register.
-    Name(&'a str),
-    /// `!p`.
-    Not(&'a str),
-    /// A number, negated or not.
-    Number(&'a str, bool),
-    /// `{a, b}`.
-    Vector(Vec<Operand<'a>>),
-    /// `[base + offset]`.
-    Address(Box<Operand<'a>>, i64),
-    /// `d|p`.
-    Both(&'a str, &'a str),
-}
-
-/// An instruction.
-#[derive(Debug, Clone)]
-pub(crate) struct Statement<'a> {
-    pub line: u32,
-    /// File and line of the last `.loc`, 0 before the first.
-    pub source: (u32, u32),
-    pub scope: usize,
-    pub guard: Option<(&'a str, bool)>,
-    pub opcode: &'a str,
-    pub operands: Vec<Operand<'a>>,
-}
-
-/// A state space of a variable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Space {
-    Global,
-    Shared,
-    Local,
-    Param,
-}
-
-/// A variable of a module or a kernel.
-#[derive(Debug, Clone)]
-pub(crate) struct Variable<'a> {
-    pub name: &'a str,
-    pub space: Space,
-    pub ty: Type,
-    pub align: usize,
-    pub bytes: usize,
-    /// Of a global: its first bytes; the rest are zeros.
-    pub initial: Vec<u8>,
-    /// `.extern .shared x[]`: its size is the launch's.
-    pub dynamic: bool,
-}
-
-/// Names of a block between braces.
-#[derive(Debug, Default)]
-pub(crate) struct Scope<'a> {
-    pub parent: Option<usize>,
-    /// Registers by name.
-    pub registers: HashMap<&'a str, Type>,
-    /// `%r<100>`: prefix, count, type.
-    pub ranges: Vec<(&'a str, u64, Type)>,
-    /// Labels: the statement they stand before.
-    pub labels: HashMap<&'a str, usize>,
-    /// Lists of `.branchtargets`.
-    pub targets: HashMap<&'a str, Vec<&'a str>>,
-    pub variables: Vec<Variable<'a>>,
-}
-
-/// A kernel's text.
-#[derive(Debug)]
-pub(crate) struct Entry<'a> {
-    pub name: &'a str,
-    pub parameters: Vec<Variable<'a>>,
-    pub most_threads: Option<[u32; 3]>,
-    pub scopes: Vec<Scope<'a>>,
-    pub statements: Vec<Statement<'a>>,
-}
-
-/// A module's text.
-#[derive(Debug, Default)]
-pub(crate) struct Text<'a> {
-    pub variables: Vec<Variable<'a>>,
-    pub entries: Vec<Entry<'a>>,
-}
-
 struct Reader<'a> {
     tokens: Vec<Located<'a>>,
     at: usize,
-}
-
-/// A number's value: decimal, hexadecimal, octal or binary; `None` of floats and names.
-pub(crate) fn integer(word: &str) -> Option<u64> {
-    let word = word.strip_suffix('U').unwrap_or(word);
-    if let Some(digits) = word.strip_prefix("0x").or_else(|| word.strip_prefix("0X")) {
-        u64::from_str_radix(digits, 16).ok()
-    } else if let Some(digits) = word.strip_prefix("0b").or_else(|| word.strip_prefix("0B")) {
-        u64::from_str_radix(digits, 2).ok()
-    } else if word.len() > 1 && word.starts_with('0') && word.bytes().all(|b| b.is_ascii_digit()) {
-        u64::from_str_radix(word, 8).ok()
-    } else {
-        word.parse().ok()
-    }
-}
-
-/// The bits of a number as a value of a type: integers, `0f...`, `0d...` and decimals with a point.
-pub(crate) fn number(word: &str, negative: bool, ty: Type) -> Option<u64> {
-    let wide = |value: f64| {
-        let value = if negative { -value } else { value };
-        match ty {
-            Type::F64 => value.to_bits(),
-            _ => u64::from((value as f32).to_bits()),
-        }
-    };
-    let hex = |prefix: [&str; 2], digits: usize| {
-        let rest = word.strip_prefix(prefix[0]).or_else(|| word.strip_prefix(prefix[1]))?;
-        (rest.len() == digits).then(|| u64::from_str_radix(rest, 16).ok())?
-    };
-    if let Some(bits) = hex(["0f", "0F"], 8) {
-        let value = f32::from_bits(bits as u32);
-        return Some(if ty == Type::F64 { wide(f64::from(value)) } else { bits ^ u64::from(negative) << 31 });
-    }
-    if let Some(bits) = hex(["0d", "0D"], 16) {
-        return Some(if ty == Type::F32 { wide(f64::from_bits(bits)) } else { bits ^ u64::from(negative) << 63 });
-    }
-    if let Some(value) = integer(word) {
-        if ty.is_wide_float() {
-            return Some(wide(value as f64));
-        }
-        return Some(if negative { value.wrapping_neg() } else { value });
-    }
-    if word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit()) {
-        return word.parse().ok().map(wide);
-    }
-    None
 }
 
 impl<'a> Reader<'a> {
@@ -390,7 +260,11 @@ impl<'a> Reader<'a> {
                     source = (file as u32, self.count()? as u32);
                     self.skip_line();
                 }
-                Token::Word(".pragma") => while !self.takes(';') { self.next()?; },
+                Token::Word(".pragma") => {
+                    while !self.takes(';') {
+                        self.next()?;
+                    }
+                }
                 Token::Word(word @ (".shared" | ".local" | ".param" | ".global" | ".const")) => {
                     let space = match word {
                         ".shared" => Space::Shared,
@@ -451,8 +325,13 @@ impl<'a> Reader<'a> {
 
     fn entry(&mut self) -> Result<Entry<'a>> {
         let name = self.word()?;
-        let mut entry =
-            Entry { name, parameters: Vec::new(), most_threads: None, scopes: Vec::new(), statements: Vec::new() };
+        let mut entry = Entry {
+            name,
+            parameters: Vec::new(),
+            most_threads: None,
+            scopes: Vec::new(),
+            statements: Vec::new(),
+        };
         if self.takes('(') {
             while !self.takes(')') {
                 if self.word()? != ".param" {
@@ -492,7 +371,14 @@ pub(crate) fn read(text: &str) -> Result<Text<'_>> {
         };
         reader.at += 1;
         match word {
-            ".version" | ".target" | ".address_size" | ".file" | ".loc" => {
+            ".version" | ".address_size" => drop(reader.word()?),
+            ".target" => {
+                reader.word()?;
+                while reader.takes(',') {
+                    reader.word()?;
+                }
+            }
+            ".file" | ".loc" => {
                 reader.at -= 1;
                 reader.skip_line();
             }

@@ -1,0 +1,89 @@
+//! A module's text by name: variables, kernels, their registers, labels and instructions.
+
+use std::collections::HashMap;
+
+use crate::types::Type;
+
+/// What stands after an opcode.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Operand<'a> {
+    /// A register, label, variable or special register.
+    Name(&'a str),
+    /// `!p`.
+    Not(&'a str),
+    /// A number, negated or not.
+    Number(&'a str, bool),
+    /// `{a, b}`.
+    Vector(Vec<Operand<'a>>),
+    /// `[base + offset]`.
+    Address(Box<Operand<'a>>, i64),
+    /// `d|p`.
+    Both(&'a str, &'a str),
+}
+
+/// An instruction.
+#[derive(Debug, Clone)]
+pub(crate) struct Statement<'a> {
+    pub line: u32,
+    /// File and line of the last `.loc`, 0 before the first.
+    pub source: (u32, u32),
+    pub scope: usize,
+    pub guard: Option<(&'a str, bool)>,
+    pub opcode: &'a str,
+    pub operands: Vec<Operand<'a>>,
+}
+
+/// A state space of a variable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Space {
+    Global,
+    Shared,
+    Local,
+    Param,
+}
+
+/// A variable of a module or a kernel.
+#[derive(Debug, Clone)]
+pub(crate) struct Variable<'a> {
+    pub name: &'a str,
+    pub space: Space,
+    pub ty: Type,
+    pub align: usize,
+    pub bytes: usize,
+    /// Of a global: its first bytes; the rest are zeros.
+    pub initial: Vec<u8>,
+    /// `.extern .shared x[]`: its size is the launch's.
+    pub dynamic: bool,
+}
+
+/// Names of a block between braces.
+#[derive(Debug, Default)]
+pub(crate) struct Scope<'a> {
+    pub parent: Option<usize>,
+    /// Registers by name.
+    pub registers: HashMap<&'a str, Type>,
+    /// `%r<100>`: prefix, count, type.
+    pub ranges: Vec<(&'a str, u64, Type)>,
+    /// Labels: the statement they stand before.
+    pub labels: HashMap<&'a str, usize>,
+    /// Lists of `.branchtargets`.
+    pub targets: HashMap<&'a str, Vec<&'a str>>,
+    pub variables: Vec<Variable<'a>>,
+}
+
+/// A kernel's text.
+#[derive(Debug)]
+pub(crate) struct Entry<'a> {
+    pub name: &'a str,
+    pub parameters: Vec<Variable<'a>>,
+    pub most_threads: Option<[u32; 3]>,
+    pub scopes: Vec<Scope<'a>>,
+    pub statements: Vec<Statement<'a>>,
+}
+
+/// A module's text.
+#[derive(Debug, Default)]
+pub(crate) struct Text<'a> {
+    pub variables: Vec<Variable<'a>>,
+    pub entries: Vec<Entry<'a>>,
+}
