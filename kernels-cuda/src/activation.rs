@@ -347,8 +347,12 @@ pub fn variants() -> Vec<Entry> {
 
 fn entry(shape: &ActivationShape) -> Entry {
     let [threads, held] = block_of(shape.k);
-    // Codes are added up four at a time, and lanes joined without memory.
-    let mut instructions = vec!["IDP.4A.S8.S8", "SHFL.BFLY", "BAR.SYNC"];
+    // Codes are added up four at a time.
+    let mut instructions = vec!["IDP.4A.S8.S8", "BAR.SYNC", "REDUX.MAX"];
+    // Lanes are joined without memory: those of a group, and all where floats are added.
+    if shape.group.is_some() || matches!(shape.rows, Rows::RmsNorm { .. }) {
+        instructions.push("SHFL.BFLY");
+    }
     if shape.aligned {
         instructions.push("LDG.E.128");
     }
