@@ -19,7 +19,7 @@
 // lane needs them (src/layout.rs), activations swizzled for `ldmatrix`. Of the tile behind the current one
 // the sums Σ x of each group are made, by `mma` with a matrix of ones, dealt out over the warps: a grid's zeros and the
 // offset of the dequantization (dequantize.cuh) are multiplied with them, once a group, as the value that the
-// group's accumulators start from.
+// group's accumulators start from; where whole numbers are summed over all of k, once at its end.
 //
 // Chunks: k is cut into `chunks` runs of whole tiles, a number that depends on the weights' shape alone. Each is summed
 // from zero, and chunks are added in order, by one block or by the last of several to arrive; so a row's bits
@@ -203,7 +203,7 @@ INLINE float scale_of(const u8 *at) {
 // Scales and zeros of the two rows of a lane in a 16-row tile, and what fragments need of them.
 struct Group {
     float scale[2];
-    // Float: − (offset + zero). Whole numbers: − zero, of progressive ones − 128.
+    // Float: − (offset + zero). Whole numbers: − zero.
     partial_t less[2];
     // Progressive.
     u32 factor[2], shift[2];
@@ -237,7 +237,6 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
         if (TWO_LEVELS) {
             to.factor[half] = words >> 8 * half & 255;
             to.shift[half] = 0x80808080u - zero * to.factor[half] * 0x01010101u;
-            to.less[half] = (partial_t)-128;
         } else {
             if (SCALE == F32) to.scale[half] = scale_of(scales + 4 * half);
             else if (SCALE == F16) to.scale[half] = float_of_f16((u16)(words >> 16 * half));
@@ -286,6 +285,8 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
 struct Sums {
     partial_t part[ROW_TILES][TOKEN_TILES][4];
     float chunk[ROW_TILES][TOKEN_TILES][4];
+    // Of whole numbers: sums of activations over the chunk, of tokens 2 t and 2 t + 1.
+    i32 x[TOKEN_TILES][2];
 };
 
 // Multiplies one tile of 128 features.
@@ -350,17 +351,18 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
                         sum[0] = (partial_t)two.x;
                         sum[1] = (partial_t)two.y;
                     }
+                    if (WHOLE) {
+                        sums.x[t][0] += (i32)sum[0];
+                        sums.x[t][1] += (i32)sum[1];
+                    }
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     const Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
                     partial_t(&part)[4] = sums.part[r][t];
-                    if (step % GROUP_STEPS == 0) {
+                    if (!WHOLE && step % GROUP_STEPS == 0) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) {
-                            if (WHOLE) part[i] += SUMS ? group.less[i / 2] * sum[i % 2] : 0;
-                            else part[i] = SUMS ? group.less[i / 2] * sum[i % 2] : 0;
-                        }
+                        for (int i = 0; i < 4; i++) part[i] = SUMS ? group.less[i / 2] * sum[i % 2] : 0;
                     }
                     multiply(part, a[half][r], b[2 * half], b[2 * half + 1]);
                     if (!WHOLE && step % GROUP_STEPS == GROUP_STEPS - 1) {
@@ -546,6 +548,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     }
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILES; t++) sums.x[t][0] = sums.x[t][1] = 0;
 
     Copies copies = first_copies(p, begin, tiles, row_block, token);
 #pragma unroll
@@ -599,8 +603,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int t = 0; t < TOKEN_TILES; t++) {
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    totals[r][t][i] = WHOLE ? (total_t)sums.part[r][t][i] : (total_t)sums.chunk[r][t][i];
+                for (int i = 0; i < 4; i++) {
+                    if (WHOLE) {
+                        i32 whole = (i32)sums.part[r][t][i];
+                        if (SUMS) whole += (TWO_LEVELS ? -128 : (i32)rows[r].less[i / 2]) * sums.x[t][i % 2];
+                        totals[r][t][i] = (total_t)whole;
+                    } else {
+                        totals[r][t][i] = (total_t)sums.chunk[r][t][i];
+                    }
+                }
             }
         }
     }
