@@ -30,7 +30,9 @@ impl Machine<'_> {
         match place {
             Place::Global => Spot::Global(value),
             // Addresses of the shared window may be given as 32-bit numbers.
-            Place::Shared => Spot::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value }),
+            Place::Shared => {
+                Spot::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value })
+            }
             Place::Local => Spot::Local(value),
             Place::Generic if value >= LOCAL_WINDOW => Spot::Local(value - LOCAL_WINDOW),
             Place::Generic if value >= SHARED_WINDOW => Spot::Shared(value - SHARED_WINDOW),
@@ -189,7 +191,9 @@ impl Machine<'_> {
                 (0..LANES).filter(|l| read(*l) == 0).for_each(|l| reading[l] = None);
                 self.count(pc, &reading, *bytes, false);
                 for lane in lanes(active) {
-                    let (Some(Spot::Shared(target)), Some(source)) = (targets[lane], sources[lane]) else { continue };
+                    let (Some(Spot::Shared(target)), Some(source)) = (targets[lane], sources[lane]) else {
+                        continue;
+                    };
                     let actor = self.actor(w, lane);
                     if let Err(wrong) = self.shared.set_out(target, *bytes, actor) {
                         self.report(w, pc, Some(lane), wrong)?;
@@ -224,7 +228,14 @@ impl Machine<'_> {
     }
 
     /// The source of a copy is aligned to the copy, however little of it is read.
-    fn read_aligned(&mut self, w: usize, lane: usize, spot: Spot, out: &mut [u8], align: usize) -> Result<(), Wrong> {
+    fn read_aligned(
+        &mut self,
+        w: usize,
+        lane: usize,
+        spot: Spot,
+        out: &mut [u8],
+        align: usize,
+    ) -> Result<(), Wrong> {
         let Spot::Global(address) = spot else { return Ok(()) };
         if out.is_empty() {
             return Ok(());

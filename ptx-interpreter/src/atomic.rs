@@ -24,7 +24,13 @@ pub(crate) fn combine(atomic: Atomic, ty: Type, old: u64, a: u64, b: u64) -> Opt
             Pair(x.0 + y.0, x.1 + y.1).put()
         }
         (Atomic::Exchange, _) => a,
-        (Atomic::Compare, _) => if old == a { b & keep } else { old },
+        (Atomic::Compare, _) => {
+            if old == a {
+                b & keep
+            } else {
+                old
+            }
+        }
         (_, Type::F16 | Type::Bf16 | Type::F16x2 | Type::Bf16x2 | Type::F32 | Type::F64) => return None,
         (Atomic::Add, _) => old.wrapping_add(a) & keep,
         (Atomic::And, _) => old & a,
@@ -35,7 +41,19 @@ pub(crate) fn combine(atomic: Atomic, ty: Type, old: u64, a: u64, b: u64) -> Opt
         (Atomic::Min, _) => old.min(a),
         (Atomic::Max, _) => old.max(a),
         // Counters that wrap at `a`.
-        (Atomic::Increment, _) => if old >= a { 0 } else { old + 1 },
-        (Atomic::Decrement, _) => if old == 0 || old > a { a } else { old - 1 },
+        (Atomic::Increment, _) => {
+            if old >= a {
+                0
+            } else {
+                old + 1
+            }
+        }
+        (Atomic::Decrement, _) => {
+            if old == 0 || old > a {
+                a
+            } else {
+                old - 1
+            }
+        }
     })
 }

@@ -24,10 +24,7 @@ fn is_float(ty: Type) -> bool {
 }
 
 fn is_integer(ty: Type) -> bool {
-    matches!(
-        ty,
-        Type::U8 | Type::U16 | Type::U32 | Type::U64 | Type::S8 | Type::S16 | Type::S32 | Type::S64
-    )
+    matches!(ty, Type::U8 | Type::U16 | Type::U32 | Type::U64 | Type::S8 | Type::S16 | Type::S32 | Type::S64)
 }
 
 impl Conversion {
@@ -93,7 +90,8 @@ impl Conversion {
     fn integer_to_float(&self, value: u64) -> u64 {
         let signed = self.from.is_signed();
         // 64-bit integers reach f64 rounded to odd, so that the next rounding is the only one.
-        let (negative, size) = if signed { ((value as i64) < 0, (value as i64).unsigned_abs()) } else { (false, value) };
+        let (negative, size) =
+            if signed { ((value as i64) < 0, (value as i64).unsigned_abs()) } else { (false, value) };
         let spare = (64 - size.leading_zeros()).saturating_sub(53);
         let odd = if self.to == Type::F64 || spare == 0 {
             size
@@ -120,7 +118,7 @@ impl Conversion {
         if self.sat {
             value = if value > 0.0 { value.min(1.0) } else { 0.0 };
         }
-        if self.relu && !(value > 0.0) {
+        if self.relu && (value.is_nan() || value <= 0.0) {
             value = 0.0;
         }
         let direction = self.direction.filter(|_| !self.integral).unwrap_or(Direction::Nearest);

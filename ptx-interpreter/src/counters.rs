@@ -90,7 +90,13 @@ impl Tally {
     }
 
     /// Bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
-    pub fn traffic(&mut self, written: bool, bytes: usize, touched: &mut Vec<(usize, u64)>, lanes: &[(usize, u64)]) {
+    pub fn traffic(
+        &mut self,
+        written: bool,
+        bytes: usize,
+        touched: &mut Vec<(usize, u64)>,
+        lanes: &[(usize, u64)],
+    ) {
         for (buffer, _) in lanes {
             if self.traffic.len() <= *buffer {
                 self.traffic.resize(buffer + 1, [(0, 0); 2]);
@@ -105,8 +111,12 @@ impl Tally {
     }
 
     pub fn finish(&self, kernel: &Kernel, memory: &Memory) -> Counters {
-        let mut counters =
-            Counters { instructions: self.total, barriers: self.barriers, blocks: self.blocks, ..Counters::default() };
+        let mut counters = Counters {
+            instructions: self.total,
+            barriers: self.barriers,
+            blocks: self.blocks,
+            ..Counters::default()
+        };
         for (i, instruction) in kernel.instructions.iter().enumerate() {
             let count = self.executed[i];
             if count == 0 {

@@ -137,7 +137,11 @@ fn arithmetic<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
         return Ok(None);
     }
     let manner = o.manner();
-    let name = if o.modifiers.is_empty() { o.name.to_owned() } else { format!("{}.{}", o.name, o.modifiers.join(".")) };
+    let name = if o.modifiers.is_empty() {
+        o.name.to_owned()
+    } else {
+        format!("{}.{}", o.name, o.modifiers.join("."))
+    };
     let part = o.modifiers.first().copied().unwrap_or_default();
     let one = if is_float { float::unary(o.name, ty, manner) } else { integer::unary(&name, ty) };
     if let Some(f) = one {
@@ -223,13 +227,13 @@ fn window<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result
         return Ok(Operation::Move { d, a, keep: low_bits(ty.bits()) });
     };
     let b = r.constant(crate::operation::Initial::Constant(base));
-    let f = if o.has("to") { two!(u64, |a, b| a.wrapping_sub(b)) } else { two!(u64, |a, b| a.wrapping_add(b)) };
+    let f =
+        if o.has("to") { two!(u64, |a, b| a.wrapping_sub(b)) } else { two!(u64, |a, b| a.wrapping_add(b)) };
     Ok(Operation::Two { f, d, a, b })
 }
 
 fn conversion<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
-    let known =
-        ["rn", "rna", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu"];
+    let known = ["rn", "rna", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu"];
     let &[to, from] = o.types.as_slice() else { return Ok(None) };
     if !o.only(&known) {
         return Ok(None);

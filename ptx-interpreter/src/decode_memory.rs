@@ -8,10 +8,42 @@ use crate::syntax::{Operand, Statement, integer};
 use crate::types::{Type, low_bits};
 
 const CACHE: &[&str] = &[
-    "global", "shared", "shared::cta", "local", "const", "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "weak",
-    "volatile", "relaxed", "acquire", "release", "cta", "gpu", "sys", "v2", "v4", "v8", "L1::evict_normal",
-    "L1::evict_last", "L1::evict_first", "L1::no_allocate", "L1::evict_unchanged", "L2::evict_last",
-    "L2::evict_normal", "L2::evict_first", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B",
+    "global",
+    "shared",
+    "shared::cta",
+    "local",
+    "const",
+    "nc",
+    "ca",
+    "cg",
+    "cs",
+    "cv",
+    "lu",
+    "wb",
+    "wt",
+    "weak",
+    "volatile",
+    "relaxed",
+    "acquire",
+    "release",
+    "cta",
+    "gpu",
+    "sys",
+    "v2",
+    "v4",
+    "v8",
+    "L1::evict_normal",
+    "L1::evict_last",
+    "L1::evict_first",
+    "L1::no_allocate",
+    "L1::evict_unchanged",
+    "L2::evict_last",
+    "L2::evict_normal",
+    "L2::evict_first",
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
 ];
 
 fn place(o: &Opcode<'_>) -> Place {
@@ -27,7 +59,11 @@ fn place(o: &Opcode<'_>) -> Place {
 }
 
 /// The operation, or nothing if the statement is of another kind or in a manner that is not known.
-pub(crate) fn memory<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
+pub(crate) fn memory<'a>(
+    r: &mut Resolver<'a>,
+    s: &Statement<'a>,
+    o: &Opcode<'_>,
+) -> Result<Option<Operation>> {
     Ok(match o.name {
         "ld" | "ldu" => load(r, s, o)?,
         "st" => store(r, s, o)?,
@@ -79,8 +115,28 @@ fn store<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<
 fn atomic<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
     let &[ty] = o.types.as_slice() else { return Ok(None) };
     let known = [
-        "global", "shared", "shared::cta", "relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys",
-        "noftz", "L2::cache_hint", "add", "and", "or", "xor", "min", "max", "exch", "cas", "inc", "dec",
+        "global",
+        "shared",
+        "shared::cta",
+        "relaxed",
+        "acquire",
+        "release",
+        "acq_rel",
+        "cta",
+        "gpu",
+        "sys",
+        "noftz",
+        "L2::cache_hint",
+        "add",
+        "and",
+        "or",
+        "xor",
+        "min",
+        "max",
+        "exch",
+        "cas",
+        "inc",
+        "dec",
     ];
     if !o.only(&known) || ty == Type::B128 {
         return Ok(None);

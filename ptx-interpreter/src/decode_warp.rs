@@ -133,7 +133,13 @@ fn matrix_access<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) ->
     if !o.only(&known) || !o.has("m8n8") || o.types != [Type::B16] {
         return Ok(None);
     }
-    let count = if o.has("x4") { 4 } else if o.has("x2") { 2 } else { 1 };
+    let count = if o.has("x4") {
+        4
+    } else if o.has("x2") {
+        2
+    } else {
+        1
+    };
     let place = if o.has("shared") || o.has("shared::cta") { Place::Shared } else { Place::Generic };
     let transposed = o.has("trans");
     let (operation, got) = if o.name == "ldmatrix" {
@@ -193,4 +199,3 @@ fn multiply<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Resu
         Operation::MultiplyIntegers { elements: [ea, eb], d, a, b, c, saturate }
     }))
 }
-

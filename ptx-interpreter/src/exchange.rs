@@ -86,7 +86,8 @@ impl Machine<'_> {
                 let (mut out, mut inside) = ([0; LANES], [0; LANES]);
                 let mut missing = None;
                 for lane in lanes(active) {
-                    let (from, within) = shuffle_source(*shuffle, lane as u32, b[lane] as u32, c[lane] as u32);
+                    let (from, within) =
+                        shuffle_source(*shuffle, lane as u32, b[lane] as u32, c[lane] as u32);
                     if active >> from & 1 == 0 {
                         missing = Some((lane, from));
                     }
@@ -114,7 +115,8 @@ impl Machine<'_> {
             }
             Operation::Match { d, p, a, all, bits, .. } => {
                 let a = warp.get(*a).map(|v| v & low_bits(*bits));
-                let equal = |lane: usize| lanes(active).filter(|l| a[*l] == a[lane]).fold(0u32, |m, l| m | 1 << l);
+                let equal =
+                    |lane: usize| lanes(active).filter(|l| a[*l] == a[lane]).fold(0u32, |m, l| m | 1 << l);
                 let mut out = [0; LANES];
                 for lane in lanes(active) {
                     let same = equal(lane);

@@ -271,6 +271,8 @@ pub(crate) fn multiply_add(ty: Type, m: Manner) -> Option<Three> {
 }
 
 /// Comparisons of `setp` and `set`: a `u` at the end is true of NaN.
+// `a < b || a > b` is no `a != b`: it is false of NaN.
+#[allow(clippy::double_comparisons)]
 pub(crate) fn compare(name: &str, ty: Type, ftz: bool) -> Option<Two> {
     macro_rules! compare_as {
         ($t:ty, $read:expr) => {

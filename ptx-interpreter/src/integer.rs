@@ -66,12 +66,12 @@ pub(crate) fn multiply(part: &str, ty: Type) -> Option<Two> {
         ("wide", Type::S16) => Some(two!(i16, |a, b| i32::from(a) * i32::from(b))),
         ("wide", Type::U32) => Some(two!(u32, |a, b| u64::from(a) * u64::from(b))),
         ("wide", Type::S32) => Some(two!(i32, |a, b| i64::from(a) * i64::from(b))),
-        ("hi", Type::U16) => Some(two!(u16, |a, b| (u32::from(a) * u32::from(b) >> 16) as u16)),
-        ("hi", Type::S16) => Some(two!(i16, |a, b| (i32::from(a) * i32::from(b) >> 16) as i16)),
-        ("hi", Type::U32) => Some(two!(u32, |a, b| (u64::from(a) * u64::from(b) >> 32) as u32)),
-        ("hi", Type::S32) => Some(two!(i32, |a, b| (i64::from(a) * i64::from(b) >> 32) as i32)),
-        ("hi", Type::U64) => Some(two!(u64, |a, b| (u128::from(a) * u128::from(b) >> 64) as u64)),
-        ("hi", Type::S64) => Some(two!(i64, |a, b| (i128::from(a) * i128::from(b) >> 64) as i64)),
+        ("hi", Type::U16) => Some(two!(u16, |a, b| ((u32::from(a) * u32::from(b)) >> 16) as u16)),
+        ("hi", Type::S16) => Some(two!(i16, |a, b| ((i32::from(a) * i32::from(b)) >> 16) as i16)),
+        ("hi", Type::U32) => Some(two!(u32, |a, b| ((u64::from(a) * u64::from(b)) >> 32) as u32)),
+        ("hi", Type::S32) => Some(two!(i32, |a, b| ((i64::from(a) * i64::from(b)) >> 32) as i32)),
+        ("hi", Type::U64) => Some(two!(u64, |a, b| ((u128::from(a) * u128::from(b)) >> 64) as u64)),
+        ("hi", Type::S64) => Some(two!(i64, |a, b| ((i128::from(a) * i128::from(b)) >> 64) as i64)),
         _ => None,
     }
 }
@@ -93,16 +93,16 @@ pub(crate) fn multiply_add(part: &str, ty: Type) -> Option<Three> {
             Some(three!(i32, i32, i64, |a, b, c| (i64::from(a) * i64::from(b)).wrapping_add(c)))
         }
         ("hi", Type::U32) => {
-            Some(three!(u32, |a, b, c| ((u64::from(a) * u64::from(b) >> 32) as u32).wrapping_add(c)))
+            Some(three!(u32, |a, b, c| (((u64::from(a) * u64::from(b)) >> 32) as u32).wrapping_add(c)))
         }
         ("hi", Type::S32) => {
-            Some(three!(i32, |a, b, c| ((i64::from(a) * i64::from(b) >> 32) as i32).wrapping_add(c)))
+            Some(three!(i32, |a, b, c| (((i64::from(a) * i64::from(b)) >> 32) as i32).wrapping_add(c)))
         }
         ("hi", Type::U64) => {
-            Some(three!(u64, |a, b, c| ((u128::from(a) * u128::from(b) >> 64) as u64).wrapping_add(c)))
+            Some(three!(u64, |a, b, c| (((u128::from(a) * u128::from(b)) >> 64) as u64).wrapping_add(c)))
         }
         ("hi", Type::S64) => {
-            Some(three!(i64, |a, b, c| ((i128::from(a) * i128::from(b) >> 64) as i64).wrapping_add(c)))
+            Some(three!(i64, |a, b, c| (((i128::from(a) * i128::from(b)) >> 64) as i64).wrapping_add(c)))
         }
         _ => None,
     }
@@ -134,11 +134,13 @@ pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
         ("xor", _) => integers!(ty, T => two!(T, |a, b| a ^ b)),
         // Amounts beyond the width shift everything out; the amount is a u32 whatever the type.
         ("shl", _) => integers!(ty, T => two!(T, u32, |a, n| a.checked_shl(n).unwrap_or(0))),
-        ("shr", _) => integers!(ty, T => two!(T, u32, |a, n| a >> n.min(T::BITS - 1) >> u32::from(n >= T::BITS))),
+        ("shr", _) => {
+            integers!(ty, T => two!(T, u32, |a, n| a >> n.min(T::BITS - 1) >> u32::from(n >= T::BITS)))
+        }
         ("mul24.lo", Type::U32) => Some(two!(u32, |a, b| (unsigned24(a) * unsigned24(b)) as u32)),
         ("mul24.lo", Type::S32) => Some(two!(i32, |a, b| (signed24(a) * signed24(b)) as i32)),
-        ("mul24.hi", Type::U32) => Some(two!(u32, |a, b| (unsigned24(a) * unsigned24(b) >> 16) as u32)),
-        ("mul24.hi", Type::S32) => Some(two!(i32, |a, b| (signed24(a) * signed24(b) >> 16) as i32)),
+        ("mul24.hi", Type::U32) => Some(two!(u32, |a, b| ((unsigned24(a) * unsigned24(b)) >> 16) as u32)),
+        ("mul24.hi", Type::S32) => Some(two!(i32, |a, b| ((signed24(a) * signed24(b)) >> 16) as i32)),
         _ => None,
     }
 }

@@ -196,7 +196,13 @@ impl Module {
     ///
     /// # Errors
     /// No such kernel; arguments or sizes that do not fit it; the first [`Fault`], if faults are errors.
-    pub fn launch(&self, kernel: &str, launch: &Launch, memory: &mut Memory, options: &Options) -> Result<Report> {
+    pub fn launch(
+        &self,
+        kernel: &str,
+        launch: &Launch,
+        memory: &mut Memory,
+        options: &Options,
+    ) -> Result<Report> {
         let kernel = self.kernel(kernel)?;
         let parameters = check(kernel, launch)?;
         let variables = memory.buffer_from("(module)", &self.variables, self.variables_align);

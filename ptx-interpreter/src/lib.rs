@@ -1,4 +1,77 @@
-//! Runs PTX on the CPU.
+//! Runs PTX on the CPU: tests of kernels without a GPU, with checks that a GPU does not make.
+//!
+//! ```
+//! use quant_ptx_interpreter::{Argument, Launch, Memory, Module, Options};
+//!
+//! let text = "
+//!     .version 9.0 .target sm_80 .address_size 64
+//!     .visible .entry twice(.param .u64 to, .param .u32 count) {
+//!         .reg .pred %p<2>; .reg .b32 %r<5>; .reg .b64 %rd<4>;
+//!         ld.param.u64 %rd1, [to];
+//!         ld.param.u32 %r1, [count];
+//!         mov.u32 %r2, %tid.x;
+//!         setp.ge.u32 %p1, %r2, %r1;
+//!         @%p1 ret;
+//!         shl.b32 %r3, %r2, 1;
+//!         mul.wide.u32 %rd2, %r2, 4;
+//!         add.s64 %rd3, %rd1, %rd2;
+//!         st.global.u32 [%rd3], %r3;
+//!         ret;
+//!     }";
+//! let module = Module::parse(text)?;
+//! let mut memory = Memory::new();
+//! let to = memory.buffer("to", 40, 4);
+//! let arguments = vec![Argument::U64(to), Argument::U32(10)];
+//! let launch = Launch { grid: [1, 1, 1], block: [64, 1, 1], dynamic_shared: 0, arguments };
+//! let report = module.launch("twice", &launch, &mut memory, &Options::default())?;
+//! assert_eq!(memory.bytes(to)?[36..], 18u32.to_le_bytes());
+//! assert_eq!(report.counters.opcode("st.global"), 1);
+//! # Ok::<(), quant_ptx_interpreter::Error>(())
+//! ```
+//!
+//! # What is modelled
+//! The instructions that NVRTC 13.0 emits for kernels of matrix products, quantization and attention for
+//! sm_80 to sm_120: integer and float arithmetic, conversions, loads and stores of every width in the global,
+//! shared, local and generic spaces, atomics, fences, `cp.async`, `ldmatrix`, `stmatrix`, `movmatrix`,
+//! `mma.sync` of f16, bf16, 8 and 4 bits, shuffles, votes, `redux`, `match`, barriers with names and counts.
+//! [`Module::unsupported`] names what a kernel has beyond that; it is a fault only where it is executed.
+//!
+//! A warp's lanes run together where they stand at the same instruction, those first in the text before
+//! the others. Warps take turns as [`Options::warp_order`] says, blocks run one after the other.
+//! Memory is sequentially consistent: what a weaker device may reorder shows as a race, not as other values.
+//!
+//! # What is checked
+//! Each [`Fault`] tells kernel, PTX line, block, warp, lane, buffer and offset:
+//! - bounds, alignment (of the buffer as promised, see [`Memory::buffer`]), and reads of bytes that nobody wrote;
+//! - accesses to bytes of a copy in flight. A copy lands when its own thread waits for its group; other lanes
+//!   of the warp may read it after a `bar.warp.sync` or a barrier, other warps after a barrier;
+//! - accesses of two warps to the same shared bytes with no barrier between, one of them a write;
+//! - accesses of two blocks to the same global bytes, one of them a plain write, that no atomic orders: the
+//!   writing warp must make a fence, or meet at a barrier a warp that then makes one, or both in the other
+//!   order, before an atomic of a warp that knows of it; a later atomic on the same address sees it. A fence on
+//!   the reading side is not asked for;
+//! - reads and writes of global bytes that another warp of the block wrote, with no barrier between;
+//! - barriers that not all threads reach, and warp-wide instructions with lanes elsewhere; `trap`, endless
+//!   loops.
+//!
+//! Not looked for: races between the lanes of a warp, but for copies; a write to global bytes that another warp
+//! of the block reads; readers of several blocks, where the writer has taken over anything from an atomic.
+//!
+//! # Numbers
+//! Integer results are exact. `add`, `sub`, `mul`, `fma`, `div`, `rcp`, `sqrt` of f32 and f64 are IEEE's, the
+//! directed roundings of f32 sums and products too; f16 and bf16 results are rounded once.
+//! Approximate functions (`ex2`, `lg2`, `rsqrt`, `sin`, `cos`, `tanh`, `rcp.approx`, `div.full`) give the f64
+//! function rounded to f32, so a device is up to its stated error away.
+//! `mma` with f32 sums adds products in f32 in the order of k: a device adds in another order and with other
+//! roundings, so compare within a bound and not by bits. None of this was compared with a device.
+//!
+//! # Counts
+//! [`Counters`] has instructions by opcode and line, bytes and 32-byte sectors by buffer, and passes through
+//! the banks of shared memory beside the fewest possible. Caches and time are not modelled.
+//!
+//! Not modelled: calls, textures, clusters, `mbarrier` and bulk copies, `wgmma`, `tcgen05`, FP8 and tf32
+//! factors, carries (`add.cc`), clocks; blocks that wait for later blocks.
+
 mod access;
 mod atomic;
 mod convert;
@@ -16,6 +89,7 @@ mod machine;
 mod matrix;
 mod memory;
 mod operation;
+mod order;
 mod resolve;
 mod rounding;
 mod shared;

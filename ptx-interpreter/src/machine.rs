@@ -108,7 +108,7 @@ impl<'a> Machine<'a> {
     fn begin(&mut self, block: [u32; 3], number: u32) {
         self.block = block;
         self.shared.clear();
-        self.memory.order.begin(number);
+        self.memory.order.begin(number, self.warps.len());
         self.meetings.clear();
         self.meetings.resize_with(16, Meeting::default);
         self.turn = 0;
@@ -158,10 +158,14 @@ impl<'a> Machine<'a> {
             ready.clear();
             ready.extend((0..self.warps.len()).filter(|w| self.warps[*w].state == State::Ready));
             if ready.is_empty() {
-                let Some(stuck) = self.warps.iter().position(|w| w.state == State::Waits) else { return Ok(()) };
+                let Some(stuck) = self.warps.iter().position(|w| w.state == State::Waits) else {
+                    return Ok(());
+                };
                 let pc = self.warps[stuck].groups.first().map_or(0, |g| g.pc.saturating_sub(1));
                 let detail = "the others ended or wait at another barrier".to_owned();
-                return Err(self.fault(stuck, pc, None, Self::plain(FaultKind::BarrierDivergence, detail)).into());
+                return Err(self
+                    .fault(stuck, pc, None, Self::plain(FaultKind::BarrierDivergence, detail))
+                    .into());
             }
             let warp = match self.options.warp_order {
                 WarpOrder::InTurn => ready[0],
@@ -180,6 +184,7 @@ impl<'a> Machine<'a> {
     /// Runs a warp until it comes to a barrier or its end, or others get their turn.
     fn run_warp(&mut self, w: usize) -> Result<()> {
         let kernel = self.kernel;
+        self.memory.order.warp = w;
         let takes_turns = matches!(self.options.warp_order, WarpOrder::RoundRobin | WarpOrder::Seeded(_));
         loop {
             if self.warps[w].groups.is_empty() {
@@ -205,7 +210,8 @@ impl<'a> Machine<'a> {
                     None => mask,
                     Some((slot, negated)) => mask & self.warps[w].holds(slot, negated),
                 };
-                let next = if active == 0 { Next::On } else { self.execute(w, pc, active, mask, instruction)? };
+                let next =
+                    if active == 0 { Next::On } else { self.execute(w, pc, active, mask, instruction)? };
                 match next {
                     Next::On => pc += 1,
                     Next::Jump(taken, target) if taken == mask => pc = target,
@@ -316,6 +322,7 @@ impl<'a> Machine<'a> {
             _ => None,
         };
         let time = self.shared.arrive(waits);
+        self.memory.order.arrive();
         let meeting = &mut self.meetings[id];
         let first = meeting.met.is_empty();
         let same = first || (meeting.expected == expected && (threads.is_some() || meeting.pc == Some(pc)));
@@ -346,6 +353,7 @@ impl<'a> Machine<'a> {
             let meeting = std::mem::take(&mut self.meetings[id]);
             self.tally.barriers += 1;
             self.shared.barrier(&meeting.met);
+            self.memory.order.barrier(meeting.met.iter().map(|(w, _, waits)| (*w, *waits)));
             for (warp, _, waited) in &meeting.met {
                 if *waited {
                     self.warps[*warp].state = State::Ready;

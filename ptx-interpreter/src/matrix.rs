@@ -101,22 +101,27 @@ fn gather<T: Copy + Default, const K: usize, const N: usize>(
     out
 }
 
-/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32 or rounded once (bf16 outliers),
-/// and are added in f32 in the order of k.
+/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32, and are added in f32 in the
+/// order of k.
 pub(crate) fn multiply_floats(element: Element, a: &[&Lanes], b: &[&Lanes], c: &[Lanes; 4]) -> [Lanes; 4] {
     let rows: [[f32; 16]; 16] = gather(a, 2, false, |bits, i| element.float(bits, i));
     let columns: [[f32; 16]; 8] = gather(b, 2, true, |bits, i| element.float(bits, i));
-    let depth = b.len() * 8;
-    let mut d = [[0; LANES]; 4];
-    for lane in 0..LANES {
-        for (r, d) in d.iter_mut().enumerate() {
-            let (row, column) = place_c(lane, r);
-            let mut sum = f32::from_bits(c[r][lane] as u32);
-            for k in 0..depth {
-                sum += rows[row][k] * columns[column][k];
+    let mut sums = [[0f32; 8]; 16];
+    let places = || (0..LANES).flat_map(|lane| (0..4).map(move |r| (lane, r, place_c(lane, r))));
+    for (lane, r, (row, column)) in places() {
+        sums[row][column] = f32::from_bits(c[r][lane] as u32);
+    }
+    for k in 0..(b.len() * 8).min(16) {
+        let line: [f32; 8] = std::array::from_fn(|column| columns[column][k]);
+        for (sums, row) in sums.iter_mut().zip(&rows) {
+            for (sum, value) in sums.iter_mut().zip(&line) {
+                *sum += row[k] * value;
             }
-            d[lane] = u64::from(crate::rounding::canonical(sum).to_bits());
         }
+    }
+    let mut d = [[0; LANES]; 4];
+    for (lane, r, (row, column)) in places() {
+        d[r][lane] = u64::from(crate::rounding::canonical(sums[row][column]).to_bits());
     }
     d
 }
@@ -129,17 +134,30 @@ pub(crate) fn multiply_integers(
     c: &[Lanes; 4],
     saturate: bool,
 ) -> [Lanes; 4] {
+    match b.len() * 128 / elements[0].bits() {
+        16 => multiply_depth::<16>(elements, a, b, c, saturate),
+        32 => multiply_depth::<32>(elements, a, b, c, saturate),
+        _ => multiply_depth::<64>(elements, a, b, c, saturate),
+    }
+}
+
+fn multiply_depth<const K: usize>(
+    elements: [Element; 2],
+    a: &[&Lanes],
+    b: &[&Lanes],
+    c: &[Lanes; 4],
+    saturate: bool,
+) -> [Lanes; 4] {
     let per = 32 / elements[0].bits();
-    let rows: [[i32; 64]; 16] = gather(a, per, false, |bits, i| elements[0].integer(bits, i));
-    let columns: [[i32; 64]; 8] = gather(b, per, true, |bits, i| elements[1].integer(bits, i));
-    let depth = b.len() * 4 * per;
+    let rows: [[i16; K]; 16] = gather(a, per, false, |bits, i| elements[0].integer(bits, i) as i16);
+    let columns: [[i16; K]; 8] = gather(b, per, true, |bits, i| elements[1].integer(bits, i) as i16);
     let mut d = [[0; LANES]; 4];
     for lane in 0..LANES {
         for (r, d) in d.iter_mut().enumerate() {
             let (row, column) = place_c(lane, r);
-            let products = rows[row][..depth].iter().zip(&columns[column][..depth]);
+            let products = rows[row].iter().zip(&columns[column]);
             // At most 64 products of 16 bits: no overflow.
-            let sum: i32 = products.map(|(a, b)| a * b).sum();
+            let sum: i32 = products.map(|(a, b)| i32::from(*a) * i32::from(*b)).sum();
             let c = c[r][lane] as u32 as i32;
             let sum = if saturate { c.saturating_add(sum) } else { c.wrapping_add(sum) };
             d[lane] = u64::from(sum as u32);
@@ -178,7 +196,8 @@ pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     let mut out = [0; LANES];
     for (lane, out) in out.iter_mut().enumerate() {
         let (g, t) = (lane / 4, 2 * (lane % 4));
-        let (low, high) = if transposed { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
+        let (low, high) =
+            if transposed { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
         *out = u64::from(low) | u64::from(high) << 16;
     }
     out

@@ -3,9 +3,8 @@
 //! A buffer's address is a multiple of its alignment and of no larger power of two, so that a kernel
 //! which assumes more is found out. Buffers lie apart, so that a step beyond one's end meets nothing.
 
-use std::collections::HashMap;
-
 use crate::error::{Error, FaultKind, Result};
+use crate::order::{Order, Party};
 
 /// Addresses of buffers begin here.
 const FIRST: u64 = 0x10_0000_0000;
@@ -15,18 +14,18 @@ pub(crate) const SECTOR: u64 = 32;
 const WRITTEN_EVER: u8 = 1;
 const READ_NOW: u8 = 2;
 const WRITTEN_NOW: u8 = 4;
-/// Many blocks have read the byte.
-const MANY: u32 = u32::MAX;
+/// Several blocks have read the byte.
+const MANY: Party = (u32::MAX, 0);
 
 /// Who touched a byte in this launch.
 #[derive(Debug, Clone, Copy, Default)]
 struct Trace {
-    /// The last writer's block plus one, and its phase (see [`Order`]).
-    writer: u32,
-    phase: u32,
-    /// The reader's block plus one, or [`MANY`].
-    reader: u32,
-    reader_phase: u32,
+    writer: Party,
+    written: u32,
+    /// The last reader, or [`MANY`].
+    reader: Party,
+    read: u32,
+    /// The last write was an atomic's, or another strong one.
     atomic: bool,
 }
 
@@ -38,56 +37,6 @@ struct Buffer {
     traces: Vec<Trace>,
 }
 
-/// Which blocks' acts a block may count on.
-///
-/// A block's acts up to its last fence are published by its next atomic on an address; an atomic by
-/// another block on the same address then sees them, and those that the first had seen.
-#[derive(Debug, Default)]
-pub(crate) struct Order {
-    block: u32,
-    phase: u32,
-    fenced: u32,
-    seen: HashMap<u32, u32>,
-    published: HashMap<u64, HashMap<u32, u32>>,
-}
-
-impl Order {
-    /// The next block begins: it knows of nobody.
-    pub fn begin(&mut self, block: u32) {
-        self.block = block + 1;
-        self.phase = 1;
-        self.fenced = 0;
-        self.seen.clear();
-    }
-
-    /// A fence: what was done before it may be published.
-    pub fn fence(&mut self) {
-        self.fenced = self.phase;
-        self.phase += 1;
-    }
-
-    /// An atomic or a strong access that may both publish and see.
-    pub fn meet(&mut self, address: u64, publishes: bool) {
-        let entry = self.published.entry(address).or_default();
-        for (&block, &phase) in entry.iter() {
-            let seen = self.seen.entry(block).or_default();
-            *seen = (*seen).max(phase);
-        }
-        if publishes && self.fenced > 0 {
-            for (&block, &phase) in &self.seen {
-                let there = entry.entry(block).or_default();
-                *there = (*there).max(phase);
-            }
-            let own = entry.entry(self.block).or_default();
-            *own = (*own).max(self.fenced);
-        }
-    }
-
-    fn knows(&self, block: u32, phase: u32) -> bool {
-        block == 0 || block == self.block || self.seen.get(&block).is_some_and(|seen| *seen >= phase)
-    }
-}
-
 /// The device's memory, and the kernels' arguments' addresses.
 #[derive(Default)]
 pub struct Memory {
@@ -95,6 +44,10 @@ pub struct Memory {
     last: usize,
     next: u64,
     pub(crate) order: Order,
+}
+
+fn wrote((block, warp): Party) -> String {
+    format!("warp {warp} of block number {} wrote it", block.saturating_sub(1))
 }
 
 /// What went wrong with an access: the fault, buffer and offset, and more words.
@@ -173,7 +126,8 @@ impl Memory {
             return Err(Error::Memory { message: format!("no buffer begins at {address:#x}") });
         };
         let Some(target) = buffer.bytes.get_mut(..bytes.len()) else {
-            let message = format!("{} bytes do not fit {} of {}", bytes.len(), buffer.bytes.len(), buffer.name);
+            let message =
+                format!("{} bytes do not fit {} of {}", bytes.len(), buffer.bytes.len(), buffer.name);
             return Err(Error::Memory { message });
         };
         target.copy_from_slice(bytes);
@@ -280,14 +234,15 @@ impl Memory {
                 return Err(Wrong { kind, buffer, offset: i as u64, detail: format!("{} bytes", out.len()) });
             }
             *flag |= READ_NOW;
-            if !(strong && trace.atomic) && !order.knows(trace.writer, trace.phase) {
-                let detail = format!("block number {} wrote it", trace.writer - 1);
+            let both_strong = strong && trace.atomic;
+            if !both_strong && !order.follows(trace.writer, trace.written) {
+                let detail = wrote(trace.writer);
                 let (kind, buffer) = (FaultKind::GlobalRace, Some(buffer.name.clone()));
                 return Err(Wrong { kind, buffer, offset: i as u64, detail });
             }
-            if trace.reader == order.block || order.knows(trace.reader, trace.reader_phase) {
-                trace.reader = order.block;
-                trace.reader_phase = order.phase;
+            let (party, time) = order.now();
+            if order.follows_read(trace.reader, trace.read) {
+                (trace.reader, trace.read) = (party, time);
             } else {
                 trace.reader = MANY;
             }
@@ -305,22 +260,27 @@ impl Memory {
         let traces = buffer.traces[range.clone()].iter_mut();
         for ((i, flag), trace) in range.clone().zip(&mut buffer.flags[range]).zip(traces) {
             *flag |= WRITTEN_EVER | WRITTEN_NOW;
-            let both = strong && trace.atomic;
-            let write_race = !both && !order.knows(trace.writer, trace.phase);
-            let read_race = !both && (trace.reader == MANY || !order.knows(trace.reader, trace.reader_phase));
-            // Readers of several blocks are remembered as many: a writer who has seen others is trusted.
-            let read_race = read_race && !(trace.reader == MANY && !order.seen.is_empty());
-            if write_race || read_race {
+            let both_strong = strong && trace.atomic;
+            let write_race = !both_strong && !order.follows(trace.writer, trace.written);
+            // Readers of several blocks are remembered as many: a writer who has taken over anything is trusted.
+            let unread = if trace.reader == MANY {
+                order.has_seen()
+            } else {
+                order.follows_read(trace.reader, trace.read)
+            };
+            if write_race || !(both_strong || unread) {
                 let detail = match (write_race, trace.reader) {
-                    (true, _) => format!("block number {} wrote it", trace.writer - 1),
+                    (true, _) => wrote(trace.writer),
                     (false, MANY) => "several blocks read it".to_owned(),
-                    (false, reader) => format!("block number {} read it", reader.wrapping_sub(1)),
+                    (false, (block, warp)) => {
+                        format!("warp {warp} of block number {} read it", block.saturating_sub(1))
+                    }
                 };
                 let (kind, buffer) = (FaultKind::GlobalRace, Some(buffer.name.clone()));
                 return Err(Wrong { kind, buffer, offset: i as u64, detail });
             }
-            *trace =
-                Trace { writer: order.block, phase: order.phase, reader: 0, reader_phase: 0, atomic: strong };
+            let (writer, written) = order.now();
+            *trace = Trace { writer, written, atomic: strong, ..Trace::default() };
         }
         Ok(())
     }

@@ -134,7 +134,8 @@ impl<'a> Resolver<'a> {
             scope.registers.get(name).copied().or_else(|| {
                 let of = |(prefix, count, ty): &(&str, u64, Type)| {
                     let rest = name.strip_prefix(*prefix)?;
-                    let plain = rest.bytes().all(|b| b.is_ascii_digit()) && (rest == "0" || !rest.starts_with('0'));
+                    let plain =
+                        rest.bytes().all(|b| b.is_ascii_digit()) && (rest == "0" || !rest.starts_with('0'));
                     (plain && rest.parse::<u64>().ok()? < *count).then_some(*ty)
                 };
                 scope.ranges.iter().find_map(of)
@@ -234,8 +235,16 @@ impl<'a> Resolver<'a> {
     }
 
     /// The slots of a vector of destinations or a single one, and the type of the first register.
-    pub fn destinations(&mut self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<(Slots, Type)> {
-        let parts = if let Operand::Vector(parts) = operand { parts.as_slice() } else { std::slice::from_ref(operand) };
+    pub fn destinations(
+        &mut self,
+        statement: &Statement<'a>,
+        operand: &Operand<'a>,
+    ) -> Result<(Slots, Type)> {
+        let parts = if let Operand::Vector(parts) = operand {
+            parts.as_slice()
+        } else {
+            std::slice::from_ref(operand)
+        };
         let mut slots = Vec::new();
         let mut first = Type::B32;
         for part in parts.iter().rev() {
@@ -253,7 +262,11 @@ impl<'a> Resolver<'a> {
 
     /// The slots of a vector of sources or a single one.
     pub fn sources(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slots> {
-        let parts = if let Operand::Vector(parts) = operand { parts.as_slice() } else { std::slice::from_ref(operand) };
+        let parts = if let Operand::Vector(parts) = operand {
+            parts.as_slice()
+        } else {
+            std::slice::from_ref(operand)
+        };
         let slots = parts.iter().map(|p| self.source(statement, p, ty)).collect::<Result<Vec<_>>>()?;
         match Slots::new(&slots) {
             Some(slots) if !parts.is_empty() => Ok(slots),

@@ -52,7 +52,9 @@ pub(crate) fn flush(x: f32) -> f32 {
 
 /// A NaN becomes the one that devices give, 0x7fffffff.
 pub(crate) fn canonical(x: f32) -> f32 {
-    if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { x }
+    // Over the bits: a compiler may take any NaN for any other.
+    let bits = x.to_bits();
+    f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { bits })
 }
 
 /// The sum, its last bit odd where it is not exact.

@@ -116,35 +116,59 @@ impl Shared {
     /// Reads `out.len()` bytes.
     pub fn read(&mut self, address: u64, out: &mut [u8], who: Actor) -> Result<(), Wrong> {
         let start = self.locate(address, out.len())?;
-        for i in start..start + out.len() {
-            let trace = self.traces[i];
-            if trace.in_flight {
-                let detail = format!("warp {} lane {} copies there", trace.writer, trace.lane);
-                return Err(self.wrong(FaultKind::InFlight, i, detail));
-            }
-            if trace.written == 0 {
-                return Err(self.wrong(FaultKind::Uninitialised, i, format!("{} bytes", out.len())));
-            }
+        let range = start..start + out.len();
+        let (own, epoch) = (1u32 << who.warp, self.epoch);
+        let seen = &self.seen[who.warp];
+        // Nearly every byte is an ordinary one: written before, by nobody's copy, and read by this warp alone.
+        let mut plain = true;
+        for trace in &mut self.traces[range.clone()] {
             let writer = usize::from(trace.writer);
-            if !self.ordered(who.warp, writer, trace.written) {
-                return Err(self.wrong(FaultKind::SharedRace, i, format!("warp {writer} wrote it")));
+            let ordered = writer == who.warp || seen.get(writer).is_some_and(|seen| trace.written < *seen);
+            let marked = trace.in_flight || trace.lane < NO_LANE - 1;
+            if trace.written == 0 || !ordered || marked || trace.readers & !own != 0 {
+                plain = false;
+                break;
             }
-            let own_copy = trace.lane == NO_LANE || usize::from(trace.lane) == who.lane;
-            if writer == who.warp
-                && !own_copy
-                && trace.landed >= who.warp_barriers
-                && trace.written >= self.seen[writer][writer]
-            {
-                return Err(self.wrong(FaultKind::NotVisible, i, format!("lane {} copied it", trace.lane)));
-            }
-            let replaces = trace.readers == 0
-                || (0..self.seen.len())
-                    .all(|u| trace.readers >> u & 1 == 0 || self.ordered(who.warp, u, trace.read));
-            let trace = &mut self.traces[i];
-            trace.readers = if replaces { 1 << who.warp } else { trace.readers | 1 << who.warp };
-            trace.read = self.epoch;
+            trace.readers = own;
+            trace.read = epoch;
         }
-        out.copy_from_slice(&self.bytes[start..start + out.len()]);
+        if !plain {
+            for i in range.clone() {
+                self.read_byte(i, out.len(), who)?;
+            }
+        }
+        out.copy_from_slice(&self.bytes[range]);
+        Ok(())
+    }
+
+    fn read_byte(&mut self, i: usize, bytes: usize, who: Actor) -> Result<(), Wrong> {
+        let trace = self.traces[i];
+        if trace.in_flight {
+            let detail = format!("warp {} lane {} copies there", trace.writer, trace.lane);
+            return Err(self.wrong(FaultKind::InFlight, i, detail));
+        }
+        if trace.written == 0 {
+            return Err(self.wrong(FaultKind::Uninitialised, i, format!("{bytes} bytes")));
+        }
+        let writer = usize::from(trace.writer);
+        if !self.ordered(who.warp, writer, trace.written) {
+            return Err(self.wrong(FaultKind::SharedRace, i, format!("warp {writer} wrote it")));
+        }
+        let own_copy = trace.lane >= NO_LANE - 1 || usize::from(trace.lane) == who.lane;
+        if writer == who.warp
+            && !own_copy
+            && trace.landed >= who.warp_barriers
+            && trace.written >= self.seen[writer][writer]
+        {
+            return Err(self.wrong(FaultKind::NotVisible, i, format!("lane {} copied it", trace.lane)));
+        }
+        let mut others = trace.readers & !(1 << who.warp);
+        while others != 0 && self.ordered(who.warp, others.trailing_zeros() as usize, trace.read) {
+            others &= others - 1;
+        }
+        let trace = &mut self.traces[i];
+        trace.readers = if others == 0 { 1 << who.warp } else { trace.readers | 1 << who.warp };
+        trace.read = self.epoch;
         Ok(())
     }
 
@@ -244,23 +268,28 @@ pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64
         _ => 8,
     };
     let (mut taken, mut ideal) = (0, 0);
-    let mut words = Vec::with_capacity(BANKS * 2);
     for lanes in addresses.chunks(group) {
-        words.clear();
-        for address in lanes.iter().flatten() {
-            words.extend(address / 4..(address + bytes as u64).div_ceil(4));
-        }
-        if words.is_empty() {
-            continue;
-        }
-        words.sort_unstable();
-        words.dedup();
+        // Most banks have one word, which is remembered apart from all further ones.
+        let mut first = [u64::MAX; BANKS];
         let mut busy = [0u64; BANKS];
-        for word in &words {
-            busy[(word % BANKS as u64) as usize] += 1;
+        let mut further = Vec::new();
+        let mut distinct = 0u64;
+        for address in lanes.iter().flatten() {
+            for word in address / 4..(address + bytes as u64).div_ceil(4) {
+                let bank = (word % BANKS as u64) as usize;
+                if first[bank] == u64::MAX {
+                    first[bank] = word;
+                } else if first[bank] == word || further.contains(&word) {
+                    continue;
+                } else {
+                    further.push(word);
+                }
+                busy[bank] += 1;
+                distinct += 1;
+            }
         }
         taken += busy.iter().max().copied().unwrap_or(0);
-        ideal += (words.len() as u64).div_ceil(BANKS as u64);
+        ideal += distinct.div_ceil(BANKS as u64);
     }
     (taken, ideal)
 }

@@ -132,7 +132,11 @@ pub(crate) fn number(word: &str, negative: bool, ty: Type) -> Option<u64> {
         return Some(if ty == Type::F64 { wide(f64::from(value)) } else { bits ^ u64::from(negative) << 31 });
     }
     if let Some(bits) = hex(["0d", "0D"], 16) {
-        return Some(if ty == Type::F32 { wide(f64::from_bits(bits)) } else { bits ^ u64::from(negative) << 63 });
+        return Some(if ty == Type::F32 {
+            wide(f64::from_bits(bits))
+        } else {
+            bits ^ u64::from(negative) << 63
+        });
     }
     if let Some(value) = integer(word) {
         if ty.is_wide_float() {
@@ -390,7 +394,11 @@ impl<'a> Reader<'a> {
                     source = (file as u32, self.count()? as u32);
                     self.skip_line();
                 }
-                Token::Word(".pragma") => while !self.takes(';') { self.next()?; },
+                Token::Word(".pragma") => {
+                    while !self.takes(';') {
+                        self.next()?;
+                    }
+                }
                 Token::Word(word @ (".shared" | ".local" | ".param" | ".global" | ".const")) => {
                     let space = match word {
                         ".shared" => Space::Shared,
@@ -451,8 +459,13 @@ impl<'a> Reader<'a> {
 
     fn entry(&mut self) -> Result<Entry<'a>> {
         let name = self.word()?;
-        let mut entry =
-            Entry { name, parameters: Vec::new(), most_threads: None, scopes: Vec::new(), statements: Vec::new() };
+        let mut entry = Entry {
+            name,
+            parameters: Vec::new(),
+            most_threads: None,
+            scopes: Vec::new(),
+            statements: Vec::new(),
+        };
         if self.takes('(') {
             while !self.takes(')') {
                 if self.word()? != ".param" {
@@ -492,7 +505,14 @@ pub(crate) fn read(text: &str) -> Result<Text<'_>> {
         };
         reader.at += 1;
         match word {
-            ".version" | ".target" | ".address_size" | ".file" | ".loc" => {
+            ".version" | ".address_size" => drop(reader.word()?),
+            ".target" => {
+                reader.word()?;
+                while reader.takes(',') {
+                    reader.word()?;
+                }
+            }
+            ".file" | ".loc" => {
                 reader.at -= 1;
                 reader.skip_line();
             }

@@ -25,8 +25,13 @@ pub fn launch(grid: u32, block: u32, dynamic_shared: u32, arguments: &[u64]) -> 
 
 /// The orders of warps under which a kernel must do the same.
 pub fn orders() -> Vec<Options> {
-    let orders =
-        [WarpOrder::InTurn, WarpOrder::RoundRobin, WarpOrder::Reverse, WarpOrder::Seeded(1), WarpOrder::Seeded(7)];
+    let orders = [
+        WarpOrder::InTurn,
+        WarpOrder::RoundRobin,
+        WarpOrder::Reverse,
+        WarpOrder::Seeded(1),
+        WarpOrder::Seeded(7),
+    ];
     orders.into_iter().map(|warp_order| Options { warp_order, ..Options::default() }).collect()
 }
 

@@ -1,0 +1,147 @@
+//! Which accesses to global memory come before others: between blocks, and between the warps of a block.
+//!
+//! Every access carries its block, its warp and the block's time, which every fence and barrier advances.
+//! A warp knows of another warp's accesses by a barrier. A fence makes what its warp knows fit to be
+//! published; a barrier hands that on too, so fences may come before it or after it. An atomic publishes it at
+//! its address, and takes over what others have published there.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// A warp of a block: the block's number plus one, and the warp. Block 0 stands for nobody.
+pub(crate) type Party = (u32, u32);
+
+type Seen = Rc<HashMap<Party, u32>>;
+
+/// What a warp of the running block may count on.
+#[derive(Debug, Clone, Default)]
+struct View {
+    /// By warp of its block: the time up to which it knows the accesses.
+    known: Vec<u32>,
+    /// The same of accesses that a fence has followed.
+    fenced: Vec<u32>,
+    /// What it took over from atomics.
+    seen: Seen,
+}
+
+/// See the module's words.
+#[derive(Debug, Default)]
+pub(crate) struct Order {
+    block: u32,
+    /// The warp whose turn it is.
+    pub warp: usize,
+    time: u32,
+    views: Vec<View>,
+    published: HashMap<u64, Seen>,
+}
+
+fn raise(all: &mut [u32], others: &[u32]) {
+    for (all, other) in all.iter_mut().zip(others) {
+        *all = (*all).max(*other);
+    }
+}
+
+/// Joins two maps, sharing where one has all that the other has.
+fn join(into: &mut Seen, from: &Seen) {
+    if from.is_empty() || Rc::ptr_eq(into, from) {
+        return;
+    }
+    if into.is_empty() {
+        *into = Rc::clone(from);
+        return;
+    }
+    let into = Rc::make_mut(into);
+    for (party, time) in from.iter() {
+        let there = into.entry(*party).or_default();
+        *there = (*there).max(*time);
+    }
+}
+
+impl Order {
+    /// The next block begins: it knows of nobody.
+    pub fn begin(&mut self, block: u32, warps: usize) {
+        self.block = block + 1;
+        self.time = 1;
+        let view = View { known: vec![0; warps], fenced: vec![0; warps], seen: Seen::default() };
+        self.views.clear();
+        self.views.resize(warps, view);
+    }
+
+    /// Who acts now, and when.
+    pub fn now(&self) -> (Party, u32) {
+        ((self.block, self.warp as u32), self.time)
+    }
+
+    /// A fence of the running warp.
+    pub fn fence(&mut self) {
+        self.time += 1;
+        if let Some(view) = self.views.get_mut(self.warp) {
+            view.known[self.warp] = self.time;
+            raise(&mut view.fenced, &view.known);
+        }
+    }
+
+    /// The running warp comes to a barrier: what it did until now it brings there.
+    pub fn arrive(&mut self) {
+        self.time += 1;
+        if let Some(view) = self.views.get_mut(self.warp) {
+            view.known[self.warp] = self.time;
+        }
+    }
+
+    /// These warps met at a barrier; those that waited learn what the others know.
+    pub fn barrier(&mut self, met: impl Iterator<Item = (usize, bool)> + Clone) {
+        let warps = self.views.len();
+        let mut all = View { known: vec![0; warps], fenced: vec![0; warps], seen: Seen::default() };
+        for (w, _) in met.clone() {
+            raise(&mut all.known, &self.views[w].known);
+            raise(&mut all.fenced, &self.views[w].fenced);
+            join(&mut all.seen, &self.views[w].seen);
+        }
+        self.time += 1;
+        for (w, _) in met.filter(|(_, waits)| *waits) {
+            self.views[w].clone_from(&all);
+        }
+    }
+
+    /// An atomic or another strong access of the running warp to an address.
+    pub fn meet(&mut self, address: u64, publishes: bool) {
+        let Some(view) = self.views.get_mut(self.warp) else { return };
+        if !publishes {
+            if let Some(there) = self.published.get(&address) {
+                join(&mut view.seen, there);
+            }
+            return;
+        }
+        let there = self.published.entry(address).or_default();
+        join(&mut view.seen, there);
+        join(there, &view.seen);
+        let block = self.block;
+        for (w, &time) in view.fenced.iter().enumerate() {
+            let party = (block, w as u32);
+            if time > there.get(&party).copied().unwrap_or(0) {
+                Rc::make_mut(there).insert(party, time);
+            }
+        }
+    }
+
+    /// Whether an access of a party at a time comes before what the running warp does now.
+    pub fn follows(&self, party: Party, time: u32) -> bool {
+        let (block, warp) = party;
+        let Some(view) = self.views.get(self.warp) else { return true };
+        block == 0
+            || party == (self.block, self.warp as u32)
+            || (block == self.block && view.known.get(warp as usize).is_some_and(|known| time < *known))
+            || view.seen.get(&party).is_some_and(|seen| time < *seen)
+    }
+
+    /// The same for a read, which is not held against a warp of the same block.
+    pub fn follows_read(&self, party: Party, time: u32) -> bool {
+        party.0 == self.block || self.follows(party, time)
+    }
+
+    /// Whether the running warp has taken over anything.
+    pub fn has_seen(&self) -> bool {
+        self.views.get(self.warp).is_some_and(|view| !view.seen.is_empty())
+    }
+}
