@@ -244,30 +244,49 @@ INLINE u32 largest_of(const float (&values)[VECTOR], u32 to) {
     return to;
 }
 
+// Ways to join the words of 32 lanes, in one instruction where there is one. `NONE` changes nothing.
 struct Largest {
-    INLINE static u32 join(u32 a, u32 b) { return max(a, b); }
+    static constexpr u32 NONE = 0;
+    INLINE static u32 join(u32 word) {
+        u32 out;
+        asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
+        return out;
+    }
 };
 struct WholeSum {
-    INLINE static u32 join(u32 a, u32 b) { return a + b; }
+    static constexpr u32 NONE = 0;
+    INLINE static u32 join(u32 word) {
+        int out;
+        asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(out) : "r"((int)word));
+        return (u32)out;
+    }
 };
+// Lanes are joined in halves, so the order is fixed, and sums are the same bits in all lanes, for two numbers add up the
+// same either way.
 struct FloatSum {
-    INLINE static u32 join(u32 a, u32 b) { return __float_as_uint(__uint_as_float(a) + __uint_as_float(b)); }
+    static constexpr u32 NONE = 0;
+    INLINE static u32 join(u32 word) {
+        float sum = __uint_as_float(word);
+#pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) sum = sum + __shfl_xor_sync(ALL, sum, apart);
+        return __float_as_uint(sum);
+    }
 };
 
-// Joins the words of LANES neighbours; each gets the result. Lanes are joined in halves, so the order is fixed, and sums
-// of floats are the same bits in all lanes, for two numbers add up the same either way.
-template <typename How, int LANES> INLINE u32 join_lanes(u32 word) {
+// Sums over LANES neighbours; each gets the result.
+template <int LANES> INLINE int sum_lanes(int sum) {
 #pragma unroll
-    for (int apart = 1; apart < LANES; apart *= 2) word = How::join(word, __shfl_xor_sync(ALL, word, apart));
-    return word;
+    for (int apart = 1; apart < LANES; apart *= 2) sum += __shfl_xor_sync(ALL, sum, apart);
+    return sum;
 }
 
-// The same over a block; `slots` holds a word a warp and is used for nothing else.
+// Joins the words of a block; `slots` holds a word a warp and is used for nothing else.
 template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
-    word = join_lanes<How, 32>(word);
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = word;
+    const u32 lane = threadIdx.x % 32;
+    word = How::join(word);
+    if (lane == 0) slots[threadIdx.x / 32] = word;
     __syncthreads();
-    return join_lanes<How, WARPS>(slots[threadIdx.x % WARPS]);
+    return How::join(lane < WARPS ? slots[lane] : How::NONE);
 }
 
 // How values become codes.
@@ -322,10 +341,10 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
 INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
     if constexpr (GROUP > 1) {
         constexpr int LANES = WIDTH / VECTOR;
-        sum = (int)join_lanes<WholeSum, LANES>((u32)sum);
+        sum = sum_lanes<LANES>(sum);
         if (at < k && threadIdx.x % LANES == 0) sums[at / WIDTH] = sum;
     } else if constexpr (GROUP == 1) {
-        sum = (int)join_lanes<WholeSum, SEGMENT_LANES>((u32)sum);
+        sum = sum_lanes<SEGMENT_LANES>(sum);
         if (at < k && threadIdx.x % SEGMENT_LANES == 0) segments[at / 32] = sum;
     }
 }
@@ -441,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             int sum = 0;
             for (int i = lane; i < each; i += 32)
                 if (g * each + i < all) sum += segments[g * each + i];
-            sum = (int)join_lanes<WholeSum, 32>((u32)sum);
+            sum = (int)WholeSum::join((u32)sum);
             if (lane == 0) sums[g] = sum;
         }
     }

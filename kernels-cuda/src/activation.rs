@@ -3,7 +3,7 @@
 //! The definition is [`quant_kernels_cpu`]'s `Int8Rows`, with codes row by row. Of plain rows and of `silu(gate) · up` codes,
 //! scales and sums are that definition's, bit for bit. A norm's sum of squares runs in another order, so with
 //! `c = values of a thread + 10` additions in a row here and `k / 64 + 7` there, each value is within
-//! `δ = ((c + k / 64 + 7) / 2 + 2) · 2⁻²⁴` of the CPU's, relative: scales too, and codes differ by one at most.
+//! `δ = ((c + k / 64 + 7) / 2 + 12) · 2⁻²⁴` of the CPU's, relative: scales too, and codes differ by one at most.
 //!
 //! A block takes a row, and `k` alone decides which of its threads takes which values: a row's result is the same, bit for
 //! bit, whatever stands beside it. A row is read once, up to [`HELD_WIDTH`] values; wider ones are read again for each
@@ -347,8 +347,12 @@ pub fn variants() -> Vec<Entry> {
 
 fn entry(shape: &ActivationShape) -> Entry {
     let [threads, held] = block_of(shape.k);
-    // Codes are added up four at a time, and lanes joined without memory.
-    let mut instructions = vec!["IDP.4A.S8.S8", "SHFL.BFLY", "BAR.SYNC"];
+    // Codes are added up four at a time.
+    let mut instructions = vec!["IDP.4A.S8.S8", "BAR.SYNC", "REDUX.MAX"];
+    // Lanes are joined without memory: those of a group, and all where floats are added.
+    if shape.group.is_some() || matches!(shape.rows, Rows::RmsNorm { .. }) {
+        instructions.push("SHFL.BFLY");
+    }
     if shape.aligned {
         instructions.push("LDG.E.128");
     }

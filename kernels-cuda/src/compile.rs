@@ -12,7 +12,7 @@ use cudarc::nvrtc::sys;
 use crate::{Error, Result, require_nvrtc};
 
 /// The text of a kernel family.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Source {
     /// What messages call it: the file's name.
     pub name: &'static str,
@@ -23,7 +23,7 @@ pub struct Source {
 }
 
 /// One kernel of a family, its macros set.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Variant {
     /// The family.
     pub source: &'static Source,

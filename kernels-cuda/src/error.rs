@@ -31,6 +31,20 @@ pub enum Error {
     /// There is a driver, but no GPU that it shows us.
     #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
     NoDevice,
+    /// The calling thread has no context.
+    #[error("no CUDA context is current on this thread: make one current before asking for kernels")]
+    NoContext,
+    /// No kernel is compiled for such a device.
+    #[error("a CUDA device of compute capability {major}.{minor}: kernels need 8.0 or later")]
+    DeviceTooOld {
+        /// Of its compute capability.
+        major: u32,
+        /// Of its compute capability.
+        minor: u32,
+    },
+    /// A launch that no device could take.
+    #[error("cannot launch a kernel: {0}")]
+    Launch(&'static str),
     /// The run-time compiler failed at something other than a kernel's text.
     #[error("CUDA run-time compiler: cannot {action}: {reason}")]
     Nvrtc {

@@ -1,6 +1,16 @@
-//! A kernel's launch: its shape and arguments, as plain data.
+//! A kernel's launch: its shape and arguments, as plain data, and the call itself.
+//!
+//! A launch is put on the caller's stream and works on the caller's pointers. It allocates nothing, on the device or the
+//! host, waits for nothing, and can be captured into a graph.
 
+use std::ffi::c_void;
+use std::ptr;
+
+use cudarc::driver::sys;
 use quant_kernels_cpu::KernelError;
+
+use crate::device::{Kernel, checked};
+use crate::{Error, Result};
 
 /// One argument of a kernel, by value; addresses are [`U64`](Self::U64).
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -52,5 +62,138 @@ impl Region {
             ));
         }
         Ok(())
+    }
+}
+
+/// A stream of the caller's: the driver's handle, as `CUstream` or `cudaStream_t`; null is the context's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream(pub *mut c_void);
+
+impl Stream {
+    /// The stream that a context has from the beginning.
+    pub const DEFAULT: Self = Self(ptr::null_mut());
+}
+
+/// The most arguments of a kernel.
+const MAX_ARGUMENTS: usize = 32;
+
+impl Argument {
+    /// Where its value lies, in its own bytes.
+    fn value(&self) -> *mut c_void {
+        match self {
+            Self::U64(value) => ptr::from_ref(value).cast_mut().cast(),
+            Self::U32(value) => ptr::from_ref(value).cast_mut().cast(),
+            Self::F32(value) => ptr::from_ref(value).cast_mut().cast(),
+        }
+    }
+}
+
+/// The arguments' addresses, as the driver takes them.
+fn pointers(arguments: &[Argument]) -> Result<[*mut c_void; MAX_ARGUMENTS]> {
+    let mut out = [ptr::null_mut(); MAX_ARGUMENTS];
+    let some = out.get_mut(..arguments.len()).ok_or(Error::Launch("it has too many arguments"))?;
+    some.iter_mut().zip(arguments).for_each(|(to, argument)| *to = argument.value());
+    Ok(out)
+}
+
+impl LaunchShape {
+    /// Fails where no device takes such a launch, or the kernel's blocks may not have as much shared memory.
+    fn check(&self, shared_of_kernel: u32) -> Result<()> {
+        let [x, y, z] = self.grid;
+        if x > i32::MAX as u32 || y > 65_535 || z > 65_535 {
+            return Err(Error::Launch("it has too many blocks"));
+        }
+        if self.block == 0 || self.block > 1024 {
+            return Err(Error::Launch("its blocks have no threads, or more than 1024"));
+        }
+        if self.shared_bytes > shared_of_kernel {
+            return Err(Error::Launch(
+                "its blocks ask for more shared memory than the kernel was loaded with",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Kernel {
+    /// Puts a launch on a stream of the context that the kernel was loaded into, which must be current. Without blocks
+    /// nothing happens.
+    ///
+    /// # Errors
+    /// When the shape is none, or the driver refuses; what goes wrong on the device is seen by later calls.
+    ///
+    /// # Safety
+    /// The arguments must be the kernel's, in number, order and size, and point to memory of the device that has the
+    /// lengths they promise and stays until the launch is done. The stream must belong to the context.
+    pub unsafe fn launch(&self, shape: &LaunchShape, arguments: &[Argument], stream: Stream) -> Result<()> {
+        shape.check(self.shared_bytes)?;
+        if shape.grid.contains(&0) {
+            return Ok(());
+        }
+        let mut pointers = pointers(arguments)?;
+        let [x, y, z] = shape.grid;
+        // SAFETY: the kernel is loaded; that arguments and stream are right is the caller's promise. The driver copies
+        // the arguments before it returns.
+        let launched = unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                x,
+                y,
+                z,
+                shape.block,
+                1,
+                1,
+                shape.shared_bytes,
+                stream.0.cast(),
+                pointers.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        checked("launch a kernel", launched)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_pointed_to() {
+        let arguments = [Argument::U64(u64::MAX - 1), Argument::U32(7), Argument::F32(-0.5)];
+        let pointers = pointers(&arguments).unwrap();
+        // SAFETY: each points to the value of an argument that lives, of that type.
+        let values =
+            unsafe { (*pointers[0].cast::<u64>(), *pointers[1].cast::<u32>(), *pointers[2].cast::<f32>()) };
+        assert_eq!(values, (u64::MAX - 1, 7, -0.5));
+        assert!(pointers[3..].iter().all(|p| p.is_null()));
+        assert!(super::pointers(&[Argument::U32(0); MAX_ARGUMENTS]).is_ok());
+        assert!(super::pointers(&[Argument::U32(0); MAX_ARGUMENTS + 1]).is_err());
+    }
+
+    #[test]
+    fn shapes_that_no_device_takes_are_refused() {
+        let good = LaunchShape { grid: [1 << 20, 65_535, 1], block: 1024, shared_bytes: 4096 };
+        assert_eq!(good.check(4096), Ok(()));
+        for bad in [
+            LaunchShape { grid: [1 << 31, 1, 1], ..good },
+            LaunchShape { grid: [1, 65_536, 1], ..good },
+            LaunchShape { grid: [1, 1, 65_536], ..good },
+            LaunchShape { block: 0, ..good },
+            LaunchShape { block: 1025, ..good },
+            LaunchShape { shared_bytes: 4097, ..good },
+        ] {
+            assert!(matches!(bad.check(4096), Err(Error::Launch(_))), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn regions_are_long_and_straight_enough() {
+        let region = Region { address: 64, bytes: 10 };
+        assert!(region.require("x", 10, 16).is_ok());
+        assert!(region.require("x", 11, 16).is_err());
+        assert!(Region { address: 72, ..region }.require("x", 10, 16).is_err());
+        assert!(Region { address: 0, ..region }.require("x", 1, 1).is_err());
+        assert!(Region::NONE.require("x", 0, 16).is_ok());
+        assert!(Region { address: 0, bytes: u64::MAX }.require("x", 0, 16).is_ok());
     }
 }

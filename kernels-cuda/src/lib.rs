@@ -8,7 +8,9 @@
 
 pub mod activation;
 pub mod compile;
+pub mod device;
 mod error;
+pub mod image_cache;
 pub mod launch;
 pub mod layout;
 mod libraries;

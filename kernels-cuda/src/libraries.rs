@@ -13,6 +13,19 @@ use crate::{Error, Result};
 
 /// What [`device_count`] calls, the error paths included.
 const DRIVER_FUNCTIONS: [&str; 4] = ["cuInit", "cuDeviceGetCount", "cuGetErrorName", "cuGetErrorString"];
+/// What loading and launching kernels takes beside.
+const LAUNCH_FUNCTIONS: [&str; 10] = [
+    "cuCtxGetCurrent",
+    "cuCtxGetDevice",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuDeviceGetAttribute",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuModuleUnload",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+];
 /// What compiling a program takes at least.
 const NVRTC_FUNCTIONS: [&str; 10] = [
     "nvrtcVersion",
@@ -74,16 +87,26 @@ fn require_driver() -> Result<()> {
             if !unsafe { driver::sys::is_culib_present() } {
                 return Err(Error::DriverMissing);
             }
-            for function in DRIVER_FUNCTIONS {
-                // SAFETY: the library was just seen to load. The symbol is looked up as a plain
-                // address and never called or read through.
-                if unsafe { driver::sys::culib().get::<*const c_void>(function.as_bytes()) }.is_err() {
-                    return Err(Error::FunctionMissing { library: "the CUDA driver library", function });
-                }
-            }
-            Ok(())
+            has_driver_functions(&DRIVER_FUNCTIONS)
         })
         .clone()
+}
+
+/// Fails unless kernels can be loaded and launched, as far as the driver's library goes.
+pub(crate) fn require_launch() -> Result<()> {
+    static FOUND: OnceLock<Result<()>> = OnceLock::new();
+    FOUND.get_or_init(|| require_driver().and_then(|()| has_driver_functions(&LAUNCH_FUNCTIONS))).clone()
+}
+
+/// Looks functions up. The driver's library must have been seen to load.
+fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
+    for function in functions {
+        // SAFETY: the library was seen to load. The symbol is looked up as a plain address and never called or read through.
+        if unsafe { driver::sys::culib().get::<*const c_void>(function.as_bytes()) }.is_err() {
+            return Err(Error::FunctionMissing { library: "the CUDA driver library", function });
+        }
+    }
+    Ok(())
 }
 
 /// Fails unless kernels can be compiled at run time.

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool};
 use crate::support::steps::Steps;
-use crate::{interop, sanitize};
+use crate::{cuda, interop, sanitize};
 
 /// The README's second command, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
@@ -23,7 +23,8 @@ const CARGO_DENY: &str = "0.20.2";
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop, aarch64, sanitize
+    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop, aarch64, sanitize,
+    /// cuda
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -46,6 +47,7 @@ pub fn run(args: &Args) -> Result<()> {
     // A compiler of its own, and its own builds of a few crates.
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("sanitize", sanitize::run);
+    steps.step("cuda", cuda::run);
     steps.finish()
 }
 

@@ -11,6 +11,7 @@ pub mod bench_kernels;
 pub mod bench_qoq;
 pub mod bench_rtn;
 pub mod ci;
+pub mod cuda;
 pub mod dist;
 pub mod fuzz;
 pub mod gate_trials;

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    ablation, bench_awq_memory, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, dist, fuzz, gate_trials,
-    interop, nightly, peers_kernels, peers_models, peers_quantizers, plant, quality, quality_qoq,
-    quality_w8a8, sanitize, search_agreement, synth,
+    ablation, bench_awq_memory, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda, dist, fuzz,
+    gate_trials, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant, quality,
+    quality_qoq, quality_w8a8, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -27,6 +27,8 @@ enum Command {
     Interop,
     /// Run the kernels' tests under AddressSanitizer
     Sanitize,
+    /// Compile the CUDA kernels for every architecture and test them without a GPU
+    Cuda,
     /// Run the fuzz targets under libFuzzer
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
@@ -78,6 +80,7 @@ fn main() -> ExitCode {
         Command::Nightly(args) => nightly::run(&args),
         Command::Interop => interop::run(&[]),
         Command::Sanitize => sanitize::run(),
+        Command::Cuda => cuda::run(),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::Synth(args) => synth::run(&args),

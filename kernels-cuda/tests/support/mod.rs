@@ -1,17 +1,18 @@
 //! What the tests of kernels share: how one says that it leaves something out.
+//!
+//! NVRTC and the disassembler belong to a step of CI of their own, `cargo xtask cuda`, which requires them. Elsewhere
+//! a test without them says so and passes; it is not noted among what a machine with all models should not leave out.
 
 use std::io::Write;
 use std::panic::Location;
 
-/// Where skipped tests are noted, one a line; the checks of a change read it.
-const SKIP_LOG: &str = "QUANT_SKIP_LOG";
 /// Set where NVRTC and the disassembler must be there: what is left out then is a failure.
 pub const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 
 /// Whether what a test needs is there; says aloud that it is not.
 ///
 /// # Panics
-/// When it is required, or the skip cannot be noted.
+/// When it is required.
 #[track_caller]
 pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
     let Err(why) = needed else { return true };
@@ -20,13 +21,9 @@ pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
         "{REQUIRED} is set, but: {why}"
     );
     let at = Location::caller();
+    // Not by the macro, whose lines are held back where a test passes.
     let line = format!("SKIPPED: {why} ({}:{})\n", at.file(), at.line());
-    eprint!("{line}");
-    // The log is for what a complete machine should not leave out. The compiler belongs to a step of its own, which requires it.
-    if let Some(log) = std::env::var_os(SKIP_LOG).filter(|_| std::env::var_os(REQUIRED).is_some()) {
-        let file = std::fs::OpenOptions::new().append(true).create(true).open(&log);
-        file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the log of skips can be written");
-    }
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr can be written");
     false
 }
 

@@ -1,0 +1,371 @@
+//! Compiled kernels on disk, between the compiler and the driver.
+//!
+//! An image is found by a hash of all that decides about it: texts, macros, architecture, form, compiler, this crate's
+//! version. Files are written beside their place and renamed into it, so that programs may share a directory; each ends
+//! with a hash of itself, and what is damaged is compiled again. A directory that cannot be written costs time, no more.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::Result;
+use crate::compile::{self, Architecture, Form, Image, Variant};
+
+/// The environment variable that names the directory; empty: none.
+pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
+
+/// What a file begins with: its format.
+const HEAD: &[u8; 8] = b"QUANTCU1";
+/// Bytes of the hash at the end.
+const HASH: usize = 32;
+
+/// What makes images.
+pub trait Compiler {
+    /// What tells its images from those of others.
+    ///
+    /// # Errors
+    /// When it is not there.
+    fn version(&self) -> Result<String>;
+
+    /// Compiles a variant.
+    ///
+    /// # Errors
+    /// When it is not there, or refuses.
+    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image>;
+}
+
+/// The run-time compiler.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Nvrtc;
+
+impl Compiler for Nvrtc {
+    fn version(&self) -> Result<String> {
+        compile::compiler_version().map(|[major, minor]| format!("nvrtc {major}.{minor}"))
+    }
+
+    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+        compile::compile(variant, architecture, form)
+    }
+}
+
+/// Images in a directory.
+#[derive(Debug, Clone)]
+pub struct ImageCache<C = Nvrtc> {
+    directory: Option<PathBuf>,
+    compiler: C,
+}
+
+impl ImageCache {
+    /// Of the run-time compiler's images, in [`default_directory`].
+    pub fn new() -> Self {
+        Self::in_directory(default_directory(), Nvrtc)
+    }
+}
+
+impl Default for ImageCache {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<C: Compiler> ImageCache<C> {
+    /// In a directory that is made when something is stored; with none, everything is compiled.
+    pub fn in_directory(directory: Option<PathBuf>, compiler: C) -> Self {
+        Self { directory, compiler }
+    }
+
+    /// The image of a variant: read, or compiled and stored.
+    ///
+    /// # Errors
+    /// As the compiler.
+    pub fn image(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+        let Some(directory) = &self.directory else {
+            return self.compiler.compile(variant, architecture, form);
+        };
+        let path = directory.join(file_name(&key(variant, architecture, form, &self.compiler.version()?)));
+        if let Some(image) = std::fs::read(&path).ok().and_then(|bytes| decode(&bytes)) {
+            return Ok(image);
+        }
+        let image = self.compiler.compile(variant, architecture, form)?;
+        // The image is there whether or not it can be kept.
+        let _ = store(&path, &encode(&image));
+        Ok(image)
+    }
+}
+
+/// Where images are kept unless the caller says otherwise: `QUANT_CUDA_CACHE`, or `quant/cuda` in the user's directory of
+/// caches; `None` where that variable is empty, or there is no such directory.
+pub fn default_directory() -> Option<PathBuf> {
+    directory_of(|name| std::env::var_os(name))
+}
+
+fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    if let Some(own) = variable(CACHE_DIRECTORY) {
+        return (!own.is_empty()).then(|| own.into());
+    }
+    // A relative directory of caches is none, by the specification of these variables.
+    let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let caches = absolute("XDG_CACHE_HOME")
+        .or_else(|| absolute("LOCALAPPDATA"))
+        .or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
+    Some(caches.join("quant").join("cuda"))
+}
+
+/// A hash of all that decides about an image; each text stands behind its length, so that none runs into the next.
+fn key(variant: &Variant, architecture: Architecture, form: Form, compiler: &str) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    let mut add = |text: &str| {
+        hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+    };
+    add(env!("CARGO_PKG_VERSION"));
+    add(compiler);
+    add(&architecture.to_string());
+    add(match form {
+        Form::Ptx => "ptx",
+        Form::Cubin => "cubin",
+    });
+    add(variant.source.name);
+    add(variant.source.text);
+    add(&variant.source.headers.len().to_string());
+    for (name, text) in variant.source.headers {
+        add(name);
+        add(text);
+    }
+    add(variant.kernel);
+    for (name, value) in &variant.defines {
+        add(name);
+        add(value);
+    }
+    hasher.finalize()
+}
+
+fn file_name(key: &blake3::Hash) -> String {
+    format!("{}.image", key.to_hex())
+}
+
+/// Head, length of the log, log, bytes, hash of all that.
+fn encode(image: &Image) -> Vec<u8> {
+    let mut out = HEAD.to_vec();
+    out.extend((image.log.len() as u64).to_le_bytes());
+    out.extend(image.log.as_bytes());
+    out.extend(&image.bytes);
+    let hash = blake3::hash(&out);
+    out.extend(hash.as_bytes());
+    out
+}
+
+/// `None` of what is damaged.
+fn decode(file: &[u8]) -> Option<Image> {
+    let (body, hash) = file.split_at_checked(file.len().checked_sub(HASH)?)?;
+    if blake3::hash(body).as_bytes() != hash {
+        return None;
+    }
+    let rest = body.strip_prefix(HEAD)?;
+    let (len, rest) = rest.split_first_chunk::<8>()?;
+    let (log, bytes) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+    Some(Image { log: String::from_utf8(log.to_vec()).ok()?, bytes: bytes.to_vec() })
+}
+
+/// Writes a file under a name of its own and renames it: whoever reads sees all of it or nothing.
+fn store(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let directory = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(directory)?;
+    let own = format!(".{}-{}.part", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let part = directory.join(own);
+    let written = std::fs::File::create(&part)
+        .and_then(|mut file| file.write_all(bytes))
+        .and_then(|()| std::fs::rename(&part, path));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&part);
+    }
+    written
+}
+
+impl<C: Compiler> Compiler for &C {
+    fn version(&self) -> Result<String> {
+        (**self).version()
+    }
+
+    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+        (**self).compile(variant, architecture, form)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::Error;
+    use crate::compile::Source;
+
+    static SOURCE: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "head")] };
+    static OTHER: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "heads")] };
+    /// A text and a header that, run together, are those of `SOURCE`.
+    static SHIFTED: Source = Source { name: "a.cu", text: "textb", headers: &[(".cuh", "head")] };
+
+    /// Answers with what it was asked, and counts.
+    struct Fake {
+        version: &'static str,
+        compiled: Cell<usize>,
+        fails: bool,
+    }
+
+    impl Fake {
+        fn new(version: &'static str) -> Self {
+            Self { version, compiled: Cell::new(0), fails: false }
+        }
+    }
+
+    impl Compiler for Fake {
+        fn version(&self) -> Result<String> {
+            if self.fails { Err(Error::NvrtcMissing) } else { Ok(self.version.into()) }
+        }
+
+        fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+            self.compiled.set(self.compiled.get() + 1);
+            let bytes = format!("{variant} {architecture} {form:?} {}", variant.source.text).into_bytes();
+            Ok(Image { bytes, log: format!("log of {}", self.version) })
+        }
+    }
+
+    fn variant(value: &str) -> Variant {
+        Variant { source: &SOURCE, kernel: "k", defines: vec![("A", value.into())] }
+    }
+
+    const SM: Architecture = Architecture::Sm80;
+
+    #[test]
+    fn an_image_is_compiled_once() {
+        let dir = tempfile::tempdir().unwrap();
+        // The directory is made.
+        let (fake, at) = (Fake::new("1"), dir.path().join("deep/er"));
+        let cache = ImageCache::in_directory(Some(at.clone()), &fake);
+        let first = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
+        assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
+        assert_eq!(fake.compiled.get(), 1);
+        // Another program's cache reads it too.
+        let again = ImageCache::in_directory(Some(at.clone()), &fake);
+        assert_eq!(again.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
+        assert_eq!(fake.compiled.get(), 1);
+        let names: Vec<_> = std::fs::read_dir(&at).unwrap().map(|f| f.unwrap().file_name()).collect();
+        assert!(names.len() == 1 && names[0].to_str().unwrap().ends_with(".image"), "{names:?}");
+    }
+
+    #[test]
+    fn whatever_decides_about_an_image_tells_it_from_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) = (Fake::new("1"), Fake::new("2"));
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &one);
+        let newer = ImageCache::in_directory(Some(dir.path().into()), &two);
+        let base = variant("1");
+        let images = [
+            cache.image(&base, SM, Form::Cubin),
+            cache.image(&variant("2"), SM, Form::Cubin),
+            cache.image(&Variant { kernel: "l", ..base.clone() }, SM, Form::Cubin),
+            cache.image(&Variant { defines: Vec::new(), ..base.clone() }, SM, Form::Cubin),
+            cache.image(&Variant { source: &OTHER, ..base.clone() }, SM, Form::Cubin),
+            cache.image(&Variant { source: &SHIFTED, ..base.clone() }, SM, Form::Cubin),
+            cache.image(&base, Architecture::Sm90, Form::Cubin),
+            cache.image(&base, SM, Form::Ptx),
+            newer.image(&base, SM, Form::Cubin),
+        ];
+        assert!(images.iter().all(Result::is_ok));
+        assert_eq!((one.compiled.get(), two.compiled.get()), (8, 1));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 9);
+    }
+
+    #[test]
+    fn what_is_damaged_is_compiled_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake::new("1");
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &fake);
+        let image = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
+        let file = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
+        let whole = std::fs::read(&file).unwrap();
+        let mut damaged: Vec<Vec<u8>> = [0, 1, 8, 40, whole.len() - 1].map(|n| whole[..n].to_vec()).into();
+        for at in [0, 9, 20, whole.len() - 1] {
+            let mut one = whole.clone();
+            one[at] ^= 1;
+            damaged.push(one);
+        }
+        damaged.push([&whole[..], b"more"].concat());
+        for (i, bytes) in damaged.iter().enumerate() {
+            std::fs::write(&file, bytes).unwrap();
+            assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap(), image);
+            assert_eq!(fake.compiled.get(), i + 2);
+            assert_eq!(std::fs::read(&file).unwrap(), whole);
+        }
+    }
+
+    /// A file whose hash is right and whose length of the log is not.
+    #[test]
+    fn lengths_beyond_a_file_are_no_image() {
+        let mut file = HEAD.to_vec();
+        file.extend(u64::MAX.to_le_bytes());
+        let hash = blake3::hash(&file);
+        file.extend(hash.as_bytes());
+        assert_eq!(decode(&file), None);
+        let image = Image { bytes: vec![0, 255, 7], log: "ä".into() };
+        assert_eq!(decode(&encode(&image)), Some(image));
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_written_costs_time_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let fake = Fake::new("1");
+        for directory in [Some(file.join("below a file")), None] {
+            let cache = ImageCache::in_directory(directory, &fake);
+            let first = cache.image(&variant("1"), SM, Form::Ptx).unwrap();
+            assert_eq!(cache.image(&variant("1"), SM, Form::Ptx).unwrap(), first);
+        }
+        assert_eq!(fake.compiled.get(), 4);
+    }
+
+    #[test]
+    fn a_missing_compiler_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake { fails: true, ..Fake::new("1") };
+        let cache = ImageCache::in_directory(Some(dir.path().into()), &fake);
+        assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
+    }
+
+    #[test]
+    fn threads_may_share_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let cache = ImageCache::in_directory(Some(dir.path().into()), Fake::new("1"));
+                    for i in 0..20 {
+                        let image = cache.image(&variant(&(i % 5).to_string()), SM, Form::Ptx).unwrap();
+                        assert!(String::from_utf8(image.bytes).unwrap().contains(&format!("A={}", i % 5)));
+                    }
+                });
+            }
+        });
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 5);
+    }
+
+    #[test]
+    fn the_directory_is_the_first_that_is_named() {
+        let of = |pairs: &[(&str, &str)]| {
+            let pairs: Vec<(String, OsString)> =
+                pairs.iter().map(|(n, v)| ((*n).into(), (*v).into())).collect();
+            directory_of(|name| pairs.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone()))
+        };
+        let root = if cfg!(windows) { "C:\\" } else { "/" };
+        let (own, xdg, home) = (format!("{root}own"), format!("{root}xdg"), format!("{root}home"));
+        let all = [(CACHE_DIRECTORY, own.as_str()), ("XDG_CACHE_HOME", &xdg), ("HOME", &home)];
+        assert_eq!(of(&all), Some(PathBuf::from(&own)));
+        assert_eq!(of(&all[1..]), Some(Path::new(&xdg).join("quant/cuda")));
+        assert_eq!(of(&all[2..]), Some(Path::new(&home).join(".cache/quant/cuda")));
+        assert_eq!(of(&[("XDG_CACHE_HOME", "relative"), all[2]]), of(&all[2..]));
+        assert_eq!(of(&[(CACHE_DIRECTORY, ""), all[2]]), None);
+        assert_eq!(of(&[]), None);
+    }
+}

@@ -1,0 +1,109 @@
+//! `cargo xtask cuda`: the CUDA kernels without a GPU, compiled for every architecture and held to registers and instructions.
+//!
+//! The run-time compiler and the disassembler come from PyPI, into an environment of their own under `target/`; they are
+//! under NVIDIA's licence and no part of what is shipped. The workspace's tests of these kernels run once more with them
+//! on the loader's path, and what they leave out then is a failure.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::ci::TEST_COMMAND;
+use crate::support::shell::{cargo, output, remove_dir, root, run as execute, target_dir};
+
+/// What is installed: the compiler with its own parts, the newest disassemblers that read its code.
+const PACKAGES: [&str; 3] =
+    ["cuda-toolkit[nvrtc]==13.0.2", "nvidia-cuda-cuobjdump==13.2.78", "nvidia-cuda-nvdisasm==13.2.78"];
+/// Where tests find the disassembler.
+const PROGRAMS: &str = "QUANT_CUDA_BIN";
+/// With this set, tests fail where the compiler is missing.
+const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
+/// The loader's path.
+const LIBRARIES: &str = if cfg!(target_os = "macos") { "DYLD_LIBRARY_PATH" } else { "LD_LIBRARY_PATH" };
+const TESTS: &str = "kernels-cuda/tests";
+
+/// Runs the tests.
+///
+/// # Errors
+/// When the compiler cannot be had, or a test fails.
+pub fn run() -> Result<()> {
+    let toolkit = toolkit()?;
+    let mut path = toolkit.join("lib").into_os_string();
+    if let Some(before) = std::env::var_os(LIBRARIES).filter(|p| !p.is_empty()) {
+        path.push(":");
+        path.push(before);
+    }
+    let mut command = cargo(&TEST_COMMAND);
+    // The whole workspace is named so that what the tests before have built is taken.
+    for name in test_names(&root().join(TESTS))? {
+        command.args(["--test", &name]);
+    }
+    command.env(LIBRARIES, path).env(PROGRAMS, toolkit.join("bin")).env(REQUIRED, "1");
+    execute(&mut command)
+}
+
+/// Cargo's names of the integration tests in a directory.
+fn test_names(directory: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    let list =
+        std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
+    for entry in list {
+        let path = entry?.path();
+        let is_test = match path.extension() {
+            Some(extension) => extension == "rs",
+            None => path.join("main.rs").is_file(),
+        };
+        if is_test {
+            let name = path.file_stem().context("a test has a name")?;
+            names.push(name.to_string_lossy().into_owned());
+        }
+    }
+    ensure!(!names.is_empty(), "no tests in {}", directory.display());
+    names.sort();
+    Ok(names)
+}
+
+/// The directory with `lib` and `bin`, installed unless it is there.
+fn toolkit() -> Result<PathBuf> {
+    let directory = target_dir().join("cuda-venv");
+    let python = directory.join("bin/python");
+    let (stamp, wanted) = (directory.join("cuda-stamp"), PACKAGES.join("\n"));
+    let is_ready = std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted);
+    if !is_ready {
+        remove_dir(&directory)?;
+        let base = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
+        execute(Command::new(base).args(["-m", "venv"]).arg(&directory))?;
+        let mut install = Command::new(&python);
+        install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]);
+        execute(install.args(PACKAGES))?;
+    }
+    let packages =
+        output(Command::new(&python).args(["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]))?;
+    let toolkit = Path::new(&packages).join("nvidia/cu13");
+    for part in ["lib", "bin/nvdisasm"] {
+        ensure!(toolkit.join(part).exists(), "the packages of CUDA have no {part}");
+    }
+    // Only now is it finished.
+    std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;
+    Ok(std::path::absolute(toolkit)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_are_named_as_cargo_does() {
+        let dir = tempfile::tempdir().unwrap();
+        for directory in ["support", "linear"] {
+            std::fs::create_dir(dir.path().join(directory)).unwrap();
+        }
+        for file in ["compile.rs", "linear/main.rs", "support/mod.rs", "notes.txt"] {
+            std::fs::write(dir.path().join(file), "").unwrap();
+        }
+        assert_eq!(test_names(dir.path()).unwrap(), ["compile", "linear"]);
+        assert!(test_names(&dir.path().join("support/mod.rs")).is_err());
+        assert!(test_names(&root().join(TESTS)).unwrap().contains(&"compile".to_owned()));
+    }
+}
