@@ -121,7 +121,7 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
-/// Of PTX, of which machine code has fewer: with one token and groups of 128, 255 in the loop for 340 here. What these chunks of four
+/// Of PTX, of which machine code has fewer: with one token and groups of 128, 256 in the loop for 340 here. What these chunks of four
 /// tiles take before and after the loop is in it.
 #[test]
 fn instructions_of_a_slot_are_few() {
