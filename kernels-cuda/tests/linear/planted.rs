@@ -9,14 +9,19 @@ use crate::cases::{Case, Kind};
 use crate::machine::{compiled, ready, run};
 use crate::problem::{Draw, Problem};
 
-/// The text with some places changed.
+/// The text with some places changed, each of which is once in it or its headers.
 fn changed(places: &[[&str; 2]]) -> &'static Source {
-    let mut text = SOURCE.text.to_owned();
+    let mut texts: Vec<(&'static str, String)> = vec![(SOURCE.name, SOURCE.text.to_owned())];
+    texts.extend(SOURCE.headers.iter().map(|&(name, text)| (name, text.to_owned())));
     for [from, to] in places {
-        assert_eq!(text.matches(from).count(), 1, "{from}");
-        text = text.replace(from, to);
+        let found: usize = texts.iter().map(|(_, text)| text.matches(from).count()).sum();
+        assert_eq!(found, 1, "{from}");
+        texts.iter_mut().for_each(|(_, text)| *text = text.replace(from, to));
     }
-    Box::leak(Box::new(Source { name: "linear.cu", text: text.leak(), headers: SOURCE.headers }))
+    let mut texts = texts.into_iter().map(|(name, text)| (name, &*text.leak()));
+    let (name, text) = texts.next().expect("the kernel's text comes first");
+    let headers: Vec<(&str, &str)> = texts.collect();
+    Box::leak(Box::new(Source { name, text, headers: headers.leak() }))
 }
 
 /// What the changed text does on a ragged problem of several chunks: a fault's kind, or none.
