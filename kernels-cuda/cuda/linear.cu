@@ -19,7 +19,7 @@
 // lane needs them (src/layout.rs), activations swizzled for `ldmatrix`. Of the tile behind the current one
 // the sums Σ x of each group are made, by `mma` with a matrix of ones, dealt out over the warps: a grid's zeros and the
 // offset of the dequantization (dequantize.cuh) are multiplied with them, once a group, as the value that the
-// group's accumulators start from.
+// group's accumulators start from; where whole numbers are summed over all of k, once at its end.
 //
 // Chunks: k is cut into `chunks` runs of whole tiles, a number that depends on the weights' shape alone. Each is summed
 // from zero, and chunks are added in order, by one block or by the last of several to arrive; so a row's bits
@@ -203,7 +203,7 @@ INLINE float scale_of(const u8 *at) {
 // Scales and zeros of the two rows of a lane in a 16-row tile, and what fragments need of them.
 struct Group {
     float scale[2];
-    // Float: − (offset + zero). Whole numbers: − zero, of progressive ones − 128.
+    // Float: − (offset + zero). Whole numbers: − zero.
     partial_t less[2];
     // Progressive.
     u32 factor[2], shift[2];
@@ -237,7 +237,6 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
         if (TWO_LEVELS) {
             to.factor[half] = words >> 8 * half & 255;
             to.shift[half] = 0x80808080u - zero * to.factor[half] * 0x01010101u;
-            to.less[half] = (partial_t)-128;
         } else {
             if (SCALE == F32) to.scale[half] = scale_of(scales + 4 * half);
             else if (SCALE == F16) to.scale[half] = float_of_f16((u16)(words >> 16 * half));
@@ -286,6 +285,8 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
 struct Sums {
     partial_t part[ROW_TILES][TOKEN_TILES][4];
     float chunk[ROW_TILES][TOKEN_TILES][4];
+    // Of whole numbers: sums of activations over the chunk, of tokens 2 t and 2 t + 1.
+    i32 x[TOKEN_TILES][2];
 };
 
 // Multiplies one tile of 128 features.
@@ -350,17 +351,18 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
                         sum[0] = (partial_t)two.x;
                         sum[1] = (partial_t)two.y;
                     }
+                    if (WHOLE) {
+                        sums.x[t][0] += (i32)sum[0];
+                        sums.x[t][1] += (i32)sum[1];
+                    }
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     const Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
                     partial_t(&part)[4] = sums.part[r][t];
-                    if (step % GROUP_STEPS == 0) {
+                    if (!WHOLE && step % GROUP_STEPS == 0) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) {
-                            if (WHOLE) part[i] += SUMS ? group.less[i / 2] * sum[i % 2] : 0;
-                            else part[i] = SUMS ? group.less[i / 2] * sum[i % 2] : 0;
-                        }
+                        for (int i = 0; i < 4; i++) part[i] = SUMS ? group.less[i / 2] * sum[i % 2] : 0;
                     }
                     multiply(part, a[half][r], b[2 * half], b[2 * half + 1]);
                     if (!WHOLE && step % GROUP_STEPS == GROUP_STEPS - 1) {
@@ -382,114 +384,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
     }
 }
 
-// One result from the sum over k, whose bits these are.
-INLINE float finish(const Arguments &p, u32 bits, u32 token, u32 row) {
-    float value;
-    if (WHOLE) {
-        i32 whole = (i32)bits >> SHIFT;
-        if (X_ZERO) whole -= p.x_zero * p.row_sums[row];
-        value = (float)whole;
-        // As a fused sum with zero: a product of zero is +0.
-        value = TWO_LEVELS ? value * p.row_scales[row] : fused(value, p.row_scales[row], 0.0f);
-    } else {
-        value = __uint_as_float(bits);
-        if (GROUP == 0) value *= p.row_scales[row];
-    }
-    if (FLOAT) return p.bias ? value + p.bias[row] : value;
-    float scale = p.x_scales[token];
-    return p.bias ? fused(value, scale, p.bias[row]) : value * scale;
-}
-
-INLINE void store(const Arguments &p, u64 at, float value) {
-    if (OUTPUT == F32) ((float *)p.out)[at] = value;
-    else if (OUTPUT == F16) ((u16 *)p.out)[at] = f16_of_float(value);
-    else ((u16 *)p.out)[at] = bf16_of_float(value);
-}
-
-INLINE u32 bits_of(float value) { return __float_as_uint(value); }
-INLINE u32 bits_of(i32 value) { return (u32)value; }
-INLINE float sum_of(float, u32 a, u32 b) { return __uint_as_float(a) + __uint_as_float(b); }
-INLINE i32 sum_of(i32, u32 a, u32 b) { return (i32)(a + b); }
-
-// Turns fragments into rows through shared memory, and writes what is inside the matrix.
-INLINE void write_out(const Arguments &p, u8 *shared, const total_t (&totals)[ROW_TILES][TOKEN_TILES][4], u32 row, u32 token,
-                      u32 row_warp, u32 token_warp, u32 lane) {
-    u32 *turn = (u32 *)shared;
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) {
-#pragma unroll
-        for (int t = 0; t < TOKEN_TILES; t++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 column = (row_warp * ROW_TILES + r) * 16 + lane / 4 + i / 2 * 8;
-                u32 line = (token_warp * TOKEN_TILES + t) * 8 + lane % 4 * 2 + i % 2;
-                turn[line * OUT_STRIDE + column] = bits_of(totals[r][t][i]);
-            }
-        }
-    }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += THREADS) {
-        u32 line = i / ROWS, column = i % ROWS;
-        if (token + line < p.m && row + column < p.n) {
-            u64 at = (u64)(token + line) * p.out_stride + row + column;
-            store(p, at, finish(p, turn[line * OUT_STRIDE + column], token + line, row + column));
-        }
-    }
-}
-
-// Adds the chunks of all blocks of this tile in order; true in the block that arrives last, which has the sums.
-INLINE bool join_chunks(const Arguments &p, u8 *shared, total_t (&totals)[ROW_TILES][TOKEN_TILES][4], u32 tile, u32 chunk,
-                        u32 tokens, u32 warp, u32 token_warp, u32 lane) {
-    constexpr u32 VECTORS = ROW_TILES * TOKEN_TILES;
-    // Vector `i` of a chunk: [warp][token pair][row] of sixteen bytes; pairs of tokens that are not there are left out.
-    const u32 place = warp * 32 + lane % 4 * 8 + lane / 4;
-    u32 *all = p.partials + (u64)tile * p.chunks * VECTORS * THREADS * 4;
-    u32 *own = all + (u64)chunk * VECTORS * THREADS * 4;
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) {
-#pragma unroll
-        for (int t = 0; t < TOKEN_TILES; t++) {
-            if ((token_warp * TOKEN_TILES + t) * 8 + lane % 4 * 2 >= tokens) continue;
-            total_t(&v)[4] = totals[r][t];
-            uint4 four = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
-            *(uint4 *)(own + ((r * TOKEN_TILES + t) * THREADS + place) * 4) = four;
-        }
-    }
-    fence_device();
-    __syncthreads();
-    u32 *last = (u32 *)shared;
-    if (threadIdx.x == 0) {
-        // The last one's turns it to zero again, for the next launch.
-        *last = atomicInc(p.tickets + tile, p.chunks - 1) == p.chunks - 1;
-    }
-    __syncthreads();
-    if (!*last) return false;
-    fence_device();
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) {
-#pragma unroll
-        for (int t = 0; t < TOKEN_TILES; t++) {
-            if ((token_warp * TOKEN_TILES + t) * 8 + lane % 4 * 2 >= tokens) continue;
-            total_t(&v)[4] = totals[r][t];
-            const u32 *from = all + ((r * TOKEN_TILES + t) * THREADS + place) * 4;
-            uint4 sum = load_past_first_cache(from);
-            for (u32 c = 1; c < p.chunks; c++) {
-                from += VECTORS * THREADS * 4;
-                uint4 next = load_past_first_cache(from);
-                total_t kind = 0;
-                sum.x = bits_of(sum_of(kind, sum.x, next.x));
-                sum.y = bits_of(sum_of(kind, sum.y, next.y));
-                sum.z = bits_of(sum_of(kind, sum.z, next.z));
-                sum.w = bits_of(sum_of(kind, sum.w, next.w));
-            }
-            const u32 bits[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = WHOLE ? (total_t)(i32)bits[i] : (total_t)__uint_as_float(bits[i]);
-        }
-    }
-    return true;
-}
+#include "linear_out.cuh"
 
 // Token tiles whose blocks run side by side: what they share of the weights is read from memory once.
 constexpr u32 NEIGHBOURS = 8;
@@ -546,6 +441,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     }
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILES; t++) sums.x[t][0] = sums.x[t][1] = 0;
 
     Copies copies = first_copies(p, begin, tiles, row_block, token);
 #pragma unroll
@@ -599,8 +496,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int t = 0; t < TOKEN_TILES; t++) {
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    totals[r][t][i] = WHOLE ? (total_t)sums.part[r][t][i] : (total_t)sums.chunk[r][t][i];
+                for (int i = 0; i < 4; i++) {
+                    if (WHOLE) {
+                        i32 whole = (i32)sums.part[r][t][i];
+                        if (SUMS) whole += (TWO_LEVELS ? -128 : (i32)rows[r].less[i / 2]) * sums.x[t][i % 2];
+                        totals[r][t][i] = (total_t)whole;
+                    } else {
+                        totals[r][t][i] = (total_t)sums.chunk[r][t][i];
+                    }
+                }
             }
         }
     }

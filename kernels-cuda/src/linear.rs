@@ -23,5 +23,6 @@ pub static SOURCE: Source = Source {
     headers: &[
         ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
         ("dequantize.cuh", include_str!("../cuda/dequantize.cuh")),
+        ("linear_out.cuh", include_str!("../cuda/linear_out.cuh")),
     ],
 };

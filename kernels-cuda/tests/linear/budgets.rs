@@ -121,13 +121,14 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
-/// Of few tokens a multiprocessor has some 460 cycles for a slot of the ring, on each of its four schedulers (docs/kernels/cuda-linear.md).
+/// Of PTX, of which machine code has fewer: with one token and groups of 128, 256 in the loop for 340 here. What these chunks of four
+/// tiles take before and after the loop is in it.
 #[test]
 fn instructions_of_a_slot_are_few() {
     if !ready() {
         return;
     }
-    for m in [1, 16] {
+    for (m, most) in [(1, 620.0), (16, 870.0)] {
         for (name, problem, _) in problems(m) {
             let (plan, counters) = counted(&problem);
             let slots = (N / 128 * K / 128 * plan.launch.block as usize / 32) as u64;
@@ -135,7 +136,7 @@ fn instructions_of_a_slot_are_few() {
             println!(
                 "{name}, {m} tokens: {each:.0} instructions of PTX a warp and slot, ends of blocks included"
             );
-            assert!(each < 1000.0, "{name}, {m} tokens: {each}");
+            assert!(each < most, "{name}, {m} tokens: {each}");
         }
     }
 }
