@@ -36,6 +36,9 @@ pub struct Args {
     /// Selections of calibration windows, over which scores are averaged: one is a draw, too
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
+    /// Only the sets of so many bits
+    #[arg(long)]
+    bits: Option<u32>,
     /// Measure this program instead of building ours
     #[arg(long)]
     quant: Option<PathBuf>,
@@ -73,7 +76,9 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
     let session = Session { args, quality, quant, data, peers, versions: Mutex::default() };
     let mut csv = vec!["bits,outliers,model,evaluation,group,who,seed,window,tokens,kl,nll".to_owned()];
     let (mut body, mut broken, mut all) = (String::new(), Vec::new(), Vec::new());
-    for set in quality.sets {
+    let is_asked = |set: &&Set| args.bits.is_none_or(|bits| bits == set.bits);
+    ensure!(quality.sets.iter().any(|set| is_asked(&set)), "no set has that many --bits");
+    for set in quality.sets.iter().filter(is_asked) {
         let rows = session.measure_all(set)?;
         csv.extend(rows.iter().flat_map(|scored| quality.lines(set, scored)));
         let cells: Vec<_> = rows.iter().map(|scored| quality.describe(scored)).collect();
