@@ -330,6 +330,15 @@ pub enum Error {
         reason: String,
     },
 
+    /// The float model itself leaves the range of its numbers on the calibration text.
+    #[error("tensor `{tensor}`: the calibration text drives {what} to NaN or infinity")]
+    Calibration {
+        /// The tensor or module concerned.
+        tensor: String,
+        /// What of it.
+        what: String,
+    },
+
     /// Keys or values leave the range of the cache that they are put in.
     #[error("keys and values{}: {reason}", block.map(|b| format!(" of block {b}")).unwrap_or_default())]
     Cache {
@@ -399,7 +408,9 @@ impl Error {
             | Self::DiskFull { .. }
             | Self::Locked { .. }
             | Self::Verification { .. } => Category::Environment,
-            Self::NonFinite { .. } | Self::Numeric { .. } | Self::Cache { .. } => Category::Numeric,
+            Self::NonFinite { .. } | Self::Numeric { .. } | Self::Calibration { .. } | Self::Cache { .. } => {
+                Category::Numeric
+            }
             Self::Tensor(_) | Self::Internal(_) => Category::Internal,
             Self::Interrupted => Category::Interrupted,
         }
@@ -508,6 +519,11 @@ impl Error {
             Self::Numeric { .. } => {
                 "quantizing: exclude this tensor with --ignore, or choose another scheme for it with --override; \
                  evaluating: try the model that this one was made from, its numbers may overflow as well"
+                    .into()
+            }
+            Self::Calibration { .. } => {
+                "the float model overflows there, whatever is quantized: see whether `quant eval` of it gives a finite \
+                 perplexity on this text, take another --calibration, or --method rtn, which needs none"
                     .into()
             }
             Self::Cache { .. } => {

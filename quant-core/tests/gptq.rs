@@ -245,7 +245,7 @@ fn activations_that_are_not_finite_are_told_by_their_linear() {
         let error = quantize(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(
-            matches!(&error, Error::Numeric { tensor, .. } if tensor.contains("mlp.down_proj")),
+            matches!(&error, Error::Calibration { tensor, .. } if tensor.contains("mlp.down_proj")),
             "{error}"
         );
         assert!(plan.outputs().iter().all(|o| !sink.is_complete(&o.name) || !o.name.contains("layers.0")));

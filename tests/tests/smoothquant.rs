@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use quant_tests::files::{sha256, snapshot};
-use quant_tests::models::edit_config;
+use quant_tests::models::{TinyLlama, edit_config};
 use quant_tests::opt::TinyOpt;
 use quant_tests::program::{Run, quant};
 use quant_tests::refusal::check_message;
@@ -79,6 +79,12 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
         let plan = args!["plan", demo_model()].into_iter().chain(options.iter().map(OsString::from));
         check_message(first, &quant(plan), 2, &says);
     }
+    // Those of another model are refused before anything is computed, also by `plan`.
+    let other = at("other");
+    TinyLlama { hidden: 32, ..TinyLlama::default() }.write(&other);
+    let options = [&preset[..], &["--channel-maxima", kept_text]].concat();
+    let plan = args!["plan", &other].into_iter().chain(options.iter().map(OsString::from));
+    check_message("another model", &quant(plan), 4, &["maxima.safetensors", "q_proj", "of the same model"]);
     // Nor do they lie where a checkpoint is to appear.
     let inside = at("refused").join("maxima.safetensors");
     let options = [&preset[..], &TEXT, &["--save-channel-maxima", inside.to_str().unwrap()]].concat();

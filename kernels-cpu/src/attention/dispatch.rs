@@ -1,5 +1,7 @@
 //! Which kernel an instruction set uses.
 
+#[cfg(target_arch = "aarch64")]
+use self::arm::{neon, neon_join, neondot, neondot_join, neoni8mm, neoni8mm_join};
 #[cfg(target_arch = "x86_64")]
 use self::x86::{
     avx2, avx2_join, avx512bf16, avx512bf16_join, avx512vnni, avx512vnni_join, avxvnni, avxvnni_join,
@@ -46,6 +48,12 @@ impl Path {
             Isa::Avx512Vnni => path!(avx512vnni, avx512vnni_join),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => path!(avx512bf16, avx512bf16_join),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => path!(neon, neon_join),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDotprod => path!(neondot, neondot_join),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => path!(neoni8mm, neoni8mm_join),
             _ => path!(scalar, scalar_join),
         }
     }
@@ -87,4 +95,14 @@ mod x86 {
         Avx512Bf16,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16"
     );
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use super::*;
+    use crate::simd::neon::{Neon, NeonDotprod, NeonI8mm};
+
+    compiled!(neon, neon_join, Neon, "neon");
+    compiled!(neondot, neondot_join, NeonDotprod, "neon,dotprod");
+    compiled!(neoni8mm, neoni8mm_join, NeonI8mm, "neon,dotprod,i8mm");
 }

@@ -174,6 +174,10 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
             let (steps, bytes) = (d / STEP, PANEL_ROWS * STEP * BITS / 8);
             let at = page.add(panel * steps * bytes);
             let mut sums = [[L::splat(0); NP]; MR];
+            if BITS == 8 && L::OFFSET != 0 {
+                // What is taken off every code, times the row's sum: at most 128 · 127 · 512.
+                sums = core::array::from_fn(|m| [L::splat(L::OFFSET * t.sum[m] as i32); NP]);
+            }
             for s in 0..steps {
                 let mut codes = [L::codes4(at); NP];
                 for p in 0..NP {

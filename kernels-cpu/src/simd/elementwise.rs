@@ -150,6 +150,12 @@ macro_rules! dispatched {
                 // SAFETY: compiled for the instructions that the lanes ask for.
                 unsafe { $rows::$name::<$crate::simd::avx512::Avx512Vnni, $($e)? $($const)?>($($arg),*) }
             }
+            #[cfg(target_arch = "aarch64")]
+            #[target_feature(enable = "neon")]
+            unsafe fn neon<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: compiled for the instructions that the lanes ask for.
+                unsafe { $rows::$name::<$crate::simd::neon::Neon, $($e)? $($const)?>($($arg),*) }
+            }
             // SAFETY: the token proves the instructions; `Scalar` asks for none.
             unsafe {
                 match token.isa() {
@@ -157,6 +163,10 @@ macro_rules! dispatched {
                     $crate::Isa::Avx2 | $crate::Isa::AvxVnni => avx2::<$($e)? $($const)?>($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 => avx512::<$($e)? $($const)?>($($arg),*),
+                    #[cfg(target_arch = "aarch64")]
+                    $crate::Isa::Neon | $crate::Isa::NeonDotprod | $crate::Isa::NeonI8mm => {
+                        neon::<$($e)? $($const)?>($($arg),*)
+                    }
                     _ => $rows::$name::<$crate::simd::scalar::Scalar, $($e)? $($const)?>($($arg),*),
                 }
             }

@@ -9,6 +9,8 @@ pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
 pub(crate) mod elementwise;
+#[cfg(target_arch = "aarch64")]
+mod elementwise_neon;
 #[cfg(target_arch = "x86_64")]
 mod elementwise_x86;
 #[cfg(target_arch = "aarch64")]

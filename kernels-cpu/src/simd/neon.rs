@@ -26,7 +26,7 @@ pub(crate) struct NeonDotprod;
 #[derive(Clone, Copy)]
 pub(crate) struct NeonI8mm;
 
-type Quad<T> = [T; 4];
+pub(super) type Quad<T> = [T; 4];
 
 #[inline(always)]
 unsafe fn load(at: *const u8) -> Quad<uint8x16_t> {
@@ -52,7 +52,7 @@ unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
 
 /// Two at a time.
 #[inline(always)]
-fn both<A: Copy, B: Copy, C>(a: Quad<A>, b: Quad<B>, f: impl Fn(A, B) -> C) -> Quad<C> {
+pub(super) fn both<A: Copy, B: Copy, C>(a: Quad<A>, b: Quad<B>, f: impl Fn(A, B) -> C) -> Quad<C> {
     [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
 }
 
@@ -346,6 +346,12 @@ macro_rules! lanes {
             unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F {
                 // SAFETY: as above.
                 both(a, b, |a, b| unsafe { vmulq_f32(a, b) })
+            }
+            #[inline(always)]
+            unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
+                // `fmax` would give a NaN where either is one.
+                // SAFETY: as above.
+                both(a, b, |a, b| unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) })
             }
             #[inline(always)]
             unsafe fn load_f32(at: *const u8) -> Self::F {

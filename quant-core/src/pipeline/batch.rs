@@ -270,9 +270,9 @@ impl<'a> RangeWatch<'a> {
             |value: NodeId| self.graph.linears().find(|(id, ..)| self.graph.nodes()[*id].inputs[0] == value);
         match self.ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
             None => Ok(self.ranges),
-            Some((value, _)) => Err(Error::Numeric {
+            Some((value, _)) => Err(Error::Calibration {
                 tensor: format!("{prefix}{}.weight", linear_of(*value).map_or("", |(_, name, ..)| name)),
-                reason: "the calibration text drives its input to NaN or infinity".into(),
+                what: "its input".into(),
             }),
         }
     }

@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
 use crate::format::Container;
 use crate::model::{Block, BlockGraph, NodeId, Tap, WeightBody};
-use crate::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, Solved, solve};
+use crate::quantize::gptq::{
+    ActOrder, Factor, FactorError, GptqSettings, Hessian, LayerInputs, Solved, solve,
+};
 use crate::quantize::{QuantizedTensor, Rows};
 use crate::transform::{Grid, Rewrite};
 use crate::{CancelToken, Error, Result};
@@ -125,6 +127,27 @@ impl GptqTask<'_> {
         Ok(rounded)
     }
 
+    /// Factors the Hessian of what `tensor` reads.
+    fn factor(&self, hessian: &Hessian, columns: Vec<usize>, tensor: &str) -> Result<Factor> {
+        let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
+            FactorError::NonFinite { channel } => Error::Calibration {
+                tensor: tensor.to_owned(),
+                what: format!("channel {channel} of its input"),
+            },
+            FactorError::Indefinite { .. } => {
+                Error::Numeric { tensor: tensor.to_owned(), reason: e.to_string() }
+            }
+        })?;
+        if factor.escalations() > 0 {
+            tracing::warn!(
+                "`{tensor}`: its Hessian is not positive definite; damping {:e} of its mean in place of {:e}",
+                factor.damping(),
+                self.settings.damping
+            );
+        }
+        Ok(factor)
+    }
+
     /// Rounds linears that read the same value.
     fn solve_stage(&self, hessian: &Hessian, linears: &[NodeId], rounded: &mut BlockRounded) -> Result<()> {
         let diagonal = hessian.diagonal();
@@ -138,8 +161,7 @@ impl GptqTask<'_> {
             let columns = self.settings.act_order.columns(&diagonal, scheme.granularity.group_size(shape[1]));
             let factor = match latest.take().filter(|f| f.columns() == columns) {
                 Some(factor) => factor,
-                None => Factor::new(hessian, columns, self.settings.damping)
-                    .map_err(|e| Error::Numeric { tensor: tensor.clone(), reason: e.to_string() })?,
+                None => self.factor(hessian, columns, &tensor)?,
             };
             let rows = match &**weight {
                 WeightBody::F32 { values, .. } => Rows::Floats(values),

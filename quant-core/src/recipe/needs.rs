@@ -1,7 +1,10 @@
 //! What a plan has to look at beside the weights, and whether its activations go with its method.
 
-use super::{ActivationScheme, Plan, PlanEntry};
-use crate::transform::Producers;
+use std::collections::BTreeSet;
+
+use super::{Action, ActivationScheme, Plan, PlanEntry};
+use crate::model::{Architecture, NodeId};
+use crate::transform::{Producers, check_maxima};
 use crate::{Error, Result};
 
 impl Plan {
@@ -70,5 +73,23 @@ impl Plan {
             }
         }
         Ok(())
+    }
+
+    /// Fails where a file of channel maxima is not of this model.
+    pub(super) fn check_maxima(&self, architecture: &Architecture) -> Result<()> {
+        let Some(file) = self.settings.smooth.maxima.as_ref().filter(|_| self.method.has("smoothquant"))
+        else {
+            return Ok(());
+        };
+        let rounded = |entry: &PlanEntry| match &entry.action {
+            Action::Quantize { node: Some(node), scheme, .. } => {
+                (scheme.activations != ActivationScheme::Float).then_some((entry.layer?, *node))
+            }
+            _ => None,
+        };
+        let rounded: BTreeSet<(usize, NodeId)> = self.entries.iter().filter_map(rounded).collect();
+        (0..architecture.layers).try_for_each(|layer| {
+            check_maxima(file, architecture, layer, &self.settings, |node| rounded.contains(&(layer, node)))
+        })
     }
 }

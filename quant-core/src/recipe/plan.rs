@@ -298,6 +298,7 @@ impl Plan {
             fused: architecture.fused_modules(),
         };
         plan.check_activations()?;
+        plan.check_maxima(architecture)?;
         if plan.needs_text() {
             plan.sampling.check()?;
             model.check_positions(plan.sampling.length)?;

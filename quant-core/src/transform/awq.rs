@@ -131,9 +131,9 @@ fn scaled(
 /// No scaling, and the points of the grid.
 fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<Vec<Candidate>> {
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
-        return Err(Error::Numeric {
+        return Err(Error::Calibration {
             tensor: task.module(group.producer),
-            reason: format!("the calibration text drives channel {channel} of its output to NaN or infinity"),
+            what: format!("channel {channel} of its output"),
         });
     }
     let relative = relative_weights(task, group)?;

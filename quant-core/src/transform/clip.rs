@@ -198,10 +198,7 @@ fn search_group(
         input.squared_outputs(&difference, group_size, &mut sums);
         for (row, &error) in sums.iter().enumerate() {
             if !error.is_finite() {
-                return Err(Error::Numeric {
-                    tensor: module.to_owned(),
-                    reason: "its inputs on the calibration text are not finite".into(),
-                });
+                return Err(Error::Calibration { tensor: module.to_owned(), what: "its input".into() });
             }
             if candidate == 0 {
                 unclipped.push(error);

@@ -36,6 +36,7 @@ pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
 pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
+pub(crate) use smooth::check_maxima;
 pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
 pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
 pub use smooth_attention::{AttentionRecord, SmoothAttention};

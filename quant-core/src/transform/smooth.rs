@@ -28,8 +28,8 @@ use serde::{Deserialize, Serialize};
 
 use super::settings::{Alpha, Producers, SmoothSettings};
 use super::{BlockTask, ChannelOutlier, Needs, Rewrite, Transform, TransformSettings, TriedScales, fold};
-use crate::calibrate::{ChannelRanges, HiddenStates};
-use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, WeightBody};
+use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates};
+use crate::model::{Architecture, Block, BlockGraph, CancelTap, FoldGroup, NodeId, WeightBody};
 use crate::quantize::{Rows, quantize_tensor, static_grid};
 use crate::recipe::{ActivationScheme, Granularity};
 use crate::{Error, Result};
@@ -276,6 +276,26 @@ impl Migration {
             search,
         }
     }
+}
+
+/// Fails where a file of channel maxima lacks those of a linear that SmoothQuant would look up in block `layer`, or has
+/// another number of them. `rounds` tells the linears whose activations are rounded.
+pub(crate) fn check_maxima(
+    file: &ChannelMaxima,
+    architecture: &Architecture,
+    layer: usize,
+    settings: &TransformSettings,
+    rounds: impl Fn(NodeId) -> bool,
+) -> Result<()> {
+    let graph = &architecture.block;
+    let groups = Smoothing::of_inputs(settings).groups(graph).into_iter();
+    for group in groups.filter(|g| g.consumers.iter().any(|&c| rounds(c))) {
+        let first = group.consumers[0];
+        if let Some((_, name, [_, k], _)) = graph.linears().find(|(node, ..)| *node == first) {
+            file.of(&architecture.in_block(layer, name), k)?;
+        }
+    }
+    Ok(())
 }
 
 /// `max |x|` of the columns of a group's consumers: as they were seen, or as a file has them.

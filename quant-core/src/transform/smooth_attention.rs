@@ -107,8 +107,7 @@ fn smoothed(task: &BlockTask<'_>, seen: &BTreeMap<NodeId, Seen>) -> Result<Rewri
     for seen in seen.values() {
         let keys = task.module(seen.pair.producers[1]);
         if !seen.maxima.iter().all(|m| m.is_finite()) {
-            let reason = "the calibration text drives its keys to NaN or infinity".into();
-            return Err(Error::Numeric { tensor: keys, reason });
+            return Err(Error::Calibration { tensor: keys, what: "its keys".into() });
         }
         let (alpha, tried) = match task.settings.attention {
             Some(Alpha::Fixed(alpha)) => (alpha, Vec::new()),

@@ -36,6 +36,9 @@ pub struct Args {
     /// Selections of calibration windows, over which scores are averaged: one is a draw, too
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
+    /// Only the sets of so many bits
+    #[arg(long)]
+    bits: Option<u32>,
     /// Measure this program instead of building ours
     #[arg(long)]
     quant: Option<PathBuf>,
@@ -71,9 +74,11 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
     let peers = packages.map(|p| Ok((p, Peer::install(p)?))).collect::<Result<_>>()?;
     let quant = quant_binary(args.quant.as_deref())?;
     let session = Session { args, quality, quant, data, peers, versions: Mutex::default() };
-    let mut csv = vec!["bits,outliers,model,evaluation,group,who,window,tokens,kl,nll".to_owned()];
+    let mut csv = vec!["bits,outliers,model,evaluation,group,who,seed,window,tokens,kl,nll".to_owned()];
     let (mut body, mut broken, mut all) = (String::new(), Vec::new(), Vec::new());
-    for set in quality.sets {
+    let is_asked = |set: &&Set| args.bits.is_none_or(|bits| bits == set.bits);
+    ensure!(quality.sets.iter().any(|set| is_asked(&set)), "no set has that many --bits");
+    for set in quality.sets.iter().filter(is_asked) {
         let rows = session.measure_all(set)?;
         csv.extend(rows.iter().flat_map(|scored| quality.lines(set, scored)));
         let cells: Vec<_> = rows.iter().map(|scored| quality.describe(scored)).collect();
@@ -95,7 +100,8 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
              same {} windows: perplexity, and KL to float over the full vocabulary in nats a token, ± its standard \
              error over windows. Planted: 4 channels of every norm times 32, the columns that read them divided by \
              32.\n\nA pooled difference weighs rows by tokens. A window of a text is one draw, however many rows it is \
-             scored in; spread is taken within a model and text.\n\n{body}",
+             scored in; spread is taken within a model and text. Selections of calibration windows, where there are \
+             several, are draws of their own, whose spread is added.\n\n{body}",
             versions.join("; "),
             quality.settings,
             args.samples,
@@ -251,8 +257,14 @@ impl Quality {
             let Some(s) = s else { return Vec::new() };
             // A comma would end the column.
             let name = name.replace(',', "");
-            let windows = s.kl.iter().zip(&s.nll).enumerate();
-            windows.map(|(i, (kl, nll))| format!("{head},{name},{i},{},{kl},{nll}", s.tokens)).collect()
+            let mut lines = Vec::new();
+            for (seed, draw) in s.draws.iter().enumerate() {
+                let windows = draw.kl.iter().zip(&draw.nll).enumerate();
+                lines.extend(
+                    windows.map(|(i, (kl, nll))| format!("{head},{name},{seed},{i},{},{kl},{nll}", s.tokens)),
+                );
+            }
+            lines
         };
         self.contestants.iter().map(|c| c.name).zip(&scored.scores).flat_map(of).collect()
     }

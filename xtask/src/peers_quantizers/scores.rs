@@ -13,7 +13,16 @@ const TOLERANCE: f64 = 0.005;
 /// The standard errors of the difference that it may take in any case.
 const ERRORS: f64 = 2.0;
 
-/// What `quant eval` says of a checkpoint beside the float model.
+/// What one selection of calibration windows led to.
+#[derive(Clone)]
+pub struct Draw {
+    /// Each evaluation window's mean KL.
+    pub kl: Vec<f64>,
+    /// Each evaluation window's mean negative log-likelihood.
+    pub nll: Vec<f64>,
+}
+
+/// What `quant eval` says of a checkpoint beside the float model; of several selections of calibration windows, their mean.
 pub struct Scores {
     /// Each window's mean KL.
     pub kl: Vec<f64>,
@@ -26,6 +35,8 @@ pub struct Scores {
     pub tokens: f64,
     /// The digest of the scored tokens.
     pub sha256: String,
+    /// All selections.
+    pub draws: Vec<Draw>,
 }
 
 impl Scores {
@@ -42,8 +53,10 @@ impl Scores {
         };
         let kl = numbers("/comparison/window_kl")?;
         let sha256 = result.pointer("/tokens_sha256").and_then(Value::as_str);
+        let nll = numbers("/window_nll")?;
         Ok(Self {
-            nll: numbers("/window_nll")?,
+            draws: vec![Draw { kl: kl.clone(), nll: nll.clone() }],
+            nll,
             kl_mean: number("/comparison/kl/mean")?,
             kl_error: number("/comparison/kl/standard_error")?,
             perplexity: number("/perplexity/mean")?,
@@ -63,6 +76,7 @@ impl Scores {
             let step = |mean: &mut f64, other: f64| *mean += (other - *mean) / count;
             mean.kl.iter_mut().zip(&other.kl).for_each(|(m, o)| step(m, *o));
             mean.nll.iter_mut().zip(&other.nll).for_each(|(m, o)| step(m, *o));
+            mean.draws.extend(other.draws);
         }
         if count > 1.0 {
             let of = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
@@ -80,6 +94,15 @@ impl Scores {
             Metric::Kl => &self.kl,
             Metric::LogPerplexity => &self.nll,
         }
+    }
+
+    /// The sum of each selection's windows.
+    fn by_draw(&self, metric: Metric) -> impl Iterator<Item = f64> {
+        let of = move |draw: &Draw| match metric {
+            Metric::Kl => draw.kl.iter().sum(),
+            Metric::LogPerplexity => draw.nll.iter().sum(),
+        };
+        self.draws.iter().map(of)
     }
 }
 
@@ -106,11 +129,21 @@ pub struct Pooled {
 /// Pools rows by tokens. Rows of one model and text are scored on the same windows, so a window's
 /// differences are added over these rows before the spread over windows is taken; models and texts
 /// are strata, each with its own mean.
+///
+/// The calibration windows are a draw as well, one for all rows of a model. Where there are several, the spread of their
+/// differences is the second part of the error: another selection would have led to other checkpoints.
 pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> Pooled {
     let mut strata: BTreeMap<(&str, &str), Vec<(f64, f64)>> = BTreeMap::new();
+    let mut draws: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     let (mut ours, mut theirs, mut tokens) = (0.0, 0.0, 0.0);
     for pair in pairs {
         let n = pair.ours.tokens;
+        let of_model = draws.entry(pair.row.name).or_default();
+        of_model.resize(pair.ours.draws.len(), 0.0);
+        let each = pair.ours.by_draw(metric).zip(pair.theirs.by_draw(metric));
+        for (draw, (o, t)) in of_model.iter_mut().zip(each) {
+            *draw += n * (o - t);
+        }
         let (our, their) = (pair.ours.windows(metric), pair.theirs.windows(metric));
         let windows = strata.entry((pair.row.name, pair.row.evaluation)).or_default();
         windows.resize(our.len(), (0.0, 0.0));
@@ -121,7 +154,7 @@ pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> 
             *window = (window.0 + n * (o - t), window.1 + n);
         }
     }
-    let squares: f64 = strata
+    let by_windows: f64 = strata
         .values()
         .map(|windows| {
             let count = windows.len() as f64;
@@ -130,12 +163,21 @@ pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> 
             squares * count / (count - 1.0)
         })
         .sum();
+    let by_draws: f64 = draws
+        .values()
+        .filter(|draws| draws.len() > 1)
+        .map(|draws| {
+            let count = draws.len() as f64;
+            let mean = draws.iter().sum::<f64>() / count;
+            draws.iter().map(|draw| (draw - mean).powi(2)).sum::<f64>() / (count - 1.0) / count
+        })
+        .sum();
     Pooled {
         metric,
         ours: ours / tokens,
         theirs: theirs / tokens,
         difference: (ours - theirs) / tokens,
-        error: squares.sqrt() / tokens,
+        error: (by_windows + by_draws).sqrt() / tokens,
         tokens,
     }
 }
@@ -194,6 +236,7 @@ mod tests {
             perplexity: 1.0,
             tokens: 10.0,
             sha256: String::new(),
+            draws: vec![Draw { kl: windows.to_vec(), nll: windows.to_vec() }],
         }
     }
 
@@ -232,6 +275,25 @@ mod tests {
         // Windows of another text are other draws.
         let other = of(Metric::Kl, &[(0, ours, theirs), (3, ours, theirs)]).error;
         assert!((other - once / 2f64.sqrt()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn selections_of_calibration_windows_are_draws_too() {
+        let of_draws = |rows: &[usize], draws: &[f64]| {
+            let all = draws.iter().map(|by| scores(&[1.0 + by, 2.0 + by])).collect();
+            let ours = Scores::averaged(all).unwrap();
+            let theirs = Scores::averaged(draws.iter().map(|_| scores(&[1.0, 2.0])).collect()).unwrap();
+            let pair = |row: &usize| Pair { row: &ROWS[*row], ours: &ours, theirs: &theirs };
+            pooled(Metric::Kl, rows.iter().map(pair))
+        };
+        // All windows differ alike, so that the selections' spread is all there is: 0.1 of three.
+        let p = of_draws(&[0], &[0.1, 0.3, 0.2]);
+        assert!((p.difference - 0.2).abs() < 1e-12, "{p:?}");
+        assert!((p.error - 0.1 / 3f64.sqrt()).abs() < 1e-12, "{p:?}");
+        // On other texts the same selections are the same draws; one alone says nothing of its spread.
+        assert_eq!(ROWS[0].name, ROWS[3].name);
+        assert!((of_draws(&[0, 1, 3], &[0.1, 0.3, 0.2]).error - p.error).abs() < 1e-12);
+        assert!(of_draws(&[0], &[0.1]).error < 1e-12);
     }
 
     #[test]

@@ -54,6 +54,7 @@ pub struct Factor {
     /// `1 / U_cc²`: twice the loss of a unit of error in a column.
     weights: Vec<f64>,
     damping: f64,
+    escalations: usize,
     dead: usize,
 }
 
@@ -81,6 +82,7 @@ impl Factor {
         // The rounding errors of a factorization in f32 are a share of the trace that grows with the width.
         let floor = if Hessian::is_f64(k) { 0.0 } else { 8.0 * k as f64 * f64::from(f32::EPSILON) };
         let mut damping = damping.max(floor);
+        let mut escalations = 0;
         for _ in 0..ATTEMPTS {
             // In units of the mean, so that no scale of the inputs leaves the range of the numbers.
             let element = |i: usize, j: usize| {
@@ -100,13 +102,9 @@ impl Factor {
             if let Some((ratios, diagonal)) = inverse {
                 // Back from units of the mean: the inverse is so much smaller.
                 let weights = diagonal.into_iter().map(|u| mean / (u * u)).collect();
-                return Ok(Self { columns, ratios, weights, damping, dead });
+                return Ok(Self { columns, ratios, weights, damping, escalations, dead });
             }
-            tracing::warn!(
-                damping,
-                next = damping * STEP,
-                "a Hessian is not positive definite: more damping"
-            );
+            escalations += 1;
             damping *= STEP;
         }
         Err(FactorError::Indefinite { damping: damping / STEP })
@@ -130,6 +128,11 @@ impl Factor {
     /// The damping that was used, as a share of the mean of the diagonal.
     pub fn damping(&self) -> f64 {
         self.damping
+    }
+
+    /// How often the Hessian was not positive definite, and got [ten times](Self::new) more damping.
+    pub fn escalations(&self) -> usize {
+        self.escalations
     }
 
     /// Channels whose input was always 0.
