@@ -54,7 +54,7 @@ pub struct Factor {
     /// `1 / U_cc²`: twice the loss of a unit of error in a column.
     weights: Vec<f64>,
     damping: f64,
-    escalations: usize,
+    escalations: u32,
     dead: usize,
 }
 
@@ -82,8 +82,7 @@ impl Factor {
         // The rounding errors of a factorization in f32 are a share of the trace that grows with the width.
         let floor = if Hessian::is_f64(k) { 0.0 } else { 8.0 * k as f64 * f64::from(f32::EPSILON) };
         let mut damping = damping.max(floor);
-        let mut escalations = 0;
-        for _ in 0..ATTEMPTS {
+        for escalations in 0..ATTEMPTS {
             // In units of the mean, so that no scale of the inputs leaves the range of the numbers.
             let element = |i: usize, j: usize| {
                 let (a, b) = (columns[k - 1 - i], columns[k - 1 - j]);
@@ -104,7 +103,6 @@ impl Factor {
                 let weights = diagonal.into_iter().map(|u| mean / (u * u)).collect();
                 return Ok(Self { columns, ratios, weights, damping, escalations, dead });
             }
-            escalations += 1;
             damping *= STEP;
         }
         Err(FactorError::Indefinite { damping: damping / STEP })
@@ -131,7 +129,7 @@ impl Factor {
     }
 
     /// How often the Hessian was not positive definite, and got [ten times](Self::new) more damping.
-    pub fn escalations(&self) -> usize {
+    pub fn escalations(&self) -> u32 {
         self.escalations
     }
 
