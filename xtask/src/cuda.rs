@@ -1,8 +1,8 @@
 //! `cargo xtask cuda`: the CUDA kernels without a GPU, compiled for every architecture and held to registers and instructions.
 //!
 //! The run-time compiler and the disassembler come from PyPI, into an environment of their own under `target/`; they are
-//! under NVIDIA's licence and no part of what is shipped. The workspace's tests of these kernels run once more with them
-//! on the loader's path, and what they leave out then is a failure.
+//! under NVIDIA's licence and no part of what is shipped. The workspace's tests of these kernels run once more with
+//! them, and what they leave out then is a failure.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,10 +17,12 @@ const PACKAGES: [&str; 3] =
     ["cuda-toolkit[nvrtc]==13.0.2", "nvidia-cuda-cuobjdump==13.2.78", "nvidia-cuda-nvdisasm==13.2.78"];
 /// Where tests find the disassembler.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
+/// Where tests find a library in the place of the driver's.
+const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 /// With this set, tests fail where the compiler is missing.
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
-/// The loader's path.
-const LIBRARIES: &str = if cfg!(target_os = "macos") { "DYLD_LIBRARY_PATH" } else { "LD_LIBRARY_PATH" };
+/// Where the run-time compiler is looked for.
+const COMPILER: &str = "QUANT_NVRTC";
 const TESTS: &str = "kernels-cuda/tests";
 
 /// Runs the tests.
@@ -28,19 +30,33 @@ const TESTS: &str = "kernels-cuda/tests";
 /// # Errors
 /// When the compiler cannot be had, or a test fails.
 pub fn run() -> Result<()> {
-    let toolkit = toolkit()?;
-    let mut path = toolkit.join("lib").into_os_string();
-    if let Some(before) = std::env::var_os(LIBRARIES).filter(|p| !p.is_empty()) {
-        path.push(":");
-        path.push(before);
-    }
     let mut command = cargo(&TEST_COMMAND);
     // The whole workspace is named so that what the tests before have built is taken.
     for name in test_names(&root().join(TESTS))? {
         command.args(["--test", &name]);
     }
-    command.env(LIBRARIES, path).env(PROGRAMS, toolkit.join("bin")).env(REQUIRED, "1");
+    with_toolkit(&mut command)?.env(STAND_IN, stand_in()?);
     execute(&mut command)
+}
+
+/// A directory with a library in the place of the driver's.
+fn stand_in() -> Result<PathBuf> {
+    execute(&mut cargo(&["build", "-p", "quant-cuda-stand-in"]))?;
+    let directory = target_dir().join("xtask/cuda-stand-in");
+    std::fs::create_dir_all(&directory).with_context(|| format!("cannot make {}", directory.display()))?;
+    let made = target_dir().join("debug/libquant_cuda_stand_in.so");
+    std::fs::copy(&made, directory.join("libcuda.so"))
+        .with_context(|| format!("cannot copy {}", made.display()))?;
+    Ok(std::path::absolute(directory)?)
+}
+
+/// A command that finds the compiler and the disassembler, and whose tests do not do without.
+///
+/// # Errors
+/// When they cannot be had.
+pub fn with_toolkit(command: &mut Command) -> Result<&mut Command> {
+    let toolkit = toolkit()?;
+    Ok(command.env(COMPILER, toolkit.join("lib")).env(PROGRAMS, toolkit.join("bin")).env(REQUIRED, "1"))
 }
 
 /// Cargo's names of the integration tests in a directory.

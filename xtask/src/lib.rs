@@ -15,6 +15,7 @@ pub mod cuda;
 pub mod dist;
 pub mod fuzz;
 pub mod gate_trials;
+pub mod gpu;
 pub mod interop;
 pub mod nightly;
 pub mod peers_kernels;

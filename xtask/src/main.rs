@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda, dist, fuzz,
-    gate_trials, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant, quality,
+    gate_trials, gpu, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant, quality,
     quality_qoq, quality_w8a8, sanitize, search_agreement, synth,
 };
 
@@ -29,6 +29,8 @@ enum Command {
     Sanitize,
     /// Compile the CUDA kernels for every architecture and test them without a GPU
     Cuda,
+    /// Make a directory that proves and measures the CUDA kernels on a machine with a GPU
+    Gpu(gpu::Args),
     /// Run the fuzz targets under libFuzzer
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
@@ -81,6 +83,7 @@ fn main() -> ExitCode {
         Command::Interop => interop::run(&[]),
         Command::Sanitize => sanitize::run(),
         Command::Cuda => cuda::run(),
+        Command::Gpu(args) => gpu::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::Synth(args) => synth::run(&args),

@@ -89,6 +89,8 @@ pub enum Judge {
     Halves,
     /// Single floats up to so many units in the last place; zeros are alike.
     Last(u32),
+    /// Single floats up to so much, times one more than their magnitude.
+    Near(f64),
     /// Sums whose terms' magnitudes add up to so much, in another order.
     Sum(f64),
 }
@@ -121,6 +123,11 @@ impl Judge {
                     worst = if both_nan(a, b) { worst } else { worst.max(apart as f64) };
                     both_nan(a, b) || apart <= u64::from(most)
                 }
+                Self::Near(most) => {
+                    let apart = (float(a) - float(b)).abs() / (1.0 + float(b).abs());
+                    worst = worst.max(apart);
+                    apart <= most
+                }
                 Self::Sum(magnitude) => {
                     let apart = (float(a) - float(b)).abs();
                     worst = worst.max(apart / magnitude);
@@ -134,6 +141,7 @@ impl Judge {
         }
         Ok(match self {
             Self::Last(_) => format!("within {worst} units in the last place"),
+            Self::Near(_) => format!("within {worst:.1e} of one and the magnitude"),
             Self::Sum(_) => format!("within {worst:.1e} of the sum of magnitudes"),
             _ => "the same bits".to_owned(),
         })
@@ -282,7 +290,7 @@ pub fn all() -> Vec<Instruction> {
         one("min.f32", &[Float, Float], Judge::Last(0)),
         one("max.f32", &[Float, Float], Judge::Last(0)),
         one("ex2.approx.ftz.f32", &[Small], Judge::Last(4)),
-        one("lg2.approx.ftz.f32", &[Positive], Judge::Last(64)),
+        one("lg2.approx.ftz.f32", &[Positive], Judge::Near(2_f64.powi(-21))),
         one("rsqrt.approx.f32", &[Positive], Judge::Last(4)),
         one("rcp.approx.ftz.f32", &[Positive], Judge::Last(2)),
     ];

@@ -130,6 +130,8 @@ fn comparisons_tell_what_differs() {
     assert!(Judge::Last(2).compare(&[one + 2], &[one]).is_ok());
     assert!(Judge::Last(2).compare(&[one + 3], &[one]).is_err());
     assert!(Judge::Last(2).compare(&[0], &[0x8000_0000]).is_ok());
+    assert!(Judge::Near(1e-6).compare(&[one + 8], &[one]).is_ok());
+    assert!(Judge::Near(1e-6).compare(&[one + 80], &[one]).is_err());
     assert!(Judge::Sum(1.0).compare(&[one + 4], &[one]).is_ok());
     assert!(Judge::Sum(1.0).compare(&[one + 1000], &[one]).is_err());
     assert!(Judge::Halves.compare(&[0x7e00_3c00], &[0x7fff_3c00]).is_ok());

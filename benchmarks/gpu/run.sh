@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# All that is to be seen of the CUDA kernels on a machine with a GPU: run.sh [tests] [sanitizer] [bench] [torch]
+#
+# Lies in the directory that `cargo xtask gpu` makes, and needs nothing beside it but a driver. Without arguments it does
+# all four; compute-sanitizer and torch are used where they are there. What it finds is in results/.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+mkdir -p results
+parts=("${@:-all}")
+failed=0
+
+wanted() {
+    [[ ${parts[0]} == all || " ${parts[*]} " == *" $1 "* ]]
+}
+
+# Runs a command, its output in results/$1 too.
+note() {
+    local log=results/$1
+    shift
+    echo "\$ $*"
+    "$@" 2>&1 | tee "$log"
+    local status=${PIPESTATUS[0]}
+    ((status == 0)) || { echo "FAILED ($status): see $log"; failed=$((failed + 1)); }
+}
+
+# Images were compiled before; a compiler that is found, as among torch's packages, makes those that are missing.
+export QUANT_CUDA_CACHE=$PWD/images
+if [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
+    nvrtc=$(python3 - <<'PYTHON'
+import glob, sysconfig
+places = [sysconfig.get_path("purelib") + "/nvidia/*/lib", "/usr/local/cuda*/lib64", "/usr/local/cuda*/targets/*/lib"]
+found = [f for place in places for f in sorted(glob.glob(place + "/libnvrtc.so.1[23]"))]
+print(found[-1] if found else "")
+PYTHON
+    )
+    [[ -n $nvrtc ]] && export QUANT_NVRTC=$nvrtc && echo "compiler: $nvrtc"
+fi
+command -v nvidia-smi >/dev/null && note device.txt nvidia-smi
+
+if wanted tests; then
+    while read -r name skips; do
+        arguments=()
+        for skip in $skips; do arguments+=(--skip "$skip"); done
+        # In one thread: a fault on the device ends all that share its context.
+        QUANT_GPU=1 note "test-$name.txt" "./tests/$name" --test-threads 1 --nocapture "${arguments[@]}"
+    done <tests/list.txt
+fi
+
+if wanted sanitizer; then
+    if command -v compute-sanitizer >/dev/null; then
+        for tool in memcheck racecheck initcheck synccheck; do
+            while read -r name test; do
+                QUANT_GPU=1 note "sanitizer-$tool-$name.txt" \
+                    compute-sanitizer --tool "$tool" --error-exitcode 9 "./tests/$name" --test-threads 1 --exact "$test"
+            done <tests/sanitized.txt
+        done
+    else
+        echo "SKIPPED: no compute-sanitizer here"
+    fi
+fi
+
+wanted bench && note bench.txt ./gpu_bench results/bench.jsonl
+
+if wanted torch; then
+    if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+        note torch.txt python3 bench_torch.py results/bench.jsonl results/torch.jsonl
+    else
+        echo "SKIPPED: no torch with CUDA here"
+    fi
+fi
+
+if ((failed)); then
+    echo "$failed part(s) failed"
+    exit 1
+fi
+echo "all that ran passed; keep results/"

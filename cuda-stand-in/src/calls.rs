@@ -1,0 +1,368 @@
+//! The driver's functions, as `cuda.h` declares them.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::slice;
+
+use crate::device::{Code, Device, SHARED_MOST, device};
+
+/// The one context.
+const CONTEXT: usize = 0x10;
+
+thread_local! {
+    /// The contexts of a thread, the current one last; null is none.
+    static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+fn current() -> usize {
+    CONTEXTS.with_borrow(|contexts| contexts.last().copied().unwrap_or(0))
+}
+
+/// What needs no context.
+fn initialised(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
+    let mut device = device();
+    if !device.initialised {
+        return Code::NOT_INITIALIZED;
+    }
+    call(&mut device).err().unwrap_or(Code::SUCCESS)
+}
+
+/// What needs one, and a device on which nothing went wrong.
+fn in_context(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
+    initialised(|device| match (current(), device.broken) {
+        (0, _) => Err(Code::INVALID_CONTEXT),
+        (_, Some(code)) => Err(code),
+        _ => call(device),
+    })
+}
+
+/// Writes where the caller wants it.
+///
+/// # Safety
+/// The pointer is null, or to a place for the value.
+unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Code> {
+    if to.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: as the caller says.
+    unsafe { to.write(value) };
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuInit(flags: c_uint) -> Code {
+    if flags != 0 {
+        return Code::INVALID_VALUE;
+    }
+    device().initialised = true;
+    Code::SUCCESS
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Code {
+    // SAFETY: as the caller says.
+    initialised(|_| unsafe { give(count, 1) })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Code {
+    initialised(|_| match ordinal {
+        // SAFETY: as the caller says.
+        0 => unsafe { give(device, 0) },
+        _ => Err(Code::INVALID_DEVICE),
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) -> Code {
+    initialised(|_| {
+        let (text, len) = (c"PTX interpreter", usize::try_from(len).unwrap_or(0));
+        let bytes = text.to_bytes_with_nul();
+        if device != 0 || name.is_null() || len < bytes.len() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: there is room, as the caller says and was just seen.
+        unsafe { name.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        Ok(())
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> Code {
+    initialised(|_| {
+        // By their numbers: multiprocessors, compute capability, shared memory of a multiprocessor and of a block.
+        let found = match attribute {
+            16 => 2,
+            75 => 10,
+            76 => 0,
+            81 => SHARED_MOST as c_int + 1024,
+            97 => SHARED_MOST as c_int,
+            _ => return Err(Code::INVALID_VALUE),
+        };
+        // SAFETY: as the caller says.
+        if device == 0 { unsafe { give(value, found) } } else { Err(Code::INVALID_DEVICE) }
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) -> Code {
+    // SAFETY: as the caller says.
+    initialised(|_| if device == 0 { unsafe { give(context, CONTEXT) } } else { Err(Code::INVALID_DEVICE) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuCtxSetCurrent(context: usize) -> Code {
+    initialised(|_| {
+        if context != 0 && context != CONTEXT {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        CONTEXTS.with_borrow_mut(|contexts| {
+            contexts.pop();
+            contexts.push(context);
+        });
+        Ok(())
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut usize) -> Code {
+    // SAFETY: as the caller says.
+    initialised(|_| unsafe { give(context, current()) })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetDevice(device: *mut c_int) -> Code {
+    // SAFETY: as the caller says.
+    in_context(|_| unsafe { give(device, 0) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuCtxPushCurrent_v2(context: usize) -> Code {
+    initialised(|_| {
+        if context != CONTEXT {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        CONTEXTS.with_borrow_mut(|contexts| contexts.push(context));
+        Ok(())
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut usize) -> Code {
+    initialised(|_| match CONTEXTS.with_borrow_mut(Vec::pop) {
+        // SAFETY: as the caller says; it may be null here.
+        Some(top) => unsafe { if context.is_null() { Ok(()) } else { give(context, top) } },
+        None => Err(Code::INVALID_CONTEXT),
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuCtxSynchronize() -> Code {
+    in_context(|_| Ok(()))
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Code {
+    // SAFETY: as the caller says.
+    in_context(|device| unsafe { give(address, device.allocate(bytes)?) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFree_v2(address: u64) -> Code {
+    in_context(|device| device.free(address))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemsetD8_v2(address: u64, value: u8, bytes: usize) -> Code {
+    in_context(|device| device.bytes(address, bytes).map(|to| to.fill(value)))
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Code {
+    in_context(|device| {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: so many bytes are there, as the caller says.
+        let from = unsafe { slice::from_raw_parts(from.cast::<u8>(), bytes) };
+        device.bytes(to, bytes).map(|to| to.copy_from_slice(from))
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Code {
+    in_context(|device| {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: there is room, as the caller says.
+        let to = unsafe { slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
+        device.bytes(from, bytes).map(|from| to.copy_from_slice(from))
+    })
+}
+
+/// # Safety
+/// As the driver's own; the image is PTX closed by a zero, for no other form is taken.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuModuleLoadData(module: *mut usize, image: *const c_char) -> Code {
+    in_context(|device| {
+        if image.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: as the caller says. Machine code begins with bytes that are no text, and has a zero soon.
+        let text = unsafe { CStr::from_ptr(image) }.to_str().map_err(|_| Code::INVALID_IMAGE)?;
+        let loaded = device.load(text)?;
+        // SAFETY: as the caller says.
+        unsafe { give(module, loaded) }
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuModuleGetFunction(
+    function: *mut usize,
+    module: usize,
+    name: *const c_char,
+) -> Code {
+    in_context(|device| {
+        if name.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: as the caller says.
+        let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::NOT_FOUND)?;
+        let found = device.function(module, name)?;
+        // SAFETY: as the caller says.
+        unsafe { give(function, found) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuModuleUnload(module: usize) -> Code {
+    in_context(|device| device.unload(module))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_uint, value: c_int) -> Code {
+    in_context(|device| match (attribute, u32::try_from(value)) {
+        // The most dynamic shared memory.
+        (8, Ok(bytes)) => device.allow_shared(function, bytes),
+        _ => Err(Code::INVALID_VALUE),
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuLaunchKernel(
+    function: usize,
+    grid_x: c_uint,
+    grid_y: c_uint,
+    grid_z: c_uint,
+    block_x: c_uint,
+    block_y: c_uint,
+    block_z: c_uint,
+    shared: c_uint,
+    _stream: usize,
+    parameters: *const *const c_void,
+    extra: *const *const c_void,
+) -> Code {
+    in_context(|device| {
+        if !extra.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let mut arguments = Vec::new();
+        for (i, parameter) in device.parameters(function)?.into_iter().enumerate() {
+            // SAFETY: there is a pointer to a value for each parameter, as the caller says.
+            arguments.push(unsafe { parameter.read(*parameters.add(i)) });
+        }
+        device.launch(function, [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]], shared, arguments)
+    })
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventCreate(event: *mut usize, _flags: c_uint) -> Code {
+    // SAFETY: as the caller says.
+    in_context(|_| unsafe { give(event, 0x30) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventRecord(_event: usize, _stream: usize) -> Code {
+    in_context(|_| Ok(()))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventSynchronize(_event: usize) -> Code {
+    in_context(|_| Ok(()))
+}
+
+/// Between any two events lies a second: time is not what is looked at here.
+///
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, _from: usize, _to: usize) -> Code {
+    // SAFETY: as the caller says.
+    in_context(|_| unsafe { give(milliseconds, 1000.0) })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventDestroy_v2(_event: usize) -> Code {
+    in_context(|_| Ok(()))
+}
+
+fn words(code: Code) -> &'static CStr {
+    match code {
+        Code::SUCCESS => c"no error",
+        Code::INVALID_VALUE => c"invalid value",
+        Code::OUT_OF_MEMORY => c"out of memory",
+        Code::NOT_INITIALIZED => c"not initialised",
+        Code::INVALID_DEVICE => c"invalid device",
+        Code::INVALID_IMAGE => c"invalid image",
+        Code::INVALID_CONTEXT => c"invalid context",
+        Code::INVALID_HANDLE => c"invalid handle",
+        Code::NOT_FOUND => c"not found",
+        Code::LAUNCH_FAILED => c"a launch failed",
+        _ => c"unknown error",
+    }
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorName(code: Code, text: *mut *const c_char) -> Code {
+    // SAFETY: as the caller says.
+    unsafe { give(text, words(code).as_ptr()) }.err().unwrap_or(Code::SUCCESS)
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> Code {
+    // SAFETY: as the caller says.
+    unsafe { give(text, words(code).as_ptr()) }.err().unwrap_or(Code::SUCCESS)
+}

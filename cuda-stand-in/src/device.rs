@@ -1,0 +1,196 @@
+//! The device: allocations, modules, and launches on the interpreter.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+
+use quant_ptx_interpreter::{Argument, Launch, Memory, Module, Options};
+
+use crate::parameters::{self, Parameter};
+
+/// A result of the driver, by its number in `cuda.h`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Code(pub u32);
+
+impl Code {
+    /// `CUDA_SUCCESS`
+    pub const SUCCESS: Self = Self(0);
+    /// `CUDA_ERROR_INVALID_VALUE`
+    pub const INVALID_VALUE: Self = Self(1);
+    /// `CUDA_ERROR_OUT_OF_MEMORY`
+    pub const OUT_OF_MEMORY: Self = Self(2);
+    /// `CUDA_ERROR_NOT_INITIALIZED`
+    pub const NOT_INITIALIZED: Self = Self(3);
+    /// `CUDA_ERROR_INVALID_DEVICE`
+    pub const INVALID_DEVICE: Self = Self(101);
+    /// `CUDA_ERROR_INVALID_IMAGE`
+    pub const INVALID_IMAGE: Self = Self(200);
+    /// `CUDA_ERROR_INVALID_CONTEXT`
+    pub const INVALID_CONTEXT: Self = Self(201);
+    /// `CUDA_ERROR_INVALID_HANDLE`
+    pub const INVALID_HANDLE: Self = Self(400);
+    /// `CUDA_ERROR_NOT_FOUND`
+    pub const NOT_FOUND: Self = Self(500);
+    /// `CUDA_ERROR_LAUNCH_FAILED`
+    pub const LAUNCH_FAILED: Self = Self(719);
+}
+
+/// Addresses begin here, far from the host's and from the interpreter's own.
+const FIRST: u64 = 0x7000_0000_0000;
+const ALIGN: u64 = 256;
+/// Dynamic shared memory that a kernel has without asking for more, and the most that it gets.
+const SHARED_UNASKED: u32 = 48 * 1024;
+pub(crate) const SHARED_MOST: u32 = 227 * 1024;
+
+struct Loaded {
+    text: String,
+    module: Module,
+}
+
+struct Function {
+    module: usize,
+    kernel: String,
+    parameters: Vec<Parameter>,
+    most_shared: u32,
+}
+
+/// All that there is.
+#[derive(Default)]
+pub(crate) struct Device {
+    pub(crate) initialised: bool,
+    allocations: BTreeMap<u64, Vec<u8>>,
+    next: u64,
+    modules: HashMap<usize, Loaded>,
+    functions: HashMap<usize, Function>,
+    handles: usize,
+    /// What went wrong in a launch: all calls fail from then on.
+    pub(crate) broken: Option<Code>,
+}
+
+/// The device, for one caller at a time.
+pub(crate) fn device() -> MutexGuard<'static, Device> {
+    static DEVICE: LazyLock<Mutex<Device>> = LazyLock::new(Mutex::default);
+    DEVICE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Device {
+    fn handle(&mut self) -> usize {
+        self.handles += 16;
+        self.handles
+    }
+
+    pub(crate) fn allocate(&mut self, bytes: usize) -> Result<u64, Code> {
+        if bytes == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let mut memory = Vec::new();
+        memory.try_reserve_exact(bytes).map_err(|_| Code::OUT_OF_MEMORY)?;
+        memory.resize(bytes, 0xee);
+        let address = self.next.max(FIRST);
+        self.next = (address + bytes as u64).next_multiple_of(ALIGN) + 4096;
+        self.allocations.insert(address, memory);
+        Ok(address)
+    }
+
+    pub(crate) fn free(&mut self, address: u64) -> Result<(), Code> {
+        self.allocations.remove(&address).map(|_| ()).ok_or(Code::INVALID_VALUE)
+    }
+
+    /// The allocation that an address lies in, and where.
+    fn find(&self, address: u64) -> Option<(u64, usize)> {
+        let (&base, memory) = self.allocations.range(..=address).next_back()?;
+        let at = usize::try_from(address - base).ok()?;
+        // One behind the last byte is still its own: an empty part may lie there.
+        (at <= memory.len()).then_some((base, at))
+    }
+
+    /// So many bytes at an address.
+    pub(crate) fn bytes(&mut self, address: u64, len: usize) -> Result<&mut [u8], Code> {
+        let (base, at) = self.find(address).ok_or(Code::INVALID_VALUE)?;
+        let memory = self.allocations.get_mut(&base).ok_or(Code::INVALID_VALUE)?;
+        at.checked_add(len).and_then(|end| memory.get_mut(at..end)).ok_or(Code::INVALID_VALUE)
+    }
+
+    pub(crate) fn load(&mut self, text: &str) -> Result<usize, Code> {
+        let module = Module::parse(text).map_err(|e| told(&e, Code::INVALID_IMAGE))?;
+        let handle = self.handle();
+        self.modules.insert(handle, Loaded { text: text.to_owned(), module });
+        Ok(handle)
+    }
+
+    pub(crate) fn unload(&mut self, module: usize) -> Result<(), Code> {
+        self.functions.retain(|_, function| function.module != module);
+        self.modules.remove(&module).map(|_| ()).ok_or(Code::INVALID_HANDLE)
+    }
+
+    pub(crate) fn function(&mut self, module: usize, kernel: &str) -> Result<usize, Code> {
+        let loaded = self.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
+        let parameters = parameters::of(&loaded.text, kernel).ok_or(Code::NOT_FOUND)?;
+        let handle = self.handle();
+        let function =
+            Function { module, kernel: kernel.to_owned(), parameters, most_shared: SHARED_UNASKED };
+        self.functions.insert(handle, function);
+        Ok(handle)
+    }
+
+    pub(crate) fn allow_shared(&mut self, function: usize, bytes: u32) -> Result<(), Code> {
+        let function = self.functions.get_mut(&function).ok_or(Code::INVALID_HANDLE)?;
+        if bytes > SHARED_MOST {
+            return Err(Code::INVALID_VALUE);
+        }
+        function.most_shared = bytes.max(SHARED_UNASKED);
+        Ok(())
+    }
+
+    pub(crate) fn parameters(&self, function: usize) -> Result<Vec<Parameter>, Code> {
+        self.functions.get(&function).map(|f| f.parameters.clone()).ok_or(Code::INVALID_HANDLE)
+    }
+
+    /// Runs a kernel to its end, on copies of what its arguments point into.
+    pub(crate) fn launch(
+        &mut self,
+        function: usize,
+        [grid, block]: [[u32; 3]; 2],
+        shared: u32,
+        arguments: Vec<Argument>,
+    ) -> Result<(), Code> {
+        let function = self.functions.get(&function).ok_or(Code::INVALID_HANDLE)?;
+        if shared > function.most_shared {
+            return Err(Code::INVALID_VALUE);
+        }
+        let loaded = self.modules.get(&function.module).ok_or(Code::INVALID_HANDLE)?;
+        let mut memory = Memory::new();
+        let mut places: HashMap<u64, u64> = HashMap::new();
+        let mut place = |address: u64| -> u64 {
+            let Some((base, at)) = self.find(address) else { return address };
+            let to = *places.entry(base).or_insert_with(|| {
+                let bytes = self.allocations.get(&base).map_or(&[][..], |bytes| bytes);
+                memory.buffer_from(&format!("{base:#x}"), bytes, ALIGN as usize)
+            });
+            to + at as u64
+        };
+        let arguments = arguments.into_iter().map(|argument| match argument {
+            Argument::U64(address) => Argument::U64(place(address)),
+            other => other,
+        });
+        let launch = Launch { grid, block, dynamic_shared: shared, arguments: arguments.collect() };
+        let ran = loaded.module.launch(&function.kernel, &launch, &mut memory, &Options::default());
+        if let Err(e) = ran {
+            let code = told(&e, Code::LAUNCH_FAILED);
+            self.broken = Some(code);
+            return Err(code);
+        }
+        for (base, at) in places {
+            if let (Ok(bytes), Some(to)) = (memory.bytes(at), self.allocations.get_mut(&base)) {
+                to.copy_from_slice(bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A number says little; what the interpreter found is said on stderr.
+fn told(error: &quant_ptx_interpreter::Error, code: Code) -> Code {
+    eprintln!("stand-in for the CUDA driver: {error}");
+    code
+}

@@ -1,0 +1,342 @@
+//! What is measured: each kernel on shapes of Llama 3 8B and 70B, with the bytes and products that it cannot do without.
+
+use quant_kernels_cpu::attention::KvType;
+use quant_kernels_cpu::{KernelError, ScaleType};
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, Float, Rows};
+use quant_kernels_cuda::attention::{
+    self, AppendArguments, AppendShape, DecodeArguments, DecodeShape, KvPageLayout,
+};
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::launch::{Argument, LaunchShape, Region};
+use quant_kernels_cuda::layout::{Order, WeightLayout};
+use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
+
+/// Which rate products are held to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Product {
+    None,
+    F16,
+    Int8,
+}
+
+/// A launch, planned for memory that is not there yet.
+pub struct Case {
+    /// Scheme or operation.
+    pub name: String,
+    /// Of weights, rows or caches.
+    pub shape: String,
+    /// Tokens.
+    pub tokens: usize,
+    pub variant: Variant,
+    pub launch: LaunchShape,
+    /// Bytes that are read and written once.
+    pub bytes: usize,
+    /// Multiplications and additions.
+    pub operations: f64,
+    pub product: Product,
+    /// Buffers, and whether they are new in every launch, or else the same.
+    pub buffers: Vec<Buffer>,
+    arguments: Box<Arguments>,
+}
+
+/// From the addresses of buffers.
+type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
+
+/// Memory that a launch takes.
+#[derive(Debug, Clone, Copy)]
+pub struct Buffer {
+    pub bytes: usize,
+    pub fill: Fill,
+    /// Whether launches in turn have one each, so that the second cache does not help.
+    pub turns: bool,
+}
+
+/// What a buffer holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    Zeros,
+    /// Any bytes.
+    Random,
+    /// Halves or bfloats around one.
+    Floats,
+    /// 0, 1, 2, … as u32.
+    Counted,
+    /// The same u32 everywhere.
+    Words(u32),
+}
+
+impl Case {
+    /// The arguments with buffers at these addresses.
+    pub fn arguments(&self, at: &[u64]) -> Result<Vec<Argument>, String> {
+        (self.arguments)(at).map_err(|e| e.to_string())
+    }
+}
+
+fn region(address: u64, bytes: usize) -> Region {
+    Region { address, bytes: bytes as u64 }
+}
+
+/// Shapes `[n, k]` of linears, small to large.
+const LINEARS: [[usize; 2]; 5] = [[6144, 4096], [8192, 8192], [28_672, 4096], [4096, 14_336], [57_344, 8192]];
+const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
+
+/// All cases, as planned for such a device.
+///
+/// # Errors
+/// When one is none: not in this version.
+pub fn all(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
+    let mut cases = Vec::new();
+    for m in [1, 64, 4096] {
+        for k in [4096, 8192, 14_336] {
+            let norm = Rows::RmsNorm { weight: Float::F16, residual: true };
+            for rows in [norm, Rows::SiluMul, Rows::Plain] {
+                cases.push(activation(rows, m, k)?);
+            }
+        }
+    }
+    for [n, k] in LINEARS {
+        let schemes = [
+            ("w4a16_g128", 4, 128, ScaleType::F16, Some(8), Activation::F16),
+            ("w4a16_g128_asym", 4, 128, ScaleType::F16, None, Activation::F16),
+            ("w8a8_channel", 8, k, ScaleType::F32, Some(128), Activation::Int8 { zero: false }),
+            ("w4a8_channel", 4, k, ScaleType::F32, Some(8), Activation::Int8 { zero: false }),
+            ("w4a8_g128_progressive", 4, 128, ScaleType::Progressive, None, Activation::Int8 { zero: false }),
+        ];
+        for (name, bits, group, scale, middle, input) in schemes {
+            let order = if input == Activation::F16 { Order::Float } else { Order::Int8 };
+            let layout = WeightLayout::from_parts([n, k], bits, group, scale, middle, order, false)?;
+            for m in TOKENS {
+                cases.push(linear(name, layout, input, m, device)?);
+            }
+        }
+    }
+    for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
+        for (sequences, tokens) in [(1, 65_536), (16, 4096), (64, 1024), (64, 4096), (256, 1024)] {
+            cases.push(decode(kind, sequences, tokens)?);
+        }
+        for tokens in [64, 4096] {
+            cases.push(append(kind, tokens)?);
+        }
+    }
+    Ok(cases)
+}
+
+fn activation(rows: Rows, m: usize, k: usize) -> Result<Case, KernelError> {
+    let shape = ActivationShape { group: Some(128), ..ActivationShape::new(rows, Float::F16, m, k) };
+    let plan = shape.plan()?;
+    let (floats, sums) = (m * k * 2, m * k.div_ceil(128) * 4);
+    let (name, matrices) = match rows {
+        Rows::Plain => ("quantize", 1),
+        Rows::SiluMul => ("silu_mul_quantize", 2),
+        Rows::RmsNorm { .. } => ("add_rms_norm_quantize", 3),
+    };
+    let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
+    let buffers = vec![
+        buffer(floats, Fill::Floats, true),
+        buffer(if matrices == 2 { floats } else { 0 }, Fill::Floats, true),
+        buffer(if matrices == 3 { floats } else { 0 }, Fill::Floats, true),
+        buffer(k * 2, Fill::Floats, false),
+        buffer(m * k, Fill::Zeros, true),
+        buffer(m * 4, Fill::Zeros, true),
+        buffer(m * 4, Fill::Zeros, true),
+        buffer(sums, Fill::Zeros, true),
+    ];
+    let sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes).collect();
+    let (variant, launch) = (plan.variant.clone(), plan.launch);
+    Ok(Case {
+        name: name.to_owned(),
+        shape: format!("{k}"),
+        tokens: m,
+        variant,
+        launch,
+        bytes: matrices * floats + m * k + 8 * m + sums + if matrices == 3 { k * 2 } else { 0 },
+        operations: 0.0,
+        product: Product::None,
+        buffers,
+        arguments: Box::new(move |at| {
+            let there = |i: usize| if sizes[i] == 0 { Region::NONE } else { region(at[i], sizes[i]) };
+            let arguments = ActivationArguments {
+                x: there(0),
+                up: there(1),
+                residual: there(2),
+                weight: there(3),
+                eps: 1e-5,
+                fixed: None,
+                codes: there(4),
+                scales: there(5),
+                row_sums: there(6),
+                group_sums: there(7),
+            };
+            plan.arguments(&arguments).map(|arguments| arguments.to_vec())
+        }),
+    })
+}
+
+fn linear(
+    name: &str,
+    layout: WeightLayout,
+    input: Activation,
+    m: usize,
+    device: &DeviceLimits,
+) -> Result<Case, KernelError> {
+    let (n, k) = (layout.n(), layout.k());
+    let plan = LinearPlan::new(&layout, input, Output::F16, m, device)?;
+    let is_float = input == Activation::F16;
+    let x = m * k * if is_float { 2 } else { 1 };
+    let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
+    let buffers = vec![
+        buffer(layout.bytes(), Fill::Random, true),
+        buffer(x, if is_float { Fill::Floats } else { Fill::Random }, false),
+        buffer(if is_float { 0 } else { m * 4 }, Fill::Words(0x3c00_0000), false),
+        buffer(m * n * 2, Fill::Zeros, false),
+        buffer(plan.workspace_bytes, Fill::Zeros, false),
+    ];
+    let sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes).collect();
+    Ok(Case {
+        name: name.to_owned(),
+        shape: format!("{n} × {k}"),
+        tokens: m,
+        variant: plan.variant.compiled(),
+        launch: plan.launch,
+        bytes: layout.bytes() + x + m * n * 2 + sizes[2],
+        operations: 2.0 * m as f64 * n as f64 * k as f64,
+        product: if is_float { Product::F16 } else { Product::Int8 },
+        buffers,
+        arguments: Box::new(move |at| {
+            let there = |i: usize| if sizes[i] == 0 { Region::NONE } else { region(at[i], sizes[i]) };
+            let arguments = LinearArguments {
+                weight: there(0),
+                x: there(1),
+                x_stride: k,
+                x_scales: there(2),
+                x_zero: 0,
+                bias: Region::NONE,
+                out: there(3),
+                out_stride: n,
+                workspace: there(4),
+            };
+            plan.arguments(&arguments).map(|arguments| arguments.to_vec())
+        }),
+    })
+}
+
+/// Of Llama 3: 32 query heads of 128 features on 8 key-value heads.
+const HEADS: [usize; 3] = [32, 8, 128];
+const PAGE: usize = 64;
+
+fn kind_name(kind: KvType) -> &'static str {
+    match kind {
+        KvType::Kv4 => "kv4",
+        KvType::Kv8 => "kv8",
+        _ => "kv16",
+    }
+}
+
+fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelError> {
+    let [query_heads, kv_heads, head_dim] = HEADS;
+    let layout = KvPageLayout::new(kind, head_dim, PAGE)?;
+    let plan = DecodeShape {
+        layout,
+        query_heads,
+        kv_heads,
+        sequences,
+        queries: 1,
+        max_tokens: tokens,
+        query: attention::Float::F16,
+        out: attention::Float::F16,
+    }
+    .plan()?;
+    let pages_of = tokens.div_ceil(PAGE);
+    let head = layout.page_bytes();
+    let pages = sequences * pages_of * kv_heads * head;
+    let row = query_heads * head_dim;
+    let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
+    // Half floats of any bits may be no numbers, which costs no time; grids of pages are among the random bytes.
+    let buffers = vec![
+        buffer(sequences * row * 2, Fill::Floats, false),
+        buffer(pages, Fill::Random, true),
+        buffer(sequences * pages_of * 4, Fill::Counted, false),
+        buffer(sequences * 4, Fill::Words(tokens as u32), false),
+        buffer(sequences * row * 2, Fill::Zeros, false),
+        buffer(plan.workspace(), Fill::Zeros, false),
+    ];
+    let (variant, launch) = (plan.kernel.variant.clone(), plan.kernel.launch());
+    Ok(Case {
+        name: format!("attention_decode_{}", kind_name(kind)),
+        shape: format!("{sequences} × {tokens}"),
+        tokens: sequences,
+        variant,
+        launch,
+        bytes: pages + 2 * sequences * row * 2,
+        operations: 4.0 * (sequences * tokens * row) as f64,
+        product: Product::F16,
+        buffers,
+        arguments: Box::new(move |at| {
+            Ok(plan.arguments(&DecodeArguments {
+                query: at[0],
+                query_stride: row as u64,
+                pages: at[1],
+                page_stride: (kv_heads * head) as u64,
+                head_stride: head as u64,
+                table: at[2],
+                table_stride: pages_of as u32,
+                table_head_stride: 0,
+                tokens: at[3],
+                first: 0,
+                count_stride: 1,
+                count_head_stride: 0,
+                scale: 1.0 / (head_dim as f32).sqrt(),
+                out: at[4],
+                lse: 0,
+                workspace: at[5],
+            }))
+        }),
+    })
+}
+
+fn append(kind: KvType, tokens: usize) -> Result<Case, KernelError> {
+    let [_, kv_heads, head_dim] = HEADS;
+    let layout = KvPageLayout::new(kind, head_dim, PAGE)?;
+    let plan = AppendShape { layout, kv_heads, tokens, input: attention::Float::F16 }.plan()?;
+    let pages_of = tokens.div_ceil(PAGE);
+    let (row, head) = (kv_heads * head_dim, layout.page_bytes());
+    let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
+    let stored = tokens.div_ceil(attention::TILE_TOKENS) * layout.tile_bytes() * kv_heads;
+    let buffers = vec![
+        buffer(tokens * row * 2, Fill::Floats, true),
+        buffer(tokens * row * 2, Fill::Floats, true),
+        buffer(tokens * 4, Fill::Zeros, false),
+        buffer(tokens * 4, Fill::Counted, false),
+        buffer(pages_of * 4, Fill::Counted, false),
+        buffer(pages_of * kv_heads * head, Fill::Zeros, true),
+    ];
+    let (variant, launch) = (plan.kernel.variant.clone(), plan.kernel.launch());
+    Ok(Case {
+        name: format!("append_{}", kind_name(kind)),
+        shape: format!("{kv_heads} × {head_dim}"),
+        tokens,
+        variant,
+        launch,
+        bytes: 2 * tokens * row * 2 + stored,
+        operations: 0.0,
+        product: Product::None,
+        buffers,
+        arguments: Box::new(move |at| {
+            Ok(plan.arguments(&AppendArguments {
+                keys: at[0],
+                key_stride: row as u64,
+                values: at[1],
+                value_stride: row as u64,
+                sequence: at[2],
+                position: at[3],
+                table: at[4],
+                table_stride: pages_of as u32,
+                pages: at[5],
+                page_stride: (kv_heads * head) as u64,
+                head_stride: head as u64,
+                page_count: pages_of as u32,
+                refused: 0,
+            }))
+        }),
+    })
+}

@@ -1,0 +1,171 @@
+//! The host side from a plan to results: compiled, kept, loaded, launched, on the driver that is there.
+//!
+//! With `QUANT_GPU=1` that is a GPU's. Elsewhere `QUANT_CUDA_STAND_IN` names a directory with a library in the driver's place,
+//! which runs PTX on the interpreter; these tests then run once more in a process that finds it.
+
+mod support;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use half::f16;
+use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, ScaleType, Serial};
+use quant_kernels_cuda::Error;
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, Float, Rows};
+use quant_kernels_cuda::compile::{Form, Image};
+use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
+use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
+use quant_kernels_cuda::launch::{Argument, LaunchShape, Region, Stream};
+use support::gpu::{Bytes, Gpu};
+use support::machine::on_gpu;
+
+/// Names a directory with a library that stands in for the driver's.
+const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
+
+fn region(bytes: &Bytes) -> Region {
+    Region { address: bytes.address, bytes: bytes.len as u64 }
+}
+
+fn kernels(directory: Option<PathBuf>) -> Kernels {
+    let named = std::env::var_os(CACHE_DIRECTORY).filter(|path| !path.is_empty()).map(PathBuf::from);
+    Kernels::new(ImageCache::in_directory(named.or(directory), Nvrtc))
+}
+
+/// Where there is no GPU, the tests of this file on what stands in for a driver.
+#[test]
+fn on_a_stand_in() {
+    if on_gpu() {
+        return;
+    }
+    let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
+        support::is_there(Err(format!("{STAND_IN} names no library in the driver's place")));
+        return;
+    };
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--test-threads", "2"]).env("LD_LIBRARY_PATH", directory).env("QUANT_GPU", "1");
+    let output = command.output().unwrap();
+    let told =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(output.status.success(), "{told}");
+    assert!(told.contains("planned_rows_are_launched ... ok"), "{told}");
+}
+
+#[test]
+fn planned_rows_are_launched() {
+    if !on_gpu() {
+        return;
+    }
+    Gpu::get();
+    let (m, k) = (5, 520);
+    let values: Vec<f16> =
+        (0..m * k).map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 61.0)).collect();
+    let shape = ActivationShape { group: Some(128), ..ActivationShape::new(Rows::Plain, Float::F16, m, k) };
+    let plan = shape.plan().unwrap();
+    let x = Bytes::of(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+    let outputs = [m * shape.code_stride, 4 * m, 4 * m, 4 * m * k.div_ceil(128)];
+    let [codes, scales, row_sums, group_sums] = outputs.map(|bytes| Bytes::filled(bytes, 0x5a));
+    let arguments = plan
+        .arguments(&ActivationArguments {
+            x: region(&x),
+            up: Region::NONE,
+            residual: Region::NONE,
+            weight: Region::NONE,
+            eps: 0.0,
+            fixed: None,
+            codes: region(&codes),
+            scales: region(&scales),
+            row_sums: region(&row_sums),
+            group_sums: region(&group_sums),
+        })
+        .unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let kernels = kernels(Some(directory.path().into()));
+    // SAFETY: the primary context is never released, and images are our own.
+    let kernel = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
+    // SAFETY: as above.
+    let again = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
+    assert!(std::ptr::eq(&*kernel, &*again), "loaded twice");
+    // SAFETY: the plan's own arguments, on memory that lives until after the wait.
+    unsafe { kernel.launch(&plan.launch, &arguments, Stream::DEFAULT) }.unwrap();
+    Gpu::get().wait().unwrap();
+
+    let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
+    let mut expected = Int8Rows::default();
+    expected.quantize(&values, RowLayout::of(&layout), &Serial).unwrap();
+    let got = codes.read(0, codes.len);
+    for row in 0..m {
+        let got = got[row * shape.code_stride..][..k].iter().map(|&c| c as i8).collect::<Vec<_>>();
+        assert_eq!(got, expected.row(row), "row {row}");
+    }
+    let floats = |bytes: &[u8]| {
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect::<Vec<_>>()
+    };
+    assert_eq!(floats(&scales.read(0, 4 * m)), expected.scales());
+    let sums: Vec<i32> = row_sums
+        .read(0, 4 * m)
+        .chunks_exact(4)
+        .map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect();
+    let added = |row| expected.row(row).iter().map(|&c| i32::from(c)).sum::<i32>();
+    assert_eq!(sums, (0..m).map(added).collect::<Vec<_>>());
+}
+
+#[test]
+fn without_blocks_nothing_is_launched() {
+    if !on_gpu() {
+        return;
+    }
+    Gpu::get();
+    let plan = ActivationShape::new(Rows::Plain, Float::F32, 0, 64).plan().unwrap();
+    // SAFETY: the primary context is never released, and images are our own.
+    let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) }.unwrap();
+    // SAFETY: nothing is launched, so nothing is read through these.
+    unsafe { kernel.launch(&plan.launch, &[Argument::U64(0); 17], Stream::DEFAULT) }.unwrap();
+    Gpu::get().wait().unwrap();
+}
+
+#[test]
+fn a_thread_without_a_context_is_told_so() {
+    if !on_gpu() {
+        return;
+    }
+    Gpu::get();
+    let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
+    let elsewhere = std::thread::spawn(move || {
+        // SAFETY: nothing is loaded.
+        let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) };
+        (DeviceLimits::current().unwrap_err(), kernel.unwrap_err())
+    });
+    assert_eq!(elsewhere.join().unwrap(), (Error::NoContext, Error::NoContext));
+}
+
+#[test]
+fn what_is_no_image_is_refused() {
+    if !on_gpu() {
+        return;
+    }
+    Gpu::get();
+    let limits = DeviceLimits::current().unwrap();
+    let image = Image { bytes: b"no image".to_vec(), log: String::new() };
+    // SAFETY: the driver reads the text and finds that it is none.
+    let refused = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
+    assert!(matches!(refused, Error::Driver { action: "load a kernel", .. }), "{refused}");
+    // A kernel that is not in the image, and more shared memory than there is.
+    let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
+    let (architecture, form) = limits.target().unwrap();
+    let cache = ImageCache::in_directory(None, Nvrtc);
+    let Ok(image) = cache.image(&plan.variant, architecture, form) else { return };
+    // SAFETY: the image is our own, and the context is never released.
+    let missing = unsafe { Kernel::load(&image, "other", 0) }.unwrap_err();
+    assert!(matches!(missing, Error::Driver { action: "find a kernel", .. }), "{missing}");
+    // SAFETY: as above.
+    let much = unsafe { Kernel::load(&image, plan.variant.kernel, limits.shared_of_block + 1) }.unwrap_err();
+    assert!(matches!(much, Error::Driver { action: "ask for shared memory", .. }), "{much}");
+    // SAFETY: as above.
+    let kernel = unsafe { Kernel::load(&image, plan.variant.kernel, 1024) }.unwrap();
+    let shape = LaunchShape { shared_bytes: 1025, ..plan.launch };
+    // SAFETY: nothing is launched.
+    let refused = unsafe { kernel.launch(&shape, &[Argument::U64(0); 17], Stream::DEFAULT) };
+    assert!(matches!(refused, Err(Error::Launch(_))), "{refused:?}");
+    assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);
+}

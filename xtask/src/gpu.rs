@@ -1,0 +1,165 @@
+//! `cargo xtask gpu`: one directory that is carried to a machine with a GPU and without Rust, and proves and measures there.
+//!
+//! The tests of the kernels are programs already: their launches go to the interpreter here and to the GPU there. So they
+//! are run here first, which fills a directory with the PTX that the interpreter ran; machine code for what is measured
+//! is compiled beside it. `benchmarks/gpu/run.sh` is what is called there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::cuda;
+use crate::support::shell::{
+    cargo, directory_bytes, output, remove_dir, root, run as execute, succeeds, target_dir,
+};
+
+/// Where the directory is made, and for what.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// The directory, which must not hold anything else [default: target/gpu]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Architectures that measured kernels are compiled for
+    #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_86,sm_89,sm_90,sm_120")]
+    pub architectures: Vec<String>,
+}
+
+/// A test program, and what of it needs the interpreter: counters, chosen orders, faults told apart.
+struct Test {
+    name: &'static str,
+    skips: &'static [&'static str],
+    /// What compute-sanitizer looks at, for it is slow.
+    sanitized: Option<&'static str>,
+}
+
+const TESTS: [Test; 4] = [
+    Test { name: "calibration", skips: &[], sanitized: None },
+    Test {
+        name: "activation_kernels",
+        skips: &["bytes_are_the_floor", "planted_bugs_are_caught"],
+        sanitized: Some("ragged_rows_are_what_the_cpu_makes"),
+    },
+    Test { name: "linear", skips: &["budgets::", "planted::"], sanitized: Some("results::w4a16_f16") },
+    Test {
+        name: "attention_run",
+        skips: &["budgets_are_kept", "planted_bugs_are_found"],
+        sanitized: Some("what_was_appended_is_attended_to"),
+    },
+];
+const BENCH: &str = "gpu_bench";
+const PACKAGE: &str = "quant-kernels-cuda";
+/// What is copied from here.
+const SCRIPTS: &str = "benchmarks/gpu";
+/// A directory with this in it was made by us.
+const MARK: &str = "run.sh";
+
+/// Makes the directory.
+///
+/// # Errors
+/// When something cannot be built, a test fails here, or the directory holds something else.
+pub fn run(args: &Args) -> Result<()> {
+    let out = args.out.clone().unwrap_or_else(|| target_dir().join("gpu"));
+    let is_ours = out.join(MARK).is_file();
+    ensure!(
+        is_ours || !out.exists() || fs::read_dir(&out)?.next().is_none(),
+        "{} holds something else: name a directory that is new",
+        out.display()
+    );
+    remove_dir(&out)?;
+    fs::create_dir_all(out.join("tests"))?;
+    let out = fs::canonicalize(&out)?;
+    let images = out.join("images");
+
+    let names: Vec<&str> = TESTS.iter().flat_map(|test| ["--test", test.name]).collect();
+    let built = executables(cargo(&["test", "-p", PACKAGE, "--no-run"]).args(names))?;
+    for test in &TESTS {
+        let program = place(&built, test.name, &out.join("tests").join(test.name))?;
+        let listed = output(Command::new(&program).args(["--list"]))?;
+        for skip in test.skips.iter().chain(&test.sanitized) {
+            ensure!(listed.contains(skip), "{} has no test {skip}", test.name);
+        }
+        let mut command = Command::new(&program);
+        command.args(test.skips.iter().flat_map(|skip| ["--skip", skip]));
+        cuda::with_toolkit(&mut command)?.env("QUANT_CUDA_CACHE", &images);
+        execute(&mut command)?;
+    }
+    let built = executables(&mut cargo(&["build", "-p", PACKAGE, "--example", BENCH]))?;
+    let bench = place(&built, BENCH, &out.join(BENCH))?;
+    let mut compile = Command::new(bench);
+    compile.arg("images").arg(&images).args(&args.architectures);
+    execute(cuda::with_toolkit(&mut compile)?)?;
+
+    let line = |test: &Test| format!("{} {}\n", test.name, test.skips.join(" "));
+    fs::write(out.join("tests/list.txt"), TESTS.iter().map(line).collect::<String>())?;
+    let line = |test: &Test| test.sanitized.map(|one| format!("{} {one}\n", test.name));
+    fs::write(out.join("tests/sanitized.txt"), TESTS.iter().filter_map(line).collect::<String>())?;
+    for file in ["README.md", "bench_torch.py", MARK] {
+        let from = root().join(SCRIPTS).join(file);
+        fs::copy(&from, out.join(file)).with_context(|| format!("cannot copy {}", from.display()))?;
+    }
+    let parts = [&out, &images, &out.join("tests")];
+    let bytes: u64 = parts.into_iter().map(|dir| directory_bytes(dir)).sum::<Result<u64>>()?;
+    println!(
+        "{}: {:.1} MB; carry it to a machine with a GPU, and call run.sh there",
+        out.display(),
+        bytes as f64 / 1e6
+    );
+    Ok(())
+}
+
+/// Runs a build, and returns what cargo says of the programs that it made.
+fn executables(command: &mut Command) -> Result<Vec<Value>> {
+    let told = output(command.args(["--message-format", "json-render-diagnostics", "--quiet"]))?;
+    let messages = told.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    Ok(messages.filter(|message| message["executable"].is_string()).collect())
+}
+
+/// Copies a program that was built, without what debuggers read where that can be removed.
+fn place(built: &[Value], name: &str, to: &Path) -> Result<PathBuf> {
+    let found = built.iter().find(|message| message["target"]["name"] == name);
+    let from = found.and_then(|message| message["executable"].as_str());
+    let from = from.with_context(|| format!("no program {name} was built"))?;
+    fs::copy(from, to).with_context(|| format!("cannot copy {from}"))?;
+    let _ = succeeds(Command::new("strip").arg(to));
+    Ok(to.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_that_is_carried_is_there() {
+        for file in ["README.md", "bench_torch.py", MARK] {
+            assert!(root().join(SCRIPTS).join(file).is_file(), "{file}");
+        }
+        let tests = root().join("kernels-cuda/tests");
+        for test in TESTS {
+            let (file, directory) = (tests.join(test.name).with_extension("rs"), tests.join(test.name));
+            assert!(file.is_file() || directory.join("main.rs").is_file(), "{}", test.name);
+        }
+    }
+
+    #[test]
+    fn programs_are_found_in_what_cargo_says() {
+        let told: Value = serde_json::json!({"target": {"name": "a"}, "executable": "/nowhere"});
+        let directory = tempfile::tempdir().unwrap();
+        let to = directory.path().join("a");
+        assert!(
+            place(std::slice::from_ref(&told), "b", &to).unwrap_err().to_string().contains("no program b")
+        );
+        assert!(place(&[told], "a", &to).unwrap_err().to_string().contains("/nowhere"));
+    }
+
+    #[test]
+    fn a_directory_with_other_things_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("letter"), "dear").unwrap();
+        let args = Args { out: Some(directory.path().into()), architectures: Vec::new() };
+        assert!(run(&args).unwrap_err().to_string().contains("holds something else"));
+        assert!(directory.path().join("letter").is_file());
+    }
+}
