@@ -13,6 +13,7 @@
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::FloatLanes;
 
+use super::ahead::{Ahead, next_parameters};
 use super::tile::{Tile, finish, scales_of};
 
 /// Steps of a block.
@@ -136,7 +137,9 @@ unsafe fn add_steps<
     let panel = t.layout.panel_bytes();
     let step_bytes = PANEL_ROWS * STEP * BITS / 8;
     // Of two side by side what is asked for comes after both.
-    let ahead = if MR > 4 { 0 } else { (NG * count * step_bytes).clamp(2048, 8192) };
+    let waits = MR <= 4;
+    let ahead = Ahead::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
+    let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
     // SAFETY: as the caller vouches; steps and rows stay below their counts.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
@@ -144,10 +147,11 @@ unsafe fn add_steps<
         let mut sums = [[[L::zero(); NP]; MR]; NG];
         for _ in 0..count {
             // One by one and not in a loop: all sums stay in registers.
-            add_step::<L, BITS, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead);
+            add_step::<L, BITS, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead_of(at));
             if NG > 1 {
                 let behind =
                     (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * FLOAT_STEP));
+                let ahead = ahead_of(behind.0);
                 add_step::<L, BITS, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
             }
             // After the last step these point behind what is there, and are not followed.
@@ -173,6 +177,9 @@ unsafe fn join<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usiz
     let (panel, zeros_at) = (layout.panel_bytes(), layout.zeros_at());
     // SAFETY: as the caller vouches.
     unsafe {
+        if MR <= 4 {
+            next_parameters::<L, NP>(layout, t.weights, g);
+        }
         let scales = t.weights.add(layout.scales_at());
         let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
         for p in 0..NP {

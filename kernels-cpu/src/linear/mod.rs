@@ -19,6 +19,7 @@
 //! are added in `f32`. All are within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| +
 //! |c − z|` in place of `|q − z|`; split values take subnormals for zero.
 
+mod ahead;
 mod dispatch;
 mod float_tile;
 mod product;

@@ -14,8 +14,10 @@ use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel};
 
 /// Bytes of activations that stay in the second cache while panels pass.
 const BLOCK: usize = 1024 << 10;
-/// Panels that one piece of work takes, at most.
-const CHUNK: usize = 4;
+/// Panels that one piece of work takes, at most: more cost no less.
+const CHUNK: usize = 16;
+/// Pieces that each thread gets of a product that is large enough: the last one's end is waited for.
+const SHARES: usize = 16;
 
 /// One of several products with the same activations.
 #[derive(Debug)]
@@ -172,11 +174,8 @@ impl<'a> Pieces<'a> {
         let block = strips(x.m).div_ceil(blocks);
         let blocks = strips(x.m).div_ceil(block);
         // As many pieces as keep the threads busy to the end.
-        let chunk = layout
-            .panels()
-            .div_ceil(parallel.threads().max(1).saturating_mul(4))
-            .next_multiple_of(4)
-            .min(CHUNK);
+        let shares = parallel.threads().max(1).saturating_mul(SHARES);
+        let chunk = layout.panels().div_ceil(shares).next_multiple_of(4).min(CHUNK);
         let chunks = layout.panels().div_ceil(chunk);
         let (weight, bias) = (product.weight, product.bias);
         Self { weight, path, bias, out: Disjoint::new(product.out), first, block, blocks, chunk, chunks }

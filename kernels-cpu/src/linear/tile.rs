@@ -5,6 +5,7 @@
 //! all panels.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
+use super::ahead::{Ahead, next_parameters};
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::Lanes;
 
@@ -60,7 +61,8 @@ pub(crate) unsafe fn multiply<
     let step_bytes = PANEL_ROWS * STEP * BITS / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     // A tile of few rows waits for memory: the lines of the steps to come are asked for in time.
-    let ahead = if MR <= 8 { 2048 } else { BITS * 256 };
+    let waits = MR <= 8;
+    let ahead = Ahead::new(layout, NP, if waits { 2048 } else { BITS * 256 });
     // What is missing of every code is part of its zero.
     let offset = if BITS == 4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
@@ -85,6 +87,7 @@ pub(crate) unsafe fn multiply<
             at = at.wrapping_add(done * step_bytes);
             a = a.wrapping_add(done * t.strip * STEP);
             for _ in done..steps {
+                let ahead = ahead.of(at.addr() - t.weights.addr());
                 let mut codes = [L::codes4(at); NP];
                 for p in 0..NP {
                     let from = at.add(p * panel);
@@ -109,6 +112,9 @@ pub(crate) unsafe fn multiply<
             }
             // Whatever branches comes before sums are touched: what branches share, the compiler keeps in memory.
             let scales = t.weights.add(scales_at);
+            if waits {
+                next_parameters::<L, NP>(layout, t.weights, g);
+            }
             let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
             if CENTRED {
                 for m in 0..MR {
