@@ -12,6 +12,7 @@ mod example;
 mod launches;
 mod linear;
 mod misuse;
+mod random;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
