@@ -75,7 +75,8 @@ impl AppendShape {
             65..=128 => 16,
             _ => 32,
         };
-        let rows = self.tokens.checked_mul(2 * self.kv_heads).filter(|&rows| rows <= i32::MAX as usize);
+        let rows = self.kv_heads.checked_mul(2).and_then(|heads| self.tokens.checked_mul(heads));
+        let rows = rows.filter(|&rows| rows <= i32::MAX as usize);
         let Some(rows) = rows else { return Err(KernelError::TooLarge("the tokens to append")) };
         let defines = [
             ("KV_BITS", self.layout.bits()),
@@ -118,5 +119,22 @@ impl AppendPlan {
             Argument::U32(at.page_count),
             Argument::U32(self.shape.layout.page_shift()),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quant_kernels_cpu::attention::KvType;
+
+    use super::*;
+
+    #[test]
+    fn what_is_too_large_is_told() {
+        let layout = KvPageLayout::new(KvType::Kv4, 64, 16).unwrap();
+        let plan = |kv_heads, tokens| AppendShape { layout, kv_heads, tokens, input: Float::F16 }.plan();
+        assert!(plan(8, 1 << 20).is_ok());
+        for (kv_heads, tokens) in [(usize::MAX, 1), (usize::MAX / 2 + 1, 1), (1, 1 << 30), (8, usize::MAX)] {
+            assert!(matches!(plan(kv_heads, tokens), Err(KernelError::TooLarge(_))), "{kv_heads} {tokens}");
+        }
     }
 }
