@@ -93,7 +93,7 @@ fn append_case(kind: KvType, head_dim: usize, page_tokens: usize, input: Float) 
         refused: machine.buffer_from("refused", &[0; 4]),
     };
     let plan = AppendShape { layout, kv_heads, tokens: places.len(), input }.plan().unwrap();
-    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight).unwrap();
+    machine.launch(&plan.variant, &plan.launch, &plan.arguments(&arguments), Order::Straight).unwrap();
     let got = machine.bytes(arguments.pages);
     if let Some(at) = (0..got.len()).find(|&i| got[i] != expected[i]) {
         panic!("{kind:?} {head_dim} {input:?}: byte {at} is {:#x} for {:#x}", got[at], expected[at]);
@@ -152,7 +152,7 @@ fn values_that_cannot_be_stored_are_counted() {
         refused: machine.buffer_from("refused", &[0; 4]),
     };
     let plan = AppendShape { layout, kv_heads: 1, tokens: 4, input: Float::F32 }.plan().unwrap();
-    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight).unwrap();
+    machine.launch(&plan.variant, &plan.launch, &plan.arguments(&arguments), Order::Straight).unwrap();
     assert_eq!(machine.bytes(arguments.refused), 3_u32.to_le_bytes());
     let (mut key, mut value) = (vec![0.0; 64], vec![0.0; 64]);
     layout.read(&machine.bytes(arguments.pages), 2, &mut key, &mut value).unwrap();
@@ -335,7 +335,7 @@ fn parts_of_a_list_merge() {
         lse: machine.buffer("lse", 4 * rows, 0),
     };
     let plan = MergeShape { parts: 3, rows, head_dim: d, out: Float::F32 }.plan().unwrap();
-    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight).unwrap();
+    machine.launch(&plan.variant, &plan.launch, &plan.arguments(&arguments), Order::Straight).unwrap();
     let mut result = decode(&case, std::slice::from_ref(&whole), None, Order::Straight);
     result.out = floats(&machine.bytes(arguments.out));
     result.lse = floats(&machine.bytes(arguments.lse));

@@ -60,8 +60,7 @@ use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::KvType;
 
 use crate::compile::{Source, Variant};
-pub use crate::launch::Argument;
-use crate::launch::LaunchShape;
+pub use crate::float::Float;
 use crate::registry::Entry;
 
 const HEADERS: [(&str, &str); 3] = [
@@ -85,83 +84,30 @@ pub static MERGE_SOURCE: Source = Source {
     headers: &HEADERS,
 };
 
-/// The type of floats that a kernel reads or writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Float {
-    /// Half floats.
-    F16,
-    /// The upper halves of `f32`.
-    Bf16,
-    /// Single floats.
-    F32,
-}
-
-impl Float {
-    /// What the kernels' macros call it.
-    fn code(self) -> usize {
-        match self {
-            Self::F16 => 0,
-            Self::Bf16 => 1,
-            Self::F32 => 2,
-        }
-    }
-
-    /// Bytes of one.
-    pub fn bytes(self) -> usize {
-        if self == Self::F32 { 4 } else { 2 }
-    }
-}
-
-/// What is launched, and how. Where a number of blocks is 0 there is nothing to do, and nothing must be launched.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelPlan {
-    /// The kernel, and what it is compiled with: the same for all architectures.
-    pub variant: Variant,
-    /// Blocks.
-    pub grid: [u32; 3],
-    /// Threads of a block.
-    pub block: u32,
-    /// Bytes of dynamic shared memory; above 48 KiB the kernel must be allowed to have them.
-    pub shared_bytes: u32,
-    /// The most registers of a thread that leave room for the blocks a multiprocessor is meant to hold.
-    pub register_ceiling: u32,
-}
-
-impl KernelPlan {
-    /// Blocks, threads, shared memory.
-    pub fn launch(&self) -> LaunchShape {
-        LaunchShape { grid: self.grid, block: self.block, shared_bytes: self.shared_bytes }
-    }
-}
-
-/// [`variants`] with what their machine code must be like.
-pub fn entries() -> Vec<Entry> {
-    let entry = |plan: KernelPlan| Entry {
-        family: "attention",
-        register_ceiling: plan.register_ceiling,
-        instructions: match plan.variant.kernel {
-            "attention_decode" => vec!["HMMA.16816.F32", "LDGSTS.E", "MOVM.16.MT88"],
-            "kv_append" => vec!["SHFL.BFLY", "STG.E"],
-            _ => vec!["LDG.E", "STG.E"],
-        },
-        variant: plan.variant,
-    };
-    // That these shapes are some is tested; were one none, its variants would be missed in those tests.
-    variants().unwrap_or_default().into_iter().map(entry).collect()
-}
-
 /// What the head sizes, layouts and types in use take: what is compiled for every architecture before a release. Other
 /// shapes are planned and compiled in the same way when they are first met.
-///
-/// # Errors
-/// When a shape is none: not in this version.
-pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
-    let mut plans = Vec::new();
+pub fn variants() -> Vec<Entry> {
+    // That these shapes are some is tested; were one none, its variants would be missed there.
+    let mut entries = listed().unwrap_or_default();
+    // Wide heads take the same variant for any number of query heads.
+    let mut seen: Vec<Variant> = Vec::new();
+    entries.retain(|entry| {
+        let is_new = !seen.contains(&entry.variant);
+        if is_new {
+            seen.push(entry.variant.clone());
+        }
+        is_new
+    });
+    entries
+}
+
+fn listed() -> Result<Vec<Entry>, KernelError> {
+    let mut entries = Vec::new();
     for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
         for head_dim in [64, 96, 128, 256] {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
             for input in [Float::F16, Float::Bf16, Float::F32] {
-                plans.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.kernel);
+                entries.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.entry());
             }
             let types = [(Float::F16, Float::F16), (Float::Bf16, Float::Bf16), (Float::F16, Float::F32)];
             for (group, (query, out)) in
@@ -177,21 +123,25 @@ pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
                     query,
                     out,
                 };
-                plans.push(shape.plan()?.kernel);
+                entries.push(shape.plan()?.entry());
             }
         }
     }
     for out in [Float::F16, Float::Bf16, Float::F32] {
-        plans.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.kernel);
+        entries.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.entry());
     }
-    // Wide heads take the same variant for any number of query heads.
-    let mut seen: Vec<Variant> = Vec::new();
-    plans.retain(|plan| {
-        let is_new = !seen.contains(&plan.variant);
-        if is_new {
-            seen.push(plan.variant.clone());
-        }
-        is_new
-    });
-    Ok(plans)
+    Ok(entries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_listed_can_be_planned() {
+        assert!(listed().is_ok());
+        let of = |kernel| variants().iter().filter(|entry| entry.variant.kernel == kernel).count();
+        // Kinds, sizes and types; two numbers of heads but for the widest.
+        assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [36, 63, 3]);
+    }
 }

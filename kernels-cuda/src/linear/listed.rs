@@ -64,13 +64,13 @@ fn packing() -> Vec<Entry> {
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
             // Of each kernel as many as differ in the kinds of codes and scales.
-            let same = |e: &Entry| e.variant.kernel == launch.kernel.kernel;
+            let same = |e: &Entry| e.variant.kernel == launch.variant.kernel;
             if entries.iter().filter(|e| same(e)).count() < 6
-                && !entries.iter().any(|e| e.variant == launch.kernel)
+                && !entries.iter().any(|e| e.variant == launch.variant)
             {
                 entries.push(Entry {
                     family: "linear",
-                    variant: launch.kernel,
+                    variant: launch.variant,
                     register_ceiling: 64,
                     instructions: vec!["STG.E"],
                 });

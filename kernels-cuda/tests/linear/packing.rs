@@ -32,17 +32,17 @@ fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
         sizes.into_iter().flatten().map(Argument::U32)
     };
     for launch in layout.device_packing().unwrap() {
-        let pointers: &[u64] = match launch.kernel.kernel {
+        let pointers: &[u64] = match launch.variant.kernel {
             "pack_codes" => &[codes, fault, targets[0]],
             "pack_parameters" => &[codes, scales, zeros, fault, targets[1]],
             _ => &[codes, scales, channels, zeros, fault, targets[2], targets[3], targets[4]],
         };
         let arguments = pointers.iter().map(|&p| Argument::U64(p));
-        let arguments = arguments.chain(sizes(launch.kernel.kernel != "pack_codes")).collect();
-        let module = Module::parse(&ptx_of(&launch.kernel)).unwrap();
-        let (grid, block) = ([launch.grid, 1, 1], [launch.threads, 1, 1]);
+        let arguments = arguments.chain(sizes(launch.variant.kernel != "pack_codes")).collect();
+        let module = Module::parse(&ptx_of(&launch.variant)).unwrap();
+        let (grid, block) = (launch.launch.grid, [launch.launch.block, 1, 1]);
         let run = Launch { grid, block, dynamic_shared: 0, arguments };
-        module.launch(launch.kernel.kernel, &run, &mut memory, &Options::default()).unwrap();
+        module.launch(launch.variant.kernel, &run, &mut memory, &Options::default()).unwrap();
     }
     let written =
         targets.iter().map(|&t| if t == 0 { Vec::new() } else { memory.bytes(t).unwrap().to_vec() });
