@@ -18,8 +18,11 @@ pub use crate::float::Float;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::registry::Entry;
 
-static SOURCE: Source =
-    Source { name: "activation.cu", text: include_str!("../cuda/activation.cu"), headers: &[] };
+static SOURCE: Source = Source {
+    name: "activation.cu",
+    text: include_str!("../cuda/activation.cu"),
+    headers: &[("ptx.cuh", include_str!("../cuda/ptx.cuh"))],
+};
 
 /// Values of a row that the registers of a block hold.
 pub const HELD_WIDTH: usize = 32_768;

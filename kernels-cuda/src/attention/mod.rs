@@ -59,12 +59,12 @@ pub use self::merge::{MergeArguments, MergePlan, MergeShape};
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::KvType;
 
-use crate::compile::{Source, Variant};
+use crate::compile::Source;
 pub use crate::float::Float;
 use crate::registry::Entry;
 
 const HEADERS: [(&str, &str); 3] = [
-    ("attention_ptx.cuh", include_str!("../../cuda/attention_ptx.cuh")),
+    ("ptx.cuh", include_str!("../../cuda/ptx.cuh")),
     ("kv_layout.cuh", include_str!("../../cuda/kv_layout.cuh")),
     ("attention_tile.cuh", include_str!("../../cuda/attention_tile.cuh")),
 ];
@@ -88,34 +88,25 @@ pub static MERGE_SOURCE: Source = Source {
 /// shapes are planned and compiled in the same way when they are first met.
 pub fn variants() -> Vec<Entry> {
     // That these shapes are some is tested; were one none, its variants would be missed there.
-    let mut entries = listed().unwrap_or_default();
-    // Wide heads take the same variant for any number of query heads.
-    let mut seen: Vec<Variant> = Vec::new();
-    entries.retain(|entry| {
-        let is_new = !seen.contains(&entry.variant);
-        if is_new {
-            seen.push(entry.variant.clone());
-        }
-        is_new
-    });
-    entries
+    listed().unwrap_or_default()
 }
 
 fn listed() -> Result<Vec<Entry>, KernelError> {
+    use Float::{Bf16, F16, F32};
     let mut entries = Vec::new();
-    for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
-        for head_dim in [64, 96, 128, 256] {
+    for (i, kind) in [KvType::Kv4, KvType::Kv8, KvType::F16].into_iter().enumerate() {
+        for (j, head_dim) in [64, 96, 128, 256].into_iter().enumerate() {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
-            for input in [Float::F16, Float::Bf16, Float::F32] {
+            // Types change what is at the ends of a kernel: they are dealt out.
+            for input in [[F16, Bf16], [Bf16, F32], [F32, F16]][(i + j) % 3] {
                 entries.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.entry());
             }
-            let types = [(Float::F16, Float::F16), (Float::Bf16, Float::Bf16), (Float::F16, Float::F32)];
-            for (group, (query, out)) in
-                [8, 16].into_iter().flat_map(|group| types.map(|types| (group, types)))
+            for (query_heads, query, out) in
+                [(8, F16, F16), (8, Bf16, Bf16), (16, [F16, Bf16][(i + j) % 2], F32)]
             {
                 let shape = DecodeShape {
                     layout,
-                    query_heads: group,
+                    query_heads,
                     kv_heads: 1,
                     sequences: 1,
                     queries: 1,
@@ -127,7 +118,7 @@ fn listed() -> Result<Vec<Entry>, KernelError> {
             }
         }
     }
-    for out in [Float::F16, Float::Bf16, Float::F32] {
+    for out in [F16, Bf16, F32] {
         entries.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.entry());
     }
     Ok(entries)
@@ -141,7 +132,7 @@ mod tests {
     fn what_is_listed_can_be_planned() {
         assert!(listed().is_ok());
         let of = |kernel| variants().iter().filter(|entry| entry.variant.kernel == kernel).count();
-        // Kinds, sizes and types; two numbers of heads but for the widest.
-        assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [36, 63, 3]);
+        // Three kinds, four sizes of heads, two or three of the types.
+        assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [24, 36, 3]);
     }
 }
