@@ -197,9 +197,9 @@ INLINE float log2_approx(float x) {
 
 // ---- Between threads
 
-// The barrier of a number from 1 to 15, of THREADS threads; 0 is that of the whole block.
-template <int THREADS> INLINE void barrier_of(u32 number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+// The barrier of a number from 1 to 15, of COUNT threads; 0 is that of the whole block.
+template <int COUNT> INLINE void barrier_of(u32 number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
 // What this thread wrote before is seen by who sees what it writes after, on the whole device.

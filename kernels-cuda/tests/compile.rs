@@ -1,21 +1,44 @@
 //! Every kernel compiles for every architecture: within its registers, without spilling, and to the instructions it is
 //! written for. Needs NVRTC and the disassembler, no GPU.
+//!
+//! All listed variants are compiled for sm_80, and dealt out over the others, whose machine code is made by the same
+//! instructions: each takes a quarter of every kernel's. `QUANT_EVERY_VARIANT=1` compiles all for all.
 
 mod support;
 
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::process::Command;
 
-use quant_kernels_cuda::compile::{Architecture, Form, Image, compile};
+use quant_kernels_cuda::compile::{Architecture, Form, Image, Variant, compile};
 use quant_kernels_cuda::registry::{Entry, entries};
 use support::{has_nvrtc, is_there};
 
 /// The directory of CUDA's programs; without it they are looked for as programs are.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
 
-/// Compiles all entries, and collects what `look` says is wrong.
+/// Set where all variants are compiled for all architectures.
+const EVERY: &str = "QUANT_EVERY_VARIANT";
+
+/// What is compiled for an architecture: of every kernel some.
+fn dealt(architecture: Architecture) -> Vec<Entry> {
+    let turn = Architecture::ALL.iter().position(|a| *a == architecture).unwrap();
+    let all = turn == 0 || std::env::var_os(EVERY).is_some_and(|value| !value.is_empty() && value != "0");
+    let mut counts: HashMap<&str, usize> = HashMap::new();
+    let mut entries = entries();
+    entries.retain(|entry| {
+        let count = counts.entry(entry.variant.kernel).or_default();
+        *count += 1;
+        // The first of every kernel for all.
+        all || *count == 1 || (*count + turn).is_multiple_of(4)
+    });
+    entries
+}
+
+/// Compiles entries, and collects what `look` says is wrong.
 fn check(architecture: Architecture, look: impl Fn(&Entry, &Image) -> Result<(), String>) {
-    let wrong: Vec<String> = entries()
+    let entries = dealt(architecture);
+    let wrong: Vec<String> = entries
         .iter()
         .filter_map(|entry| {
             let image = match compile(&entry.variant, architecture, Form::Cubin) {
@@ -25,7 +48,7 @@ fn check(architecture: Architecture, look: impl Fn(&Entry, &Image) -> Result<(),
             look(entry, &image).err().map(|why| format!("{} for {architecture}: {why}", entry.variant))
         })
         .collect();
-    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), entries().len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), entries.len(), wrong.join("\n"));
 }
 
 /// Registers, stack, spills, warnings.
@@ -116,6 +139,33 @@ fn every_kernel_fits_sm_90() {
 #[test]
 fn every_kernel_fits_sm_120() {
     check_all(Architecture::Sm120);
+}
+
+/// Every listed variant is compiled for two architectures or more, every kernel for all, and every scheme's macro with them.
+#[test]
+fn variants_are_dealt_to_all() {
+    let of = |architecture| dealt(architecture).into_iter().map(|e| e.variant).collect::<Vec<_>>();
+    let all = of(Architecture::Sm80);
+    let others: Vec<_> = Architecture::ALL[1..].iter().map(|&architecture| of(architecture)).collect();
+    let kernels = |variants: &[Variant]| variants.iter().map(|v| v.kernel).collect::<HashSet<_>>();
+    let macros = |variants: &[Variant]| {
+        let of = |v: &Variant| {
+            let names = ["ACTIVATION", "CODE_BITS", "SCALE", "SOURCE", "ELEMENT", "KV_BITS", "HEAD_DIM"];
+            let defines = v.defines.iter().filter(|(name, _)| names.contains(name));
+            defines.map(|define| (v.kernel, define.clone())).collect::<Vec<_>>()
+        };
+        variants.iter().flat_map(of).collect::<HashSet<_>>()
+    };
+    for some in &others {
+        assert_eq!(kernels(some), kernels(&all));
+        let missing: Vec<_> = macros(&all).difference(&macros(some)).cloned().collect();
+        let attention = missing.iter().filter(|(kernel, _)| !kernel.starts_with("pack"));
+        assert_eq!(attention.count(), 0, "{missing:?}");
+    }
+    for variant in &all {
+        assert!(others.iter().any(|some| some.contains(variant)), "{variant}");
+    }
+    println!("{} variants, {:?} for the others", all.len(), others.iter().map(Vec::len).collect::<Vec<_>>());
 }
 
 /// PTX is made too, the same each time, and says for whom.

@@ -193,8 +193,11 @@ pub fn try_decode(
     let counters = machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     let (out, lse) = (floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse)));
     // A launch leaves its workspace fit for another.
+    machine.fill(arguments.out, &[0xff; 4], rows * case.head_dim);
     machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
-    assert_eq!(bits(&out), bits(&floats(&machine.bytes(arguments.out))));
+    if bits(&out) != bits(&floats(&machine.bytes(arguments.out))) {
+        return Err("the second launch gives something else".to_owned());
+    }
     let held = sequences.iter().map(|s| s.tokens).sum::<usize>() * case.kv_heads;
     let page_bytes_held = (held * layout.tile_bytes() / 16) as u64;
     Ok(Result { out, lse, page_bytes_read: counters.read_of("pages"), counters, page_bytes_held })
@@ -241,7 +244,7 @@ fn append(
 }
 
 /// A family with a piece of its text replaced; the piece must be there.
-fn with_text(source: &'static Source, [from, to]: [&str; 2]) -> &'static Source {
+pub fn with_text(source: &'static Source, [from, to]: [&str; 2]) -> &'static Source {
     let texts = std::iter::once(source.text).chain(source.headers.iter().map(|header| header.1));
     assert_eq!(texts.map(|text| text.matches(from).count()).sum::<usize>(), 1, "{from}");
     // For as long as the test runs.

@@ -61,6 +61,11 @@ impl Machine {
         buffer
     }
 
+    /// Writes the same bytes again and again, from a buffer's beginning.
+    pub fn fill(&mut self, buffer: u64, bytes: &[u8], times: usize) {
+        self.memory.write(buffer, &bytes.repeat(times)).unwrap();
+    }
+
     pub fn bytes(&self, buffer: u64) -> Vec<u8> {
         self.memory.bytes(buffer).unwrap().to_vec()
     }
