@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                         total_t &sum = chunk[r][t][i], &total = totals[r][t][i];
                         sum = is_second ? sum + (total_t)sums.part[r][t][i] : (total_t)sums.part[r][t][i];
                         sums.part[r][t][i] = 0.0f;
-                        if (is_second) total = !SERIAL || is_first_chunk ? sum : total + sum;
+                        if (SERIAL && is_second) total = is_first_chunk ? sum : total + sum;
                     }
                 }
             }
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
     }
     copy_async_wait<0>();
-    if (WHOLE || SETS == 2 || !HALVED) {
+    if (!SERIAL || WHOLE) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                         if (SUMS) whole += (TWO_LEVELS ? -128 : (i32)rows[r].less[i / 2]) * sums.x[t][i % 2];
                         totals[r][t][i] = (total_t)whole;
                     } else {
-                        totals[r][t][i] = (total_t)sums.part[r][t][i];
+                        totals[r][t][i] = HALVED && SETS == 1 ? chunk[r][t][i] : (total_t)sums.part[r][t][i];
                     }
                 }
             }

@@ -105,7 +105,7 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
 constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
 
 // Pairs of steps whose instructions mix. Of small groups so many parameters come early that registers run short.
-constexpr int UNROLL = FLOAT && (GROUP == 32 || GROUP == 64) ? 2 : STEPS / 2;
+constexpr int UNROLL = FLOAT && (GROUP == 32 || GROUP == 64) ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
 
 // The A fragment of step `half` of a pair of steps.
 INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group) {

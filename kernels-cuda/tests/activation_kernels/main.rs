@@ -237,23 +237,26 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions of lanes for a value of long rows. The budgets are what the kernels take today, rounded up: they are
-/// there to be lowered. Machine code has fewer moves and conversions, and more for a division or square root.
+/// PTX instructions of lanes for a value of long rows, but for moves between registers, of which machine code has few. The budgets
+/// are what the kernels take today, rounded up: they are there to be lowered. Machine code has more for a division or
+/// reciprocal, which count as one here.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
         return;
     }
     for (rows, most) in [
-        (Rows::Plain, 21.0),
-        (norm(Float::Bf16, false), 34.0),
-        (norm(Float::Bf16, true), 43.0),
-        (Rows::SiluMul, 53.0),
+        (Rows::Plain, 16.0),
+        (norm(Float::Bf16, false), 23.0),
+        (norm(Float::Bf16, true), 30.0),
+        (Rows::SiluMul, 42.0),
     ] {
         let (m, k) = (1, 8192);
         let shape = ActivationShape { group: Some(128), ..ActivationShape::new(rows, Float::Bf16, m, k) };
         let counters = Problem::new(shape, 5).run(&Options::default()).1.counters;
-        let each = 32.0 * counters.instructions as f64 / (m * k) as f64;
+        let taken = counters.instructions - counters.opcode("mov.");
+        let each = 32.0 * taken as f64 / (m * k) as f64;
+        println!("{rows:?}: {each:.1} instructions of PTX a value");
         assert!(each <= most, "{each} instructions a value, {rows:?}");
     }
 }

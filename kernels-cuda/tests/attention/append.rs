@@ -181,7 +181,7 @@ fn planted_bugs_are_found() {
             KvType::Kv4,
             [
                 "        low = fminf(low, __shfl_xor_sync",
-                "        if (wanted) low = fminf(low, __shfl_xor_sync",
+                "        if (holds) low = fminf(low, __shfl_xor_sync",
             ],
             ["warp divergence", "shfl"],
         ),

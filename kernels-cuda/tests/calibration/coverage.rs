@@ -45,7 +45,7 @@ fn untested(kernels: &[(String, String)], tested: &BTreeSet<&str>) -> BTreeMap<S
 }
 
 /// All words of the interpreter's tests; texts of the instructions here.
-fn tested<'a>(calibrated: &'a [String]) -> BTreeSet<&'a str> {
+fn tested(calibrated: &[String]) -> BTreeSet<&str> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | ':');
     // Ends of lines are written as such in their texts.
     let words =

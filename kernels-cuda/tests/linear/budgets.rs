@@ -180,6 +180,41 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
+/// Where whole numbers are multiplied, and weights of 8 bits: what seven tiles more take of the instructions that dequantize, those
+/// of the same name that do something else included.
+#[test]
+fn dequantization_of_other_schemes_takes_few_instructions() {
+    if !ready() {
+        return;
+    }
+    let of = |k: usize, kind: Kind, bits: u8, group: usize, zeros: bool, activation: Option<Activation>| {
+        let case = Case::new([N, k], bits, if group == 0 { k } else { group }, kind, zeros, 41);
+        let problem = match activation {
+            None => Problem::int8(case, Output::F16, 8, None, Draw::Usual, 43),
+            Some(activation) => Problem::float(case, activation, Output::F16, 8, Draw::Usual, 43),
+        };
+        counted(&problem).1
+    };
+    let whole = ["and.b32", "shl.b32", "shr.u32", "mul.lo", "mad.lo", "lop3"];
+    let bytes = ["prmt", "sub.rn.f32", "add.rn.f32", "cvt.rn.bf16x2"];
+    for (name, kind, bits, group, zeros, activation, opcodes, most) in [
+        // 3, 5 with two levels; and places in the ring, zeros and scales of a group.
+        ("w4a8", Kind::F32, 4, 0, false, None, &whole[..], 4.0),
+        ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
+        ("w4a8 g128 asym", Kind::F16, 4, 128, true, None, &whole, 5.0),
+        ("w4a8 g128 progressive", Kind::Progressive, 4, 128, true, None, &whole, 7.0),
+        ("w8a16 f16", Kind::F32, 8, 0, false, Some(Activation::F16), &bytes, 5.0),
+        // Beyond 7: bf16 has no room for 8 bits under one exponent.
+        ("w8a16 bf16", Kind::F32, 8, 0, false, Some(Activation::Bf16), &bytes, 21.0),
+    ] {
+        let count = |counters: &Counters| opcodes.iter().map(|o| counters.opcode(o)).sum::<u64>();
+        let [few, many] = [8, 15].map(|tiles| count(&of(128 * tiles, kind, bits, group, zeros, activation)));
+        let each = (many - few) as f64 * 32.0 * 8.0 / (N * 7 * 128) as f64;
+        println!("{name}: {each:.2} instructions for 8 weights");
+        assert!(each <= most && each > most - 2.0, "{name}: {each}");
+    }
+}
+
 /// Of PTX, of which machine code has fewer: with one token and groups of 128, 256 in the loop for 340 here. What these chunks of four
 /// tiles take before and after the loop is in it.
 #[test]
