@@ -2,7 +2,8 @@
 
 use core::ffi::c_void;
 
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, Rows};
+use quant_kernels_cuda::Float;
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Rows};
 
 use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
@@ -86,7 +87,7 @@ fields!(qz1_cuda_activation_shape, code_stride);
 fields!(qz1_cuda_activation_arguments, group_sums);
 
 /// A `QZ1_TYPE_…`.
-fn float(kind: u32) -> Result<Float, Fault> {
+pub(super) fn float(kind: u32) -> Result<Float, Fault> {
     match kind {
         QZ1_TYPE_F32 => Ok(Float::F32),
         QZ1_TYPE_F16 => Ok(Float::F16),

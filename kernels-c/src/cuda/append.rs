@@ -3,13 +3,13 @@
 use core::ffi::c_void;
 
 use quant_kernels_cpu::attention::KvType;
-use quant_kernels_cuda::attention::{AppendArguments, AppendShape, Float, KvPageLayout};
+use quant_kernels_cuda::attention::{AppendArguments, AppendShape, KvPageLayout};
 
+use super::activation::float;
 use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, address_optional, product, qz1_cuda_region, region, rows};
 use crate::kv::{QZ1_KV_4BIT, QZ1_KV_8BIT, QZ1_KV_F16, kind};
 use crate::memory::{Scope, fields};
-use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
 /// Pages of keys and values of one key-value head on the device. Made by `qz1_cuda_kv_layout_of`; its fields may be kept
@@ -60,16 +60,6 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Res
     let layout = KvPageLayout::new(kind, l.head_dim as usize, l.page_tokens as usize).map_err(|_| none())?;
     let same = describe(&layout);
     if (same.page_bytes, same.id) == (l.page_bytes, l.id) { Ok(layout) } else { Err(none()) }
-}
-
-/// A `QZ1_TYPE_…`.
-pub(super) fn float(kind: u32) -> Result<Float, Fault> {
-    match kind {
-        QZ1_TYPE_F32 => Ok(Float::F32),
-        QZ1_TYPE_F16 => Ok(Float::F16),
-        QZ1_TYPE_BF16 => Ok(Float::Bf16),
-        _ => Err(Fault::new(qz1_status::Scheme, "floats of an unknown type")),
-    }
 }
 
 /// A number that kernels take with 32 bits.
@@ -170,7 +160,7 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
             let (tokens, input) = (shape.tokens, float(shape.x_type)?);
             let shape = AppendShape { layout, kv_heads: heads(shape.kv_heads)?, tokens, input };
             let plan = shape.plan()?;
-            let wanted = vec![(plan.kernel.variant.clone(), plan.kernel.launch())];
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
             Ok((Family::Append(plan, shape), wanted))
         })
     })

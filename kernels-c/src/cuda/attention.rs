@@ -4,7 +4,8 @@ use core::ffi::c_void;
 
 use quant_kernels_cuda::attention::{DecodeArguments, DecodeShape, MergeArguments, MergeShape};
 
-use super::append::{PageStrides, float, heads, layout, qz1_cuda_kv_layout, row_stride, short};
+use super::activation::float;
+use super::append::{PageStrides, heads, layout, qz1_cuda_kv_layout, row_stride, short};
 use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, address_optional, product, qz1_cuda_region, rows};
 use crate::memory::fields;
@@ -109,7 +110,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_plan(
                 out: float(s.out_type)?,
             };
             let plan = shape.plan()?;
-            let wanted = vec![(plan.kernel.variant.clone(), plan.kernel.launch())];
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
             Ok((Family::Decode(plan, shape), wanted))
         })
     })
@@ -244,7 +245,7 @@ pub unsafe extern "C" fn qz1_cuda_merge_plan(
             let shape =
                 MergeShape { parts: s.parts, rows: s.rows, head_dim: s.head_dim, out: float(s.out_type)? };
             let plan = shape.plan()?;
-            let wanted = vec![(plan.kernel.variant.clone(), plan.kernel.launch())];
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
             Ok((Family::Merge(plan, shape), wanted))
         })
     })

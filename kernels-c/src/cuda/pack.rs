@@ -3,7 +3,7 @@
 use core::ffi::c_void;
 
 use quant_kernels_cpu::ScaleType;
-use quant_kernels_cuda::launch::{Argument, LaunchShape};
+use quant_kernels_cuda::launch::Argument;
 use quant_kernels_cuda::layout::{SECTION, Section, WeightLayout};
 
 use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
@@ -79,11 +79,8 @@ pub unsafe extern "C" fn qz1_cuda_pack_plan(
                 return Err(Fault::new(qz1_status::Scheme, "bits of codes that the layout does not hold"));
             }
             let launches = layout.device_packing()?;
-            let names = launches.iter().map(|launch| launch.kernel.kernel).collect();
-            let wanted = launches.into_iter().map(|launch| {
-                let grid = [launch.grid, 1, 1];
-                (launch.kernel, LaunchShape { grid, block: launch.threads, shared_bytes: 0 })
-            });
+            let names = launches.iter().map(|launch| launch.variant.kernel).collect();
+            let wanted = launches.into_iter().map(|launch| (launch.variant, launch.launch));
             Ok((Family::Pack(Pack { layout, bits: shape.bits, names }), wanted.collect()))
         })
     })

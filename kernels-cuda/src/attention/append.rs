@@ -2,9 +2,11 @@
 
 use quant_kernels_cpu::KernelError;
 
+use super::Float;
 use super::layout::KvPageLayout;
-use super::{Argument, Float, KernelPlan};
 use crate::compile::Variant;
+use crate::launch::{Argument, LaunchShape};
+use crate::registry::Entry;
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -56,8 +58,10 @@ pub struct AppendArguments {
 /// A planned launch of `kv_append`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppendPlan {
-    /// Variant and grid.
-    pub kernel: KernelPlan,
+    /// The kernel: the same for all architectures.
+    pub variant: Variant,
+    /// Blocks and threads.
+    pub launch: LaunchShape,
     shape: AppendShape,
 }
 
@@ -83,22 +87,28 @@ impl AppendShape {
             ("HEAD_DIM", self.layout.head_dim()),
             ("INPUT_TYPE", self.input.code()),
         ];
-        let kernel = KernelPlan {
-            variant: Variant {
-                source: &super::APPEND_SOURCE,
-                kernel: "kv_append",
-                defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
-            },
-            grid: [rows.div_ceil(THREADS / lanes) as u32, 1, 1],
-            block: THREADS as u32,
-            shared_bytes: 0,
-            register_ceiling: 64,
+        let variant = Variant {
+            source: &super::APPEND_SOURCE,
+            kernel: "kv_append",
+            defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
         };
-        Ok(AppendPlan { kernel, shape: *self })
+        let grid = [rows.div_ceil(THREADS / lanes) as u32, 1, 1];
+        let launch = LaunchShape { grid, block: THREADS as u32, shared_bytes: 0 };
+        Ok(AppendPlan { variant, launch, shape: *self })
     }
 }
 
 impl AppendPlan {
+    /// What its machine code is held to.
+    pub(super) fn entry(self) -> Entry {
+        Entry {
+            family: "attention",
+            variant: self.variant,
+            register_ceiling: 64,
+            instructions: vec!["SHFL.BFLY", "STG.E"],
+        }
+    }
+
     /// The arguments of the kernel, in its order.
     pub fn arguments(&self, at: &AppendArguments) -> Vec<Argument> {
         vec![
