@@ -17,7 +17,7 @@
 
 #include "quant_kernels_cuda.h"
 
-enum { M = 5, N = 40, K = 1024, GROUP = 128 };
+enum { M = 5, N = 40, K = 2048, GROUP = 128 };
 
 #define CHECK(condition)                                                        \
     do {                                                                        \
@@ -66,9 +66,10 @@ static void open_driver(void) {
     CHECK(cu_context_retain(&context, device) == 0 && cu_context_set(context) == 0);
 }
 
-/* Device memory with these bytes, or of zeros. */
+/* Device memory with these bytes, or of zeros; a workspace may need none. */
 static qz1_cuda_region to_device(const void *from, size_t bytes) {
     qz1_cuda_region region = {0, bytes};
+    if (bytes == 0) return region;
     void *zeros = calloc(1, bytes);
     CHECK(zeros != NULL && cu_allocate(&region.address, bytes) == 0);
     CHECK(cu_to_device(region.address, from == NULL ? zeros : from, bytes) == 0);
@@ -196,7 +197,7 @@ int main(int argc, char **argv) {
     printf("another layout: %s\n", reason);
 
     const qz1_cuda_region all[] = {from.x, from.codes, from.scales, to.weight, to.bias, to.out, to.workspace};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) CHECK(cu_free(all[i].address) == 0);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) CHECK(all[i].bytes == 0 || cu_free(all[i].address) == 0);
     qz1_cuda_plan_free(linear);
     qz1_cuda_plan_free(quantize);
     qz1_cuda_kernels_free(kernels);

@@ -78,7 +78,7 @@ fn launches_of_linears() {
     }
     driver::context();
     let kernels = Kernels::new();
-    let [n, k, m] = [40, 1024, 5];
+    let [n, k, m] = [40, 2048, 5];
     let layout = Matrix::new([n, k], 128, true).layout(QZ1_CUDA_ORDER_INT8, 0);
     let shape = |m| qz1_cuda_linear_shape {
         x_type: QZ1_CUDA_TYPE_INT8,
@@ -117,9 +117,9 @@ fn launches_of_linears() {
     );
     let with = |change: fn(&mut qz1_cuda_linear_arguments)| launched(&plan, &good, launch, change);
     assert_eq!(with(|a| a.x_zero = 1), qz1_status::Scheme);
-    assert_eq!(with(|a| a.x_stride = 1023), qz1_status::Mismatch);
-    assert_eq!(with(|a| a.x_stride = 1025), qz1_status::Scheme);
-    assert_eq!(with(|a| a.x_stride = 1040), qz1_status::Length);
+    assert_eq!(with(|a| a.x_stride = 2047), qz1_status::Mismatch);
+    assert_eq!(with(|a| a.x_stride = 2049), qz1_status::Scheme);
+    assert_eq!(with(|a| a.x_stride = 2064), qz1_status::Length);
     assert_eq!(with(|a| a.out_stride = 39), qz1_status::Mismatch);
     assert_eq!(with(|a| a.out_stride = usize::MAX), qz1_status::Mismatch);
     // Without tokens nothing is launched, and nothing but the weights need be there.

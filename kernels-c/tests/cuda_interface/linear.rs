@@ -47,7 +47,8 @@ fn quantized_rows_are_multiplied() {
     }
     driver::context();
     let kernels = Kernels::new();
-    let ([n, k], m, group) = ([40, 1024], 5, 128);
+    // Wide enough that blocks share a row of results, and meet in a workspace.
+    let ([n, k], m, group) = ([40, 2048], 5, 128);
     let matrix = Matrix::new([n, k], group, true);
     let x = halves(m * k, 37);
     let [codes, scales, row_sums, group_sums] = quantized(&kernels, &x, [m, k], group);

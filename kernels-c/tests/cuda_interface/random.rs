@@ -152,7 +152,7 @@ fn any_arguments() {
     }
     driver::context();
     let kernels = Kernels::new();
-    let layout = Matrix::new([40, 1024], 128, true).layout(QZ1_CUDA_ORDER_INT8, 0);
+    let layout = Matrix::new([40, 2048], 128, true).layout(QZ1_CUDA_ORDER_INT8, 0);
     let shape = |m| qz1_cuda_linear_shape {
         x_type: QZ1_CUDA_TYPE_INT8,
         out_type: QZ1_TYPE_F32,
