@@ -73,6 +73,9 @@
 // Attention on a quantized cache.
 #define QZ1_FEATURE_ATTENTION 7
 
+// Kernels for NVIDIA GPUs, `quant_kernels_cuda.h`: where the library was built with them.
+#define QZ1_FEATURE_CUDA 8
+
 // Codes of 4 bits, a scale and a zero a token and head.
 #define QZ1_KV_4BIT 1
 
@@ -140,6 +143,14 @@ enum qz1_status
   QZ1_STATUS_FOR_EACH = 36,
   // The library failed, which is its fault; what was to be written may be written in part.
   QZ1_STATUS_INTERNAL = 37,
+  // The CUDA driver, a device, or the run-time compiler is not there.
+  QZ1_STATUS_CUDA_MISSING = 64,
+  // No CUDA context is current on the calling thread.
+  QZ1_STATUS_CUDA_CONTEXT = 65,
+  // The device is older than all that kernels are made for.
+  QZ1_STATUS_CUDA_DEVICE = 66,
+  // The CUDA driver or the run-time compiler refused.
+  QZ1_STATUS_CUDA_FAILED = 67,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -39,6 +39,8 @@ pub const QZ1_FEATURE_FUSED: u32 = 5;
 pub const QZ1_FEATURE_HADAMARD: u32 = 6;
 /// Attention on a quantized cache.
 pub const QZ1_FEATURE_ATTENTION: u32 = 7;
+/// Kernels for NVIDIA GPUs, `quant_kernels_cuda.h`: where the library was built with them.
+pub const QZ1_FEATURE_CUDA: u32 = 8;
 
 /// Names of instruction sets by number.
 const NAMES: [(u32, &str, &core::ffi::CStr); 8] = [
@@ -78,7 +80,8 @@ pub extern "C" fn qz1_version() -> *const c_char {
 /// 1 where a `QZ1_FEATURE_…` is there, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
-    u32::from((QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION).contains(&feature))
+    let last = if cfg!(feature = "cuda") { QZ1_FEATURE_CUDA } else { QZ1_FEATURE_ATTENTION };
+    u32::from((QZ1_FEATURE_INT8..=last).contains(&feature))
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.

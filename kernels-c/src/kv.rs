@@ -90,7 +90,7 @@ fn describe(layout: &KvLayout) -> qz1_kv_layout {
     }
 }
 
-fn kind(kind: u32) -> Result<KvType, Fault> {
+pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
     match kind {
         QZ1_KV_4BIT => Ok(KvType::Kv4),
         QZ1_KV_8BIT => Ok(KvType::Kv8),

@@ -14,9 +14,14 @@
 //! - Where the system gives no memory, that is a status too: a reason holds none, and all that grows asks before.
 //! - No state, no threads, no initialization: instructions are found once, and each call may name others.
 //! - Handles may be used by one thread at a time; everything else by any number.
+//!
+//! With the feature `cuda` the library also has what is behind `include/quant_kernels_cuda.h`: module `cuda`, by
+//! `quant-kernels-cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]
 #![allow(non_camel_case_types, reason = "names as C has them")]
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod features;
 mod hadamard;
 mod kv;
@@ -28,6 +33,8 @@ mod rows;
 mod status;
 mod weights;
 
+#[cfg(feature = "cuda")]
+pub use cuda::*;
 pub use features::*;
 pub use hadamard::*;
 pub use kv::*;

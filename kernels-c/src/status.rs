@@ -44,6 +44,14 @@ pub enum qz1_status {
     ForEach = 36,
     /// The library failed, which is its fault; what was to be written may be written in part.
     Internal = 37,
+    /// The CUDA driver, a device, or the run-time compiler is not there.
+    CudaMissing = 64,
+    /// No CUDA context is current on the calling thread.
+    CudaContext = 65,
+    /// The device is older than all that kernels are made for.
+    CudaDevice = 66,
+    /// The CUDA driver or the run-time compiler refused.
+    CudaFailed = 67,
 }
 
 /// Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
@@ -78,6 +86,8 @@ enum Reason {
     Isa(u32),
     Kernel(KernelError),
     View(ViewError),
+    #[cfg(feature = "cuda")]
+    Cuda(quant_kernels_cuda::Error),
     Panic(Box<dyn Any + Send>),
 }
 
@@ -91,6 +101,8 @@ impl Display for Reason {
             Self::Isa(isa) => write!(f, "there is no instruction set {isa}"),
             Self::Kernel(error) => error.fmt(f),
             Self::View(error) => error.fmt(f),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(error) => error.fmt(f),
             Self::Panic(with) => {
                 let text = with.downcast_ref::<&str>().copied();
                 let text = text.or_else(|| with.downcast_ref::<String>().map(String::as_str));
@@ -121,7 +133,7 @@ impl Fault {
         Self { status: qz1_status::Isa, reason: Reason::Isa(isa) }
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn status(&self) -> qz1_status {
         self.status
     }
@@ -153,6 +165,25 @@ impl From<ViewError> for Fault {
             _ => qz1_status::Length,
         };
         Self { status, reason: Reason::View(error) }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl From<quant_kernels_cuda::Error> for Fault {
+    fn from(error: quant_kernels_cuda::Error) -> Self {
+        use quant_kernels_cuda::Error as E;
+        let status = match error {
+            E::DriverMissing
+            | E::FunctionMissing { .. }
+            | E::NoDevice
+            | E::NvrtcMissing
+            | E::NvrtcNamed { .. } => qz1_status::CudaMissing,
+            E::NoContext => qz1_status::CudaContext,
+            E::DeviceTooOld { .. } => qz1_status::CudaDevice,
+            // What is newer than this list, too.
+            _ => qz1_status::CudaFailed,
+        };
+        Self { status, reason: Reason::Cuda(error) }
     }
 }
 

@@ -115,7 +115,7 @@ fields!(qz1_parts, channels_len, reserved);
 ///
 /// # Safety
 /// As [`Scope::read`], and what it points to must be as long as it says.
-unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<WeightView<'_>, Fault> {
+pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<WeightView<'_>, Fault> {
     // SAFETY: as the caller vouches.
     unsafe {
         let w = scope.read(weights, "the weights")?;

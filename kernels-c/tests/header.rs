@@ -1,11 +1,23 @@
-//! The committed header is what the source says.
+//! The committed headers are what the source says.
 //!
 //! After a change to the interface, write it anew: `QUANT_WRITE_HEADER=1 cargo test -p quant-kernels-c --test header`.
 
 use std::path::Path;
 
+/// Of the library's own header, and of that of CUDA's kernels.
 const SOURCES: [&str; 9] =
     ["features", "hadamard", "kv", "kv_cache", "multiply", "parallel", "rows", "status", "weights"];
+
+const CUDA_SOURCES: [&str; 8] = [
+    "cuda/region",
+    "cuda/kernels",
+    "cuda/weights",
+    "cuda/pack",
+    "cuda/linear",
+    "cuda/activation",
+    "cuda/append",
+    "cuda/attention",
+];
 
 const TOP: &str = "/* Kernels that multiply activations with quantized weights: the C interface of the Rust crate
  * quant-kernels-cpu. Written by cbindgen; `cargo test -p quant-kernels-c --test header` compares it.
@@ -25,13 +37,34 @@ const TOP: &str = "/* Kernels that multiply activations with quantized weights: 
  * Link with -lpthread -ldl -lm.
  */";
 
-#[test]
-fn the_header_is_current() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let config = cbindgen::Config {
+const CUDA_TOP: &str = "/* Kernels for NVIDIA GPUs: the C interface of the Rust crate quant-kernels-cuda, in libraries that are built with the
+ * feature `cuda`, for which qz1_has(QZ1_FEATURE_CUDA) is 1. Written by cbindgen; `cargo test -p quant-kernels-c --test
+ * header` compares it. Not yet run on a device.
+ *
+ * What quant_kernels.h says of statuses, structures and messages holds here. Neither it nor this needs a header of
+ * CUDA's: a stream is a CUstream or cudaStream_t, null for the context's own; an address is a CUdeviceptr or a pointer of
+ * CUDA's. The driver and NVRTC are loaded when first asked for.
+ *
+ * Every family has two functions and two structures:
+ *
+ *     qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)        compiles and loads what the shape takes
+ *     qz1_cuda_plan_workspace(plan, &bytes, &zeroed, message)     what the caller allocates
+ *     qz1_cuda_FAMILY_launch(plan, arguments, stream, message)    puts it on the stream
+ *
+ * A plan takes a context that is current on the calling thread, as CUDA's runtime or a framework leaves it; the first of
+ * its kind compiles, which takes a tenth of a second and may wait for the device, so plans are made ahead. A launch
+ * allocates nothing on the device, waits for nothing, may be captured into a graph, and is refused for a region that is
+ * null, misaligned or too short. What is in device memory nobody looks at; that regions overlap nobody sees. What goes
+ * wrong on the device is an error of later calls of CUDA's.
+ *
+ * Matrices are row-major. Contexts outlive handles and plans.
+ */";
+
+fn config(top: &str, guard: &str) -> cbindgen::Config {
+    cbindgen::Config {
         language: cbindgen::Language::C,
-        header: Some(TOP.to_owned()),
-        include_guard: Some("QUANT_KERNELS_H".to_owned()),
+        header: Some(top.to_owned()),
+        include_guard: Some(guard.to_owned()),
         cpp_compat: true,
         usize_is_size_t: true,
         documentation_style: cbindgen::DocumentationStyle::C99,
@@ -41,8 +74,26 @@ fn the_header_is_current() {
             ..Default::default()
         },
         ..Default::default()
-    };
-    let builder = SOURCES.iter().fold(cbindgen::Builder::new().with_config(config), |builder, name| {
+    }
+}
+
+#[test]
+fn the_header_is_current() {
+    compare("quant_kernels.h", config(TOP, "QUANT_KERNELS_H"), &SOURCES);
+}
+
+#[test]
+fn the_header_of_cuda_is_current() {
+    let mut config = config(CUDA_TOP, "QUANT_KERNELS_CUDA_H");
+    config.includes = vec!["quant_kernels.h".to_owned()];
+    config.no_includes = true;
+    compare("quant_kernels_cuda.h", config, &CUDA_SOURCES);
+}
+
+/// Compares a header with what the source says, or writes it.
+fn compare(name: &str, config: cbindgen::Config, sources: &[&str]) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), |builder, name| {
         builder.with_src(root.join(format!("src/{name}.rs")))
     });
     let mut fresh = Vec::new();
@@ -50,17 +101,14 @@ fn the_header_is_current() {
     // What concerns Rust alone.
     let fresh = String::from_utf8(fresh).expect("a header is text").replace("\r\n", "\n");
     let fresh = without_safety(&fresh);
-    let path = root.join("include/quant_kernels.h");
+    let path = root.join("include").join(name);
     if std::env::var_os("QUANT_WRITE_HEADER").is_some() {
         std::fs::write(&path, &fresh).unwrap();
     }
     let committed = std::fs::read_to_string(&path).unwrap_or_default().replace("\r\n", "\n");
     if committed != fresh {
         let differs = committed.lines().zip(fresh.lines()).position(|(a, b)| a != b);
-        panic!(
-            "include/quant_kernels.h is not what the source says, from line {:?} on",
-            differs.map(|l| l + 1)
-        );
+        panic!("include/{name} is not what the source says, from line {:?} on", differs.map(|l| l + 1));
     }
 }
 

@@ -18,19 +18,9 @@
 //   THREADS    of a block: a power of two from 64 to 1024
 //   HELD       values of a thread: 16 or 32; 0: any number, not held
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "ptx.cuh"
 
-#define INLINE __device__ __forceinline__
-#define F32 0
-#define F16 1
-#define BF16 2
-#define PLAIN 0
-#define NORM 1
-#define NORM_RESIDUAL 2
-#define SILU_MUL 3
+enum { PLAIN, NORM, NORM_RESIDUAL, SILU_MUL };
 
 constexpr bool NORMS = SOURCE == NORM || SOURCE == NORM_RESIDUAL;
 constexpr bool ADDS = SOURCE == NORM_RESIDUAL;
@@ -45,7 +35,6 @@ constexpr int SEGMENT_LANES = 32 / VECTOR;
 constexpr int WIDTH = GROUP > 1 ? GROUP : 32;
 // Blocks that a multiprocessor should hold at least, which bounds the registers of a thread.
 constexpr int MIN_BLOCKS = 1024 / THREADS;
-constexpr u32 ALL = 0xffffffffu;
 // Added to a number within ±2²² it leaves that number, rounded half to even, in the low bits.
 constexpr float ROUNDING = 12582912.0f;
 // 127 over this is still a number; rows below are taken for zero.
@@ -73,31 +62,6 @@ struct Row {
     int k;
 };
 
-INLINE float float_of_half(u16 bits) {
-    float out;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-    return out;
-}
-
-INLINE u16 half_of_float(float value) {
-    u16 out;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
-    return out;
-}
-
-INLINE u16 bfloat_of_float(float value) {
-    u16 out;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-    return out;
-}
-
-// The sum of a word's four signed bytes, and `to`.
-INLINE int add_bytes(u32 word, int to) {
-    int out;
-    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(word), "r"(0x01010101u), "r"(to));
-    return out;
-}
-
 // The lowest bytes of four words, the first lowest.
 INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
@@ -107,18 +71,18 @@ template <int TYPE, typename Word> INLINE float widen(Word bits) {
     if constexpr (TYPE == F32)
         return bits;
     else if constexpr (TYPE == F16)
-        return float_of_half(bits);
+        return float_of_f16(bits);
     else
-        return __uint_as_float((u32)bits << 16);
+        return float_of_bf16(bits);
 }
 
 template <int TYPE> INLINE auto narrow(float value) {
     if constexpr (TYPE == F32)
         return value;
     else if constexpr (TYPE == F16)
-        return half_of_float(value);
+        return f16_of_float(value);
     else
-        return bfloat_of_float(value);
+        return bf16_of_float(value);
 }
 
 // VECTOR values from `at` on as f32; beyond `k` they are zero.
@@ -135,7 +99,7 @@ template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const W
             else if constexpr (TYPE == BF16)
                 to[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
             else
-                to[i] = float_of_half((u16)(words[i / 2] >> (i % 2 * 16)));
+                to[i] = float_of_f16((u16)(words[i / 2] >> (i % 2 * 16)));
         }
     } else {
 #pragma unroll
@@ -247,19 +211,11 @@ INLINE u32 largest_of(const float (&values)[VECTOR], u32 to) {
 // Ways to join the words of 32 lanes, in one instruction where there is one. `NONE` changes nothing.
 struct Largest {
     static constexpr u32 NONE = 0;
-    INLINE static u32 join(u32 word) {
-        u32 out;
-        asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
-        return out;
-    }
+    INLINE static u32 join(u32 word) { return largest_of_lanes(word); }
 };
 struct WholeSum {
     static constexpr u32 NONE = 0;
-    INLINE static u32 join(u32 word) {
-        int out;
-        asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(out) : "r"((int)word));
-        return (u32)out;
-    }
+    INLINE static u32 join(u32 word) { return (u32)sum_of_lanes((i32)word); }
 };
 // Lanes are joined in halves, so the order is fixed, and sums are the same bits in all lanes, for two numbers add up the
 // same either way.
@@ -268,7 +224,7 @@ struct FloatSum {
     INLINE static u32 join(u32 word) {
         float sum = __uint_as_float(word);
 #pragma unroll
-        for (int apart = 1; apart < 32; apart *= 2) sum = sum + __shfl_xor_sync(ALL, sum, apart);
+        for (int apart = 1; apart < 32; apart *= 2) sum = sum + __shfl_xor_sync(ALL_LANES, sum, apart);
         return __float_as_uint(sum);
     }
 };
@@ -276,7 +232,7 @@ struct FloatSum {
 // Sums over LANES neighbours; each gets the result.
 template <int LANES> INLINE int sum_lanes(int sum) {
 #pragma unroll
-    for (int apart = 1; apart < LANES; apart *= 2) sum += __shfl_xor_sync(ALL, sum, apart);
+    for (int apart = 1; apart < LANES; apart *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     return sum;
 }
 
@@ -412,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const float most = __uint_as_float(largest);
     const bool finite = largest < 0x7f800000u;
     float scale = 0.0f;
-    Grid grid = {0.0f, 0.0f, 0.0f, 0, finite ? ALL : 0};
+    Grid grid = {0.0f, 0.0f, 0.0f, 0, finite ? 0xffffffffu : 0};
     if constexpr (STATIC) {
         scale = static_scale;
         grid.inverse = __fdiv_rn(1.0f, static_scale);

@@ -29,7 +29,7 @@ extern __shared__ __align__(128) u8 shared[];
 constexpr int CHUNKS = TILE_BYTES / 16;
 
 // Copies a tile; addresses are those of this lane's first chunk.
-__device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 lane) {
+INLINE void copy_tile(u32 to, const u8* from, u32 lane) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; i += 32)
         if (i + 32 <= CHUNKS || static_cast<int>(lane) < CHUNKS - i) copy_async_16(to + 16 * i, from + 16 * i);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 lane) {
 
 // Copies rows of tokens from `skipped` to below `valid` of a tile, and grids up to there; other rows become zeros and are
 // not read, so that they may hold anything.
-__device__ __forceinline__ void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u32 lane) {
+INLINE void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u32 lane) {
     constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 #pragma unroll 1
     for (int i = 0; i + static_cast<int>(lane) < CHUNKS; i += 32) {
@@ -47,22 +47,22 @@ __device__ __forceinline__ void copy_part_of_tile(u32 to, const u8* from, int sk
         // A chunk of grids is of four tokens.
         if (row >= 2 * TILE_TOKENS)
             bytes = min(max(4 * (valid - (chunk - 2 * TILE_TOKENS * ROW_CHUNKS) % 4 * 4), 0), 16);
-        copy_async_part(to + 16 * i, from + 16 * i, bytes);
+        copy_async_16(to + 16 * i, from + 16 * i, bytes);
     }
 }
 
 // ------------------------------------------------------------------------------------------------------------- splits
 
-__device__ __forceinline__ u32 split_tokens(u32 tokens) {
+INLINE u32 split_tokens(u32 tokens) {
     const u32 even = (tokens + MAX_SPLITS - 1) / MAX_SPLITS;
     return max((even + 63) / 64 * 64, static_cast<u32>(MIN_SPLIT));
 }
 
-__device__ __forceinline__ void store(Out* out, float x) {
+INLINE void store(Out* out, float x) {
 #if OUT_TYPE == 0
-    *out = f32_to_f16(x);
+    *out = f16_of_float(x);
 #elif OUT_TYPE == 1
-    *out = f32_to_bf16(x);
+    *out = bf16_of_float(x);
 #else
     *out = x;
 #endif

@@ -3,7 +3,7 @@
 //   out = sum_i w_i out_i / sum_i w_i,   lse = max + ln sum_i w_i,   w_i = exp(lse_i - max)
 //
 // Macro: OUT_TYPE 0 f16, 1 bf16, 2 f32.
-#include "attention_ptx.cuh"
+#include "ptx.cuh"
 
 #if OUT_TYPE == 2
 typedef float Out;
@@ -39,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const float joined = total == 0.0f ? 0.0f : sum / total;
 #if OUT_TYPE == 0
-    out[item] = f32_to_f16(joined);
+    out[item] = f16_of_float(joined);
 #elif OUT_TYPE == 1
-    out[item] = f32_to_bf16(joined);
+    out[item] = bf16_of_float(joined);
 #else
     out[item] = joined;
 #endif

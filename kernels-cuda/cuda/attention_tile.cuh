@@ -27,7 +27,7 @@ constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+INLINE float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ------------------------------------------------------------------------------------------------ codes to halves
 
@@ -42,7 +42,7 @@ constexpr bool VALUE_TAIL = ROW_WORDS % 8 == 4;
 constexpr int WORD_TILES = PACK / 2;
 
 template <int WIDE>
-__device__ __forceinline__ void load_words(u32* words, const u32* from) {
+INLINE void load_words(u32* words, const u32* from) {
     if constexpr (WIDE == 4) {
         const uint4 v = *reinterpret_cast<const uint4*>(from);
         words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
@@ -55,22 +55,22 @@ __device__ __forceinline__ void load_words(u32* words, const u32* from) {
 }
 
 // The feature of a lane's `e`th element of a row, a multiple of a pair: lanes take turns of `wide` words.
-__device__ __forceinline__ constexpr int feature_of(int e, int lane, int lanes, int wide) {
+INLINE constexpr int feature_of(int e, int lane, int lanes, int wide) {
     const int run = wide * PACK;
     return (e / run * lanes + lane) * run + e % run;
 }
 
 // One word of a row: pairs of neighbouring features as halves.
-__device__ __forceinline__ void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
+INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 #if KV_BITS == 4
-    const u32 turned = permute<0x2301>(word, 0);
-    pairs[0] = mask_or<0x003c003c, 0x5c005c00>(word);
-    pairs[1] = mask_or<0x03c003c0, 0x4c004c00>(word);
-    pairs[2] = mask_or<0x003c003c, 0x5c005c00>(turned);
-    pairs[3] = mask_or<0x03c003c0, 0x4c004c00>(turned);
+    const u32 turned = permute_bytes<0x2301>(word, 0);
+    pairs[0] = and_or<0x003c003c, 0x5c005c00>(word);
+    pairs[1] = and_or<0x03c003c0, 0x4c004c00>(word);
+    pairs[2] = and_or<0x003c003c, 0x5c005c00>(turned);
+    pairs[3] = and_or<0x03c003c0, 0x4c004c00>(turned);
 #elif KV_BITS == 8
-    pairs[0] = permute<0x4140>(word, 0x64646464);
-    pairs[1] = permute<0x4342>(word, 0x64646464);
+    pairs[0] = permute_bytes<0x4140>(word, 0x64646464);
+    pairs[1] = permute_bytes<0x4342>(word, 0x64646464);
 #else
     pairs[0] = word;
 #endif
@@ -79,18 +79,18 @@ __device__ __forceinline__ void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 #if KV_BITS == 4
 // The low halves (HIGH: the high ones) of one word of two tokens: of four features, both tokens' codes as halves.
 template <bool HIGH>
-__device__ __forceinline__ void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
-    const u32 straight = permute<HIGH ? 0x7632 : 0x5410>(first, second);
-    const u32 turned = permute<HIGH ? 0x6723 : 0x4501>(first, second);
-    out[0] = mask_or<0x003c003c, 0x5c005c00>(straight);
-    out[1] = mask_or<0x03c003c0, 0x4c004c00>(straight);
-    out[2] = mask_or<0x003c003c, 0x5c005c00>(turned);
-    out[3] = mask_or<0x03c003c0, 0x4c004c00>(turned);
+INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
+    const u32 straight = permute_bytes<HIGH ? 0x7632 : 0x5410>(first, second);
+    const u32 turned = permute_bytes<HIGH ? 0x6723 : 0x4501>(first, second);
+    out[0] = and_or<0x003c003c, 0x5c005c00>(straight);
+    out[1] = and_or<0x03c003c0, 0x4c004c00>(straight);
+    out[2] = and_or<0x003c003c, 0x5c005c00>(turned);
+    out[3] = and_or<0x03c003c0, 0x4c004c00>(turned);
 }
 #endif
 
 // One word of a row of two tokens: feature by feature, both tokens' codes as halves.
-__device__ __forceinline__ void spread_values(u32 first, u32 second, u32 (&out)[PACK]) {
+INLINE void spread_values(u32 first, u32 second, u32 (&out)[PACK]) {
 #if KV_BITS == 4
     u32 even[4], odd[4];
     spread_halves<false>(first, second, even);
@@ -98,19 +98,19 @@ __device__ __forceinline__ void spread_values(u32 first, u32 second, u32 (&out)[
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[2 * i] = even[i], out[2 * i + 1] = odd[i];
 #elif KV_BITS == 8
-    const u32 low = permute<0x5410>(first, second), high = permute<0x7632>(first, second);
-    out[0] = permute<0x4240>(low, 0x64646464);
-    out[1] = permute<0x4341>(low, 0x64646464);
-    out[2] = permute<0x4240>(high, 0x64646464);
-    out[3] = permute<0x4341>(high, 0x64646464);
+    const u32 low = permute_bytes<0x5410>(first, second), high = permute_bytes<0x7632>(first, second);
+    out[0] = permute_bytes<0x4240>(low, 0x64646464);
+    out[1] = permute_bytes<0x4341>(low, 0x64646464);
+    out[2] = permute_bytes<0x4240>(high, 0x64646464);
+    out[3] = permute_bytes<0x4341>(high, 0x64646464);
 #else
-    out[0] = permute<0x5410>(first, second);
-    out[1] = permute<0x7632>(first, second);
+    out[0] = permute_bytes<0x5410>(first, second);
+    out[1] = permute_bytes<0x7632>(first, second);
 #endif
 }
 
 // The feature of row `g` (or `g + 8`, `half` 1) of an output tile.
-__device__ __forceinline__ int out_feature(int tile, int half, int g) {
+INLINE int out_feature(int tile, int half, int g) {
     constexpr int WHOLE = VALUE_WORDS * WORD_TILES;
     if (!VALUE_TAIL || tile < WHOLE) return feature_of(2 * tile + half, g, 8, VALUE_WIDE);
     // Two lanes share a word of the tail; the even features are in its low half.
@@ -118,7 +118,7 @@ __device__ __forceinline__ int out_feature(int tile, int half, int g) {
 }
 
 // What the codes of a row of an output tile are too large by.
-__device__ __forceinline__ constexpr float out_offset(int tile, int half) {
+INLINE constexpr float out_offset(int tile, int half) {
     constexpr int WHOLE = VALUE_WORDS * WORD_TILES;
     const bool odd = VALUE_TAIL && tile >= WHOLE ? half : tile & 1;
     return odd ? OFFSET_ODD : OFFSET_EVEN;
@@ -153,7 +153,7 @@ struct Place {
     u32 values;
 };
 
-__device__ __forceinline__ Place place_of(u32 lane) {
+INLINE Place place_of(u32 lane) {
     Place place;
     place.g = lane / 4;
     place.t = lane % 4;
@@ -164,14 +164,14 @@ __device__ __forceinline__ Place place_of(u32 lane) {
 }
 
 // From token 2 t to 2 t + 1, 2 t + 8 and 2 t + 9: as far for all t.
-__device__ __forceinline__ constexpr int value_step(int k) {
+INLINE constexpr int value_step(int k) {
     return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
 }
 
 // The queries of a block's columns, where `row_of(column)` says, zeros where that is null; halves, of bf16 times a power of
 // two that makes the largest of a column 2^14 to 2^15.
 template <typename RowOf>
-__device__ __forceinline__ void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
+INLINE void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
     const u32 t = place.t;
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
@@ -186,8 +186,8 @@ __device__ __forceinline__ void load_queries(Queries& queries, float scale, cons
             raw[step] = make_ushort4(0, 0, 0, 0);
             if (row != nullptr && feature < HEAD_DIM) raw[step] = *reinterpret_cast<const ushort4*>(row + feature);
 #if QUERY_TYPE == 1
-            largest = fmaxf(fmaxf(largest, fabsf(bf16_to_f32(raw[step].x))), fabsf(bf16_to_f32(raw[step].y)));
-            largest = fmaxf(fmaxf(largest, fabsf(bf16_to_f32(raw[step].z))), fabsf(bf16_to_f32(raw[step].w)));
+            largest = fmaxf(fmaxf(largest, fabsf(float_of_bf16(raw[step].x))), fabsf(float_of_bf16(raw[step].y)));
+            largest = fmaxf(fmaxf(largest, fabsf(float_of_bf16(raw[step].z))), fabsf(float_of_bf16(raw[step].w)));
 #endif
         }
         float back = 1.0f;
@@ -206,8 +206,8 @@ __device__ __forceinline__ void load_queries(Queries& queries, float scale, cons
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; ++step) {
 #if QUERY_TYPE == 1
-            u32 low = pack_f16(bf16_to_f32(raw[step].x) * forth, bf16_to_f32(raw[step].y) * forth);
-            u32 high = pack_f16(bf16_to_f32(raw[step].z) * forth, bf16_to_f32(raw[step].w) * forth);
+            u32 low = f16_pair(float_of_bf16(raw[step].x) * forth, float_of_bf16(raw[step].y) * forth);
+            u32 high = f16_pair(float_of_bf16(raw[step].z) * forth, float_of_bf16(raw[step].w) * forth);
 #else
             u32 low = raw[step].x | static_cast<u32>(raw[step].y) << 16;
             u32 high = raw[step].z | static_cast<u32>(raw[step].w) << 16;
@@ -215,8 +215,8 @@ __device__ __forceinline__ void load_queries(Queries& queries, float scale, cons
             queries.fragment[tile][step][0] = low;
             queries.fragment[tile][step][1] = high;
             if (HAS_GRIDS) {
-                mma_f16(sums, ONES, ONES, ONES, ONES, low, high);
-                mma_f16(starts, EVEN, EVEN, ODD, ODD, low, high);
+                mma_f16(sums, {ONES, ONES, ONES, ONES}, low, high);
+                mma_f16(starts, {EVEN, EVEN, ODD, ODD}, low, high);
             }
         }
 #pragma unroll
@@ -229,7 +229,7 @@ __device__ __forceinline__ void load_queries(Queries& queries, float scale, cons
     }
 }
 
-__device__ __forceinline__ void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, const u32* tile,
+INLINE void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, const u32* tile,
                                            const Place& place) {
     u32 words[2][KEY_WORDS];
 #pragma unroll
@@ -261,14 +261,14 @@ __device__ __forceinline__ void score_tile(float (&scores)[HEAD_TILES][4], const
 #pragma unroll
             for (int tile = 0; tile < HEAD_TILES; ++tile) {
                 const u32(&query)[2] = queries.fragment[tile][i / STEP_WORDS * STEPS + j];
-                mma_f16(scores[tile], low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1], query[0], query[1]);
+                mma_f16(scores[tile], {low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]}, query[0], query[1]);
             }
     }
 }
 
 // Takes anew what this tile outgrows, of each head alone, so that no head's result depends on another; sums become relative
 // to it.
-__device__ __forceinline__ void rescale(State& state, const float (&scores)[HEAD_TILES][4], float value_scale) {
+INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float value_scale) {
     float unit = 1.0f;
     if (HAS_GRIDS) {
         float largest = value_scale;
@@ -306,20 +306,20 @@ __device__ __forceinline__ void rescale(State& state, const float (&scores)[HEAD
 }
 
 // One output tile of 16 features: `low` and `high` are rows g and g + 8 for tokens 2 t and 2 t + 1, then for 8 more.
-__device__ __forceinline__ void add_values(State& state, const u32 (&weights)[HEAD_TILES][2], int tile, u32 low,
+INLINE void add_values(State& state, const u32 (&weights)[HEAD_TILES][2], int tile, u32 low,
                                            u32 high, u32 low_8, u32 high_8) {
 #pragma unroll
     for (int heads = 0; heads < HEAD_TILES; ++heads)
-        mma_f16(state.out[heads][tile], low, high, low_8, high_8, weights[heads][0], weights[heads][1]);
+        mma_f16(state.out[heads][tile], {low, high, low_8, high_8}, weights[heads][0], weights[heads][1]);
 }
 
-__device__ __forceinline__ void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const u32* tile,
+INLINE void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const u32* tile,
                                            const Place& place) {
     constexpr u32 ONES = 0x3c003c00;
     if (HAS_GRIDS)
 #pragma unroll
         for (int heads = 0; heads < HEAD_TILES; ++heads)
-            mma_f16(state.rounded[heads], ONES, ONES, ONES, ONES, weights[heads][0], weights[heads][1]);
+            mma_f16(state.rounded[heads], {ONES, ONES, ONES, ONES}, weights[heads][0], weights[heads][1]);
     // Tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
 #pragma unroll
     for (int i = 0; i < VALUE_WORDS; i += VALUE_WIDE) {
@@ -362,7 +362,7 @@ struct Limits {
 
 // A tile that lies in shared memory and begins with token `start` of the list. If it is not `whole`, columns see only tokens
 // from `unseen` to below `end` and their limits.
-__device__ __forceinline__ void attend_tile(State& state, const Queries& queries, const u32* tile, const Place& place,
+INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, const Place& place,
                                             bool whole, const Limits& limits, int unseen, int end, int start) {
     float scores[HEAD_TILES][4];
     score_tile(scores, queries, tile, place);
@@ -372,10 +372,10 @@ __device__ __forceinline__ void attend_tile(State& state, const Queries& queries
         for (int half = 0; half < 2; ++half) {
             const u32 key = tile[KEY_GRIDS_AT / 4 + place.g + 8 * half];
             const u32 value = tile[VALUE_GRIDS_AT / 4 + place.g + 8 * half];
-            key_scale[half] = f16_to_f32(static_cast<u16>(key));
-            key_zero[half] = f16_to_f32(static_cast<u16>(key >> 16));
-            value_scale[half] = f16_to_f32(static_cast<u16>(value));
-            middle[half] = fmaf(value_scale[half], CENTRE, f16_to_f32(static_cast<u16>(value >> 16)));
+            key_scale[half] = float_of_f16(static_cast<u16>(key));
+            key_zero[half] = float_of_f16(static_cast<u16>(key >> 16));
+            value_scale[half] = float_of_f16(static_cast<u16>(value));
+            middle[half] = fmaf(value_scale[half], CENTRE, float_of_f16(static_cast<u16>(value >> 16)));
         }
     }
 #pragma unroll
@@ -431,8 +431,8 @@ __device__ __forceinline__ void attend_tile(State& state, const Queries& queries
             if (HAS_GRIDS) state.middle[heads][i & 1] = fmaf(p[i], middle[i >> 1], state.middle[heads][i & 1]);
         }
         // [tokens, heads] as the scores lie becomes [heads, tokens], which is how the second product reads P.
-        weights[heads][0] = transpose_8x8(pack_f16(p[0] * fold[0], p[1] * fold[0]));
-        weights[heads][1] = transpose_8x8(pack_f16(p[2] * fold[1], p[3] * fold[1]));
+        weights[heads][0] = transpose_8x8(f16_pair(p[0] * fold[0], p[1] * fold[0]));
+        weights[heads][1] = transpose_8x8(f16_pair(p[2] * fold[1], p[3] * fold[1]));
     }
     sum_values(state, weights, tile, place);
 }

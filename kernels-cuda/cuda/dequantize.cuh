@@ -16,8 +16,6 @@
 #pragma once
 #include "ptx.cuh"
 
-enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4 };
-
 // What fragments of 4 or 8 bits hold too much, for rows r (HALF 0) and r + 8 (HALF 1).
 template <int ACTIVATION, int BITS, int HALF> INLINE float code_offset() {
     if (BITS == 4) return ACTIVATION == F16 ? (HALF == 0 ? 256.0f : 16.0f) : 32.0f;

@@ -24,11 +24,11 @@ constexpr int SHARE_WORDS = SHARE / PACK;
 constexpr u32 SKIPPED = 0xffffffffu;
 constexpr float LARGEST = 65504.0f;
 
-__device__ __forceinline__ float widen(Input x) {
+INLINE float widen(Input x) {
 #if INPUT_TYPE == 0
-    return f16_to_f32(x);
+    return float_of_f16(x);
 #elif INPUT_TYPE == 1
-    return bf16_to_f32(x);
+    return float_of_bf16(x);
 #else
     return x;
 #endif
@@ -41,7 +41,7 @@ struct alignas(16) Share {
 #if KV_BITS == 4
 // Eight codes of 4 bits: even features in the low half of the word, odd ones in the high half, each half rotated left by
 // 2 bits, where the mantissa of an f16 has unit steps from 256 or from 16 (attention_decode.cu).
-__device__ __forceinline__ u32 pack_4(const u32 (&code)[SHARE]) {
+INLINE u32 pack_4(const u32 (&code)[SHARE]) {
     u32 word = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) word |= code[2 * i] << (4 * i) | code[2 * i + 1] << (16 + 4 * i);
@@ -113,20 +113,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  (is_value ? VALUES_AT / 4 + value_word(slot, word) : key_word(slot, word));
 #if KV_BITS == 16
     uint4 halves;
-    halves.x = pack_f16(x[0], x[1]);
-    halves.y = pack_f16(x[2], x[3]);
-    halves.z = pack_f16(x[4], x[5]);
-    halves.w = pack_f16(x[6], x[7]);
+    halves.x = f16_pair(x[0], x[1]);
+    halves.y = f16_pair(x[2], x[3]);
+    halves.z = f16_pair(x[4], x[5]);
+    halves.w = f16_pair(x[6], x[7]);
     *reinterpret_cast<uint4*>(codes) = halves;
 #else
     // 1.5 · 2^23: added to a number below 2^22, it leaves that rounded half to even in the lowest bits.
     constexpr float ROUND = 12582912.0f;
     // A negative zero is none.
-    const u16 zero = f32_to_f16_down(__fadd_rn(low, 0.0f));
-    const float from = f16_to_f32(zero);
+    const u16 zero = f16_below(__fadd_rn(low, 0.0f));
+    const float from = float_of_f16(zero);
     const float even = __fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f);
-    const u16 scale = f32_to_f16_up(__fadd_rn(even, 0.0f));
-    const float step = f16_to_f32(scale);
+    const u16 scale = f16_above(__fadd_rn(even, 0.0f));
+    const float step = float_of_f16(scale);
     u32 code[SHARE];
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {

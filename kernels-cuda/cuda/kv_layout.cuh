@@ -6,7 +6,7 @@
 // that the loads of attention_decode.cu meet no bank twice. KV_BITS: 4, 8, or 16 for halves, which have no grids.
 // HEAD_DIM: a multiple of 16; rows are padded to a multiple of 32.
 #pragma once
-#include "attention_ptx.cuh"
+#include "ptx.cuh"
 
 constexpr int DIM = (HEAD_DIM + 31) / 32 * 32;
 constexpr int TILE_TOKENS = 16;
@@ -27,7 +27,7 @@ static_assert(KV_BITS == 4 || KV_BITS == 8 || KV_BITS == 16, "KV_BITS is 4, 8 or
 // halves of each 128 bytes exchanged, so that 8 lanes, 2 rows of 4, meet all banks.
 constexpr int KEY_EXCHANGE = ROW_WORDS % 32 == 0 ? 16 : 0;
 
-__device__ __forceinline__ constexpr int key_word(int token, int word) {
+INLINE constexpr int key_word(int token, int word) {
     return token * ROW_WORDS + (word ^ (token & 1) * KEY_EXCHANGE);
 }
 
@@ -36,20 +36,20 @@ __device__ __forceinline__ constexpr int key_word(int token, int word) {
 constexpr bool VALUE_ROWS_PERMUTED = ROW_WORDS % 8 == 0;
 constexpr int VALUE_EXCHANGE = ROW_WORDS % 32 == 0 ? 3 : ROW_WORDS % 16 == 0 ? 2 : 0;
 
-__device__ __forceinline__ constexpr int value_row(int token) {
+INLINE constexpr int value_row(int token) {
     return VALUE_ROWS_PERMUTED ? (token & 8) | (token & 1) << 2 | (token >> 1 & 3) : token;
 }
 
 // What block numbers of a row are combined with.
-__device__ __forceinline__ constexpr int value_exchange(int row) {
+INLINE constexpr int value_exchange(int row) {
     return VALUE_EXCHANGE == 3 ? row & 3 : VALUE_EXCHANGE == 2 ? row >> 1 & 1 : 0;
 }
 
-__device__ __forceinline__ constexpr int value_word(int token, int word) {
+INLINE constexpr int value_word(int token, int word) {
     return value_row(token) * ROW_WORDS + (word ^ value_exchange(value_row(token)) << 3);
 }
 
 // The token of a row: the inverse of value_row.
-__device__ __forceinline__ constexpr int value_token(int row) {
+INLINE constexpr int value_token(int row) {
     return VALUE_ROWS_PERMUTED ? (row & 8) | (row & 3) << 1 | (row >> 2 & 1) : row;
 }

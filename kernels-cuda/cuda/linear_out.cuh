@@ -29,14 +29,37 @@ INLINE void store(const Arguments &p, u64 at, float value) {
 
 INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE u32 bits_of(i32 value) { return (u32)value; }
-INLINE float sum_of(float, u32 a, u32 b) { return __uint_as_float(a) + __uint_as_float(b); }
-INLINE i32 sum_of(i32, u32 a, u32 b) { return (i32)(a + b); }
+INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t)__uint_as_float(bits); }
 
-// Turns fragments into rows through shared memory, and writes what is inside the matrix.
-INLINE void write_out(const Arguments &p, u8 *shared, const total_t (&totals)[ROW_TILES][TOKEN_TILES][4], u32 row, u32 token,
+// Adds what two sets of warps have found, half by half; true in the first set, which has the sums. The other is done.
+INLINE bool join_sets(u8 *shared, Fragments &totals, u32 set, u32 warp, u32 lane) {
+    uint4 *meet = (uint4 *)shared + warp * 32 + lane;
+    if (set == 1) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
+            const total_t(&v)[4] = totals[i / TOKEN_TILES][i % TOKEN_TILES];
+            meet[i * SET_THREADS] = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+        }
+    }
+    __syncthreads();
+    if (set == 1) return false;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
+        total_t(&v)[4] = totals[i / TOKEN_TILES][i % TOKEN_TILES];
+        const uint4 other = meet[i * SET_THREADS];
+        v[0] = v[0] + total_of(other.x);
+        v[1] = v[1] + total_of(other.y);
+        v[2] = v[2] + total_of(other.z);
+        v[3] = v[3] + total_of(other.w);
+    }
+    set_barrier(0);
+    return true;
+}
+
+// Turns fragments into rows through shared memory, and writes what is inside the matrix. By the first set.
+INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u32 row, u32 token,
                       u32 row_warp, u32 token_warp, u32 lane) {
     u32 *turn = (u32 *)shared;
-    __syncthreads();
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
@@ -49,8 +72,8 @@ INLINE void write_out(const Arguments &p, u8 *shared, const total_t (&totals)[RO
             }
         }
     }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += THREADS) {
+    set_barrier(0);
+    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += SET_THREADS) {
         u32 line = i / ROWS, column = i % ROWS;
         if (token + line < p.m && row + column < p.n) {
             u64 at = (u64)(token + line) * p.out_stride + row + column;
@@ -59,54 +82,59 @@ INLINE void write_out(const Arguments &p, u8 *shared, const total_t (&totals)[RO
     }
 }
 
-// Adds the chunks of all blocks of this tile in order; true in the block that arrives last, which has the sums.
-INLINE bool join_chunks(const Arguments &p, u8 *shared, total_t (&totals)[ROW_TILES][TOKEN_TILES][4], u32 tile, u32 chunk,
-                        u32 tokens, u32 warp, u32 token_warp, u32 lane) {
-    constexpr u32 VECTORS = ROW_TILES * TOKEN_TILES;
-    // Vector `i` of a chunk: [warp][token pair][row] of sixteen bytes; pairs of tokens that are not there are left out.
-    const u32 place = warp * 32 + lane % 4 * 8 + lane / 4;
-    u32 *all = p.partials + (u64)tile * p.chunks * VECTORS * THREADS * 4;
-    u32 *own = all + (u64)chunk * VECTORS * THREADS * 4;
+// Adds the chunks of all blocks of this tile in order; true in the block that arrives last, which has the sums. That one keeps
+// its own and reads the others' from the workspace: [chunk][fragment][warp][token][row of 8] of the bits of two rows.
+//
+// Tickets: how many blocks have arrived, and how many have written. Who arrives last waits for those that are still
+// writing: they run already, and wait for nobody.
+INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 tile, u32 chunk, u32 tokens, u32 warp,
+                        u32 token_warp, u32 lane) {
+    // Pairs of numbers of a fragment, and of a chunk.
+    constexpr u32 PAIRS = 64 * WARPS, CHUNK = ROW_TILES * TOKEN_TILES * PAIRS;
+    u32 *arrived = p.tickets + 2 * tile, *written = arrived + 1, *others = (u32 *)shared;
+    if (threadIdx.x == 0) *others = atomicInc(arrived, p.chunks - 1);
+    set_barrier(0);
+    const bool is_last = *others == p.chunks - 1;
+    // This lane's first pair, of its first token; the second token's are 8 further.
+    u32 *all = p.partials + 2 * ((u64)tile * p.chunks * CHUNK + warp * 64 + lane % 4 * 16 + lane / 4);
+    if (!is_last) {
+        u32 *own = all + 2 * (u64)chunk * CHUNK;
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) {
+        for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
 #pragma unroll
-        for (int t = 0; t < TOKEN_TILES; t++) {
-            if ((token_warp * TOKEN_TILES + t) * 8 + lane % 4 * 2 >= tokens) continue;
-            total_t(&v)[4] = totals[r][t];
-            uint4 four = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
-            *(uint4 *)(own + ((r * TOKEN_TILES + t) * THREADS + place) * 4) = four;
-        }
-    }
-    fence_device();
-    __syncthreads();
-    u32 *last = (u32 *)shared;
-    if (threadIdx.x == 0) {
-        // The last one's turns it to zero again, for the next launch.
-        *last = atomicInc(p.tickets + tile, p.chunks - 1) == p.chunks - 1;
-    }
-    __syncthreads();
-    if (!*last) return false;
-    fence_device();
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) {
-#pragma unroll
-        for (int t = 0; t < TOKEN_TILES; t++) {
-            if ((token_warp * TOKEN_TILES + t) * 8 + lane % 4 * 2 >= tokens) continue;
-            total_t(&v)[4] = totals[r][t];
-            const u32 *from = all + ((r * TOKEN_TILES + t) * THREADS + place) * 4;
-            uint4 sum = load_past_first_cache(from);
-            for (u32 c = 1; c < p.chunks; c++) {
-                from += VECTORS * THREADS * 4;
-                uint4 next = load_past_first_cache(from);
-                total_t kind = 0;
-                sum.x = bits_of(sum_of(kind, sum.x, next.x));
-                sum.y = bits_of(sum_of(kind, sum.y, next.y));
-                sum.z = bits_of(sum_of(kind, sum.z, next.z));
-                sum.w = bits_of(sum_of(kind, sum.w, next.w));
+            for (int second = 0; second < 2; second++) {
+                if ((token_warp * TOKEN_TILES + i % TOKEN_TILES) * 8 + lane % 4 * 2 + second >= tokens) continue;
+                const total_t(&v)[4] = totals[i / TOKEN_TILES][i % TOKEN_TILES];
+                *(uint2 *)(own + 2 * (i * PAIRS + 8 * second)) = make_uint2(bits_of(v[second]), bits_of(v[second + 2]));
             }
-            const u32 bits[4] = {sum.x, sum.y, sum.z, sum.w};
+        }
+        fence_device();
+        set_barrier(0);
+        if (threadIdx.x == 0) add_device(written, 1);
+        return false;
+    }
+    if (threadIdx.x == 0) {
+        while (add_device(written, 0) != p.chunks - 1) {
+        }
+        // For the next launch; `arrived` went back to zero by itself.
+        *written = 0;
+    }
+    set_barrier(0);
+    fence_device();
 #pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = WHOLE ? (total_t)(i32)bits[i] : (total_t)__uint_as_float(bits[i]);
+    for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
+#pragma unroll
+        for (int second = 0; second < 2; second++) {
+            if ((token_warp * TOKEN_TILES + i % TOKEN_TILES) * 8 + lane % 4 * 2 + second >= tokens) continue;
+            total_t &upper = totals[i / TOKEN_TILES][i % TOKEN_TILES][second];
+            total_t &lower = totals[i / TOKEN_TILES][i % TOKEN_TILES][second + 2];
+            const uint2 own = make_uint2(bits_of(upper), bits_of(lower));
+            const u32 *from = all + 2 * (i * PAIRS + 8 * second);
+            for (u32 c = 0; c < p.chunks; c++) {
+                const uint2 next = c == chunk ? own : load_past_first_cache(from + 2 * (u64)c * CHUNK);
+                upper = c == 0 ? total_of(next.x) : upper + total_of(next.x);
+                lower = c == 0 ? total_of(next.y) : lower + total_of(next.y);
+            }
         }
     }
     return true;

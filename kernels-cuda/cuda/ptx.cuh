@@ -15,12 +15,22 @@ typedef long long i64;
 
 #define INLINE __device__ __forceinline__
 
+// Types of numbers, as macros name them: those of src/float.rs first.
+enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4 };
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+
 // The shared window's address of what `pointer` points to.
 INLINE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---- Copies from global to shared memory that do not pass through registers
 
-// Copies 16 bytes of which the first `valid` are read and the rest become zero. Both addresses are multiples of 16.
+// Copies 16 bytes. Both addresses are multiples of 16.
+INLINE void copy_async_16(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Copies 16 bytes of which the first `valid` are read and the rest become zero.
 INLINE void copy_async_16(u32 to, const void *from, u32 valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
@@ -44,36 +54,29 @@ INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
                  : "memory");
 }
 
-// d += a · b of 16 × 16 and 16 × 8, in f32: IEEE half.
-INLINE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// d += a · b in f32: a is [16, 16], b is [16, 8], d is [16, 8]. Lane `4 g + t` holds
+//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1, in the last two 8 more
+//   b: rows 2 t and 2 t + 1, then 8 more; column g
+//   d: row g, columns 2 t and 2 t + 1; then row g + 8
+// Whole numbers: a is [16, 32], b is [32, 8], and registers hold four of them where they hold two floats.
+#define MMA(NAME, SHAPE_AND_TYPES, NUMBER, CONSTRAINT)                                                                     \
+    INLINE void NAME(NUMBER(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                                                    \
+        asm volatile("mma.sync.aligned." SHAPE_AND_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                     : "+" CONSTRAINT(d[0]), "+" CONSTRAINT(d[1]), "+" CONSTRAINT(d[2]), "+" CONSTRAINT(d[3])              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                      \
+    }
 
-// The same of bfloat16.
-INLINE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+MMA(mma_f16, "m16n8k16.row.col.f32.f16.f16.f32", float, "f")
+MMA(mma_bf16, "m16n8k16.row.col.f32.bf16.bf16.f32", float, "f")
+MMA(mma_s8_s8, "m16n8k32.row.col.s32.s8.s8.s32", i32, "r")
+MMA(mma_u8_s8, "m16n8k32.row.col.s32.u8.s8.s32", i32, "r")
+#undef MMA
 
-// d += a · b of 16 × 32 and 32 × 8 in whole numbers: signed bytes times signed ones.
-INLINE void mma_s8_s8(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same of unsigned bytes times signed ones.
-INLINE void mma_u8_s8(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// An [8, 8] matrix of halves, of which a lane holds two neighbours of row `lane / 4`, becomes its transpose.
+INLINE u32 transpose_8x8(u32 a) {
+    u32 out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(a));
+    return out;
 }
 
 // ---- Bits
@@ -99,6 +102,29 @@ template <u32 SELECT> INLINE u32 permute_bytes(u32 low, u32 high) {
     return out;
 }
 
+// The sum of a word's four signed bytes, and `to`.
+INLINE i32 add_bytes(u32 word, i32 to) {
+    i32 out;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(word), "r"(0x01010101u), "r"(to));
+    return out;
+}
+
+// ---- All lanes of a warp
+
+// The largest of the lanes' words, in all of them.
+INLINE u32 largest_of_lanes(u32 word) {
+    u32 out;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
+    return out;
+}
+
+// The sum of the lanes' whole numbers, in all of them.
+INLINE i32 sum_of_lanes(i32 word) {
+    i32 out;
+    asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
+    return out;
+}
+
 // ---- Numbers
 
 INLINE float float_of_f16(u16 bits) {
@@ -116,6 +142,19 @@ INLINE u16 f16_of_float(float value) {
     return out;
 }
 
+// The largest that is not above, and the smallest that is not below.
+INLINE u16 f16_below(float value) {
+    u16 out;
+    asm("cvt.rm.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+
+INLINE u16 f16_above(float value) {
+    u16 out;
+    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+
 INLINE u16 bf16_of_float(float value) {
     u16 out;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
@@ -123,6 +162,12 @@ INLINE u16 bf16_of_float(float value) {
 }
 
 // Two at once, `low` in the lower half.
+INLINE u32 f16_pair(float low, float high) {
+    u32 out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
 INLINE u32 bf16_pair(float low, float high) {
     u32 out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -136,17 +181,40 @@ INLINE float fused(float a, float b, float c) {
     return out;
 }
 
-// ---- Between blocks
+// 2^x, within 2^-22 of itself; 0 of minus infinity.
+INLINE float exp2_approx(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
 
-// What this thread wrote before is seen by every thread of the device that sees what it writes after.
-INLINE void fence_device() { __threadfence(); }
+// log2(x), within 2^-22 near 1 and of itself elsewhere.
+INLINE float log2_approx(float x) {
+    float out;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// ---- Between threads
+
+// The barrier of a number from 1 to 15, of COUNT threads; 0 is that of the whole block.
+template <int COUNT> INLINE void barrier_of(u32 number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+
+// What this thread wrote before is seen by who sees what it writes after, on the whole device.
+INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// What was there before.
+INLINE u32 add_device(u32 *address, u32 value) {
+    u32 before;
+    asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
 
 // Reads past the first cache, which does not see what other multiprocessors write.
-INLINE uint4 load_past_first_cache(const void *from) {
-    uint4 out;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-                 : "l"(from)
-                 : "memory");
+INLINE uint2 load_past_first_cache(const void *from) {
+    uint2 out;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from) : "memory");
     return out;
 }

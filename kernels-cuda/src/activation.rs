@@ -14,11 +14,15 @@
 use quant_kernels_cpu::KernelError;
 
 use crate::compile::{Source, Variant};
+pub use crate::float::Float;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::registry::Entry;
 
-static SOURCE: Source =
-    Source { name: "activation.cu", text: include_str!("../cuda/activation.cu"), headers: &[] };
+static SOURCE: Source = Source {
+    name: "activation.cu",
+    text: include_str!("../cuda/activation.cu"),
+    headers: &[("ptx.cuh", include_str!("../cuda/ptx.cuh"))],
+};
 
 /// Values of a row that the registers of a block hold.
 pub const HELD_WIDTH: usize = 32_768;
@@ -36,32 +40,6 @@ const SHAPES: [[usize; 3]; 6] = [
 ];
 /// Threads, and values held, of wider ones.
 const WIDE: [usize; 2] = [1024, 0];
-
-/// What activations, and the weight of a norm, are made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Float {
-    /// Single floats.
-    F32,
-    /// IEEE half.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Float {
-    /// Bytes of one.
-    pub fn bytes(self) -> usize {
-        if self == Self::F32 { 4 } else { 2 }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "F32",
-            Self::F16 => "F16",
-            Self::Bf16 => "BF16",
-        }
-    }
-}
 
 /// What is rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

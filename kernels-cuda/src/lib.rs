@@ -11,6 +11,7 @@ pub mod attention;
 pub mod compile;
 pub mod device;
 mod error;
+mod float;
 pub mod image_cache;
 pub mod launch;
 pub mod layout;
@@ -19,4 +20,5 @@ pub mod linear;
 pub mod registry;
 
 pub use error::{Error, Result};
+pub use float::Float;
 pub use libraries::{device_count, driver_available, nvrtc_available, require_device, require_nvrtc};

@@ -1,8 +1,8 @@
 //! Linear layers: which variant of `cuda/linear.cu` multiplies these weights by so many tokens, and what it needs.
 //!
 //! [`LinearPlan::new`] settles everything before a launch: macros, grid, shared memory, workspace. What decides about bits is
-//! the scheme and [`chunks`], which depend on the weights alone; the shape of a block, and whether chunks of `k` go to
-//! blocks of their own or follow each other in one, depend on `m` and the device and change no bit.
+//! the scheme and the [`Parts`] of `k`, which depend on the weights alone; the shape of a block, and whether parts go to
+//! sets of warps and blocks of their own or follow each other in one, depend on `m` and the device and change no bit.
 
 mod listed;
 mod plan;
@@ -10,9 +10,9 @@ mod scheme;
 mod variant;
 
 pub use listed::{listed, variants};
-pub use plan::{LinearArguments, LinearPlan};
+pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
 pub use scheme::{Activation, LinearScheme, Output};
-pub use variant::{BLOCK_ROWS, BlockShape, DeviceLimits, LinearVariant, chunks};
+pub use variant::{BLOCK_ROWS, BlockShape, DeviceLimits, LinearVariant, Parts};
 
 use crate::compile::Source;
 
@@ -23,6 +23,8 @@ pub static SOURCE: Source = Source {
     headers: &[
         ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
         ("dequantize.cuh", include_str!("../cuda/dequantize.cuh")),
+        ("linear_ring.cuh", include_str!("../cuda/linear_ring.cuh")),
+        ("linear_tile.cuh", include_str!("../cuda/linear_tile.cuh")),
         ("linear_out.cuh", include_str!("../cuda/linear_out.cuh")),
     ],
 };

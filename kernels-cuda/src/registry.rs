@@ -24,7 +24,7 @@ type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
 pub const FAMILIES: [Family; 3] =
-    [("activation", activation::variants), ("linear", linear::variants), ("attention", attention::entries)];
+    [("activation", activation::variants), ("linear", linear::variants), ("attention", attention::variants)];
 
 /// The entries of all families.
 pub fn entries() -> Vec<Entry> {

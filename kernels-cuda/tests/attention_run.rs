@@ -1,22 +1,24 @@
 //! The kernels of attention, run instruction by instruction: appending against the CPU bit for bit, decoding against f64.
 
+#[path = "attention/append.rs"]
+mod append;
 #[path = "attention/cache.rs"]
 mod cache;
 #[path = "attention/machine.rs"]
 mod machine;
+#[path = "attention/merge.rs"]
+mod merge;
+#[path = "attention/planted.rs"]
+mod planted;
 #[path = "attention/reference.rs"]
 mod reference;
 mod support;
 
 use quant_kernels_cpu::attention::KvType;
-use quant_kernels_cuda::attention::{
-    AppendArguments, AppendShape, Float, KvPageLayout, MergeArguments, MergeShape, SplitRule,
-};
+use quant_kernels_cuda::attention::{Float, SplitRule};
 
-use cache::{
-    Case, Sequence, bits, bytes_of, check, check_random, decode, encode, floats, rounded, share, try_decode,
-};
-use machine::{Machine, Order};
+use cache::{Case, Sequence, bits, check, check_random, decode};
+use machine::Order;
 use reference::Random;
 use support::has_nvrtc;
 
@@ -42,121 +44,6 @@ fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
         8 => (0..d).map(|i| i as f32 * 0.5).collect(),
         _ => around(0.0, 1.0, random),
     }
-}
-
-/// Tokens of three sequences, some skipped, stored by the kernel and by the CPU: the same bytes, and no other is touched.
-fn append_case(kind: KvType, head_dim: usize, page_tokens: usize, input: Float) {
-    let layout = KvPageLayout::new(kind, head_dim, page_tokens).unwrap();
-    let (kv_heads, page_count, width) = (2, 5_u32, 3_u32);
-    let table: Vec<u32> = vec![3, 1, 9, 0, 4, 9, 2, 9, 9];
-    // Sequence and position of each token; one is skipped, one lies on a page that is none.
-    let places: Vec<[u32; 2]> = (0..20)
-        .map(|i| [i % 3, if i % 3 == 2 { i / 3 } else { i / 3 + page_tokens as u32 - 3 }])
-        .chain([[0, u32::MAX], [2, page_tokens as u32]])
-        .collect();
-    let mut random = Random(7);
-    let row = kv_heads * head_dim;
-    let mut rows = |offset: usize| -> Vec<f32> {
-        let all = (0..places.len() * kv_heads).flat_map(|i| hard_row(i + offset, head_dim, &mut random));
-        all.map(|x| rounded(x, input).clamp(-65504.0, 65504.0)).map(|x| rounded_within(x, input)).collect()
-    };
-    let (keys, values) = (rows(0), rows(3));
-    let mut expected = vec![0xa5_u8; page_count as usize * kv_heads * layout.page_bytes()];
-    let before = expected.clone();
-    for (i, &[sequence, position]) in places.iter().enumerate() {
-        if position == u32::MAX {
-            continue;
-        }
-        let page = table[(sequence * width) as usize + position as usize / page_tokens];
-        for head in (0..kv_heads).filter(|_| page < page_count) {
-            let at = (page as usize * kv_heads + head) * layout.page_bytes();
-            let [key, value] = [&keys, &values].map(|x| &x[i * row + head * head_dim..][..head_dim]);
-            let page = &mut expected[at..][..layout.page_bytes()];
-            layout.write(page, position as usize % page_tokens, key, value).unwrap();
-        }
-    }
-    let mut machine = Machine::new();
-    let column = |i: usize| places.iter().map(|place| place[i]).collect::<Vec<u32>>();
-    let arguments = AppendArguments {
-        keys: machine.buffer_from("keys", &encode(&keys, input)),
-        key_stride: row as u64,
-        values: machine.buffer_from("values", &encode(&values, input)),
-        value_stride: row as u64,
-        sequence: machine.buffer_from("sequence", &bytes_of(&column(0))),
-        position: machine.buffer_from("position", &bytes_of(&column(1))),
-        table: machine.buffer_from("table", &bytes_of(&table)),
-        table_stride: width,
-        pages: machine.buffer_from("pages", &before),
-        page_stride: (kv_heads * layout.page_bytes()) as u64,
-        head_stride: layout.page_bytes() as u64,
-        page_count,
-        refused: machine.buffer_from("refused", &[0; 4]),
-    };
-    let plan = AppendShape { layout, kv_heads, tokens: places.len(), input }.plan().unwrap();
-    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight).unwrap();
-    let got = machine.bytes(arguments.pages);
-    if let Some(at) = (0..got.len()).find(|&i| got[i] != expected[i]) {
-        panic!("{kind:?} {head_dim} {input:?}: byte {at} is {:#x} for {:#x}", got[at], expected[at]);
-    }
-    assert_ne!(got, before);
-    assert_eq!(machine.bytes(arguments.refused), [0; 4]);
-}
-
-/// The nearest number of a type below the largest f16 in magnitude: bf16 has none between 65280 and 65536.
-fn rounded_within(x: f32, float: Float) -> f32 {
-    if float == Float::Bf16 && x.abs() > 65280.0 { 65280.0_f32.copysign(x) } else { rounded(x, float) }
-}
-
-#[test]
-fn appended_bytes_equal_those_of_the_cpu() {
-    if !has_nvrtc() {
-        return;
-    }
-    for kind in KINDS {
-        for (head_dim, page_tokens, input) in [
-            (64, 16, Float::F16),
-            (128, 64, Float::Bf16),
-            (96, 32, Float::F32),
-            (256, 64, Float::F16),
-            (80, 16, Float::F32),
-        ] {
-            append_case(kind, head_dim, page_tokens, input);
-        }
-    }
-}
-
-/// What cannot be stored is limited, and counted.
-#[test]
-fn values_that_cannot_be_stored_are_counted() {
-    if !has_nvrtc() {
-        return;
-    }
-    let layout = KvPageLayout::new(KvType::Kv8, 64, 16).unwrap();
-    let mut keys = vec![1.0_f32; 4 * 64];
-    (keys[5], keys[64 + 9], keys[128]) = (f32::INFINITY, f32::NAN, -70000.0);
-    let values = vec![0.5_f32; 4 * 64];
-    let mut machine = Machine::new();
-    let arguments = AppendArguments {
-        keys: machine.buffer_from("keys", &encode(&keys, Float::F32)),
-        key_stride: 64,
-        values: machine.buffer_from("values", &encode(&values, Float::F32)),
-        value_stride: 64,
-        sequence: machine.buffer_from("sequence", &[0; 16]),
-        position: machine.buffer_from("position", &bytes_of(&[0, 1, 2, 3])),
-        table: machine.buffer_from("table", &[0; 4]),
-        table_stride: 1,
-        pages: machine.buffer_from("pages", &vec![0; layout.page_bytes()]),
-        page_stride: layout.page_bytes() as u64,
-        head_stride: layout.page_bytes() as u64,
-        page_count: 1,
-        refused: machine.buffer_from("refused", &[0; 4]),
-    };
-    let plan = AppendShape { layout, kv_heads: 1, tokens: 4, input: Float::F32 }.plan().unwrap();
-    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight).unwrap();
-    assert_eq!(machine.bytes(arguments.refused), 3_u32.to_le_bytes());
-    let (mut key, mut value) = (vec![0.0; 64], vec![0.0; 64]);
-    layout.read(&machine.bytes(arguments.pages), 2, &mut key, &mut value).unwrap();
-    assert_eq!((key[0], value[0]), (-65504.0, 0.5));
 }
 
 /// All kinds, sizes of heads and groups, lengths about the ends of tiles and pages, several sequences at once.
@@ -306,48 +193,6 @@ fn extremes_stay_within_the_bound() {
     }
 }
 
-/// Results on the halves of a list become that of the whole.
-#[test]
-fn parts_of_a_list_merge() {
-    if !has_nvrtc() {
-        return;
-    }
-    let case = Case { page_tokens: 16, ..Case::new(KvType::Kv4, 64, 8) };
-    let whole = Sequence::random(&case, 96, 1);
-    let row = case.kv_heads * case.head_dim;
-    let part = |from: usize, to: usize| Sequence {
-        tokens: to - from,
-        keys: whole.keys[from * row..to * row].to_vec(),
-        values: whole.values[from * row..to * row].to_vec(),
-        query: whole.query.clone(),
-    };
-    let parts = [part(0, 48), part(48, 48), part(48, 96)];
-    let results = parts.map(|part| decode(&case, &[part], None, Order::Straight));
-    let (rows, d) = (case.heads(), case.head_dim);
-    let mut machine = Machine::new();
-    let all = |of: fn(&cache::Result) -> &Vec<f32>| -> Vec<u8> {
-        results.iter().flat_map(|result| encode(of(result), Float::F32)).collect()
-    };
-    let arguments = MergeArguments {
-        sums: machine.buffer_from("sums", &all(|r| &r.out)),
-        logs: machine.buffer_from("logs", &all(|r| &r.lse)),
-        out: machine.buffer("out", 4 * rows * d, 0),
-        lse: machine.buffer("lse", 4 * rows, 0),
-    };
-    let plan = MergeShape { parts: 3, rows, head_dim: d, out: Float::F32 }.plan().unwrap();
-    machine.launch(&plan.kernel, &plan.arguments(&arguments), Order::Straight).unwrap();
-    let mut result = decode(&case, std::slice::from_ref(&whole), None, Order::Straight);
-    result.out = floats(&machine.bytes(arguments.out));
-    result.lse = floats(&machine.bytes(arguments.lse));
-    check_random(&case, &[whole], None, &result);
-    // And as the CPU joins them.
-    let (mut out, mut lse) = (results[0].out.clone(), results[0].lse.clone());
-    quant_kernels_cpu::attention::merge(d, &mut out, &mut lse, &results[2].out, &results[2].lse).unwrap();
-    for (got, wanted) in result.out.iter().zip(&out).chain(result.lse.iter().zip(&lse)) {
-        assert!((got - wanted).abs() <= 2e-6 * wanted.abs().max(1.0), "{got} {wanted}");
-    }
-}
-
 /// Every byte of the cache is read once and no other; shared memory without conflicts; few instructions a code.
 #[test]
 fn budgets_are_kept() {
@@ -379,59 +224,5 @@ fn budgets_are_kept() {
             "{kind:?} {head_dim}: {per_token} instructions of a warp for a token and head"
         );
         println!("{kind:?} {head_dim}: {per_eight} for 8 codes, {per_token} a token and head");
-    }
-}
-
-/// Mistakes that are easily made are found, by a fault, a bound, or a budget.
-#[test]
-fn planted_bugs_are_found() {
-    if !has_nvrtc() {
-        return;
-    }
-    // Two splits of twenty tiles: five a warp, one more than its ring holds.
-    let rule = SplitRule { max_splits: 2, min_split: 320 };
-    let case = Case { rule, page_tokens: 16, ..Case::new(KvType::Kv4, 128, 8) };
-    let sequences = [Sequence::random(&case, 598, 1)];
-    let run = |planted: Option<[&str; 2]>| -> Result<(), String> {
-        let result = try_decode(&case, &sequences, None, Order::Straight, planted)?;
-        share(&case, &sequences, None, &result, true)?;
-        if result.page_bytes_read > result.page_bytes_held {
-            return Err(format!("{} bytes read of {}", result.page_bytes_read, result.page_bytes_held));
-        }
-        match (result.counters.shared_read_wavefronts, result.counters.shared_read_ideal) {
-            (taken, ideal) if taken as f64 > 1.2 * ideal as f64 => {
-                Err(format!("{taken} wavefronts for {ideal}"))
-            }
-            _ => Ok(()),
-        }
-    };
-    assert_eq!(run(None), Ok(()));
-    for (what, planted) in [
-        ("waits for too few copies", ["copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"]),
-        ("copies over the tile that is read", ["slot == 0 ? STAGES - 1 : slot - 1", "slot"]),
-        ("no barrier before warps meet", ["    __syncthreads();\n    float* meet", "    float* meet"]),
-        (
-            "no barrier after warps met",
-            ["        }\n    __syncthreads();\n\n    for (u32 item", "        }\n\n    for (u32 item"],
-        ),
-        ("no fence before the ticket", ["    fence_device();\n    __syncthreads();", "    __syncthreads();"]),
-        ("the first block joins", ["add_device(ticket, 1) == splits - 1", "add_device(ticket, 1) == 0"]),
-        ("rows beyond the end are read", ["token >= skipped && token < valid ? 16 : 0", "16"]),
-        (
-            "grids beyond the end are read",
-            ["            bytes = min(max(4 * (valid", "            bytes = 0 * min(max(4 * (valid"],
-        ),
-        ("keys are not exchanged back", ["ROW_WORDS % 32 == 0 ? 16 : 0", "ROW_WORDS % 16 == 0 ? 16 : 0"]),
-        ("values are exchanged otherwise", ["row >> 1 & 1 : 0;", "row & 1 : 0;"]),
-        ("a warp's tiles are skipped", ["next += WARPS;", "next += WARPS + 1;"]),
-        (
-            "too few bytes of the ring",
-            ["constexpr int CHUNKS = TILE_BYTES / 16;", "constexpr int CHUNKS = TILE_BYTES / 16 - 1;"],
-        ),
-    ] {
-        match run(Some(planted)) {
-            Ok(()) => panic!("{what}: not found"),
-            Err(found) => println!("{what}: {}", found.lines().next().unwrap_or_default()),
-        }
     }
 }

@@ -37,6 +37,10 @@ struct Buffer {
     traces: Vec<Trace>,
 }
 
+/// Nobody's addresses behind each buffer: more than an index of 32 bits leads astray, so that no access beyond a buffer
+/// comes to lie in another.
+const GAP: u64 = 1 << 35;
+
 /// The device's memory, and the kernels' arguments' addresses.
 #[derive(Default)]
 pub struct Memory {
@@ -89,7 +93,7 @@ impl Memory {
         let align = (align.clamp(1, 1 << 30).next_power_of_two()) as u64;
         // An odd multiple of the alignment is a multiple of nothing larger.
         let base = self.next.max(FIRST).next_multiple_of(2 * align) + align;
-        self.next = base + bytes.len() as u64 + 4096;
+        self.next = base + bytes.len() as u64 + GAP;
         let flags = vec![flag; bytes.len()];
         self.buffers.push(Buffer { name: name.to_owned(), base, bytes, flags, traces: Vec::new() });
         base
@@ -199,7 +203,7 @@ impl Memory {
             return Err(wrong(FaultKind::OutOfBounds, None, address));
         };
         let offset = address - buffer.base;
-        if offset > buffer.bytes.len() as u64 + 4096 {
+        if offset > buffer.bytes.len() as u64 + GAP / 2 {
             return Err(wrong(FaultKind::OutOfBounds, None, address));
         }
         if !address.is_multiple_of(bytes.next_power_of_two() as u64) {

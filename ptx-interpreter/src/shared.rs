@@ -81,11 +81,13 @@ impl Shared {
     pub fn barrier(&mut self, met: &[(usize, u32, bool)]) {
         self.epoch += 1;
         let mut all = vec![0; self.seen.len()];
-        for (w, time, _) in met {
+        for (w, time, waited) in met {
             for (all, seen) in all.iter_mut().zip(&self.seen[*w]) {
                 *all = (*all).max(*seen);
             }
-            all[*w] = all[*w].max(*time);
+            // Who waited did nothing since it came. Others' barriers may have moved the time on meanwhile, and a byte's
+            // readers share the time of the last.
+            all[*w] = all[*w].max(if *waited { self.epoch } else { *time });
         }
         for (w, ..) in met.iter().filter(|(.., waited)| *waited) {
             self.seen[*w].copy_from_slice(&all);

@@ -78,6 +78,31 @@ fn a_missing_barrier_before_the_next_round() {
     assert_eq!(bad(&text(""), out_words(64, 64, 256)), FaultKind::SharedRace);
 }
 
+/// Two sets of two warps, each with words and a barrier of its own, which the other's barriers do not order. Every word has
+/// readers of both warps of its set, before and after barriers of the other.
+#[test]
+fn sets_of_warps_with_barriers_of_their_own() {
+    let text = |first: &str, second: &str, partner: u32| {
+        let body = format!(
+            "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nxor.b32 %r11, %r10, {partner};\nadd.u32 %r10, %r10, %r9;\n\
+             add.u32 %r11, %r11, %r9;\n{OUT}shr.u32 %r15, %r1, 6;\nadd.u32 %r15, %r15, 1;\nmov.u32 %r13, 0;\n\
+             mov.u32 %r14, 0;\nLOOP:\nst.shared.u32 [%r10], %r1;\n{first}ld.shared.u32 %r12, [%r11];\n\
+             ld.shared.u32 %r16, [%r10];\nadd.u32 %r14, %r14, %r12;\n{second}add.u32 %r13, %r13, 1;\n\
+             setp.lt.u32 %p1, %r13, 4;\n@%p1 bra LOOP;\nst.global.u32 [%rd21], %r14;"
+        );
+        kernel(1, TILE, &body)
+    };
+    let barrier = "bar.sync %r15, 64;\n";
+    let report = good(&text(barrier, barrier, 128), out_words(128, 128, 512));
+    assert_eq!(report.counters.barriers, 16);
+    let kind = bad(&text("", barrier, 128), out_words(128, 128, 512));
+    assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
+    assert_eq!(bad(&text(barrier, "", 128), out_words(128, 128, 512)), FaultKind::SharedRace);
+    // The other set's words.
+    let kind = bad(&text(barrier, barrier, 256), out_words(128, 128, 512));
+    assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
+}
+
 /// Four tiles of 16 bytes a thread, copied asynchronously; `wait` then reads tile `tile`.
 fn copies(wait: &str, tile: u32, barrier: &str, neighbour: u32) -> String {
     let copy = |i: u32| {
@@ -238,6 +263,12 @@ fn a_missing_guard() {
     let report = good(&text("@%p1 "), with);
     assert_eq!(report.counters.buffers["out"].written.unique_bytes, 200);
     assert_eq!(bad(&text(""), with), FaultKind::OutOfBounds);
+    // However far beyond, it is no other buffer's byte.
+    for words in [1 << 10, 1 << 16, (1_u64 << 31) - 64] {
+        let far =
+            text("@%p1 ").replace("st.global.u32 [%rd21]", &format!("st.global.u32 [%rd21+{}]", 4 * words));
+        assert_eq!(bad(&far, with), FaultKind::OutOfBounds);
+    }
     // Not an error: both faults of a kind are told, and the launch goes on.
     let mut memory = Memory::new();
     let launch = with(&mut memory);

@@ -62,13 +62,13 @@ fn hub() -> Result<()> {
     tested.and(restored)
 }
 
-/// Everything without the feature `hub` and, the client's metadata added, with it.
+/// Everything without the features that are off and, the client's metadata added, with them.
 fn clippy() -> Result<()> {
     let lint = |features: &[&str]| {
         let all = ["clippy", "--workspace", "--all-targets"];
         execute(cargo(&all).args(features).args(["--", "-D", "warnings"]))
     };
-    lint(&[]).and(lint(&["--features", HUB]))
+    lint(&[]).and(lint(&["--features", HUB, "--features", cuda::C_FEATURE]))
 }
 
 /// The workspace's tests; fails also when some were skipped although what they need is there.

@@ -2,7 +2,7 @@
 //!
 //! The run-time compiler and the disassembler come from PyPI, into an environment of their own under `target/`; they are
 //! under NVIDIA's licence and no part of what is shipped. The workspace's tests of these kernels run once more with
-//! them, and what they leave out then is a failure.
+//! them, and what they leave out then is a failure; then those of their C interface, with the feature that it is.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,6 +24,11 @@ const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 /// Where the run-time compiler is looked for.
 const COMPILER: &str = "QUANT_NVRTC";
 const TESTS: &str = "kernels-cuda/tests";
+/// The feature of the C library by which it has these kernels, and its tests.
+pub const C_FEATURE: &str = "quant-kernels-c/cuda";
+const C_TESTS: &str = "cuda_interface";
+/// What the C library is built to, with the feature and without.
+const C_LIBRARY: [&str; 3] = ["libquant_kernels.a", "libquant_kernels.so", "libquant_kernels.rlib"];
 
 /// Runs the tests.
 ///
@@ -35,8 +40,20 @@ pub fn run() -> Result<()> {
     for name in test_names(&root().join(TESTS))? {
         command.args(["--test", &name]);
     }
-    with_toolkit(&mut command)?.env(STAND_IN, stand_in()?);
-    execute(&mut command)
+    let stand_in = stand_in()?;
+    with_toolkit(&mut command)?.env(STAND_IN, &stand_in);
+    execute(&mut command)?;
+
+    // Cargo takes the library as it finds it for the one that it built last with these features.
+    for name in C_LIBRARY {
+        let built = target_dir().join("debug/deps").join(name);
+        if built.exists() {
+            std::fs::remove_file(&built).with_context(|| format!("cannot remove {}", built.display()))?;
+        }
+    }
+    let mut command = cargo(&TEST_COMMAND);
+    command.args(["--features", C_FEATURE, "--test", C_TESTS]);
+    execute(with_toolkit(&mut command)?.env(STAND_IN, &stand_in))
 }
 
 /// A directory with a library in the place of the driver's.
@@ -121,5 +138,6 @@ mod tests {
         assert_eq!(test_names(dir.path()).unwrap(), ["compile", "linear"]);
         assert!(test_names(&dir.path().join("support/mod.rs")).is_err());
         assert!(test_names(&root().join(TESTS)).unwrap().contains(&"compile".to_owned()));
+        assert!(test_names(&root().join("kernels-c/tests")).unwrap().contains(&C_TESTS.to_owned()));
     }
 }

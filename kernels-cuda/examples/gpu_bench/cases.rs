@@ -260,7 +260,7 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
         buffer(sequences * row * 2, Fill::Zeros, false),
         buffer(plan.workspace(), Fill::Zeros, false),
     ];
-    let (variant, launch) = (plan.kernel.variant.clone(), plan.kernel.launch());
+    let (variant, launch) = (plan.variant.clone(), plan.launch);
     Ok(Case {
         name: format!("attention_decode_{}", kind_name(kind)),
         shape: format!("{sequences} × {tokens}"),
@@ -310,7 +310,7 @@ fn append(kind: KvType, tokens: usize) -> Result<Case, KernelError> {
         buffer(pages_of * 4, Fill::Counted, false),
         buffer(pages_of * kv_heads * head, Fill::Zeros, true),
     ];
-    let (variant, launch) = (plan.kernel.variant.clone(), plan.kernel.launch());
+    let (variant, launch) = (plan.variant.clone(), plan.launch);
     Ok(Case {
         name: format!("append_{}", kind_name(kind)),
         shape: format!("{kv_heads} × {head_dim}"),

@@ -2,9 +2,11 @@
 
 use quant_kernels_cpu::KernelError;
 
+use super::Float;
 use super::layout::KvPageLayout;
-use super::{Argument, Float, KernelPlan};
 use crate::compile::Variant;
+use crate::launch::{Argument, LaunchShape};
+use crate::registry::Entry;
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -56,8 +58,10 @@ pub struct AppendArguments {
 /// A planned launch of `kv_append`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppendPlan {
-    /// Variant and grid.
-    pub kernel: KernelPlan,
+    /// The kernel: the same for all architectures.
+    pub variant: Variant,
+    /// Blocks and threads.
+    pub launch: LaunchShape,
     shape: AppendShape,
 }
 
@@ -75,29 +79,36 @@ impl AppendShape {
             65..=128 => 16,
             _ => 32,
         };
-        let rows = self.tokens.checked_mul(2 * self.kv_heads).filter(|&rows| rows <= i32::MAX as usize);
+        let rows = self.kv_heads.checked_mul(2).and_then(|heads| self.tokens.checked_mul(heads));
+        let rows = rows.filter(|&rows| rows <= i32::MAX as usize);
         let Some(rows) = rows else { return Err(KernelError::TooLarge("the tokens to append")) };
         let defines = [
             ("KV_BITS", self.layout.bits()),
             ("HEAD_DIM", self.layout.head_dim()),
             ("INPUT_TYPE", self.input.code()),
         ];
-        let kernel = KernelPlan {
-            variant: Variant {
-                source: &super::APPEND_SOURCE,
-                kernel: "kv_append",
-                defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
-            },
-            grid: [rows.div_ceil(THREADS / lanes) as u32, 1, 1],
-            block: THREADS as u32,
-            shared_bytes: 0,
-            register_ceiling: 64,
+        let variant = Variant {
+            source: &super::APPEND_SOURCE,
+            kernel: "kv_append",
+            defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
         };
-        Ok(AppendPlan { kernel, shape: *self })
+        let grid = [rows.div_ceil(THREADS / lanes) as u32, 1, 1];
+        let launch = LaunchShape { grid, block: THREADS as u32, shared_bytes: 0 };
+        Ok(AppendPlan { variant, launch, shape: *self })
     }
 }
 
 impl AppendPlan {
+    /// What its machine code is held to.
+    pub(super) fn entry(self) -> Entry {
+        Entry {
+            family: "attention",
+            variant: self.variant,
+            register_ceiling: 64,
+            instructions: vec!["SHFL.BFLY", "STG.E"],
+        }
+    }
+
     /// The arguments of the kernel, in its order.
     pub fn arguments(&self, at: &AppendArguments) -> Vec<Argument> {
         vec![
@@ -118,5 +129,22 @@ impl AppendPlan {
             Argument::U32(at.page_count),
             Argument::U32(self.shape.layout.page_shift()),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quant_kernels_cpu::attention::KvType;
+
+    use super::*;
+
+    #[test]
+    fn what_is_too_large_is_told() {
+        let layout = KvPageLayout::new(KvType::Kv4, 64, 16).unwrap();
+        let plan = |kv_heads, tokens| AppendShape { layout, kv_heads, tokens, input: Float::F16 }.plan();
+        assert!(plan(8, 1 << 20).is_ok());
+        for (kv_heads, tokens) in [(usize::MAX, 1), (usize::MAX / 2 + 1, 1), (1, 1 << 30), (8, usize::MAX)] {
+            assert!(matches!(plan(kv_heads, tokens), Err(KernelError::TooLarge(_))), "{kv_heads} {tokens}");
+        }
     }
 }

@@ -3,9 +3,11 @@
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::KvType;
 
+use super::Float;
 use super::layout::{KvPageLayout, TILE_TOKENS};
-use super::{Argument, Float, KernelPlan};
 use crate::compile::Variant;
+use crate::launch::{Argument, LaunchShape};
+use crate::registry::Entry;
 
 /// The most splits that a sequence is cut into.
 pub const MAX_SPLITS: usize = 32;
@@ -77,8 +79,11 @@ impl SplitRule {
 /// A planned launch of `attention_decode`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecodePlan {
-    /// Variant, grid and shared memory.
-    pub kernel: KernelPlan,
+    /// The kernel: the same for all architectures.
+    pub variant: Variant,
+    /// Blocks, threads, shared memory; above 48 KiB of it the kernel must be loaded with as much.
+    pub launch: LaunchShape,
+    register_ceiling: u32,
     shape: DecodeShape,
     max_splits: usize,
     column_blocks: usize,
@@ -178,22 +183,32 @@ impl DecodeShape {
             ("MIN_SPLIT", rule.min_split),
             ("MIN_BLOCKS", tune.min_blocks),
         ];
-        let kernel = KernelPlan {
-            variant: Variant {
-                source: &super::DECODE_SOURCE,
-                kernel: "attention_decode",
-                defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
-            },
+        let variant = Variant {
+            source: &super::DECODE_SOURCE,
+            kernel: "attention_decode",
+            defines: defines.map(|(name, value)| (name, value.to_string())).to_vec(),
+        };
+        let launch = LaunchShape {
             grid: [max_splits as u32, rows as u32, self.sequences as u32],
             block: 32 * tune.warps as u32,
             shared_bytes: tune.shared_bytes as u32,
-            register_ceiling: tune.register_ceiling as u32,
         };
-        Ok(DecodePlan { kernel, shape: *self, max_splits, column_blocks })
+        let register_ceiling = tune.register_ceiling as u32;
+        Ok(DecodePlan { variant, launch, register_ceiling, shape: *self, max_splits, column_blocks })
     }
 }
 
 impl DecodePlan {
+    /// What its machine code is held to.
+    pub(super) fn entry(self) -> Entry {
+        Entry {
+            family: "attention",
+            variant: self.variant,
+            register_ceiling: self.register_ceiling,
+            instructions: vec!["HMMA.16816.F32", "LDGSTS.E", "MOVM.16.MT88"],
+        }
+    }
+
     /// Bytes that splits meet in; 0 where no sequence is cut.
     pub fn workspace(&self) -> usize {
         match self.max_splits {

@@ -2,8 +2,10 @@
 
 use quant_kernels_cpu::KernelError;
 
-use super::{Argument, Float, KernelPlan};
+use super::Float;
 use crate::compile::Variant;
+use crate::launch::{Argument, LaunchShape};
+use crate::registry::Entry;
 
 const THREADS: usize = 128;
 
@@ -36,8 +38,10 @@ pub struct MergeArguments {
 /// A planned launch of `attention_merge`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MergePlan {
-    /// Variant and grid.
-    pub kernel: KernelPlan,
+    /// The kernel: the same for all architectures.
+    pub variant: Variant,
+    /// Blocks and threads.
+    pub launch: LaunchShape,
     shape: MergeShape,
 }
 
@@ -51,22 +55,27 @@ impl MergeShape {
         let Some(blocks) = items.filter(|&blocks| blocks <= i32::MAX as usize) else {
             return Err(KernelError::TooLarge("the rows to join"));
         };
-        let kernel = KernelPlan {
-            variant: Variant {
-                source: &super::MERGE_SOURCE,
-                kernel: "attention_merge",
-                defines: vec![("OUT_TYPE", self.out.code().to_string())],
-            },
-            grid: [blocks as u32, 1, 1],
-            block: THREADS as u32,
-            shared_bytes: 0,
-            register_ceiling: 64,
+        let variant = Variant {
+            source: &super::MERGE_SOURCE,
+            kernel: "attention_merge",
+            defines: vec![("OUT_TYPE", self.out.code().to_string())],
         };
-        Ok(MergePlan { kernel, shape: *self })
+        let launch = LaunchShape { grid: [blocks as u32, 1, 1], block: THREADS as u32, shared_bytes: 0 };
+        Ok(MergePlan { variant, launch, shape: *self })
     }
 }
 
 impl MergePlan {
+    /// What its machine code is held to.
+    pub(super) fn entry(self) -> Entry {
+        Entry {
+            family: "attention",
+            variant: self.variant,
+            register_ceiling: 64,
+            instructions: vec!["LDG.E", "STG.E"],
+        }
+    }
+
     /// The arguments of the kernel, in its order.
     pub fn arguments(&self, at: &MergeArguments) -> Vec<Argument> {
         let u = |x: usize| Argument::U32(x as u32);

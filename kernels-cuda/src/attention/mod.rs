@@ -59,13 +59,12 @@ pub use self::merge::{MergeArguments, MergePlan, MergeShape};
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::KvType;
 
-use crate::compile::{Source, Variant};
-pub use crate::launch::Argument;
-use crate::launch::LaunchShape;
+use crate::compile::Source;
+pub use crate::float::Float;
 use crate::registry::Entry;
 
 const HEADERS: [(&str, &str); 3] = [
-    ("attention_ptx.cuh", include_str!("../../cuda/attention_ptx.cuh")),
+    ("ptx.cuh", include_str!("../../cuda/ptx.cuh")),
     ("kv_layout.cuh", include_str!("../../cuda/kv_layout.cuh")),
     ("attention_tile.cuh", include_str!("../../cuda/attention_tile.cuh")),
 ];
@@ -85,91 +84,29 @@ pub static MERGE_SOURCE: Source = Source {
     headers: &HEADERS,
 };
 
-/// The type of floats that a kernel reads or writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Float {
-    /// Half floats.
-    F16,
-    /// The upper halves of `f32`.
-    Bf16,
-    /// Single floats.
-    F32,
-}
-
-impl Float {
-    /// What the kernels' macros call it.
-    fn code(self) -> usize {
-        match self {
-            Self::F16 => 0,
-            Self::Bf16 => 1,
-            Self::F32 => 2,
-        }
-    }
-
-    /// Bytes of one.
-    pub fn bytes(self) -> usize {
-        if self == Self::F32 { 4 } else { 2 }
-    }
-}
-
-/// What is launched, and how. Where a number of blocks is 0 there is nothing to do, and nothing must be launched.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelPlan {
-    /// The kernel, and what it is compiled with: the same for all architectures.
-    pub variant: Variant,
-    /// Blocks.
-    pub grid: [u32; 3],
-    /// Threads of a block.
-    pub block: u32,
-    /// Bytes of dynamic shared memory; above 48 KiB the kernel must be allowed to have them.
-    pub shared_bytes: u32,
-    /// The most registers of a thread that leave room for the blocks a multiprocessor is meant to hold.
-    pub register_ceiling: u32,
-}
-
-impl KernelPlan {
-    /// Blocks, threads, shared memory.
-    pub fn launch(&self) -> LaunchShape {
-        LaunchShape { grid: self.grid, block: self.block, shared_bytes: self.shared_bytes }
-    }
-}
-
-/// [`variants`] with what their machine code must be like.
-pub fn entries() -> Vec<Entry> {
-    let entry = |plan: KernelPlan| Entry {
-        family: "attention",
-        register_ceiling: plan.register_ceiling,
-        instructions: match plan.variant.kernel {
-            "attention_decode" => vec!["HMMA.16816.F32", "LDGSTS.E", "MOVM.16.MT88"],
-            "kv_append" => vec!["SHFL.BFLY", "STG.E"],
-            _ => vec!["LDG.E", "STG.E"],
-        },
-        variant: plan.variant,
-    };
-    // That these shapes are some is tested; were one none, its variants would be missed in those tests.
-    variants().unwrap_or_default().into_iter().map(entry).collect()
-}
-
 /// What the head sizes, layouts and types in use take: what is compiled for every architecture before a release. Other
 /// shapes are planned and compiled in the same way when they are first met.
-///
-/// # Errors
-/// When a shape is none: not in this version.
-pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
-    let mut plans = Vec::new();
-    for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
-        for head_dim in [64, 96, 128, 256] {
+pub fn variants() -> Vec<Entry> {
+    // That these shapes are some is tested; were one none, its variants would be missed there.
+    listed().unwrap_or_default()
+}
+
+fn listed() -> Result<Vec<Entry>, KernelError> {
+    use Float::{Bf16, F16, F32};
+    let mut entries = Vec::new();
+    for (i, kind) in [KvType::Kv4, KvType::Kv8, KvType::F16].into_iter().enumerate() {
+        for (j, head_dim) in [64, 96, 128, 256].into_iter().enumerate() {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
-            for input in [Float::F16, Float::Bf16, Float::F32] {
-                plans.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.kernel);
+            // Types change what is at the ends of a kernel: they are dealt out.
+            for input in [[F16, Bf16], [Bf16, F32], [F32, F16]][(i + j) % 3] {
+                entries.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.entry());
             }
-            let types = [(Float::F16, Float::F16), (Float::Bf16, Float::Bf16), (Float::F16, Float::F32)];
-            for (group, (query, out)) in
-                [8, 16].into_iter().flat_map(|group| types.map(|types| (group, types)))
+            for (query_heads, query, out) in
+                [(8, F16, F16), (8, Bf16, Bf16), (16, [F16, Bf16][(i + j) % 2], F32)]
             {
                 let shape = DecodeShape {
                     layout,
-                    query_heads: group,
+                    query_heads,
                     kv_heads: 1,
                     sequences: 1,
                     queries: 1,
@@ -177,21 +114,25 @@ pub fn variants() -> Result<Vec<KernelPlan>, KernelError> {
                     query,
                     out,
                 };
-                plans.push(shape.plan()?.kernel);
+                entries.push(shape.plan()?.entry());
             }
         }
     }
-    for out in [Float::F16, Float::Bf16, Float::F32] {
-        plans.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.kernel);
+    for out in [F16, Bf16, F32] {
+        entries.push(MergeShape { parts: 1, rows: 1, head_dim: 1, out }.plan()?.entry());
     }
-    // Wide heads take the same variant for any number of query heads.
-    let mut seen: Vec<Variant> = Vec::new();
-    plans.retain(|plan| {
-        let is_new = !seen.contains(&plan.variant);
-        if is_new {
-            seen.push(plan.variant.clone());
-        }
-        is_new
-    });
-    Ok(plans)
+    Ok(entries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_listed_can_be_planned() {
+        assert!(listed().is_ok());
+        let of = |kernel| variants().iter().filter(|entry| entry.variant.kernel == kernel).count();
+        // Three kinds, four sizes of heads, two or three of the types.
+        assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [24, 36, 3]);
+    }
 }

@@ -4,6 +4,7 @@ use quant_kernels_cpu::{KernelError, ScaleType};
 
 use super::{Order, TILE_ROWS, WeightLayout};
 use crate::compile::{Source, Variant};
+use crate::launch::LaunchShape;
 
 /// The text of the kernels.
 pub static SOURCE: Source = Source {
@@ -25,11 +26,9 @@ pub static SOURCE: Source = Source {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackLaunch {
     /// The kernel.
-    pub kernel: Variant,
-    /// Blocks.
-    pub grid: u32,
-    /// Threads of a block.
-    pub threads: u32,
+    pub variant: Variant,
+    /// Blocks and threads.
+    pub launch: LaunchShape,
 }
 
 impl WeightLayout {
@@ -59,8 +58,9 @@ impl WeightLayout {
         let launch = |kernel, work: Option<usize>, threads: u32, of_block: usize| {
             let blocks = work.map(|work| work.div_ceil(of_block)).and_then(|b| i32::try_from(b).ok());
             let grid = blocks.ok_or(KernelError::TooLarge("the grid of packing"))?.unsigned_abs();
-            let kernel = Variant { source: &SOURCE, kernel, defines: defines.clone() };
-            Ok(PackLaunch { kernel, grid, threads })
+            let variant = Variant { source: &SOURCE, kernel, defines: defines.clone() };
+            let launch = LaunchShape { grid: [grid, 1, 1], block: threads, shared_bytes: 0 };
+            Ok(PackLaunch { variant, launch })
         };
         let tiles = self.row_blocks().checked_mul(self.tiles());
         let mut launches =

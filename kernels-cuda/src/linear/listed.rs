@@ -8,8 +8,8 @@ use crate::compile::Architecture;
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// Variants that stand for all: of every scheme, with scales and results of its activations' type, the shapes for one token
-/// and for many; of the usual schemes every shape, with as deep rings as small and large multiprocessors have.
+/// Variants that stand for all: of every scheme one for few tokens or one for many, by turns; of the usual schemes every
+/// shape, with as deep rings as small and large multiprocessors have, and those of matrices that are not cut.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
     for variant in listed(Architecture::Sm90, false) {
@@ -26,18 +26,24 @@ pub fn variants() -> Vec<Entry> {
 pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
     let device = DeviceLimits::of(architecture);
     let mut variants = Vec::new();
-    for (layout, activation, output, usual) in schemes() {
+    for (turn, (layout, activation, output, usual)) in schemes().into_iter().enumerate() {
         let Ok(scheme) = LinearScheme::new(&layout, activation, output) else { continue };
         let tokens: &[usize] = match (usual, all) {
-            (true, _) => &[8, 16, 32, 64, 128, 4096],
-            (false, true) => &[8, 4096],
+            (true, true) => &[8, 16, 32, 64, 128, 4096],
+            (true, false) => &[8, 16, 4096],
+            (false, true) if turn % 2 == 0 => &[8],
+            (false, true) => &[4096],
             (false, false) => &[],
         };
         for &m in tokens {
-            // Of several chunks, which follow each other only where tokens are many.
-            let variant = LinearVariant::choose(scheme, [4096, 4096], m, &device);
-            if !variants.contains(&variant) {
-                variants.push(variant);
+            // Of several chunks, which follow each other only where tokens are many; and of one that has no halves.
+            let shapes: &[[usize; 2]] =
+                if usual && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
+            for &shape in shapes {
+                let variant = LinearVariant::choose(scheme, shape, m, &device);
+                if !variants.contains(&variant) {
+                    variants.push(variant);
+                }
             }
         }
     }
@@ -64,13 +70,13 @@ fn packing() -> Vec<Entry> {
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
             // Of each kernel as many as differ in the kinds of codes and scales.
-            let same = |e: &Entry| e.variant.kernel == launch.kernel.kernel;
+            let same = |e: &Entry| e.variant.kernel == launch.variant.kernel;
             if entries.iter().filter(|e| same(e)).count() < 6
-                && !entries.iter().any(|e| e.variant == launch.kernel)
+                && !entries.iter().any(|e| e.variant == launch.variant)
             {
                 entries.push(Entry {
                     family: "linear",
-                    variant: launch.kernel,
+                    variant: launch.variant,
                     register_ceiling: 64,
                     instructions: vec!["STG.E"],
                 });

@@ -3,7 +3,7 @@
 use quant_kernels_cpu::KernelError;
 
 use super::scheme::{Activation, LinearScheme, Output};
-use super::variant::{BLOCK_ROWS, DeviceLimits, LinearVariant, chunks};
+use super::variant::{BLOCK_ROWS, DeviceLimits, LinearVariant, Parts};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
@@ -47,6 +47,27 @@ pub struct LinearArguments {
     pub workspace: Region,
 }
 
+/// Bytes that a launch moves, each as often as it must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearTraffic {
+    /// Of the packed matrix, fillers included; read once.
+    pub weights: usize,
+    /// Activations and their scales, read once from memory; every block reads its part again, from the second cache.
+    pub activations: usize,
+    /// Written once; with the bias.
+    pub results: usize,
+    /// Sums of chunks, written once and read once, which a device's second cache holds if it has room. All blocks of a tile
+    /// leave theirs but the last, and only those of tokens that are there. Tickets, 8 bytes a tile of results, are left out.
+    pub workspace: usize,
+}
+
+impl LinearTraffic {
+    /// All of them.
+    pub fn total(&self) -> usize {
+        self.weights + self.activations + self.results + self.workspace
+    }
+}
+
 impl LinearPlan {
     /// Plans `m` tokens.
     ///
@@ -80,7 +101,10 @@ impl LinearPlan {
         small(m, most, "the tokens")?;
         // Eight token tiles of every row tile are counted together.
         small(n, most / 8, "the output features")?;
-        let chunks = chunks([n, k]);
+        let Parts { chunks, halved } = Parts::of([n, k]);
+        if variant.halved != halved || (variant.serial || variant.shape.sets > 1) && !halved {
+            return Err(KernelError::Scheme("a variant for other parts of k"));
+        }
         let (rows, tokens) = (n.div_ceil(BLOCK_ROWS), m.div_ceil(variant.shape.tokens()));
         let split = if variant.serial { 1 } else { chunks };
         let tiles = rows.checked_mul(tokens).ok_or(KernelError::TooLarge("the grid"))?;
@@ -92,11 +116,25 @@ impl LinearPlan {
         let (mut ticket_bytes, mut workspace_bytes) = (0, 0);
         if split > 1 {
             let large = KernelError::TooLarge("the workspace");
-            ticket_bytes = tiles.checked_mul(4).ok_or(large.clone())?.next_multiple_of(256);
+            ticket_bytes = tiles.checked_mul(8).ok_or(large.clone())?.next_multiple_of(256);
             let partials = tiles.checked_mul(split).and_then(|t| t.checked_mul(variant.partial_bytes()));
             workspace_bytes = partials.and_then(|p| p.checked_add(ticket_bytes)).ok_or(large)?;
         }
         Ok(Self { variant, launch, chunks: chunks as u32, ticket_bytes, workspace_bytes, layout: *layout, m })
+    }
+
+    /// What a launch moves, without a bias.
+    pub fn traffic(&self) -> LinearTraffic {
+        let (n, k) = (self.layout.n(), self.layout.k());
+        let scheme = &self.variant.scheme;
+        let scales = if scheme.is_float() { 0 } else { 4 };
+        let others = if self.workspace_bytes > 0 { self.chunks as usize - 1 } else { 0 };
+        LinearTraffic {
+            weights: self.layout.bytes(),
+            activations: self.m * (k * scheme.activation_bytes() + scales),
+            results: self.m * n * scheme.output_bytes(),
+            workspace: 2 * others * self.m * n.next_multiple_of(BLOCK_ROWS) * 4,
+        }
     }
 
     /// The arguments of the kernel, in its order.
@@ -178,17 +216,27 @@ mod tests {
 
     #[test]
     fn chunks_belong_to_the_weights() {
+        let halves = |chunks| Parts { chunks, halved: true };
         for m in [1, 7, 16, 100, 5000] {
-            assert_eq!(plan(4096, 4096, m).unwrap().chunks, 8);
-            assert_eq!(plan(8192, 28_672, m).unwrap().chunks, 4);
-            assert_eq!(plan(57_344, 8192, m).unwrap().chunks, 1);
+            for (n, k, parts) in [
+                (4096, 4096, halves(4)),
+                (8192, 28_672, halves(2)),
+                (28_672, 4096, halves(1)),
+                (57_344, 8192, Parts { chunks: 1, halved: false }),
+            ] {
+                let plan = plan(n, k, m).unwrap();
+                assert_eq!((Parts::of([n, k]), plan.chunks as usize), (parts, parts.chunks));
+                assert_eq!(plan.variant.halved, parts.halved);
+            }
         }
-        // None is empty, whatever the sizes.
-        for tiles in 1..200 {
-            for n in [1, 1000, 4096, 40_000] {
-                let chunks = chunks([n, 128 * tiles]);
-                let length = tiles.div_ceil(chunks);
-                assert!((1..=8).contains(&chunks) && (chunks - 1) * length < tiles, "{tiles} {n}");
+        // No half is empty, whatever the sizes.
+        for tiles in 1..400 {
+            for n in [1, 1000, 4096, 9000, 20_000, 40_000] {
+                let parts = Parts::of([n, 128 * tiles]);
+                let length = parts.chunk_tiles(128 * tiles);
+                let last = tiles.checked_sub((parts.chunks - 1) * length).unwrap();
+                let needed = if parts.halved { length.div_ceil(2) } else { 0 };
+                assert!((1..=4).contains(&parts.chunks) && last > needed, "{tiles} {n}");
             }
         }
     }
@@ -196,8 +244,8 @@ mod tests {
     #[test]
     fn few_tokens_take_a_workspace_and_many_none() {
         let few = plan(4096, 4096, 3).unwrap();
-        assert_eq!((few.launch.grid, few.launch.block), ([32, 8, 1], 128));
-        assert_eq!((few.ticket_bytes, few.workspace_bytes), (256, 256 + 8 * 4096 * 8 * 4));
+        assert_eq!((few.launch.grid, few.launch.block), ([32, 4, 1], 256));
+        assert_eq!((few.ticket_bytes, few.workspace_bytes), (256, 256 + 4 * 4096 * 8 * 4));
         let many = plan(4096, 4096, 1000).unwrap();
         assert!(many.variant.serial);
         assert_eq!((many.launch.grid, many.workspace_bytes), ([32 * 16, 1, 1], 0));

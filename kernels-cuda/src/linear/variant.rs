@@ -16,7 +16,9 @@ pub struct BlockShape {
     pub token_warps: usize,
     /// Tiles of 8 tokens of a warp.
     pub token_tiles: usize,
-    /// Depth of the ring.
+    /// Sets of so many warps, each with a ring: two take the halves of a chunk side by side.
+    pub sets: usize,
+    /// Depth of a ring.
     pub stages: usize,
     /// Blocks that a multiprocessor should hold: bounds the registers of a thread.
     pub blocks: usize,
@@ -35,7 +37,7 @@ impl BlockShape {
 
     /// Threads of a block.
     pub fn threads(&self) -> usize {
-        32 * self.row_warps * self.token_warps
+        32 * self.row_warps * self.token_warps * self.sets
     }
 
     /// Registers of a thread that `blocks` blocks leave on a multiprocessor with 65,536, at most 255.
@@ -44,8 +46,10 @@ impl BlockShape {
     }
 }
 
-/// Warps and tiles along tokens, and blocks, from few tokens to many.
+/// Warps and tiles along tokens, and sets of warps on a multiprocessor, from few tokens to many.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
+/// Up to so many tokens a block has two sets of warps, where chunks have halves. Of more, one set is as many warps.
+const TWO_SETS: usize = 16;
 /// Shapes whose sums of floats fit the registers.
 const FLOAT_SHAPES: usize = 4;
 /// Output features of a block in every shape.
@@ -94,6 +98,8 @@ pub struct LinearVariant {
     pub scheme: LinearScheme,
     /// By how many threads.
     pub shape: BlockShape,
+    /// Whether chunks of `k` have halves: [`Parts::halved`].
+    pub halved: bool,
     /// Whether a block takes all chunks of `k`, one after the other.
     pub serial: bool,
 }
@@ -132,8 +138,10 @@ impl LinearVariant {
             ("ROW_TILES", self.shape.row_tiles.to_string()),
             ("TOKEN_WARPS", self.shape.token_warps.to_string()),
             ("TOKEN_TILES", self.shape.token_tiles.to_string()),
+            ("SETS", self.shape.sets.to_string()),
             ("STAGES", self.shape.stages.to_string()),
             ("BLOCKS", self.shape.blocks.to_string()),
+            ("HALVED", flag(self.halved)),
             ("SERIAL", flag(self.serial)),
         ]
     }
@@ -143,10 +151,15 @@ impl LinearVariant {
         Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
     }
 
-    /// Scheme, tokens of a block, depth of the ring, and whether chunks follow each other.
+    /// Scheme, tokens of a block, depth of the ring, into what `k` is cut, and whether the parts follow each other.
     pub fn name(&self) -> String {
-        let serial = if self.serial { "_serial" } else { "" };
-        format!("{}_t{}_s{}{serial}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
+        let parts = match (self.halved, self.shape.sets, self.serial) {
+            (false, ..) => "",
+            (true, 1, false) => "_halved",
+            (true, 1, true) => "_serial",
+            (true, ..) => "_sets",
+        };
+        format!("{}_t{}_s{}{parts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
     }
 
     /// Bytes of one slot of the ring.
@@ -161,41 +174,48 @@ impl LinearVariant {
         let tokens = self.shape.tokens();
         let sums =
             if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
-        let ring = self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums;
+        let ring = (self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums).next_multiple_of(128);
+        let ring = self.shape.sets * ring;
         // Results turn from fragments to rows where the ring was.
         ring.max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
     /// Bytes of a chunk's sums in the workspace, of one tile of results.
     pub(super) fn partial_bytes(&self) -> usize {
-        self.shape.row_tiles * self.shape.token_tiles * self.shape.threads() * 16
+        4 * self.shape.rows() * self.shape.tokens()
     }
 
     /// The variant for so many tokens on such a device: the smallest shape that holds them, or the largest that there is;
     /// chunks follow each other in one block where tiles of results are enough to occupy the device.
     pub fn choose(scheme: LinearScheme, [n, k]: [usize; 2], m: usize, device: &DeviceLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
+        let parts = Parts::of([n, k]);
         let holds = shapes.iter().position(|&[warps, tiles, _]| m <= 8 * warps * tiles);
         let mut choice = holds.unwrap_or(shapes.len() - 1);
+        let mut sets = 2;
         loop {
-            let [token_warps, token_tiles, blocks] = shapes[choice];
+            let [token_warps, token_tiles, resident] = shapes[choice];
             let tokens = 8 * token_warps * token_tiles;
+            sets = if parts.halved && tokens <= TWO_SETS { sets } else { 1 };
             let stage = Self::stage_bytes(&scheme, tokens);
-            // Two blocks of few tokens, or one of many, share what a multiprocessor has, a kibibyte of which each block
-            // takes for the system; some more is for sums.
-            let share = if blocks > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
+            // Two sets of few tokens, of one block or of two, or one of many, share what a multiprocessor has, a
+            // kibibyte of which each block takes for the system; some more is for sums.
+            let share =
+                if resident > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
             let ring = share.min(device.shared_of_block).saturating_sub(4096);
             let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
             let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
-            let serial = tokens > 16 && chunks([n, k]) > 1 && tiles >= device.multiprocessors;
+            let serial = tokens > TWO_SETS && parts.chunks > 1 && tiles >= device.multiprocessors;
             // Sums of the chunks before take registers too.
-            let blocks = if serial { 1 } else { blocks };
-            let shape = BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages, blocks };
-            let variant = Self { scheme, shape, serial };
-            if choice == 0 || variant.shared_bytes() <= device.shared_of_block {
+            let blocks = if serial { 1 } else { resident / sets };
+            let shape =
+                BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, sets, stages, blocks };
+            let variant = Self { scheme, shape, halved: parts.halved, serial };
+            if (choice, sets) == (0, 1) || variant.shared_bytes() <= device.shared_of_block {
                 return variant;
             }
-            choice -= 1;
+            // One ring first, fewer tokens then.
+            (choice, sets) = if sets == 2 { (choice, 1) } else { (choice - 1, 2) };
         }
     }
 }
@@ -204,13 +224,30 @@ impl LinearVariant {
 const MIN_STAGES: usize = 3;
 const MAX_STAGES: usize = 6;
 
-/// Into how many runs of whole tiles `k` is cut, for weights `[n, k]`: enough that some 256 blocks share the matrix, of at
-/// least four tiles each, and at most eight.
-///
-/// Each chunk is summed from zero and chunks are added in order, so this number belongs to the definition of results.
-pub fn chunks([n, k]: [usize; 2]) -> usize {
-    let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
-    let wanted = 256_usize.div_ceil(rows).min(8).min(tiles / 4).max(1);
-    // No chunk may be empty.
-    tiles.div_ceil(tiles.div_ceil(wanted))
+/// What `k` is cut into. Each part is summed from zero; a chunk is its first half plus its second, and chunks are added in
+/// order. So parts belong to the definition of results, and depend on the shape of the weights alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Parts {
+    /// Runs of whole tiles: 1 to 4. Blocks that share a tile of results meet in the workspace.
+    pub chunks: usize,
+    /// Whether each of them has two halves, which one block sums.
+    pub halved: bool,
+}
+
+impl Parts {
+    /// Those of weights `[n, k]`: as few chunks as let 128 blocks share the matrix, each of two halves of at least four tiles.
+    /// A matrix that has 256 tiles of results a token tile, or is too short, is one part.
+    pub fn of([n, k]: [usize; 2]) -> Self {
+        let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
+        let halved = rows < 256 && tiles >= 8;
+        // To the nearest: at 96 row tiles 1 chunk and a quarter of the device's blocks without work, or 2, and as many left
+        // over for a second turn.
+        let wanted = ((128 + rows / 2) / rows).clamp(1, 4).min((tiles / 8).max(1));
+        Self { chunks: if halved { wanted } else { 1 }, halved }
+    }
+
+    /// Tiles of a chunk, but for the last.
+    pub fn chunk_tiles(&self, k: usize) -> usize {
+        k.div_ceil(TILE_K).div_ceil(self.chunks)
+    }
 }

@@ -237,23 +237,26 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions of lanes for a value of long rows. The budgets are what the kernels take today, rounded up: they are
-/// there to be lowered. Machine code has fewer moves and conversions, and more for a division or square root.
+/// PTX instructions of lanes for a value of long rows, but for moves between registers, of which machine code has few. The budgets
+/// are what the kernels take today, rounded up: they are there to be lowered. Machine code has more for a division or
+/// reciprocal, which count as one here.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
         return;
     }
     for (rows, most) in [
-        (Rows::Plain, 21.0),
-        (norm(Float::Bf16, false), 34.0),
-        (norm(Float::Bf16, true), 43.0),
-        (Rows::SiluMul, 53.0),
+        (Rows::Plain, 16.0),
+        (norm(Float::Bf16, false), 23.0),
+        (norm(Float::Bf16, true), 30.0),
+        (Rows::SiluMul, 42.0),
     ] {
         let (m, k) = (1, 8192);
         let shape = ActivationShape { group: Some(128), ..ActivationShape::new(rows, Float::Bf16, m, k) };
         let counters = Problem::new(shape, 5).run(&Options::default()).1.counters;
-        let each = 32.0 * counters.instructions as f64 / (m * k) as f64;
+        let taken = counters.instructions - counters.opcode("mov.");
+        let each = 32.0 * taken as f64 / (m * k) as f64;
+        println!("{rows:?}: {each:.1} instructions of PTX a value");
         assert!(each <= most, "{each} instructions a value, {rows:?}");
     }
 }
@@ -292,28 +295,67 @@ fn planted_bugs_are_caught() {
         aligned: true,
         ..ActivationShape::new(norm(Float::F16, false), Float::F16, 2, k)
     };
-    let fault = |k, from: &str, to: &str| -> FaultKind {
+    let run = |k, places: Option<[&str; 2]>| {
         // The sums of rows have a barrier too, behind which those of groups would be safe.
         let problem = Problem { row_sums: false, ..Problem::new(shape(k), 1) };
         let plan = problem.plan();
         let options = Options { warp_order: WarpOrder::RoundRobin, ..Options::default() };
-        match problem.run_variant(&plan, &planted(&plan.variant, from, to), &options) {
-            Err(Error::Fault(fault)) => fault.kind,
-            other => panic!("{from:?} for {to:?}: {:?}", other.map(|(outcome, _)| outcome.scales)),
+        let variant = places.map_or(plan.variant.clone(), |[from, to]| planted(&plan.variant, from, to));
+        match problem.run_variant(&plan, &variant, &options) {
+            Ok((outcome, _)) => Ok((outcome, problem.expected())),
+            Err(Error::Fault(fault)) => Err(fault),
+            Err(other) => panic!("{other}"),
         }
     };
-    let is_race = |kind| matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised);
+    for k in [1020, 1024] {
+        // A code may be off by one, and so may a sum of 96 of them by a few.
+        let (got, expected) = run(k, None).unwrap();
+        assert!(got.codes.iter().zip(&expected.codes).all(|(a, b)| a.abs_diff(*b) <= 1));
+        assert!(got.group_sums.iter().zip(&expected.group_sums).all(|(a, b)| a.abs_diff(*b) <= 4));
+    }
+    // A fault of an instruction in a buffer.
+    let is_found = |k, from: &str, to: &str, kinds: &[FaultKind], opcode: &str, buffer: &str| {
+        let fault = run(k, Some([from, to])).expect_err(from);
+        let is_it = kinds.contains(&fault.kind)
+            && fault.opcode.starts_with(opcode)
+            && fault.buffer.as_deref() == Some(buffer);
+        assert!(is_it, "{from:?} for {to:?}: {fault}");
+    };
+    let race = &[FaultKind::SharedRace, FaultKind::Uninitialised];
     // The barrier of the sums over a block.
     let barrier = "slots[threadIdx.x / 32] = word;\n    __syncthreads();";
-    assert!(is_race(fault(1024, barrier, "slots[threadIdx.x / 32] = word;")));
+    is_found(1024, barrier, "slots[threadIdx.x / 32] = word;", race, "ld.shared", "shared");
     // One set of slots for all sums.
-    assert!(is_race(fault(1024, "(largest, slots[1])", "(largest, slots[0])")));
+    is_found(1024, "(largest, slots[1])", "(largest, slots[0])", race, "st.shared", "shared");
     // The barrier before groups are added up.
     let barrier = "if constexpr (GROUP == 1) {\n        __syncthreads();";
-    assert!(is_race(fault(1024, barrier, "if constexpr (GROUP == 1) {")));
-    // The guards of the end of a row, where it is read and where it is written.
+    is_found(1024, barrier, "if constexpr (GROUP == 1) {", race, "ld.shared", "shared");
+    // The guards of the end of a row, where it is read and where it is written, and of the parts of its last group.
+    let outside = &[FaultKind::OutOfBounds];
     let guard = "if (ALIGNED && at + VECTOR <= k) {\n        u32 words[WORDS];";
-    assert_eq!(fault(1020, guard, "if (ALIGNED) {\n        u32 words[WORDS];"), FaultKind::OutOfBounds);
+    is_found(1020, guard, "if (ALIGNED) {\n        u32 words[WORDS];", outside, "ld.global", "weight");
     let guard = "if (at + VECTOR <= k) {\n        if constexpr";
-    assert_eq!(fault(1020, guard, "if (true) {\n        if constexpr"), FaultKind::OutOfBounds);
+    is_found(1020, guard, "if (true) {\n        if constexpr", outside, "st.global", "codes");
+    let guard = "if (g * each + i < all) sum";
+    is_found(1020, guard, "sum", outside, "ld.shared", "shared");
+    // Lanes and warps that a sum leaves out: only values tell.
+    for (from, to) in [
+        (
+            "for (int apart = 1; apart < 32; apart *= 2) sum = sum",
+            "for (int apart = 2; apart < 32; apart *= 2) sum = sum",
+        ),
+        (
+            "for (int apart = 1; apart < LANES; apart *= 2) sum",
+            "for (int apart = 2; apart < LANES; apart *= 2) sum",
+        ),
+        ("lane < WARPS ? slots[lane]", "lane < WARPS - 1 ? slots[lane]"),
+    ] {
+        let (got, expected) = run(1024, Some([from, to])).unwrap();
+        let far = got.codes.iter().zip(&expected.codes).any(|(a, b)| a.abs_diff(*b) > 1);
+        let scale = |bits: u32| f32::from_bits(bits);
+        let scaled =
+            got.scales.iter().zip(&expected.scales).any(|(a, b)| (scale(*a) / scale(*b) - 1.0).abs() > 0.01);
+        let sums = got.group_sums.iter().zip(&expected.group_sums).any(|(a, b)| a.abs_diff(*b) > 4);
+        assert!(far || scaled || sums, "{from:?} for {to:?}");
+    }
 }

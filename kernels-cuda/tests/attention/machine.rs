@@ -1,6 +1,7 @@
 //! The kernels' PTX on the interpreter: memory, launches, and what budgets look at.
 
-use quant_kernels_cuda::attention::{Argument, KernelPlan};
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::launch::{Argument, LaunchShape};
 use quant_ptx_interpreter as interpreter;
 use quant_ptx_interpreter::{BlockOrder, WarpOrder};
 
@@ -60,26 +61,32 @@ impl Machine {
         buffer
     }
 
+    /// Writes the same bytes again and again, from a buffer's beginning.
+    pub fn fill(&mut self, buffer: u64, bytes: &[u8], times: usize) {
+        self.memory.write(buffer, &bytes.repeat(times)).unwrap();
+    }
+
     pub fn bytes(&self, buffer: u64) -> Vec<u8> {
         self.memory.bytes(buffer).unwrap().to_vec()
     }
 
     pub fn launch(
         &mut self,
-        plan: &KernelPlan,
+        variant: &Variant,
+        shape: &LaunchShape,
         arguments: &[Argument],
         order: Order,
     ) -> Result<Counters, String> {
-        let module = Module::parse(&ptx_of(&plan.variant)).map_err(|e| e.to_string())?;
+        let module = Module::parse(&ptx_of(variant)).map_err(|e| e.to_string())?;
         let arguments = arguments.iter().map(|argument| match *argument {
             Argument::U64(x) => interpreter::Argument::U64(x),
             Argument::U32(x) => interpreter::Argument::U32(x),
             Argument::F32(x) => interpreter::Argument::F32(x),
         });
         let launch = Launch {
-            grid: plan.grid,
-            block: [plan.block, 1, 1],
-            dynamic_shared: plan.shared_bytes,
+            grid: shape.grid,
+            block: [shape.block, 1, 1],
+            dynamic_shared: shape.shared_bytes,
             arguments: arguments.collect(),
         };
         let (warp_order, block_order) = match order {
@@ -89,7 +96,7 @@ impl Machine {
         };
         let options = Options { warp_order, block_order, ..Options::default() };
         let report = module
-            .launch(plan.variant.kernel, &launch, &mut self.memory, &options)
+            .launch(variant.kernel, &launch, &mut self.memory, &options)
             .map_err(|fault| fault.to_string())?;
         let loads = report.counters.shared_reads;
         Ok(Counters {

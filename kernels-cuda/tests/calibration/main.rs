@@ -3,6 +3,7 @@
 //! Each is a kernel of its own: a warp a block, every lane with words of its own. Here they show that the interpreter runs
 //! all that the kernels use; on a GPU they are what its figures of fragments and its rounding are checked against.
 
+mod coverage;
 mod instructions;
 #[path = "../support/mod.rs"]
 mod support;

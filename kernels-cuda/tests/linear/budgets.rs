@@ -1,7 +1,10 @@
 //! What launches cost, as the interpreter counts: bytes of memory beside the floor's, passes through the banks of shared
 //! memory, instructions of dequantization.
 
-use quant_kernels_cuda::linear::{Activation, LinearPlan, Output};
+use quant_kernels_cpu::ScaleType;
+use quant_kernels_cuda::compile::Architecture;
+use quant_kernels_cuda::layout::{Order, WeightLayout};
+use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
 use quant_ptx_interpreter::{Counters, Options};
 
 use crate::DEVICE;
@@ -52,8 +55,7 @@ fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     ]
 }
 
-/// Different sectors of memory: weights, activations and results. The workspace, which is written and read by one launch and
-/// stays in the second cache, is counted apart.
+/// Different sectors of memory: weights, activations and results, of matrices of one chunk, without a workspace.
 #[test]
 fn bytes_of_memory_are_the_floors() {
     if !ready() {
@@ -64,15 +66,10 @@ fn bytes_of_memory_are_the_floors() {
             let (_, counters) = counted(&problem);
             let x = problem.m * K * if name.contains("a16") { 2 } else { 1 };
             let floor = (weights + x + 2 * problem.m * N) as f64;
-            let of = |workspace: bool| -> u64 {
-                let buffers = counters.buffers.iter();
-                let chosen =
-                    buffers.filter(|(b, _)| matches!(b.as_str(), "partials" | "tickets") == workspace);
-                chosen.map(|(_, t)| 32 * (t.read.unique_sectors + t.written.unique_sectors)).sum()
-            };
-            let ratio = of(false) as f64 / floor;
-            println!("{name}, {m} tokens: {ratio:.4} of the floor, workspace {:.4}", of(true) as f64 / floor);
+            let ratio = moved(&counters) as f64 / floor;
+            println!("{name}, {m} tokens: {ratio:.4} of the floor");
             assert!(ratio <= 1.03, "{name}, {m} tokens: {ratio}");
+            assert!(!counters.buffers.contains_key("partials"));
             // No weight is asked for twice.
             let codes = counters.buffers["codes"].read;
             assert_eq!(codes.bytes_asked, codes.unique_bytes, "{name}, {m} tokens");
@@ -81,6 +78,68 @@ fn bytes_of_memory_are_the_floors() {
                 problem.layout.row_blocks() * problem.layout.tiles() * problem.layout.tile_bytes()
             );
         }
+    }
+}
+
+/// Bytes of all different sectors that were read, and of all that were written: weights, activations, results, workspace.
+fn moved(counters: &Counters) -> u64 {
+    counters.buffers.values().map(|t| 32 * (t.read.unique_sectors + t.written.unique_sectors)).sum()
+}
+
+/// Where blocks share a tile of results, what they leave each other is counted too: as the plan says, tickets aside.
+#[test]
+fn bytes_of_a_workspace_are_those_of_the_plan() {
+    if !ready() {
+        return;
+    }
+    for m in [1, 5, 16, 20] {
+        let case = Case::new([160, 3072], 4, 128, Kind::F16, true, 41);
+        let problem = Problem::float(case, Activation::F16, Output::F16, m, Draw::Usual, 43);
+        let (plan, counters) = counted(&problem);
+        assert_eq!(plan.launch.grid[1], 3);
+        let partials = counters.buffers["partials"];
+        let expected = plan.traffic().workspace as u64 / 2;
+        for way in [partials.read, partials.written] {
+            assert_eq!((way.unique_bytes, way.bytes_asked), (expected, expected), "{m} tokens");
+            assert_eq!(32 * way.unique_sectors, expected, "{m} tokens");
+        }
+        let tickets = 2 * 32 * (plan.launch.grid[0] as u64 * 8).div_ceil(32);
+        let (got, said) = (moved(&counters), plan.traffic().total() as u64);
+        assert!((said..=said + tickets + 64).contains(&got), "{m} tokens: {got} for {said}");
+    }
+}
+
+/// Of the shapes that models have: all bytes beside those of the floor, which is weights of 4.15625 bits (groups of 128 with f16
+/// scales and zeros), activations and results. The workspace is most of what is more: nothing at 57344 × 8192, and at 4096 × 4096
+/// with 16 tokens a sixth. It is what the 32 row tiles cost that cannot occupy a device alone.
+#[test]
+fn bytes_of_models_shapes() {
+    let device = DeviceLimits::of(Architecture::Sm90);
+    let ratio = |n: usize, k: usize, m: usize| {
+        let layout =
+            WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap();
+        let plan = LinearPlan::new(&layout, Activation::F16, Output::F16, m, &device).unwrap();
+        let floor = n * k / 2 + n * k / 128 * 5 / 2 + 2 * m * (n + k);
+        plan.traffic().total() as f64 / floor as f64
+    };
+    for (n, k, expected) in [
+        // With 1, 8 and 16 tokens.
+        (8192, 8192, [1.0094, 1.0224, 1.0370]),
+        (57_344, 8192, [1.0075, 1.0075, 1.0075]),
+        (4096, 4096, [1.0188, 1.0963, 1.1825]),
+        (6144, 4096, [1.0150, 1.0668, 1.1247]),
+        (28_672, 4096, [1.0075, 1.0075, 1.0074]),
+        (4096, 14_336, [1.0107, 1.0330, 1.0580]),
+        (10_240, 8192, [1.0094, 1.0224, 1.0371]),
+        (8192, 28_672, [1.0081, 1.0118, 1.0160]),
+    ] {
+        for (m, expected) in [1, 8, 16].into_iter().zip(expected) {
+            let got = ratio(n, k, m);
+            println!("{n} × {k}, {m} tokens: {got:.4}");
+            assert!((got - expected).abs() < 1e-4, "{n} × {k}, {m} tokens: {got}");
+        }
+        // Many tokens need none.
+        assert!(ratio(n, k, 4096) < 1.01);
     }
 }
 
@@ -118,6 +177,41 @@ fn dequantization_takes_few_instructions() {
         let (_, counters) = counted(&float(activation, 128, true, 8));
         let taken = counters.opcode("lop3.") + counters.opcode("shf.");
         assert_eq!(taken, most * words, "{activation:?}: {:?}", counters.by_opcode);
+    }
+}
+
+/// Where whole numbers are multiplied, and weights of 8 bits: what seven tiles more take of the instructions that dequantize, those
+/// of the same name that do something else included.
+#[test]
+fn dequantization_of_other_schemes_takes_few_instructions() {
+    if !ready() {
+        return;
+    }
+    let of = |k: usize, kind: Kind, bits: u8, group: usize, zeros: bool, activation: Option<Activation>| {
+        let case = Case::new([N, k], bits, if group == 0 { k } else { group }, kind, zeros, 41);
+        let problem = match activation {
+            None => Problem::int8(case, Output::F16, 8, None, Draw::Usual, 43),
+            Some(activation) => Problem::float(case, activation, Output::F16, 8, Draw::Usual, 43),
+        };
+        counted(&problem).1
+    };
+    let whole = ["and.b32", "shl.b32", "shr.u32", "mul.lo", "mad.lo", "lop3"];
+    let bytes = ["prmt", "sub.rn.f32", "add.rn.f32", "cvt.rn.bf16x2"];
+    for (name, kind, bits, group, zeros, activation, opcodes, most) in [
+        // 3, 5 with two levels; and places in the ring, zeros and scales of a group.
+        ("w4a8", Kind::F32, 4, 0, false, None, &whole[..], 4.0),
+        ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
+        ("w4a8 g128 asym", Kind::F16, 4, 128, true, None, &whole, 5.0),
+        ("w4a8 g128 progressive", Kind::Progressive, 4, 128, true, None, &whole, 7.0),
+        ("w8a16 f16", Kind::F32, 8, 0, false, Some(Activation::F16), &bytes, 5.0),
+        // Beyond 7: bf16 has no room for 8 bits under one exponent.
+        ("w8a16 bf16", Kind::F32, 8, 0, false, Some(Activation::Bf16), &bytes, 21.0),
+    ] {
+        let count = |counters: &Counters| opcodes.iter().map(|o| counters.opcode(o)).sum::<u64>();
+        let [few, many] = [8, 15].map(|tiles| count(&of(128 * tiles, kind, bits, group, zeros, activation)));
+        let each = (many - few) as f64 * 32.0 * 8.0 / (N * 7 * 128) as f64;
+        println!("{name}: {each:.2} instructions for 8 weights");
+        assert!(each <= most && each > most - 2.0, "{name}: {each}");
     }
 }
 

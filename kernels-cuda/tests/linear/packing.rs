@@ -1,13 +1,21 @@
 //! Packing on the device gives the bytes of packing on the CPU, and finds the values that the latter refuses.
 
+use quant_kernels_cuda::layout::device::SOURCE;
 use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
+use quant_ptx_interpreter::{Error, FaultKind};
 
 use crate::cases::{Case, Kind};
 use crate::machine::ready;
+use crate::planted::changed;
 use crate::support::machine::{Argument, Launch, Memory, Module, Options, ptx_of};
 
 /// The sections as the device packs them, and whether it found a fault.
 fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
+    pack_by(case, layout, &[]).unwrap()
+}
+
+/// The same with places of the text changed.
+fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(Vec<Vec<u8>>, bool), Error> {
     let mut memory = Memory::new();
     let [n, k] = case.shape;
     let mut put = |name, bytes: &[u8]| if bytes.is_empty() { 0 } else { memory.buffer_from(name, bytes, 4) };
@@ -22,7 +30,10 @@ fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
     let ends = sections(layout);
     let targets: Vec<u64> = ends
         .iter()
-        .map(|&(_, bytes)| if bytes == 0 { 0 } else { memory.buffer("section", bytes, 16) })
+        .enumerate()
+        .map(
+            |(i, &(_, bytes))| if bytes == 0 { 0 } else { memory.buffer(&format!("section {i}"), bytes, 16) },
+        )
         .collect();
     let most = u32::from(u8::MAX >> (8 - case.bits));
     let sizes = |with_group: bool| {
@@ -32,21 +43,40 @@ fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
         sizes.into_iter().flatten().map(Argument::U32)
     };
     for launch in layout.device_packing().unwrap() {
-        let pointers: &[u64] = match launch.kernel.kernel {
+        let pointers: &[u64] = match launch.variant.kernel {
             "pack_codes" => &[codes, fault, targets[0]],
             "pack_parameters" => &[codes, scales, zeros, fault, targets[1]],
             _ => &[codes, scales, channels, zeros, fault, targets[2], targets[3], targets[4]],
         };
         let arguments = pointers.iter().map(|&p| Argument::U64(p));
-        let arguments = arguments.chain(sizes(launch.kernel.kernel != "pack_codes")).collect();
-        let module = Module::parse(&ptx_of(&launch.kernel)).unwrap();
-        let (grid, block) = ([launch.grid, 1, 1], [launch.threads, 1, 1]);
+        let arguments = arguments.chain(sizes(launch.variant.kernel != "pack_codes")).collect();
+        let mut variant = launch.variant.clone();
+        if !places.is_empty() {
+            variant.source = changed(&SOURCE, places);
+        }
+        let module = Module::parse(&ptx_of(&variant)).unwrap();
+        let (grid, block) = (launch.launch.grid, [launch.launch.block, 1, 1]);
         let run = Launch { grid, block, dynamic_shared: 0, arguments };
-        module.launch(launch.kernel.kernel, &run, &mut memory, &Options::default()).unwrap();
+        module.launch(launch.variant.kernel, &run, &mut memory, &Options::default())?;
     }
     let written =
         targets.iter().map(|&t| if t == 0 { Vec::new() } else { memory.bytes(t).unwrap().to_vec() });
-    (written.collect(), memory.bytes(fault).unwrap()[0] != 0)
+    Ok((written.collect(), memory.bytes(fault).unwrap()[0] != 0))
+}
+
+/// Whether a text with places changed packs the CPU's bytes and finds no fault, or what it does wrong, and where.
+pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, (FaultKind, String)> {
+    let layout = WeightLayout::of(&case.view(), order, order == Order::Int8).unwrap();
+    let mut packed = vec![0; layout.bytes()];
+    layout.pack(&case.view(), &mut packed).unwrap();
+    match pack_by(case, &layout, places) {
+        Ok((made, fault)) => {
+            let is_same = |(made, (at, bytes)): (&Vec<u8>, (usize, usize))| made == &packed[at..at + bytes];
+            Ok(!fault && made.iter().zip(sections(&layout)).all(is_same))
+        }
+        Err(Error::Fault(fault)) => Err((fault.kind, fault.buffer.unwrap_or_default())),
+        Err(other) => panic!("{other}"),
+    }
 }
 
 /// Where sections begin, and how many bytes are theirs.

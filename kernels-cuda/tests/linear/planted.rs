@@ -1,18 +1,21 @@
-//! Bugs planted into the kernel's text, each of which the interpreter or the reference must find.
+//! Bugs planted into the kernels' texts, each of which the interpreter or the reference must find: which fault, of which
+//! instruction, in which buffer. The texts as they are have none.
 
 use quant_kernels_cuda::compile::Source;
+use quant_kernels_cuda::layout::Order;
 use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, SOURCE};
-use quant_ptx_interpreter::{Error, FaultKind, Options};
+use quant_ptx_interpreter::{Counters, Error, Fault, FaultKind, Options, WarpOrder};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
 use crate::machine::{compiled, ready, run};
+use crate::packing;
 use crate::problem::{Draw, Problem};
 
-/// The text with some places changed, each of which is once in it or its headers.
-fn changed(places: &[[&str; 2]]) -> &'static Source {
-    let mut texts: Vec<(&'static str, String)> = vec![(SOURCE.name, SOURCE.text.to_owned())];
-    texts.extend(SOURCE.headers.iter().map(|&(name, text)| (name, text.to_owned())));
+/// A text with some places changed, each of which is once in it or its headers.
+pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
+    let mut texts: Vec<(&'static str, String)> = vec![(source.name, source.text.to_owned())];
+    texts.extend(source.headers.iter().map(|&(name, text)| (name, text.to_owned())));
     for [from, to] in places {
         let found: usize = texts.iter().map(|(_, text)| text.matches(from).count()).sum();
         assert_eq!(found, 1, "{from}");
@@ -24,98 +27,193 @@ fn changed(places: &[[&str; 2]]) -> &'static Source {
     Box::leak(Box::new(Source { name, text, headers: headers.leak() }))
 }
 
-/// What the changed text does on a ragged problem of several chunks: a fault's kind, or none.
-fn fault(from: &str, to: &str) -> Option<FaultKind> {
-    let case = Case::new([133, 1152], 4, 128, Kind::F16, true, 31);
-    let problem = Problem::float(case, Activation::F16, Output::F16, 13, Draw::Usual, 32);
-    let plan =
-        LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
-    assert!(plan.chunks > 1 && plan.launch.grid[1] > 1);
-    let module = compiled(&plan.variant, Some(changed(&[[from, to]])));
-    match run(&problem, &plan, &module, &Options::default()) {
-        Err(Error::Fault(fault)) => Some(fault.kind),
+/// Ragged rows, features and tokens; two chunks, each of two halves.
+fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
+    let group = if k.is_multiple_of(128) { 128 } else { 32 };
+    let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
+    let problem = Problem::float(case, Activation::F16, Output::F32, m, Draw::Usual, 32);
+    let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, m, &DEVICE).unwrap();
+    assert!(plan.chunks == 2 && plan.launch.grid[1] == 2, "{}", plan.variant.name());
+    (problem, plan)
+}
+
+/// What a text does on such a problem: results and counters, or a fault.
+fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counters), Box<Fault>> {
+    let (problem, plan) = problem(m, k);
+    let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
+    // Warps by turns, one instruction each: none gets far ahead of the others.
+    let options =
+        Options { warp_order: WarpOrder::RoundRobin, max_instructions: 3_000_000, ..Options::default() };
+    match run(&problem, &plan, &module, &options) {
+        Err(Error::Fault(fault)) => Err(fault),
         Err(other) => panic!("{other}"),
-        Ok(_) => None,
+        Ok(outcome) => Ok((outcome.values, outcome.report.counters)),
     }
 }
 
-/// The barrier of the main loop.
-const WAIT: &str = "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();\n        __syncthreads();";
+/// Holds a planted bug to its fault.
+#[track_caller]
+fn is_found(places: &[[&str; 2]], kinds: &[FaultKind], opcode: &str, buffer: &str) {
+    is_found_of(places, 13, 2176, kinds, opcode, buffer);
+}
+
+#[track_caller]
+fn is_found_of(places: &[[&str; 2]], m: usize, k: usize, kinds: &[FaultKind], opcode: &str, buffer: &str) {
+    if !ready() {
+        return;
+    }
+    let fault = outcome(places, m, k).expect_err("a bug was not found");
+    let is_it = kinds.contains(&fault.kind)
+        && fault.opcode.starts_with(opcode)
+        && fault.buffer.as_deref().unwrap_or_default() == buffer;
+    assert!(is_it, "another fault than {kinds:?} of {opcode} in {buffer:?}: {fault}");
+}
+
+/// The wait and the barrier of the main loop.
+const WAIT: &str = "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();\n        set_barrier(set);";
+
+#[test]
+fn without_a_bug_nothing_is_found() {
+    if !ready() {
+        return;
+    }
+    for (m, k) in [(13, 2176), (13, 2080)] {
+        let (values, counters) = outcome(&[], m, k).unwrap();
+        problem(m, k).0.check(&values);
+        let reads = counters.shared_reads;
+        assert_eq!(reads.taken, reads.ideal);
+    }
+}
 
 #[test]
 fn a_missing_barrier() {
-    if ready() {
-        let found = fault(WAIT, "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();");
-        assert!(matches!(found, Some(FaultKind::SharedRace | FaultKind::NotVisible)), "{found:?}");
-    }
+    let without = [[WAIT, "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();"]];
+    let kinds = [FaultKind::SharedRace, FaultKind::InFlight, FaultKind::NotVisible];
+    is_found(&without, &kinds, "ldmatrix", "shared");
+}
+
+/// The barrier of the other set orders nothing.
+#[test]
+fn the_barrier_of_another_set() {
+    let one =
+        [["barrier_of<SET_THREADS>(1 + set)", "barrier_of<SET_THREADS>(1 + (set + threadIdx.x / 64) % 2)"]];
+    is_found(&one, &[FaultKind::SharedRace, FaultKind::InFlight], "ldmatrix", "shared");
 }
 
 #[test]
 fn too_short_a_wait() {
-    if ready() {
-        let found = fault(WAIT, "copy_async_wait<STAGES - 1>();\n        __syncthreads();");
-        assert_eq!(found, Some(FaultKind::InFlight));
-    }
+    let without = [[WAIT, "copy_async_wait<STAGES - 1>();\n        set_barrier(set);"]];
+    is_found(&without, &[FaultKind::InFlight], "ldmatrix", "shared");
 }
 
 #[test]
 fn too_short_a_ring() {
-    if ready() {
-        let found =
-            fault("const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;", "const u32 refill = slot;");
-        assert!(matches!(found, Some(FaultKind::SharedRace | FaultKind::InFlight)), "{found:?}");
-    }
+    let short = [["const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;", "const u32 refill = slot;"]];
+    is_found(&short, &[FaultKind::InFlight], "ld", "shared");
 }
 
 #[test]
 fn sums_in_one_place() {
-    if ready() {
-        let found = fault("x_sums + (odd ^ 1) * GROUPS * TOKENS", "x_sums + odd * GROUPS * TOKENS");
-        assert_eq!(found, Some(FaultKind::SharedRace));
-    }
+    let one = [["x_sums + (odd ^ 1) * GROUPS * TOKENS", "x_sums + odd * GROUPS * TOKENS"]];
+    is_found(&one, &[FaultKind::SharedRace], "", "shared");
+}
+
+#[test]
+fn rings_in_one_place() {
+    let one = [["u8 *own = shared + set * SET_BYTES;", "u8 *own = shared;"]];
+    is_found(&one, &[FaultKind::SharedRace, FaultKind::InFlight], "cp.async", "shared");
 }
 
 #[test]
 fn a_missing_guard_of_rows() {
-    if ready() {
-        let found = fault("if (token + line < p.m && row + column < p.n) {", "if (row + column < p.n) {");
-        assert_eq!(found, Some(FaultKind::OutOfBounds));
-    }
+    let without = [["if (token + line < p.m && row + column < p.n) {", "if (token + line < p.m) {"]];
+    is_found(&without, &[FaultKind::OutOfBounds], "ld.global", "bias");
+}
+
+#[test]
+fn a_missing_guard_of_rows_of_weights() {
+    let without = [["bool there = i * CODES_BLOCKS < from.row_blocks;", "bool there = true;"]];
+    is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "codes");
+}
+
+#[test]
+fn a_missing_guard_of_parameters() {
+    let without =
+        [["bool there = block - (i32)(thread / CODES_CHUNKS) < from.row_blocks;", "bool there = true;"]];
+    is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "parameters");
 }
 
 #[test]
 fn a_missing_guard_of_tokens() {
-    if ready() {
-        let found = fault("i * X_ROWS < from.tokens && valid > 0", "valid > 0");
-        assert_eq!(found, Some(FaultKind::OutOfBounds));
-    }
+    let without = [["i * X_ROWS < from.tokens && valid > 0", "valid > 0"]];
+    is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "x");
 }
 
+/// Of the last tile a quarter is there.
 #[test]
 fn a_missing_guard_of_features() {
-    if ready() {
-        let found = fault("bool there = i * CODES_BLOCKS < from.row_blocks;", "bool there = true;");
-        assert_eq!(found, Some(FaultKind::OutOfBounds));
-    }
+    let without = [["const i32 valid = max(min(from.left, 16), 0);", "const i32 valid = 16;"]];
+    let kinds = [FaultKind::OutOfBounds, FaultKind::Uninitialised];
+    is_found_of(&without, 13, 2080, &kinds, "cp.async", "x");
 }
 
 #[test]
-fn chunks_joined_by_the_first_to_arrive() {
-    if ready() {
-        let found = fault("p.chunks - 1) == p.chunks - 1;", "p.chunks - 1) == 0;");
-        assert!(matches!(found, Some(FaultKind::Uninitialised | FaultKind::GlobalRace)), "{found:?}");
-    }
+fn a_missing_guard_of_results() {
+    let without = [["if (token + line < p.m && row + column < p.n) {", "if (row + column < p.n) {"]];
+    is_found(&without, &[FaultKind::OutOfBounds], "st.global", "out");
+}
+
+/// Results turn from fragments to rows where rings still are read.
+#[test]
+fn a_missing_barrier_behind_the_rings() {
+    let without =
+        [["    __syncthreads();\n    if (SETS == 2 && !join_sets", "    if (SETS == 2 && !join_sets"]];
+    is_found(&without, &[FaultKind::SharedRace], "st.shared", "shared");
+}
+
+#[test]
+fn halves_that_meet_without_a_barrier() {
+    let without =
+        [["    __syncthreads();\n    if (set == 1) return false;", "    if (set == 1) return false;"]];
+    is_found(&without, &[FaultKind::SharedRace], "", "shared");
 }
 
 #[test]
 fn chunks_without_a_fence() {
-    if ready() {
-        let found = fault(
-            "    fence_device();\n    __syncthreads();\n    u32 *last",
-            "    __syncthreads();\n    u32 *last",
-        );
-        assert_eq!(found, Some(FaultKind::GlobalRace));
-    }
+    let without = [[
+        "        fence_device();\n        set_barrier(0);\n        if (threadIdx.x == 0) add_device(written, 1);",
+        "        set_barrier(0);\n        if (threadIdx.x == 0) add_device(written, 1);",
+    ]];
+    is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
+}
+
+#[test]
+fn chunks_without_a_barrier_before_their_ticket() {
+    let without = [[
+        "        set_barrier(0);\n        if (threadIdx.x == 0) add_device(written, 1);",
+        "        if (threadIdx.x == 0) add_device(written, 1);",
+    ]];
+    is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
+}
+
+/// Who arrives last does not wait for what the others write.
+#[test]
+fn chunks_that_are_not_waited_for() {
+    let without = [["while (add_device(written, 0) != p.chunks - 1) {", "while (false) {"]];
+    is_found(&without, &[FaultKind::GlobalRace], "st.global", "tickets");
+}
+
+/// A ticket that the first to arrive takes for the last: it waits for nobody, forever.
+#[test]
+fn chunks_joined_by_the_first_to_arrive() {
+    let first = [["const bool is_last = *others == p.chunks - 1;", "const bool is_last = *others == 0;"]];
+    is_found(&first, &[FaultKind::Runaway], "", "");
+}
+
+/// Without the ticket's reset the second launch finds the count of the first.
+#[test]
+fn tickets_that_are_not_reset() {
+    is_found(&[["        *written = 0;\n", ""]], &[FaultKind::Runaway], "", "");
 }
 
 /// Values come out wrong, and nothing else can tell.
@@ -124,14 +222,8 @@ fn another_swizzle_on_one_side() {
     if !ready() {
         return;
     }
-    let place = ["(chunk ^ row % 8) * 16);", "(chunk ^ row % 4) * 16);"];
-    let case = Case::new([133, 1152], 4, 128, Kind::F16, true, 31);
-    let problem = Problem::float(case, Activation::F16, Output::F32, 13, Draw::Usual, 32);
-    let plan =
-        LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
-    let module = compiled(&plan.variant, Some(changed(&[place])));
-    let values = run(&problem, &plan, &module, &Options::default()).unwrap().values;
-    let check = || problem.check(&values);
+    let (values, _) = outcome(&[["(chunk ^ row % 8) * 16);", "(chunk ^ row % 4) * 16);"]], 13, 2176).unwrap();
+    let check = || problem(13, 2176).0.check(&values);
     assert!(
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_err(),
         "wrong values were not found"
@@ -148,13 +240,93 @@ fn no_swizzle() {
         ["(chunk ^ row % 8) * 16);", "chunk * 16);"],
         ["place = thread % X_CHUNKS ^ row % 8;", "place = thread % X_CHUNKS;"],
     ];
-    let case = Case::new([133, 1152], 4, 128, Kind::F16, true, 31);
-    let problem = Problem::float(case, Activation::F16, Output::F32, 13, Draw::Usual, 32);
-    let plan =
-        LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
-    let module = compiled(&plan.variant, Some(changed(&places)));
-    let outcome = run(&problem, &plan, &module, &Options::default()).unwrap();
-    problem.check(&outcome.values);
-    let reads = outcome.report.counters.shared_reads;
+    let (values, counters) = outcome(&places, 13, 2176).unwrap();
+    problem(13, 2176).0.check(&values);
+    let reads = counters.shared_reads;
     assert!(reads.taken > 2 * reads.ideal, "{reads:?}");
+}
+
+/// Of many tokens: the ring of one set of eight warps, whose chunks follow each other.
+#[test]
+fn many_tokens() {
+    if !ready() {
+        return;
+    }
+    let case = Case::new([133, 1160], 8, 1160, Kind::F32, true, 31);
+    let problem = Problem::int8(case, Output::F32, 70, None, Draw::Usual, 32);
+    let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, 70, &DEVICE).unwrap();
+    assert_eq!((plan.variant.shape.threads(), plan.variant.shape.tokens()), (256, 128));
+    let found = |places: &[[&str; 2]]| {
+        let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
+        match run(&problem, &plan, &module, &Options::default()) {
+            Err(Error::Fault(fault)) => Some((fault.kind, fault.buffer.unwrap_or_default())),
+            Err(other) => panic!("{other}"),
+            Ok(outcome) => {
+                problem.check(&outcome.values);
+                None
+            }
+        }
+    };
+    assert_eq!(found(&[]), None);
+    for (from, to, kinds, buffer) in [
+        (
+            WAIT,
+            "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();",
+            &[FaultKind::SharedRace, FaultKind::InFlight, FaultKind::NotVisible][..],
+            "shared",
+        ),
+        (
+            "    set_barrier(0);\n    for (u32 i",
+            "    for (u32 i",
+            &[FaultKind::SharedRace, FaultKind::Uninitialised],
+            "shared",
+        ),
+        (WAIT, "copy_async_wait<STAGES - 1>();\n        set_barrier(set);", &[FaultKind::InFlight], "shared"),
+        (
+            "const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;",
+            "const u32 refill = slot;",
+            &[FaultKind::InFlight, FaultKind::SharedRace],
+            "shared",
+        ),
+        ("i * X_ROWS < from.tokens && valid > 0", "valid > 0", &[FaultKind::OutOfBounds], "x"),
+    ] {
+        let (kind, at) = found(&[[from, to]]).unwrap_or_else(|| panic!("{to}: not found"));
+        assert!(kinds.contains(&kind) && at == buffer, "{to}: {kind:?} in {at}");
+    }
+}
+
+/// The packers have neither ring nor barrier: guards, and the order of bits, which bytes beside the CPU's tell.
+#[test]
+fn packers() {
+    if !ready() {
+        return;
+    }
+    let case = Case::new([37, 320], 4, 64, Kind::F16, true, 5);
+    let rows = Case::new([37, 320], 4, 320, Kind::F32, true, 6);
+    let found = |case: &Case, order: Order, places: &[[&str; 2]]| packing::outcome(case, order, places);
+    for (case, order) in [(&case, Order::Float), (&case, Order::Int8), (&rows, Order::Int8)] {
+        assert_eq!(found(case, order, &[]), Ok(true));
+    }
+    let out = |buffer: &str| Err((FaultKind::OutOfBounds, buffer.to_owned()));
+    let read = [["if (row >= w.n || feature >= w.k) return 0;", "if (feature >= w.k) return 0;"]];
+    assert_eq!(found(&case, Order::Float, &read), out("codes"));
+    let features = [["if (row >= w.n || feature >= w.k) return 0;", "if (row >= w.n) return 0;"]];
+    assert_eq!(found(&case, Order::Float, &features), out("codes"));
+    let tiles = [[
+        "    if (tile >= (u64)((n + 15) / 16) * tiles) return;\n    const u32 chunk",
+        "    const u32 chunk",
+    ]];
+    assert_eq!(found(&case, Order::Float, &tiles), out("section 0"));
+    let beside = [["const bool there = row < n && first < k;", "const bool there = first < k;"]];
+    assert_eq!(found(&case, Order::Float, &beside), out("zeros"));
+    let once = [["const bool there = row < n;", "const bool there = true;"]];
+    assert_eq!(found(&rows, Order::Int8, &once), out("codes"));
+    // A sum of rows that leaves out a step; a code in another place.
+    let step = [[
+        "for (int other = 16; other > 0; other /= 2) sum",
+        "for (int other = 16; other > 1; other /= 2) sum",
+    ]];
+    assert_eq!(found(&rows, Order::Int8, &step), Ok(false));
+    let place = [["word = word << 2 | word >> 30;", "word = word << 4 | word >> 28;"]];
+    assert_eq!(found(&case, Order::Float, &place), Ok(false));
 }

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use quant_kernels_cpu::reference::{float_linear, int8_linear};
 use quant_kernels_cpu::{Int8Rows, IsaToken, Layout, RowLayout, Serial, StaticScale};
 use quant_kernels_cuda::layout::{Order, TILE_K, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, Output, chunks};
+use quant_kernels_cuda::linear::{Activation, Output, Parts};
 
 use crate::cases::{Case, Random};
 
@@ -39,6 +39,12 @@ pub enum Draw {
     Shifted,
     /// The ends of the range.
     Extreme,
+}
+
+/// Sums that results are added up from.
+fn parts(n: usize, k: usize) -> usize {
+    let parts = Parts::of([n, k]);
+    if parts.halved { 2 * parts.chunks } else { 1 }
 }
 
 impl Problem {
@@ -191,7 +197,7 @@ impl Problem {
                 let expected = int8_linear(&view, rows, self.bias.as_deref());
                 let bits = self.layout.row_is_group()
                     || self.case.kind == crate::cases::Kind::Progressive
-                    || chunks([n, k]) == 1;
+                    || parts(n, k) == 1;
                 let mut worst = 0.0_f64;
                 for (i, (&y, &e)) in y.iter().zip(&expected).enumerate() {
                     if bits {
@@ -205,7 +211,7 @@ impl Problem {
                         );
                     } else {
                         // Sums of whole numbers are the same; of their products with scales, the order differs: each of
-                        // groups and chunks rounds once here and once there.
+                        // groups and parts rounds once here and once there.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();
                         let a = rows.row(m);
@@ -223,7 +229,7 @@ impl Problem {
                             .sum::<f64>()
                             * f64::from(self.x_scales[m])
                             + self.bias.as_ref().map_or(0.0, |b| f64::from(b[o]).abs());
-                        let roundings = 2.0 * (view.groups() + chunks([n, k]) + 2) as f64;
+                        let roundings = 2.0 * (view.groups() + parts(n, k) + 2) as f64;
                         let bound = magnitude * roundings * 2_f64.powi(-24) + self.output_bound(e);
                         let error = (f64::from(y) - f64::from(e)).abs();
                         assert!(error <= bound, "token {m} feature {o}: {y} for {e}, bound {bound:e}");
@@ -240,9 +246,9 @@ impl Problem {
                     let (magnitude, folded) = self.magnitudes(&x[m * k..(m + 1) * k], o);
                     // Every f32 operation rounds by at most 2⁻²³, as tensor cores that cut off do. A block of features sums
                     // its products one after the other, twice: with codes and with ones; then come a product with the zero
-                    // and the sums over blocks and chunks.
+                    // and the sums over blocks and parts.
                     let block = view.group_size().min(TILE_K) as f64;
-                    let later = (k.div_ceil(32) + chunks([n, k]) + 4) as f64;
+                    let later = (k.div_ceil(32) + parts(n, k) + 4) as f64;
                     let bias = self.bias.as_ref().map_or(0.0, |b| f64::from(b[o]).abs());
                     let bound = 2_f64.powi(-23) * ((2.0 * block + 4.0) * folded + later * (magnitude + bias))
                         + self.output_bound(e as f32);

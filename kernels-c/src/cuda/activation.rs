@@ -1,0 +1,191 @@
+//! Rows of activations as whole numbers of 8 bits.
+
+use core::ffi::c_void;
+
+use quant_kernels_cuda::Float;
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Rows};
+
+use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::region::{qz1_cuda_region, region};
+use crate::memory::fields;
+use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// Rows as they are.
+pub const QZ1_CUDA_ROWS_PLAIN: u32 = 1;
+/// Their RMSNorm: `x / √(mean x² + eps) · weight`.
+pub const QZ1_CUDA_ROWS_RMS_NORM: u32 = 2;
+/// The same of `residual + x`, which is rounded to its type and stored in the residual's place.
+pub const QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM: u32 = 3;
+/// `silu(x) · up`.
+pub const QZ1_CUDA_ROWS_SILU_MUL: u32 = 4;
+
+/// `m` rows of `k` floats to codes, a scale a row, and sums of codes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_activation_shape {
+    /// `sizeof(qz1_cuda_activation_shape)`
+    pub struct_size: u32,
+    /// `QZ1_CUDA_ROWS_…`
+    pub rows: u32,
+    /// Of rows, `QZ1_TYPE_…`: `x`, `up` and `residual`.
+    pub x_type: u32,
+    /// Of the weight of a norm, `QZ1_TYPE_…`; 0: that of rows.
+    pub weight_type: u32,
+    /// 1: the scale and zero of the launch's arguments are those of all rows. 0: each row has a scale of its own, and no
+    /// zero.
+    pub fixed: u32,
+    /// 0: float rows and weights begin at multiples of 16 bytes. 1: at any element, which is read slower.
+    pub unaligned: u32,
+    /// Rows: tokens. 0 launches nothing.
+    pub m: usize,
+    /// Values of a row, up to 360,448.
+    pub k: usize,
+    /// Features whose codes are added up, a multiple of 32, the last group the rest; 0: no sums of groups.
+    pub group: usize,
+    /// Elements between rows of `x`; 0: `k`.
+    pub x_stride: usize,
+    /// Elements between rows of `up`; 0: `k`.
+    pub up_stride: usize,
+    /// Elements between rows of the residual; 0: `k`.
+    pub residual_stride: usize,
+    /// Bytes between rows of codes, a multiple of 16; 0: `k` rounded up to that.
+    pub code_stride: usize,
+}
+
+/// Where things are on the device, and numbers. What the shape does not ask for is none.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_activation_arguments {
+    /// `sizeof(qz1_cuda_activation_arguments)`
+    pub struct_size: u32,
+    /// Of a norm: above zero and finite.
+    pub eps: f32,
+    /// With `fixed`: above zero, and so is its inverse. `x ≈ scale · (code − zero)`.
+    pub scale: f32,
+    /// With `fixed`: −128 to 127.
+    pub zero: i32,
+    /// `[m, k]`: rows, or the gate.
+    pub x: qz1_cuda_region,
+    /// `[m, k]`, of `silu(x) · up`.
+    pub up: qz1_cuda_region,
+    /// `[m, k]`, read and written.
+    pub residual: qz1_cuda_region,
+    /// `[k]`, of a norm.
+    pub weight: qz1_cuda_region,
+    /// i8 `[m, k]` at a multiple of 16. Bytes between rows stay what they were.
+    pub codes: qz1_cuda_region,
+    /// f32 `[m]`
+    pub scales: qz1_cuda_region,
+    /// i32 `[m]`: sums of a row's codes; or none.
+    pub row_sums: qz1_cuda_region,
+    /// i32 `[m, ⌈k / group⌉]`, where there are groups.
+    pub group_sums: qz1_cuda_region,
+}
+
+fields!(qz1_cuda_activation_shape, code_stride);
+fields!(qz1_cuda_activation_arguments, group_sums);
+
+/// A `QZ1_TYPE_…`.
+pub(super) fn float(kind: u32) -> Result<Float, Fault> {
+    match kind {
+        QZ1_TYPE_F32 => Ok(Float::F32),
+        QZ1_TYPE_F16 => Ok(Float::F16),
+        QZ1_TYPE_BF16 => Ok(Float::Bf16),
+        _ => Err(Fault::new(qz1_status::Scheme, "floats of an unknown type")),
+    }
+}
+
+/// A field that is 0 or 1.
+fn flag(field: u32) -> Result<bool, Fault> {
+    match field {
+        0 | 1 => Ok(field == 1),
+        _ => Err(Fault::new(qz1_status::Scheme, "a field that is neither 0 nor 1")),
+    }
+}
+
+fn settle(s: &qz1_cuda_activation_shape) -> Result<ActivationShape, Fault> {
+    let element = float(s.x_type)?;
+    let weight = if s.weight_type == 0 { element } else { float(s.weight_type)? };
+    let rows = match s.rows {
+        QZ1_CUDA_ROWS_PLAIN => Rows::Plain,
+        QZ1_CUDA_ROWS_RMS_NORM => Rows::RmsNorm { weight, residual: false },
+        QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM => Rows::RmsNorm { weight, residual: true },
+        QZ1_CUDA_ROWS_SILU_MUL => Rows::SiluMul,
+        _ => return Err(Fault::new(qz1_status::Scheme, "rows of an unknown kind")),
+    };
+    let dense = ActivationShape::new(rows, element, s.m, s.k);
+    let stride = |given: usize, dense: usize| if given == 0 { dense } else { given };
+    Ok(ActivationShape {
+        fixed: flag(s.fixed)?,
+        group: (s.group > 0).then_some(s.group),
+        x_stride: stride(s.x_stride, dense.x_stride),
+        up_stride: stride(s.up_stride, dense.up_stride),
+        residual_stride: stride(s.residual_stride, dense.residual_stride),
+        code_stride: stride(s.code_stride, dense.code_stride),
+        aligned: !flag(s.unaligned)?,
+        ..dense
+    })
+}
+
+/// Plans a quantization.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_activation_plan(
+    kernels: *const qz1_cuda_kernels,
+    shape: *const qz1_cuda_activation_shape,
+    out: *mut *mut qz1_cuda_plan,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        plan(scope, kernels, out, || {
+            let shape = settle(&scope.read(shape, "the shape")?)?;
+            let plan = shape.plan()?;
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
+            Ok((Family::Activation(plan, shape), wanted))
+        })
+    })
+}
+
+/// Quantizes.
+///
+/// # Safety
+/// As for `qz1_cuda_pack_launch`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_activation_launch(
+    plan: *const qz1_cuda_plan,
+    arguments: *const qz1_cuda_activation_arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let Family::Activation(activation, shape) = &plan.family else { return Err(another_family()) };
+        let of = |element: Float| if shape.aligned { 16 } else { element.bytes() };
+        let floats = of(shape.element);
+        let weight = match shape.rows {
+            Rows::RmsNorm { weight, .. } => of(weight),
+            _ => floats,
+        };
+        let zero = i8::try_from(at.zero);
+        let zero = zero.map_err(|_| Fault::new(qz1_status::Scheme, "a zero of activations beyond 8 bits"))?;
+        let arguments = activation.arguments(&ActivationArguments {
+            x: region(at.x, "the rows", floats)?,
+            up: region(at.up, "the other rows", floats)?,
+            residual: region(at.residual, "the residual", floats)?,
+            weight: region(at.weight, "the weight of the norm", weight)?,
+            eps: at.eps,
+            fixed: shape.fixed.then_some(FixedScale { scale: at.scale, zero }),
+            codes: region(at.codes, "the codes", 16)?,
+            scales: region(at.scales, "the scales", 4)?,
+            row_sums: region(at.row_sums, "the sums of rows", 4)?,
+            group_sums: region(at.group_sums, "the sums of groups", 4)?,
+        })?;
+        plan.launch(&arguments, stream)
+    })
+}

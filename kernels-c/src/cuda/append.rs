@@ -1,0 +1,299 @@
+//! Pages of keys and values on the device, and appending to them.
+
+use core::ffi::c_void;
+
+use quant_kernels_cpu::attention::KvType;
+use quant_kernels_cuda::attention::{AppendArguments, AppendShape, KvPageLayout};
+
+use super::activation::float;
+use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::region::{address, address_optional, product, qz1_cuda_region, region, rows};
+use crate::kv::{QZ1_KV_4BIT, QZ1_KV_8BIT, QZ1_KV_F16, kind};
+use crate::memory::{Scope, fields};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// Pages of keys and values of one key-value head on the device. Made by `qz1_cuda_kv_layout_of`; its fields may be kept
+/// beside pages, and are checked against `id` whenever it is used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_cuda_kv_layout {
+    /// `sizeof(qz1_cuda_kv_layout)`
+    pub struct_size: u32,
+    /// `QZ1_KV_…`
+    pub kind: u32,
+    /// Features of a head: a multiple of 16 up to 256; multiples of 32 waste nothing.
+    pub head_dim: u32,
+    /// Tokens of a page: 16, 32, 64, … 1024.
+    pub page_tokens: u32,
+    /// Bytes of a page of one head, a multiple of 128.
+    pub page_bytes: u64,
+    /// Names the order and what it depends on, but for the tokens of a page.
+    pub id: u64,
+}
+
+fields!(qz1_cuda_kv_layout, id);
+
+fn describe(layout: &KvPageLayout) -> qz1_cuda_kv_layout {
+    qz1_cuda_kv_layout {
+        struct_size: size_of::<qz1_cuda_kv_layout>() as u32,
+        kind: match layout.kind() {
+            KvType::Kv4 => QZ1_KV_4BIT,
+            KvType::Kv8 => QZ1_KV_8BIT,
+            KvType::F16 => QZ1_KV_F16,
+        },
+        head_dim: layout.head_dim() as u32,
+        page_tokens: layout.page_tokens() as u32,
+        page_bytes: layout.page_bytes() as u64,
+        id: layout.id(),
+    }
+}
+
+/// The layout that the caller's fields describe, every one of them.
+///
+/// # Safety
+/// As [`Scope::read`].
+pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Result<KvPageLayout, Fault> {
+    // SAFETY: as the caller vouches.
+    let l = unsafe { scope.read(at, "the layout") }?;
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let kind = kind(l.kind).map_err(|_| none())?;
+    let layout = KvPageLayout::new(kind, l.head_dim as usize, l.page_tokens as usize).map_err(|_| none())?;
+    let same = describe(&layout);
+    if (same.page_bytes, same.id) == (l.page_bytes, l.id) { Ok(layout) } else { Err(none()) }
+}
+
+/// A number that kernels take with 32 bits.
+pub(super) fn short(of: usize, what: &'static str) -> Result<u32, Fault> {
+    u32::try_from(of).map_err(|_| Fault::part(qz1_status::TooLarge, what, "is beyond 32 bits"))
+}
+
+/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` is set.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
+    kind: u32,
+    head_dim: usize,
+    page_tokens: usize,
+    out: *mut qz1_cuda_kv_layout,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let out = scope.place(out, "the layout")?;
+        out.put(describe(&KvPageLayout::new(crate::kv::kind(kind)?, head_dim, page_tokens)?));
+        Ok(())
+    })
+}
+
+/// Tokens of any sequences, quantized and stored.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_append_shape {
+    /// `sizeof(qz1_cuda_append_shape)`
+    pub struct_size: u32,
+    /// Of keys and values: a `QZ1_TYPE_…`.
+    pub x_type: u32,
+    /// That of the pages.
+    pub layout: *const qz1_cuda_kv_layout,
+    /// Key-value heads, up to 65535.
+    pub kv_heads: usize,
+    /// Tokens. 0 launches nothing.
+    pub tokens: usize,
+}
+
+/// Where things are on the device, at multiples of 16.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_append_arguments {
+    /// `sizeof(qz1_cuda_append_arguments)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// `[tokens, kv_heads, head_dim]`, after rotary embedding.
+    pub keys: qz1_cuda_region,
+    /// As keys.
+    pub values: qz1_cuda_region,
+    /// u32 `[tokens]`: the row of the table that a token belongs to.
+    pub sequence: qz1_cuda_region,
+    /// u32 `[tokens]`: where in its sequence a token is stored; `UINT32_MAX` is skipped.
+    pub position: qz1_cuda_region,
+    /// u32 `[sequences, table_stride]`: numbers of pages in order. Which rows `sequence` names nobody looks at.
+    pub table: qz1_cuda_region,
+    /// Pages, all heads: from the first head of page 0 on. Tokens whose page is not wholly within are skipped.
+    pub pages: qz1_cuda_region,
+    /// A u32, aligned to its type, that grows by the rows which hold a value beyond ±65504 or NaN, stored as if limited; or
+    /// none.
+    pub refused: qz1_cuda_region,
+    /// Elements between tokens of `keys`, whose bytes are a multiple of 16; 0: `kv_heads · head_dim`.
+    pub key_stride: usize,
+    /// The same of `values`.
+    pub value_stride: usize,
+    /// Entries between rows of the table.
+    pub table_stride: usize,
+    /// Bytes between pages of one head, a multiple of 16; 0: `kv_heads · page_bytes`.
+    pub page_stride: usize,
+    /// Bytes between heads of one page, a multiple of 16; 0: `page_bytes`.
+    pub head_stride: usize,
+}
+
+fields!(qz1_cuda_append_shape, tokens);
+fields!(qz1_cuda_append_arguments, head_stride, reserved);
+
+/// Plans an append.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_append_plan(
+    kernels: *const qz1_cuda_kernels,
+    shape: *const qz1_cuda_append_shape,
+    out: *mut *mut qz1_cuda_plan,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        plan(scope, kernels, out, || {
+            let shape = scope.read(shape, "the shape")?;
+            let layout = layout(scope, shape.layout)?;
+            let (tokens, input) = (shape.tokens, float(shape.x_type)?);
+            let shape = AppendShape { layout, kv_heads: heads(shape.kv_heads)?, tokens, input };
+            let plan = shape.plan()?;
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
+            Ok((Family::Append(plan, shape), wanted))
+        })
+    })
+}
+
+/// Numbers of heads that do not grow beyond what is counted with.
+pub(super) fn heads(of: usize) -> Result<usize, Fault> {
+    match of {
+        0..=65_535 => Ok(of),
+        _ => Err(Fault::new(qz1_status::TooLarge, "the heads are more than 65535")),
+    }
+}
+
+/// Quantizes keys and values of tokens and stores them.
+///
+/// # Safety
+/// As for `qz1_cuda_pack_launch`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_append_launch(
+    plan: *const qz1_cuda_plan,
+    arguments: *const qz1_cuda_append_arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let Family::Append(append, shape) = &plan.family else { return Err(another_family()) };
+        plan.launch(&append.arguments(&settle(shape, &at)?), stream)
+    })
+}
+
+fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendArguments, Fault> {
+    let AppendShape { layout, kv_heads, tokens, input } = shape;
+    let (width, each) = (kv_heads * layout.head_dim(), input.bytes());
+    let row = |stride: usize| row_stride(stride, width, each, 16);
+    let (key_stride, value_stride) = (row(at.key_stride)?, row(at.value_stride)?);
+    let bytes = |stride| rows(*tokens, stride, width).and_then(|n| n.checked_mul(each));
+    let each_token = product([*tokens, 4]);
+    let strides = PageStrides::of(layout, *kv_heads, at.page_stride, at.head_stride)?;
+    let table_stride = short(at.table_stride, "the stride of the table")?;
+    let a_row = if *tokens == 0 { Some(0) } else { product([at.table_stride, 4]) };
+    let pages = region(at.pages, "the pages", 16)?;
+    Ok(AppendArguments {
+        keys: address(at.keys, "the keys", bytes(key_stride), 16)?,
+        key_stride: key_stride as u64,
+        values: address(at.values, "the values", bytes(value_stride), 16)?,
+        value_stride: value_stride as u64,
+        sequence: address(at.sequence, "the sequences of tokens", each_token, 16)?,
+        position: address(at.position, "the positions of tokens", each_token, 16)?,
+        table: address(at.table, "the table", a_row, 16)?,
+        table_stride,
+        pages: pages.address,
+        page_stride: strides.page as u64,
+        head_stride: strides.head as u64,
+        page_count: strides.pages_within(pages.bytes),
+        refused: address_optional(at.refused, "the count of what is refused", Some(4), 4)?,
+    })
+}
+
+/// Elements between rows of floats, whose bytes are a multiple of `align`; 0 are those of the width.
+pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize) -> Result<usize, Fault> {
+    let stride = if stride == 0 { width } else { stride };
+    if stride < width {
+        return Err(Fault::new(qz1_status::Mismatch, "rows that overlap"));
+    }
+    match stride.checked_mul(each) {
+        Some(bytes) if bytes.is_multiple_of(align) => Ok(stride),
+        Some(_) => Err(Fault::misaligned("a row", align)),
+        None => Err(Fault::new(qz1_status::TooLarge, "the stride of rows")),
+    }
+}
+
+/// Where pages and heads lie.
+pub(super) struct PageStrides {
+    pub(super) page: usize,
+    pub(super) head: usize,
+    /// The end of the last head of the first page.
+    pub(super) first_end: usize,
+}
+
+impl PageStrides {
+    pub(super) fn of(
+        layout: &KvPageLayout,
+        kv_heads: usize,
+        page: usize,
+        head: usize,
+    ) -> Result<Self, Fault> {
+        let bytes = layout.page_bytes();
+        let page = if page == 0 { kv_heads * bytes } else { page };
+        let head = if head == 0 { bytes } else { head };
+        if page < bytes || (head < bytes && kv_heads > 1) {
+            return Err(Fault::new(qz1_status::Mismatch, "pages that overlap"));
+        }
+        if !page.is_multiple_of(16) || !head.is_multiple_of(16) {
+            return Err(Fault::misaligned("a page", 16));
+        }
+        match rows(kv_heads, head, bytes) {
+            Some(first_end) => Ok(Self { page, head, first_end }),
+            None => Err(Fault::new(qz1_status::TooLarge, "the stride of heads")),
+        }
+    }
+
+    /// Pages that are wholly within so many bytes.
+    fn pages_within(&self, bytes: u64) -> u32 {
+        match bytes.checked_sub(self.first_end as u64) {
+            Some(more) => u32::try_from(more / self.page as u64 + 1).unwrap_or(u32::MAX),
+            None => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_counted_within_their_memory() {
+        let layout = KvPageLayout::new(KvType::Kv4, 64, 16).unwrap();
+        let bytes = layout.page_bytes();
+        let within = |page, head, bytes: usize| {
+            PageStrides::of(&layout, 3, page, head).map(|s| s.pages_within(bytes as u64)).unwrap_or(u32::MAX)
+        };
+        // Page by page, and head by head.
+        assert_eq!([3 * bytes - 1, 3 * bytes, 6 * bytes, 7 * bytes].map(|n| within(0, 0, n)), [0, 1, 2, 2]);
+        let head = 5 * bytes;
+        let sizes = [11 * bytes - 1, 11 * bytes, 13 * bytes, 15 * bytes];
+        assert_eq!(sizes.map(|n| within(bytes, head, n)), [0, 1, 3, 5]);
+        let status = |page, head| PageStrides::of(&layout, 3, page, head).err().map(|fault| fault.status());
+        assert_eq!(status(bytes - 16, 0), Some(qz1_status::Mismatch));
+        assert_eq!(status(0, bytes - 16), Some(qz1_status::Mismatch));
+        assert_eq!(status(0, bytes + 8), Some(qz1_status::Misaligned));
+        assert_eq!(status(0, usize::MAX - 15), Some(qz1_status::TooLarge));
+    }
+}

@@ -1,0 +1,279 @@
+//! Attention on pages on the device, and joining results on parts of sequences.
+
+use core::ffi::c_void;
+
+use quant_kernels_cuda::attention::{DecodeArguments, DecodeShape, MergeArguments, MergeShape};
+
+use super::activation::float;
+use super::append::{PageStrides, heads, layout, qz1_cuda_kv_layout, row_stride, short};
+use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::region::{address, address_optional, product, qz1_cuda_region, rows};
+use crate::memory::fields;
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// Attention of the last queries of each sequence. The plan holds for any number of tokens up to `max_tokens`, so it can
+/// be kept, or captured in a graph, while sequences grow.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_decode_shape {
+    /// `sizeof(qz1_cuda_decode_shape)`
+    pub struct_size: u32,
+    /// Of queries: `QZ1_TYPE_F16` or `QZ1_TYPE_BF16`.
+    pub query_type: u32,
+    /// Of outputs: a `QZ1_TYPE_…`.
+    pub out_type: u32,
+    /// 0
+    pub reserved: u32,
+    /// That of the pages.
+    pub layout: *const qz1_cuda_kv_layout,
+    /// A multiple of the key-value heads, up to 65535: query head `h` attends with head `h / (query_heads / kv_heads)`.
+    pub query_heads: usize,
+    /// Key-value heads.
+    pub kv_heads: usize,
+    /// Sequences, up to 65535. 0 launches nothing.
+    pub sequences: usize,
+    /// Queries of each sequence: its last tokens', in order, of which each sees none that comes after it. 1 decodes.
+    pub queries: usize,
+    /// At least the tokens of the longest list; decides about the workspace, and changes no result.
+    pub max_tokens: usize,
+}
+
+/// Where things are on the device, at multiples of 16 but where said. In a table and in counts an entry of `sequence` and
+/// `kv_head` is at the sum of each times its stride: 0 where all share one.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_decode_arguments {
+    /// `sizeof(qz1_cuda_decode_arguments)`
+    pub struct_size: u32,
+    /// What scores are multiplied with, usually `1 / √head_dim`; finite.
+    pub scale: f32,
+    /// `[sequences, queries, query_heads, head_dim]`
+    pub query: qz1_cuda_region,
+    /// Pages, all heads: from the first head of page 0 on. That numbers of pages are within nobody looks at.
+    pub pages: qz1_cuda_region,
+    /// u32 numbers of pages, in order: those of a list follow each other.
+    pub table: qz1_cuda_region,
+    /// u32: tokens of each list, up to `max_tokens`.
+    pub tokens: qz1_cuda_region,
+    /// u32: tokens at the beginning of each list that are not seen; or none.
+    pub first: qz1_cuda_region,
+    /// `[sequences, queries, query_heads, head_dim]`, aligned to its type.
+    pub out: qz1_cuda_region,
+    /// f32 `[sequences, queries, query_heads]`, aligned to its type: natural logarithms of the sums of exponentials, minus
+    /// infinity of a query that sees nothing; or none.
+    pub lse: qz1_cuda_region,
+    /// What `qz1_cuda_plan_workspace` says, at a multiple of 256.
+    pub workspace: qz1_cuda_region,
+    /// Elements between queries, a multiple of 4; 0: `query_heads · head_dim`.
+    pub query_stride: usize,
+    /// Bytes between pages of one head, a multiple of 16; 0: `kv_heads · page_bytes`.
+    pub page_stride: usize,
+    /// Bytes between heads of one page, a multiple of 16; 0: `page_bytes`.
+    pub head_stride: usize,
+    /// Entries of the table between sequences.
+    pub table_stride: usize,
+    /// Entries of the table between key-value heads: usually 0.
+    pub table_head_stride: usize,
+    /// Entries of `tokens` and `first` between sequences: usually 1.
+    pub count_stride: usize,
+    /// Entries of `tokens` and `first` between key-value heads: usually 0.
+    pub count_head_stride: usize,
+}
+
+fields!(qz1_cuda_decode_shape, max_tokens, reserved);
+fields!(qz1_cuda_decode_arguments, count_head_stride);
+
+/// Plans attention. Which kernel it takes depends on the pages and types, and on whether more than eight queries and heads
+/// share a key-value head.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_decode_plan(
+    kernels: *const qz1_cuda_kernels,
+    shape: *const qz1_cuda_decode_shape,
+    out: *mut *mut qz1_cuda_plan,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        plan(scope, kernels, out, || {
+            let s = scope.read(shape, "the shape")?;
+            let shape = DecodeShape {
+                layout: layout(scope, s.layout)?,
+                query_heads: heads(s.query_heads)?,
+                kv_heads: heads(s.kv_heads)?,
+                sequences: s.sequences,
+                queries: s.queries,
+                max_tokens: s.max_tokens,
+                query: float(s.query_type)?,
+                out: float(s.out_type)?,
+            };
+            let plan = shape.plan()?;
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
+            Ok((Family::Decode(plan, shape), wanted))
+        })
+    })
+}
+
+/// Attends.
+///
+/// # Safety
+/// As for `qz1_cuda_pack_launch`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_decode_launch(
+    plan: *const qz1_cuda_plan,
+    arguments: *const qz1_cuda_decode_arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let Family::Decode(decode, shape) = &plan.family else { return Err(another_family()) };
+        plan.launch(&decode.arguments(&settle(shape, decode.workspace(), &at)?), stream)
+    })
+}
+
+fn settle(
+    shape: &DecodeShape,
+    workspace: usize,
+    at: &qz1_cuda_decode_arguments,
+) -> Result<DecodeArguments, Fault> {
+    if !at.scale.is_finite() {
+        return Err(Fault::new(qz1_status::Scheme, "a scale of scores that is not finite"));
+    }
+    let DecodeShape { layout, query_heads, kv_heads, sequences, queries, .. } = shape;
+    let width = query_heads * layout.head_dim();
+    let query_stride = row_stride(at.query_stride, width, shape.query.bytes(), 8)?;
+    let results = product([*sequences, *queries, *query_heads]);
+    let query = product([*sequences, *queries])
+        .and_then(|count| rows(count, query_stride, width))
+        .and_then(|n| n.checked_mul(shape.query.bytes()));
+    let out = results.and_then(|n| product([n, layout.head_dim(), shape.out.bytes()]));
+    let strides = PageStrides::of(layout, *kv_heads, at.page_stride, at.head_stride)?;
+    let launched = results != Some(0);
+    // Up to the first entry of the last list.
+    let entries = |by_sequence: usize, by_head: usize| match launched {
+        true => {
+            let last = (sequences - 1).checked_mul(by_sequence)?;
+            last.checked_add((kv_heads - 1).checked_mul(by_head)?)?.checked_add(1)?.checked_mul(4)
+        }
+        false => Some(0),
+    };
+    // Without tokens no list has an entry.
+    let some = launched && shape.max_tokens > 0;
+    let when_some = |bytes: Option<usize>| if some { bytes } else { Some(0) };
+    let table = when_some(entries(at.table_stride, at.table_head_stride));
+    let counts = entries(at.count_stride, at.count_head_stride);
+    Ok(DecodeArguments {
+        query: address(at.query, "the queries", query, 16)?,
+        query_stride: query_stride as u64,
+        pages: address(at.pages, "the pages", when_some(Some(strides.first_end)), 16)?,
+        page_stride: strides.page as u64,
+        head_stride: strides.head as u64,
+        table: address(at.table, "the table", table, 16)?,
+        table_stride: short(at.table_stride, "the stride of the table")?,
+        table_head_stride: short(at.table_head_stride, "the stride of heads in the table")?,
+        tokens: address(at.tokens, "the tokens of lists", counts, 16)?,
+        first: address_optional(at.first, "the first tokens that are seen", counts, 16)?,
+        count_stride: short(at.count_stride, "the stride of counts")?,
+        count_head_stride: short(at.count_head_stride, "the stride of heads in counts")?,
+        scale: at.scale,
+        out: address(at.out, "the outputs", out, shape.out.bytes())?,
+        lse: address_optional(at.lse, "the logarithms", results.and_then(|n| n.checked_mul(4)), 4)?,
+        workspace: address(at.workspace, "the workspace", Some(workspace), 256)?,
+    })
+}
+
+/// Results on parts of sequences, to be joined by their logarithms.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_merge_shape {
+    /// `sizeof(qz1_cuda_merge_shape)`
+    pub struct_size: u32,
+    /// Of joined rows: a `QZ1_TYPE_…`; parts are f32.
+    pub out_type: u32,
+    /// Parts, in order.
+    pub parts: usize,
+    /// Rows of each: sequences times queries times query heads. 0 launches nothing.
+    pub rows: usize,
+    /// Features of a row.
+    pub head_dim: usize,
+}
+
+/// Where things are on the device, aligned to their types.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_merge_arguments {
+    /// `sizeof(qz1_cuda_merge_arguments)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// f32 `[parts, rows, head_dim]`
+    pub sums: qz1_cuda_region,
+    /// f32 `[parts, rows]`: logarithms as attention gives them, minus infinity of a part that saw nothing.
+    pub logs: qz1_cuda_region,
+    /// `[rows, head_dim]`
+    pub out: qz1_cuda_region,
+    /// f32 `[rows]`, or none.
+    pub lse: qz1_cuda_region,
+}
+
+fields!(qz1_cuda_merge_shape, head_dim);
+fields!(qz1_cuda_merge_arguments, lse, reserved);
+
+/// Plans a merge.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_merge_plan(
+    kernels: *const qz1_cuda_kernels,
+    shape: *const qz1_cuda_merge_shape,
+    out: *mut *mut qz1_cuda_plan,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        plan(scope, kernels, out, || {
+            let s = scope.read(shape, "the shape")?;
+            for (of, what) in [(s.parts, "parts"), (s.rows, "rows"), (s.head_dim, "features")] {
+                short(of, what)?;
+            }
+            let shape =
+                MergeShape { parts: s.parts, rows: s.rows, head_dim: s.head_dim, out: float(s.out_type)? };
+            let plan = shape.plan()?;
+            let wanted = vec![(plan.variant.clone(), plan.launch)];
+            Ok((Family::Merge(plan, shape), wanted))
+        })
+    })
+}
+
+/// Joins what the same queries found in different tokens.
+///
+/// # Safety
+/// As for `qz1_cuda_pack_launch`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_merge_launch(
+    plan: *const qz1_cuda_plan,
+    arguments: *const qz1_cuda_merge_arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let Family::Merge(merge, shape) = &plan.family else { return Err(another_family()) };
+        let MergeShape { parts, rows, head_dim, out } = *shape;
+        let to = MergeArguments {
+            sums: address(at.sums, "the parts", product([parts, rows, head_dim, 4]), 4)?,
+            logs: address(at.logs, "the logarithms of parts", product([parts, rows, 4]), 4)?,
+            out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
+            lse: address_optional(at.lse, "the logarithms", product([rows, 4]), 4)?,
+        };
+        plan.launch(&merge.arguments(&to), stream)
+    })
+}

@@ -1,0 +1,287 @@
+//! What is there, the kernels that are loaded, and what all plans have.
+
+use core::ffi::{CStr, c_char, c_void};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use quant_kernels_cuda::activation::{ActivationPlan, ActivationShape};
+use quant_kernels_cuda::attention::{
+    AppendPlan, AppendShape, DecodePlan, DecodeShape, MergePlan, MergeShape,
+};
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
+use quant_kernels_cuda::image_cache::{ImageCache, Nvrtc};
+use quant_kernels_cuda::launch::{Argument, LaunchShape, Stream};
+use quant_kernels_cuda::layout::WeightLayout;
+use quant_kernels_cuda::linear::LinearPlan;
+
+use super::pack::Pack;
+use crate::memory::{self, Scope, fields};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// What plans depend on, of a device.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_cuda_device {
+    /// `sizeof(qz1_cuda_device)`
+    pub struct_size: u32,
+    /// Compute capability, major.
+    pub capability_major: u32,
+    /// Compute capability, minor.
+    pub capability_minor: u32,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of shared memory that one block may have, if it asks for them.
+    pub shared_of_block: u32,
+    /// Bytes of shared memory that a multiprocessor has.
+    pub shared_of_multiprocessor: u32,
+}
+
+fields!(qz1_cuda_device, shared_of_multiprocessor);
+
+/// Kernels that are compiled and loaded when a plan first takes them. Any number of threads may use it at once.
+pub struct qz1_cuda_kernels {
+    pub(super) kernels: Kernels,
+}
+
+/// A launch of any family, settled but for addresses, and its kernels. It never changes: any number of threads may use it
+/// at once, and launches may repeat it. It belongs to the context in which it was made.
+pub struct qz1_cuda_plan {
+    pub(super) family: Family,
+    /// In the order in which they are launched.
+    loaded: [Option<(Arc<Kernel>, LaunchShape)>; MAX_KERNELS],
+}
+
+/// The most kernels of a plan: those that pack weights.
+const MAX_KERNELS: usize = 3;
+
+/// What is planned, and what its arguments are looked at by.
+pub(super) enum Family {
+    Pack(Pack),
+    Linear(LinearPlan, WeightLayout),
+    Activation(ActivationPlan, ActivationShape),
+    Append(AppendPlan, AppendShape),
+    Decode(DecodePlan, DecodeShape),
+    Merge(MergePlan, MergeShape),
+}
+
+/// What a family plans: itself, and its kernels.
+pub(super) type Planned = (Family, Vec<(Variant, LaunchShape)>);
+
+/// A plan belongs to another family than the function.
+pub(super) fn another_family() -> Fault {
+    Fault::new(qz1_status::Mismatch, "a plan of another family")
+}
+
+/// Makes a plan: null where there is none.
+///
+/// # Safety
+/// As [`Scope::look`] and [`Scope::value`].
+pub(super) unsafe fn plan(
+    scope: &Scope,
+    kernels: *const qz1_cuda_kernels,
+    out: *mut *mut qz1_cuda_plan,
+    planned: impl FnOnce() -> Result<Planned, Fault>,
+) -> Result<(), Fault> {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let out = scope.value(out, "the plan")?;
+        let made = (|| {
+            let kernels = scope.look(kernels, "the kernels")?;
+            let (family, wanted) = planned()?;
+            let mut loaded = [const { None }; MAX_KERNELS];
+            for (to, (variant, launch)) in loaded.iter_mut().zip(wanted) {
+                let kernel = kernels.kernels.kernel(&variant, launch.shared_bytes)?;
+                *to = Some((kernel, launch));
+            }
+            memory::boxed(qz1_cuda_plan { family, loaded })
+        })();
+        match made {
+            Ok(made) => out.put(made),
+            // What overlaps is left alone.
+            Err(fault) if fault.status() == qz1_status::Overlap => return Err(fault),
+            Err(fault) => {
+                out.put(core::ptr::null_mut());
+                return Err(fault);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl qz1_cuda_plan {
+    /// Puts the kernel of a plan that has one on a stream.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    pub(super) unsafe fn launch(&self, arguments: &[Argument], stream: *mut c_void) -> Result<(), Fault> {
+        // SAFETY: as the caller vouches.
+        unsafe { self.launch_each(stream, |_| arguments) }
+    }
+
+    /// Puts all of a plan's kernels on a stream.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    pub(super) unsafe fn launch_each<'a>(
+        &self,
+        stream: *mut c_void,
+        arguments: impl Fn(usize) -> &'a [Argument],
+    ) -> Result<(), Fault> {
+        for (i, (kernel, shape)) in self.loaded.iter().flatten().enumerate() {
+            // SAFETY: as the caller vouches.
+            unsafe { kernel.launch(shape, arguments(i), Stream(stream)) }?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of the workspace, and those at its beginning that are zero before the first launch.
+    fn workspace(&self) -> (usize, usize) {
+        match &self.family {
+            Family::Linear(plan, _) => (plan.workspace_bytes, plan.ticket_bytes),
+            Family::Decode(plan, _) => (plan.workspace(), plan.workspace_zeroed()),
+            Family::Pack(_) | Family::Activation(..) | Family::Append(..) | Family::Merge(..) => (0, 0),
+        }
+    }
+}
+
+/// 0 where there is a driver that shows a device, else `QZ1_STATUS_CUDA_MISSING`, or `QZ1_STATUS_CUDA_FAILED` where the
+/// driver cannot start; the message says what to install. Needs no context.
+///
+/// # Safety
+/// Pointers are null or valid for what their structures and lengths say, here and below.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_require_device(message: *const qz1_message) -> qz1_status {
+    call(message, |_| Ok(quant_kernels_cuda::require_device()?))
+}
+
+/// 0 where NVRTC, which compiles kernels, can be loaded: from the loader's path, or where the environment variable
+/// `QUANT_NVRTC` says. Else `QZ1_STATUS_CUDA_MISSING`: plans can be made only of kernels whose images lie in a directory.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_require_compiler(message: *const qz1_message) -> qz1_status {
+    call(message, |_| Ok(quant_kernels_cuda::require_nvrtc()?))
+}
+
+/// The device whose context is current on the calling thread. Fills `out`, whose `struct_size` is set.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_current_device(
+    out: *mut qz1_cuda_device,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let out = scope.place(out, "the device")?;
+        let limits = DeviceLimits::current()?;
+        out.put(qz1_cuda_device {
+            struct_size: size_of::<qz1_cuda_device>() as u32,
+            capability_major: limits.capability[0],
+            capability_minor: limits.capability[1],
+            multiprocessors: limits.multiprocessors,
+            shared_of_block: limits.shared_of_block,
+            shared_of_multiprocessor: limits.shared_of_multiprocessor,
+        });
+        Ok(())
+    })
+}
+
+/// A handle for kernels, without any yet; needs no driver. `images` names a directory where compiled kernels are kept,
+/// closed by a zero byte, UTF-8 where paths are not bytes: empty for none, null for that of the environment variable
+/// `QUANT_CUDA_CACHE`, or else `quant/cuda` among the user's caches. The driver runs what lies there: it must belong to who
+/// runs the program. Freed by `qz1_cuda_kernels_free`; `out` is null where there is none.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_kernels_new(
+    images: *const c_char,
+    out: *mut *mut qz1_cuda_kernels,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        let images = match images.is_null() {
+            true => None,
+            false => {
+                let text = CStr::from_ptr(images).to_bytes();
+                scope.slice(images.cast::<u8>(), text.len() + 1, "the directory of images")?;
+                Some(text)
+            }
+        };
+        out.put(core::ptr::null_mut());
+        let images = match images {
+            None => ImageCache::new(),
+            Some([]) => ImageCache::in_directory(None, Nvrtc),
+            Some(path) => ImageCache::in_directory(Some(directory(path)?), Nvrtc),
+        };
+        out.put(memory::boxed(qz1_cuda_kernels { kernels: Kernels::new(images) })?);
+        Ok(())
+    })
+}
+
+#[cfg(unix)]
+fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
+    use std::os::unix::ffi::OsStrExt;
+    Ok(std::ffi::OsStr::from_bytes(path).into())
+}
+
+#[cfg(not(unix))]
+fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
+    let text = core::str::from_utf8(path);
+    text.map(PathBuf::from).map_err(|_| Fault::new(qz1_status::Scheme, "a directory that is not UTF-8"))
+}
+
+/// Frees a handle; null is none. Plans stay. A kernel is unloaded when the handle and all plans that have it are freed, so
+/// what was launched must be done when the last of them is.
+///
+/// # Safety
+/// It is one of `qz1_cuda_kernels_new`, freed once, and the contexts in which it was used still live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
+    if !kernels.is_null() {
+        // SAFETY: as the caller vouches. Kernels are unloaded by the driver, whose answers are not looked at.
+        drop(unsafe { Box::from_raw(kernels) });
+    }
+}
+
+/// Bytes of device memory that a launch works in, at a multiple of 256, and how many at their beginning must be 0 before
+/// the first launch; each leaves them 0. Launches that may run at the same time need one each. Both may be 0.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_plan_workspace(
+    plan: *const qz1_cuda_plan,
+    bytes: *mut usize,
+    zeroed: *mut usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let (bytes, zeroed) =
+            (scope.value(bytes, "the bytes")?, scope.value(zeroed, "the bytes that are zero")?);
+        let workspace = plan.workspace();
+        bytes.put(workspace.0);
+        zeroed.put(workspace.1);
+        Ok(())
+    })
+}
+
+/// Frees a plan; null is none. What was launched goes on while the kernels' handle is there.
+///
+/// # Safety
+/// It is one of `qz1_cuda_…_plan`, freed once, and the context in which it was made still lives.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_plan_free(plan: *mut qz1_cuda_plan) {
+    if !plan.is_null() {
+        // SAFETY: as the caller vouches.
+        drop(unsafe { Box::from_raw(plan) });
+    }
+}

@@ -1,0 +1,141 @@
+//! Linear layers: activations times packed weights.
+
+use core::ffi::c_void;
+
+use quant_kernels_cuda::device::DeviceLimits;
+use quant_kernels_cuda::layout::SECTION;
+use quant_kernels_cuda::linear::{Activation, LinearArguments, LinearPlan, LinearScheme, Output};
+
+use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::region::{qz1_cuda_region, region};
+use super::weights::{layout, qz1_cuda_layout};
+use crate::memory::fields;
+use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// Whole numbers of 8 bits with a scale a token, beside the `QZ1_TYPE_…` of floats.
+pub const QZ1_CUDA_TYPE_INT8: u32 = 4;
+
+/// `out = x · Wᵀ + bias` of `m` tokens.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_linear_shape {
+    /// `sizeof(qz1_cuda_linear_shape)`
+    pub struct_size: u32,
+    /// Of activations: `QZ1_TYPE_F16` or `QZ1_TYPE_BF16` with weights of `QZ1_CUDA_ORDER_FLOAT`, `QZ1_CUDA_TYPE_INT8` with
+    /// those of `QZ1_CUDA_ORDER_INT8`.
+    pub x_type: u32,
+    /// Of results: a `QZ1_TYPE_…`.
+    pub out_type: u32,
+    /// 0
+    pub reserved: u32,
+    /// That of the weights.
+    pub layout: *const qz1_cuda_layout,
+    /// Tokens. 0 launches nothing.
+    pub m: usize,
+}
+
+/// Where things are on the device.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_linear_arguments {
+    /// `sizeof(qz1_cuda_linear_arguments)`
+    pub struct_size: u32,
+    /// The zero of activations of 8 bits, −128 to 127, the same for all tokens; other than 0 only with the sums of a layout.
+    pub x_zero: i32,
+    /// The packed matrix: `layout.bytes` bytes at a multiple of 256.
+    pub weight: qz1_cuda_region,
+    /// `[m, k]` at a multiple of 16.
+    pub x: qz1_cuda_region,
+    /// f32 `[m]`: the scales of activations of 8 bits, else none.
+    pub x_scales: qz1_cuda_region,
+    /// f32 `[n]`, or none.
+    pub bias: qz1_cuda_region,
+    /// `[m, n]`, aligned to its type.
+    pub out: qz1_cuda_region,
+    /// What `qz1_cuda_plan_workspace` says, at a multiple of 256.
+    pub workspace: qz1_cuda_region,
+    /// Elements between rows of activations, whose bytes are a multiple of 16; 0: `k` rounded up to that.
+    pub x_stride: usize,
+    /// Elements between rows of results; 0: `n`.
+    pub out_stride: usize,
+}
+
+fields!(qz1_cuda_linear_shape, m, reserved);
+fields!(qz1_cuda_linear_arguments, out_stride);
+
+/// Plans a product for the device whose context is current. Which kernel it takes depends on the weights, and by few steps
+/// on `m`: plans for 1, 16, 32, 64, 128 and the most tokens, made ahead, load what other numbers take, or nearly so. A row
+/// of results does not depend on `m`, to the bit.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_linear_plan(
+    kernels: *const qz1_cuda_kernels,
+    shape: *const qz1_cuda_linear_shape,
+    out: *mut *mut qz1_cuda_plan,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        plan(scope, kernels, out, || {
+            let shape = scope.read(shape, "the shape")?;
+            let layout = layout(scope, shape.layout)?;
+            let activation = match shape.x_type {
+                QZ1_TYPE_F16 => Activation::F16,
+                QZ1_TYPE_BF16 => Activation::Bf16,
+                QZ1_CUDA_TYPE_INT8 => Activation::Int8 { zero: layout.has_sums() },
+                _ => return Err(Fault::new(qz1_status::Scheme, "activations of an unknown type")),
+            };
+            let output = match shape.out_type {
+                QZ1_TYPE_F16 => Output::F16,
+                QZ1_TYPE_BF16 => Output::Bf16,
+                QZ1_TYPE_F32 => Output::F32,
+                _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
+            };
+            // What does not belong together is told before a device is asked for.
+            LinearScheme::new(&layout, activation, output)?;
+            let device = DeviceLimits::current()?;
+            let plan = LinearPlan::new(&layout, activation, output, shape.m, &(&device).into())?;
+            let wanted = vec![(plan.variant.compiled(), plan.launch)];
+            Ok((Family::Linear(plan, layout), wanted))
+        })
+    })
+}
+
+/// Multiplies.
+///
+/// # Safety
+/// As for `qz1_cuda_pack_launch`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_linear_launch(
+    plan: *const qz1_cuda_plan,
+    arguments: *const qz1_cuda_linear_arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let Family::Linear(linear, layout) = &plan.family else { return Err(another_family()) };
+        let scheme = &linear.variant.scheme;
+        let natural = |stride: usize, width: usize, each: usize| match stride {
+            0 => width.next_multiple_of(each),
+            stride => stride,
+        };
+        let arguments = linear.arguments(&LinearArguments {
+            weight: region(at.weight, "the packed weights", SECTION)?,
+            x: region(at.x, "the activations", 16)?,
+            x_stride: natural(at.x_stride, layout.k(), 16 / scheme.activation_bytes()),
+            x_scales: region(at.x_scales, "the scales of activations", 4)?,
+            x_zero: at.x_zero,
+            bias: region(at.bias, "the bias", 4)?,
+            out: region(at.out, "the results", scheme.output_bytes())?,
+            out_stride: natural(at.out_stride, layout.n(), 1),
+            workspace: region(at.workspace, "the workspace", 256)?,
+        })?;
+        plan.launch(&arguments, stream)
+    })
+}

@@ -1,0 +1,183 @@
+//! Packing on the device: from codes and scales in logical order there.
+
+use core::ffi::c_void;
+
+use quant_kernels_cpu::ScaleType;
+use quant_kernels_cuda::launch::Argument;
+use quant_kernels_cuda::layout::{SECTION, Section, WeightLayout};
+
+use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::region::{address, product, qz1_cuda_region};
+use super::weights::{layout, qz1_cuda_layout};
+use crate::memory::fields;
+use crate::status::{Fault, call, qz1_message, qz1_status};
+
+/// What is packed.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_pack_shape {
+    /// `sizeof(qz1_cuda_pack_shape)`
+    pub struct_size: u32,
+    /// Bits of a code, 2 to 8: those of the layout, or fewer that are stored in as many.
+    pub bits: u32,
+    /// What is made.
+    pub layout: *const qz1_cuda_layout,
+}
+
+/// Where weights are on the device, as `qz1_weights` has them; addresses are aligned to what stands there.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_cuda_pack_arguments {
+    /// `sizeof(qz1_cuda_pack_arguments)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// u8 `[n, k]`, one code a byte.
+    pub codes: qz1_cuda_region,
+    /// f32 `[n, k / group_size]`, rounded to the type of the layout; with two levels u8, those of groups.
+    pub scales: qz1_cuda_region,
+    /// f32 `[n]` with two levels of scales, else none.
+    pub channels: qz1_cuda_region,
+    /// u8 `[n, k / group_size]` where the layout has zeros, else none.
+    pub zeros: qz1_cuda_region,
+    /// A u32 that is 0 before and, when the launch is done, 1 where `qz1_cuda_pack` would have refused a code, zero or
+    /// scale.
+    pub fault: qz1_cuda_region,
+    /// `layout.bytes` bytes at a multiple of 256. Bytes between its sections stay what they were.
+    pub out: qz1_cuda_region,
+}
+
+fields!(qz1_cuda_pack_shape, layout);
+fields!(qz1_cuda_pack_arguments, out, reserved);
+
+/// A planned packing.
+pub(super) struct Pack {
+    layout: WeightLayout,
+    bits: u32,
+    /// Names of the kernels, in the order in which they are launched.
+    names: Vec<&'static str>,
+}
+
+/// Plans a packing on the device.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_pack_plan(
+    kernels: *const qz1_cuda_kernels,
+    shape: *const qz1_cuda_pack_shape,
+    out: *mut *mut qz1_cuda_plan,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        plan(scope, kernels, out, || {
+            let shape = scope.read(shape, "the shape")?;
+            let layout = layout(scope, shape.layout)?;
+            let stored = if shape.bits <= 4 { 4 } else { 8 };
+            if !(2..=8).contains(&shape.bits) || layout.code_bits() != stored {
+                return Err(Fault::new(qz1_status::Scheme, "bits of codes that the layout does not hold"));
+            }
+            let launches = layout.device_packing()?;
+            let names = launches.iter().map(|launch| launch.variant.kernel).collect();
+            let wanted = launches.into_iter().map(|launch| (launch.variant, launch.launch));
+            Ok((Family::Pack(Pack { layout, bits: shape.bits, names }), wanted.collect()))
+        })
+    })
+}
+
+/// Packs weights on the device.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`; regions are memory of the device whose context is current, of the type that each
+/// has, and stay until the launch is done; the stream is one of that context. So for all that are launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_pack_launch(
+    plan: *const qz1_cuda_plan,
+    arguments: *const qz1_cuda_pack_arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let Family::Pack(pack) = &plan.family else { return Err(another_family()) };
+        let each = pack.arguments(&at)?;
+        plan.launch_each(stream, |i| match pack.names.get(i) {
+            Some(&"pack_codes") => &each.codes,
+            Some(&"pack_parameters") => &each.parameters,
+            _ => &each.rows,
+        })
+    })
+}
+
+/// The arguments of the kernels, in their order.
+struct Each {
+    codes: [Argument; 7],
+    parameters: [Argument; 10],
+    rows: [Argument; 13],
+}
+
+impl Pack {
+    fn arguments(&self, at: &qz1_cuda_pack_arguments) -> Result<Each, Fault> {
+        let layout = &self.layout;
+        let (n, k, group) = (layout.n(), layout.k(), layout.group_size());
+        // A count of 32 bits in the kernels; that the weights fit is known of the layout.
+        let short = |v: usize| {
+            let v = u32::try_from(v).map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix to pack"));
+            Ok::<_, Fault>(Argument::U32(v?))
+        };
+        let groups = product([n, k / group]);
+        let progressive = layout.scales() == ScaleType::Progressive;
+        let scale = if progressive { 1 } else { 4 };
+        let long = Argument::U64;
+        let codes = long(address(at.codes, "the codes", product([n, k]), 1)?);
+        let scales =
+            long(address(at.scales, "the scales", groups.and_then(|g| g.checked_mul(scale)), scale)?);
+        let channels = long(match progressive {
+            true => address(at.channels, "the channels", product([n, 4]), 4)?,
+            false => 0,
+        });
+        let zeros = long(match layout.middle() {
+            None => address(at.zeros, "the zeros", groups, 1)?,
+            Some(_) => 0,
+        });
+        let fault = long(address(at.fault, "the fault", Some(4), 4)?);
+        let out = address(at.out, "the packed weights", Some(layout.bytes()), SECTION)?;
+        let section = |section| long(out + layout.section(section) as u64);
+        let (n, k, group) = (short(n)?, short(k)?, short(group)?);
+        let middle = Argument::U32(layout.middle().map_or(0, u32::from));
+        let most = Argument::U32((1 << self.bits) - 1);
+        Ok(Each {
+            codes: [codes, fault, section(Section::Codes), n, k, middle, most],
+            parameters: [
+                codes,
+                scales,
+                zeros,
+                fault,
+                section(Section::Parameters),
+                n,
+                k,
+                group,
+                middle,
+                most,
+            ],
+            rows: [
+                codes,
+                scales,
+                channels,
+                zeros,
+                fault,
+                section(Section::RowScales),
+                section(Section::RowZeros),
+                section(Section::RowSums),
+                n,
+                k,
+                group,
+                middle,
+                most,
+            ],
+        })
+    }
+}

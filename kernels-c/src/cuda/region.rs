@@ -1,0 +1,111 @@
+//! Memory on the device, as the caller says it is.
+
+use quant_kernels_cuda::launch::Region;
+
+use crate::status::{Fault, qz1_status};
+
+/// Bytes on a device that are the caller's: where they begin, as `CUdeviceptr` or a pointer of CUDA's, and how many
+/// belong to this argument. `{0, 0}` is none. The one structure that does not begin with its size: it does not grow.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct qz1_cuda_region {
+    /// The address.
+    pub address: u64,
+    /// Bytes from there on.
+    pub bytes: u64,
+}
+
+impl qz1_cuda_region {
+    /// What is not there.
+    fn is_none(self) -> bool {
+        self.address == 0 && self.bytes == 0
+    }
+}
+
+/// Memory that begins at a multiple of `align`, or none.
+pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> Result<Region, Fault> {
+    if at.is_none() {
+        return Ok(Region::NONE);
+    }
+    if at.address == 0 {
+        return Err(Fault::part(qz1_status::Null, what, "is null"));
+    }
+    if !at.address.is_multiple_of(align as u64) {
+        return Err(Fault::misaligned(what, align));
+    }
+    if at.address.checked_add(at.bytes).is_none() {
+        return Err(Fault::part(qz1_status::TooLarge, what, "goes beyond all addresses"));
+    }
+    Ok(Region { address: at.address, bytes: at.bytes })
+}
+
+/// The address of memory of so many bytes at least. Where none are needed, none need be there.
+pub(super) fn address(
+    at: qz1_cuda_region,
+    what: &'static str,
+    bytes: Option<usize>,
+    align: usize,
+) -> Result<u64, Fault> {
+    let bytes = bytes.ok_or_else(|| Fault::part(qz1_status::TooLarge, what, "is more than can be there"))?;
+    let region = region(at, what, align)?;
+    region.require(what, bytes, align)?;
+    Ok(region.address)
+}
+
+/// The same, or 0 where there is none.
+pub(super) fn address_optional(
+    at: qz1_cuda_region,
+    what: &'static str,
+    bytes: Option<usize>,
+    align: usize,
+) -> Result<u64, Fault> {
+    if at.is_none() { Ok(0) } else { address(at, what, bytes, align) }
+}
+
+/// The end of the last of `count` rows of `width`, which begin `stride` apart; in elements.
+pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
+    match count {
+        0 => Some(0),
+        _ => (count - 1).checked_mul(stride)?.checked_add(width),
+    }
+}
+
+/// The product of all.
+pub(super) fn product<const N: usize>(of: [usize; N]) -> Option<usize> {
+    of.into_iter().try_fold(1_usize, usize::checked_mul)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(outcome: Result<u64, Fault>) -> Result<u64, qz1_status> {
+        outcome.map_err(|fault| fault.status())
+    }
+
+    #[test]
+    fn regions_are_looked_at() {
+        let at = |address, bytes| qz1_cuda_region { address, bytes };
+        let of = |region, bytes| status(address(region, "x", bytes, 16));
+        assert_eq!(of(at(64, 10), Some(10)), Ok(64));
+        assert_eq!(of(at(64, 10), Some(11)), Err(qz1_status::Length));
+        assert_eq!(of(at(0, 10), Some(0)), Err(qz1_status::Null));
+        assert_eq!(of(at(0, 0), Some(0)), Ok(0));
+        assert_eq!(of(at(0, 0), Some(1)), Err(qz1_status::Length));
+        assert_eq!(of(at(72, 10), Some(0)), Err(qz1_status::Misaligned));
+        assert_eq!(of(at(u64::MAX - 15, 16), Some(16)), Err(qz1_status::TooLarge));
+        assert_eq!(of(at(64, 10), None), Err(qz1_status::TooLarge));
+        assert_eq!(status(address_optional(at(0, 0), "x", Some(5), 4)), Ok(0));
+        assert_eq!(status(address_optional(at(4, 4), "x", Some(5), 4)), Err(qz1_status::Length));
+    }
+
+    #[test]
+    fn rows_end_with_the_last() {
+        assert_eq!([rows(0, 9, 5), rows(1, 9, 5), rows(3, 9, 5)], [Some(0), Some(5), Some(23)]);
+        assert_eq!([rows(usize::MAX, 2, 1), rows(2, usize::MAX, 1)], [None; 2]);
+        assert_eq!(
+            [product([3, 5]), product([usize::MAX, 2]), product([usize::MAX, 0])],
+            [Some(15), None, Some(0)]
+        );
+    }
+}

@@ -1,0 +1,187 @@
+//! Weights in the order of the GPU's kernels: their layout, and packing on the CPU.
+
+use quant_kernels_cpu::ScaleType;
+use quant_kernels_cuda::layout::{Order, WeightLayout};
+
+use crate::memory::{Scope, fields};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::weights::{
+    QZ1_SCALES_BF16, QZ1_SCALES_F16, QZ1_SCALES_F32, QZ1_SCALES_PROGRESSIVE, qz1_weights, view,
+};
+
+/// Weights that are multiplied with f16 or bf16.
+pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
+/// Weights that are multiplied with whole numbers of 8 bits.
+pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
+
+/// Where everything is in packed bytes: tiles of 16 output features and 128 input features, one order for all
+/// architectures. Made by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`; its fields may be kept beside the bytes, and are
+/// checked against `id` whenever it is used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct qz1_cuda_layout {
+    /// `sizeof(qz1_cuda_layout)`
+    pub struct_size: u32,
+    /// `QZ1_CUDA_ORDER_…`
+    pub order: u32,
+    /// Bits that a code takes: 4 or 8.
+    pub code_bits: u32,
+    /// `QZ1_SCALES_…`
+    pub scales: u32,
+    /// 1 where every group has a zero of its own.
+    pub zeros: u32,
+    /// The zero of every group where `zeros` is 0, else 0.
+    pub middle: u32,
+    /// 1 with the sums that activations with a zero need.
+    pub sums: u32,
+    /// 0
+    pub reserved: u32,
+    /// Output features.
+    pub n: u64,
+    /// Input features.
+    pub k: u64,
+    /// Input features that share a scale: 32, 64, 128 or `k`; with floats and with two levels of scales any multiple of 128.
+    pub group_size: u64,
+    /// Bytes of the matrix, a multiple of 256. On the device it begins at one.
+    pub bytes: u64,
+    /// Names the order and all that it depends on.
+    pub id: u64,
+}
+
+fields!(qz1_cuda_layout, id, reserved);
+
+fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
+    qz1_cuda_layout {
+        struct_size: size_of::<qz1_cuda_layout>() as u32,
+        order: match layout.order() {
+            Order::Float => QZ1_CUDA_ORDER_FLOAT,
+            Order::Int8 => QZ1_CUDA_ORDER_INT8,
+        },
+        code_bits: layout.code_bits() as u32,
+        scales: match layout.scales() {
+            ScaleType::F16 => QZ1_SCALES_F16,
+            ScaleType::Bf16 => QZ1_SCALES_BF16,
+            ScaleType::F32 => QZ1_SCALES_F32,
+            ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
+        },
+        zeros: u32::from(layout.middle().is_none()),
+        middle: layout.middle().map_or(0, u32::from),
+        sums: u32::from(layout.has_sums()),
+        reserved: 0,
+        n: layout.n() as u64,
+        k: layout.k() as u64,
+        group_size: layout.group_size() as u64,
+        bytes: layout.bytes() as u64,
+        id: layout.id(),
+    }
+}
+
+fn order(order: u32) -> Result<Order, Fault> {
+    match order {
+        QZ1_CUDA_ORDER_FLOAT => Ok(Order::Float),
+        QZ1_CUDA_ORDER_INT8 => Ok(Order::Int8),
+        _ => Err(Fault::new(qz1_status::Scheme, "weights of an unknown order")),
+    }
+}
+
+/// The layout of the caller's fields but for `bytes` and `id`.
+fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
+    let unknown = |what| Fault::new(qz1_status::Scheme, what);
+    let size = |v: u64| {
+        usize::try_from(v).map_err(|_| Fault::new(qz1_status::TooLarge, "a matrix beyond this machine"))
+    };
+    let scales = match l.scales {
+        QZ1_SCALES_F16 => ScaleType::F16,
+        QZ1_SCALES_BF16 => ScaleType::Bf16,
+        QZ1_SCALES_F32 => ScaleType::F32,
+        QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
+        _ => return Err(unknown("scales of an unknown type")),
+    };
+    let middle = match (l.zeros, l.middle) {
+        (1, 0) => None,
+        (0, middle) => Some(u8::try_from(middle).map_err(|_| unknown("a middle beyond 8 bits"))?),
+        _ => return Err(unknown("zeros that are neither of groups nor one for all")),
+    };
+    if l.sums > 1 {
+        return Err(unknown("sums that are neither there nor not"));
+    }
+    let (shape, group, bits) = ([size(l.n)?, size(l.k)?], size(l.group_size)?, l.code_bits as usize);
+    Ok(WeightLayout::from_parts(shape, bits, group, scales, middle, order(l.order)?, l.sums == 1)?)
+}
+
+/// The layout that the caller's fields describe, every one of them.
+///
+/// # Safety
+/// As [`Scope::read`].
+pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result<WeightLayout, Fault> {
+    // SAFETY: as the caller vouches.
+    let l = unsafe { scope.read(at, "the layout") }?;
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let layout = of_fields(&l).map_err(|_| none())?;
+    let same = describe(&layout);
+    if (same.bytes, same.id) == (l.bytes, l.id) { Ok(layout) } else { Err(none()) }
+}
+
+/// The layout of weights that are multiplied with what `order`, a `QZ1_CUDA_ORDER_…`, says; with `sums` not 0 it holds
+/// what activations of 8 bits with a zero need. Scales are stored in the narrowest type that holds all of them. Fills `out`,
+/// whose `struct_size` is set.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_layout_of(
+    weights: *const qz1_weights,
+    order: u32,
+    sums: u32,
+    out: *mut qz1_cuda_layout,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let view = view(scope, weights)?;
+        let out = scope.place(out, "the layout")?;
+        out.put(describe(&WeightLayout::of(&view, self::order(order)?, sums != 0)?));
+        Ok(())
+    })
+}
+
+/// The same without weights at hand: `bytes` and `id` of the other fields, for weights that are packed on the device, or
+/// to know their size. Fills `out`, whose `struct_size` is set; `parts` is another structure.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_layout_from(
+    parts: *const qz1_cuda_layout,
+    out: *mut qz1_cuda_layout,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe {
+        let parts = scope.read(parts, "the parts")?;
+        let out = scope.place(out, "the layout")?;
+        out.put(describe(&of_fields(&parts)?));
+        Ok(())
+    })
+}
+
+/// Packs weights on the CPU into `out`, which has `layout.bytes` bytes, to be copied to the device or kept. Bytes
+/// between sections are 0, the others those that `qz1_cuda_pack_launch` writes.
+///
+/// # Safety
+/// As for `qz1_cuda_require_device`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_cuda_pack(
+    weights: *const qz1_weights,
+    layout: *const qz1_cuda_layout,
+    out: *mut u8,
+    out_len: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches; no part of `out` is one of `weights`.
+    call(message, |scope| unsafe {
+        let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
+        let out = scope.output(out, out_len, "the packed weights")?;
+        Ok(layout.pack(&view, out.slice())?)
+    })
+}

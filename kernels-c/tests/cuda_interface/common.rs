@@ -1,0 +1,198 @@
+//! What these tests share: messages, handles, a small matrix.
+
+use core::ptr::{null, null_mut};
+use std::ffi::CString;
+use std::fmt::Display;
+use std::io::Write;
+use std::panic::Location;
+
+use quant_kernels::*;
+
+/// Whether what a test needs is there; says aloud that it is not.
+///
+/// # Panics
+/// When it is required.
+#[track_caller]
+pub fn is_there<E: Display>(needed: Result<(), E>) -> bool {
+    let Err(why) = needed else { return true };
+    const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
+    assert!(
+        std::env::var_os(REQUIRED).is_none_or(|v| v.is_empty() || v == "0"),
+        "{REQUIRED} is set, but: {why}"
+    );
+    let at = Location::caller();
+    // Not by the macro, whose lines are held back where a test passes.
+    let line = format!("SKIPPED: {why} ({}:{})\n", at.file(), at.line());
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr can be written");
+    false
+}
+
+/// Whether launches go to a device.
+pub fn on_gpu() -> bool {
+    std::env::var_os("QUANT_GPU").is_some_and(|value| !value.is_empty() && value != "0")
+}
+
+/// A call, and what it says.
+pub fn told(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
+    let mut text = [0x55_u8; 600];
+    let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
+    let message = qz1_message { struct_size, reserved: 0, text: text.as_mut_ptr().cast(), capacity };
+    let status = call(&message);
+    let end = text.iter().position(|b| *b == 0).expect("a text ends");
+    let text = String::from_utf8(text[..end].to_vec()).expect("a text is one");
+    assert_eq!(text.is_empty(), status == qz1_status::Ok, "{status:?}: {text}");
+    (status, text)
+}
+
+/// A call that must be done.
+#[track_caller]
+pub fn done(call: impl FnOnce(*const qz1_message) -> qz1_status) {
+    let (status, text) = told(call);
+    assert_eq!(status, qz1_status::Ok, "{text}");
+}
+
+/// What a call is refused for.
+pub fn refused(call: impl FnOnce(*const qz1_message) -> qz1_status) -> qz1_status {
+    told(call).0
+}
+
+/// A structure of zeros with its size.
+pub fn sized<T: Copy>() -> T {
+    // SAFETY: structures of the interface are of numbers and pointers, of which zero is one, the size first.
+    unsafe {
+        let mut of: T = core::mem::zeroed();
+        (&raw mut of).cast::<u32>().write(size_of::<T>() as u32);
+        of
+    }
+}
+
+pub const NONE: qz1_cuda_region = qz1_cuda_region { address: 0, bytes: 0 };
+
+/// The handle of kernels, freed at the end.
+pub struct Kernels(pub *mut qz1_cuda_kernels);
+
+impl Kernels {
+    /// With images where the environment says.
+    pub fn new() -> Self {
+        Self::with(None)
+    }
+
+    pub fn with(images: Option<&str>) -> Self {
+        let mut kernels = null_mut();
+        let images = images.map(|path| CString::new(path).unwrap());
+        let images = images.as_ref().map_or(null(), |path| path.as_ptr());
+        // SAFETY: all lives.
+        done(|m| unsafe { qz1_cuda_kernels_new(images, &mut kernels, m) });
+        Self(kernels)
+    }
+}
+
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        // SAFETY: made by `with`, freed once; contexts are never released.
+        unsafe { qz1_cuda_kernels_free(self.0) }
+    }
+}
+
+/// A plan, freed at the end.
+pub struct Plan(pub *mut qz1_cuda_plan);
+
+impl Plan {
+    /// What such a function makes.
+    #[track_caller]
+    pub fn new<S>(
+        kernels: &Kernels,
+        shape: &S,
+        make: unsafe extern "C" fn(
+            *const qz1_cuda_kernels,
+            *const S,
+            *mut *mut qz1_cuda_plan,
+            *const qz1_message,
+        ) -> qz1_status,
+    ) -> Self {
+        let mut plan = null_mut();
+        // SAFETY: all lives.
+        done(|m| unsafe { make(kernels.0, shape, &mut plan, m) });
+        assert!(!plan.is_null());
+        Self(plan)
+    }
+
+    /// Bytes of the workspace, and of those that are zero.
+    pub fn workspace(&self) -> (usize, usize) {
+        let (mut bytes, mut zeroed) = (1, 1);
+        // SAFETY: all lives.
+        done(|m| unsafe { qz1_cuda_plan_workspace(self.0, &mut bytes, &mut zeroed, m) });
+        (bytes, zeroed)
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, freed once.
+        unsafe { qz1_cuda_plan_free(self.0) }
+    }
+}
+
+/// A matrix of codes, scales and zeros.
+pub struct Matrix {
+    pub shape: [usize; 2],
+    pub group: usize,
+    pub codes: Vec<u8>,
+    pub scales: Vec<f32>,
+    pub zeros: Option<Vec<u8>>,
+}
+
+impl Matrix {
+    /// Of 4 bits; scales are halves.
+    pub fn new([n, k]: [usize; 2], group: usize, with_zeros: bool) -> Self {
+        let groups = n * k / group;
+        Self {
+            shape: [n, k],
+            group,
+            codes: (0..n * k).map(|i| (i * 7 % 31 % 16) as u8).collect(),
+            scales: (0..groups).map(|i| (1 + i % 5) as f32 / 128.0).collect(),
+            zeros: with_zeros.then(|| (0..groups).map(|i| (i * 3 % 16) as u8).collect()),
+        }
+    }
+
+    pub fn weights(&self) -> qz1_weights {
+        let zeros = self.zeros.as_deref();
+        qz1_weights {
+            struct_size: size_of::<qz1_weights>() as u32,
+            bits: 4,
+            n: self.shape[0],
+            k: self.shape[1],
+            group_size: self.group,
+            codes: self.codes.as_ptr(),
+            codes_len: self.codes.len(),
+            scales: self.scales.as_ptr(),
+            scales_len: self.scales.len(),
+            group_scales: null(),
+            group_scales_len: 0,
+            zeros: zeros.map_or(null(), |zeros| zeros.as_ptr()),
+            zeros_len: zeros.map_or(0, <[u8]>::len),
+        }
+    }
+
+    pub fn layout(&self, order: u32, sums: u32) -> qz1_cuda_layout {
+        let mut layout = sized();
+        // SAFETY: all lives.
+        done(|m| unsafe { qz1_cuda_layout_of(&self.weights(), order, sums, &mut layout, m) });
+        layout
+    }
+
+    pub fn packed(&self, layout: &qz1_cuda_layout) -> Vec<u8> {
+        let mut out = vec![0x55; layout.bytes as usize];
+        // SAFETY: all lives.
+        done(|m| unsafe { qz1_cuda_pack(&self.weights(), layout, out.as_mut_ptr(), out.len(), m) });
+        out
+    }
+
+    /// A weight as it is meant.
+    pub fn weight(&self, row: usize, feature: usize) -> f64 {
+        let group = (row * self.shape[1] + feature) / self.group;
+        let zero = self.zeros.as_ref().map_or(8, |zeros| zeros[group]);
+        let code = self.codes[row * self.shape[1] + feature];
+        (f64::from(code) - f64::from(zero)) * f64::from(self.scales[group])
+    }
+}

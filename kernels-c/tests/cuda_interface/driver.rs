@@ -1,0 +1,122 @@
+//! The few functions of the driver that a caller has anyway, as `cuda.h` declares them, looked up by hand: nothing here
+//! uses what the library calls the driver with.
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use quant_kernels::qz1_cuda_region;
+
+unsafe extern "C" {
+    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+const RTLD_NOW: c_int = 2;
+
+/// A function of the driver.
+///
+/// # Safety
+/// `F` is the type of its pointer.
+unsafe fn function<F: Copy>(name: &CStr) -> F {
+    static LIBRARY: OnceLock<usize> = OnceLock::new();
+    let library = *LIBRARY.get_or_init(|| {
+        // SAFETY: names closed by a zero; loading the driver is meant to be done so.
+        let open = |name: &CStr| unsafe { dlopen(name.as_ptr(), RTLD_NOW) } as usize;
+        match open(c"libcuda.so") {
+            0 => open(c"libcuda.so.1"),
+            found => found,
+        }
+    });
+    assert_ne!(library, 0, "a GPU was asked for, and there is no driver");
+    // SAFETY: the library is open.
+    let found = unsafe { dlsym(library as *mut c_void, name.as_ptr()) };
+    assert!(!found.is_null(), "the driver has no {name:?}");
+    assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
+    // SAFETY: as the caller says, a pointer to a function.
+    unsafe { core::mem::transmute_copy(&found) }
+}
+
+/// Makes the context of the first device current on this thread. It is never released.
+pub fn context() {
+    // SAFETY: the declarations of cuda.h, here and below.
+    unsafe {
+        let init: extern "C" fn(u32) -> c_int = function(c"cuInit");
+        let get: extern "C" fn(*mut c_int, c_int) -> c_int = function(c"cuDeviceGet");
+        let retain: extern "C" fn(*mut usize, c_int) -> c_int = function(c"cuDevicePrimaryCtxRetain");
+        let (mut device, mut context) = (0, 0_usize);
+        assert_eq!((init(0), get(&mut device, 0), retain(&mut context, device)), (0, 0, 0));
+        set_context(context);
+    }
+}
+
+/// Makes no context current on this thread.
+pub fn no_context() {
+    set_context(0);
+}
+
+fn set_context(context: usize) {
+    // SAFETY: as above.
+    let set: extern "C" fn(usize) -> c_int = unsafe { function(c"cuCtxSetCurrent") };
+    assert_eq!(set(context), 0);
+}
+
+/// Waits for all that was launched.
+pub fn wait() {
+    // SAFETY: as above.
+    let wait: extern "C" fn() -> c_int = unsafe { function(c"cuCtxSynchronize") };
+    assert_eq!(wait(), 0, "a launch went wrong");
+}
+
+/// Memory on the device, at a multiple of 256, freed when dropped.
+pub struct Bytes {
+    address: u64,
+    len: usize,
+}
+
+impl Bytes {
+    /// So many bytes, all of them `fill`.
+    pub fn filled(len: usize, fill: u8) -> Self {
+        Self::of(&vec![fill; len])
+    }
+
+    /// These numbers.
+    pub fn of<T: Copy>(values: &[T]) -> Self {
+        let len = size_of_val(values);
+        let mut address = 0;
+        // SAFETY: as above; there are as many bytes.
+        unsafe {
+            let allocate: extern "C" fn(*mut u64, usize) -> c_int = function(c"cuMemAlloc_v2");
+            let copy: extern "C" fn(u64, *const c_void, usize) -> c_int = function(c"cuMemcpyHtoD_v2");
+            assert_eq!(allocate(&mut address, len.max(1)), 0);
+            assert_eq!(copy(address, values.as_ptr().cast(), len), 0);
+        }
+        assert!(address.is_multiple_of(256));
+        Self { address, len }
+    }
+
+    /// All of them.
+    pub fn region(&self) -> qz1_cuda_region {
+        qz1_cuda_region { address: self.address, bytes: self.len as u64 }
+    }
+
+    /// The numbers that are there, after all that was launched.
+    pub fn read<T: Copy + Default>(&self) -> Vec<T> {
+        wait();
+        let mut values = vec![T::default(); self.len / size_of::<T>()];
+        // SAFETY: as above; numbers of any bits.
+        unsafe {
+            let copy: extern "C" fn(*mut c_void, u64, usize) -> c_int = function(c"cuMemcpyDtoH_v2");
+            assert_eq!(copy(values.as_mut_ptr().cast(), self.address, size_of_val(&values[..])), 0);
+        }
+        values
+    }
+}
+
+impl Drop for Bytes {
+    fn drop(&mut self) {
+        // SAFETY: as above; freed once.
+        let free: extern "C" fn(u64) -> c_int = unsafe { function(c"cuMemFree_v2") };
+        // After a fault on the device nothing can be freed.
+        let _ = free(self.address);
+    }
+}

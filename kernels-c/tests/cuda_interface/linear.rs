@@ -1,0 +1,271 @@
+//! What linears and their activations give on a device, from packing to results.
+
+use core::ptr::null_mut;
+
+use half::f16;
+use quant_kernels::*;
+use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, ScaleType, Serial};
+
+use crate::common::*;
+use crate::driver::{self, Bytes};
+
+/// Halves between −4 and 4.
+pub fn halves(len: usize, by: usize) -> Vec<f16> {
+    (0..len).map(|i| f16::from_f32(((i * by % 997) as f32 - 498.0) / 125.0)).collect()
+}
+
+/// Memory that a plan works in.
+pub fn workspace(plan: &Plan) -> Bytes {
+    let (bytes, zeroed) = plan.workspace();
+    let mut all = vec![0x5a; bytes];
+    all[..zeroed].fill(0);
+    Bytes::of(&all)
+}
+
+/// Codes, scales, sums of rows and of groups of `[m, k]`.
+fn quantized(kernels: &Kernels, x: &[f16], [m, k]: [usize; 2], group: usize) -> [Bytes; 4] {
+    let shape =
+        qz1_cuda_activation_shape { rows: QZ1_CUDA_ROWS_PLAIN, x_type: QZ1_TYPE_F16, m, k, group, ..sized() };
+    let plan = Plan::new(kernels, &shape, qz1_cuda_activation_plan);
+    assert_eq!(plan.workspace(), (0, 0));
+    let x = Bytes::of(x);
+    let outputs = [m * k, 4 * m, 4 * m, 4 * m * k.div_ceil(group)].map(|len| Bytes::filled(len, 0x5a));
+    let [codes, scales, row_sums, group_sums] = outputs.each_ref().map(Bytes::region);
+    let arguments =
+        qz1_cuda_activation_arguments { x: x.region(), codes, scales, row_sums, group_sums, ..sized() };
+    // SAFETY: what is allocated lives until after the wait, here and below.
+    done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
+    driver::wait();
+    outputs
+}
+
+/// W4A8: rows are what the CPU makes of them, products those of their codes.
+#[test]
+fn quantized_rows_are_multiplied() {
+    if !on_gpu() {
+        return;
+    }
+    driver::context();
+    let kernels = Kernels::new();
+    // Wide enough that blocks share a row of results, and meet in a workspace.
+    let ([n, k], m, group) = ([40, 2048], 5, 128);
+    let matrix = Matrix::new([n, k], group, true);
+    let x = halves(m * k, 37);
+    let [codes, scales, row_sums, group_sums] = quantized(&kernels, &x, [m, k], group);
+
+    let mut rows = Int8Rows::default();
+    let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
+    rows.quantize(&x, RowLayout::of(&layout), &Serial).unwrap();
+    let (codes_read, scales_read) = (codes.read::<i8>(), scales.read::<f32>());
+    assert!((0..m).all(|row| codes_read[row * k..][..k] == *rows.row(row)));
+    assert_eq!(scales_read, rows.scales());
+    let sums = |of: &[i8]| of.iter().map(|&c| i32::from(c)).sum::<i32>();
+    assert_eq!(row_sums.read::<i32>(), codes_read.chunks(k).map(sums).collect::<Vec<_>>());
+    assert_eq!(group_sums.read::<i32>(), codes_read.chunks(group).map(sums).collect::<Vec<_>>());
+
+    let layout = matrix.layout(QZ1_CUDA_ORDER_INT8, 0);
+    let shape = qz1_cuda_linear_shape {
+        x_type: QZ1_CUDA_TYPE_INT8,
+        out_type: QZ1_TYPE_F32,
+        layout: &layout,
+        m,
+        ..sized()
+    };
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_linear_plan);
+    assert!(plan.workspace().0 > plan.workspace().1 && plan.workspace().1 > 0);
+    let (weight, workspace) = (Bytes::of(&matrix.packed(&layout)), workspace(&plan));
+    let stride = n + 8;
+    let run = || {
+        let out = Bytes::of(&vec![-7.5_f32; m * stride]);
+        let arguments = qz1_cuda_linear_arguments {
+            weight: weight.region(),
+            x: codes.region(),
+            x_scales: scales.region(),
+            out: out.region(),
+            workspace: workspace.region(),
+            out_stride: stride,
+            ..sized()
+        };
+        // SAFETY: as above.
+        done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
+        out.read::<f32>()
+    };
+    let out = run();
+    for row in 0..m {
+        for column in 0..stride {
+            let got = out[row * stride + column];
+            if column >= n {
+                assert_eq!(got, -7.5, "{row} {column}");
+                continue;
+            }
+            let product = |i: usize| f64::from(codes_read[row * k + i]) * matrix.weight(column, i);
+            let scale = f64::from(scales_read[row]);
+            let exact = scale * (0..k).map(product).sum::<f64>();
+            let most = scale * (0..k).map(|i| product(i).abs()).sum::<f64>();
+            assert!((f64::from(got) - exact).abs() <= 1e-5 * most, "{row} {column}: {got} and {exact}");
+        }
+    }
+    // A launch leaves the workspace fit for the next.
+    assert_eq!(run(), out);
+}
+
+/// W4A16 with a bias.
+#[test]
+fn float_rows_are_multiplied() {
+    if !on_gpu() {
+        return;
+    }
+    driver::context();
+    let kernels = Kernels::new();
+    let ([n, k], m) = ([20, 192], 3);
+    let matrix = Matrix::new([n, k], 64, false);
+    let layout = matrix.layout(QZ1_CUDA_ORDER_FLOAT, 0);
+    let (x_type, out_type) = (QZ1_TYPE_F16, QZ1_TYPE_F16);
+    let shape = qz1_cuda_linear_shape { x_type, out_type, layout: &layout, m, ..sized() };
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_linear_plan);
+    let (values, bias) = (halves(m * k, 53), (0..n).map(|i| i as f32 / 3.0).collect::<Vec<f32>>());
+    let (weight, x, to) = (Bytes::of(&matrix.packed(&layout)), Bytes::of(&values), Bytes::of(&bias));
+    let (out, workspace) = (Bytes::filled(2 * m * n, 0x5a), workspace(&plan));
+    let arguments = qz1_cuda_linear_arguments {
+        weight: weight.region(),
+        x: x.region(),
+        bias: to.region(),
+        out: out.region(),
+        workspace: workspace.region(),
+        ..sized()
+    };
+    // SAFETY: as above.
+    done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
+    for (i, got) in out.read::<u16>().into_iter().map(f16::from_bits).enumerate() {
+        let (row, column) = (i / n, i % n);
+        let product = |i: usize| values[row * k + i].to_f64() * matrix.weight(column, i);
+        let exact = f64::from(bias[column]) + (0..k).map(product).sum::<f64>();
+        let most = (0..k).map(|i| product(i).abs()).sum::<f64>();
+        let bound = exact.abs() / 2048.0 + 1e-5 * most;
+        assert!((got.to_f64() - exact).abs() <= bound, "{row} {column}: {got} and {exact}");
+    }
+}
+
+/// The device packs what the CPU packs, and tells of codes that are none.
+#[test]
+fn weights_are_packed_on_the_device() {
+    if !on_gpu() {
+        return;
+    }
+    driver::context();
+    let kernels = Kernels::new();
+    for (group, zeros, order, sums) in [
+        (64, true, QZ1_CUDA_ORDER_INT8, 1),
+        (192, true, QZ1_CUDA_ORDER_INT8, 1),
+        (64, false, QZ1_CUDA_ORDER_FLOAT, 0),
+    ] {
+        let mut matrix = Matrix::new([20, 192], group, zeros);
+        let layout = matrix.layout(order, sums);
+        let shape = qz1_cuda_pack_shape { bits: 4, layout: &layout, ..sized() };
+        let plan = Plan::new(&kernels, &shape, qz1_cuda_pack_plan);
+        let run = |matrix: &Matrix| {
+            let (codes, scales) = (Bytes::of(&matrix.codes), Bytes::of(&matrix.scales));
+            let zeros = matrix.zeros.as_ref().map(|zeros| Bytes::of(zeros));
+            let (fault, out) = (Bytes::of(&[0_u32]), Bytes::filled(layout.bytes as usize, 0));
+            let arguments = qz1_cuda_pack_arguments {
+                codes: codes.region(),
+                scales: scales.region(),
+                zeros: zeros.as_ref().map_or(NONE, Bytes::region),
+                fault: fault.region(),
+                out: out.region(),
+                ..sized()
+            };
+            // SAFETY: as above.
+            done(|m| unsafe { qz1_cuda_pack_launch(plan.0, &arguments, null_mut(), m) });
+            (fault.read::<u32>()[0], out.read::<u8>())
+        };
+        let (fault, bytes) = run(&matrix);
+        assert_eq!(fault, 0);
+        assert!(bytes == matrix.packed(&layout), "{group} {zeros}");
+        matrix.codes[1000] = 16;
+        assert_eq!(run(&matrix).0, 1);
+    }
+}
+
+/// A norm with a residual, and the gate and the other half of one buffer with a scale for all rows.
+#[test]
+fn fused_rows() {
+    if !on_gpu() {
+        return;
+    }
+    driver::context();
+    let kernels = Kernels::new();
+    let (m, k) = (3, 64);
+    let (x, residual) = (halves(m * k, 37), halves(m * k, 91));
+    let weight: Vec<f32> = (0..k).map(|i| 0.5 + i as f32 / 64.0).collect();
+    let shape = qz1_cuda_activation_shape {
+        rows: QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM,
+        x_type: QZ1_TYPE_F16,
+        weight_type: QZ1_TYPE_F32,
+        m,
+        k,
+        ..sized()
+    };
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_activation_plan);
+    let [x_at, residual_at, weight_at] = [Bytes::of(&x), Bytes::of(&residual), Bytes::of(&weight)];
+    let [codes, scales] = [m * k, 4 * m].map(|len| Bytes::filled(len, 0x5a));
+    let arguments = qz1_cuda_activation_arguments {
+        eps: 1e-5,
+        x: x_at.region(),
+        residual: residual_at.region(),
+        weight: weight_at.region(),
+        codes: codes.region(),
+        scales: scales.region(),
+        ..sized()
+    };
+    // SAFETY: as above.
+    done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
+    let sums: Vec<f16> =
+        x.iter().zip(&residual).map(|(x, r)| f16::from_f32(x.to_f32() + r.to_f32())).collect();
+    let got: Vec<f16> = residual_at.read::<u16>().into_iter().map(f16::from_bits).collect();
+    assert_eq!(got, sums);
+    let (codes, scales) = (codes.read::<i8>(), scales.read::<f32>());
+    for (row, values) in sums.chunks(k).enumerate() {
+        let mean = values.iter().map(|v| v.to_f64() * v.to_f64()).sum::<f64>() / k as f64;
+        for (i, value) in values.iter().enumerate() {
+            let normed = value.to_f64() / (mean + 1e-5).sqrt() * f64::from(weight[i]);
+            let code = f64::from(codes[row * k + i]);
+            assert!((code - normed / f64::from(scales[row])).abs() < 0.51, "{row} {i}");
+        }
+    }
+
+    let both = halves(m * 2 * k, 29);
+    let shape = qz1_cuda_activation_shape {
+        rows: QZ1_CUDA_ROWS_SILU_MUL,
+        x_type: QZ1_TYPE_F16,
+        fixed: 1,
+        m,
+        k,
+        x_stride: 2 * k,
+        up_stride: 2 * k,
+        code_stride: k + 16,
+        ..sized()
+    };
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_activation_plan);
+    let at = Bytes::of(&both);
+    let [codes, scales] = [m * (k + 16), 4 * m].map(|len| Bytes::filled(len, 0x5a));
+    let (gate, skipped) = (at.region(), 2 * k as u64);
+    let up = qz1_cuda_region { address: gate.address + skipped, bytes: gate.bytes - skipped };
+    let (scale, zero) = (0.1, 3);
+    let (codes_at, scales) = (codes.region(), scales.region());
+    let arguments =
+        qz1_cuda_activation_arguments { scale, zero, x: gate, up, codes: codes_at, scales, ..sized() };
+    // SAFETY: as above.
+    done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
+    for (at, code) in codes.read::<i8>().into_iter().enumerate() {
+        let (row, i) = (at / (k + 16), at % (k + 16));
+        if i >= k {
+            assert_eq!(code, 0x5a, "{row} {i}");
+            continue;
+        }
+        let [gate, up] = [i, k + i].map(|i| both[row * 2 * k + i].to_f64());
+        let value = gate / (1.0 + (-gate).exp()) * up;
+        let exact = (value / f64::from(scale) + f64::from(zero)).clamp(-128.0, 127.0);
+        assert!((f64::from(code) - exact).abs() < 0.51, "{row} {i}: {code} and {exact}");
+    }
+}

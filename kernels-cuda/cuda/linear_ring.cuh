@@ -1,0 +1,72 @@
+// The copies that fill a slot of the ring: a tile's codes, activations, and what stands beside it.
+//
+// A part of linear.cu, whose constants and arguments it uses.
+#pragma once
+
+// A thread's share of what is copied for a tile: always the same places of a slot, of which it keeps the first; the others
+// are whole rows further.
+struct Copies {
+    const u8 *codes, *parameters, *x;
+    // Bytes between this thread's chunks of codes, and of activations.
+    u64 codes_step, x_step;
+    // 16-row tiles and tokens from this thread's first to the end of the matrix, and bytes of a token from its chunk on.
+    i32 row_blocks, tokens, left;
+};
+
+constexpr int CODES_CHUNKS = TILE_BYTES / 16, X_CHUNKS = X_ROW / 16, PARAMETER_CHUNKS = PARAMETER_BYTES / 16;
+constexpr int CODES_BLOCKS = SET_THREADS / CODES_CHUNKS, X_ROWS = SET_THREADS / X_CHUNKS;
+static_assert(SET_THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
+static_assert(X_ROWS % 8 == 0, "a thread's chunks of activations share a place in the swizzle");
+
+INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_block, u32 token) {
+    const u32 thread = threadIdx.x % SET_THREADS, element = FLOAT ? 2 : 1;
+    const u32 block = row_block + thread / CODES_CHUNKS, row = token + thread / X_CHUNKS, chunk = thread % X_CHUNKS;
+    Copies to;
+    to.row_blocks = (i32)((p.n + 15) / 16);
+    to.codes = p.codes + ((u64)block * tiles + tile) * TILE_BYTES + thread % CODES_CHUNKS * 16;
+    to.codes_step = (u64)CODES_BLOCKS * tiles * TILE_BYTES;
+    to.parameters = p.parameters + ((u64)row_block * tiles + tile) * PARAMETER_BYTES;
+    to.x = p.x + ((u64)row * p.x_stride + (u64)tile * TILE_K) * element + chunk * 16;
+    to.x_step = (u64)X_ROWS * p.x_stride * element;
+    to.row_blocks -= (i32)block;
+    to.tokens = (i32)p.m - (i32)row;
+    to.left = ((i32)p.k - (i32)(tile * TILE_K)) * (i32)element - (i32)chunk * 16;
+    return to;
+}
+
+// Fills a slot of the ring, and goes on to the next tile. What is outside the matrix becomes zero and is not read.
+INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
+    const u32 thread = threadIdx.x % SET_THREADS;
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS / CODES_BLOCKS; i++) {
+        bool there = i * CODES_BLOCKS < from.row_blocks;
+        const u8 *codes = there ? from.codes + i * from.codes_step : p.codes;
+        copy_async_16(slot + (i * SET_THREADS + thread) * 16, codes, there ? 16 : 0);
+    }
+    from.codes += TILE_BYTES;
+    const u32 row = thread / X_CHUNKS, place = thread % X_CHUNKS ^ row % 8;
+    const i32 valid = max(min(from.left, 16), 0);
+#pragma unroll
+    for (int i = 0; i < (TOKENS + X_ROWS - 1) / X_ROWS; i++) {
+        // More threads than chunks: the last ones have none.
+        if (TOKENS < X_ROWS && row >= TOKENS) break;
+        bool there = i * X_ROWS < from.tokens && valid > 0;
+        const u8 *x = there ? from.x + i * from.x_step : p.x;
+        copy_async_16(slot + X_AT + (row + i * X_ROWS) * X_ROW + place * 16, x, there ? valid : 0);
+    }
+    from.x += X_ROW;
+    from.left -= X_ROW;
+    if (PARAMETER_BYTES > 0) {
+#pragma unroll
+        for (int i = 0; i < (ROW_BLOCKS * PARAMETER_CHUNKS + SET_THREADS - 1) / SET_THREADS; i++) {
+            const i32 at = i * SET_THREADS + (i32)thread;
+            if (at >= ROW_BLOCKS * PARAMETER_CHUNKS) break;
+            const i32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
+            bool there = block - (i32)(thread / CODES_CHUNKS) < from.row_blocks;
+            u64 offset = (u64)block * tiles * PARAMETER_BYTES + (at - block * PARAMETER_CHUNKS) * 16;
+            const u8 *parameters = there ? from.parameters + offset : p.parameters;
+            copy_async_16(slot + PARAMETERS_AT + at * 16, parameters, there ? 16 : 0);
+        }
+        from.parameters += PARAMETER_BYTES;
+    }
+}

@@ -1,0 +1,239 @@
+// What a warp does with a tile of 128 features in shared memory: codes become fragments, activations are read by `ldmatrix`,
+// products join the sums of a group and these, scaled, the sums of a part of k.
+//
+// A part of linear.cu, whose constants and arguments it uses.
+#pragma once
+
+INLINE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (ACTIVATION == F16) mma_f16(d, a, b0, b1);
+    else mma_bf16(d, a, b0, b1);
+}
+
+INLINE void multiply(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (SIGNED) mma_s8_s8(d, a, b0, b1);
+    else mma_u8_s8(d, a, b0, b1);
+}
+
+// The fragments of two neighbouring steps of the activations of 8 tokens.
+INLINE void load_tokens(u32 (&b)[4], u32 x, u32 token_tile, u32 pair, u32 lane) {
+    u32 row = token_tile * 8 + lane % 8, chunk = 4 * pair + lane / 8;
+    load_matrices_4(b, x + row * X_ROW + (chunk ^ row % 8) * 16);
+}
+
+// Sums of the activations of a slot, a group and token each, into `sums`.
+INLINE void sum_tokens(u32 slot, partial_t *sums, u32 warp, u32 lane) {
+    const u32 one = ACTIVATION == F16 ? 0x3c003c00 : ACTIVATION == BF16 ? 0x3f803f80 : 0x01010101;
+    const u32 ones[4] = {one, one, one, one};
+#pragma unroll
+    for (u32 tile = warp; tile < TOKENS / 8; tile += WARPS) {
+        partial_t sum[4];
+#pragma unroll
+        for (int pair = 0; pair < STEPS / 2; pair++) {
+            u32 b[4];
+            load_tokens(b, slot + X_AT, tile, pair, lane);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int step = 2 * pair + half;
+                if (step % GROUP_STEPS == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0;
+                multiply(sum, ones, b[2 * half], b[2 * half + 1]);
+                // All rows are the same; the first has tokens 2 t and 2 t + 1 in lane t.
+                if (step % GROUP_STEPS == GROUP_STEPS - 1 && lane < 4) {
+                    partial_t *to = sums + step / GROUP_STEPS * TOKENS + tile * 8 + 2 * lane;
+                    to[0] = sum[0];
+                    to[1] = sum[1];
+                }
+            }
+        }
+    }
+}
+
+// A row's scale within a group, as a float.
+INLINE float scale_of(const u8 *at) {
+    if (SCALE == F32) return *(const float *)at;
+    u16 bits = *(const u16 *)at;
+    return SCALE == F16 ? float_of_f16(bits) : float_of_bf16(bits);
+}
+
+// Scales and zeros of the two rows of a lane in a 16-row tile, and what fragments need of them.
+struct Group {
+    float scale[2];
+    // Float: − (offset + zero). Whole numbers: − zero.
+    partial_t less[2];
+    // Progressive.
+    u32 factor[2], shift[2];
+    // Σ (q − z) of the weights, for a zero of the activations.
+    i32 sum[2];
+};
+
+INLINE void less_of(Group &to, int half, u32 zero) {
+    if (FLOAT) {
+        float offset = half == 0 ? code_offset<ACTIVATION, CODE_BITS, 0>() : code_offset<ACTIVATION, CODE_BITS, 1>();
+        to.less[half] = (partial_t)(-(offset + (float)zero));
+    } else {
+        to.less[half] = (partial_t)-(i32)zero;
+    }
+}
+
+INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32 middle) {
+    const u32 pair = lane / 4;
+    const u8 *scales = parameters + group * 16 * SCALE_BYTES + pair * 2 * SCALE_BYTES;
+    const u8 *zeros = parameters + ZEROS_AT + group * ZERO_BYTES;
+    u32 both = 0;
+    if (ZEROS) both = CODE_BITS == 4 ? (u32)zeros[pair] : (u32)((const u16 *)zeros)[pair];
+    u32 words = 0;
+    if (TWO_LEVELS || SCALE == F16 || SCALE == BF16) {
+        // Both rows with one load.
+        words = TWO_LEVELS ? (u32) * (const u16 *)scales : *(const u32 *)scales;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 zero = !ZEROS ? middle : CODE_BITS == 4 ? both >> 4 * half & 15 : both >> 8 * half & 255;
+        if (TWO_LEVELS) {
+            to.factor[half] = words >> 8 * half & 255;
+            to.shift[half] = 0x80808080u - zero * to.factor[half] * 0x01010101u;
+        } else {
+            if (SCALE == F32) to.scale[half] = scale_of(scales + 4 * half);
+            else if (SCALE == F16) to.scale[half] = float_of_f16((u16)(words >> 16 * half));
+            else to.scale[half] = float_of_bf16((u16)(words >> 16 * half));
+            less_of(to, half, zero);
+        }
+        if (GROUP_SUMS) to.sum[half] = ((const i32 *)(parameters + SUMS_AT + group * 64))[2 * pair + half];
+    }
+}
+
+// Words of a lane that two neighbouring steps take.
+constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
+
+// Pairs of steps whose instructions mix. Of small groups so many parameters come early that registers run short.
+constexpr int UNROLL = FLOAT && (GROUP == 32 || GROUP == 64) ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
+
+// The A fragment of step `half` of a pair of steps.
+INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group) {
+    const u32 *w = words + half * (PAIR_WORDS / 2);
+    if (FLOAT && CODE_BITS == 4) {
+        if (ACTIVATION == F16) fragment_f16_u4(a, w[0]);
+        else fragment_bf16_u4(a, w[0]);
+    } else if (FLOAT) {
+        if (ACTIVATION == F16) {
+            pairs_f16_u8(a[0], a[1], w[0]);
+            pairs_f16_u8(a[2], a[3], w[1]);
+        } else {
+            pairs_bf16_u8(a[0], a[1], w[0]);
+            pairs_bf16_u8(a[2], a[3], w[1]);
+        }
+    } else if (CODE_BITS == 4) {
+        if (SIGNED) fragment_s8_s4(a, w[0], w[1]);
+        else fragment_u8_u4(a, w[0], w[1]);
+        if (TWO_LEVELS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = progressive(a[i], group.factor[i % 2], group.shift[i % 2]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = w[i];
+    }
+}
+
+// The running sums of a warp: of a group (or, of whole numbers over all of k, of all its tiles), and of the part of k that it
+// is in. What a variant does not use, the compiler drops.
+struct Sums {
+    partial_t group[ROW_TILES][TOKEN_TILES][4];
+    float part[ROW_TILES][TOKEN_TILES][4];
+    // Of whole numbers: sums of activations, of tokens 2 t and 2 t + 1.
+    i32 x[TOKEN_TILES][2];
+};
+
+// Multiplies one tile of 128 features.
+INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const partial_t *x_sums, const Group (&rows)[ROW_TILES],
+                          u32 row_warp, u32 token_warp, u32 lane) {
+    const u32 x = shared_address(slot) + X_AT;
+    const u8 *codes = slot + row_warp * ROW_TILES * TILE_BYTES + lane * 16;
+    const u8 *parameters = slot + PARAMETERS_AT + row_warp * ROW_TILES * PARAMETER_BYTES;
+    Group groups[ROW_TILES];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) groups[r] = rows[r];
+    u32 words[ROW_TILES][PAIR_WORDS < 4 ? 4 : PAIR_WORDS];
+#pragma unroll UNROLL
+    for (int pair = 0; pair < STEPS / 2; pair++) {
+        // Sixteen bytes at a time; where a pair of steps takes eight, the next pair finds the other eight here.
+        if (PAIR_WORDS >= 4 || pair % 2 == 0) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+                for (int c = 0; c < (PAIR_WORDS + 3) / 4; c++) {
+                    const int chunk = pair * PAIR_WORDS / 4 + c;
+                    uint4 four = *(const uint4 *)(codes + r * TILE_BYTES + chunk * 512);
+                    words[r][4 * c] = four.x;
+                    words[r][4 * c + 1] = four.y;
+                    words[r][4 * c + 2] = four.z;
+                    words[r][4 * c + 3] = four.w;
+                }
+            }
+        }
+        u32 a[2][ROW_TILES][4];
+        Group second[ROW_TILES];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int step = 2 * pair + half;
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+                // Where a group is one step long, the pair has two.
+                Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
+                if (GROUP != 0 && step % GROUP_STEPS == 0)
+                    load_group(group, parameters + r * PARAMETER_BYTES, step / GROUP_STEPS, lane, p.middle);
+                const int first = PAIR_WORDS < 4 ? pair % 2 * PAIR_WORDS : 0;
+                fragment(a[half][r], &words[r][first], half, group);
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TOKEN_TILES; t++) {
+            u32 b[4];
+            load_tokens(b, x, token_warp * TOKEN_TILES + t, pair, lane);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int step = 2 * pair + half;
+                partial_t sum[2] = {0, 0};
+                if (SUMS && step % GROUP_STEPS == 0) {
+                    const partial_t *from =
+                        x_sums + step / GROUP_STEPS * TOKENS + (token_warp * TOKEN_TILES + t) * 8 + 2 * (lane % 4);
+                    if (FLOAT) {
+                        float2 two = *(const float2 *)from;
+                        sum[0] = (partial_t)two.x;
+                        sum[1] = (partial_t)two.y;
+                    } else {
+                        int2 two = *(const int2 *)from;
+                        sum[0] = (partial_t)two.x;
+                        sum[1] = (partial_t)two.y;
+                    }
+                    if (WHOLE) {
+                        sums.x[t][0] += (i32)sum[0];
+                        sums.x[t][1] += (i32)sum[1];
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    const Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
+                    partial_t(&in_group)[4] = sums.group[r][t];
+                    if (!WHOLE && step % GROUP_STEPS == 0) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) in_group[i] = SUMS ? group.less[i / 2] * sum[i % 2] : 0;
+                    }
+                    multiply(in_group, a[half][r], b[2 * half], b[2 * half + 1]);
+                    if (!WHOLE && step % GROUP_STEPS == GROUP_STEPS - 1) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            float &to = sums.part[r][t][i];
+                            if (FLOAT) {
+                                to = GROUP == 0 ? to + (float)in_group[i] : fused(group.scale[i / 2], (float)in_group[i], to);
+                            } else {
+                                i32 whole = (i32)in_group[i] >> SHIFT;
+                                if (GROUP_SUMS) whole -= p.x_zero * group.sum[i / 2];
+                                to = fused((float)whole, group.scale[i / 2], to);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Appending: bytes beside the CPU's, whatever the order of blocks; planted bugs.
+
+use quant_kernels_cpu::attention::KvType;
+use quant_kernels_cuda::attention::{AppendArguments, AppendShape, Float, KvPageLayout};
+
+use crate::cache::{bytes_of, encode, rounded, with_text};
+use crate::machine::{Machine, Order};
+use crate::reference::Random;
+use crate::support::has_nvrtc;
+use crate::{KINDS, hard_row};
+
+/// Tokens of three sequences, some skipped, stored by the kernel and by the CPU: the same bytes, and no other is touched.
+/// With a place of the text changed, what of this is not so.
+fn append_case(
+    (kind, head_dim, page_tokens, input): (KvType, usize, usize, Float),
+    order: Order,
+    planted: Option<[&str; 2]>,
+) -> Result<(), String> {
+    let layout = KvPageLayout::new(kind, head_dim, page_tokens).unwrap();
+    let (kv_heads, page_count, width) = (2, 5_u32, 3_u32);
+    let table: Vec<u32> = vec![3, 1, 9, 0, 4, 9, 2, 9, 9];
+    // Sequence and position of each token; two are skipped, one lies on a page that is none; the last block
+    // is not full.
+    let places: Vec<[u32; 2]> = (0..20)
+        .map(|i| [i % 3, if i % 3 == 2 { i / 3 } else { i / 3 + page_tokens as u32 - 3 }])
+        .chain([[0, u32::MAX], [2, page_tokens as u32], [1, u32::MAX]])
+        .collect();
+    let mut random = Random(7);
+    let row = kv_heads * head_dim;
+    let mut rows = |offset: usize| -> Vec<f32> {
+        let all = (0..places.len() * kv_heads).flat_map(|i| hard_row(i + offset, head_dim, &mut random));
+        all.map(|x| rounded(x, input).clamp(-65504.0, 65504.0)).map(|x| rounded_within(x, input)).collect()
+    };
+    let (keys, values) = (rows(0), rows(3));
+    let mut expected = vec![0xa5_u8; page_count as usize * kv_heads * layout.page_bytes()];
+    let before = expected.clone();
+    for (i, &[sequence, position]) in places.iter().enumerate() {
+        if position == u32::MAX {
+            continue;
+        }
+        let page = table[(sequence * width) as usize + position as usize / page_tokens];
+        for head in (0..kv_heads).filter(|_| page < page_count) {
+            let at = (page as usize * kv_heads + head) * layout.page_bytes();
+            let [key, value] = [&keys, &values].map(|x| &x[i * row + head * head_dim..][..head_dim]);
+            let page = &mut expected[at..][..layout.page_bytes()];
+            layout.write(page, position as usize % page_tokens, key, value).unwrap();
+        }
+    }
+    let mut machine = Machine::new();
+    let column = |i: usize| places.iter().map(|place| place[i]).collect::<Vec<u32>>();
+    let arguments = AppendArguments {
+        keys: machine.buffer_from("keys", &encode(&keys, input)),
+        key_stride: row as u64,
+        values: machine.buffer_from("values", &encode(&values, input)),
+        value_stride: row as u64,
+        sequence: machine.buffer_from("sequence", &bytes_of(&column(0))),
+        position: machine.buffer_from("position", &bytes_of(&column(1))),
+        table: machine.buffer_from("table", &bytes_of(&table)),
+        table_stride: width,
+        pages: machine.buffer_from("pages", &before),
+        page_stride: (kv_heads * layout.page_bytes()) as u64,
+        head_stride: layout.page_bytes() as u64,
+        page_count,
+        refused: machine.buffer_from("refused", &[0; 4]),
+    };
+    let plan = AppendShape { layout, kv_heads, tokens: places.len(), input }.plan().unwrap();
+    let mut variant = plan.variant.clone();
+    if let Some(planted) = planted {
+        variant.source = with_text(variant.source, planted);
+    }
+    machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
+    let got = machine.bytes(arguments.pages);
+    if let Some(at) = (0..got.len()).find(|&i| got[i] != expected[i]) {
+        return Err(format!(
+            "{kind:?} {head_dim} {input:?}: byte {at} is {:#x} for {:#x}",
+            got[at], expected[at]
+        ));
+    }
+    assert_ne!(got, before);
+    assert_eq!(machine.bytes(arguments.refused), [0; 4]);
+    Ok(())
+}
+
+/// The nearest number of a type below the largest f16 in magnitude: bf16 has none between 65280 and 65536.
+fn rounded_within(x: f32, float: Float) -> f32 {
+    if float == Float::Bf16 && x.abs() > 65280.0 { 65280.0_f32.copysign(x) } else { rounded(x, float) }
+}
+
+#[test]
+fn appended_bytes_equal_those_of_the_cpu() {
+    if !has_nvrtc() {
+        return;
+    }
+    for kind in KINDS {
+        for (head_dim, page_tokens, input) in [
+            (64, 16, Float::F16),
+            (128, 64, Float::Bf16),
+            (96, 32, Float::F32),
+            (256, 64, Float::F16),
+            (80, 16, Float::F32),
+        ] {
+            append_case((kind, head_dim, page_tokens, input), Order::Straight, None).unwrap();
+        }
+    }
+}
+
+/// A token's bytes are the CPU's, whatever is stored beside it; and in whatever order blocks and warps run.
+#[test]
+fn orders_of_blocks_change_no_byte() {
+    if !has_nvrtc() {
+        return;
+    }
+    for kind in KINDS {
+        for order in [Order::Reversed, Order::Seeded(3)] {
+            append_case((kind, 96, 32, Float::Bf16), order, None).unwrap();
+        }
+    }
+}
+
+/// What cannot be stored is limited, and counted.
+#[test]
+fn values_that_cannot_be_stored_are_counted() {
+    if !has_nvrtc() {
+        return;
+    }
+    let layout = KvPageLayout::new(KvType::Kv8, 64, 16).unwrap();
+    let mut keys = vec![1.0_f32; 4 * 64];
+    (keys[5], keys[64 + 9], keys[128]) = (f32::INFINITY, f32::NAN, -70000.0);
+    let values = vec![0.5_f32; 4 * 64];
+    let mut machine = Machine::new();
+    let arguments = AppendArguments {
+        keys: machine.buffer_from("keys", &encode(&keys, Float::F32)),
+        key_stride: 64,
+        values: machine.buffer_from("values", &encode(&values, Float::F32)),
+        value_stride: 64,
+        sequence: machine.buffer_from("sequence", &[0; 16]),
+        position: machine.buffer_from("position", &bytes_of(&[0, 1, 2, 3])),
+        table: machine.buffer_from("table", &[0; 4]),
+        table_stride: 1,
+        pages: machine.buffer_from("pages", &vec![0; layout.page_bytes()]),
+        page_stride: layout.page_bytes() as u64,
+        head_stride: layout.page_bytes() as u64,
+        page_count: 1,
+        refused: machine.buffer_from("refused", &[0; 4]),
+    };
+    let plan = AppendShape { layout, kv_heads: 1, tokens: 4, input: Float::F32 }.plan().unwrap();
+    machine.launch(&plan.variant, &plan.launch, &plan.arguments(&arguments), Order::Straight).unwrap();
+    assert_eq!(machine.bytes(arguments.refused), 3_u32.to_le_bytes());
+    let (mut key, mut value) = (vec![0.0; 64], vec![0.0; 64]);
+    layout.read(&machine.bytes(arguments.pages), 2, &mut key, &mut value).unwrap();
+    assert_eq!((key[0], value[0]), (-65504.0, 0.5));
+}
+
+/// Guards, exchanges between lanes, and the order of words; there is no ring and no barrier here.
+#[test]
+fn planted_bugs_are_found() {
+    if !has_nvrtc() {
+        return;
+    }
+    // Rows of 80 features, filled up to 96: ten of twelve lanes hold some.
+    let case = |kind| (kind, 80, 16, Float::F32);
+    for kind in [KvType::Kv4, KvType::Kv8] {
+        append_case(case(kind), Order::Straight, None).unwrap();
+    }
+    for (kind, planted, found) in [
+        (
+            KvType::Kv4,
+            ["bool wanted = token < tokens;", "bool wanted = true;"],
+            ["out of bounds", "position+"],
+        ),
+        (KvType::Kv4, ["wanted = at != SKIPPED;", "wanted = true;"], ["out of bounds", "ld.global"]),
+        (KvType::Kv4, ["wanted = page < page_count;", "wanted = true;"], ["out of bounds", "pages+"]),
+        (KvType::Kv8, ["wanted && lane * SHARE < HEAD_DIM", "wanted"], ["byte", "for 0x0"]),
+        (
+            KvType::Kv8,
+            ["if (!wanted || lane * SHARE >= DIM) return;", "if (!wanted) return;"],
+            ["race in global memory", "pages+"],
+        ),
+        // Lanes stay away from an exchange that needs them.
+        (
+            KvType::Kv4,
+            [
+                "        low = fminf(low, __shfl_xor_sync",
+                "        if (holds) low = fminf(low, __shfl_xor_sync",
+            ],
+            ["warp divergence", "shfl"],
+        ),
+        (
+            KvType::Kv4,
+            ["for (int step = 1; step < LANES; step *= 2)", "for (int step = 2; step < LANES; step *= 2)"],
+            ["byte", "is"],
+        ),
+    ] {
+        let told = append_case(case(kind), Order::Straight, Some(planted)).expect_err(planted[0]);
+        assert!(found.iter().all(|words| told.contains(words)), "{}: {told}", planted[1]);
+    }
+}
