@@ -23,6 +23,8 @@ const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 /// Where the run-time compiler is looked for.
 const COMPILER: &str = "QUANT_NVRTC";
+/// With this set, all variants are compiled for all architectures.
+const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 
 /// Runs the tests.
@@ -36,6 +38,17 @@ pub fn run() -> Result<()> {
         command.args(["--test", &name]);
     }
     with_toolkit(&mut command)?.env(STAND_IN, stand_in()?);
+    execute(&mut command)
+}
+
+/// Compiles all listed variants for all architectures, which the tests deal out.
+///
+/// # Errors
+/// When one does not compile as it must.
+pub fn every_variant() -> Result<()> {
+    let mut command = cargo(&TEST_COMMAND);
+    command.args(["--test", "compile"]);
+    with_toolkit(&mut command)?.env(EVERY, "1");
     execute(&mut command)
 }
 
