@@ -247,19 +247,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if (splits == 1) return;
 
-    // The last block to arrive joins the splits, in order.
-    fence_device();
+    // The last block to arrive joins the splits, in order. Behind the barrier one thread's fences are those of all.
     __syncthreads();
     u32* is_joiner = reinterpret_cast<u32*>(shared);
     u32* ticket = tickets + static_cast<u64>(sequence) * gridDim.y + blockIdx.y;
     if (threadIdx.x == 0) {
+        fence_device();
         const bool is_last = add_device(ticket, 1) == splits - 1;
+        fence_device();
         if (is_last) *ticket = 0;
         *is_joiner = is_last;
     }
     __syncthreads();
     if (*is_joiner == 0) return;
-    fence_device();
     for (u32 item = threadIdx.x; item < columns * HEAD_DIM; item += THREADS) {
         const u32 head = item / HEAD_DIM, feature = item % HEAD_DIM;
         const u64 row = row_of(head), at = row * max_splits;

@@ -108,19 +108,22 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
                 *(uint2 *)(own + 2 * (i * PAIRS + 8 * second)) = make_uint2(bits_of(v[second]), bits_of(v[second + 2]));
             }
         }
-        fence_device();
+        // Behind the barrier one thread's fence is that of all.
         set_barrier(0);
-        if (threadIdx.x == 0) add_device(written, 1);
+        if (threadIdx.x == 0) {
+            fence_device();
+            add_device(written, 1);
+        }
         return false;
     }
     if (threadIdx.x == 0) {
         while (add_device(written, 0) != p.chunks - 1) {
         }
+        fence_device();
         // For the next launch; `arrived` went back to zero by itself.
         *written = 0;
     }
     set_barrier(0);
-    fence_device();
 #pragma unroll
     for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
 #pragma unroll

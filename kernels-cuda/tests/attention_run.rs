@@ -226,3 +226,21 @@ fn budgets_are_kept() {
         println!("{kind:?} {head_dim}: {per_eight} for 8 codes, {per_token} a token and head");
     }
 }
+
+/// Where a sequence is cut, splits leave `4 d + 8` bytes a query head, written once and read once.
+#[test]
+fn bytes_of_a_workspace_are_kept() {
+    if !has_nvrtc() {
+        return;
+    }
+    for (head_dim, group) in [(64, 8), (128, 3)] {
+        let case = Case { rule: SHORT, ..Case::new(KvType::Kv4, head_dim, group) };
+        let result = decode(&case, &[Sequence::random(&case, 500, 2)], None, Order::Straight);
+        let splits = SHORT.splits(500);
+        assert_eq!(splits, 8);
+        let floor = (splits * group * (4 * head_dim + 8)) as u64;
+        let traffic = result.counters.traffic("workspace");
+        // And a ticket.
+        assert_eq!((traffic.read.unique_bytes, traffic.written.unique_bytes), (floor + 4, floor + 4));
+    }
+}

@@ -23,6 +23,8 @@ const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 /// Where the run-time compiler is looked for.
 const COMPILER: &str = "QUANT_NVRTC";
+/// With this set, all variants are compiled for all architectures.
+const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 /// The feature of the C library by which it has these kernels, and its tests.
 pub const C_FEATURE: &str = "quant-kernels-c/cuda";
@@ -54,6 +56,17 @@ pub fn run() -> Result<()> {
     let mut command = cargo(&TEST_COMMAND);
     command.args(["--features", C_FEATURE, "--test", C_TESTS]);
     execute(with_toolkit(&mut command)?.env(STAND_IN, &stand_in))
+}
+
+/// Compiles all listed variants for all architectures, which the tests deal out.
+///
+/// # Errors
+/// When one does not compile as it must.
+pub fn every_variant() -> Result<()> {
+    let mut command = cargo(&TEST_COMMAND);
+    command.args(["--test", "compile"]);
+    with_toolkit(&mut command)?.env(EVERY, "1");
+    execute(&mut command)
 }
 
 /// A directory with a library in the place of the driver's.

@@ -102,7 +102,9 @@ impl LinearPlan {
         // Eight token tiles of every row tile are counted together.
         small(n, most / 8, "the output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
-        if variant.halved != halved || (variant.serial || variant.shape.sets > 1) && !halved {
+        // Two sets take halves side by side, `serial` ones one after the other.
+        let ways = usize::from(variant.serial) + variant.shape.sets;
+        if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
             return Err(KernelError::Scheme("a variant for other parts of k"));
         }
         let (rows, tokens) = (n.div_ceil(BLOCK_ROWS), m.div_ceil(variant.shape.tokens()));
@@ -250,6 +252,19 @@ mod tests {
         assert!(many.variant.serial);
         assert_eq!((many.launch.grid, many.workspace_bytes), ([32 * 16, 1, 1], 0));
         assert_eq!(plan(4096, 4096, 0).unwrap().launch.grid[0], 0);
+    }
+
+    #[test]
+    fn variants_for_other_parts_are_told() {
+        let (cut, whole) = (plan(4096, 4096, 3).unwrap(), plan(57_344, 4096, 3).unwrap());
+        assert!(LinearPlan::of_variant(cut.variant, &cut.layout, 3).is_ok());
+        assert!(LinearPlan::of_variant(whole.variant, &cut.layout, 3).is_err());
+        assert!(LinearPlan::of_variant(cut.variant, &whole.layout, 3).is_err());
+        for (sets, serial, good) in [(1, false, true), (1, true, true), (2, true, false), (3, false, false)] {
+            let mut variant = cut.variant;
+            (variant.shape.sets, variant.serial) = (sets, serial);
+            assert_eq!(LinearPlan::of_variant(variant, &cut.layout, 3).is_ok(), good, "{sets} {serial}");
+        }
     }
 
     #[test]

@@ -151,6 +151,52 @@ fn values_that_cannot_be_stored_are_counted() {
     assert_eq!((key[0], value[0]), (-65504.0, 0.5));
 }
 
+/// Keys and values are read once and no byte beside them; each token's bytes are written once, in whole chunks of 16, its
+/// grids in words.
+#[test]
+fn bytes_are_the_floor() {
+    if !has_nvrtc() {
+        return;
+    }
+    let (tokens, kv_heads) = (16, 2);
+    for (kind, head_dim) in [(KvType::Kv4, 128), (KvType::Kv8, 64), (KvType::F16, 128)] {
+        let layout = KvPageLayout::new(kind, head_dim, 16).unwrap();
+        let row = kv_heads * head_dim;
+        let values = vec![0.25_f32; tokens * row];
+        let mut machine = Machine::new();
+        let arguments = AppendArguments {
+            keys: machine.buffer_from("keys", &encode(&values, Float::F16)),
+            key_stride: row as u64,
+            values: machine.buffer_from("values", &encode(&values, Float::F16)),
+            value_stride: row as u64,
+            sequence: machine.buffer_from("sequence", &bytes_of(&[0; 16])),
+            position: machine.buffer_from("position", &bytes_of(&(0..16).collect::<Vec<u32>>())),
+            table: machine.buffer_from("table", &[0; 4]),
+            table_stride: 1,
+            pages: machine.buffer("pages", kv_heads * layout.page_bytes(), 0),
+            page_stride: (kv_heads * layout.page_bytes()) as u64,
+            head_stride: layout.page_bytes() as u64,
+            page_count: 1,
+            refused: 0,
+        };
+        let plan = AppendShape { layout, kv_heads, tokens, input: Float::F16 }.plan().unwrap();
+        let counters = machine
+            .launch(&plan.variant, &plan.launch, &plan.arguments(&arguments), Order::Straight)
+            .unwrap();
+        for name in ["keys", "values"] {
+            let read = counters.traffic(name).read;
+            let floor = (2 * tokens * row) as u64;
+            assert_eq!((read.unique_bytes, read.bytes_asked), (floor, floor));
+            // A buffer begins in the middle of a sector.
+            assert!(32 * read.unique_sectors <= floor + 32);
+        }
+        let pages = counters.traffic("pages");
+        let floor = (kv_heads * layout.page_bytes()) as u64;
+        assert_eq!((pages.written.unique_bytes, pages.written.bytes_asked), (floor, floor), "{kind:?}");
+        assert_eq!(pages.read.unique_bytes, 0);
+    }
+}
+
 /// Guards, exchanges between lanes, and the order of words; there is no ring and no barrier here.
 #[test]
 fn planted_bugs_are_found() {

@@ -33,6 +33,11 @@ impl Counters {
         self.all.instructions
     }
 
+    /// What was read from and written to a buffer.
+    pub fn traffic(&self, buffer: &str) -> interpreter::BufferTraffic {
+        self.all.buffers.get(buffer).copied().unwrap_or_default()
+    }
+
     /// Bytes of a buffer that were read, each once.
     pub fn read_of(&self, buffer: &str) -> u64 {
         self.all.buffers.get(buffer).map_or(0, |buffer| buffer.read.unique_bytes)

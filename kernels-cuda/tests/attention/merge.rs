@@ -6,9 +6,12 @@ use quant_kernels_cuda::attention::{Float, MergeArguments, MergeShape};
 use crate::cache::{
     Case, Result as Outcome, Sequence, bits, check_random, decode, encode, floats, with_text,
 };
-use crate::machine::{Machine, Order};
+use crate::machine::{Counters, Machine, Order};
 use crate::reference::Random;
 use crate::support::has_nvrtc;
+
+/// Joined rows, and their log-sum-exps.
+type Joined = (Vec<f32>, Vec<f32>);
 
 /// Joins sums `[parts, rows, d]` and log-sum-exps `[parts, rows]`.
 fn merge(
@@ -17,7 +20,18 @@ fn merge(
     logs: &[f32],
     order: Order,
     planted: Option<[&str; 2]>,
-) -> Result<(Vec<f32>, Vec<f32>), String> {
+) -> Result<Joined, String> {
+    merge_counted([parts, rows, d], sums, logs, order, planted).map(|(joined, _)| joined)
+}
+
+/// The same, and what it cost.
+fn merge_counted(
+    [parts, rows, d]: [usize; 3],
+    sums: &[f32],
+    logs: &[f32],
+    order: Order,
+    planted: Option<[&str; 2]>,
+) -> Result<(Joined, Counters), String> {
     let mut machine = Machine::new();
     let arguments = MergeArguments {
         sums: machine.buffer_from("sums", &encode(sums, Float::F32)),
@@ -30,8 +44,8 @@ fn merge(
     if let Some(planted) = planted {
         variant.source = with_text(variant.source, planted);
     }
-    machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
-    Ok((floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse))))
+    let counters = machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
+    Ok(((floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse))), counters))
 }
 
 /// Results on the halves of a list become that of the whole.
@@ -93,6 +107,21 @@ fn a_row_does_not_see_its_neighbours() {
         assert_eq!(bits(&alone.0), bits(&all.0[row * d..][..d]), "{row}");
         assert_eq!(alone.1[0].to_bits(), all.1[row].to_bits(), "{row}");
     }
+}
+
+/// Every sum is asked for once, every result written once; log-sum-exps come again from the caches, twice a feature.
+#[test]
+fn bytes_are_the_floor() {
+    if !has_nvrtc() {
+        return;
+    }
+    let [parts, rows, d] = [3, 8, 128];
+    let (sums, logs) = (vec![1.0; parts * rows * d], vec![0.5; parts * rows]);
+    let (_, counters) = merge_counted([parts, rows, d], &sums, &logs, Order::Straight, None).unwrap();
+    let (read, written) = (counters.traffic("sums").read, counters.traffic("out").written);
+    assert_eq!((read.unique_bytes, read.bytes_asked), (4 * sums.len() as u64, 4 * sums.len() as u64));
+    assert_eq!((written.unique_bytes, written.bytes_asked), (4 * (rows * d) as u64, 4 * (rows * d) as u64));
+    assert_eq!(counters.traffic("logs").read.unique_bytes, 4 * logs.len() as u64);
 }
 
 /// The guard, and what a part that saw nothing counts for; there is no ring and no barrier here.

@@ -54,8 +54,13 @@ fn planted_bugs_are_found() {
         ),
         (
             "no fence before the ticket",
-            ["    fence_device();\n    __syncthreads();", "    __syncthreads();"],
+            ["        fence_device();\n        const bool is_last", "        const bool is_last"],
             ["race in global memory", "workspace+"],
+        ),
+        (
+            "no barrier before the ticket",
+            ["    __syncthreads();\n    u32* is_joiner", "    u32* is_joiner"],
+            ["race in", ""],
         ),
         (
             "the first block joins",

@@ -181,8 +181,8 @@ fn halves_that_meet_without_a_barrier() {
 #[test]
 fn chunks_without_a_fence() {
     let without = [[
-        "        fence_device();\n        set_barrier(0);\n        if (threadIdx.x == 0) add_device(written, 1);",
-        "        set_barrier(0);\n        if (threadIdx.x == 0) add_device(written, 1);",
+        "            fence_device();\n            add_device(written, 1);",
+        "            add_device(written, 1);",
     ]];
     is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
 }
@@ -190,8 +190,8 @@ fn chunks_without_a_fence() {
 #[test]
 fn chunks_without_a_barrier_before_their_ticket() {
     let without = [[
-        "        set_barrier(0);\n        if (threadIdx.x == 0) add_device(written, 1);",
-        "        if (threadIdx.x == 0) add_device(written, 1);",
+        "        set_barrier(0);\n        if (threadIdx.x == 0) {\n            fence_device();\n            add_device",
+        "        if (threadIdx.x == 0) {\n            fence_device();\n            add_device",
     ]];
     is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
 }
