@@ -18,6 +18,7 @@ pub mod layout;
 mod libraries;
 pub mod linear;
 pub mod registry;
+pub mod standalone;
 
 pub use error::{Error, Result};
 pub use float::Float;

@@ -3,8 +3,8 @@
 use quant_kernels_cuda::compile::{Source, Variant};
 use quant_kernels_cuda::launch::{Argument, LaunchShape};
 
-use crate::gpu::{Bytes, Gpu};
 use crate::measure::{Bench, Work};
+use quant_kernels_cuda::standalone::Memory;
 
 static SOURCE: Source = Source { name: "ceilings.cu", text: include_str!("ceilings.cu"), headers: &[] };
 
@@ -44,19 +44,20 @@ pub fn variants() -> Vec<Variant> {
 impl Ceilings {
     /// Measures them.
     pub fn measure(bench: &Bench) -> Result<Self, String> {
-        let blocks = Gpu::get().limits.multiprocessors * 4;
+        let blocks = bench.gpu.limits.multiprocessors * 4;
         let shape = LaunchShape { grid: [blocks, 1, 1], block: THREADS, shared_bytes: 0 };
-        let from = Bytes::filled(STREAM, 0x35);
-        let to = Bytes::filled(STREAM, 0);
+        let [from, to] = [0x35, 0].map(|fill| Memory::filled(STREAM, fill).map_err(|e| e.to_string()));
+        let (from, to) = (from?, to?);
         let vectors = Argument::U64((STREAM / 16) as u64);
         let stream = |kernel| -> Result<f64, String> {
-            let arguments = vec![Argument::U64(from.address), vectors, Argument::U64(to.address)];
+            let arguments =
+                vec![Argument::U64(from.region().address), vectors, Argument::U64(to.region().address)];
             bench.seconds(&variant(kernel, 0), &[Work { shape, arguments }])
         };
         let read = STREAM as f64 / stream("stream_read")?;
         let copy = 2.0 * STREAM as f64 / stream("stream_copy")?;
         let rate = |product: u32| -> Result<f64, String> {
-            let arguments = vec![Argument::U32(ROUNDS), Argument::U32(1), Argument::U64(to.address)];
+            let arguments = vec![Argument::U32(ROUNDS), Argument::U32(1), Argument::U64(to.region().address)];
             let seconds = bench.seconds(&variant("products", product), &[Work { shape, arguments }])?;
             let k = if product == 2 { 32.0 } else { 16.0 };
             let warps = f64::from(blocks * THREADS / 32);

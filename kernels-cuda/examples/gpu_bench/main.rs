@@ -9,9 +9,6 @@
 
 mod cases;
 mod ceilings;
-#[path = "../../tests/support/gpu.rs"]
-#[allow(dead_code, reason = "tests use the rest")]
-mod gpu;
 mod measure;
 
 use std::collections::HashMap;
@@ -20,10 +17,10 @@ use std::process::ExitCode;
 
 use cases::{Buffer, Case, Fill, Product};
 use ceilings::Ceilings;
-use gpu::{Bytes, Gpu};
 use measure::{Bench, Work};
 use quant_kernels_cuda::compile::{Architecture, Variant};
 use quant_kernels_cuda::linear::DeviceLimits;
+use quant_kernels_cuda::standalone::{Gpu, Memory};
 
 /// Bytes that buffers used in turn have together at least: several times the second cache.
 const TURN_BYTES: usize = 512 << 20;
@@ -68,9 +65,8 @@ fn images(directory: &str, names: &[&str]) -> Result<(), String> {
 }
 
 fn measure(file: Option<&str>) -> Result<(), String> {
-    quant_kernels_cuda::require_device().map_err(|e| e.to_string())?;
-    let gpu = Gpu::get();
-    let bench = Bench::new();
+    let gpu = Gpu::first().map_err(told)?;
+    let bench = Bench::new(gpu);
     println!(
         "{}, compute capability {:?}, {} multiprocessors",
         gpu.name, gpu.limits.capability, gpu.limits.multiprocessors
@@ -139,12 +135,13 @@ fn time(bench: &Bench, case: &Case) -> Result<f64, String> {
     let turning: usize = case.buffers.iter().filter(|b| b.turns).map(|b| b.bytes).sum();
     let turns = TURN_BYTES.div_ceil(turning.max(1)).clamp(1, MOST_TURNS);
     let random = random_bytes();
-    let mut memory: Vec<Bytes> = Vec::new();
-    let mut place = |buffer: &Buffer| -> u64 {
-        let bytes = Bytes::filled(buffer.bytes, 0);
-        fill(&bytes, buffer.fill, &random);
+    let mut memory: Vec<Memory> = Vec::new();
+    let mut place = |buffer: &Buffer| -> Result<u64, String> {
+        let bytes = Memory::filled(buffer.bytes, 0).map_err(told)?;
+        fill(&bytes, buffer.fill, &random).map_err(told)?;
+        let address = bytes.region().address;
         memory.push(bytes);
-        memory.last().map_or(0, |bytes| bytes.address)
+        Ok(address)
     };
     let mut kept = HashMap::new();
     let mut work = Vec::new();
@@ -153,7 +150,7 @@ fn time(bench: &Bench, case: &Case) -> Result<f64, String> {
         for (i, buffer) in case.buffers.iter().enumerate() {
             let address = match kept.get(&i) {
                 Some(&address) if !buffer.turns => address,
-                _ => place(buffer),
+                _ => place(buffer)?,
             };
             kept.insert(i, address);
             addresses.push(address);
@@ -175,24 +172,27 @@ fn random_bytes() -> Vec<u8> {
     bytes
 }
 
-fn fill(to: &Bytes, fill: Fill, random: &[u8]) {
+fn told(error: quant_kernels_cuda::Error) -> String {
+    error.to_string()
+}
+
+fn fill(to: &Memory, fill: Fill, random: &[u8]) -> quant_kernels_cuda::Result<()> {
+    let words = to.len() as u32 / 4;
     match fill {
-        Fill::Zeros => {}
-        Fill::Counted => to.write(0, &(0..to.len as u32 / 4).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
-        Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(to.len / 4)),
-        Fill::Random | Fill::Floats => {
-            let floats: Vec<u8>;
-            let block = if fill == Fill::Random {
-                random
-            } else {
-                // The exponents of numbers from a quarter to two, as halves.
-                let one = |pair: &[u8]| [pair[0], pair[1] & 0x83 | 0x34 | (pair[1] & 0x0c)];
-                floats = random.chunks_exact(2).flat_map(one).collect();
-                &floats
-            };
-            for at in (0..to.len).step_by(block.len()) {
-                to.write(at, &block[..block.len().min(to.len - at)]);
-            }
+        Fill::Zeros => Ok(()),
+        Fill::Counted => to.write(0, &(0..words).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
+        Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(words as usize)),
+        Fill::Random => repeat(to, random),
+        Fill::Floats => {
+            // The exponents of numbers from a quarter to two, as halves.
+            let one = |pair: &[u8]| [pair[0], pair[1] & 0x83 | 0x34 | (pair[1] & 0x0c)];
+            repeat(to, &random.chunks_exact(2).flat_map(one).collect::<Vec<u8>>())
         }
     }
+}
+
+fn repeat(to: &Memory, block: &[u8]) -> quant_kernels_cuda::Result<()> {
+    (0..to.len())
+        .step_by(block.len())
+        .try_for_each(|at| to.write(at, &block[..block.len().min(to.len() - at)]))
 }

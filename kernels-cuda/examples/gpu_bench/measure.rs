@@ -7,7 +7,7 @@ use quant_kernels_cuda::device::Kernels;
 use quant_kernels_cuda::image_cache::{Compiler, ImageCache, Nvrtc, default_directory};
 use quant_kernels_cuda::launch::{Argument, LaunchShape, Stream};
 
-use crate::gpu::{Event, Gpu};
+use quant_kernels_cuda::standalone::{Event, Gpu};
 
 /// Seconds that one measurement takes at least.
 const LEAST: f64 = 0.05;
@@ -22,13 +22,13 @@ pub struct Work {
 
 /// Kernels, from the directory of images where there is no compiler.
 pub struct Bench {
+    pub gpu: &'static Gpu,
     kernels: Kernels,
 }
 
 impl Bench {
-    pub fn new() -> Self {
-        Gpu::get();
-        Self { kernels: Kernels::new(ImageCache::in_directory(default_directory(), Nvrtc)) }
+    pub fn new(gpu: &'static Gpu) -> Self {
+        Self { gpu, kernels: Kernels::new(ImageCache::in_directory(default_directory(), Nvrtc)) }
     }
 
     /// Median seconds of a launch of `work`, each of which is one on other memory, in turn.
@@ -36,21 +36,19 @@ impl Bench {
     /// # Errors
     /// When the kernel cannot be had or launched, or fails on the device.
     pub fn seconds(&self, variant: &Variant, work: &[Work]) -> Result<f64, String> {
-        let gpu = Gpu::get();
         let shared = work.iter().map(|work| work.shape.shared_bytes).max().ok_or("nothing to launch")?;
         // SAFETY: the primary context is never released; images are ours.
         let kernel = unsafe { self.kernels.kernel(variant, shared) }.map_err(|e| e.to_string())?;
         let run = |count: usize| -> Result<f64, String> {
-            let (begin, end) = (Event::new(), Event::new());
-            begin.record();
+            let begin = Event::now().map_err(|e| e.to_string())?;
             for work in work.iter().cycle().take(count) {
                 // SAFETY: the plans' arguments, with memory that lives until after the wait.
                 unsafe { kernel.launch(&work.shape, &work.arguments, Stream::DEFAULT) }
                     .map_err(|e| e.to_string())?;
             }
-            end.record();
-            gpu.wait()?;
-            Ok(end.seconds_since(&begin))
+            let end = Event::now().map_err(|e| e.to_string())?;
+            self.gpu.wait().map_err(|e| e.to_string())?;
+            end.seconds_since(&begin).map_err(|e| e.to_string())
         };
         // Once to load and warm, then as often as it takes.
         run(work.len())?;

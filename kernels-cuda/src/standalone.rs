@@ -1,0 +1,229 @@
+//! A device for programs that have no framework: a context, memory and times, which elsewhere the caller brings.
+//!
+//! Kernels need none of this: they take addresses and streams from whoever made them. `quant` itself, the tests and what
+//! measures kernels are such programs. All of it waits for the device.
+
+use std::ptr;
+use std::sync::OnceLock;
+
+use cudarc::driver::{result, sys};
+
+use crate::device::{DeviceLimits, checked};
+use crate::error::{Error, Result};
+use crate::launch::Region;
+use crate::libraries::require_device;
+
+/// The first device that the driver shows, with its primary context, kept for as long as the program runs.
+#[derive(Debug)]
+pub struct Gpu {
+    context: sys::CUcontext,
+    /// The driver's name of it.
+    pub name: String,
+    /// What plans depend on.
+    pub limits: DeviceLimits,
+}
+
+// SAFETY: a context is a name that the driver gives; it may be used from any thread.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; nothing is changed through a shared reference.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// The device, its context current on this thread. The first call looks for it.
+    ///
+    /// # Errors
+    /// When there is no driver or device, or the context cannot be had.
+    pub fn first() -> Result<&'static Self> {
+        static GPU: OnceLock<Result<Gpu>> = OnceLock::new();
+        let gpu = GPU.get_or_init(Self::find).as_ref().map_err(Clone::clone)?;
+        gpu.make_current()?;
+        Ok(gpu)
+    }
+
+    fn find() -> Result<Self> {
+        require_device()?;
+        let device = told("find the first device", result::device::get(0))?;
+        // SAFETY: the context is never released, so it outlives whatever is made in it.
+        let context = told("take the device's context", unsafe { result::primary_ctx::retain(device) })?;
+        // SAFETY: it was just retained.
+        told("make a context current", unsafe { result::ctx::set_current(context) })?;
+        let name = told("name the device", result::device::get_name(device))?;
+        Ok(Self { context, name, limits: DeviceLimits::current()? })
+    }
+
+    /// Makes its context this thread's current one.
+    ///
+    /// # Errors
+    /// When the driver refuses, as after a fault on the device.
+    pub fn make_current(&self) -> Result<()> {
+        // SAFETY: the context is never released.
+        told("make a context current", unsafe { result::ctx::set_current(self.context) })
+    }
+
+    /// Waits for all that was launched.
+    ///
+    /// # Errors
+    /// What went wrong on the device since.
+    pub fn wait(&self) -> Result<()> {
+        self.make_current()?;
+        told("wait for the device", result::ctx::synchronize())
+    }
+}
+
+/// Bytes on the first device, freed when dropped.
+#[derive(Debug)]
+pub struct Memory {
+    gpu: &'static Gpu,
+    address: u64,
+    len: usize,
+}
+
+impl Memory {
+    /// So many bytes that all are `fill`; 0 take no memory of others.
+    ///
+    /// # Errors
+    /// When there is no device, or not as much memory.
+    pub fn filled(len: usize, fill: u8) -> Result<Self> {
+        let gpu = Gpu::first()?;
+        // SAFETY: a context is current.
+        let address = told("allocate memory", unsafe { result::malloc_sync(len.max(1)) })?;
+        let memory = Self { gpu, address, len };
+        // SAFETY: as many bytes were just allocated.
+        told("fill memory", unsafe { result::memset_d8_sync(address, fill, len.max(1)) })?;
+        Ok(memory)
+    }
+
+    /// These bytes.
+    ///
+    /// # Errors
+    /// As [`filled`](Self::filled).
+    pub fn of(bytes: &[u8]) -> Result<Self> {
+        let memory = Self::filled(bytes.len(), 0)?;
+        memory.write(0, bytes)?;
+        Ok(memory)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where they lie: from a multiple of 256 on.
+    pub fn region(&self) -> Region {
+        Region { address: self.address, bytes: self.len as u64 }
+    }
+
+    /// Writes from byte `at` on, after what was launched before.
+    ///
+    /// # Errors
+    /// When that is beyond the end, or something went wrong on the device.
+    pub fn write(&self, at: usize, bytes: &[u8]) -> Result<()> {
+        let to = self.within("write", at, bytes.len())?;
+        self.gpu.make_current()?;
+        // SAFETY: the bytes lie within what was allocated, as was just seen.
+        told("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
+    }
+
+    /// Reads from byte `at` on, after what was launched before.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn read(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
+        let from = self.within("read", at, bytes.len())?;
+        self.gpu.make_current()?;
+        // SAFETY: as above.
+        told("read memory", unsafe { result::memcpy_dtoh_sync(bytes, from) })
+    }
+
+    fn within(&self, action: &'static str, at: usize, len: usize) -> Result<u64> {
+        match at.checked_add(len) {
+            Some(end) if end <= self.len => Ok(self.address + at as u64),
+            _ => Err(Error::Driver { action, reason: format!("{len} bytes at {at} of {}", self.len) }),
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // After a fault on the device nothing can be freed, and there is nothing to do about that.
+        if self.gpu.make_current().is_ok() {
+            // SAFETY: it was allocated here and is freed once.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}
+
+/// A point in the default stream.
+#[derive(Debug)]
+pub struct Event {
+    gpu: &'static Gpu,
+    event: sys::CUevent,
+}
+
+impl Event {
+    /// Where the stream is now.
+    ///
+    /// # Errors
+    /// When there is no device, or something went wrong on it.
+    pub fn now() -> Result<Self> {
+        let gpu = Gpu::first()?;
+        let event = told("make an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let made = Self { gpu, event };
+        // SAFETY: the event and the default stream belong to the current context.
+        told("record an event", unsafe { result::event::record(made.event, ptr::null_mut()) })?;
+        Ok(made)
+    }
+
+    /// Seconds from an earlier point to this one; waits for it.
+    ///
+    /// # Errors
+    /// What went wrong on the device since.
+    pub fn seconds_since(&self, earlier: &Self) -> Result<f64> {
+        self.gpu.make_current()?;
+        // SAFETY: both were recorded.
+        let milliseconds = unsafe {
+            told("wait for an event", result::event::synchronize(self.event))?;
+            told("read a time", result::event::elapsed(earlier.event, self.event))?
+        };
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.gpu.make_current().is_ok() {
+            // SAFETY: it was created here and is destroyed once.
+            let _ = unsafe { result::event::destroy(self.event) };
+        }
+    }
+}
+
+/// The driver's answer as ours.
+fn told<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
+    answer.map_err(|e| match checked(action, e.0) {
+        Err(error) => error,
+        Ok(()) => Error::Driver { action, reason: "the driver says neither yes nor no".into() },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On every machine: without a driver or a device, nothing panics.
+    #[test]
+    fn what_is_missing_is_an_error() {
+        match Gpu::first() {
+            Ok(_) => assert!(Memory::filled(16, 1).is_ok()),
+            Err(e) => {
+                assert_eq!(Memory::filled(16, 1).unwrap_err(), e);
+                assert_eq!(Event::now().unwrap_err(), e);
+            }
+        }
+    }
+}
