@@ -42,6 +42,9 @@ pub enum Error {
         /// Of its compute capability.
         minor: u32,
     },
+    /// Operands that no kernel takes.
+    #[error(transparent)]
+    Operands(#[from] quant_kernels_cpu::KernelError),
     /// A launch that no device could take.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),

@@ -7,9 +7,13 @@ mod support;
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 
 use half::f16;
-use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, ScaleType, Serial};
+use quant_kernels_cpu::{
+    FloatRows, Int8Rows, IsaToken, Layout, PackedLinear, RowLayout, ScaleType, Serial, StaticScale,
+    WeightView,
+};
 use quant_kernels_cuda::Error;
 use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, Float, Rows};
 use quant_kernels_cuda::compile::{Form, Image};
@@ -48,6 +52,7 @@ fn on_a_stand_in() {
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert!(output.status.success(), "{told}");
     assert!(told.contains("planned_rows_are_launched ... ok"), "{told}");
+    assert!(told.contains("linears_of_a_program_without_a_framework ... ok"), "{told}");
 }
 
 #[test]
@@ -168,4 +173,67 @@ fn what_is_no_image_is_refused() {
     let refused = unsafe { kernel.launch(&shape, &[Argument::U64(0); 17], Stream::DEFAULT) };
     assert!(matches!(refused, Err(Error::Launch(_))), "{refused:?}");
     assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);
+}
+
+/// Weights of any kind on the device, rows from the host: what the CPU's kernels make of them.
+#[test]
+fn linears_of_a_program_without_a_framework() {
+    if !on_gpu() {
+        return;
+    }
+    use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
+    let runner = Arc::new(Runner::new().unwrap());
+    let (n, m) = (70, 3);
+    let by = StaticScale { scale: 0.03, zero: 5 };
+    // A group that is too narrow for these kernels comes last.
+    for (bits, k, group, activations) in [
+        (4, 256, 128, Activations::Float),
+        (8, 264, 264, Activations::PerToken),
+        (4, 256, 64, Activations::PerToken),
+        (8, 264, 264, Activations::Static(by)),
+    ] {
+        let number = |i: usize, of: usize| (i * 2_654_435_761 >> 7) % of;
+        let codes: Vec<u8> = (0..n * k).map(|i| number(i, 1 << bits) as u8).collect();
+        let scales: Vec<f32> = (0..n * k / group).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
+        let zeros: Vec<u8> = (0..n * k / group).map(|i| number(i + 3, 1 << bits) as u8).collect();
+        let view = WeightView::new([n, k], bits, group, &codes, &scales, Some(&zeros)).unwrap();
+        let x: Vec<f32> =
+            (0..m * k).map(|i| (number(i + 11, 2001) as f32 - 1000.0) * [1e-3, 1.0, 1e4][i / k]).collect();
+        let linear = Linear::new(&view, activations, &runner).unwrap();
+        let mut got = vec![f32::NAN; m * n];
+        linear.multiply(&x, &mut got).unwrap();
+
+        let token = IsaToken::detect();
+        let packed = PackedLinear::pack(&view, None, true, &Serial).unwrap();
+        let layout = RowLayout::of(packed.layout());
+        let mut expected = vec![0.0; m * n];
+        let mut whole = Int8Rows::default();
+        match activations {
+            Activations::Float => {
+                let mut rows = FloatRows::new(token);
+                rows.pack(&x, layout, &Serial).unwrap();
+                packed.multiply_float(&rows, &mut expected, &Serial).unwrap();
+            }
+            Activations::PerToken => whole.quantize(&x, layout, &Serial).unwrap(),
+            Activations::Static(by) => whole.quantize_static(&x, layout, by, &Serial).unwrap(),
+        }
+        if activations != Activations::Float {
+            packed.multiply(&whole, &mut expected, &Serial).unwrap();
+        }
+        let mut weights = vec![0.0; n * k];
+        packed.view().dequantize_rows(0..n, &mut weights).unwrap();
+        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let (row, x) = (&weights[i % n * k..][..k], &x[i / n * k..][..k]);
+            let magnitude: f32 = row.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
+            // Halves are off by 2⁻¹² of themselves, sums by less; of whole numbers only the last floats round.
+            let most =
+                if activations == Activations::Float { magnitude / 2048.0 } else { expected.abs() * 1e-5 };
+            assert!((got - expected).abs() <= most + 1e-6, "{activations:?} {i}: {got}, not {expected}");
+        }
+        assert!(linear.multiply(&x[1..], &mut got).is_err() && linear.multiply(&x, &mut got[1..]).is_err());
+        linear.multiply(&[], &mut []).unwrap();
+    }
+    let (codes, scales) = (vec![1; 16 * 48], vec![1.0; 16 * 3]);
+    let view = WeightView::new([16, 48], 4, 16, &codes, &scales, None).unwrap();
+    assert!(matches!(Linear::new(&view, Activations::Float, &runner), Err(Error::Operands(_))));
 }

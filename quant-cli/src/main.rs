@@ -4,6 +4,7 @@
 
 mod cli;
 mod commands;
+mod device;
 mod hub;
 mod inputs;
 mod kv;

@@ -10,8 +10,8 @@ use crate::commands::Session;
 use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
-/// This build of the program, on this processor.
-pub fn tool(execution: Execution, cache_is_simulated: bool, session: &Session) -> Tool {
+/// This build of the program, on this processor, and on a GPU where its name is given.
+pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, session: &Session) -> Tool {
     let cache = if cache_is_simulated { ", cache simulated" } else { "" };
     let executable = std::env::current_exe().ok();
     Tool {
@@ -19,9 +19,10 @@ pub fn tool(execution: Execution, cache_is_simulated: bool, session: &Session) -
         version: env!("CARGO_PKG_VERSION").into(),
         // A program that was replaced while it runs cannot say what it was.
         sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
-        isa: match execution {
-            Execution::Fake => isa(),
-            Execution::Kernels => format!("{}, kernels {}{cache}", isa(), kernels()),
+        isa: match (execution, gpu) {
+            (Execution::Fake, _) => isa(),
+            (Execution::Kernels, Some(gpu)) => format!("{}, kernels cuda on {gpu}{cache}", isa()),
+            (Execution::Kernels, None) => format!("{}, kernels {}{cache}", isa(), kernels()),
         },
     }
 }

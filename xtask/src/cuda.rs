@@ -26,6 +26,8 @@ const COMPILER: &str = "QUANT_NVRTC";
 /// With this set, all variants are compiled for all architectures.
 const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
+/// The test of the program with `--device cuda`.
+const PROGRAM_TEST: &str = "cuda";
 /// The feature of the C library by which it has these kernels, and its tests.
 pub const C_FEATURE: &str = "quant-kernels-c/cuda";
 const C_TESTS: &str = "cuda_interface";
@@ -42,6 +44,7 @@ pub fn run() -> Result<()> {
     for name in test_names(&root().join(TESTS))? {
         command.args(["--test", &name]);
     }
+    command.args(["--test", PROGRAM_TEST]);
     let stand_in = stand_in()?;
     with_toolkit(&mut command)?.env(STAND_IN, &stand_in);
     execute(&mut command)?;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use quant_core::calibrate::TokenizerSettings;
 use quant_core::digest::sha256_hex;
-use quant_core::model::Decoder;
+use quant_core::model::{CudaRunner, Decoder};
 use quant_core::pipeline::QuantReport;
 use quant_core::{Error, Result};
 use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
@@ -18,6 +18,7 @@ use serde_json::json;
 
 use super::Session;
 use super::ablation::{self, AblationOptions};
+use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
 use crate::output::{self, JsonOption, bytes, table};
@@ -48,6 +49,10 @@ pub struct Args {
     /// engines that link the kernels would
     #[arg(long, value_enum, default_value_t, value_name = "HOW")]
     pub execution: Execution,
+    /// Where MODEL's quantized linears are computed, with --execution kernels: cuda is the first NVIDIA GPU; all
+    /// else stays on the processor, and so does a reference
+    #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
+    pub device: Device,
     /// In how many bits MODEL caches keys and values: auto is what its config.json says, 16 means floats. A
     /// reference always caches as its own config.json says
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
@@ -94,6 +99,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         [Some(&args.model), args.reference.as_ref()].into_iter().flatten().map(PathBuf::as_path).collect();
     output::outside(&outputs, &models)?;
     args.json.check()?;
+    let gpu = gpu(args)?;
     // What is there and no file is for the journal to refuse.
     let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
     for path in args.report.iter().chain(kept) {
@@ -128,7 +134,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let Some(reason) = &simulated {
         session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
     }
-    let tool = provenance::tool(args.execution, simulated.is_some(), session);
+    let device = gpu.as_ref().map(CudaRunner::device);
+    let tool = provenance::tool(args.execution, device, simulated.is_some(), session);
     let identity = json!({
         "tool": tool,
         "model": model.sha256,
@@ -138,8 +145,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         "tokens": text.tokens_sha256,
     });
     let mut decoder = load(&opened, &text, session)?.with_kv(kv);
-    if args.execution == Execution::Kernels {
-        decoder = decoder.packed()?;
+    match (&gpu, args.execution) {
+        (Some(gpu), _) => decoder = decoder.on_cuda(gpu)?,
+        (None, Execution::Kernels) => decoder = decoder.packed()?,
+        (None, Execution::Fake) => {}
     }
     let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
     let started = Instant::now();
@@ -177,6 +186,18 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     match journal {
         Some(path) => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
         None => Ok(()),
+    }
+}
+
+/// The GPU, where one is asked for; that there is none is better known before anything is read.
+fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
+    match (args.device, args.execution) {
+        (Device::Cpu, _) => Ok(None),
+        (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
+        (Device::Cuda, _) => Err(Error::usage(
+            "--device cuda is where the kernels run, and this evaluation runs none",
+            "add --execution kernels, or leave --device out; an ablation runs on the processor",
+        )),
     }
 }
 

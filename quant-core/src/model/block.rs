@@ -9,7 +9,7 @@ use quant_kernels_cpu::candle::Runner;
 use super::arch::{BlockGraph, NodeId, Op};
 use super::attention::{cached_attention, causal_attention, gated_silu, relu};
 use super::paged;
-use super::{KvCaching, LayerCache, Linear, Norm, RopeTable, Segments};
+use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, Segments};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -143,6 +143,17 @@ impl Block {
     pub fn packed(mut self, runner: &Runner) -> Result<Self> {
         for linear in self.linears.values_mut() {
             *linear = linear.packed(runner)?;
+        }
+        Ok(self)
+    }
+
+    /// The same block with all its quantized linears on a GPU.
+    ///
+    /// # Errors
+    /// As [`WeightBody::on_cuda`](super::WeightBody::on_cuda).
+    pub fn on_cuda(mut self, runner: &CudaRunner) -> Result<Self> {
+        for linear in self.linears.values_mut() {
+            *linear = linear.on_cuda(runner)?;
         }
         Ok(self)
     }

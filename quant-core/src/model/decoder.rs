@@ -9,8 +9,8 @@ use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
 use super::{
-    Block, KvCache, KvCaching, KvScheme, Linear, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap,
-    WeightBody,
+    Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, Model, NoTap, NodeId, Norm, Op, PositionTable,
+    Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -107,12 +107,28 @@ impl Decoder {
         let runner = Runner::new(Rayon);
         self.head = self.head.packed(&runner)?;
         self.blocks = self.blocks.into_iter().map(|block| block.packed(&runner)).collect::<Result<_>>()?;
-        Ok(match self.caching() {
+        Ok(self.with_kernel_cache())
+    }
+
+    /// The same decoder with its quantized linears on a GPU, multiplied by the kernels there. All else stays on the
+    /// processor: norms, rotations, attention, which runs as [`packed`](Self::packed) has it, and what is not quantized.
+    ///
+    /// # Errors
+    /// As [`WeightBody::on_cuda`].
+    pub fn on_cuda(mut self, runner: &CudaRunner) -> Result<Self> {
+        self.head = self.head.on_cuda(runner)?;
+        self.blocks = self.blocks.into_iter().map(|block| block.on_cuda(runner)).collect::<Result<_>>()?;
+        Ok(self.with_kernel_cache())
+    }
+
+    /// A simulated cache becomes the kernels' own where they hold such heads.
+    fn with_kernel_cache(self) -> Self {
+        match self.caching() {
             KvCaching::Simulated(kv) if KvCaching::refusal(kv.kind(), self.head_dim).is_none() => {
                 self.with_caching(KvCaching::Kernels(kv.kind()))
             }
             _ => self,
-        })
+        }
     }
 
     /// Rows of the embedding, the width of logits.

@@ -5,11 +5,12 @@ mod kernels;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use quant_core::model::{Decoder, KvCaching, kernels};
+use quant_core::model::{CudaRunner, Decoder, KvCaching, kernels};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
 use super::Session;
+use crate::device::Device;
 use crate::inputs;
 use crate::kv::KvBits;
 use crate::output::{JsonOption, bytes, table};
@@ -32,6 +33,9 @@ pub struct Args {
     /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
+    /// Where quantized linears are computed: cuda is the first NVIDIA GPU; of a model, all else stays on the processor
+    #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
+    device: Device,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -41,8 +45,8 @@ struct Report {
     schema: &'static str,
     model: String,
     threads: usize,
-    /// The path that quantized weights are multiplied by.
-    kernels: &'static str,
+    /// The path that quantized weights are multiplied by: of the processor, or `cuda on` a GPU.
+    kernels: String,
     /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` where the kernels do not hold such heads, and
     /// with ` (simulated)` where quantized ones are simulated for that reason.
     kv_cache: String,
@@ -80,6 +84,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             "--prefill, --decode and --repeat must be at least 1",
         ));
     }
+    let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);
     // The tables and the cache grow with the positions: an absurd number must not take the memory.
@@ -90,9 +95,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         ));
     }
     let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
-        .with_kv(args.kv.scheme(&opened.model))
-        .packed()?
-        .with_half_cache();
+        .with_kv(args.kv.scheme(&opened.model));
+    let decoder = match &gpu {
+        Some(gpu) => decoder.on_cuda(gpu)?,
+        None => decoder.packed()?,
+    };
+    let decoder = decoder.with_half_cache();
     if let KvCaching::Simulated(kv) = decoder.caching() {
         let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
         session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
@@ -118,7 +126,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         schema: "quant-bench/2",
         model: args.model.display().to_string(),
         threads: rayon::current_num_threads(),
-        kernels: kernels(),
+        kernels: gpu.as_ref().map_or_else(|| kernels().to_owned(), |gpu| format!("cuda on {}", gpu.device())),
         kv_cache: match decoder.caching() {
             KvCaching::Float => "f32".into(),
             KvCaching::Simulated(kv) => format!("{kv} (simulated)"),

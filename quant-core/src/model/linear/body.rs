@@ -6,6 +6,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon, dequantize_rows};
 
+use super::cuda::CudaRunner;
 use crate::checkpoint::Dtype;
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
@@ -34,6 +35,8 @@ pub enum WeightBody {
     /// The same in the order in which the kernels read them, multiplied without becoming floats in memory; by
     /// integers, where the input has a grid.
     Packed(QuantizedLinear),
+    /// The same on a GPU, which activations go to and results come from.
+    Cuda(quant_kernels_cuda::standalone::Linear),
 }
 
 impl WeightBody {
@@ -68,21 +71,32 @@ impl WeightBody {
         Ok(Some(Self::Packed(linear.map_err(kernel_error)?)))
     }
 
+    /// The same weight on a GPU, where it is quantized.
+    ///
+    /// # Errors
+    /// When its parts do not fit each other, its scheme is none that the kernels multiply, or the GPU has no room.
+    pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Option<Self>> {
+        let Self::Quantized(tensor) = self else { return Ok(None) };
+        Ok(Some(Self::Cuda(runner.put(tensor)?)))
+    }
+
     /// `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         match self {
             Self::F32 { shape, .. } | Self::Raw { shape, .. } => *shape,
             Self::Quantized(tensor) => tensor.shape,
             Self::Packed(linear) => [linear.weight().layout().n(), linear.weight().layout().k()],
+            Self::Cuda(linear) => [linear.n(), linear.k()],
         }
     }
 
-    /// Bytes the weight occupies in memory.
+    /// Bytes the weight occupies in memory, here or on the GPU.
     pub fn resident_bytes(&self) -> usize {
         match self {
             Self::F32 { values, .. } => values.len() * 4,
             Self::Raw { bytes, .. } => bytes.len(),
             Self::Packed(linear) => linear.weight().layout().bytes(),
+            Self::Cuda(linear) => linear.bytes(),
             Self::Quantized(t) => t.codes.len() + t.scales.len() * 4 + t.zeros.as_ref().map_or(0, Vec::len),
         }
     }
@@ -90,7 +104,7 @@ impl WeightBody {
     /// Some rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not fit each other.
+    /// When a quantized weight's parts do not fit each other, or it is on a GPU.
     pub fn rows<'a>(&'a self, rows: Range<usize>, scratch: &'a mut Vec<f32>) -> Result<&'a [f32]> {
         let k = self.shape()[1];
         let span = rows.start * k..rows.end * k;
@@ -111,6 +125,7 @@ impl WeightBody {
                 linear.weight().view().dequantize_rows(rows, scratch).map_err(kernel_error)?;
                 Ok(scratch)
             }
+            Self::Cuda(_) => Err(Error::Internal("weights on a GPU are multiplied there, not read".into())),
         }
     }
 

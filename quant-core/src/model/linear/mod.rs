@@ -1,6 +1,7 @@
 //! The linear layer: one product for every kind of weight.
 
 mod body;
+mod cuda;
 mod product;
 
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use quant_kernels_cpu::Isa;
 use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
 
 pub use body::WeightBody;
+pub use cuda::CudaRunner;
 pub use product::{Product, multiply};
 
 use crate::Result;
@@ -58,6 +60,14 @@ impl Linear {
         Ok(self.weight.packed(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
+    /// The same with its weight on a GPU, where it is quantized.
+    ///
+    /// # Errors
+    /// As [`WeightBody::on_cuda`].
+    pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Self> {
+        Ok(self.weight.on_cuda(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
+    }
+
     /// The input on its grid, where it has one.
     fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         let WeightBody::Quantized(tensor) = &*self.weight else { return Ok(x.clone()) };
@@ -95,10 +105,21 @@ impl Linear {
     /// Multiplies `x` `[batch, positions, k]`.
     ///
     /// # Errors
-    /// When `x` has another width.
+    /// When `x` has another width, or a GPU fails.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = match &*self.weight {
             WeightBody::Packed(linear) => linear.forward(x)?,
+            // Not as an operation of candle's, whose errors are texts.
+            WeightBody::Cuda(linear) => {
+                let values = x.flatten_all()?.to_vec1::<f32>()?;
+                let mut dims = x.dims().to_vec();
+                if let Some(last) = dims.last_mut() {
+                    *last = linear.n();
+                }
+                let mut out = vec![0.0; dims.iter().product()];
+                linear.multiply(&values, &mut out).map_err(|e| cuda::failed(&e))?;
+                Tensor::from_vec(out, dims, x.device())?
+            }
             _ => self.rounded(x)?.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?,
         };
         self.with_bias(y)

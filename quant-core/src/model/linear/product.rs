@@ -14,6 +14,7 @@ use rayon::prelude::*;
 
 use super::WeightBody;
 use super::body::kernel_error;
+use super::cuda::failed;
 use crate::{Error, Result};
 
 /// Output features of one tile.
@@ -24,10 +25,10 @@ const TILE_M: usize = 2048;
 const FEW_TOKENS: usize = 4;
 
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool; of packed weights on their
-/// runner's threads.
+/// runner's threads, or on their GPU.
 ///
 /// # Errors
-/// When a quantized weight's parts do not fit each other.
+/// When a quantized weight's parts do not fit each other, or a GPU fails.
 ///
 /// # Panics
 /// When `x` or `out` do not have `m · k` and `m · n` elements.
@@ -44,6 +45,9 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
     }
     if let WeightBody::Packed(linear) = weight {
         return linear.multiply(x, out).map_err(kernel_error);
+    }
+    if let WeightBody::Cuda(linear) = weight {
+        return linear.multiply(x, out).map_err(|e| failed(&e));
     }
     // Narrow outputs get narrower tiles, so that two threads still find work.
     let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));

@@ -3,6 +3,8 @@
 //! Kernels need none of this: they take addresses and streams from whoever made them. `quant` itself, the tests and what
 //! measures kernels are such programs. All of it waits for the device.
 
+mod linear;
+
 use std::ptr;
 use std::sync::OnceLock;
 
@@ -12,6 +14,8 @@ use crate::device::{DeviceLimits, checked};
 use crate::error::{Error, Result};
 use crate::launch::Region;
 use crate::libraries::require_device;
+
+pub use linear::{Activations, Linear, Runner};
 
 /// The first device that the driver shows, with its primary context, kept for as long as the program runs.
 #[derive(Debug)]

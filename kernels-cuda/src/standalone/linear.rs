@@ -1,0 +1,334 @@
+//! Linears whose weights lie on the device and whose activations do not: rows go there, results come back.
+//!
+//! A model that computes the rest of itself on the processor runs its quantized linears so: what is multiplied are the
+//! bytes, the kernels and the numbers that an engine on the device has. What is copied is small beside the products of many
+//! tokens, and large beside those of one.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::f16;
+use quant_kernels_cpu::{KernelError, StaticScale, WeightView};
+
+use super::{Gpu, Memory};
+use crate::Float;
+use crate::activation::{ActivationArguments, ActivationShape, FixedScale, Rows};
+use crate::device::Kernels;
+use crate::error::Result;
+use crate::image_cache::ImageCache;
+use crate::launch::{Argument, LaunchShape, Region, Stream};
+use crate::layout::{Order, WeightLayout};
+use crate::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
+
+/// Values of activations or results that are on the device at once, at most.
+const VALUES_AT_ONCE: usize = 1 << 26;
+/// The exponent that a row's largest activation gets as a half: its sums stay finite, and what is 2³⁸ times smaller is
+/// still not zero.
+const EXPONENT: i32 = 14;
+
+/// What weights are multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activations {
+    /// The activations themselves (W4A16, W8A16), as halves times a power of two of each row.
+    Float,
+    /// Whole numbers of 8 bits with a scale for every token (W4A8, W8A8).
+    PerToken,
+    /// Whole numbers of 8 bits with one scale and zero for all.
+    Static(StaticScale),
+}
+
+/// Kernels, and memory on the device that the linears of a model share.
+#[derive(Debug)]
+pub struct Runner {
+    gpu: &'static Gpu,
+    kernels: Kernels,
+    scratch: Mutex<Scratch>,
+}
+
+/// What one call works in; it grows and stays.
+#[derive(Debug, Default)]
+struct Scratch {
+    x: Option<Memory>,
+    codes: Option<Memory>,
+    scales: Option<Memory>,
+    out: Option<Memory>,
+    workspace: Option<Memory>,
+    /// On the host: rows as halves, results as bytes.
+    halves: Vec<u8>,
+    results: Vec<u8>,
+}
+
+impl Runner {
+    /// On the first device, with images from where they are by default.
+    ///
+    /// # Errors
+    /// When there is no driver or device.
+    pub fn new() -> Result<Self> {
+        let gpu = Gpu::first()?;
+        // Neither that it is too old should be found out in the middle.
+        gpu.limits.target()?;
+        Ok(Self { gpu, kernels: Kernels::new(ImageCache::new()), scratch: Mutex::default() })
+    }
+
+    /// The driver's name of the device.
+    pub fn device(&self) -> &str {
+        &self.gpu.name
+    }
+
+    /// Puts a launch on the default stream.
+    fn launch(
+        &self,
+        variant: &crate::compile::Variant,
+        shape: &LaunchShape,
+        arguments: &[Argument],
+    ) -> Result<()> {
+        // SAFETY: the primary context is never released, and images are our own or lie where the user keeps them.
+        let kernel = unsafe { self.kernels.kernel(variant, shape.shared_bytes) }?;
+        // SAFETY: arguments are a plan's, on memory that lives until the results were read.
+        unsafe { kernel.launch(shape, arguments, Stream::DEFAULT) }
+    }
+}
+
+/// `y = x Ŵᵀ` with weights `[n, k]` on the device.
+#[derive(Debug)]
+pub struct Linear {
+    layout: WeightLayout,
+    weight: Memory,
+    activations: Activations,
+    limits: DeviceLimits,
+    runner: Arc<Runner>,
+}
+
+impl Linear {
+    /// Packs weights and puts them on the device.
+    ///
+    /// # Errors
+    /// When the scheme is none of the kernels' ([`WeightLayout::of`]), a static scale is not above zero, or there is not
+    /// enough memory.
+    pub fn new(view: &WeightView<'_>, activations: Activations, runner: &Arc<Runner>) -> Result<Self> {
+        let (order, sums) = match activations {
+            Activations::Float => (Order::Float, false),
+            Activations::PerToken => (Order::Int8, false),
+            Activations::Static(by) => (Order::Int8, by.zero != 0),
+        };
+        let layout = WeightLayout::of(view, order, sums)?;
+        let mut packed = vec![0; layout.bytes()];
+        layout.pack(view, &mut packed)?;
+        let weight = Memory::of(&packed)?;
+        let limits = DeviceLimits::from(&runner.gpu.limits);
+        let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
+        // No rows are refused for what all would be.
+        linear.plan(0)?;
+        linear.rows(0)?;
+        Ok(linear)
+    }
+
+    /// Output features.
+    pub fn n(&self) -> usize {
+        self.layout.n()
+    }
+
+    /// Input features.
+    pub fn k(&self) -> usize {
+        self.layout.k()
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> usize {
+        self.layout.bytes()
+    }
+
+    /// `out[m, n] = x[m, k] · Ŵᵀ`, row-major; waits for the results. A row's result does not depend on the others.
+    ///
+    /// # Errors
+    /// When `x` is not whole rows, `out` has another length, or something is missing or fails on the device.
+    pub fn multiply(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
+        let (n, k) = (self.n(), self.k());
+        let m = x.len() / k.max(1);
+        let results = m.checked_mul(n).ok_or(KernelError::TooLarge("the output"))?;
+        for (what, expected, got) in [("activations", m * k, x.len()), ("the output", results, out.len())] {
+            if expected != got {
+                return Err(KernelError::Length { what, expected, got }.into());
+            }
+        }
+        if out.is_empty() {
+            return Ok(());
+        }
+        let at_once = (VALUES_AT_ONCE / n.max(k)).max(1);
+        for (x, out) in x.chunks(at_once * k).zip(out.chunks_mut(at_once * n)) {
+            self.multiply_rows(x, out)?;
+        }
+        Ok(())
+    }
+
+    fn multiply_rows(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
+        let (n, k) = (self.n(), self.k());
+        let m = x.len() / k;
+        let plan = self.plan(m)?;
+        self.runner.gpu.make_current()?;
+        let mut scratch = self.runner.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = &mut *scratch;
+        let mut shifts = Vec::new();
+        let (x_at, x_stride, x_scales) = match self.activations {
+            Activations::Float => {
+                let stride = k.next_multiple_of(8);
+                shifts = halves(x, k, stride, &mut scratch.halves);
+                let x = room(&mut scratch.x, scratch.halves.len())?;
+                x.write(0, &scratch.halves)?;
+                (x.region(), stride, Region::NONE)
+            }
+            _ => {
+                let rows = self.rows(m)?;
+                let floats = room(&mut scratch.x, 4 * x.len())?;
+                scratch.halves.clear();
+                scratch.halves.extend(x.iter().flat_map(|v| v.to_le_bytes()));
+                floats.write(0, &scratch.halves)?;
+                let codes = room(&mut scratch.codes, m * rows.code_stride)?.region();
+                let scales = room(&mut scratch.scales, 4 * m)?.region();
+                let quantize = rows.plan()?;
+                let arguments = quantize.arguments(&ActivationArguments {
+                    x: floats.region(),
+                    up: Region::NONE,
+                    residual: Region::NONE,
+                    weight: Region::NONE,
+                    eps: 0.0,
+                    fixed: self.fixed(),
+                    codes,
+                    scales,
+                    row_sums: Region::NONE,
+                    group_sums: Region::NONE,
+                })?;
+                self.runner.launch(&quantize.variant, &quantize.launch, &arguments)?;
+                (codes, rows.code_stride, scales)
+            }
+        };
+        let workspace = match plan.workspace_bytes {
+            0 => Region::NONE,
+            bytes => {
+                let workspace = room(&mut scratch.workspace, bytes)?;
+                // Another plan's sums may lie where this one's tickets are.
+                workspace.write(0, &vec![0; plan.ticket_bytes])?;
+                workspace.region()
+            }
+        };
+        let results = room(&mut scratch.out, 4 * out.len())?;
+        let arguments = plan.arguments(&LinearArguments {
+            weight: self.weight.region(),
+            x: x_at,
+            x_stride,
+            x_scales,
+            x_zero: self.fixed().map_or(0, |by| by.zero.into()),
+            bias: Region::NONE,
+            out: results.region(),
+            out_stride: n,
+            workspace,
+        })?;
+        self.runner.launch(&plan.variant.compiled(), &plan.launch, &arguments)?;
+        scratch.results.resize(4 * out.len(), 0);
+        results.read(0, &mut scratch.results)?;
+        for (value, bytes) in out.iter_mut().zip(scratch.results.as_chunks().0) {
+            *value = f32::from_le_bytes(*bytes);
+        }
+        for (row, shift) in out.chunks_mut(n).zip(shifts) {
+            row.iter_mut().for_each(|value| *value *= exp2(-shift));
+        }
+        Ok(())
+    }
+
+    fn plan(&self, m: usize) -> Result<LinearPlan> {
+        let activation = match self.activations {
+            Activations::Float => Activation::F16,
+            Activations::PerToken => Activation::Int8 { zero: false },
+            Activations::Static(by) => Activation::Int8 { zero: by.zero != 0 },
+        };
+        Ok(LinearPlan::new(&self.layout, activation, Output::F32, m, &self.limits)?)
+    }
+
+    /// How `m` rows become whole numbers.
+    fn rows(&self, m: usize) -> Result<ActivationShape> {
+        let shape = ActivationShape::new(Rows::Plain, Float::F32, m, self.k());
+        let shape = ActivationShape { fixed: self.fixed().is_some(), ..shape };
+        if self.activations != Activations::Float {
+            shape.plan()?;
+        }
+        Ok(shape)
+    }
+
+    fn fixed(&self) -> Option<FixedScale> {
+        match self.activations {
+            Activations::Static(by) => Some(FixedScale { scale: by.scale, zero: by.zero }),
+            _ => None,
+        }
+    }
+}
+
+/// At least so many bytes.
+fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
+    match memory {
+        Some(memory) if memory.len() >= bytes => {}
+        _ => {
+            // The old is freed before.
+            *memory = None;
+            *memory = Some(Memory::filled(bytes, 0)?);
+        }
+    }
+    Ok(memory.get_or_insert(Memory::filled(0, 0)?))
+}
+
+/// Rows as halves, `stride` elements apart, each times a power of two; its exponents.
+fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
+    out.clear();
+    out.resize(x.len() / k * stride * 2, 0);
+    let rows = x.chunks(k).zip(out.chunks_mut(2 * stride));
+    rows.map(|(row, out)| {
+        let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+        // Of what is not finite nothing can be kept, and of zeros nothing need be.
+        let shift = if most > 0.0 && most.is_finite() { (EXPONENT - exponent(most)).min(126) } else { 0 };
+        for (value, out) in row.iter().zip(out.as_chunks_mut().0) {
+            *out = f16::from_f32(value * exp2(shift)).to_le_bytes();
+        }
+        shift
+    })
+    .collect()
+}
+
+/// `⌊log₂ x⌋` of a normal number above zero, −127 of those below.
+fn exponent(x: f32) -> i32 {
+    (x.to_bits() >> 23) as i32 - 127
+}
+
+/// `2^exponent`, of −126 to 127.
+fn exp2(exponent: i32) -> f32 {
+    f32::from_bits(((exponent + 127) as u32) << 23)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_keep_what_halves_can_hold() {
+        let rows =
+            [[1e6_f32, -3.0, 0.5, 1e-5], [2e-40, 1e-41, 0.0, -2e-40], [0.0; 4], [3e38, 1.0, -3e38, 2e38]];
+        let mut bytes = Vec::new();
+        let shifts = halves(rows.as_flattened(), 4, 8, &mut bytes);
+        assert_eq!(bytes.len(), 4 * 8 * 2);
+        for (row, (shift, bytes)) in rows.iter().zip(shifts.iter().zip(bytes.chunks(16))) {
+            let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            for (value, pair) in row.iter().zip(bytes.as_chunks().0) {
+                let back = f16::from_le_bytes(*pair).to_f32() * exp2(-shift);
+                let most_off =
+                    (value.abs() / 2048.0).max(most * 2_f32.powi(-37)).max(f32::MIN_POSITIVE / 1e6);
+                assert!((back - value).abs() <= most_off, "{value} became {back}");
+            }
+            assert!(bytes[8..].iter().all(|&b| b == 0), "what is between rows");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_so() {
+        let mut bytes = Vec::new();
+        halves(&[f32::NAN, 1.0, f32::INFINITY, 1.0], 2, 8, &mut bytes);
+        let at = |i: usize| f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
+        assert!(at(0).is_nan() && at(8).is_infinite());
+    }
+}

@@ -1,0 +1,11 @@
+//! Where quantized linears are computed.
+
+/// The option's values.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Device {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// The first NVIDIA GPU.
+    Cuda,
+}

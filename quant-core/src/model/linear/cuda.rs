@@ -1,0 +1,56 @@
+//! Quantized linears on an NVIDIA GPU: weights lie there, activations go there and come back.
+
+use std::sync::Arc;
+
+use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
+
+use crate::quantize::{InputGrid, QuantizedTensor};
+use crate::{Error, Result};
+
+/// The GPU that a model's quantized linears are multiplied on; clones share it.
+#[derive(Debug, Clone)]
+pub struct CudaRunner(Arc<Runner>);
+
+impl CudaRunner {
+    /// The first GPU.
+    ///
+    /// # Errors
+    /// When there is no driver or device, or it is too old.
+    pub fn new() -> Result<Self> {
+        let runner = Runner::new().map_err(|e| Error::Unavailable {
+            what: "an NVIDIA GPU".into(),
+            reason: e.to_string(),
+            remedy: "run where there is one with its driver, or leave --device out".into(),
+        })?;
+        Ok(Self(Arc::new(runner)))
+    }
+
+    /// The driver's name of it.
+    pub fn device(&self) -> &str {
+        self.0.device()
+    }
+
+    /// Packs a weight and puts it there.
+    ///
+    /// # Errors
+    /// When the kernels have no such scheme, or there is not enough memory.
+    pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<Linear> {
+        let activations = match tensor.input_grid()? {
+            None => Activations::Float,
+            Some(InputGrid::Token) => Activations::PerToken,
+            Some(InputGrid::Static(by)) => Activations::Static(by),
+        };
+        Linear::new(&tensor.view()?, activations, &self.0).map_err(|e| failed(&e))
+    }
+}
+
+/// What went wrong there, and what to do about it.
+pub(super) fn failed(error: &quant_kernels_cuda::Error) -> Error {
+    let (what, remedy) = match error {
+        quant_kernels_cuda::Error::Operands(_) => {
+            ("a product on a GPU", "leave --device out: the kernels for processors take these weights")
+        }
+        _ => ("a product on a GPU", "leave --device out, or see docs/kernels/cuda-host.md"),
+    };
+    Error::Unavailable { what: what.into(), reason: error.to_string(), remedy: remedy.into() }
+}

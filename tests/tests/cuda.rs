@@ -1,0 +1,114 @@
+//! `--device cuda`: quantized linears on a GPU, or on the library that stands in for its driver (`cargo xtask cuda`).
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+
+use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::{Run, Running, command, quant};
+use quant_tests::refusal::check_message;
+use quant_tests::{args, demo_model};
+use serde_json::Value;
+
+/// Names a directory with a library in the driver's place.
+const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
+/// Set where that and the compiler must be there.
+const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
+
+const TEXT: [&str; 8] =
+    ["--text", "builtin-heldout", "--window", "24", "--windows", "1", "--execution", "kernels"];
+
+/// The program as it finds the stand-in; `None`, said aloud, where there is none.
+fn on_stand_in(arguments: Vec<OsString>, images: &Path) -> Option<Command> {
+    let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
+        assert!(std::env::var_os(REQUIRED).is_none(), "{REQUIRED} is set, but {STAND_IN} is not");
+        // Not among what a machine with all models should not leave out: it belongs to a step of CI of its own.
+        eprintln!("SKIPPED: {STAND_IN} names no library in the driver's place");
+        return None;
+    };
+    let mut command = command(arguments);
+    command.env("LD_LIBRARY_PATH", directory).env("QUANT_CUDA_CACHE", images);
+    Some(command)
+}
+
+fn evaluate(model: &Path, device: &str) -> Vec<OsString> {
+    let mut arguments = args!["eval", model, "--device", device, "--json"];
+    arguments.extend(TEXT.iter().map(Into::into));
+    arguments
+}
+
+fn perplexity(result: &Value) -> f64 {
+    result["perplexity"]["mean"].as_f64().unwrap()
+}
+
+#[test]
+fn a_model_is_evaluated_on_the_device() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 1);
+    for scheme in ["w4a16-g32", "w8a8", "w4a8-g64"] {
+        let out = at(scheme);
+        quant(args!["quantize", at("model"), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
+        let Some(command) = on_stand_in(evaluate(&out, "cuda"), &at("images")) else { return };
+        let there = Running::start(command).wait().succeeded().json();
+        let here = quant(evaluate(&out, "cpu")).succeeded().json();
+        let isa = there["tool"]["isa"].as_str().unwrap();
+        assert!(isa.contains("kernels cuda on PTX interpreter"), "{isa}");
+        let (there, here) = (perplexity(&there), perplexity(&here));
+        assert!((there / here - 1.0).abs() < 5e-4, "{scheme}: {there} on the device, {here} here");
+    }
+}
+
+#[test]
+fn speed_is_measured_on_the_device() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 1);
+    quant(args!["quantize", at("model"), "-o", at("out"), "--method", "rtn", "--scheme", "w8a8"]).succeeded();
+    let run = args![
+        "bench",
+        at("out"),
+        "--device",
+        "cuda",
+        "--prefill",
+        "4",
+        "--decode",
+        "1",
+        "--repeat",
+        "1",
+        "--json"
+    ];
+    let Some(command) = on_stand_in(run, &at("images")) else { return };
+    let measured = Running::start(command).wait().succeeded().json();
+    assert_eq!(measured["kernels"], "cuda on PTX interpreter");
+}
+
+fn refused(arguments: Vec<OsString>) -> Run {
+    let mut command = command(arguments);
+    // Whatever this machine has is not found.
+    command.env("CUDA_VISIBLE_DEVICES", "");
+    Running::start(command).wait()
+}
+
+#[test]
+fn without_a_device_nothing_is_read() {
+    let missing = Path::new("/nowhere/model");
+    let run = refused(evaluate(missing, "cuda"));
+    check_message("no device", &run, 5, &["an NVIDIA GPU is not available", "--device"]);
+    let run = refused(args!["bench", missing, "--device", "cuda"]);
+    check_message("no device", &run, 5, &["an NVIDIA GPU is not available"]);
+}
+
+#[test]
+fn the_device_is_for_kernels() {
+    let text = ["--text", "builtin-heldout", "--device", "cuda"];
+    let arguments = |more: &[&str]| {
+        let mut all = args!["eval", demo_model()];
+        all.extend(text.iter().chain(more).map(Into::into));
+        all
+    };
+    check_message("no kernels", &quant(arguments(&[])), 2, &["--device cuda", "--execution kernels"]);
+    let ablation = ["--execution", "kernels", "--ablation"];
+    let run = quant(arguments(&ablation));
+    assert_eq!(run.code(), Some(2), "{run}");
+}
