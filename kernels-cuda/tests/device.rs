@@ -9,13 +9,15 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use half::f16;
-use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, ScaleType, Serial};
+use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, ScaleType, Serial, WeightView};
 use quant_kernels_cuda::Error;
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, Float, Rows};
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, Rows};
 use quant_kernels_cuda::compile::{Form, Image};
 use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
 use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
 use quant_kernels_cuda::launch::{Argument, LaunchShape, Region, Stream};
+use quant_kernels_cuda::layout::{Order, WeightLayout};
+use quant_kernels_cuda::linear::{CallArguments, LinearCall};
 use support::gpu::{Bytes, Gpu};
 use support::machine::on_gpu;
 
@@ -48,6 +50,7 @@ fn on_a_stand_in() {
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert!(output.status.success(), "{told}");
     assert!(told.contains("planned_rows_are_launched ... ok"), "{told}");
+    assert!(told.contains("calls_of_linears_are_launched ... ok"), "{told}");
 }
 
 #[test]
@@ -108,6 +111,97 @@ fn planned_rows_are_launched() {
         .collect();
     let added = |row| expected.row(row).iter().map(|&c| i32::from(c)).sum::<i32>();
     assert_eq!(sums, (0..m).map(added).collect::<Vec<_>>());
+}
+
+/// A whole linear, as an adapter of a framework calls it: rounding, product, and the memory between them.
+#[test]
+fn calls_of_linears_are_launched() {
+    if !on_gpu() {
+        return;
+    }
+    let ([n, k], m) = ([40, 2048], 3);
+    let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 251 % 16) as u8).collect();
+    let scales: Vec<f32> = (0..n * k / 128).map(|i| (1 + i % 9) as f32 / 64.0).collect();
+    let zeros: Vec<u8> = (0..n * k / 128).map(|i| (i * 5 % 16) as u8).collect();
+    let bias: Vec<f32> = (0..n).map(|i| i as f32 - 17.5).collect();
+    let view = WeightView::new([n, k], 4, 128, &codes, &scales, Some(&zeros)).unwrap();
+    // Half-precision numbers, some of them large, so that a step of 8 bits is seen.
+    let x: Vec<f16> = (0..m * k)
+        .map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 300.0 * (1 + i / k) as f32))
+        .collect();
+    let fixed = FixedScale { scale: 1.0 / 24.0, zero: -9 };
+    for (order, fixed) in [(Order::Float, None), (Order::Int8, None), (Order::Int8, Some(fixed))] {
+        let multiplied: Vec<f64> = match (order, fixed) {
+            (Order::Float, _) => x.iter().map(|&v| f64::from(v)).collect(),
+            (Order::Int8, None) => (x.chunks(k))
+                .flat_map(|row| {
+                    let most = row.iter().fold(0.0_f32, |most, v| most.max(v.to_f32().abs()));
+                    let scale = f64::from(most / 127.0);
+                    row.iter().map(move |&v| (f64::from(v) / scale).round_ties_even() * scale)
+                })
+                .collect(),
+            (Order::Int8, Some(by)) => {
+                let (scale, zero) = (f64::from(by.scale), f64::from(by.zero));
+                let code = |v: f64| ((v / scale).round_ties_even() + zero).clamp(-128.0, 127.0);
+                x.iter().map(|&v| scale * (code(f64::from(v)) - zero)).collect()
+            }
+        };
+        let got = called(&view, &bias, order, fixed, &x);
+        for (i, got) in got.iter().enumerate() {
+            let (row, feature) = (i / n, i % n);
+            let products = (0..k).map(|j| {
+                let group = feature * (k / 128) + j / 128;
+                let code = f64::from(codes[feature * k + j]) - f64::from(zeros[group]);
+                code * f64::from(scales[group]) * multiplied[row * k + j]
+            });
+            let (sum, size) = products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()));
+            let expected = sum + f64::from(bias[feature]);
+            // Sums are single floats, the result is rounded to half; a rounded activation may lie a step beside.
+            let bound = size * 2e-5 + expected.abs() * 2_f64.powi(-11) + 1e-3;
+            assert!(
+                (f64::from(*got) - expected).abs() <= bound,
+                "{order:?} {fixed:?} {row} {feature}: {got} {expected}"
+            );
+        }
+    }
+}
+
+/// What a call of a linear leaves, `[m, n]`.
+fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScale>, x: &[f16]) -> Vec<f16> {
+    let gpu = Gpu::get();
+    let layout = WeightLayout::of(view, order, fixed.is_some()).unwrap();
+    let mut packed = vec![0; layout.bytes()];
+    layout.pack(view, &mut packed).unwrap();
+    let limits = (&DeviceLimits::current().unwrap()).into();
+    let call = LinearCall::new(&layout, Float::F16, fixed, x.len() / layout.k(), &limits).unwrap();
+    assert!(call.zero_bytes() > 0, "a workspace belongs to this test");
+    let memory = |bytes: Vec<u8>| Bytes::of(&bytes);
+    let weight = Bytes::of(&packed);
+    let bias = memory(bias.iter().flat_map(|v| v.to_le_bytes()).collect());
+    let x = memory(x.iter().flat_map(|v| v.to_le_bytes()).collect());
+    let out = Bytes::filled(2 * call.results(), 0x5a);
+    let scratch = Bytes::filled(call.scratch_bytes(), 0x5a);
+    scratch.write(0, &vec![0; call.zero_bytes()]);
+    let launches = call
+        .launches(&CallArguments {
+            weight: region(&weight),
+            bias: region(&bias),
+            x: region(&x),
+            out: region(&out),
+            scratch: region(&scratch),
+        })
+        .unwrap();
+    assert_eq!(launches.len(), if order == Order::Float { 1 } else { 2 });
+    let directory = tempfile::tempdir().unwrap();
+    let kernels = kernels(Some(directory.path().into()));
+    for launch in &launches {
+        // SAFETY: the primary context is never released, and images are our own.
+        let kernel = unsafe { kernels.kernel(&launch.variant, launch.shape.shared_bytes) }.unwrap();
+        // SAFETY: the call's own arguments, on memory that lives until after the wait.
+        unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream::DEFAULT) }.unwrap();
+    }
+    gpu.wait().unwrap();
+    out.read(0, out.len).chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]])).collect()
 }
 
 #[test]
