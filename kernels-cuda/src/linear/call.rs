@@ -320,7 +320,8 @@ mod tests {
     #[test]
     fn what_does_not_belong_together_is_told() {
         let (float, whole) = (layout(1024, Order::Float, false), layout(1024, Order::Int8, false));
-        let bad = |layout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
+        let bad =
+            |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
         assert!(bad(&float, Float::F32, None).contains("f32 activations"));
         assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for floats"));
         assert!(bad(&layout(1004, Order::Float, false), Float::F16, None).contains("multiples of 16 bytes"));
