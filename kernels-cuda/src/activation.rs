@@ -191,6 +191,13 @@ pub struct FixedScale {
     pub zero: i8,
 }
 
+impl FixedScale {
+    /// Whether rows can be rounded by it.
+    pub(crate) fn is_valid(&self) -> bool {
+        self.scale > 0.0 && self.scale.is_finite() && (1.0 / self.scale).is_finite()
+    }
+}
+
 /// Where things are on the device. What the shape does not ask for is [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ActivationArguments {
@@ -264,7 +271,7 @@ impl ActivationPlan {
         }
         let fixed = match (self.shape.fixed, at.fixed) {
             (false, _) => FixedScale { scale: 1.0, zero: 0 },
-            (true, Some(by)) if by.scale > 0.0 && by.scale.is_finite() && (1.0 / by.scale).is_finite() => by,
+            (true, Some(by)) if by.is_valid() => by,
             (true, _) => return Err(KernelError::Scheme("an activation scale that is not above zero")),
         };
         Ok([

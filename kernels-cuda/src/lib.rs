@@ -8,6 +8,8 @@
 
 pub mod activation;
 pub mod attention;
+#[cfg(feature = "candle")]
+pub mod candle;
 pub mod compile;
 pub mod device;
 mod error;
@@ -19,6 +21,8 @@ mod libraries;
 pub mod linear;
 pub mod registry;
 pub mod standalone;
+#[cfg(any(feature = "candle", test))]
+mod tensor;
 
 pub use error::{Error, Result};
 pub use float::Float;

@@ -2,8 +2,9 @@
 //!
 //! cudarc loads the driver when one of its functions is first called and panics if it, or the function, is not there. So
 //! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_device`] or
-//! [`require_launch`] agreed. Of the run-time compiler a few functions are called, which are looked up here; it may lie
-//! anywhere, for [`NVRTC`] names it.
+//! [`require_launch`] agreed. cudarc's own answer is not asked: it has none where another crate of the program makes it
+//! link the driver, as candle does. Of the run-time compiler a few functions are called, which are looked up here; it may
+//! lie anywhere, for [`NVRTC`] names it.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -33,6 +34,8 @@ const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
+/// What the loader is asked for, in cudarc's order.
+const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 /// What the loader is asked for, the newest first.
 const NVRTC_NAMES: &[&str] = if cfg!(windows) {
     &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
@@ -88,16 +91,18 @@ pub fn require_device() -> Result<()> {
 
 fn require_driver() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
-    FOUND
-        .get_or_init(|| {
-            // SAFETY: loading a library runs its initializers. The driver's are made for that; that
-            // the loader's search path leads to the driver and nothing else is for whoever set it.
-            if !unsafe { driver::sys::is_culib_present() } {
-                return Err(Error::DriverMissing);
-            }
-            has_driver_functions(&DRIVER_FUNCTIONS)
-        })
-        .clone()
+    FOUND.get_or_init(|| has_driver_functions(&DRIVER_FUNCTIONS)).clone()
+}
+
+/// The driver's library, loaded when first asked for and never unloaded.
+fn driver_library() -> Result<&'static Library> {
+    static FOUND: OnceLock<Option<Library>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        // SAFETY: loading a library runs its initializers. The driver's are made for that; that the loader's search path
+        // leads to the driver and nothing else is for whoever set it.
+        DRIVER_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok())
+    });
+    found.as_ref().ok_or(Error::DriverMissing)
 }
 
 /// Fails unless kernels can be loaded and launched, as far as the driver's library goes.
@@ -106,11 +111,12 @@ pub(crate) fn require_launch() -> Result<()> {
     FOUND.get_or_init(|| require_driver().and_then(|()| has_driver_functions(&LAUNCH_FUNCTIONS))).clone()
 }
 
-/// Looks functions up. The driver's library must have been seen to load.
+/// Looks functions of the driver up.
 fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
+    let library = driver_library()?;
     for function in functions {
-        // SAFETY: the library was seen to load. The symbol is looked up as a plain address and never called or read through.
-        if unsafe { driver::sys::culib().get::<*const c_void>(function.as_bytes()) }.is_err() {
+        // SAFETY: the symbol is looked up as a plain address and never called or read through.
+        if unsafe { library.get::<*const c_void>(function.as_bytes()) }.is_err() {
             return Err(Error::FunctionMissing { library: "the CUDA driver library", function });
         }
     }
@@ -151,7 +157,7 @@ pub(crate) fn nvrtc() -> Result<&'static Nvrtc> {
 
 fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     let Some(named) = named else {
-        // SAFETY: as in `require_driver`.
+        // SAFETY: as in `driver_library`.
         let found = NVRTC_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
         return found.ok_or(Error::NvrtcMissing);
     };
@@ -169,7 +175,7 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     if let Some(builtins) = beside(directory, |name| {
         name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
     }) {
-        // SAFETY: as in `require_driver`, of the directory that the user names.
+        // SAFETY: as in `driver_library`, of the directory that the user names.
         std::mem::forget(unsafe { Library::new(builtins) }.map_err(|e| failed(with_causes(&e)))?);
     }
     // SAFETY: as above.

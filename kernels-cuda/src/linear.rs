@@ -3,12 +3,16 @@
 //! [`LinearPlan::new`] settles everything before a launch: macros, grid, shared memory, workspace. What decides about bits is
 //! the scheme and the [`Parts`] of `k`, which depend on the weights alone; the shape of a block, and whether parts go to
 //! sets of warps and blocks of their own or follow each other in one, depend on `m` and the device and change no bit.
+//!
+//! A [`LinearCall`] is what an adapter of a framework plans with: the rounding of activations to 8 bits belongs to it.
 
+mod call;
 mod listed;
 mod plan;
 mod scheme;
 mod variant;
 
+pub use call::{CallArguments, CallLaunch, LinearCall};
 pub use listed::{listed, variants};
 pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
 pub use scheme::{Activation, LinearScheme, Output};

@@ -15,11 +15,13 @@ use quant_kernels_cpu::{
     WeightView,
 };
 use quant_kernels_cuda::Error;
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, Float, Rows};
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, Rows};
 use quant_kernels_cuda::compile::{Form, Image};
 use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
 use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
 use quant_kernels_cuda::launch::{Argument, LaunchShape, Region, Stream};
+use quant_kernels_cuda::layout::{Order, WeightLayout};
+use quant_kernels_cuda::linear::{CallArguments, LinearCall};
 use support::gpu::{Bytes, Gpu};
 use support::machine::on_gpu;
 
@@ -53,6 +55,7 @@ fn on_a_stand_in() {
     assert!(output.status.success(), "{told}");
     assert!(told.contains("planned_rows_are_launched ... ok"), "{told}");
     assert!(told.contains("linears_of_a_program_without_a_framework ... ok"), "{told}");
+    assert!(told.contains("calls_of_linears_are_launched ... ok"), "{told}");
 }
 
 #[test]
@@ -113,6 +116,102 @@ fn planned_rows_are_launched() {
         .collect();
     let added = |row| expected.row(row).iter().map(|&c| i32::from(c)).sum::<i32>();
     assert_eq!(sums, (0..m).map(added).collect::<Vec<_>>());
+}
+
+/// A whole linear, as an adapter of a framework calls it: rounding, product, and the memory between them.
+#[test]
+fn calls_of_linears_are_launched() {
+    if !on_gpu() {
+        return;
+    }
+    let ([n, k], m) = ([40, 2048], 3);
+    let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 251 % 16) as u8).collect();
+    let scales: Vec<f32> = (0..n * k / 128).map(|i| (1 + i % 9) as f32 / 64.0).collect();
+    let zeros: Vec<u8> = (0..n * k / 128).map(|i| (i * 5 % 16) as u8).collect();
+    let bias: Vec<f32> = (0..n).map(|i| i as f32 - 17.5).collect();
+    let view = WeightView::new([n, k], 4, 128, &codes, &scales, Some(&zeros)).unwrap();
+    // Half-precision numbers, some of them large, so that a step of 8 bits is seen.
+    let x: Vec<f16> = (0..m * k)
+        .map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 300.0 * (1 + i / k) as f32))
+        .collect();
+    let fixed = FixedScale { scale: 1.0 / 24.0, zero: -9 };
+    for (order, fixed) in [(Order::Float, None), (Order::Int8, None), (Order::Int8, Some(fixed))] {
+        let multiplied: Vec<f64> = match order {
+            Order::Float => x.iter().map(|&v| f64::from(v)).collect(),
+            Order::Int8 => {
+                // Whole numbers are the CPU's, to the bit.
+                let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
+                let (mut rows, layout) = (Int8Rows::default(), RowLayout::of(&layout));
+                match fixed {
+                    None => rows.quantize(&x, layout, &Serial).unwrap(),
+                    Some(FixedScale { scale, zero }) => {
+                        rows.quantize_static(&x, layout, StaticScale { scale, zero }, &Serial).unwrap();
+                    }
+                }
+                let zero = fixed.map_or(0, |by| i32::from(by.zero));
+                let value = |row, code| f64::from(i32::from(code) - zero) * f64::from(rows.scales()[row]);
+                (0..m)
+                    .flat_map(|row| rows.row(row).into_iter().map(move |c| (row, c)))
+                    .map(|(r, c)| value(r, c))
+                    .collect()
+            }
+        };
+        let got = called(&view, &bias, order, fixed, &x);
+        for (i, got) in got.iter().enumerate() {
+            let (row, feature) = (i / n, i % n);
+            let products = (0..k).map(|j| {
+                let group = feature * (k / 128) + j / 128;
+                let code = f64::from(codes[feature * k + j]) - f64::from(zeros[group]);
+                code * f64::from(scales[group]) * multiplied[row * k + j]
+            });
+            let (sum, size) = products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()));
+            let expected = sum + f64::from(bias[feature]);
+            // Sums are single floats, the result is rounded to half.
+            let bound = size * 1e-5 + expected.abs() * 2_f64.powi(-11);
+            assert!(
+                (f64::from(*got) - expected).abs() <= bound,
+                "{order:?} {fixed:?} {row} {feature}: {got} {expected}"
+            );
+        }
+    }
+}
+
+/// What a call of a linear leaves, `[m, n]`.
+fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScale>, x: &[f16]) -> Vec<f16> {
+    let gpu = Gpu::get();
+    let layout = WeightLayout::of(view, order, fixed.is_some()).unwrap();
+    let mut packed = vec![0; layout.bytes()];
+    layout.pack(view, &mut packed).unwrap();
+    let limits = (&DeviceLimits::current().unwrap()).into();
+    let call = LinearCall::new(&layout, Float::F16, fixed, x.len() / layout.k(), &limits).unwrap();
+    assert!(call.zero_bytes() > 0, "a workspace belongs to this test");
+    let memory = |bytes: Vec<u8>| Bytes::of(&bytes);
+    let weight = Bytes::of(&packed);
+    let bias = memory(bias.iter().flat_map(|v| v.to_le_bytes()).collect());
+    let x = memory(x.iter().flat_map(|v| v.to_le_bytes()).collect());
+    let out = Bytes::filled(2 * call.results(), 0x5a);
+    let scratch = Bytes::filled(call.scratch_bytes(), 0x5a);
+    scratch.write(0, &vec![0; call.zero_bytes()]);
+    let launches = call
+        .launches(&CallArguments {
+            weight: region(&weight),
+            bias: region(&bias),
+            x: region(&x),
+            out: region(&out),
+            scratch: region(&scratch),
+        })
+        .unwrap();
+    assert_eq!(launches.len(), if order == Order::Float { 1 } else { 2 });
+    let directory = tempfile::tempdir().unwrap();
+    let kernels = kernels(Some(directory.path().into()));
+    for launch in &launches {
+        // SAFETY: the primary context is never released, and images are our own.
+        let kernel = unsafe { kernels.kernel(&launch.variant, launch.shape.shared_bytes) }.unwrap();
+        // SAFETY: the call's own arguments, on memory that lives until after the wait.
+        unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream::DEFAULT) }.unwrap();
+    }
+    gpu.wait().unwrap();
+    out.read(0, out.len).chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]])).collect()
 }
 
 #[test]

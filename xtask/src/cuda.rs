@@ -3,6 +3,7 @@
 //! The run-time compiler and the disassembler come from PyPI, into an environment of their own under `target/`; they are
 //! under NVIDIA's licence and no part of what is shipped. The workspace's tests of these kernels run once more with
 //! them, and what they leave out then is a failure; then those of their C interface, with the feature that it is.
+//! `cargo xtask nightly` compiles all variants, and the adapter of candle, for which nvcc is installed beside them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,6 +16,10 @@ use crate::support::shell::{cargo, output, remove_dir, root, run as execute, tar
 /// What is installed: the compiler with its own parts, the newest disassemblers that read its code.
 const PACKAGES: [&str; 3] =
     ["cuda-toolkit[nvrtc]==13.0.2", "nvidia-cuda-cuobjdump==13.2.78", "nvidia-cuda-nvdisasm==13.2.78"];
+/// nvcc with its own parts, and the headers that candle's kernels are built with.
+const NVCC_PACKAGES: [&str; 1] = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl,nvrtc]==13.0.2"];
+/// What candle's build is told about where CUDA is.
+const NVCC_PLACES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
 /// Where tests find the disassembler.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
 /// Where tests find a library in the place of the driver's.
@@ -28,6 +33,8 @@ const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 /// The test of the program with `--device cuda`.
 const PROGRAM_TEST: &str = "cuda";
+/// Those among them that need candle's CUDA.
+const CANDLE_TESTS: &str = "candle";
 /// The feature of the C library by which it has these kernels, and its tests.
 pub const C_FEATURE: &str = "quant-kernels-c/cuda";
 const C_TESTS: &str = "cuda_interface";
@@ -42,7 +49,10 @@ pub fn run() -> Result<()> {
     let mut command = cargo(&TEST_COMMAND);
     // The whole workspace is named so that what the tests before have built is taken.
     for name in test_names(&root().join(TESTS))? {
-        command.args(["--test", &name]);
+        // Cargo refuses to be asked for tests whose feature is off.
+        if name != CANDLE_TESTS {
+            command.args(["--test", &name]);
+        }
     }
     command.args(["--test", PROGRAM_TEST]);
     let stand_in = stand_in()?;
@@ -69,6 +79,26 @@ pub fn every_variant() -> Result<()> {
     let mut command = cargo(&TEST_COMMAND);
     command.args(["--test", "compile"]);
     with_toolkit(&mut command)?.env(EVERY, "1");
+    execute(&mut command)
+}
+
+/// Compiles the adapter of candle, and candle's own CUDA with it, as far as that goes without a driver: nothing is linked.
+/// It has a target directory of its own, so that no other build meets candle's feature.
+///
+/// # Errors
+/// When nvcc cannot be had, or the adapter does not compile without a warning.
+pub fn candle() -> Result<()> {
+    let toolkit = installed("cuda-nvcc-venv", &NVCC_PACKAGES, &["bin/nvcc", "include", "lib"])?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = std::env::join_paths([toolkit.join("bin")].into_iter().chain(std::env::split_paths(&path)))
+        .context("a path cannot be put in PATH")?;
+    let mut command = cargo(&["clippy", "-p", "quant-kernels-cuda", "--features", "candle", "--all-targets"]);
+    command.arg("--target-dir").arg(target_dir().join("xtask/candle-cuda")).args(["--", "-D", "warnings"]);
+    // For which device candle's kernels are made is asked of one where this does not say.
+    command.env("PATH", path).env("CUDA_COMPUTE_CAP", "80");
+    for place in NVCC_PLACES {
+        command.env(place, &toolkit);
+    }
     execute(&mut command)
 }
 
@@ -115,9 +145,14 @@ fn test_names(directory: &Path) -> Result<Vec<String>> {
 
 /// The directory with `lib` and `bin`, installed unless it is there.
 fn toolkit() -> Result<PathBuf> {
-    let directory = target_dir().join("cuda-venv");
+    installed("cuda-venv", &PACKAGES, &["lib", "bin/nvdisasm"])
+}
+
+/// The directory of CUDA's packages in an environment of that name, installed unless they are there; it must have these parts.
+fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
+    let directory = target_dir().join(name);
     let python = directory.join("bin/python");
-    let (stamp, wanted) = (directory.join("cuda-stamp"), PACKAGES.join("\n"));
+    let (stamp, wanted) = (directory.join("cuda-stamp"), packages.join("\n"));
     let is_ready = std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted);
     if !is_ready {
         remove_dir(&directory)?;
@@ -125,12 +160,12 @@ fn toolkit() -> Result<PathBuf> {
         execute(Command::new(base).args(["-m", "venv"]).arg(&directory))?;
         let mut install = Command::new(&python);
         install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]);
-        execute(install.args(PACKAGES))?;
+        execute(install.args(packages))?;
     }
-    let packages =
+    let places =
         output(Command::new(&python).args(["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]))?;
-    let toolkit = Path::new(&packages).join("nvidia/cu13");
-    for part in ["lib", "bin/nvdisasm"] {
+    let toolkit = Path::new(&places).join("nvidia/cu13");
+    for part in parts {
         ensure!(toolkit.join(part).exists(), "the packages of CUDA have no {part}");
     }
     // Only now is it finished.
@@ -153,7 +188,8 @@ mod tests {
         }
         assert_eq!(test_names(dir.path()).unwrap(), ["compile", "linear"]);
         assert!(test_names(&dir.path().join("support/mod.rs")).is_err());
-        assert!(test_names(&root().join(TESTS)).unwrap().contains(&"compile".to_owned()));
+        let ours = test_names(&root().join(TESTS)).unwrap();
+        assert!(["compile", CANDLE_TESTS].iter().all(|name| ours.iter().any(|own| own == name)), "{ours:?}");
         assert!(test_names(&root().join("kernels-c/tests")).unwrap().contains(&C_TESTS.to_owned()));
     }
 }

@@ -8,7 +8,7 @@ use crate::{bench_awq_memory, bench_rtn, ci, cuda, dist, fuzz, interop};
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, proptest, cuda-variants, interop, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: advisories, proptest, cuda-variants, cuda-candle, interop, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases of each property test
@@ -26,6 +26,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("advisories", || ci::deny(&["advisories"]));
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("cuda-variants", cuda::every_variant);
+    steps.step("cuda-candle", cuda::candle);
     steps.step("interop", || interop::run(&["--whole", "--only", "profile"]));
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));

@@ -15,8 +15,15 @@ impl CudaRunner {
     /// The first GPU.
     ///
     /// # Errors
-    /// When there is no driver or device, or it is too old.
+    /// When there is no driver or device, it is too old, or this program cannot load a driver's library.
     pub fn new() -> Result<Self> {
+        if cfg!(target_feature = "crt-static") {
+            return Err(Error::Unavailable {
+                what: "an NVIDIA GPU".into(),
+                reason: "this program is linked statically, and loads no libraries".into(),
+                remedy: "build one with `cargo build --release`, or leave --device out".into(),
+            });
+        }
         let runner = Runner::new().map_err(|e| Error::Unavailable {
             what: "an NVIDIA GPU".into(),
             reason: e.to_string(),

@@ -1,0 +1,328 @@
+//! Linears on packed weights as operations on candle's tensors on `Device::Cuda`: what an engine written with candle calls.
+//!
+//! Names and grammar are those of [`quant_kernels_cpu::candle`]: a [`QuantizedLinear`] is a [`Module`] like
+//! `candle_nn::Linear`, and the [`CustomOp1`] behind it; what the linears of a model share, the device and its kernels, is
+//! a [`Runner`]; what becomes of their input is [`Activations`]. Weights are packed in the order of
+//! [`layout`](crate::layout) and lie in candle's memory; results and workspaces are allocated by candle, on the device's
+//! stream, and every launch is put there.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use quant_kernels_cpu::WeightView;
+//! use quant_kernels_cuda::candle::{Activations, PackedLinear, QuantizedLinear, Runner};
+//! use quant_kernels_cuda::layout::Order;
+//!
+//! // Two output features of 32 inputs: codes of 4 bits whose zero is 8, one scale a row.
+//! let (codes, scales) = ([9; 64], [0.5, 0.25]);
+//! let view = WeightView::new([2, 32], 4, 32, &codes, &scales, None)?;
+//!
+//! let device = Device::new_cuda(0)?;
+//! let weight = Arc::new(PackedLinear::pack(&view, None, Order::Int8, false, &device)?);
+//! let runner = Runner::new(&device)?; // one for all linears
+//! let linear = QuantizedLinear::new(weight, Activations::PerToken, &runner)?;
+//!
+//! let x = Tensor::ones((1, 3, 32), DType::BF16, &device)?; // [batch, positions, k]
+//! let y = linear.forward(&x)?; // [batch, positions, n]
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr};
+use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Error, Layout, MetalStorage, Module,
+    Result, Shape, Tensor, bail,
+};
+pub use quant_kernels_cpu::candle::Activations;
+use quant_kernels_cpu::{KernelError, WeightView};
+
+use crate::activation::FixedScale;
+use crate::device::{self, Kernels};
+use crate::float::Float;
+use crate::launch::{Region, Stream};
+use crate::layout::{Order, WeightLayout};
+use crate::linear::{CallArguments, DeviceLimits, LinearCall};
+use crate::tensor::{input, types};
+
+/// Weights `[n, k]` on a device, packed once.
+#[derive(Debug)]
+pub struct PackedLinear {
+    layout: WeightLayout,
+    bytes: CudaSlice<u8>,
+    bias: Option<CudaSlice<f32>>,
+    device: CudaDevice,
+}
+
+impl PackedLinear {
+    /// Packs a view, on the CPU, and moves it to the device: in [`Order::Float`] for [`Activations::Float`], in
+    /// [`Order::Int8`] for the others; with `sums` where activations may have a zero.
+    ///
+    /// # Errors
+    /// As [`WeightLayout::of`] and [`WeightLayout::pack`]; when the bias is not `[n]`, the device is not CUDA, or lacks memory.
+    pub fn pack(
+        view: &WeightView<'_>,
+        bias: Option<&[f32]>,
+        order: Order,
+        sums: bool,
+        device: &Device,
+    ) -> Result<Self> {
+        let layout = WeightLayout::of(view, order, sums).map_err(Error::wrap)?;
+        let mut bytes = Vec::new();
+        bytes
+            .try_reserve_exact(layout.bytes())
+            .map_err(|_| Error::wrap(KernelError::Memory("the packed weights")))?;
+        bytes.resize(layout.bytes(), 0);
+        layout.pack(view, &mut bytes).map_err(Error::wrap)?;
+        Self::from_packed(layout, &bytes, bias, device)
+    }
+
+    /// Moves what is packed already to the device, such as bytes of a file.
+    ///
+    /// # Errors
+    /// When the bytes are not as many as the layout says; otherwise as [`pack`](Self::pack).
+    pub fn from_packed(
+        layout: WeightLayout,
+        bytes: &[u8],
+        bias: Option<&[f32]>,
+        device: &Device,
+    ) -> Result<Self> {
+        let length = |what, expected, got| match got == expected {
+            true => Ok(()),
+            false => Err(Error::wrap(KernelError::Length { what, expected, got })),
+        };
+        length("packed weights", layout.bytes(), bytes.len())?;
+        if let Some(bias) = bias {
+            length("bias", layout.n(), bias.len())?;
+        }
+        let device = device.as_cuda_device()?.clone();
+        let bytes = device.clone_htod(bytes)?;
+        let bias = bias.map(|bias| device.clone_htod(bias)).transpose()?;
+        // The stream may be the thread's own, and other threads use the weights.
+        device.synchronize()?;
+        Ok(Self { layout, bytes, bias, device })
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &WeightLayout {
+        &self.layout
+    }
+
+    /// The bias that it was packed with.
+    pub fn bias(&self) -> Option<&CudaSlice<f32>> {
+        self.bias.as_ref()
+    }
+}
+
+/// The device and the kernels that the linears of a model share.
+///
+/// A kernel is compiled and loaded when it is first needed, which takes a tenth of a second: call once with as many tokens
+/// as later before what must not wait, or is captured into a graph. Images are kept in the user's directory of caches, or
+/// where `QUANT_CUDA_CACHE` says, and run as they lie there. Clones share all of it.
+#[derive(Clone)]
+pub struct Runner {
+    // Dropped before the device, whose context they are loaded into.
+    kernels: Arc<Kernels>,
+    limits: DeviceLimits,
+    device: CudaDevice,
+}
+
+impl Runner {
+    /// A runner on this device, for weights and inputs on it.
+    ///
+    /// # Errors
+    /// When it is not CUDA, or older than all that kernels are compiled for.
+    pub fn new(device: &Device) -> Result<Self> {
+        let device = device.as_cuda_device()?.clone();
+        device.cuda_stream().context().bind_to_thread().w()?;
+        let limits = device::DeviceLimits::current().map_err(Error::wrap)?;
+        limits.target().map_err(Error::wrap)?;
+        Ok(Self { kernels: Arc::default(), limits: (&limits).into(), device })
+    }
+
+    /// Puts a call on the device's stream: weights and `x` from `start` on become results.
+    fn call<T: DeviceRepr>(
+        &self,
+        call: &LinearCall,
+        weight: &PackedLinear,
+        x: &CudaSlice<T>,
+        start: usize,
+    ) -> Result<CudaSlice<T>> {
+        let stream = self.device.cuda_stream();
+        // SAFETY: the launches write every element that is there; the one of no results is never read.
+        let mut out = unsafe { self.device.alloc::<T>(call.results().max(1)) }?;
+        if call.results() == 0 {
+            return Ok(out);
+        }
+        // SAFETY: what must be zero is made so; the rest is written before it is read.
+        let mut scratch = unsafe { self.device.alloc::<u8>(call.scratch_bytes().max(1)) }?;
+        if call.zero_bytes() > 0 {
+            stream.memset_zeros(&mut scratch.slice_mut(..call.zero_bytes())).w()?;
+        }
+        let (x_bytes, x_start) = (x.num_bytes(), start.saturating_mul(size_of::<T>()));
+        let (out_bytes, scratch_bytes) = (out.num_bytes(), scratch.num_bytes());
+        let region = |address, bytes: usize| Region { address, bytes: bytes as u64 };
+        // These tell the stream's events, where candle keeps any, until they are dropped, behind the launches.
+        let (x_at, _x) = x.device_ptr(&stream);
+        let (weight_at, _weight) = weight.bytes.device_ptr(&stream);
+        let bias = weight.bias.as_ref().map(|bias| bias.device_ptr(&stream));
+        let (out_at, _out) = out.device_ptr_mut(&stream);
+        let (scratch_at, _scratch) = scratch.device_ptr_mut(&stream);
+        let at = CallArguments {
+            weight: region(weight_at, weight.bytes.num_bytes()),
+            bias: bias.as_ref().map_or(Region::NONE, |(at, _)| region(*at, 4 * weight.layout.n())),
+            x: region(x_at + x_start as u64, x_bytes.saturating_sub(x_start)),
+            out: region(out_at, out_bytes),
+            scratch: region(scratch_at, scratch_bytes),
+        };
+        let launches = call.launches(&at).map_err(Error::wrap)?;
+        stream.context().bind_to_thread().w()?;
+        for launch in &launches {
+            // SAFETY: the device, and with it the context, is dropped behind the kernels; the directory of images is the
+            // user's own, which the documentation says is run.
+            let kernel = unsafe { self.kernels.kernel(&launch.variant, launch.shape.shared_bytes) };
+            let kernel = kernel.map_err(Error::wrap)?;
+            // SAFETY: the call's own arguments, of regions that were looked at; they are freed on this stream, behind the
+            // launch, and the stream is the context's.
+            let launched =
+                unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream(stream.cu_stream().cast())) };
+            launched.map_err(Error::wrap)?;
+        }
+        drop((_out, _scratch));
+        Ok(out)
+    }
+}
+
+impl fmt::Debug for Runner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runner").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+/// `y = x Ŵᵀ + b` of packed weights `[n, k]`.
+///
+/// The input is `[.., k]` in f16 or bf16, or in `f32` where activations become whole numbers, on the runner's device, with
+/// any strides; what is not contiguous, or begins at no multiple of 16 bytes, is copied first. The result is `[.., n]` in the
+/// type of the input: sums are `f32` and rounded once, half to even. There is no gradient:
+/// [`forward`](Module::forward) gives a tensor that none flows through, and behind `apply_op1` `backward` fails. Clones share
+/// weights and runner.
+#[derive(Debug, Clone)]
+pub struct QuantizedLinear {
+    weight: Arc<PackedLinear>,
+    activations: Activations,
+    runner: Runner,
+}
+
+impl QuantizedLinear {
+    /// A linear with these weights, and the bias they were packed with.
+    ///
+    /// # Errors
+    /// When the weights lie on another device than the runner's or are packed for other activations, a static scale is not
+    /// above zero, or has a zero that needs sums which the weights were packed without; of [`Activations::Float`] when `k` is
+    /// no multiple of 8.
+    pub fn new(
+        weight: Arc<PackedLinear>,
+        activations: Activations,
+        runner: &Runner,
+    ) -> std::result::Result<Self, KernelError> {
+        if !weight.device.same_device(&runner.device) {
+            return Err(KernelError::Scheme("weights on another device than the runner's"));
+        }
+        let linear = Self { weight, activations, runner: runner.clone() };
+        // No rows are refused for what all would be.
+        linear.plan(Float::F16, 0)?;
+        Ok(linear)
+    }
+
+    /// The weights.
+    pub fn weight(&self) -> &Arc<PackedLinear> {
+        &self.weight
+    }
+
+    /// What they are multiplied with.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// What several linears make of the same input, one [`forward`](Module::forward) after another: nothing waits between
+    /// them. As on the CPU, for engines that run on both.
+    ///
+    /// # Errors
+    /// As `forward`.
+    pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
+        linears.iter().map(|linear| linear.forward(x)).collect()
+    }
+
+    fn plan(&self, element: Float, m: usize) -> std::result::Result<LinearCall, KernelError> {
+        let layout = &self.weight.layout;
+        let (order, fixed) = match self.activations {
+            Activations::Float => (Order::Float, None),
+            Activations::PerToken => (Order::Int8, None),
+            Activations::Static(by) => (Order::Int8, Some(FixedScale { scale: by.scale, zero: by.zero })),
+        };
+        if order != layout.order() {
+            return Err(KernelError::Scheme("weights that are packed for other activations"));
+        }
+        LinearCall::new(layout, element, fixed, m, &self.runner.limits)
+    }
+}
+
+impl Module for QuantizedLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.apply_op1_no_bwd(self)
+    }
+}
+
+impl CustomOp1 for QuantizedLinear {
+    fn name(&self) -> &'static str {
+        "quantized-linear"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{} runs on CUDA only, and its input is on the CPU: move it there first", self.name())
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (name, device, dtype) = (self.name(), &self.runner.device, storage.dtype());
+        if !storage.device().same_device(device) {
+            bail!("{name}: its input is on another device than its weights: move it there first");
+        }
+        let order = self.weight.layout.order();
+        let element = match (dtype, order) {
+            (DType::F16, _) => Float::F16,
+            (DType::BF16, _) => Float::Bf16,
+            (DType::F32, Order::Int8) => Float::F32,
+            _ => bail!("{name} takes {}, not {}", types(order), dtype.as_str()),
+        };
+        let start = layout.contiguous_offsets().map(|(start, _)| start);
+        let input = input(name, &self.weight.layout, layout.dims(), start, element).map_err(Error::msg)?;
+        if input.copied {
+            // SAFETY: every element is written before it is read.
+            let mut rows = unsafe { device.alloc_uninit(layout.shape(), dtype) }?;
+            storage.copy_strided_src(&mut rows, 0, layout)?;
+            return self.cuda_fwd(&rows, &Layout::contiguous(layout.shape()));
+        }
+        let (call, start) = (self.plan(element, input.m).map_err(Error::wrap)?, layout.start_offset());
+        let slice = match &storage.slice {
+            CudaStorageSlice::F16(x) => {
+                CudaStorageSlice::F16(self.runner.call(&call, &self.weight, x, start)?)
+            }
+            CudaStorageSlice::BF16(x) => {
+                CudaStorageSlice::BF16(self.runner.call(&call, &self.weight, x, start)?)
+            }
+            CudaStorageSlice::F32(x) => {
+                CudaStorageSlice::F32(self.runner.call(&call, &self.weight, x, start)?)
+            }
+            _ => bail!("{name} takes {}, not {}", types(order), dtype.as_str()),
+        };
+        Ok((CudaStorage { slice, device: device.clone() }, Shape::from(input.results)))
+    }
+
+    fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        bail!("{} runs on CUDA only, and its input is on Metal: move it there first", self.name())
+    }
+}

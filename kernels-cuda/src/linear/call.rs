@@ -1,0 +1,355 @@
+//! A linear as a framework calls it: from activations as floats to results of their type, every launch on the way.
+//!
+//! [`LinearPlan`] is the product alone; weights that are packed for whole numbers want their activations rounded first.
+//! A [`LinearCall`] plans both and the memory between them. It is arithmetic of the host, as plans are.
+
+use quant_kernels_cpu::KernelError;
+
+use super::plan::{LinearArguments, LinearPlan};
+use super::scheme::{Activation, Output};
+use super::variant::DeviceLimits;
+use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows};
+use crate::compile::Variant;
+use crate::float::Float;
+use crate::launch::{Argument, LaunchShape, Region};
+use crate::layout::{Order, WeightLayout};
+
+/// What the parts of the scratch memory are aligned to, in bytes.
+const ALIGN: usize = 256;
+
+/// A linear of so many tokens, settled.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinearCall {
+    rounding: Option<Rounding>,
+    product: LinearPlan,
+    n: usize,
+    k: usize,
+    m: usize,
+    scratch_bytes: usize,
+}
+
+/// How activations become whole numbers, and where in the scratch memory these lie, behind the product's workspace.
+#[derive(Debug, Clone, PartialEq)]
+struct Rounding {
+    plan: ActivationPlan,
+    fixed: Option<FixedScale>,
+    stride: usize,
+    codes_at: usize,
+    codes_bytes: usize,
+    scales_at: usize,
+}
+
+/// Where things are on the device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CallArguments {
+    /// The packed matrix, all sections.
+    pub weight: Region,
+    /// f32 `[n]`, or [`Region::NONE`].
+    pub bias: Region,
+    /// `[m, k]` without gaps, from a multiple of 16 bytes on.
+    pub x: Region,
+    /// `[m, n]` without gaps, of the type of `x`.
+    pub out: Region,
+    /// As many bytes as the call says, from a multiple of 256 on, of which the first are zero.
+    pub scratch: Region,
+}
+
+/// One launch of a call: for [`Kernels::kernel`](crate::device::Kernels::kernel) and
+/// [`Kernel::launch`](crate::device::Kernel::launch), in order, on one stream.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CallLaunch {
+    /// The kernel.
+    pub variant: Variant,
+    /// Blocks, threads, shared memory.
+    pub shape: LaunchShape,
+    /// In the kernel's order.
+    pub arguments: Vec<Argument>,
+}
+
+impl LinearCall {
+    /// Plans `m` tokens of type `element`. Weights of [`Order::Float`] are multiplied with the activations themselves, f16 or
+    /// bf16; those of [`Order::Int8`] with whole numbers of 8 bits, a scale a token, or one scale and zero where `fixed` is.
+    ///
+    /// # Errors
+    /// When weights and activations do not belong together: `f32` or `fixed` with weights for floats, whose `k` must be a
+    /// multiple of 8 also; a scale that is not above zero; a zero without sums in the layout. What plans refuse.
+    pub fn new(
+        layout: &WeightLayout,
+        element: Float,
+        fixed: Option<FixedScale>,
+        m: usize,
+        device: &DeviceLimits,
+    ) -> Result<Self, KernelError> {
+        let (n, k) = (layout.n(), layout.k());
+        let (activation, output) = match (layout.order(), element) {
+            (Order::Float, _) if fixed.is_some() => {
+                return Err(KernelError::Scheme(
+                    "a scale of activations for weights that are packed for floats",
+                ));
+            }
+            (Order::Float, Float::F32) => {
+                return Err(KernelError::Scheme(
+                    "f32 activations for weights that are packed for f16 and bf16",
+                ));
+            }
+            (Order::Float, _) if !k.is_multiple_of(8) => {
+                return Err(KernelError::Scheme("rows of activations that are no multiples of 16 bytes"));
+            }
+            (Order::Float, Float::F16) => (Activation::F16, Output::F16),
+            (Order::Float, Float::Bf16) => (Activation::Bf16, Output::Bf16),
+            (Order::Int8, element) => {
+                let zero = fixed.is_some_and(|by| by.zero != 0);
+                (
+                    Activation::Int8 { zero },
+                    match element {
+                        Float::F16 => Output::F16,
+                        Float::Bf16 => Output::Bf16,
+                        Float::F32 => Output::F32,
+                    },
+                )
+            }
+        };
+        let product = LinearPlan::new(layout, activation, output, m, device)?;
+        let mut end = product.workspace_bytes;
+        let mut place = |bytes: Option<usize>| {
+            let at = end.checked_next_multiple_of(ALIGN);
+            let (at, bytes) = at.zip(bytes).ok_or(KernelError::TooLarge("the workspace"))?;
+            end = at.checked_add(bytes).ok_or(KernelError::TooLarge("the workspace"))?;
+            Ok((at, bytes))
+        };
+        let mut rounding = None;
+        if layout.order() == Order::Int8 {
+            if fixed.is_some_and(|by| !by.is_valid()) {
+                return Err(KernelError::Scheme("an activation scale that is not above zero"));
+            }
+            let shape = ActivationShape {
+                fixed: fixed.is_some(),
+                ..ActivationShape::new(Rows::Plain, element, m, k)
+            };
+            let (plan, stride) = (shape.plan()?, shape.code_stride);
+            let (codes_at, codes_bytes) = place(m.checked_mul(stride))?;
+            let (scales_at, _) = place(m.checked_mul(4))?;
+            rounding = Some(Rounding { plan, fixed, stride, codes_at, codes_bytes, scales_at });
+        }
+        Ok(Self { rounding, product, n, k, m, scratch_bytes: end })
+    }
+
+    /// Bytes of scratch memory, which calls that may run at the same time do not share.
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch_bytes
+    }
+
+    /// Bytes at its beginning that are zero before the launches.
+    pub fn zero_bytes(&self) -> usize {
+        self.product.ticket_bytes
+    }
+
+    /// Elements of the results.
+    pub fn results(&self) -> usize {
+        self.m * self.n
+    }
+
+    /// The product.
+    pub fn product(&self) -> &LinearPlan {
+        &self.product
+    }
+
+    /// What is launched, one after the other: none without tokens.
+    ///
+    /// # Errors
+    /// When a region is too small or lies at no multiple of what its type needs.
+    pub fn launches(&self, at: &CallArguments) -> Result<Vec<CallLaunch>, KernelError> {
+        if self.m == 0 {
+            return Ok(Vec::new());
+        }
+        at.scratch.require("workspace", self.scratch_bytes, ALIGN)?;
+        let part = |from: usize, bytes: usize| Region {
+            address: at.scratch.address + from as u64,
+            bytes: bytes as u64,
+        };
+        let mut launches = Vec::with_capacity(2);
+        let (mut x, mut x_stride, mut x_scales, mut x_zero) = (at.x, self.k, Region::NONE, 0);
+        if let Some(rounding) = &self.rounding {
+            let codes = part(rounding.codes_at, rounding.codes_bytes);
+            let scales = part(rounding.scales_at, 4 * self.m);
+            let arguments = rounding.plan.arguments(&ActivationArguments {
+                x: at.x,
+                up: Region::NONE,
+                residual: Region::NONE,
+                weight: Region::NONE,
+                eps: 0.0,
+                fixed: rounding.fixed,
+                codes,
+                scales,
+                row_sums: Region::NONE,
+                group_sums: Region::NONE,
+            })?;
+            launches.push(CallLaunch {
+                variant: rounding.plan.variant.clone(),
+                shape: rounding.plan.launch,
+                arguments: arguments.to_vec(),
+            });
+            (x, x_stride, x_scales) = (codes, rounding.stride, scales);
+            x_zero = rounding.fixed.map_or(0, |by| i32::from(by.zero));
+        }
+        let workspace = match self.product.workspace_bytes {
+            0 => Region::NONE,
+            bytes => part(0, bytes),
+        };
+        let arguments = self.product.arguments(&LinearArguments {
+            weight: at.weight,
+            x,
+            x_stride,
+            x_scales,
+            x_zero,
+            bias: at.bias,
+            out: at.out,
+            out_stride: self.n,
+            workspace,
+        })?;
+        launches.push(CallLaunch {
+            variant: self.product.variant.compiled(),
+            shape: self.product.launch,
+            arguments: arguments.to_vec(),
+        });
+        Ok(launches)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quant_kernels_cpu::ScaleType;
+
+    use super::*;
+    use crate::compile::Architecture;
+
+    const FIXED: FixedScale = FixedScale { scale: 0.5, zero: -3 };
+
+    fn layout(k: usize, order: Order, sums: bool) -> WeightLayout {
+        let group = if k.is_multiple_of(128) { 128 } else { k };
+        WeightLayout::from_parts([512, k], 4, group, ScaleType::F16, Some(8), order, sums).unwrap()
+    }
+
+    fn call(
+        layout: &WeightLayout,
+        element: Float,
+        fixed: Option<FixedScale>,
+        m: usize,
+    ) -> Result<LinearCall, KernelError> {
+        LinearCall::new(layout, element, fixed, m, &DeviceLimits::of(Architecture::Sm90))
+    }
+
+    fn places(call: &LinearCall, layout: &WeightLayout, each: usize) -> CallArguments {
+        let region = |address, bytes: usize| Region { address, bytes: bytes as u64 };
+        CallArguments {
+            weight: region(0x10_0000, layout.bytes()),
+            bias: region(0x20_0000, 4 * 512),
+            x: region(0x30_0000, call.m * call.k * each),
+            out: region(0x40_0000, call.m * 512 * each),
+            scratch: region(0x50_0000, call.scratch_bytes()),
+        }
+    }
+
+    #[test]
+    fn floats_are_multiplied_as_they_are() {
+        let layout = layout(1024, Order::Float, false);
+        for element in [Float::F16, Float::Bf16] {
+            let call = call(&layout, element, None, 3).unwrap();
+            assert_eq!(call.scratch_bytes(), call.product().workspace_bytes);
+            assert!(call.zero_bytes() == 0 || call.zero_bytes() < call.scratch_bytes());
+            let launches = call.launches(&places(&call, &layout, 2)).unwrap();
+            assert_eq!(launches.len(), 1);
+            assert_eq!(launches[0].variant.kernel, "linear");
+            // x and out, as they were given.
+            assert_eq!(launches[0].arguments[5], Argument::U64(0x30_0000));
+            assert_eq!(launches[0].arguments[8], Argument::U64(0x40_0000));
+            assert_eq!(call.results(), 3 * 512);
+        }
+    }
+
+    /// Codes and scales lie behind the workspace, apart from each other, and the product reads what rounding wrote.
+    #[test]
+    fn whole_numbers_pass_through_the_scratch_memory() {
+        for (m, k) in [(1, 4096), (7, 1000), (300, 4096)] {
+            let layout = layout(k, Order::Int8, false);
+            let call = call(&layout, Float::Bf16, None, m).unwrap();
+            let launches = call.launches(&places(&call, &layout, 2)).unwrap();
+            let [rounding, product] = &launches[..] else { panic!("{} launches", launches.len()) };
+            assert_eq!((rounding.variant.kernel, product.variant.kernel), ("activation", "linear"));
+            assert_eq!(rounding.arguments[0], Argument::U64(0x30_0000));
+            assert_eq!(rounding.arguments[4..6], product.arguments[5..7]);
+            let (Argument::U64(codes), Argument::U64(scales)) = (product.arguments[5], product.arguments[6])
+            else {
+                panic!("no addresses")
+            };
+            let (stride, base) = (k.next_multiple_of(16), 0x50_0000);
+            assert!(codes >= base + call.product().workspace_bytes as u64);
+            assert!(scales >= codes + (m * stride) as u64);
+            assert_eq!(scales + 4 * m as u64, base + call.scratch_bytes() as u64);
+            assert_eq!(rounding.arguments[11], Argument::U64(stride as u64));
+            assert_eq!(product.arguments[14], Argument::U32(stride as u32));
+        }
+    }
+
+    #[test]
+    fn one_scale_and_zero_reach_both_launches() {
+        let layout = layout(1024, Order::Int8, true);
+        let call = call(&layout, Float::F32, Some(FIXED), 2).unwrap();
+        let launches = call.launches(&places(&call, &layout, 4)).unwrap();
+        assert_eq!(launches[0].arguments[15..], [Argument::F32(0.5), Argument::U32(-3_i32 as u32)]);
+        assert_eq!(launches[1].arguments[18], Argument::U32(-3_i32 as u32));
+    }
+
+    #[test]
+    fn no_tokens_are_no_launches() {
+        for (order, element) in [(Order::Float, Float::F16), (Order::Int8, Float::F32)] {
+            let layout = layout(1024, order, false);
+            let call = call(&layout, element, None, 0).unwrap();
+            let nothing = CallArguments {
+                weight: Region::NONE,
+                bias: Region::NONE,
+                x: Region::NONE,
+                out: Region::NONE,
+                scratch: Region::NONE,
+            };
+            assert_eq!(call.launches(&nothing), Ok(Vec::new()));
+            assert_eq!(call.results(), 0);
+        }
+    }
+
+    #[test]
+    fn what_does_not_belong_together_is_told() {
+        let (float, whole) = (layout(1024, Order::Float, false), layout(1024, Order::Int8, false));
+        let bad =
+            |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
+        assert!(bad(&float, Float::F32, None).contains("f32 activations"));
+        assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for floats"));
+        assert!(bad(&layout(1004, Order::Float, false), Float::F16, None).contains("multiples of 16 bytes"));
+        assert!(bad(&whole, Float::F16, Some(FIXED)).contains("without sums"));
+        let none = FixedScale { scale: 0.0, zero: 0 };
+        assert!(bad(&whole, Float::F16, Some(none)).contains("not above zero"));
+        assert!(call(&whole, Float::F16, Some(FixedScale { zero: 0, ..FIXED }), 1).is_ok());
+        assert!(matches!(call(&whole, Float::F16, None, usize::MAX), Err(KernelError::TooLarge(_))));
+    }
+
+    #[test]
+    fn memory_that_is_too_small_is_told() {
+        let layout = layout(1024, Order::Int8, false);
+        let call = call(&layout, Float::F16, None, 5).unwrap();
+        let good = places(&call, &layout, 2);
+        assert!(call.launches(&good).is_ok());
+        assert!(call.launches(&CallArguments { bias: Region::NONE, ..good }).is_ok());
+        let less = |r: Region| Region { bytes: r.bytes - 1, ..r };
+        for bad in [
+            CallArguments { weight: less(good.weight), ..good },
+            CallArguments { bias: less(good.bias), ..good },
+            CallArguments { x: less(good.x), ..good },
+            CallArguments { x: Region { address: 0x30_0008, ..good.x }, ..good },
+            CallArguments { out: less(good.out), ..good },
+            CallArguments { scratch: less(good.scratch), ..good },
+            CallArguments { scratch: Region { address: 0x50_0080, ..good.scratch }, ..good },
+        ] {
+            assert!(call.launches(&bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! What a linear takes of a framework's tensor, decided in plain numbers: no framework and no CUDA is needed to test it.
+
+use crate::float::Float;
+use crate::layout::{Order, WeightLayout};
+
+/// An input `[.., k]` of a linear `[n, k]`, looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Input {
+    /// Tokens.
+    pub m: usize,
+    /// Elements.
+    pub elements: usize,
+    /// The dimensions of the results, `[.., n]`.
+    pub results: Vec<usize>,
+    /// Whether it must be copied before kernels read it: it has gaps, another order, or begins at no multiple of 16 bytes.
+    pub copied: bool,
+}
+
+/// Looks at an input of these dimensions; `start` is the element that it begins at, where its elements follow each other.
+///
+/// # Errors
+/// A message, when it is no `[.., k]`, or more than memory can hold.
+pub(crate) fn input(
+    name: &str,
+    layout: &WeightLayout,
+    dims: &[usize],
+    start: Option<usize>,
+    element: Float,
+) -> Result<Input, String> {
+    let (n, k) = (layout.n(), layout.k());
+    let mut results = dims.to_vec();
+    match results.last_mut() {
+        Some(last) if *last == k => *last = n,
+        _ => return Err(format!("{name} [{n}, {k}] takes [.., {k}], not {dims:?}")),
+    }
+    // Dimensions of an expanded tensor can be more than memory holds.
+    let bytes = |dims: &[usize]| {
+        let elements = dims.iter().try_fold(1_usize, |all, &dim| all.checked_mul(dim))?;
+        let bytes = elements.checked_mul(element.bytes())?;
+        isize::try_from(bytes).ok().map(|_| elements)
+    };
+    let elements = bytes(dims).ok_or_else(|| format!("{name}: the input {dims:?} is too large"))?;
+    bytes(&results).ok_or_else(|| format!("{name}: the output {results:?} is too large"))?;
+    let straight = start.is_some_and(|at| at.wrapping_mul(element.bytes()).is_multiple_of(16));
+    Ok(Input { m: elements / k, elements, results, copied: elements > 0 && !straight })
+}
+
+/// The types of inputs that weights in this order are multiplied with, in words.
+pub(crate) fn types(order: Order) -> &'static str {
+    match order {
+        Order::Float => "f16 or bf16",
+        Order::Int8 => "f32, f16 or bf16",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quant_kernels_cpu::ScaleType;
+
+    use super::*;
+
+    fn look(dims: &[usize], start: Option<usize>, element: Float) -> Result<Input, String> {
+        let layout =
+            WeightLayout::from_parts([24, 128], 4, 128, ScaleType::F16, Some(8), Order::Float, false);
+        input("quantized-linear", &layout.unwrap(), dims, start, element)
+    }
+
+    #[test]
+    fn any_rank_from_one_is_rows() {
+        for (dims, m, results) in [
+            (&[128][..], 1, &[24][..]),
+            (&[5, 128], 5, &[5, 24]),
+            (&[2, 3, 128], 6, &[2, 3, 24]),
+            (&[2, 1, 3, 128], 6, &[2, 1, 3, 24]),
+            (&[2, 0, 128], 0, &[2, 0, 24]),
+        ] {
+            let input = look(dims, Some(0), Float::Bf16).unwrap();
+            let expected = Input { m, elements: 128 * m, results: results.to_vec(), copied: false };
+            assert_eq!(input, expected, "{dims:?}");
+        }
+    }
+
+    #[test]
+    fn what_kernels_cannot_read_is_copied() {
+        let copied = |start, element| look(&[5, 128], start, element).unwrap().copied;
+        assert!(copied(None, Float::F16));
+        for (start, half, single) in [(0, false, false), (4, true, false), (8, false, false), (3, true, true)]
+        {
+            assert_eq!(copied(Some(start), Float::F16), half, "{start}");
+            assert_eq!(copied(Some(start), Float::F32), single, "{start}");
+        }
+        // There is nothing to copy.
+        assert!(!look(&[0, 128], None, Float::F16).unwrap().copied);
+    }
+
+    #[test]
+    fn other_inputs_are_told() {
+        for dims in [&[][..], &[127], &[128, 5]] {
+            let told = look(dims, Some(0), Float::F16).unwrap_err();
+            assert_eq!(told, format!("quantized-linear [24, 128] takes [.., 128], not {dims:?}"));
+        }
+        let told = look(&[1 << 60, 128], None, Float::F16).unwrap_err();
+        assert!(told.contains("the input") && told.contains("too large"), "{told}");
+        assert_eq!(types(Order::Float), "f16 or bf16");
+        assert_eq!(types(Order::Int8), "f32, f16 or bf16");
+    }
+
+    #[test]
+    fn results_may_be_too_large_where_inputs_are_not() {
+        let wide =
+            WeightLayout::from_parts([1 << 20, 128], 4, 128, ScaleType::F16, Some(8), Order::Float, false);
+        let told = input("linear", &wide.unwrap(), &[1 << 50, 128], Some(0), Float::F16).unwrap_err();
+        assert!(told.starts_with("linear: the output"), "{told}");
+    }
+}

@@ -1,0 +1,127 @@
+//! Linears on candle's tensors on `Device::Cuda` give what the CPU's do, up to the order of sums.
+//!
+//! Builds with the feature `candle` where nvcc is, links CUDA, and runs where a device is: with `QUANT_GPU=1`.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Module, Tensor};
+use quant_kernels_cpu::candle as cpu;
+use quant_kernels_cpu::{KernelError, Serial, StaticScale, WeightView};
+use quant_kernels_cuda::candle::{Activations, PackedLinear, QuantizedLinear, Runner};
+use quant_kernels_cuda::layout::Order;
+
+const STATIC: Activations = Activations::Static(StaticScale { scale: 1.0 / 24.0, zero: -9 });
+const ALL: [Activations; 3] = [Activations::Float, Activations::PerToken, STATIC];
+const SHAPE: [usize; 2] = [40, 2048];
+
+/// The first device, unless there is to be none.
+fn device() -> Option<Device> {
+    if std::env::var_os("QUANT_GPU").is_none_or(|v| v != "1") {
+        eprintln!("SKIPPED: QUANT_GPU is not 1");
+        return None;
+    }
+    Some(Device::new_cuda(0).unwrap())
+}
+
+/// Weights of 4 bits with zeros and a bias, on the device and on the CPU.
+fn linears(device: &Device, activations: Activations) -> (QuantizedLinear, cpu::QuantizedLinear) {
+    let [n, k] = SHAPE;
+    let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 251 % 16) as u8).collect();
+    let scales: Vec<f32> = (0..n * k / 128).map(|i| (1 + i % 9) as f32 / 64.0).collect();
+    let zeros: Vec<u8> = (0..n * k / 128).map(|i| (i * 5 % 16) as u8).collect();
+    let bias: Vec<f32> = (0..n).map(|i| i as f32 - 17.5).collect();
+    let view = WeightView::new(SHAPE, 4, 128, &codes, &scales, Some(&zeros)).unwrap();
+    let order = if activations == Activations::Float { Order::Float } else { Order::Int8 };
+    let sums = activations == STATIC;
+    let weight = Arc::new(PackedLinear::pack(&view, Some(&bias), order, sums, device).unwrap());
+    let runner = Runner::new(device).unwrap();
+    let on_cpu = quant_kernels_cpu::PackedLinear::pack(&view, Some(&bias), true, &Serial).unwrap();
+    (
+        QuantizedLinear::new(weight, activations, &runner).unwrap(),
+        cpu::QuantizedLinear::new(Arc::new(on_cpu), activations, &cpu::Runner::new(Serial)).unwrap(),
+    )
+}
+
+/// `[2, 3, k]` on the CPU.
+fn input(dtype: DType) -> Tensor {
+    let k = SHAPE[1];
+    let values: Vec<f32> = (0..6 * k).map(|i| ((i * 37 % 997) as f32 - 498.3) / 300.0).collect();
+    Tensor::from_vec(values, (2, 3, k), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+fn values(x: &Tensor) -> Vec<f32> {
+    let on_cpu = x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    on_cpu.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Sums are some hundreds wide, and as single floats within a thousandth; the result is rounded once.
+#[track_caller]
+fn assert_near(got: &Tensor, expected: &Tensor) {
+    assert_eq!((got.dims(), got.dtype()), (expected.dims(), expected.dtype()));
+    let rounding = match got.dtype() {
+        DType::F32 => 0.0,
+        DType::F16 => 2_f32.powi(-10),
+        _ => 2_f32.powi(-7),
+    };
+    for (got, expected) in values(got).into_iter().zip(values(expected)) {
+        assert!((got - expected).abs() <= 0.02 + rounding * expected.abs(), "{got} {expected}");
+    }
+}
+
+#[test]
+fn results_are_the_cpus() {
+    let Some(device) = device() else { return };
+    for activations in ALL {
+        let (linear, on_cpu) = linears(&device, activations);
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            let x = input(dtype);
+            let got = linear.forward(&x.to_device(&device).unwrap());
+            match (activations, dtype) {
+                (Activations::Float, DType::F32) => {
+                    let told = got.unwrap_err().to_string();
+                    assert!(told.contains("quantized-linear takes f16 or bf16, not f32"), "{told}");
+                }
+                _ => assert_near(&got.unwrap(), &on_cpu.forward(&x).unwrap()),
+            }
+        }
+    }
+}
+
+#[test]
+fn views_are_read_where_they_begin() {
+    let Some(device) = device() else { return };
+    let (linear, on_cpu) = linears(&device, Activations::PerToken);
+    let x = input(DType::F16);
+    let on_device = x.to_device(&device).unwrap();
+    let k = SHAPE[1];
+    let views: [fn(&Tensor, usize) -> Tensor; 4] = [
+        |x, _| x.narrow(1, 1, 2).unwrap(),
+        |x, _| x.transpose(0, 1).unwrap(),
+        |x, _| x.get(1).unwrap(),
+        |x, k| x.flatten_all().unwrap().narrow(0, 3, 2 * k).unwrap().reshape((2, k)).unwrap(),
+    ];
+    for view in views {
+        let expected = on_cpu.forward(&view(&x, k)).unwrap();
+        assert_near(&linear.forward(&view(&on_device, k)).unwrap(), &expected);
+    }
+    assert_eq!(linear.forward(&on_device.get(0).unwrap().get(0).unwrap()).unwrap().dims(), [SHAPE[0]]);
+}
+
+#[test]
+fn what_does_not_fit_is_told() {
+    let Some(device) = device() else { return };
+    let (linear, _) = linears(&device, Activations::PerToken);
+    let told = |x: &Tensor| linear.forward(x).unwrap_err().to_string();
+    let elsewhere = told(&input(DType::F16));
+    assert!(elsewhere.contains("runs on CUDA only, and its input is on the CPU"), "{elsewhere}");
+    let narrow = told(&input(DType::F16).to_device(&device).unwrap().narrow(2, 0, 2047).unwrap());
+    assert!(narrow.contains("[40, 2048] takes [.., 2048], not [2, 3, 2047]"), "{narrow}");
+    let whole = told(&Tensor::zeros((2, 2048), DType::U8, &device).unwrap());
+    assert!(whole.contains("takes f32, f16 or bf16, not u8"), "{whole}");
+    let runner = Runner::new(&device).unwrap();
+    let other = QuantizedLinear::new(linear.weight().clone(), Activations::Float, &runner).unwrap_err();
+    assert_eq!(other, KernelError::Scheme("weights that are packed for other activations"));
+    let another = Runner::new(&Device::new_cuda(0).unwrap()).unwrap();
+    let far = QuantizedLinear::new(linear.weight().clone(), Activations::PerToken, &another).unwrap_err();
+    assert_eq!(far, KernelError::Scheme("weights on another device than the runner's"));
+}
