@@ -291,7 +291,7 @@ fn linears_of_a_program_without_a_framework() {
         (4, 256, 64, Activations::PerToken),
         (8, 264, 264, Activations::Static(by)),
     ] {
-        let number = |i: usize, of: usize| (i * 2_654_435_761 >> 7) % of;
+        let number = |i: usize, of: usize| ((i * 2_654_435_761) >> 7) % of;
         let codes: Vec<u8> = (0..n * k).map(|i| number(i, 1 << bits) as u8).collect();
         let scales: Vec<f32> = (0..n * k / group).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
         let zeros: Vec<u8> = (0..n * k / group).map(|i| number(i + 3, 1 << bits) as u8).collect();
