@@ -108,6 +108,7 @@ fn the_device_is_for_kernels() {
         all
     };
     check_message("no kernels", &quant(arguments(&[])), 2, &["--device cuda", "--execution kernels"]);
+    check_message("kernels", &quant(args!["bench", "kernels", "--device", "cuda"]), 2, &["xtask gpu"]);
     let ablation = ["--execution", "kernels", "--ablation"];
     let run = quant(arguments(&ablation));
     assert_eq!(run.code(), Some(2), "{run}");

@@ -33,7 +33,7 @@ pub struct Args {
     /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Where quantized linears are computed: cuda is the first NVIDIA GPU; of a model, all else stays on the processor
+    /// Where MODEL's quantized linears are computed: cuda is the first NVIDIA GPU; all else stays on the processor
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
     #[command(flatten)]
@@ -76,6 +76,12 @@ impl Rate {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check()?;
     if args.model == Path::new("kernels") {
+        if args.device == Device::Cuda {
+            return Err(Error::usage(
+                "`bench kernels` measures the processor's",
+                "`cargo xtask gpu` makes a directory whose program measures those of a GPU; leave --device out",
+            ));
+        }
         return kernels::run(&args.json, session);
     }
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
