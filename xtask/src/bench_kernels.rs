@@ -77,7 +77,7 @@ fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String>
     Some(format!(
         "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams a thread (at best {:.1}), dot products in \
          registers {:.2} TOPS: medians of looks between the cases, each the best of its patterns. Medians; per cent \
-         are of these.\n\n{}\n{}\n",
+         are of the looks just before and after.\n\n{}\n{}\n",
         report["isa"].as_str()?,
         report["memory"]["gb_per_second"].as_f64()?,
         report["memory"]["streams"].as_u64()?,

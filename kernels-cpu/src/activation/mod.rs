@@ -14,7 +14,7 @@
 //! arithmetic is in `f32`, in the order that [`reference`](crate::reference) has, and every instruction set, split and
 //! number of threads gives the same bits.
 //!
-//! Rows lie in strips of up to twelve, as many as a tile takes; of a strip step by step the eight codes of
+//! Rows lie in strips of as many as a tile takes, up to twelve or, where that is all, sixteen; of a strip step by step the eight codes of
 //! every row: a kernel reads from beginning to end.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
@@ -32,7 +32,7 @@ use self::rows::{Grid, Place};
 pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};
 use crate::layout::STEP;
-use crate::linear::MAX_ROWS;
+use crate::linear::{MAX_ROWS, ONE_STRIP};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Layout, Parallel};
 
@@ -109,7 +109,7 @@ pub(crate) fn strip(m: usize, i: usize) -> core::ops::Range<usize> {
 }
 
 pub(crate) fn strips(m: usize) -> usize {
-    m.div_ceil(MAX_ROWS).max(1)
+    if m <= ONE_STRIP { 1 } else { m.div_ceil(MAX_ROWS) }
 }
 
 /// So many values, of which those that were there stay.

@@ -1,4 +1,5 @@
-//! Lines of weights that are asked for before they are needed, by tiles of few rows: these wait for memory.
+//! Lines of weights that are asked for before they are needed, by tiles of whole numbers: up to some sixteen rows wait for
+//! memory, and of more rows the first to meet a panel do.
 //!
 //! A processor foresees lines that follow each other; it does not foresee where a tile goes when its panels end. With
 //! `k` of a few thousand a panel's codes are a few pages, so what is waited for at their beginning is a tenth of the
@@ -7,6 +8,18 @@
 
 use crate::layout::{Layout, PANEL_ROWS, ScaleType};
 use crate::simd::Lanes;
+
+/// Bytes ahead within a panel that a tile of so many rows asks for, as measured. Many rows fill the processor's window with
+/// arithmetic, which then foresees little by itself; few rows run through so many panels side by side that the first cache
+/// would not hold what is further ahead.
+pub(super) const fn distance(rows: usize, bits: usize) -> usize {
+    match rows {
+        0..=4 => 2048,
+        5..=8 => 4096,
+        9..=12 => 1024 * bits,
+        _ => 8192,
+    }
+}
 
 /// How far ahead the codes of a tile's panels are asked for, all panels side by side.
 #[derive(Clone, Copy)]

@@ -11,8 +11,12 @@ use crate::simd::FloatLanes;
 use crate::simd::scalar::Scalar;
 use crate::{Isa, IsaToken, Layout};
 
-/// Rows of a strip of activations, and of the highest tile.
+/// Rows of a strip of activations, where there are several.
 pub(crate) const MAX_ROWS: usize = 12;
+
+/// So many rows are one strip, for what they wait for is memory: a second strip would find its weights in a cache, and
+/// memory would rest meanwhile.
+pub(crate) const ONE_STRIP: usize = 16;
 
 /// Kinds of tiles: whole numbers on a symmetric grid of 4 bits, on any other, below two levels of scales; and
 /// floats.
@@ -55,6 +59,8 @@ impl Path {
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
             // Thirty-two hold the sums of four rows, four each, and a step of codes.
             Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm if left > 4 => left.div_ceil(left.div_ceil(4)),
+            // Floats wait for arithmetic.
+            _ if self.kind == FLOAT && left > MAX_ROWS => left.div_ceil(2),
             _ => left,
         }
     }
@@ -68,7 +74,8 @@ impl Path {
             (Isa::Scalar | Isa::Avx2 | Isa::AvxVnni, _) => 1,
             // Few rows wait for memory: four panels are four streams. Many fill the registers.
             (Isa::Avx512Vnni | Isa::Avx512Bf16, ..=4) => 4,
-            (Isa::Avx512Vnni | Isa::Avx512Bf16, _) => 2,
+            (Isa::Avx512Vnni | Isa::Avx512Bf16, ..=MAX_ROWS) => 2,
+            (Isa::Avx512Vnni | Isa::Avx512Bf16, _) => 1,
         }
     }
 
@@ -123,6 +130,7 @@ impl Path {
             Isa::Avx512Vnni | Isa::Avx512Bf16 => {
                 tiles!(avx512vnni_tile, [1 4], [1 2 3 4]);
                 tiles!(avx512vnni_tile, [1 2], [5 6 7 8 9 10 11 12]);
+                tiles!(avx512vnni_tile, [1], [13 14 15 16]);
             }
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => tiles_of_neon!(neon_tile),

@@ -28,7 +28,7 @@ mod tile;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-pub(crate) use self::dispatch::MAX_ROWS;
+pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP};
 pub use self::product::{Product, multiply_each, multiply_float_each};
 use crate::layout::{LINE, PANEL_ROWS};
 use crate::parallel::Disjoint;

@@ -5,7 +5,7 @@
 //! all panels.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
-use super::ahead::{Ahead, next_parameters};
+use super::ahead::{self, Ahead, next_parameters};
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::Lanes;
 
@@ -60,9 +60,7 @@ pub(crate) unsafe fn multiply<
     let (groups, steps, panel) = (layout.groups(), layout.steps(), layout.panel_bytes());
     let step_bytes = PANEL_ROWS * STEP * BITS / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
-    // A tile of few rows waits for memory: the lines of the steps to come are asked for in time.
-    let waits = MR <= 8;
-    let ahead = Ahead::new(layout, NP, if waits { 2048 } else { BITS * 256 });
+    let ahead = Ahead::new(layout, NP, ahead::distance(MR, BITS));
     // What is missing of every code is part of its zero.
     let offset = if BITS == 4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
@@ -112,9 +110,7 @@ pub(crate) unsafe fn multiply<
             }
             // Whatever branches comes before sums are touched: what branches share, the compiler keeps in memory.
             let scales = t.weights.add(scales_at);
-            if waits {
-                next_parameters::<L, NP>(layout, t.weights, g);
-            }
+            next_parameters::<L, NP>(layout, t.weights, g);
             let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
             if CENTRED {
                 for m in 0..MR {

@@ -1,12 +1,13 @@
 //! Attention on the cache: decoding reads all of it for one token, prefill computes.
 
 use std::hint::black_box;
+use std::ops::RangeInclusive;
 use std::time::Instant;
 
 use quant_core::Result;
 use quant_core::random::SplitMix64;
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
-use quant_kernels_cpu::{IsaToken, KernelError, Rayon};
+use quant_kernels_cpu::{KernelError, Rayon};
 use serde::Serialize;
 
 use super::super::Session;
@@ -40,7 +41,7 @@ pub(super) struct Case {
     /// Of a layer, each round.
     decode_seconds: Vec<f64>,
     gb_per_second: f64,
-    /// Of what memory gave in this run.
+    /// Of what memory gave around the rounds.
     memory_share: f64,
     /// Times faster than on f16.
     over_f16: f64,
@@ -49,17 +50,20 @@ pub(super) struct Case {
     prefill_seconds: Vec<f64>,
     prefill_gflops: f64,
     append_seconds_per_token: f64,
+    #[serde(skip)]
+    looks: RangeInclusive<usize>,
 }
 
 impl Case {
     /// The share of what memory gave.
-    pub(super) fn judge(&mut self, gb_per_second: f64) {
+    pub(super) fn judge(&mut self, limits: &Limits) {
+        let [gb_per_second, _] = limits.during(&self.looks);
         self.memory_share = self.gb_per_second / gb_per_second;
     }
 }
 
 /// Measures all kinds; rounds go around them, and the limits are looked at in between.
-pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -> Result<Vec<Case>> {
+pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case>> {
     let [query, kv] = HEADS;
     let heads = Heads { query, kv, scale: 1.0 / (HEAD_DIM as f32).sqrt() };
     let mut random = SplitMix64(1);
@@ -90,6 +94,7 @@ pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -
             prefill_seconds: Vec::new(),
             prefill_gflops: 0.0,
             append_seconds_per_token: 0.0,
+            looks: 0..=0,
         };
         let mut of_kind = Vec::new();
         let mut appended = 0.0;
@@ -113,8 +118,9 @@ pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -
     }
     let mut workspace = Workspace::default();
     let (mut out, mut lse) = (vec![1.0; query * HEAD_DIM], vec![1.0; query]);
+    let first = limits.look();
+    let mut last = first;
     for _ in 0..ROUNDS {
-        limits.look(token);
         for (case, layers) in cases.iter_mut().zip(&layers) {
             session.cancel.check()?;
             let started = Instant::now();
@@ -125,9 +131,11 @@ pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -
             }
             case.decode_seconds.push(started.elapsed().as_secs_f64() / LAYERS as f64);
         }
+        last = limits.look();
     }
     let f16 = cases.last().map_or(0.0, |case| median(&case.decode_seconds));
     for case in &mut cases {
+        case.looks = first..=last;
         let usual = median(&case.decode_seconds);
         case.gb_per_second = case.bytes_per_token * TOKENS as f64 / usual / 1e9;
         case.over_f16 = f16 / usual;

@@ -1,6 +1,7 @@
 //! Linear layers: few tokens wait for memory, many for arithmetic.
 
 use std::hint::black_box;
+use std::ops::RangeInclusive;
 use std::time::Instant;
 
 use quant_core::Result;
@@ -50,16 +51,19 @@ pub(super) struct Case {
     /// Of each round.
     seconds: Vec<f64>,
     gb_per_second: f64,
-    /// Of what memory gave in this run.
-    pub(super) memory_share: f64,
+    /// Of what memory gave just before and after.
+    memory_share: f64,
     tops: f64,
-    /// Of what dot products in registers gave.
-    pub(super) dot_share: f64,
+    /// Of what dot products in registers gave just before and after.
+    dot_share: f64,
+    #[serde(skip)]
+    looks: RangeInclusive<usize>,
 }
 
 impl Case {
     /// Shares of what the machine gave.
-    pub(super) fn judge(&mut self, gb_per_second: f64, tops: f64) {
+    pub(super) fn judge(&mut self, limits: &Limits) {
+        let [gb_per_second, tops] = limits.during(&self.looks);
         (self.memory_share, self.dot_share) = (self.gb_per_second / gb_per_second, self.tops / tops);
     }
 }
@@ -69,14 +73,18 @@ pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -
     let mut cases = Vec::new();
     for shape in SHAPES {
         for scheme in SCHEMES {
-            limits.look(token);
             session.cancel.check()?;
             session.progress.note(&format!("{} {} x {}", scheme.name, shape[0], shape[1]));
             let packed = pack(scheme, shape).map_err(refused)?;
             let copies = vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.bits) / 8)];
+            let mut before = limits.look();
             for tokens in TOKENS {
                 session.cancel.check()?;
-                cases.push(time(scheme, &copies, tokens, token).map_err(refused)?);
+                let mut case = time(scheme, &copies, tokens, token).map_err(refused)?;
+                let after = limits.look();
+                case.looks = before..=after;
+                cases.push(case);
+                before = after;
             }
         }
     }
@@ -137,6 +145,7 @@ fn time(
         memory_share: 0.0,
         tops: operations / usual / 1e12,
         dot_share: 0.0,
+        looks: 0..=0,
         seconds,
     })
 }

@@ -3,6 +3,8 @@
 mod attention;
 mod linear;
 
+use std::ops::RangeInclusive;
+
 use quant_core::{Error, Result};
 use quant_kernels_cpu::limits::{MemoryLimit, dot_limit, read_limit};
 use quant_kernels_cpu::{Isa, IsaToken, KernelError, Rayon};
@@ -33,15 +35,14 @@ struct Memory {
 /// Measures.
 pub fn run(json: &JsonOption, session: &Session) -> Result<()> {
     let token = IsaToken::detect();
-    let mut limits = Limits::default();
+    let mut limits = Limits::new(token);
     let mut linear = linear::measure(&mut limits, token, session)?;
-    let mut attention = attention::measure(&mut limits, token, session)?;
-    limits.look(token);
+    let mut attention = attention::measure(&mut limits, session)?;
+    linear.iter_mut().for_each(|case| case.judge(&limits));
+    attention.iter_mut().for_each(|case| case.judge(&limits));
     let (memory, dot_tops) = limits.usual();
-    linear.iter_mut().for_each(|case| case.judge(memory.gb_per_second, dot_tops));
-    attention.iter_mut().for_each(|case| case.judge(memory.gb_per_second));
     let report = Report {
-        schema: "quant-bench-kernels/2",
+        schema: "quant-bench-kernels/3",
         isa: token.isa().name(),
         threads: rayon::current_num_threads(),
         memory,
@@ -52,38 +53,60 @@ pub fn run(json: &JsonOption, session: &Session) -> Result<()> {
     json.emit(&report, || show(&report))
 }
 
-/// Limits, looked at between the cases: on a shared machine they change while one measures.
-#[derive(Default)]
+/// Limits, looked at before and after each case: on a shared machine they change while one measures.
 struct Limits {
-    memory: Vec<MemoryLimit>,
-    dot: Vec<f64>,
+    token: IsaToken,
+    /// Read by each look: more than any last cache holds.
+    words: Vec<u64>,
+    looks: Vec<Look>,
+}
+
+/// What the machine gave at one time, in the best of its patterns.
+struct Look {
+    memory: MemoryLimit,
+    dot: f64,
 }
 
 impl Limits {
-    fn look(&mut self, token: IsaToken) {
-        let memory = vec![1_u64; 32 << 20];
-        self.memory.push(read_limit(token, &memory, 1, &Rayon));
-        self.dot.push(dot_limit(token, 2, &Rayon));
+    fn new(token: IsaToken) -> Self {
+        Self { token, words: vec![1; 32 << 20], looks: Vec::new() }
     }
 
-    /// The median look, each the best of its patterns.
+    /// Looks, and says how many looks there were before.
+    fn look(&mut self) -> usize {
+        let memory = read_limit(self.token, &self.words, 1, &Rayon);
+        self.looks.push(Look { memory, dot: dot_limit(self.token, 1, &Rayon) });
+        self.looks.len() - 1
+    }
+
+    /// The middle of what memory gave in these looks, in GB/s, and of dot products, in TOPS.
+    fn during(&self, looks: &RangeInclusive<usize>) -> [f64; 2] {
+        let looks = self.looks.get(looks.clone()).unwrap_or_default();
+        let middle = |of: fn(&Look) -> f64| median(&looks.iter().map(of).collect::<Vec<_>>());
+        [middle(|look| look.memory.bytes_per_second) / 1e9, middle(|look| look.dot) / 1e12]
+    }
+
+    /// The median look.
     fn usual(mut self) -> (Memory, f64) {
-        self.memory.sort_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second));
-        let (usual, best) = (self.memory[self.memory.len() / 2], self.memory[self.memory.len() - 1]);
+        let dot = self.during(&(0..=self.looks.len() - 1))[1];
+        self.looks.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
+        let (usual, best) =
+            (self.looks[self.looks.len() / 2].memory, self.looks[self.looks.len() - 1].memory);
         let memory = Memory {
             gb_per_second: usual.bytes_per_second / 1e9,
             best_gb_per_second: best.bytes_per_second / 1e9,
             streams: usual.streams,
         };
-        (memory, median(&self.dot) / 1e12)
+        (memory, dot)
     }
 }
 
-/// The middle of some times.
+/// The middle of some values, or of the two in the middle.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted[sorted.len() / 2]
+    let middle = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
 }
 
 fn refused(error: KernelError) -> Error {
@@ -92,8 +115,8 @@ fn refused(error: KernelError) -> Error {
 
 fn show(report: &Report) -> String {
     format!(
-        "{}\n{}\nmemory {:.1} GB/s in {} stream(s) a thread (at best {:.1}), dot products {:.2} TOPS; \
-         {} thread(s), {}\n",
+        "{}\n{}\nmemory {:.1} GB/s in {} stream(s) a thread (at best {:.1}), dot products {:.2} TOPS, which change: per cent are \
+         of what there was just before and after; {} thread(s), {}\n",
         linear::show(&report.linear),
         attention::show(&report.attention),
         report.memory.gb_per_second,
