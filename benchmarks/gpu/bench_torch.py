@@ -1,4 +1,4 @@
-"""The shapes of gpu_bench by torch and Triton, in the same way: bench_torch.py OURS.jsonl OUT.jsonl
+"""The shapes of `quant bench kernels --device cuda` by torch and Triton, in the same way: bench_torch.py OURS.json OUT.jsonl
 
 Times are medians over launches between two events, inputs taken in turn from more memory than the second cache holds.
 """
@@ -108,13 +108,13 @@ def triton_quantize():
 def main(ours, out):
     quantize = triton_quantize()
     times = {}
-    lines = [json.loads(line) for line in open(ours)]
+    lines = json.load(open(ours))["kernels"]
     with open(out, "w") as results:
         results.write(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}) + "\n")
         print(f"{'kernel':28} {'shape':>14} {'tokens':>7} {'ours µs':>10} {'theirs µs':>10}  of")
-        for line in lines[1:]:
+        for line in lines:
             kernel, shape, m = line["kernel"], line["shape"], line["tokens"]
-            numbers = [int(word) for word in shape.split(" × ")]
+            numbers = [int(word) for word in shape.split(" x ")]
             if kernel.startswith("w"):
                 peers = {"torch f16": (dense, *numbers, m)}
                 peers |= {"torch int8": (int8, *numbers, m)} if "a8" in kernel else {"torch int4": (int4, *numbers, m)}

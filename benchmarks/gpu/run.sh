@@ -59,11 +59,11 @@ if wanted sanitizer; then
     fi
 fi
 
-wanted bench && note bench.txt ./gpu_bench results/bench.jsonl
+wanted bench && note bench.txt ./quant bench kernels --device cuda --json=results/bench.json
 
 if wanted torch; then
     if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-        note torch.txt python3 bench_torch.py results/bench.jsonl results/torch.jsonl
+        note torch.txt python3 bench_torch.py results/bench.json results/torch.jsonl
     else
         echo "SKIPPED: no torch with CUDA here"
     fi

@@ -4,10 +4,14 @@ use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::slice;
 
-use crate::device::{Code, Device, SHARED_MOST, device};
+use crate::device::{Code, Device, MEMORY, SHARED_MOST, device};
 
 /// The one context.
 const CONTEXT: usize = 0x10;
+/// CUDA 13.0, whose compiler the tests take.
+const VERSION: c_int = 13_000;
+/// Bytes of the second cache: few, so that measuring beyond it stays short.
+const CACHE: usize = 16 << 10;
 
 thread_local! {
     /// The contexts of a thread, the current one last; null is none.
@@ -96,11 +100,20 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: 
 /// # Safety
 /// As the driver's own.
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Code {
+    // SAFETY: as the caller says. It may be asked for before all else.
+    unsafe { give(version, VERSION) }.err().unwrap_or(Code::SUCCESS)
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> Code {
     initialised(|_| {
-        // By their numbers: multiprocessors, compute capability, shared memory of a multiprocessor and of a block.
+        // By their numbers: multiprocessors, the second cache, compute capability, shared memory of a multiprocessor and of a block.
         let found = match attribute {
             16 => 2,
+            38 => CACHE as c_int,
             75 => 10,
             76 => 0,
             81 => SHARED_MOST as c_int + 1024,
@@ -175,6 +188,17 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut usize) -> Code {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> Code {
     in_context(|_| Ok(()))
+}
+
+/// # Safety
+/// As the driver's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Code {
+    // SAFETY: as the caller says.
+    in_context(|device| unsafe {
+        give(free, MEMORY.saturating_sub(device.allocated()))?;
+        give(total, MEMORY)
+    })
 }
 
 /// # Safety

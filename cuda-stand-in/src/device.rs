@@ -41,6 +41,8 @@ const ALIGN: u64 = 256;
 /// Dynamic shared memory that a kernel has without asking for more, and the most that it gets.
 const SHARED_UNASKED: u32 = 48 * 1024;
 pub(crate) const SHARED_MOST: u32 = 227 * 1024;
+/// Bytes that can be allocated.
+pub(crate) const MEMORY: usize = 4 << 30;
 
 struct Loaded {
     text: String,
@@ -83,6 +85,9 @@ impl Device {
         if bytes == 0 {
             return Err(Code::INVALID_VALUE);
         }
+        if bytes > MEMORY.saturating_sub(self.allocated()) {
+            return Err(Code::OUT_OF_MEMORY);
+        }
         let mut memory = Vec::new();
         memory.try_reserve_exact(bytes).map_err(|_| Code::OUT_OF_MEMORY)?;
         memory.resize(bytes, 0xee);
@@ -90,6 +95,11 @@ impl Device {
         self.next = (address + bytes as u64).next_multiple_of(ALIGN) + 4096;
         self.allocations.insert(address, memory);
         Ok(address)
+    }
+
+    /// Bytes that are.
+    pub(crate) fn allocated(&self) -> usize {
+        self.allocations.values().map(Vec::len).sum()
     }
 
     pub(crate) fn free(&mut self, address: u64) -> Result<(), Code> {

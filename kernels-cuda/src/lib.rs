@@ -19,6 +19,7 @@ pub mod launch;
 pub mod layout;
 mod libraries;
 pub mod linear;
+pub mod measure;
 pub mod registry;
 pub mod standalone;
 #[cfg(any(feature = "candle", test))]

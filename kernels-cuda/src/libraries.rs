@@ -1,7 +1,7 @@
 //! Finds CUDA's libraries before anything calls them.
 //!
 //! cudarc loads the driver when one of its functions is first called and panics if it, or the function, is not there. So
-//! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_device`] or
+//! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_standalone`] or
 //! [`require_launch`] agreed. cudarc's own answer is not asked: it has none where another crate of the program makes it
 //! link the driver, as candle does. Of the run-time compiler a few functions are called, which are looked up here; it may
 //! lie anywhere, for [`NVRTC`] names it.
@@ -34,6 +34,28 @@ const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
+/// What a program without a framework takes beside, but for [`elapsed`].
+const STANDALONE_FUNCTIONS: [&str; 16] = [
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDriverGetVersion",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuMemGetInfo_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemsetD8_v2",
+    "cuMemcpyHtoD_v2",
+    "cuMemcpyDtoH_v2",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuEventDestroy_v2",
+];
+/// What tells the time between two events, the newest first: before CUDA 12.8 drivers have the second only, which does the
+/// same.
+const ELAPSED_FUNCTIONS: [&str; 2] = ["cuEventElapsedTime_v2", "cuEventElapsedTime"];
 /// What the loader is asked for, in cudarc's order.
 const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 /// What the loader is asked for, the newest first.
@@ -109,6 +131,32 @@ fn driver_library() -> Result<&'static Library> {
 pub(crate) fn require_launch() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     FOUND.get_or_init(|| require_driver().and_then(|()| has_driver_functions(&LAUNCH_FUNCTIONS))).clone()
+}
+
+/// Fails unless a program without a framework finds all that it calls.
+pub(crate) fn require_standalone() -> Result<()> {
+    static FOUND: OnceLock<Result<()>> = OnceLock::new();
+    let look = || {
+        require_device()?;
+        require_launch()?;
+        has_driver_functions(&STANDALONE_FUNCTIONS)?;
+        elapsed().map(|_| ())
+    };
+    FOUND.get_or_init(look).clone()
+}
+
+/// Writes the milliseconds from one event to another.
+pub(crate) type Elapsed =
+    unsafe extern "C" fn(*mut f32, driver::sys::CUevent, driver::sys::CUevent) -> driver::sys::CUresult;
+
+/// The driver's function that does, by whichever name it has it.
+pub(crate) fn elapsed() -> Result<Elapsed> {
+    let library = driver_library()?;
+    // SAFETY: both names are those of such functions, since they are there at all; the library is never unloaded.
+    let find = |name: &&str| unsafe { library.get::<Elapsed>(name.as_bytes()) }.ok().map(|found| *found);
+    let missing =
+        Error::FunctionMissing { library: "the CUDA driver library", function: ELAPSED_FUNCTIONS[1] };
+    ELAPSED_FUNCTIONS.iter().find_map(find).ok_or(missing)
 }
 
 /// Looks functions of the driver up.

@@ -54,7 +54,9 @@ const TESTS: [Test; 4] = [
         sanitized: Some("what_was_appended_is_attended_to"),
     },
 ];
-const BENCH: &str = "gpu_bench";
+/// What measures, of which package, and what compiles kernels for it ahead.
+const BENCH: [&str; 2] = ["quant-cli", "quant"];
+const IMAGES: &str = "measure_images";
 const PACKAGE: &str = "quant-kernels-cuda";
 /// What is copied from here.
 const SCRIPTS: &str = "benchmarks/gpu";
@@ -91,10 +93,13 @@ pub fn run(args: &Args) -> Result<()> {
         cuda::with_toolkit(&mut command)?.env("QUANT_CUDA_CACHE", &images);
         execute(&mut command)?;
     }
-    let built = executables(&mut cargo(&["build", "-p", PACKAGE, "--example", BENCH]))?;
-    let bench = place(&built, BENCH, &out.join(BENCH))?;
-    let mut compile = Command::new(bench);
-    compile.arg("images").arg(&images).args(&args.architectures);
+    let [package, program] = BENCH;
+    let built = executables(&mut cargo(&["build", "--release", "-p", package, "--bin", program]))?;
+    place(&built, program, &out.join(program))?;
+    let built = executables(&mut cargo(&["build", "-p", PACKAGE, "--example", IMAGES]))?;
+    let compiler = tempfile::tempdir().context("cannot make a directory")?;
+    let mut compile = Command::new(place(&built, IMAGES, &compiler.path().join(IMAGES))?);
+    compile.arg(&images).args(&args.architectures);
     execute(cuda::with_toolkit(&mut compile)?)?;
 
     let line = |test: &Test| format!("{} {}\n", test.name, test.skips.join(" "));

@@ -13,7 +13,7 @@ use cudarc::driver::{result, sys};
 use crate::device::{DeviceLimits, checked};
 use crate::error::{Error, Result};
 use crate::launch::Region;
-use crate::libraries::require_device;
+use crate::libraries::{elapsed, require_standalone};
 
 pub use linear::{Activations, Linear, Runner};
 
@@ -45,7 +45,7 @@ impl Gpu {
     }
 
     fn find() -> Result<Self> {
-        require_device()?;
+        require_standalone()?;
         let device = told("find the first device", result::device::get(0))?;
         // SAFETY: the context is never released, so it outlives whatever is made in it.
         let context = told("take the device's context", unsafe { result::primary_ctx::retain(device) })?;
@@ -53,6 +53,39 @@ impl Gpu {
         told("make a context current", unsafe { result::ctx::set_current(context) })?;
         let name = told("name the device", result::device::get_name(device))?;
         Ok(Self { context, name, limits: DeviceLimits::current()? })
+    }
+
+    /// The newest CUDA that the driver takes: 13000 for 13.0.
+    ///
+    /// # Errors
+    /// When the driver does not say.
+    pub fn driver_version(&self) -> Result<u32> {
+        let mut version = 0;
+        // SAFETY: the driver was seen to be there; a number is written.
+        checked("ask for the driver's version", unsafe { sys::cuDriverGetVersion(&mut version) })?;
+        Ok(u32::try_from(version).unwrap_or(0))
+    }
+
+    /// Bytes of the device's second cache.
+    ///
+    /// # Errors
+    /// When the driver does not say.
+    pub fn cache_bytes(&self) -> Result<usize> {
+        let device = told("find the first device", result::device::get(0))?;
+        let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
+        // SAFETY: the device is one.
+        let bytes = told("ask what the device has", unsafe { result::device::get_attribute(device, which) })?;
+        Ok(usize::try_from(bytes).unwrap_or(0))
+    }
+
+    /// How much of its memory there is.
+    ///
+    /// # Errors
+    /// When the driver does not say.
+    pub fn memory(&self) -> Result<DeviceMemory> {
+        self.make_current()?;
+        let (free, total) = told("ask for free memory", result::mem_get_info())?;
+        Ok(DeviceMemory { free, total })
     }
 
     /// Makes its context this thread's current one.
@@ -72,6 +105,15 @@ impl Gpu {
         self.make_current()?;
         told("wait for the device", result::ctx::synchronize())
     }
+}
+
+/// Bytes that a device has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Those that nobody has taken.
+    pub free: usize,
+    /// All.
+    pub total: usize,
 }
 
 /// Bytes on the first device, freed when dropped.
@@ -189,11 +231,12 @@ impl Event {
     /// What went wrong on the device since.
     pub fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         self.gpu.make_current()?;
-        // SAFETY: both were recorded.
-        let milliseconds = unsafe {
+        let (elapsed, mut milliseconds) = (elapsed()?, 0.0);
+        // SAFETY: both were recorded; a number is written.
+        unsafe {
             told("wait for an event", result::event::synchronize(self.event))?;
-            told("read a time", result::event::elapsed(earlier.event, self.event))?
-        };
+            checked("read a time", elapsed(&mut milliseconds, earlier.event, self.event))?;
+        }
         Ok(f64::from(milliseconds) / 1e3)
     }
 }

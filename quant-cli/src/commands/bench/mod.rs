@@ -33,7 +33,10 @@ pub struct Args {
     /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Where MODEL's quantized linears are computed: cuda is the first NVIDIA GPU; all else stays on the processor
+    /// Of kernels, measure those with TEXT in their name, shape and tokens
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Where MODEL's quantized linears are computed, or whose kernels are measured: cuda is the first NVIDIA GPU
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
     #[command(flatten)]
@@ -76,13 +79,10 @@ impl Rate {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check()?;
     if args.model == Path::new("kernels") {
-        if args.device == Device::Cuda {
-            return Err(Error::usage(
-                "`bench kernels` measures the processor's",
-                "`cargo xtask gpu` makes a directory whose program measures those of a GPU; leave --device out",
-            ));
-        }
-        return kernels::run(&args.json, session);
+        return kernels::run(args.only.as_deref(), args.device, &args.json, session);
+    }
+    if args.only.is_some() {
+        return Err(Error::usage("--only is for `bench kernels`", "leave --only out"));
     }
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
         return Err(Error::usage(

@@ -14,6 +14,8 @@ use super::super::Session;
 use super::{Limits, median, refused};
 use crate::output::table;
 
+/// All kinds are measured or none: each is judged beside f16.
+pub(super) const NAME: &str = "attention kv4 kv8 f16";
 /// Heads of a model of 8 billion parameters.
 const HEADS: [usize; 2] = [32, 8];
 const HEAD_DIM: usize = 128;
@@ -161,8 +163,11 @@ fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), Kern
     Ok(())
 }
 
-/// A line a kind.
-pub(super) fn show(cases: &[Case]) -> String {
+/// A line a kind; nothing of nothing.
+pub(super) fn show(cases: &[Case]) -> Option<String> {
+    if cases.is_empty() {
+        return None;
+    }
     let header =
         ["cache", "bytes a token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
     let rows: Vec<Vec<String>> = cases
@@ -178,5 +183,5 @@ pub(super) fn show(cases: &[Case]) -> String {
             ]
         })
         .collect();
-    table(&header, &rows)
+    Some(table(&header, &rows))
 }

@@ -12,7 +12,7 @@ use quant_kernels_cpu::{
 use serde::Serialize;
 
 use super::super::Session;
-use super::{Limits, median, refused};
+use super::{Limits, Only, median, refused};
 use crate::output::table;
 
 /// `[n, k]` of the linears, those of models of 1 and 8 billion parameters.
@@ -68,24 +68,42 @@ impl Case {
     }
 }
 
-/// Measures all, and looks at the limits in between.
-pub(super) fn measure(limits: &mut Limits, token: IsaToken, session: &Session) -> Result<Vec<Case>> {
+/// Schemes and shapes that are to be measured.
+fn chosen<'a>(only: &'a Only<'_>) -> impl Iterator<Item = (Scheme, [usize; 2])> + 'a {
+    let all = SHAPES.into_iter().flat_map(|shape| SCHEMES.map(|scheme| (scheme, shape)));
+    all.filter(|(scheme, shape)| only.takes(&name(*scheme, *shape)))
+}
+
+fn name(scheme: Scheme, [n, k]: [usize; 2]) -> String {
+    format!("{} {n} x {k}", scheme.name)
+}
+
+/// How many there are of these.
+pub(super) fn taken(only: &Only<'_>) -> usize {
+    chosen(only).count()
+}
+
+/// Measures them, and looks at the limits in between.
+pub(super) fn measure(
+    limits: &mut Limits,
+    token: IsaToken,
+    only: &Only<'_>,
+    session: &Session,
+) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
-    for shape in SHAPES {
-        for scheme in SCHEMES {
+    for (scheme, shape) in chosen(only) {
+        session.cancel.check()?;
+        session.progress.note(&name(scheme, shape));
+        let packed = pack(scheme, shape).map_err(refused)?;
+        let copies = vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.bits) / 8)];
+        let mut before = limits.look();
+        for tokens in TOKENS {
             session.cancel.check()?;
-            session.progress.note(&format!("{} {} x {}", scheme.name, shape[0], shape[1]));
-            let packed = pack(scheme, shape).map_err(refused)?;
-            let copies = vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.bits) / 8)];
-            let mut before = limits.look();
-            for tokens in TOKENS {
-                session.cancel.check()?;
-                let mut case = time(scheme, &copies, tokens, token).map_err(refused)?;
-                let after = limits.look();
-                case.looks = before..=after;
-                cases.push(case);
-                before = after;
-            }
+            let mut case = time(scheme, &copies, tokens, token).map_err(refused)?;
+            let after = limits.look();
+            case.looks = before..=after;
+            cases.push(case);
+            before = after;
         }
     }
     Ok(cases)
@@ -150,8 +168,11 @@ fn time(
     })
 }
 
-/// A line a scheme and shape, a column a number of tokens.
-pub(super) fn show(cases: &[Case]) -> String {
+/// A line a scheme and shape, a column a number of tokens; nothing of nothing.
+pub(super) fn show(cases: &[Case]) -> Option<String> {
+    if cases.is_empty() {
+        return None;
+    }
     let mut header: Vec<String> = vec!["kernel".into(), "n x k".into(), "bits".into()];
     header.extend(TOKENS.iter().map(|t| if *t <= 4 { format!("{t}: GB/s") } else { format!("{t}: TOPS") }));
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
@@ -168,5 +189,5 @@ pub(super) fn show(cases: &[Case]) -> String {
             row
         })
         .collect();
-    table(&header, &rows)
+    Some(table(&header, &rows))
 }

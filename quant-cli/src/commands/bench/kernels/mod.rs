@@ -1,6 +1,7 @@
 //! `quant bench kernels`: what this machine can do at most, and how near the kernels come to it.
 
 mod attention;
+mod cuda;
 mod linear;
 
 use std::ops::RangeInclusive;
@@ -11,6 +12,7 @@ use quant_kernels_cpu::{Isa, IsaToken, KernelError, Rayon};
 use serde::Serialize;
 
 use super::Session;
+use crate::device::Device;
 use crate::output::JsonOption;
 
 #[derive(Serialize)]
@@ -24,6 +26,26 @@ struct Report {
     attention: Vec<attention::Case>,
 }
 
+/// A part of what kernels and shapes are called, or all.
+struct Only<'a>(Option<&'a str>);
+
+impl Only<'_> {
+    fn takes(&self, name: &str) -> bool {
+        self.0.is_none_or(|part| name.contains(part))
+    }
+
+    /// Fails when it takes nothing.
+    fn check(&self, taken: usize) -> Result<()> {
+        match self.0 {
+            Some(part) if taken == 0 => Err(Error::usage(
+                format!("no kernel that is measured has `{part}` in its name"),
+                "leave --only out, and see what there is",
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
 #[derive(Serialize)]
 struct Memory {
     gb_per_second: f64,
@@ -32,12 +54,20 @@ struct Memory {
     streams: usize,
 }
 
-/// Measures.
-pub fn run(json: &JsonOption, session: &Session) -> Result<()> {
+/// Measures those of the processor, or of a GPU.
+pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Session) -> Result<()> {
+    let only = Only(only);
+    if device == Device::Cuda {
+        return cuda::run(&only, json, session);
+    }
+    only.check(linear::taken(&only) + usize::from(only.takes(attention::NAME)))?;
     let token = IsaToken::detect();
     let mut limits = Limits::new(token);
-    let mut linear = linear::measure(&mut limits, token, session)?;
-    let mut attention = attention::measure(&mut limits, session)?;
+    let mut linear = linear::measure(&mut limits, token, &only, session)?;
+    let mut attention = match only.takes(attention::NAME) {
+        true => attention::measure(&mut limits, session)?,
+        false => Vec::new(),
+    };
     linear.iter_mut().for_each(|case| case.judge(&limits));
     attention.iter_mut().for_each(|case| case.judge(&limits));
     let (memory, dot_tops) = limits.usual();
@@ -114,11 +144,12 @@ fn refused(error: KernelError) -> Error {
 }
 
 fn show(report: &Report) -> String {
+    let tables = [linear::show(&report.linear), attention::show(&report.attention)];
+    let tables: Vec<String> = tables.into_iter().flatten().collect();
     format!(
-        "{}\n{}\nmemory {:.1} GB/s in {} stream(s) a thread (at best {:.1}), dot products {:.2} TOPS, which change: per cent are \
+        "{}\nmemory {:.1} GB/s in {} stream(s) a thread (at best {:.1}), dot products {:.2} TOPS, which change: per cent are \
          of what there was just before and after; {} thread(s), {}\n",
-        linear::show(&report.linear),
-        attention::show(&report.attention),
+        tables.join("\n"),
         report.memory.gb_per_second,
         report.memory.streams,
         report.memory.best_gb_per_second,

@@ -2,40 +2,48 @@
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::{KernelError, ScaleType};
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, Float, Rows};
-use quant_kernels_cuda::attention::{
-    self, AppendArguments, AppendShape, DecodeArguments, DecodeShape, KvPageLayout,
-};
-use quant_kernels_cuda::compile::Variant;
-use quant_kernels_cuda::launch::{Argument, LaunchShape, Region};
-use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
+
+use super::Ceilings;
+use crate::activation::{ActivationArguments, ActivationShape, Float, Rows};
+use crate::attention::{self, AppendArguments, AppendShape, DecodeArguments, DecodeShape, KvPageLayout};
+use crate::compile::Variant;
+use crate::launch::{Argument, LaunchShape, Region};
+use crate::layout::{Order, WeightLayout};
+use crate::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
 
 /// Which rate products are held to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Product {
+pub(super) enum Product {
     None,
     F16,
     Int8,
+}
+
+/// What of a case takes longest at the device's ceilings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bound {
+    /// Moving its bytes.
+    Bytes,
+    /// Its products.
+    Products,
 }
 
 /// A launch, planned for memory that is not there yet.
 pub struct Case {
     /// Scheme or operation.
     pub name: String,
-    /// Of weights, rows or caches.
+    /// Of weights `n x k`, of rows `k`, of caches `sequences x tokens` or `heads x features`.
     pub shape: String,
     /// Tokens.
     pub tokens: usize,
-    pub variant: Variant,
-    pub launch: LaunchShape,
     /// Bytes that are read and written once.
     pub bytes: usize,
-    /// Multiplications and additions.
+    /// Operations: a multiplication and an addition are two.
     pub operations: f64,
-    pub product: Product,
-    /// Buffers, and whether they are new in every launch, or else the same.
-    pub buffers: Vec<Buffer>,
+    pub(super) product: Product,
+    pub(super) variant: Variant,
+    pub(super) launch: LaunchShape,
+    pub(super) buffers: Vec<Buffer>,
     arguments: Box<Arguments>,
 }
 
@@ -44,16 +52,16 @@ type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
 
 /// Memory that a launch takes.
 #[derive(Debug, Clone, Copy)]
-pub struct Buffer {
-    pub bytes: usize,
-    pub fill: Fill,
+pub(super) struct Buffer {
+    pub(super) bytes: usize,
+    pub(super) fill: Fill,
     /// Whether launches in turn have one each, so that the second cache does not help.
-    pub turns: bool,
+    pub(super) turns: bool,
 }
 
 /// What a buffer holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fill {
+pub(super) enum Fill {
     Zeros,
     /// Any bytes.
     Random,
@@ -66,9 +74,21 @@ pub enum Fill {
 }
 
 impl Case {
+    /// Seconds that it takes at least on a device with these ceilings, and why.
+    pub fn floor(&self, ceilings: &Ceilings) -> (f64, Bound) {
+        // What is written costs as what is copied does.
+        let (bandwidth, rate) = match self.product {
+            Product::None => (ceilings.copy, f64::INFINITY),
+            Product::F16 => (ceilings.read, ceilings.f16),
+            Product::Int8 => (ceilings.read, ceilings.int8),
+        };
+        let (bytes, products) = (self.bytes as f64 / bandwidth, self.operations / rate);
+        if bytes >= products { (bytes, Bound::Bytes) } else { (products, Bound::Products) }
+    }
+
     /// The arguments with buffers at these addresses.
-    pub fn arguments(&self, at: &[u64]) -> Result<Vec<Argument>, String> {
-        (self.arguments)(at).map_err(|e| e.to_string())
+    pub(super) fn arguments(&self, at: &[u64]) -> Result<Vec<Argument>, KernelError> {
+        (self.arguments)(at)
     }
 }
 
@@ -84,7 +104,7 @@ const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 ///
 /// # Errors
 /// When one is none: not in this version.
-pub fn all(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
+pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {
         for k in [4096, 8192, 14_336] {
@@ -194,7 +214,7 @@ fn linear(
     let sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes).collect();
     Ok(Case {
         name: name.to_owned(),
-        shape: format!("{n} × {k}"),
+        shape: format!("{n} x {k}"),
         tokens: m,
         variant: plan.variant.compiled(),
         launch: plan.launch,
@@ -263,7 +283,7 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
     let (variant, launch) = (plan.variant.clone(), plan.launch);
     Ok(Case {
         name: format!("attention_decode_{}", kind_name(kind)),
-        shape: format!("{sequences} × {tokens}"),
+        shape: format!("{sequences} x {tokens}"),
         tokens: sequences,
         variant,
         launch,
@@ -313,7 +333,7 @@ fn append(kind: KvType, tokens: usize) -> Result<Case, KernelError> {
     let (variant, launch) = (plan.variant.clone(), plan.launch);
     Ok(Case {
         name: format!("append_{}", kind_name(kind)),
-        shape: format!("{kv_heads} × {head_dim}"),
+        shape: format!("{kv_heads} x {head_dim}"),
         tokens,
         variant,
         launch,

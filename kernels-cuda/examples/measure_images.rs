@@ -1,0 +1,36 @@
+//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures, for devices that need not be there:
+//!
+//! ```text
+//! measure_images DIR SM...            into DIR, for sm_80 and so on
+//! ```
+//!
+//! On a machine with a GPU and without a compiler, `QUANT_CUDA_CACHE` names such a directory.
+
+use std::process::ExitCode;
+
+use quant_kernels_cuda::compile::Architecture;
+use quant_kernels_cuda::measure::compile_ahead;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let done = match arguments.split_first() {
+        Some((directory, names)) if !names.is_empty() => compile(directory, names),
+        _ => Err("usage: measure_images DIR SM...".into()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compile(directory: &str, names: &[String]) -> Result<(), String> {
+    let find = |name: &String| Architecture::ALL.into_iter().find(|a| a.to_string() == *name);
+    let architectures: Option<Vec<Architecture>> = names.iter().map(find).collect();
+    let architectures = architectures.ok_or_else(|| format!("one of {names:?} is no architecture"))?;
+    let count = compile_ahead(directory.as_ref(), &architectures).map_err(|e| e.to_string())?;
+    println!("{count} images in {directory}");
+    Ok(())
+}
