@@ -242,6 +242,8 @@ fn arguments() {
         (args!["eval", m, "--text", "builtin-heldout", "--profile", "best"], "unknown profile `best`"),
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
         (args!["bench", m, "--decode", "99999999999"], "are too many"),
+        (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
+        (args!["bench", "kernels", "--only", "w9a9"], "no kernel that is measured has `w9a9` in its name"),
     ];
     for (arguments, says) in cases {
         check_message(says, &quant(arguments), 2, &[says]);
