@@ -110,8 +110,8 @@ impl AppendPlan {
     }
 
     /// The arguments of the kernel, in its order.
-    pub fn arguments(&self, at: &AppendArguments) -> Vec<Argument> {
-        vec![
+    pub fn arguments(&self, at: &AppendArguments) -> [Argument; 16] {
+        [
             Argument::U64(at.keys),
             Argument::U64(at.values),
             Argument::U64(at.sequence),

@@ -223,10 +223,10 @@ impl DecodePlan {
     }
 
     /// The arguments of the kernel, in its order.
-    pub fn arguments(&self, at: &DecodeArguments) -> Vec<Argument> {
+    pub fn arguments(&self, at: &DecodeArguments) -> [Argument; 22] {
         let shape = &self.shape;
         let u = |x: usize| Argument::U32(x as u32);
-        vec![
+        [
             Argument::U64(at.query),
             Argument::U64(at.pages),
             Argument::U64(at.table),

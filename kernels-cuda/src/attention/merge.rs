@@ -77,9 +77,9 @@ impl MergePlan {
     }
 
     /// The arguments of the kernel, in its order.
-    pub fn arguments(&self, at: &MergeArguments) -> Vec<Argument> {
+    pub fn arguments(&self, at: &MergeArguments) -> [Argument; 7] {
         let u = |x: usize| Argument::U32(x as u32);
-        vec![
+        [
             Argument::U64(at.sums),
             Argument::U64(at.logs),
             Argument::U64(at.out),

@@ -292,7 +292,7 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
         product: Product::F16,
         buffers,
         arguments: Box::new(move |at| {
-            Ok(plan.arguments(&DecodeArguments {
+            let arguments = DecodeArguments {
                 query: at[0],
                 query_stride: row as u64,
                 pages: at[1],
@@ -309,7 +309,8 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
                 out: at[4],
                 lse: 0,
                 workspace: at[5],
-            }))
+            };
+            Ok(plan.arguments(&arguments).to_vec())
         }),
     })
 }
@@ -342,7 +343,7 @@ fn append(kind: KvType, tokens: usize) -> Result<Case, KernelError> {
         product: Product::None,
         buffers,
         arguments: Box::new(move |at| {
-            Ok(plan.arguments(&AppendArguments {
+            let arguments = AppendArguments {
                 keys: at[0],
                 key_stride: row as u64,
                 values: at[1],
@@ -356,7 +357,8 @@ fn append(kind: KvType, tokens: usize) -> Result<Case, KernelError> {
                 head_stride: head as u64,
                 page_count: pages_of as u32,
                 refused: 0,
-            }))
+            };
+            Ok(plan.arguments(&arguments).to_vec())
         }),
     })
 }
