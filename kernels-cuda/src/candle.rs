@@ -46,7 +46,7 @@ use crate::device::{self, Kernels};
 use crate::float::Float;
 use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{CallArguments, DeviceLimits, LinearCall};
+use crate::linear::{CallArguments, CallShape, DeviceLimits, LinearCall};
 use crate::tensor::{input, types};
 
 /// Weights `[n, k]` on a device, packed once.
@@ -267,7 +267,8 @@ impl QuantizedLinear {
         if order != layout.order() {
             return Err(KernelError::Scheme("weights that are packed for other activations"));
         }
-        LinearCall::new(layout, element, fixed, m, &self.runner.limits)
+        let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
+        LinearCall::new(layout, &shape, &self.runner.limits)
     }
 }
 

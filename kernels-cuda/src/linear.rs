@@ -12,7 +12,7 @@ mod plan;
 mod scheme;
 mod variant;
 
-pub use call::{CallArguments, CallLaunch, LinearCall};
+pub use call::{CallArguments, CallLaunch, CallShape, LinearCall};
 pub use listed::{listed, variants};
 pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
 pub use scheme::{Activation, LinearScheme, Output};

@@ -21,7 +21,7 @@ use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
 use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
 use quant_kernels_cuda::launch::{Argument, LaunchShape, Region, Stream};
 use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{CallArguments, LinearCall};
+use quant_kernels_cuda::linear::{CallArguments, CallShape, LinearCall};
 use support::gpu::{Bytes, Gpu};
 use support::machine::on_gpu;
 
@@ -183,7 +183,8 @@ fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScal
     let mut packed = vec![0; layout.bytes()];
     layout.pack(view, &mut packed).unwrap();
     let limits = (&DeviceLimits::current().unwrap()).into();
-    let call = LinearCall::new(&layout, Float::F16, fixed, x.len() / layout.k(), &limits).unwrap();
+    let shape = CallShape { fixed, ..CallShape::new(Float::F16, x.len() / layout.k(), layout.k()) };
+    let call = LinearCall::new(&layout, &shape, &limits).unwrap();
     assert!(call.zero_bytes() > 0, "a workspace belongs to this test");
     let memory = |bytes: Vec<u8>| Bytes::of(&bytes);
     let weight = Bytes::of(&packed);

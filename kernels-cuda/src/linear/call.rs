@@ -17,14 +17,41 @@ use crate::layout::{Order, WeightLayout};
 /// What the parts of the scratch memory are aligned to, in bytes.
 const ALIGN: usize = 256;
 
+/// Activations and results of a call.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CallShape {
+    /// Tokens.
+    pub m: usize,
+    /// The type of the activations `[m, k]`.
+    pub element: Float,
+    /// Elements from a row of them to the next: `k`, or more where weights are packed for floats.
+    pub stride: usize,
+    /// The type of the results `[m, n]`, without gaps.
+    pub output: Output,
+    /// One scale and zero of all activations; without it each token has a scale of its own. For whole numbers.
+    pub fixed: Option<FixedScale>,
+}
+
+impl CallShape {
+    /// Rows of `k` activations without gaps, and results of their type.
+    pub fn new(element: Float, m: usize, k: usize) -> Self {
+        let output = match element {
+            Float::F16 => Output::F16,
+            Float::Bf16 => Output::Bf16,
+            Float::F32 => Output::F32,
+        };
+        Self { m, element, stride: k, output, fixed: None }
+    }
+}
+
 /// A linear of so many tokens, settled.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearCall {
     rounding: Option<Rounding>,
     product: LinearPlan,
     n: usize,
-    k: usize,
     m: usize,
+    stride: usize,
     scratch_bytes: usize,
 }
 
@@ -46,9 +73,9 @@ pub struct CallArguments {
     pub weight: Region,
     /// f32 `[n]`, or [`Region::NONE`].
     pub bias: Region,
-    /// `[m, k]` without gaps, from a multiple of 16 bytes on.
+    /// `[m, k]`, from a multiple of 16 bytes on.
     pub x: Region,
-    /// `[m, n]` without gaps, of the type of `x`.
+    /// `[m, n]` without gaps.
     pub out: Region,
     /// As many bytes as the call says, from a multiple of 256 on, of which the first are zero.
     pub scratch: Region,
@@ -67,47 +94,35 @@ pub struct CallLaunch {
 }
 
 impl LinearCall {
-    /// Plans `m` tokens of type `element`. Weights of [`Order::Float`] are multiplied with the activations themselves, f16 or
-    /// bf16; those of [`Order::Int8`] with whole numbers of 8 bits, a scale a token, or one scale and zero where `fixed` is.
+    /// Plans a call. Weights of [`Order::Float`] are multiplied with the activations themselves, f16 or bf16, whose rows are a
+    /// multiple of 8 elements apart; those of [`Order::Int8`] with whole numbers of 8 bits, a scale a token, or one scale and
+    /// zero where [`fixed`](CallShape::fixed) is.
     ///
     /// # Errors
-    /// When weights and activations do not belong together: `f32` or `fixed` with weights for floats, whose `k` must be a
-    /// multiple of 8 also; a scale that is not above zero; a zero without sums in the layout. What plans refuse.
-    pub fn new(
-        layout: &WeightLayout,
-        element: Float,
-        fixed: Option<FixedScale>,
-        m: usize,
-        device: &DeviceLimits,
-    ) -> Result<Self, KernelError> {
+    /// When weights and activations do not belong together: `f32` or `fixed` with weights for floats; rows that are other
+    /// than `k` elements apart with whole numbers, or fewer with floats; a scale that is not above zero; a zero without sums in
+    /// the layout. What plans refuse.
+    pub fn new(layout: &WeightLayout, shape: &CallShape, device: &DeviceLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
-        let (activation, output) = match (layout.order(), element) {
+        let CallShape { m, element, stride, output, fixed } = *shape;
+        let refuse = |why| Err(KernelError::Scheme(why));
+        let activation = match (layout.order(), element) {
             (Order::Float, _) if fixed.is_some() => {
-                return Err(KernelError::Scheme(
-                    "a scale of activations for weights that are packed for floats",
-                ));
+                return refuse("a scale of activations for weights that are packed for floats");
             }
             (Order::Float, Float::F32) => {
-                return Err(KernelError::Scheme(
-                    "f32 activations for weights that are packed for f16 and bf16",
-                ));
+                return refuse("f32 activations for weights that are packed for f16 and bf16");
             }
-            (Order::Float, _) if !k.is_multiple_of(8) => {
-                return Err(KernelError::Scheme("rows of activations that are no multiples of 16 bytes"));
+            (Order::Float, _) if !stride.is_multiple_of(8) => {
+                return refuse("rows of activations that are no multiples of 16 bytes");
             }
-            (Order::Float, Float::F16) => (Activation::F16, Output::F16),
-            (Order::Float, Float::Bf16) => (Activation::Bf16, Output::Bf16),
-            (Order::Int8, element) => {
-                let zero = fixed.is_some_and(|by| by.zero != 0);
-                (
-                    Activation::Int8 { zero },
-                    match element {
-                        Float::F16 => Output::F16,
-                        Float::Bf16 => Output::Bf16,
-                        Float::F32 => Output::F32,
-                    },
-                )
+            (Order::Float, _) if stride < k => return refuse("rows of activations that overlap"),
+            (Order::Int8, _) if stride != k => {
+                return refuse("gaps between rows of activations that are rounded");
             }
+            (Order::Float, Float::F16) => Activation::F16,
+            (Order::Float, Float::Bf16) => Activation::Bf16,
+            (Order::Int8, _) => Activation::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
         let mut end = product.workspace_bytes;
@@ -131,7 +146,7 @@ impl LinearCall {
             let (scales_at, _) = place(m.checked_mul(4))?;
             rounding = Some(Rounding { plan, fixed, stride, codes_at, codes_bytes, scales_at });
         }
-        Ok(Self { rounding, product, n, k, m, scratch_bytes: end })
+        Ok(Self { rounding, product, n, m, stride, scratch_bytes: end })
     }
 
     /// Bytes of scratch memory, which calls that may run at the same time do not share.
@@ -168,7 +183,7 @@ impl LinearCall {
             bytes: bytes as u64,
         };
         let mut launches = Vec::with_capacity(2);
-        let (mut x, mut x_stride, mut x_scales, mut x_zero) = (at.x, self.k, Region::NONE, 0);
+        let (mut x, mut x_stride, mut x_scales, mut x_zero) = (at.x, self.stride, Region::NONE, 0);
         if let Some(rounding) = &self.rounding {
             let codes = part(rounding.codes_at, rounding.codes_bytes);
             let scales = part(rounding.scales_at, 4 * self.m);
@@ -236,7 +251,8 @@ mod tests {
         fixed: Option<FixedScale>,
         m: usize,
     ) -> Result<LinearCall, KernelError> {
-        LinearCall::new(layout, element, fixed, m, &DeviceLimits::of(Architecture::Sm90))
+        let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
+        LinearCall::new(layout, &shape, &DeviceLimits::of(Architecture::Sm90))
     }
 
     fn places(call: &LinearCall, layout: &WeightLayout, each: usize) -> CallArguments {
@@ -244,7 +260,7 @@ mod tests {
         CallArguments {
             weight: region(0x10_0000, layout.bytes()),
             bias: region(0x20_0000, 4 * 512),
-            x: region(0x30_0000, call.m * call.k * each),
+            x: region(0x30_0000, call.m * call.stride * each),
             out: region(0x40_0000, call.m * 512 * each),
             scratch: region(0x50_0000, call.scratch_bytes()),
         }
@@ -315,6 +331,29 @@ mod tests {
             assert_eq!(call.launches(&nothing), Ok(Vec::new()));
             assert_eq!(call.results(), 0);
         }
+    }
+
+    /// Rows with gaps, where nothing is rounded, and results of another type than the activations.
+    #[test]
+    fn rows_have_gaps_and_results_a_type_of_their_own() {
+        let layout = layout(1004, Order::Float, false);
+        let shape = CallShape { stride: 1008, output: Output::F32, ..CallShape::new(Float::F16, 3, 1004) };
+        let new =
+            |shape: &CallShape, layout| LinearCall::new(layout, shape, &DeviceLimits::of(Architecture::Sm90));
+        let call = new(&shape, &layout).unwrap();
+        let at = CallArguments {
+            out: Region { bytes: 4 * 3 * 512, ..places(&call, &layout, 2).out },
+            ..places(&call, &layout, 2)
+        };
+        let launches = call.launches(&at).unwrap();
+        assert_eq!(launches[0].arguments[14], Argument::U32(1008));
+        let too_small = CallArguments { out: Region { bytes: 2 * 3 * 512, ..at.out }, ..at };
+        assert!(matches!(call.launches(&too_small), Err(KernelError::Length { .. })));
+        let bad = |shape, layout| new(&shape, layout).unwrap_err().to_string();
+        assert!(bad(CallShape { stride: 1000, ..shape }, &layout).contains("overlap"));
+        let whole = super::tests::layout(1024, Order::Int8, false);
+        let gaps = CallShape { stride: 1040, ..CallShape::new(Float::F16, 3, 1024) };
+        assert!(bad(gaps, &whole).contains("gaps"));
     }
 
     #[test]

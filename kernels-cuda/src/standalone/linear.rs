@@ -11,13 +11,13 @@ use quant_kernels_cpu::{KernelError, StaticScale, WeightView};
 
 use super::{Gpu, Memory};
 use crate::Float;
-use crate::activation::{ActivationArguments, ActivationShape, FixedScale, Rows};
+use crate::activation::FixedScale;
 use crate::device::Kernels;
 use crate::error::Result;
 use crate::image_cache::ImageCache;
-use crate::launch::{Argument, LaunchShape, Region, Stream};
+use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
+use crate::linear::{CallArguments, CallLaunch, CallShape, DeviceLimits, LinearCall, Output};
 
 /// Values of activations or results that are on the device at once, at most.
 const VALUES_AT_ONCE: usize = 1 << 26;
@@ -48,12 +48,10 @@ pub struct Runner {
 #[derive(Debug, Default)]
 struct Scratch {
     x: Option<Memory>,
-    codes: Option<Memory>,
-    scales: Option<Memory>,
+    between: Option<Memory>,
     out: Option<Memory>,
-    workspace: Option<Memory>,
-    /// On the host: rows as halves, results as bytes.
-    halves: Vec<u8>,
+    /// On the host, as bytes: rows as they go there, and results.
+    rows: Vec<u8>,
     results: Vec<u8>,
 }
 
@@ -72,19 +70,6 @@ impl Runner {
     /// The driver's name of the device.
     pub fn device(&self) -> &str {
         &self.gpu.name
-    }
-
-    /// Puts a launch on the default stream.
-    fn launch(
-        &self,
-        variant: &crate::compile::Variant,
-        shape: &LaunchShape,
-        arguments: &[Argument],
-    ) -> Result<()> {
-        // SAFETY: the primary context is never released, and images are our own or lie where the user keeps them.
-        let kernel = unsafe { self.kernels.kernel(variant, shape.shared_bytes) }?;
-        // SAFETY: arguments are a plan's, on memory that lives until the results were read.
-        unsafe { kernel.launch(shape, arguments, Stream::DEFAULT) }
     }
 }
 
@@ -117,8 +102,7 @@ impl Linear {
         let limits = DeviceLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
         // No rows are refused for what all would be.
-        linear.plan(0)?;
-        linear.rows(0)?;
+        linear.call(0)?;
         Ok(linear)
     }
 
@@ -162,67 +146,37 @@ impl Linear {
 
     fn multiply_rows(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
         let (n, k) = (self.n(), self.k());
-        let m = x.len() / k;
-        let plan = self.plan(m)?;
+        let call = self.call(x.len() / k)?;
         self.runner.gpu.make_current()?;
         let mut scratch = self.runner.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut *scratch;
         let mut shifts = Vec::new();
-        let (x_at, x_stride, x_scales) = match self.activations {
-            Activations::Float => {
-                let stride = k.next_multiple_of(8);
-                shifts = halves(x, k, stride, &mut scratch.halves);
-                let x = room(&mut scratch.x, scratch.halves.len())?;
-                x.write(0, &scratch.halves)?;
-                (x.region(), stride, Region::NONE)
-            }
+        match self.activations {
+            Activations::Float => shifts = halves(x, k, k.next_multiple_of(8), &mut scratch.rows),
             _ => {
-                let rows = self.rows(m)?;
-                let floats = room(&mut scratch.x, 4 * x.len())?;
-                scratch.halves.clear();
-                scratch.halves.extend(x.iter().flat_map(|v| v.to_le_bytes()));
-                floats.write(0, &scratch.halves)?;
-                let codes = room(&mut scratch.codes, m * rows.code_stride)?.region();
-                let scales = room(&mut scratch.scales, 4 * m)?.region();
-                let quantize = rows.plan()?;
-                let arguments = quantize.arguments(&ActivationArguments {
-                    x: floats.region(),
-                    up: Region::NONE,
-                    residual: Region::NONE,
-                    weight: Region::NONE,
-                    eps: 0.0,
-                    fixed: self.fixed(),
-                    codes,
-                    scales,
-                    row_sums: Region::NONE,
-                    group_sums: Region::NONE,
-                })?;
-                self.runner.launch(&quantize.variant, &quantize.launch, &arguments)?;
-                (codes, rows.code_stride, scales)
+                scratch.rows.clear();
+                scratch.rows.extend(x.iter().flat_map(|v| v.to_le_bytes()));
             }
-        };
-        let workspace = match plan.workspace_bytes {
-            0 => Region::NONE,
-            bytes => {
-                let workspace = room(&mut scratch.workspace, bytes)?;
-                // Another plan's sums may lie where this one's tickets are.
-                workspace.write(0, &vec![0; plan.ticket_bytes])?;
-                workspace.region()
-            }
-        };
+        }
+        let rows = room(&mut scratch.x, scratch.rows.len())?;
+        rows.write(0, &scratch.rows)?;
+        let between = room(&mut scratch.between, call.scratch_bytes())?;
+        // Another call's sums may lie where this one's tickets are.
+        between.write(0, &vec![0; call.zero_bytes()])?;
         let results = room(&mut scratch.out, 4 * out.len())?;
-        let arguments = plan.arguments(&LinearArguments {
+        let places = CallArguments {
             weight: self.weight.region(),
-            x: x_at,
-            x_stride,
-            x_scales,
-            x_zero: self.fixed().map_or(0, |by| by.zero.into()),
             bias: Region::NONE,
+            x: rows.region(),
             out: results.region(),
-            out_stride: n,
-            workspace,
-        })?;
-        self.runner.launch(&plan.variant.compiled(), &plan.launch, &arguments)?;
+            scratch: between.region(),
+        };
+        for CallLaunch { variant, shape, arguments } in call.launches(&places)? {
+            // SAFETY: the primary context is never released, and images are our own or lie where the user keeps them.
+            let kernel = unsafe { self.runner.kernels.kernel(&variant, shape.shared_bytes) }?;
+            // SAFETY: the arguments are a plan's, on memory that lives until the results were read.
+            unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }?;
+        }
         scratch.results.resize(4 * out.len(), 0);
         results.read(0, &mut scratch.results)?;
         for (value, bytes) in out.iter_mut().zip(scratch.results.as_chunks().0) {
@@ -234,23 +188,15 @@ impl Linear {
         Ok(())
     }
 
-    fn plan(&self, m: usize) -> Result<LinearPlan> {
-        let activation = match self.activations {
-            Activations::Float => Activation::F16,
-            Activations::PerToken => Activation::Int8 { zero: false },
-            Activations::Static(by) => Activation::Int8 { zero: by.zero != 0 },
+    fn call(&self, m: usize) -> Result<LinearCall> {
+        let k = self.k();
+        let (element, stride) = match self.activations {
+            Activations::Float => (Float::F16, k.next_multiple_of(8)),
+            _ => (Float::F32, k),
         };
-        Ok(LinearPlan::new(&self.layout, activation, Output::F32, m, &self.limits)?)
-    }
-
-    /// How `m` rows become whole numbers.
-    fn rows(&self, m: usize) -> Result<ActivationShape> {
-        let shape = ActivationShape::new(Rows::Plain, Float::F32, m, self.k());
-        let shape = ActivationShape { fixed: self.fixed().is_some(), ..shape };
-        if self.activations != Activations::Float {
-            shape.plan()?;
-        }
-        Ok(shape)
+        let shape =
+            CallShape { stride, output: Output::F32, fixed: self.fixed(), ..CallShape::new(element, m, k) };
+        Ok(LinearCall::new(&self.layout, &shape, &self.limits)?)
     }
 
     fn fixed(&self) -> Option<FixedScale> {
