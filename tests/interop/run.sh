@@ -17,7 +17,9 @@ status=0
 bash tests/interop/setup_chromium.sh >target/interop-chromium || status=$?
 if ((status == 3)); then cat target/interop-chromium; elif ((status)); then exit "$status"; fi
 chromium=$(tail -n 1 target/interop-chromium)
-cargo build --quiet --locked -p quant-cli -p quant-tests --bin quant --bin interop-dump
+# Tests of the packages that have the two programs, for which cargo builds these; and of the whole workspace, so that
+# dependencies are taken as its tests have them.
+cargo test --quiet --locked --workspace --no-run --test starts --test containers
 # Else glibc maps and unmaps torch's large tensors again and again: long windows then take thrice as long.
 export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
 programs=${CARGO_TARGET_DIR:-target}/debug

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, kill_process};
 
@@ -17,10 +17,11 @@ pub use rustix::process::Signal;
 /// No run of a test takes longer: one that does hangs.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The `quant` binary of the same profile as the tests, at most as old as its sources.
+/// The `quant` binary of the same profile as the tests, of the sources as they are.
 ///
-/// It belongs to another package, so cargo does not promise that it is there: when it is missing or
-/// a source has changed since, it is built.
+/// It belongs to another package, so cargo does not promise that it is there. It is asked for as `cargo test --workspace`
+/// makes it, for other choices of packages give dependencies other features and have them compiled once more; where it is
+/// there already, that takes a moment.
 ///
 /// # Panics
 /// When it cannot be built.
@@ -30,30 +31,19 @@ pub fn program() -> &'static Path {
         let test = std::env::current_exe().expect("a test has a path");
         // target/<profile>/deps/<test>-<hash>
         let folder = test.parent().and_then(Path::parent).expect("a test lies in target/<profile>/deps");
+        build(folder);
         let program = folder.join(format!("quant{}", std::env::consts::EXE_SUFFIX));
-        if !is_fresh(&program, &folder.join("quant.d")) {
-            build(folder);
-        }
         assert!(program.is_file(), "{} was not built", program.display());
         program
     })
 }
 
-/// Whether no source that the binary was made of, as cargo noted them beside it, is newer.
-fn is_fresh(program: &Path, notes: &Path) -> bool {
-    let modified = |path: &Path| path.metadata().and_then(|m| m.modified()).ok();
-    let (Some(built), Ok(notes)) = (modified(program), std::fs::read_to_string(notes)) else { return false };
-    // `/path/of/quant: /path/of/a.rs /path/of/b.rs`, with spaces in paths escaped by `\`.
-    let Some((_, sources)) = notes.split_once(": ") else { return false };
-    let sources = sources.replace("\\ ", "\0");
-    let mut sources = sources.split_whitespace().map(|s| PathBuf::from(s.replace('\0', " ")));
-    sources.all(|s| modified(&s).is_some_and(|at: SystemTime| at <= built))
-}
-
 fn build(folder: &Path) {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    command.args(["build", "--quiet", "--package", "quant-cli"]).current_dir(crate::workspace_root());
+    // A test of quant-cli, for which cargo builds the program.
+    command.args(["test", "--quiet", "--workspace", "--no-run", "--test", "starts"]);
+    command.current_dir(crate::workspace_root());
     match folder.file_name().and_then(OsStr::to_str) {
         Some("debug") | None => {}
         Some(profile) => {
