@@ -23,9 +23,13 @@ note() {
     ((status == 0)) || { echo "FAILED ($status): see $log"; failed=$((failed + 1)); }
 }
 
-# Images were compiled before; a compiler that is found, as among torch's packages, makes those that are missing.
+# Images were compiled before, from the text that the interpreter ran. A compiler would make its own instead, so one is
+# looked for, as among torch's packages, only where the device is none of those that there are images for.
 export QUANT_CUDA_CACHE=$PWD/images
-if [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d ' .')
+if [[ -z ${QUANT_NVRTC:-} ]] && grep -qx "sm_${capability:-none}" images/architectures.txt; then
+    export QUANT_NVRTC=$PWD/no-compiler
+elif [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
     nvrtc=$(python3 - <<'PYTHON'
 import glob, sysconfig
 places = [sysconfig.get_path("purelib") + "/nvidia/*/lib", "/usr/local/cuda*/lib64", "/usr/local/cuda*/targets/*/lib"]
@@ -50,7 +54,7 @@ if wanted sanitizer; then
     if command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck initcheck synccheck; do
             while read -r name test; do
-                QUANT_GPU=1 note "sanitizer-$tool-$name.txt" \
+                QUANT_GPU=1 note "sanitizer-$tool-$name-${test##*::}.txt" \
                     compute-sanitizer --tool "$tool" --error-exitcode 9 "./tests/$name" --test-threads 1 --exact "$test"
             done <tests/sanitized.txt
         done

@@ -143,9 +143,9 @@ int main(int argc, char **argv) {
     };
     qz1_cuda_plan *quantize = NULL;
     CHECK(qz1_cuda_activation_plan(kernels, &rows, &quantize, &message) == QZ1_STATUS_OK);
-    size_t bytes, zeroed;
-    CHECK(qz1_cuda_plan_workspace(linear, &bytes, &zeroed, &message) == QZ1_STATUS_OK && zeroed <= bytes);
-    printf("a workspace of %zu bytes, of which %zu are zero before\n", bytes, zeroed);
+    size_t bytes, tickets;
+    CHECK(qz1_cuda_plan_workspace(linear, &bytes, &tickets, &message) == QZ1_STATUS_OK);
+    printf("a workspace of %zu bytes, and %zu of tickets that are zero before\n", bytes, tickets);
 
     /* What is allocated is the caller's. */
     const qz1_cuda_activation_arguments from = {
@@ -154,10 +154,11 @@ int main(int argc, char **argv) {
     };
     const qz1_cuda_linear_arguments to = {
         .struct_size = sizeof to, .weight = to_device(packed, layout.bytes), .x = from.codes, .x_scales = from.scales,
-        .bias = to_device(bias, sizeof bias), .out = to_device(NULL, sizeof out), .workspace = to_device(NULL, bytes),
+        .bias = to_device(bias, sizeof bias), .out = to_device(NULL, sizeof out),
+        .tickets = to_device(NULL, tickets), .workspace = to_device(NULL, bytes),
     };
 
-    /* Both on one stream, here the context's own; the second again, with the workspace as the first left it. */
+    /* Both on one stream, here the context's own; the second again, with the tickets as the first left them. */
     void *stream = NULL;
     CHECK(qz1_cuda_activation_launch(quantize, &from, stream, &message) == QZ1_STATUS_OK);
     CHECK(qz1_cuda_linear_launch(linear, &to, stream, &message) == QZ1_STATUS_OK);
@@ -196,7 +197,8 @@ int main(int argc, char **argv) {
     CHECK(qz1_cuda_linear_plan(kernels, &of_other, &none, &message) == QZ1_STATUS_LAYOUT_ID && none == NULL);
     printf("another layout: %s\n", reason);
 
-    const qz1_cuda_region all[] = {from.x, from.codes, from.scales, to.weight, to.bias, to.out, to.workspace};
+    const qz1_cuda_region all[] = {from.x, from.codes, from.scales, to.weight, to.bias, to.out, to.tickets,
+                                   to.workspace};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) CHECK(all[i].bytes == 0 || cu_free(all[i].address) == 0);
     qz1_cuda_plan_free(linear);
     qz1_cuda_plan_free(quantize);

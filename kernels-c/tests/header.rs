@@ -48,7 +48,7 @@ const CUDA_TOP: &str = "/* Kernels for NVIDIA GPUs: the C interface of the Rust 
  * Every family has two functions and two structures:
  *
  *     qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)        compiles and loads what the shape takes
- *     qz1_cuda_plan_workspace(plan, &bytes, &zeroed, message)     what the caller allocates
+ *     qz1_cuda_plan_workspace(plan, &bytes, &tickets, message)    what the caller allocates
  *     qz1_cuda_FAMILY_launch(plan, arguments, stream, message)    puts it on the stream
  *
  * A plan takes a context that is current on the calling thread, as CUDA's runtime or a framework leaves it; the first of

@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 n = tokens[count_at];
     const u32 unseen = first == nullptr ? 0 : first[count_at];
     const u32 step = split_tokens(n);
-    const u32 splits = max((n + step - 1) / step, 1u);
+    // Of a list beyond what was planned for, tokens at its end are left out: no block waits for one that is not there.
+    const u32 splits = min(max((n + step - 1) / step, 1u), max_splits);
     if (split >= splits) return;
 
     // Tokens up to the last that a column sees.

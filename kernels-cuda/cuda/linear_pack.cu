@@ -16,6 +16,7 @@ constexpr int SUMS_AT = ZEROS_AT + (ZEROS ? GROUPS * 2 * CODE_BITS : 0);
 constexpr bool GROUP_SUMS = SUMS && GROUP != 0 && SCALE != PROGRESSIVE;
 constexpr int END = SUMS_AT + (GROUP_SUMS ? 64 * GROUPS : 0);
 constexpr int PARAMETER_BYTES = (END + 15) / 16 * 16;
+constexpr u32 MASK = CODE_BITS == 4 ? 15 : 255;
 
 struct Weights {
     // [n, k], one code a byte; [n, groups], f32 or u8; [n]; [n, groups].
@@ -35,7 +36,10 @@ INLINE u32 stored(const Weights &w, u32 row, u32 feature) {
     if (row >= w.n || feature >= w.k) return 0;
     u32 code = w.codes[(u64)row * w.k + feature];
     if (code > w.most) *w.fault = 1;
-    return (SIGNED ? code - w.middle : code) & (CODE_BITS == 4 ? 15 : 255);
+    if (!SIGNED) return code & MASK;
+    // A signed number of as many bits.
+    if (code - w.middle + (MASK + 1) / 2 > MASK) *w.fault = 1;
+    return code - w.middle & MASK;
 }
 
 // Thread: 16 bytes of codes. Grid: enough blocks of 256.
@@ -105,8 +109,14 @@ extern "C" __global__ void __launch_bounds__(256)
                 block[place] = there ? scales[group] : 0;
             } else {
                 float scale = there ? ((const float *)scales)[group] : 0.0f;
-                if (SCALE == F32) ((float *)block)[place] = scale;
-                else ((u16 *)block)[place] = SCALE == F16 ? f16_of_float(scale) : bf16_of_float(scale);
+                if (SCALE == F32) {
+                    ((float *)block)[place] = scale;
+                } else {
+                    const u16 bits = SCALE == F16 ? f16_of_float(scale) : bf16_of_float(scale);
+                    const float kept = SCALE == F16 ? float_of_f16(bits) : float_of_bf16(bits);
+                    if (__float_as_uint(kept) != __float_as_uint(scale)) *fault = 1;
+                    ((u16 *)block)[place] = bits;
+                }
             }
             both |= (u32)zero << (CODE_BITS * half);
             if (SCALE == PROGRESSIVE || GROUP_SUMS) {

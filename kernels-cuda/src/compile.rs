@@ -174,12 +174,8 @@ pub fn compiler_version() -> Result<[u32; 2]> {
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
-/// Compiles a variant. No floats are contracted to fused operations but those that the text fuses.
-///
-/// # Errors
-/// When there is no compiler, it knows no such architecture, or it refuses the text, with what it says.
-pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
-    let nvrtc = nvrtc()?;
+/// What the compiler is told of every variant.
+pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
     let kind = if form == Form::Ptx { "compute" } else { "sm" };
     let mut options = vec![
         format!("--gpu-architecture={kind}_{}", architecture.number()),
@@ -189,6 +185,16 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
     if form == Form::Cubin {
         options.push("--ptxas-options=-v".into());
     }
+    options
+}
+
+/// Compiles a variant. No floats are contracted to fused operations but those that the text fuses.
+///
+/// # Errors
+/// When there is no compiler, it knows no such architecture, or it refuses the text, with what it says.
+pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+    let nvrtc = nvrtc()?;
+    let mut options = options(architecture, form);
     options.extend(variant.defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")));
     let program = Program::new(nvrtc, variant.source)?;
     let options: Vec<CString> = options.into_iter().map(text).collect::<Result<_>>()?;

@@ -1,10 +1,10 @@
 //! Compiled kernels on disk, between the compiler and the driver.
 //!
-//! An image is found by a hash of all that decides about it: texts, macros, architecture, form, compiler, this crate's
-//! version. Files are written beside their place and renamed into it, so that programs may share a directory; each ends
+//! An image is found by a hash of all that decides about it: texts, macros, options, architecture, form, compiler, this
+//! crate's version. Files are written beside their place and renamed into it, so that programs may share a directory; each ends
 //! with a hash of itself, and what is damaged is compiled again. A directory that cannot be written costs time, no more.
 //!
-//! Where there is no compiler an image of any is taken, so that a directory which was filled on one machine serves others.
+//! Where there is no compiler, or it refuses, an image of any is taken, so that a directory which was filled on one machine serves others.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -94,7 +94,11 @@ impl<C: Compiler> ImageCache<C> {
         if let Some(image) = load(&path) {
             return Ok(image);
         }
-        let image = self.compiler.compile(variant, architecture, form)?;
+        let image = match self.compiler.compile(variant, architecture, form) {
+            Ok(image) => image,
+            // An older compiler may not know the architecture.
+            Err(e) => return newest(directory, &key).ok_or(e),
+        };
         // The image is there whether or not it can be kept.
         let _ = store(&path, &encode(&image));
         Ok(image)
@@ -132,6 +136,9 @@ fn key(variant: &Variant, architecture: Architecture, form: Form) -> blake3::Has
         Form::Ptx => "ptx",
         Form::Cubin => "cubin",
     });
+    let options = compile::options(architecture, form);
+    add(&options.len().to_string());
+    options.iter().for_each(|option| add(option));
     add(variant.source.name);
     add(variant.source.text);
     add(&variant.source.headers.len().to_string());
@@ -236,11 +243,12 @@ mod tests {
         version: [u32; 2],
         compiled: Cell<usize>,
         fails: bool,
+        refuses: bool,
     }
 
     impl Fake {
         fn new(version: [u32; 2]) -> Self {
-            Self { version, compiled: Cell::new(0), fails: false }
+            Self { version, compiled: Cell::new(0), fails: false, refuses: false }
         }
     }
 
@@ -250,6 +258,10 @@ mod tests {
         }
 
         fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+            if self.refuses {
+                let log = "no such architecture".into();
+                return Err(Error::Compile { variant: variant.to_string(), architecture, log });
+            }
             self.compiled.set(self.compiled.get() + 1);
             let bytes = format!("{variant} {architecture} {form:?} {}", variant.source.text).into_bytes();
             Ok(Image { bytes, log: format!("log of {:?}", self.version) })
@@ -378,6 +390,11 @@ mod tests {
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
         assert_eq!(missing.compiled.get(), 0);
+        // One that refuses is as one that is not there.
+        let old =
+            ImageCache::in_directory(Some(dir.path().into()), Fake { refuses: true, ..Fake::new([12, 0]) });
+        assert_eq!(old.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 10]");
+        assert!(matches!(old.image(&variant("2"), SM, Form::Cubin), Err(Error::Compile { .. })));
     }
 
     #[test]

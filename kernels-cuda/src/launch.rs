@@ -56,6 +56,9 @@ impl Region {
         if there < bytes {
             return Err(KernelError::Length { what, expected: bytes, got: there });
         }
+        if self.address.checked_add(bytes as u64).is_none() {
+            return Err(KernelError::TooLarge("an address and what lies behind it"));
+        }
         if bytes > 0 && (self.address == 0 || !self.address.is_multiple_of(align as u64)) {
             return Err(KernelError::Scheme(
                 "an address that is none, or no multiple of what its type needs",

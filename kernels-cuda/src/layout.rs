@@ -96,7 +96,7 @@ impl WeightLayout {
     /// progressive.
     ///
     /// # Errors
-    /// As [`Layout::of`]; another group size; `sums` of float activations; progressive weights of 8 bits; a symmetric grid
+    /// As [`Layout::of`]; another group size; a symmetric grid in `Order::Int8` whose zero is more than half of its codes; `sums` of float activations; progressive weights of 8 bits; a symmetric grid
     /// of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`), for its sums are 16-fold.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
         let cpu = Layout::of(view, sums)?;
@@ -126,6 +126,12 @@ impl WeightLayout {
             return Err(KernelError::Scheme("progressive weights but w4a8"));
         }
         let mut layout = Self { n, k, code_bits, group_size, scales, middle, order, sums, sections: [0; 6] };
+        // Codes less a larger one are no signed numbers of as many bits.
+        if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
+            return Err(KernelError::Scheme(
+                "a symmetric grid for whole numbers whose zero is beyond its middle",
+            ));
+        }
         let tile_groups = matches!(group_size, 32 | 64 | 128);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {

@@ -62,7 +62,9 @@ pub struct qz1_cuda_decode_arguments {
     /// f32 `[sequences, queries, query_heads]`, aligned to its type: natural logarithms of the sums of exponentials, minus
     /// infinity of a query that sees nothing; or none.
     pub lse: qz1_cuda_region,
-    /// What `qz1_cuda_plan_workspace` says, at a multiple of 256.
+    /// The bytes of tickets that `qz1_cuda_plan_workspace` says, or more, at a multiple of 256: 0 before the first launch.
+    pub tickets: qz1_cuda_region,
+    /// The bytes that it says, or more, at a multiple of 256.
     pub workspace: qz1_cuda_region,
     /// Elements between queries, a multiple of 4; 0: `query_heads · head_dim`.
     pub query_stride: usize,
@@ -132,13 +134,13 @@ pub unsafe extern "C" fn qz1_cuda_decode_launch(
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
         let Family::Decode(decode, shape) = &plan.family else { return Err(another_family()) };
-        plan.launch(&decode.arguments(&settle(shape, decode.workspace(), &at)?), stream)
+        plan.launch(&decode.arguments(&settle(shape, [decode.tickets(), decode.workspace()], &at)?), stream)
     })
 }
 
 fn settle(
     shape: &DecodeShape,
-    workspace: usize,
+    [tickets, workspace]: [usize; 2],
     at: &qz1_cuda_decode_arguments,
 ) -> Result<DecodeArguments, Fault> {
     if !at.scale.is_finite() {
@@ -183,6 +185,7 @@ fn settle(
         scale: at.scale,
         out: address(at.out, "the outputs", out, shape.out.bytes())?,
         lse: address_optional(at.lse, "the logarithms", results.and_then(|n| n.checked_mul(4)), 4)?,
+        tickets: address(at.tickets, "the tickets", Some(tickets), 256)?,
         workspace: address(at.workspace, "the workspace", Some(workspace), 256)?,
     })
 }

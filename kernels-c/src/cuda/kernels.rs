@@ -135,11 +135,11 @@ impl qz1_cuda_plan {
         Ok(())
     }
 
-    /// Bytes of the workspace, and those at its beginning that are zero before the first launch.
+    /// Bytes of the workspace, and of tickets.
     fn workspace(&self) -> (usize, usize) {
         match &self.family {
             Family::Linear(plan, _) => (plan.workspace_bytes, plan.ticket_bytes),
-            Family::Decode(plan, _) => (plan.workspace(), plan.workspace_zeroed()),
+            Family::Decode(plan, _) => (plan.workspace(), plan.tickets()),
             Family::Pack(_) | Family::Activation(..) | Family::Append(..) | Family::Merge(..) => (0, 0),
         }
     }
@@ -250,8 +250,9 @@ pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
     }
 }
 
-/// Bytes of device memory that a launch works in, at a multiple of 256, and how many at their beginning must be 0 before
-/// the first launch; each leaves them 0. Launches that may run at the same time need one each. Both may be 0.
+/// Bytes of device memory that a launch works in, each at a multiple of 256; both may be 0. A workspace may hold anything.
+/// Tickets are 0 before a launch, which leaves them 0. Launches of any plans, one after the other, share both, if there
+/// are as many bytes as the largest asks for; launches that may run at the same time need their own.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -259,17 +260,17 @@ pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
 pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     plan: *const qz1_cuda_plan,
     bytes: *mut usize,
-    zeroed: *mut usize,
+    tickets: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: as the caller vouches.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
-        let (bytes, zeroed) =
-            (scope.value(bytes, "the bytes")?, scope.value(zeroed, "the bytes that are zero")?);
+        let (bytes, tickets) =
+            (scope.value(bytes, "the bytes")?, scope.value(tickets, "the bytes of tickets")?);
         let workspace = plan.workspace();
         bytes.put(workspace.0);
-        zeroed.put(workspace.1);
+        tickets.put(workspace.1);
         Ok(())
     })
 }

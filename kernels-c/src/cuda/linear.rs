@@ -53,7 +53,9 @@ pub struct qz1_cuda_linear_arguments {
     pub bias: qz1_cuda_region,
     /// `[m, n]`, aligned to its type.
     pub out: qz1_cuda_region,
-    /// What `qz1_cuda_plan_workspace` says, at a multiple of 256.
+    /// The bytes of tickets that `qz1_cuda_plan_workspace` says, or more, at a multiple of 256: 0 before the first launch.
+    pub tickets: qz1_cuda_region,
+    /// The bytes that it says, or more, at a multiple of 256.
     pub workspace: qz1_cuda_region,
     /// Elements between rows of activations, whose bytes are a multiple of 16; 0: `k` rounded up to that.
     pub x_stride: usize,
@@ -134,6 +136,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_launch(
             bias: region(at.bias, "the bias", 4)?,
             out: region(at.out, "the results", scheme.output_bytes())?,
             out_stride: natural(at.out_stride, layout.n(), 1),
+            tickets: region(at.tickets, "the tickets", 256)?,
             workspace: region(at.workspace, "the workspace", 256)?,
         })?;
         plan.launch(&arguments, stream)

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)         looks at the shape; compiles and loads what it takes
-//! qz1_cuda_plan_workspace(plan, &bytes, &zeroed, message)      what the caller allocates
+//! qz1_cuda_plan_workspace(plan, &bytes, &tickets, message)     what the caller allocates
 //! qz1_cuda_FAMILY_launch(plan, arguments, stream, message)     looks at addresses and lengths; puts it on the stream
 //! ```
 //!

@@ -118,8 +118,9 @@ fn what_was_appended_is_attended_to() {
         ..sized()
     };
     let plan = Plan::new(&kernels, &shape, qz1_cuda_decode_plan);
-    assert!(plan.workspace().0 > plan.workspace().1 && plan.workspace().1 > 0);
-    let (query_at, table, workspace) = (Bytes::of(&query), Bytes::of(TABLE.as_flattened()), workspace(&plan));
+    assert!(plan.workspace().0 > 0 && plan.workspace().1 > 0);
+    let (query_at, table) = (Bytes::of(&query), Bytes::of(TABLE.as_flattened()));
+    let [workspace, tickets] = workspace(&plan);
     // The whole, then two parts in one buffer: what each list has up to token 16, and the rest.
     let [out, lse] = [3 * rows * DIM * 4, 3 * rows * 4].map(|len| Bytes::filled(len, 0x5a));
     let part = |of: &Bytes, i: u64| {
@@ -139,6 +140,7 @@ fn what_was_appended_is_attended_to() {
             first: if first == [0, 0] { NONE } else { first_at.region() },
             out: part(&out, i as u64),
             lse: part(&lse, i as u64),
+            tickets: tickets.region(),
             workspace: workspace.region(),
             table_stride: 2,
             count_stride: 1,

@@ -117,12 +117,12 @@ impl Plan {
         Self(plan)
     }
 
-    /// Bytes of the workspace, and of those that are zero.
+    /// Bytes of the workspace, and of tickets.
     pub fn workspace(&self) -> (usize, usize) {
-        let (mut bytes, mut zeroed) = (1, 1);
+        let (mut bytes, mut tickets) = (1, 1);
         // SAFETY: all lives.
-        done(|m| unsafe { qz1_cuda_plan_workspace(self.0, &mut bytes, &mut zeroed, m) });
-        (bytes, zeroed)
+        done(|m| unsafe { qz1_cuda_plan_workspace(self.0, &mut bytes, &mut tickets, m) });
+        (bytes, tickets)
     }
 }
 

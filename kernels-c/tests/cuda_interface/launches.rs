@@ -97,6 +97,7 @@ fn launches_of_linears() {
         x_scales: at(0x1000, 4 * m),
         bias: at(0x1000, 4 * n),
         out: at(0x1000, 4 * m * n),
+        tickets: at(0x1000, plan.workspace().1),
         workspace: at(0x1000, plan.workspace().0),
         ..sized()
     };
@@ -112,6 +113,7 @@ fn launches_of_linears() {
             (|a| &mut a.x_scales, 4, false),
             (|a| &mut a.bias, 4, true),
             (|a| &mut a.out, 4, false),
+            (|a| &mut a.tickets, 256, false),
             (|a| &mut a.workspace, 256, false),
         ],
     );
@@ -321,6 +323,7 @@ fn launches_on_pages() {
         first: at(0x1000, 4 * 2),
         out: at(0x1004, 4 * 2 * 4 * 64),
         lse: at(0x1004, 4 * 2 * 4),
+        tickets: at(0x1000, decode.workspace().1),
         workspace: at(0x1000, decode.workspace().0),
         table_stride: 5,
         count_stride: 1,
@@ -340,6 +343,7 @@ fn launches_on_pages() {
             (|a| &mut a.first, 16, true),
             (|a| &mut a.out, 4, false),
             (|a| &mut a.lse, 4, true),
+            (|a| &mut a.tickets, 256, false),
             (|a| &mut a.workspace, 256, false),
         ],
     );

@@ -14,12 +14,10 @@ pub fn halves(len: usize, by: usize) -> Vec<f16> {
     (0..len).map(|i| f16::from_f32(((i * by % 997) as f32 - 498.0) / 125.0)).collect()
 }
 
-/// Memory that a plan works in.
-pub fn workspace(plan: &Plan) -> Bytes {
-    let (bytes, zeroed) = plan.workspace();
-    let mut all = vec![0x5a; bytes];
-    all[..zeroed].fill(0);
-    Bytes::of(&all)
+/// Memory that a plan works in, and tickets.
+pub fn workspace(plan: &Plan) -> [Bytes; 2] {
+    let (bytes, tickets) = plan.workspace();
+    [Bytes::filled(bytes, 0x5a), Bytes::filled(tickets, 0)]
 }
 
 /// Codes, scales, sums of rows and of groups of `[m, k]`.
@@ -72,8 +70,8 @@ fn quantized_rows_are_multiplied() {
         ..sized()
     };
     let plan = Plan::new(&kernels, &shape, qz1_cuda_linear_plan);
-    assert!(plan.workspace().0 > plan.workspace().1 && plan.workspace().1 > 0);
-    let (weight, workspace) = (Bytes::of(&matrix.packed(&layout)), workspace(&plan));
+    assert!(plan.workspace().0 > 0 && plan.workspace().1 > 0);
+    let (weight, [workspace, tickets]) = (Bytes::of(&matrix.packed(&layout)), workspace(&plan));
     let stride = n + 8;
     let run = || {
         let out = Bytes::of(&vec![-7.5_f32; m * stride]);
@@ -82,6 +80,7 @@ fn quantized_rows_are_multiplied() {
             x: codes.region(),
             x_scales: scales.region(),
             out: out.region(),
+            tickets: tickets.region(),
             workspace: workspace.region(),
             out_stride: stride,
             ..sized()
@@ -105,7 +104,7 @@ fn quantized_rows_are_multiplied() {
             assert!((f64::from(got) - exact).abs() <= 1e-5 * most, "{row} {column}: {got} and {exact}");
         }
     }
-    // A launch leaves the workspace fit for the next.
+    // A launch leaves the tickets fit for the next.
     assert_eq!(run(), out);
 }
 
@@ -125,12 +124,13 @@ fn float_rows_are_multiplied() {
     let plan = Plan::new(&kernels, &shape, qz1_cuda_linear_plan);
     let (values, bias) = (halves(m * k, 53), (0..n).map(|i| i as f32 / 3.0).collect::<Vec<f32>>());
     let (weight, x, to) = (Bytes::of(&matrix.packed(&layout)), Bytes::of(&values), Bytes::of(&bias));
-    let (out, workspace) = (Bytes::filled(2 * m * n, 0x5a), workspace(&plan));
+    let (out, [workspace, tickets]) = (Bytes::filled(2 * m * n, 0x5a), workspace(&plan));
     let arguments = qz1_cuda_linear_arguments {
         weight: weight.region(),
         x: x.region(),
         bias: to.region(),
         out: out.region(),
+        tickets: tickets.region(),
         workspace: workspace.region(),
         ..sized()
     };

@@ -56,9 +56,9 @@ fn handles_are_made_anywhere() {
         assert_eq!(refused(|m| qz1_cuda_kernels_new(null(), null_mut(), m)), qz1_status::Null);
         qz1_cuda_kernels_free(null_mut());
         qz1_cuda_plan_free(null_mut());
-        let (mut bytes, mut zeroed) = (7, 7);
-        let status = refused(|m| qz1_cuda_plan_workspace(null(), &mut bytes, &mut zeroed, m));
-        assert_eq!((status, bytes, zeroed), (qz1_status::Null, 7, 7));
+        let (mut bytes, mut tickets) = (7, 7);
+        let status = refused(|m| qz1_cuda_plan_workspace(null(), &mut bytes, &mut tickets, m));
+        assert_eq!((status, bytes, tickets), (qz1_status::Null, 7, 7));
     }
 }
 

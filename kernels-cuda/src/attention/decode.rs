@@ -36,7 +36,8 @@ pub struct DecodeShape {
     /// Queries of each sequence: its last tokens', in order, of which each sees none that comes after it. 1 decodes; more
     /// are drafts to verify, or a prefill, after their keys and values were appended.
     pub queries: usize,
-    /// At least the tokens of the longest list; sizes the grid and the workspace, and changes no result.
+    /// At least the tokens of the longest list; sizes the grid and the workspace, and changes no result. Of a list that is
+    /// longer on the device, the last tokens may be left out, and other lists are not harmed.
     pub max_tokens: usize,
     /// Of queries: f16 or bf16.
     pub query: Float,
@@ -122,8 +123,10 @@ pub struct DecodeArguments {
     pub out: u64,
     /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 for none.
     pub lse: u64,
-    /// [`DecodePlan::workspace`] bytes, of which the first [`DecodePlan::workspace_zeroed`] are 0 before the first launch; a
-    /// launch leaves it fit for the next of the same plan on the same stream.
+    /// [`DecodePlan::tickets`] bytes or more: zero before, and left so. Launches of any plans of this crate, one after the other,
+    /// share them; those that may run at the same time do not.
+    pub tickets: u64,
+    /// [`DecodePlan::workspace`] bytes or more, of any content. Shared as the tickets are.
     pub workspace: u64,
 }
 
@@ -213,13 +216,16 @@ impl DecodePlan {
     pub fn workspace(&self) -> usize {
         match self.max_splits {
             1 => 0,
-            _ => self.parts_at() + 8 * self.records(),
+            _ => self.sums_bytes() + 8 * self.records(),
         }
     }
 
-    /// Bytes at its beginning that must be 0 before it is first used.
-    pub fn workspace_zeroed(&self) -> usize {
-        if self.max_splits == 1 { 0 } else { self.sums_at() }
+    /// Bytes of tickets, by which splits know who is last: 0 where no sequence is cut.
+    pub fn tickets(&self) -> usize {
+        match self.max_splits {
+            1 => 0,
+            _ => 4 * self.shape.sequences * self.shape.kv_heads * self.column_blocks,
+        }
     }
 
     /// The arguments of the kernel, in its order.
@@ -234,9 +240,9 @@ impl DecodePlan {
             Argument::U64(at.first),
             Argument::U64(at.out),
             Argument::U64(at.lse),
-            Argument::U64(at.workspace + self.sums_at() as u64),
-            Argument::U64(at.workspace + self.parts_at() as u64),
             Argument::U64(at.workspace),
+            Argument::U64(at.workspace.wrapping_add(self.sums_bytes() as u64)),
+            Argument::U64(at.tickets),
             Argument::U64(at.page_stride),
             Argument::U64(at.head_stride),
             Argument::U64(at.query_stride),
@@ -257,13 +263,9 @@ impl DecodePlan {
         self.shape.sequences * self.shape.queries * self.shape.query_heads * self.max_splits
     }
 
-    fn sums_at(&self) -> usize {
-        // Tickets come first.
-        (4 * self.shape.sequences * self.shape.kv_heads * self.column_blocks).next_multiple_of(128)
-    }
-
-    fn parts_at(&self) -> usize {
-        self.sums_at() + 4 * self.records() * self.shape.layout.head_dim()
+    /// Sums come first in the workspace, what splits say of them second.
+    fn sums_bytes(&self) -> usize {
+        4 * self.records() * self.shape.layout.head_dim()
     }
 }
 

@@ -49,12 +49,15 @@ impl MergeShape {
     /// Plans a launch.
     ///
     /// # Errors
-    /// When the grid would be too large.
+    /// When a size or the grid would be too large.
     pub fn plan(&self) -> Result<MergePlan, KernelError> {
         let items = self.rows.checked_mul(self.head_dim).map(|items| items.div_ceil(THREADS));
         let Some(blocks) = items.filter(|&blocks| blocks <= i32::MAX as usize) else {
             return Err(KernelError::TooLarge("the rows to join"));
         };
+        if [self.parts, self.rows, self.head_dim].into_iter().any(|of| of > i32::MAX as usize) {
+            return Err(KernelError::TooLarge("the parts to join"));
+        }
         let variant = Variant {
             source: &super::MERGE_SOURCE,
             kernel: "attention_merge",

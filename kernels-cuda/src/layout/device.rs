@@ -35,7 +35,7 @@ impl WeightLayout {
     /// The launches that pack a matrix of this layout on the device.
     ///
     /// # Errors
-    /// When a grid is too large.
+    /// When the matrix or a grid is too large.
     pub fn device_packing(&self) -> Result<Vec<PackLaunch>, KernelError> {
         let scale = match self.scales {
             _ if self.row_is_group() => "F32",
@@ -55,6 +55,10 @@ impl WeightLayout {
             ("ZEROS", flag(self.middle.is_none())),
             ("SUMS", flag(self.sums)),
         ];
+        // Indices of features and rows are of 32 bits in these kernels.
+        if self.n.max(self.k) > i32::MAX as usize {
+            return Err(KernelError::TooLarge("the matrix to pack"));
+        }
         let launch = |kernel, work: Option<usize>, threads: u32, of_block: usize| {
             let blocks = work.map(|work| work.div_ceil(of_block)).and_then(|b| i32::try_from(b).ok());
             let grid = blocks.ok_or(KernelError::TooLarge("the grid of packing"))?.unsigned_abs();

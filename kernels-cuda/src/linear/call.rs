@@ -52,6 +52,7 @@ pub struct LinearCall {
     n: usize,
     m: usize,
     stride: usize,
+    workspace_at: usize,
     scratch_bytes: usize,
 }
 
@@ -77,7 +78,8 @@ pub struct CallArguments {
     pub x: Region,
     /// `[m, n]` without gaps.
     pub out: Region,
-    /// As many bytes as the call says, from a multiple of 256 on, of which the first are zero.
+    /// As many bytes as the call says, from a multiple of 256 on, of which the first are zero before these launches. What
+    /// other calls left there is not.
     pub scratch: Region,
 }
 
@@ -125,13 +127,15 @@ impl LinearCall {
             (Order::Int8, _) => Activation::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
-        let mut end = product.workspace_bytes;
+        // Tickets come first, for they alone are zero before.
+        let mut end = product.ticket_bytes;
         let mut place = |bytes: Option<usize>| {
             let at = end.checked_next_multiple_of(ALIGN);
             let (at, bytes) = at.zip(bytes).ok_or(KernelError::TooLarge("the workspace"))?;
             end = at.checked_add(bytes).ok_or(KernelError::TooLarge("the workspace"))?;
             Ok((at, bytes))
         };
+        let (workspace_at, _) = place(Some(product.workspace_bytes))?;
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
@@ -146,7 +150,7 @@ impl LinearCall {
             let (scales_at, _) = place(m.checked_mul(4))?;
             rounding = Some(Rounding { plan, fixed, stride, codes_at, codes_bytes, scales_at });
         }
-        Ok(Self { rounding, product, n, m, stride, scratch_bytes: end })
+        Ok(Self { rounding, product, n, m, stride, workspace_at, scratch_bytes: end })
     }
 
     /// Bytes of scratch memory, which calls that may run at the same time do not share.
@@ -207,10 +211,7 @@ impl LinearCall {
             (x, x_stride, x_scales) = (codes, rounding.stride, scales);
             x_zero = rounding.fixed.map_or(0, |by| i32::from(by.zero));
         }
-        let workspace = match self.product.workspace_bytes {
-            0 => Region::NONE,
-            bytes => part(0, bytes),
-        };
+        let some = |from: usize, bytes: usize| if bytes == 0 { Region::NONE } else { part(from, bytes) };
         let arguments = self.product.arguments(&LinearArguments {
             weight: at.weight,
             x,
@@ -220,7 +221,8 @@ impl LinearCall {
             bias: at.bias,
             out: at.out,
             out_stride: self.n,
-            workspace,
+            tickets: some(0, self.product.ticket_bytes),
+            workspace: some(self.workspace_at, self.product.workspace_bytes),
         })?;
         launches.push(CallLaunch {
             variant: self.product.variant.compiled(),
@@ -271,7 +273,9 @@ mod tests {
         let layout = layout(1024, Order::Float, false);
         for element in [Float::F16, Float::Bf16] {
             let call = call(&layout, element, None, 3).unwrap();
-            assert_eq!(call.scratch_bytes(), call.product().workspace_bytes);
+            let product = call.product();
+            let tickets = product.ticket_bytes.next_multiple_of(256);
+            assert_eq!(call.scratch_bytes(), tickets + product.workspace_bytes);
             assert!(call.zero_bytes() == 0 || call.zero_bytes() < call.scratch_bytes());
             let launches = call.launches(&places(&call, &layout, 2)).unwrap();
             assert_eq!(launches.len(), 1);
@@ -299,7 +303,8 @@ mod tests {
                 panic!("no addresses")
             };
             let (stride, base) = (k.next_multiple_of(16), 0x50_0000);
-            assert!(codes >= base + call.product().workspace_bytes as u64);
+            let (tickets, workspace) = (call.product().ticket_bytes, call.product().workspace_bytes);
+            assert!(codes >= base + (tickets + workspace) as u64);
             assert!(scales >= codes + (m * stride) as u64);
             assert_eq!(scales + 4 * m as u64, base + call.scratch_bytes() as u64);
             assert_eq!(rounding.arguments[11], Argument::U64(stride as u64));

@@ -16,9 +16,9 @@ pub struct LinearPlan {
     pub launch: LaunchShape,
     /// Chunks of `k`.
     pub chunks: u32,
-    /// Bytes at the beginning of the workspace that are zero before the first launch; the kernel leaves them zero.
+    /// Bytes of tickets, by which blocks that share a tile of results know who is last: zero before a launch, and after it.
     pub ticket_bytes: usize,
-    /// Bytes of the workspace, which launches that may run at the same time do not share.
+    /// Bytes of the workspace, in which they meet. What it holds before does not matter.
     pub workspace_bytes: usize,
     layout: WeightLayout,
     m: usize,
@@ -43,7 +43,10 @@ pub struct LinearArguments {
     pub out: Region,
     /// Elements between rows of results, `n` or more.
     pub out_stride: usize,
-    /// As many bytes as the plan says, of which the first are zero.
+    /// As many bytes as the plan says, or more: zero before, and left so. Launches of any plans of this crate, one after the other,
+    /// share them, so an engine allocates the most of its plans once for each stream. Launches that may run at the same time do not.
+    pub tickets: Region,
+    /// As many bytes as the plan says, or more. Shared as the tickets are.
     pub workspace: Region,
 }
 
@@ -118,9 +121,9 @@ impl LinearPlan {
         let (mut ticket_bytes, mut workspace_bytes) = (0, 0);
         if split > 1 {
             let large = KernelError::TooLarge("the workspace");
-            ticket_bytes = tiles.checked_mul(8).ok_or(large.clone())?.next_multiple_of(256);
+            ticket_bytes = tiles.checked_mul(8).ok_or(large.clone())?;
             let partials = tiles.checked_mul(split).and_then(|t| t.checked_mul(variant.partial_bytes()));
-            workspace_bytes = partials.and_then(|p| p.checked_add(ticket_bytes)).ok_or(large)?;
+            workspace_bytes = partials.ok_or(large)?;
         }
         Ok(Self { variant, launch, chunks: chunks as u32, ticket_bytes, workspace_bytes, layout: *layout, m })
     }
@@ -165,6 +168,7 @@ impl LinearPlan {
         at.x.require("activations", matrix(at.x_stride, k, each, "the activations")?, 16)?;
         let out = scheme.output_bytes();
         at.out.require("results", matrix(at.out_stride, n, out, "the results")?, out)?;
+        at.tickets.require("tickets", self.ticket_bytes, 256)?;
         at.workspace.require("workspace", self.workspace_bytes, 256)?;
         if at.bias != Region::NONE {
             at.bias.require("bias", 4 * n, 4)?;
@@ -188,8 +192,8 @@ impl LinearPlan {
             Argument::U64(at.x_scales.address),
             Argument::U64(at.bias.address),
             Argument::U64(at.out.address),
-            Argument::U64(at.workspace.address + self.ticket_bytes as u64),
             Argument::U64(at.workspace.address),
+            Argument::U64(at.tickets.address),
             Argument::U32(m as u32),
             Argument::U32(n as u32),
             Argument::U32(k as u32),
@@ -247,7 +251,7 @@ mod tests {
     fn few_tokens_take_a_workspace_and_many_none() {
         let few = plan(4096, 4096, 3).unwrap();
         assert_eq!((few.launch.grid, few.launch.block), ([32, 4, 1], 256));
-        assert_eq!((few.ticket_bytes, few.workspace_bytes), (256, 256 + 4 * 4096 * 8 * 4));
+        assert_eq!((few.ticket_bytes, few.workspace_bytes), (8 * 32, 4 * 4096 * 8 * 4));
         let many = plan(4096, 4096, 1000).unwrap();
         assert!(many.variant.serial);
         assert_eq!((many.launch.grid, many.workspace_bytes), ([32 * 16, 1, 1], 0));
@@ -288,7 +292,8 @@ mod tests {
             bias: Region::NONE,
             out: region(0x2, 3 * 8192),
             out_stride: 4096,
-            workspace: region(0x100, plan.workspace_bytes),
+            tickets: region(0x100, plan.ticket_bytes),
+            workspace: region(0x200, plan.workspace_bytes),
         };
         let arguments = plan.arguments(&good).unwrap();
         assert_eq!(arguments[1], Argument::U64(0x1000 + 4096 * 4096 / 2));
@@ -304,7 +309,13 @@ mod tests {
             LinearArguments { bias: region(0x10, 4), ..good },
             LinearArguments { out: region(0x2, 8192), ..good },
             LinearArguments { out_stride: 4000, ..good },
+            LinearArguments { tickets: Region::NONE, ..good },
+            LinearArguments { tickets: region(0x100, plan.ticket_bytes - 1), ..good },
             LinearArguments { workspace: Region::NONE, ..good },
+            LinearArguments { workspace: region(0x210, plan.workspace_bytes), ..good },
+            // Beyond the last address.
+            LinearArguments { workspace: region(u64::MAX - 255, plan.workspace_bytes), ..good },
+            LinearArguments { weight: region(u64::MAX - 255, plan.layout.bytes()), ..good },
         ];
         for (i, bad) in bad.iter().enumerate() {
             assert!(plan.arguments(bad).is_err(), "{i}");

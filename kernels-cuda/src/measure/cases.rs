@@ -65,6 +65,8 @@ pub(super) enum Fill {
     Zeros,
     /// Any bytes.
     Random,
+    /// Halves of less than 2⁻⁷, of either sign, whose other bits are random: grids among codes stay finite.
+    SmallFloats,
     /// Halves or bfloats around one.
     Floats,
     /// 0, 1, 2, … as u32.
@@ -210,6 +212,7 @@ fn linear(
         buffer(if is_float { 0 } else { m * 4 }, Fill::Words(0x3c00_0000), false),
         buffer(m * n * 2, Fill::Zeros, false),
         buffer(plan.workspace_bytes, Fill::Zeros, false),
+        buffer(plan.ticket_bytes, Fill::Zeros, false),
     ];
     let sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes).collect();
     Ok(Case {
@@ -233,6 +236,7 @@ fn linear(
                 bias: Region::NONE,
                 out: there(3),
                 out_stride: n,
+                tickets: there(5),
                 workspace: there(4),
             };
             plan.arguments(&arguments).map(|arguments| arguments.to_vec())
@@ -271,14 +275,15 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
     let pages = sequences * pages_of * kv_heads * head;
     let row = query_heads * head_dim;
     let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
-    // Half floats of any bits may be no numbers, which costs no time; grids of pages are among the random bytes.
+    // Grids stand among the codes of pages: random ones would be no numbers, and scores that grow without end take another way.
     let buffers = vec![
         buffer(sequences * row * 2, Fill::Floats, false),
-        buffer(pages, Fill::Random, true),
+        buffer(pages, Fill::SmallFloats, true),
         buffer(sequences * pages_of * 4, Fill::Counted, false),
         buffer(sequences * 4, Fill::Words(tokens as u32), false),
         buffer(sequences * row * 2, Fill::Zeros, false),
         buffer(plan.workspace(), Fill::Zeros, false),
+        buffer(plan.tickets(), Fill::Zeros, false),
     ];
     let (variant, launch) = (plan.variant.clone(), plan.launch);
     Ok(Case {
@@ -308,6 +313,7 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 out: at[4],
                 lse: 0,
+                tickets: at[6],
                 workspace: at[5],
             };
             Ok(plan.arguments(&arguments).to_vec())

@@ -156,13 +156,17 @@ impl Meter {
             Fill::Counted => to.write(0, &(0..words).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
             Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(words as usize)),
             Fill::Random => repeat(to, &self.random),
-            Fill::Floats => {
-                // The exponents of numbers from a quarter to two, as halves.
-                let one = |pair: &[u8]| [pair[0], pair[1] & 0x83 | 0x34 | (pair[1] & 0x0c)];
-                let needed = &self.random[..to.len().next_multiple_of(2).min(RANDOM)];
-                repeat(to, &needed.chunks_exact(2).flat_map(one).collect::<Vec<u8>>())
-            }
+            // The exponents of numbers from a quarter to two, as halves.
+            Fill::Floats => self.fill_halves(to, 0x8f, 0x34),
+            Fill::SmallFloats => self.fill_halves(to, 0x9f, 0),
         }
+    }
+
+    /// Random halves, of whose upper bytes some bits stay and some are set.
+    fn fill_halves(&self, to: &Memory, kept: u8, set: u8) -> Result<()> {
+        let needed = &self.random[..to.len().next_multiple_of(2).min(RANDOM)];
+        let halves = needed.chunks_exact(2).flat_map(|pair| [pair[0], pair[1] & kept | set]);
+        repeat(to, &halves.collect::<Vec<u8>>())
     }
 }
 

@@ -64,14 +64,16 @@ fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
             for &k in widths {
                 let base = ActivationShape::new(rows, element, 3, k);
                 let aligned = pick(2) == 0;
-                let stride = if aligned { k.next_multiple_of(16) + 16 } else { k + pick(3) };
+                // Each its own, so that none can stand for another.
+                let stride = |i: usize| if aligned { k.next_multiple_of(16) + 16 * i } else { k + i };
+                let first = pick(3);
                 out.push(ActivationShape {
                     aligned,
                     fixed: pick(3) == 0,
                     group: groups[pick(groups.len())],
-                    x_stride: stride,
-                    up_stride: stride,
-                    residual_stride: stride,
+                    x_stride: stride(first),
+                    up_stride: stride(first + 1),
+                    residual_stride: stride(first + 2),
                     code_stride: k.next_multiple_of(16) + 16 * pick(2),
                     ..base
                 });

@@ -32,6 +32,11 @@ fn append_case(
         all.map(|x| rounded(x, input).clamp(-65504.0, 65504.0)).map(|x| rounded_within(x, input)).collect()
     };
     let (keys, values) = (rows(0), rows(3));
+    // Rows of keys and of values lie apart, not equally far; between them is what no row may show.
+    let strides = [row + 8, row + 24];
+    let apart = |values: &[f32], stride: usize| -> Vec<f32> {
+        values.chunks(row).flat_map(|of| of.iter().copied().chain(vec![f32::NAN; stride - row])).collect()
+    };
     let mut expected = vec![0xa5_u8; page_count as usize * kv_heads * layout.page_bytes()];
     let before = expected.clone();
     for (i, &[sequence, position]) in places.iter().enumerate() {
@@ -49,10 +54,10 @@ fn append_case(
     let mut machine = Machine::new();
     let column = |i: usize| places.iter().map(|place| place[i]).collect::<Vec<u32>>();
     let arguments = AppendArguments {
-        keys: machine.buffer_from("keys", &encode(&keys, input)),
-        key_stride: row as u64,
-        values: machine.buffer_from("values", &encode(&values, input)),
-        value_stride: row as u64,
+        keys: machine.buffer_from("keys", &encode(&apart(&keys, strides[0]), input)),
+        key_stride: strides[0] as u64,
+        values: machine.buffer_from("values", &encode(&apart(&values, strides[1]), input)),
+        value_stride: strides[1] as u64,
         sequence: machine.buffer_from("sequence", &bytes_of(&column(0))),
         position: machine.buffer_from("position", &bytes_of(&column(1))),
         table: machine.buffer_from("table", &bytes_of(&table)),
@@ -98,6 +103,8 @@ fn appended_bytes_equal_those_of_the_cpu() {
             (96, 32, Float::F32),
             (256, 64, Float::F16),
             (80, 16, Float::F32),
+            // More tiles than four.
+            (64, 1024, Float::F16),
         ] {
             append_case((kind, head_dim, page_tokens, input), Order::Straight, None).unwrap();
         }
@@ -173,7 +180,7 @@ fn bytes_are_the_floor() {
             position: machine.buffer_from("position", &bytes_of(&(0..16).collect::<Vec<u32>>())),
             table: machine.buffer_from("table", &[0; 4]),
             table_stride: 1,
-            pages: machine.buffer("pages", kv_heads * layout.page_bytes(), 0),
+            pages: machine.buffer("pages", kv_heads * layout.page_bytes()),
             page_stride: (kv_heads * layout.page_bytes()) as u64,
             head_stride: layout.page_bytes() as u64,
             page_count: 1,

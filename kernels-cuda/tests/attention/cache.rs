@@ -186,13 +186,14 @@ pub fn try_decode(
         count_stride: 1,
         count_head_stride: 0,
         scale: case.scale(),
-        out: machine.buffer("out", 4 * rows * case.head_dim, 0),
-        lse: machine.buffer("lse", 4 * rows, 0),
-        workspace: machine.buffer("workspace", plan.workspace(), plan.workspace_zeroed()),
+        out: machine.buffer("out", 4 * rows * case.head_dim),
+        lse: machine.buffer("lse", 4 * rows),
+        tickets: machine.buffer_from("tickets", &vec![0; plan.tickets()]),
+        workspace: machine.buffer("workspace", plan.workspace()),
     };
     let counters = machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     let (out, lse) = (floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse)));
-    // A launch leaves its workspace fit for another.
+    // A launch leaves its tickets fit for another.
     machine.fill(arguments.out, &[0xff; 4], rows * case.head_dim);
     machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     if bits(&out) != bits(&floats(&machine.bytes(arguments.out))) {
@@ -231,7 +232,7 @@ fn append(
         position: machine.buffer_from("position", &bytes_of(&places[1])),
         table: machine.buffer_from("table of append", &bytes_of(table)),
         table_stride: (table.len() / sequences.len()) as u32,
-        pages: machine.buffer("pages", page_count * case.kv_heads * layout.page_bytes(), 0),
+        pages: machine.buffer("pages", page_count * case.kv_heads * layout.page_bytes()),
         page_stride: (case.kv_heads * layout.page_bytes()) as u64,
         head_stride: layout.page_bytes() as u64,
         page_count: page_count as u32,

@@ -59,11 +59,9 @@ impl Machine {
         self.memory.buffer_from(name, bytes, 16)
     }
 
-    /// A buffer without values, but for zeros at its beginning.
-    pub fn buffer(&mut self, name: &str, length: usize, zeroed: usize) -> u64 {
-        let buffer = self.memory.buffer(name, length, 16);
-        self.memory.write(buffer, &vec![0; zeroed]).unwrap();
-        buffer
+    /// A buffer without values.
+    pub fn buffer(&mut self, name: &str, length: usize) -> u64 {
+        self.memory.buffer(name, length, 16)
     }
 
     /// Writes the same bytes again and again, from a buffer's beginning.

@@ -36,8 +36,8 @@ fn merge_counted(
     let arguments = MergeArguments {
         sums: machine.buffer_from("sums", &encode(sums, Float::F32)),
         logs: machine.buffer_from("logs", &encode(logs, Float::F32)),
-        out: machine.buffer("out", 4 * rows * d, 0),
-        lse: machine.buffer("lse", 4 * rows, 0),
+        out: machine.buffer("out", 4 * rows * d),
+        lse: machine.buffer("lse", 4 * rows),
     };
     let plan = MergeShape { parts, rows, head_dim: d, out: Float::F32 }.plan().unwrap();
     let mut variant = plan.variant.clone();

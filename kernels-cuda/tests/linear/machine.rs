@@ -89,7 +89,7 @@ pub fn run(
     let each = plan.variant.scheme.output_bytes();
     let (mut partials, mut tickets) = (0, 0);
     if plan.workspace_bytes > 0 {
-        partials = memory.buffer("partials", plan.workspace_bytes - plan.ticket_bytes, 256);
+        partials = memory.buffer("partials", plan.workspace_bytes, 256);
         tickets = memory.buffer_from("tickets", &vec![0; plan.ticket_bytes], 256);
     }
     let mut outcome = None;

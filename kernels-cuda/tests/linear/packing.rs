@@ -1,5 +1,6 @@
 //! Packing on the device gives the bytes of packing on the CPU, and finds the values that the latter refuses.
 
+use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::layout::device::SOURCE;
 use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
 use quant_ptx_interpreter::{Error, FaultKind};
@@ -161,4 +162,41 @@ fn faults_are_found() {
     assert!(!pack(&case, &layout).1);
     case.codes[200] = 15;
     assert!(pack(&case, &layout).1);
+    // (0 − 15) · 8 and · 9: the other end of eight bits.
+    (case.groups[3], case.zeros.as_mut().unwrap()[3]) = (8, 15);
+    case.codes[192..256].fill(0);
+    assert!(!pack(&case, &layout).1);
+    case.groups[3] = 9;
+    assert!(pack(&case, &layout).1);
+    // A zero of a row.
+    let mut case = Case::new([5, 128], 4, 128, Kind::F32, true, 3);
+    let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
+    assert!(layout.row_is_group() && !pack(&case, &layout).1);
+    case.zeros.as_mut().unwrap()[2] = 16;
+    assert!(pack(&case, &layout).1);
+    // Scales that the layout's type does not hold: too large, too fine.
+    for scale in [1e6, 1.0 + 1.0 / 4096.0] {
+        let mut case = good.clone();
+        case.scales[1] = scale;
+        assert!(pack(&case, &float).1, "{scale}");
+    }
+}
+
+/// Codes less the middle of the layout are numbers of its bits, or a fault.
+#[test]
+fn middles_that_do_not_fit_are_found() {
+    if !ready() {
+        return;
+    }
+    let of = |middle| {
+        WeightLayout::from_parts([16, 256], 4, 128, ScaleType::F16, Some(middle), Order::Int8, false)
+    };
+    assert!(of(9).is_err() && of(15).is_err());
+    // Of 3 bits, and of 4.
+    let mut case = Case::new([16, 256], 3, 128, Kind::F16, false, 3);
+    assert!(!pack(&case, &of(4).unwrap()).1);
+    case.bits = 4;
+    case.codes[9] = 12;
+    assert!(pack(&case, &of(4).unwrap()).1);
+    assert!(!pack(&case, &of(8).unwrap()).1);
 }

@@ -166,6 +166,24 @@ fn groups_wider_than_a_tile() {
 }
 
 /// Long rows on a device with much memory: the deepest ring goes round in every chunk.
+/// More tiles of tokens than run side by side, the last of them not full, on ragged rows.
+#[test]
+fn many_tokens() {
+    if !ready() {
+        return;
+    }
+    let case = |bits, group, kind| Case::new([150, 136], bits, group, kind, true, 11);
+    let float = Problem::float(case(4, 136, Kind::F16), Activation::F16, Output::F16, 1200, Draw::Usual, 11);
+    let whole = Problem::int8(case(8, 136, Kind::F32), Output::Bf16, 2100, None, Draw::Usual, 12);
+    for problem in [float, whole] {
+        let plan =
+            LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
+        // Bands of eight tiles of tokens.
+        assert!(problem.m > 8 * plan.variant.shape.tokens(), "{:?}", plan.variant.shape);
+        problem.check(&launch(&problem, &plan));
+    }
+}
+
 #[test]
 fn a_deep_ring() {
     if !ready() {
