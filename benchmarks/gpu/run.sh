@@ -23,13 +23,10 @@ note() {
     ((status == 0)) || { echo "FAILED ($status): see $log"; failed=$((failed + 1)); }
 }
 
-# Images were compiled before, from the text that the interpreter ran. A compiler would make its own instead, so one is
-# looked for, as among torch's packages, only where the device is none of those that there are images for.
+# Images were compiled before, and are taken whatever compiler is here; one that is found, as among torch's packages, makes
+# those that are missing.
 export QUANT_CUDA_CACHE=$PWD/images
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d ' .')
-if [[ -z ${QUANT_NVRTC:-} ]] && grep -qx "sm_${capability:-none}" images/architectures.txt; then
-    export QUANT_NVRTC=$PWD/no-compiler
-elif [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
+if [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
     nvrtc=$(python3 - <<'PYTHON'
 import glob, sysconfig
 places = [sysconfig.get_path("purelib") + "/nvidia/*/lib", "/usr/local/cuda*/lib64", "/usr/local/cuda*/targets/*/lib"]

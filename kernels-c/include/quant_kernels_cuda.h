@@ -9,7 +9,7 @@
  * Every family has two functions and two structures:
  *
  *     qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)        compiles and loads what the shape takes
- *     qz1_cuda_plan_workspace(plan, &bytes, &zeroed, message)     what the caller allocates
+ *     qz1_cuda_plan_workspace(plan, &bytes, &tickets, message)    what the caller allocates
  *     qz1_cuda_FAMILY_launch(plan, arguments, stream, message)    puts it on the stream
  *
  * A plan takes a context that is current on the calling thread, as CUDA's runtime or a framework leaves it; the first of
@@ -175,7 +175,9 @@ typedef struct qz1_cuda_linear_arguments {
   struct qz1_cuda_region bias;
   // `[m, n]`, aligned to its type.
   struct qz1_cuda_region out;
-  // What `qz1_cuda_plan_workspace` says, at a multiple of 256.
+  // The bytes of tickets that `qz1_cuda_plan_workspace` says, or more, at a multiple of 256: 0 before the first launch.
+  struct qz1_cuda_region tickets;
+  // The bytes that it says, or more, at a multiple of 256.
   struct qz1_cuda_region workspace;
   // Elements between rows of activations, whose bytes are a multiple of 16; 0: `k` rounded up to that.
   size_t x_stride;
@@ -353,7 +355,9 @@ typedef struct qz1_cuda_decode_arguments {
   // f32 `[sequences, queries, query_heads]`, aligned to its type: natural logarithms of the sums of exponentials, minus
   // infinity of a query that sees nothing; or none.
   struct qz1_cuda_region lse;
-  // What `qz1_cuda_plan_workspace` says, at a multiple of 256.
+  // The bytes of tickets that `qz1_cuda_plan_workspace` says, or more, at a multiple of 256: 0 before the first launch.
+  struct qz1_cuda_region tickets;
+  // The bytes that it says, or more, at a multiple of 256.
   struct qz1_cuda_region workspace;
   // Elements between queries, a multiple of 4; 0: `query_heads · head_dim`.
   size_t query_stride;
@@ -428,11 +432,12 @@ qz1_status qz1_cuda_kernels_new(const char *images,
 // what was launched must be done when the last of them is.
 void qz1_cuda_kernels_free(struct qz1_cuda_kernels *kernels);
 
-// Bytes of device memory that a launch works in, at a multiple of 256, and how many at their beginning must be 0 before
-// the first launch; each leaves them 0. Launches that may run at the same time need one each. Both may be 0.
+// Bytes of device memory that a launch works in, each at a multiple of 256; both may be 0. A workspace may hold anything.
+// Tickets are 0 before a launch, which leaves them 0. Launches of any plans, one after the other, share both, if there
+// are as many bytes as the largest asks for; launches that may run at the same time need their own.
 qz1_status qz1_cuda_plan_workspace(const struct qz1_cuda_plan *plan,
                                    size_t *bytes,
-                                   size_t *zeroed,
+                                   size_t *tickets,
                                    const qz1_message *message);
 
 // Frees a plan; null is none. What was launched goes on while the kernels' handle is there.

@@ -4,7 +4,7 @@
 //! crate's version. Files are written beside their place and renamed into it, so that programs may share a directory; each ends
 //! with a hash of itself, and what is damaged is compiled again. A directory that cannot be written costs time, no more.
 //!
-//! Where there is no compiler, or it refuses, an image of any is taken, so that a directory which was filled on one machine serves others.
+//! Where there is no compiler, or it refuses, or the directory has a file [`ANY_COMPILER`], an image of any is taken, so that a directory which was filled on one machine serves others.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -16,6 +16,10 @@ use crate::compile::{self, Architecture, Form, Image, Variant};
 
 /// The environment variable that names the directory; empty: none.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
+
+/// With a file of this name in it, a directory's images are taken whatever compiler made them, before one is asked: those that
+/// are shipped stay those that were tested.
+pub const ANY_COMPILER: &str = "any-compiler";
 
 /// What a file begins with: its format.
 const HEAD: &[u8; 8] = b"QUANTCU1";
@@ -91,7 +95,11 @@ impl<C: Compiler> ImageCache<C> {
             Err(e) => return newest(directory, &key).ok_or(e),
         };
         let path = directory.join(file_name(&key, version));
-        if let Some(image) = load(&path) {
+        let found = load(&path).or_else(|| match directory.join(ANY_COMPILER).exists() {
+            true => newest(directory, &key),
+            false => None,
+        });
+        if let Some(image) = found {
             return Ok(image);
         }
         let image = match self.compiler.compile(variant, architecture, form) {
@@ -395,6 +403,22 @@ mod tests {
             ImageCache::in_directory(Some(dir.path().into()), Fake { refuses: true, ..Fake::new([12, 0]) });
         assert_eq!(old.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 10]");
         assert!(matches!(old.image(&variant("2"), SM, Form::Cubin), Err(Error::Compile { .. })));
+    }
+
+    #[test]
+    fn images_that_are_shipped_are_taken_whatever_compiler_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = Some(dir.path().to_path_buf());
+        let (shipped, own) = (Fake::new([13, 0]), Fake::new([12, 8]));
+        ImageCache::in_directory(at.clone(), &shipped).image(&variant("1"), SM, Form::Cubin).unwrap();
+        std::fs::write(dir.path().join(ANY_COMPILER), "").unwrap();
+        let cache = ImageCache::in_directory(at, &own);
+        assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [13, 0]");
+        assert_eq!(own.compiled.get(), 0);
+        // What is missing is compiled.
+        assert_eq!(cache.image(&variant("2"), SM, Form::Cubin).unwrap().log, "log of [12, 8]");
+        std::fs::remove_file(dir.path().join(ANY_COMPILER)).unwrap();
+        assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 8]");
     }
 
     #[test]
