@@ -36,10 +36,16 @@ PYTHON
     )
     [[ -n $nvrtc ]] && export QUANT_NVRTC=$nvrtc && echo "compiler: $nvrtc"
 fi
+# The host side compiles for the device that it finds.
+lacks_compiler() {
+    [[ $1 == device && -z ${QUANT_NVRTC:-} ]] && ! ldconfig -p 2>/dev/null | grep -q libnvrtc &&
+        echo "SKIPPED: $1, for there is no NVRTC here"
+}
 command -v nvidia-smi >/dev/null && note device.txt nvidia-smi
 
 if wanted tests; then
     while read -r name skips; do
+        lacks_compiler "$name" && continue
         arguments=()
         for skip in $skips; do arguments+=(--skip "$skip"); done
         # In one thread: a fault on the device ends all that share its context.
@@ -51,6 +57,7 @@ if wanted sanitizer; then
     if command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck initcheck synccheck; do
             while read -r name test; do
+                lacks_compiler "$name" && continue
                 QUANT_GPU=1 note "sanitizer-$tool-$name-${test##*::}.txt" \
                     compute-sanitizer --tool "$tool" --error-exitcode 9 "./tests/$name" --test-threads 1 --exact "$test"
             done <tests/sanitized.txt
