@@ -209,6 +209,33 @@ fn extremes_stay_within_the_bound() {
     }
 }
 
+/// From a warp's first tile to its next, scores and scales of values grow by less, and by more, than what they may before sums are
+/// taken relative to something else: weights stay within halves.
+#[test]
+fn scores_and_scales_grow_together() {
+    if !has_nvrtc() {
+        return;
+    }
+    for kind in KINDS {
+        let case = Case::new(kind, 64, 1);
+        for (by, doublings) in [(3.9_f32, 5.8_f32), (3.9, 15.0), (30.0, 5.8), (500.0, 40.0)] {
+            let mut sequence = Sequence::random(&case, 80, 9);
+            sequence.query.fill(1.0);
+            // Tokens from 64 on are the first warp's second tile; 64 k / 8 is the score.
+            for (t, (key, value)) in
+                sequence.keys.chunks_mut(64).zip(sequence.values.chunks_mut(64)).enumerate()
+            {
+                let later = t >= 64;
+                key.fill(if later { doublings * std::f32::consts::LN_2 / 8.0 } else { 0.0 });
+                value.iter_mut().for_each(|v| *v *= if later { by } else { 1.0 });
+            }
+            let sequences = [sequence];
+            let result = decode(&case, &sequences, None, Order::Straight);
+            check(&case, &sequences, None, &result);
+        }
+    }
+}
+
 /// Every byte of the cache is read once and no other; shared memory without conflicts; few instructions a code.
 #[test]
 fn budgets_are_kept() {
