@@ -15,7 +15,7 @@ use std::sync::Arc;
 use quant_core::calibrate::{Sampling, TextTokenizer, TokenWindows, read_documents};
 use quant_core::checkpoint::{CheckpointWriter, MemorySink, ModelDirectory, WriteOptions, refuse_overlap};
 use quant_core::model::{Decoder, Model};
-use quant_core::pipeline::{self, Job};
+use quant_core::pipeline::{self, Job, Program};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{CancelToken, Error, Event, Observer, Result, Silent};
 
@@ -98,7 +98,7 @@ fn run(cancel: &CancelToken) -> Result<()> {
         Some(out) => {
             // A directory appears whole and verified, or not at all.
             refuse_overlap(&model_path, &out)?;
-            let fingerprint = pipeline::fingerprint(&job, &directory);
+            let fingerprint = pipeline::fingerprint(&job, &directory, &Program::current(cancel)?);
             let options = WriteOptions { fingerprint, ..WriteOptions::default() };
             let mut writer = CheckpointWriter::create(&out, plan.outputs(), options)?;
             let report = pipeline::quantize(&job, &mut writer)?;

@@ -3,13 +3,15 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::OnceLock;
 
 use quant_tests::args;
 use quant_tests::files::{hashes, snapshot};
 use quant_tests::models::write_cut_demo_model;
-use quant_tests::program::{Run, Running, Signal, command, quant};
+use quant_tests::program::{Run, Running, Signal, command, program, quant};
 use quant_tests::refusal::{check_message, job_of, old_checkpoint};
 use tempfile::TempDir;
 
@@ -132,6 +134,42 @@ fn each_signal_stops_where_nothing_is_lost() {
 
         bench.assert_resumes(&out, &options);
     }
+}
+
+/// The bytes of one program and instruction set are promised; a job that two of them share would have the bytes of
+/// neither.
+#[test]
+fn another_program_or_instruction_set_does_not_resume() {
+    let bench = Bench::new();
+    let out = bench.at("out");
+    let run = bench.midway(&out, &AWQ);
+    run.signal(Signal::INT);
+    check_message("interrupted", &run.wait(), 75, &["--resume"]);
+    let left = hashes(&job_of(&out));
+    let resume = |program: Command| {
+        let mut program = program;
+        let run = program.args(quantize(&bench.model, &out, &[&AWQ[..], &["--resume"]].concat())).output().unwrap();
+        (run.status.code(), String::from_utf8_lossy(&run.stderr).into_owned())
+    };
+
+    // Every processor has this path, and none has it for its default.
+    let mut narrow = Command::new(program());
+    narrow.env("QUANT_ISA", "scalar");
+    // Trailing bytes do not change what an executable does.
+    let copy = bench.at("quant");
+    std::fs::copy(program(), &copy).unwrap();
+    std::fs::OpenOptions::new().append(true).open(&copy).unwrap().write_all(b"\n").unwrap();
+    for (program, field) in [(narrow, "instruction_set"), (Command::new(&copy), "executable_sha256")] {
+        let (code, message) = resume(program);
+        assert_eq!(code, Some(2), "{message}");
+        let parts = [&*format!("fingerprint.program.{field}: was "), "another build", "QUANT_ISA"];
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    }
+    let but_lock = |files: BTreeMap<String, String>| -> BTreeMap<String, String> {
+        files.into_iter().filter(|(name, _)| name != "lock").collect()
+    };
+    assert_eq!(but_lock(hashes(&job_of(&out))), but_lock(left), "a refused run leaves the job as it was");
+    bench.assert_resumes(&out, &AWQ);
 }
 
 #[test]

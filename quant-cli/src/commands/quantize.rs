@@ -10,7 +10,7 @@ use quant_core::calibrate::ChannelMaxima;
 use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use quant_core::format::CONTAINERS;
 use quant_core::format::engines::{ENGINES, Outline, Verdict};
-use quant_core::pipeline::{self, Job, QuantReport};
+use quant_core::pipeline::{self, Job, Program, QuantReport};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{Category, Error, Result, TensorSink};
 use quant_evaluator::report::quantization_page;
@@ -300,6 +300,7 @@ pub fn write(
     resume: bool,
     session: &Session,
 ) -> Result<Vec<(Published, QuantReport)>> {
+    let program = Program::current(&session.cancel)?;
     let mut writers: Vec<CheckpointWriter> = Vec::with_capacity(jobs.len());
     for (i, (job, output)) in jobs.iter().zip(outputs).enumerate() {
         // What is going to stand beside it counts when the room on the disk is looked at.
@@ -307,7 +308,7 @@ pub fn write(
         let options = WriteOptions {
             force,
             resume,
-            fingerprint: pipeline::fingerprint(job, &opened.directory),
+            fingerprint: pipeline::fingerprint(job, &opened.directory, &program),
             companion_bytes: pipeline::companion_bytes(&opened.directory, job.plan)?.saturating_add(others),
             ..WriteOptions::default()
         };

@@ -137,7 +137,7 @@ impl Job {
             Err(e) => return Err(Error::io("read", path, e)),
         };
         serde_json::from_slice(&text).map(Some).map_err(|e| {
-            Error::usage(format!("{} is damaged: {e}", path.display()), "run without --resume to start anew")
+            Error::usage(format!("{} is damaged: {e}", path.display()), "run without --resume to start over")
         })
     }
 

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Job, QuantReport};
+use super::{Job, Program, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
 use crate::model::KV_CONFIG_KEY;
@@ -82,9 +82,9 @@ pub fn add_companions(
 }
 
 /// What a run depends on, for [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions): an
-/// interrupted job is resumed only by the same one. The contents of the input are checked tensor by
-/// tensor when it is.
-pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
+/// interrupted job is resumed only by the same program under the same instruction set, and with the
+/// same settings. The contents of the input are checked tensor by tensor during the resume.
+pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program) -> Value {
     let quantized = job.plan.entries.iter().filter_map(PlanEntry::quantized);
     let schemes: serde_json::Map<String, Value> =
         quantized.map(|(module, scheme)| (module.to_owned(), json!(scheme.to_string()))).collect();
@@ -97,6 +97,7 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory) -> Value {
     });
     json!({
         "version": env!("CARGO_PKG_VERSION"),
+        "program": program,
         "config_sha256": sha256_hex(json!(directory.config()).to_string()),
         "method": job.plan.method.name,
         "format": job.plan.container.name(),

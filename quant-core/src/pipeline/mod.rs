@@ -8,6 +8,7 @@ mod batch;
 mod conveyor;
 mod finish;
 mod gptq;
+mod program;
 mod report;
 mod tensor;
 
@@ -16,6 +17,7 @@ use std::sync::Mutex;
 
 pub use self::gptq::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
+pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
 use self::batch::{Batch, Decision};
