@@ -96,7 +96,7 @@ pub fn anatomy(
     }
     let mut inputs = Vec::new();
     for (block, [before, now]) in seen.iter().enumerate() {
-        for (linear, name) in reference.linears() {
+        for (linear, name) in reference.linears(block) {
             if let Some((reference, model)) = before.unevenness(linear).zip(now.unevenness(linear)) {
                 inputs.push(LinearInput { block, linear: name.to_owned(), reference, model });
             }

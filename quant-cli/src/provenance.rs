@@ -53,7 +53,7 @@ pub fn linears(model: &Model) -> Vec<LinearCell> {
         }
     };
     (0..a.layers)
-        .flat_map(|block| a.block.linears().map(move |(_, name, ..)| (block, name)))
+        .flat_map(|block| a.graph(block).linears().map(move |(_, name, ..)| (block, name)))
         .map(|(b, n)| cell(b, n))
         .collect()
 }

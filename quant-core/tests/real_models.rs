@@ -33,7 +33,7 @@ fn check(name: &str, path: &Path, recipe: &Recipe) {
     let architecture = model.architecture();
     let mut weights = BTreeSet::new();
     for layer in 0..architecture.layers {
-        for (_, linear, shape, _) in architecture.block.linears() {
+        for (_, linear, shape, _) in architecture.graph(layer).linears() {
             let module = architecture.in_block(layer, linear);
             let tensor = format!("{module}.weight");
             let own = recipe.overrides.iter().find(|(pattern, _)| pattern.matches(&module));

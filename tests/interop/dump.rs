@@ -77,7 +77,7 @@ fn weights(model: &str, out: &str) -> Result<(), Failure> {
     let mut tensors = BTreeMap::new();
     for layer in 0..architecture.layers {
         let block = model.block(layer, &rope)?;
-        for (node, name, shape, _) in architecture.block.linears() {
+        for (node, name, shape, _) in architecture.graph(layer).linears() {
             let values = block.linear(node).weight().to_f32()?;
             tensors
                 .insert(format!("{}.weight", architecture.in_block(layer, name)), (shape.to_vec(), values));

@@ -148,7 +148,8 @@ fn another_program_or_instruction_set_does_not_resume() {
     let left = hashes(&job_of(&out));
     let resume = |program: Command| {
         let mut program = program;
-        let run = program.args(quantize(&bench.model, &out, &[&AWQ[..], &["--resume"]].concat())).output().unwrap();
+        let run =
+            program.args(quantize(&bench.model, &out, &[&AWQ[..], &["--resume"]].concat())).output().unwrap();
         (run.status.code(), String::from_utf8_lossy(&run.stderr).into_owned())
     };
 

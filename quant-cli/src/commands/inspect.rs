@@ -29,9 +29,12 @@ struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
+    /// Of the first block, as are the next two.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    /// Of each block in order: positions that a query sees, its own included; null where it sees all before it.
+    windows: Vec<Option<usize>>,
     vocab_size: usize,
     max_positions: usize,
     tied_embeddings: bool,
@@ -85,7 +88,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .collect();
     let mut linears = Vec::new();
     for layer in 0..a.layers {
-        for (_, name, shape, _) in a.block.linears() {
+        for (_, name, shape, _) in a.graph(layer).linears() {
             let module = a.in_block(layer, name);
             let float = || {
                 let info = source.info(&format!("{module}.weight"));
@@ -96,14 +99,18 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         }
     }
     let loses = losses(&opened, session, linears.iter().map(|l| l.module.as_str()))?;
+    let first = a.attentions().first().copied();
     let report = Report {
-        schema: "quant-inspect/2",
+        schema: "quant-inspect/3",
         family: a.family,
         layers: a.layers,
         hidden_size: a.hidden,
-        heads: a.heads,
-        kv_heads: a.kv_heads,
-        head_dim: a.head_dim,
+        heads: first.map_or(0, |shape| shape.heads()),
+        kv_heads: first.map_or(0, |shape| shape.kv_heads),
+        head_dim: first.map_or(0, |shape| shape.head_dim),
+        windows: (0..a.layers)
+            .map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window))
+            .collect(),
         vocab_size: a.vocab,
         max_positions: a.max_positions,
         tied_embeddings: a.tied,
@@ -159,6 +166,10 @@ fn show(report: &Report) -> String {
         report.max_positions,
         if report.tied_embeddings { ", tied embeddings" } else { "" },
     );
+    let sliding = report.windows.iter().flatten().count();
+    if let Some(window) = report.windows.iter().flatten().next() {
+        text.push_str(&format!("sliding window of {window} in {sliding} of {} blocks\n", report.layers));
+    }
     match &report.quant_method {
         Some(method) => text.push_str(&format!("quantized: {method}\n")),
         None => text.push_str("not quantized\n"),

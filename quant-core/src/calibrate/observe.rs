@@ -8,7 +8,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{BatchLayout, TokenWindows};
-use crate::model::{Block, CancelTap, Model, NodeId, Op, Segments, Tap};
+use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap};
 use crate::{CancelToken, Result};
 
 /// Tokens that go through a block at a time: enough for full speed, few enough that a block's
@@ -181,18 +181,11 @@ impl HiddenStates {
 
     /// Tokens that go through a part of a block at a time: whole windows where tokens look at each other.
     fn piece_between(&self, block: &Block, nodes: [NodeId; 2]) -> usize {
-        match mixes_tokens(block, nodes) {
+        match block.graph().mixes_tokens(nodes[0], nodes[1]) {
             true => self.chunk_windows() * self.layout.length(),
             false => CHUNK_TOKENS,
         }
     }
-}
-
-/// Whether tokens look at each other, or at where they stand, on the way from one node to another.
-fn mixes_tokens(block: &Block, [from, to]: [NodeId; 2]) -> bool {
-    block.graph().nodes()[from + 1..to.max(from) + 1]
-        .iter()
-        .any(|n| matches!(n.op, Op::Attention { .. } | Op::Rope))
 }
 
 /// Rows of states as whole windows, where a piece is made of them, else as one.
@@ -218,13 +211,13 @@ fn run_between(
     let (windows, length, _) = before.dims3()?;
     let whole = |value: &Tensor| -> Result<Vec<f32>> { Ok(value.flatten_all()?.to_vec1::<f32>()?) };
     let known = [(from, before.clone())];
-    if !mixes_tokens(block, [from, to]) {
+    if !block.graph().mixes_tokens(from, to) {
         let value = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
         take(0, &whole(&value)?);
         return Ok(());
     }
     let segments = layout.segments(first..first + windows * length);
-    let split = block.graph().only_attention().filter(|&a| length > CHUNK_TOKENS && from < a && a < to);
+    let split = block.graph().only_mixing().filter(|&a| length > CHUNK_TOKENS && from < a && a < to);
     let Some(attention) = split else {
         let value = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
         take(0, &whole(&value)?);
@@ -257,7 +250,7 @@ fn run_piece(
     let segments = layout.segments(first..first + windows * length);
     let graph = block.graph();
     tap.piece(first);
-    let Some(attention) = graph.only_attention().filter(|_| length > CHUNK_TOKENS) else {
+    let Some(attention) = graph.only_mixing().filter(|_| length > CHUNK_TOKENS) else {
         let after = block.forward_packed(before, segments, tap.as_tap())?;
         take(0, &after.flatten_all()?.to_vec1::<f32>()?);
         return Ok(());

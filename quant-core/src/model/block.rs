@@ -6,10 +6,10 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use quant_kernels_cpu::candle::Runner;
 
-use super::arch::{BlockGraph, NodeId, Op};
+use super::arch::{AttentionShape, BlockGraph, NodeId, Op};
 use super::attention::{cached_attention, causal_attention, gated_silu, relu};
 use super::paged;
-use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, Segments};
+use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -57,14 +57,13 @@ pub struct Block {
     graph: Arc<BlockGraph>,
     norms: BTreeMap<NodeId, Norm>,
     linears: BTreeMap<NodeId, Linear>,
-    rope: Arc<RopeTable>,
-    norm_eps: f32,
+    ropes: BTreeMap<NodeId, Arc<RopeTable>>,
     caching: KvCaching,
 }
 
 impl Block {
-    /// A block from its parts: the parameters of every norm that has any, and a [`Linear`] for every
-    /// linear of the graph.
+    /// A block from its parts: the parameters of each norm that has any, a [`Linear`] for each linear
+    /// of the graph, and the tables of its rotations.
     ///
     /// # Errors
     /// When one is missing.
@@ -72,12 +71,17 @@ impl Block {
         graph: Arc<BlockGraph>,
         mut norms: BTreeMap<NodeId, Norm>,
         linears: BTreeMap<NodeId, Linear>,
-        rope: Arc<RopeTable>,
-        norm_eps: f64,
+        ropes: &RopeTables,
     ) -> Result<Self> {
+        let mut tables = BTreeMap::new();
         for (id, node) in graph.nodes().iter().enumerate() {
             if let Op::LayerNorm { width, affine: false, .. } = node.op {
                 norms.insert(id, Norm::plain(width)?);
+            }
+            if let Op::Rope(rope) = &node.op {
+                let table =
+                    ropes.get(rope).ok_or_else(|| Error::Internal("a block lacks a rotation".into()))?;
+                tables.insert(id, table.clone());
             }
         }
         let has_its_own =
@@ -87,7 +91,7 @@ impl Block {
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        Ok(Self { graph, norms, linears, rope, norm_eps: norm_eps as f32, caching: KvCaching::Float })
+        Ok(Self { graph, norms, linears, ropes: tables, caching: KvCaching::Float })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -293,20 +297,13 @@ impl Run<'_> {
 
     /// This linear and those after it that read the same value and go through the kernels with it, if there are any.
     fn together(&self, id: NodeId, needed: &[bool], values: &[Option<Tensor>]) -> Option<Vec<NodeId>> {
-        let nodes = self.block.graph.nodes();
-        let is_linear = |id: NodeId| matches!(nodes[id].op, Op::Linear { .. });
-        if !is_linear(id) {
-            return None;
-        }
-        let first = self.block.linear(id);
-        let goes = |&other: &NodeId| {
-            needed[other]
-                && values[other].is_none()
-                && is_linear(other)
-                && nodes[other].inputs == nodes[id].inputs
-                && first.goes_with(self.block.linear(other))
+        let first = self.block.linears.get(&id)?;
+        let goes = |other: &NodeId| {
+            let linear = self.block.linears.get(other).filter(|_| *other > id);
+            needed[*other] && values[*other].is_none() && linear.is_some_and(|linear| first.goes_with(linear))
         };
-        let others: Vec<NodeId> = (id + 1..nodes.len()).filter(goes).collect();
+        let readers = self.block.graph.users(self.block.graph.nodes()[id].inputs[0]);
+        let others: Vec<NodeId> = readers.map(|(reader, _)| reader).filter(goes).collect();
         (!others.is_empty()).then(|| [vec![id], others].concat())
     }
 
@@ -318,17 +315,21 @@ impl Run<'_> {
 
     fn compute(&mut self, id: NodeId, inputs: Vec<Tensor>) -> Result<Tensor> {
         match (&self.block.graph.nodes()[id].op, inputs.as_slice()) {
-            (op, [x]) if op.is_norm() => self.block.norms[&id].apply(op, self.block.norm_eps, x),
+            (op, [x]) if op.is_norm() => self.block.norms[&id].apply(op, x),
             (Op::Linear { .. }, [x]) => {
                 self.tap.linear_input(id, x)?;
                 self.block.linear(id).forward(x)
             }
-            (Op::Rope, [x]) if self.segments.is_whole() => self.block.rope.apply(x, self.start),
-            (Op::Rope, [x]) => self.block.rope.apply_packed(x, self.segments),
-            (Op::Attention { repeat, head_dim, window }, [q, k, v]) => {
+            (Op::Rope(_), [x]) => {
+                let table = &self.block.ropes[&id];
+                match self.segments.is_whole() {
+                    true => table.apply(x, self.start),
+                    false => table.apply_packed(x, self.segments),
+                }
+            }
+            (Op::Attention(shape), [q, k, v]) => {
                 self.tap.attention_input(id, q, k)?;
-                let shape = paged::Shape { repeat: *repeat, head_dim: *head_dim, window: *window };
-                self.attend(shape, [q, k, v])
+                self.attend(*shape, [q, k, v])
             }
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
             (Op::Relu, [x]) => relu(x),
@@ -336,9 +337,10 @@ impl Run<'_> {
             (op, inputs) => Err(Error::Internal(format!("{op:?} with {} inputs", inputs.len()))),
         }
     }
+
     /// Attention as the block caches, on what is cached already and these.
-    fn attend(&mut self, shape: paged::Shape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
-        let paged::Shape { repeat, head_dim, window } = shape;
+    fn attend(&mut self, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+        let AttentionShape { repeat, head_dim, window, .. } = shape;
         let rounded = |x: &Tensor| -> Result<Tensor> {
             let KvCaching::Simulated(scheme) = self.block.caching else { return Ok(x.clone()) };
             let mut values = x.flatten_all()?.to_vec1::<f32>()?;

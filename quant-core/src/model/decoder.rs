@@ -9,8 +9,8 @@ use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
 use super::{
-    Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, Model, NoTap, NodeId, Norm, Op, PositionTable,
-    Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, Model, NoTap, NodeId, Norm, Op,
+    PositionTable, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -23,10 +23,9 @@ pub struct Decoder {
     position_table: Option<PositionTable>,
     blocks: Vec<Block>,
     final_norm: Option<(Op, Norm)>,
-    norm_eps: f32,
     head: Linear,
     positions: usize,
-    head_dim: usize,
+    attentions: Vec<AttentionShape>,
 }
 
 impl Decoder {
@@ -60,10 +59,9 @@ impl Decoder {
             position_table,
             blocks,
             final_norm: model.final_norm()?,
-            norm_eps: a.norm_eps as f32,
             head,
             positions,
-            head_dim: a.head_dim,
+            attentions: a.attentions(),
         }
         .with_kv(model.kv_scheme()))
     }
@@ -89,7 +87,7 @@ impl Decoder {
     /// kernels hold such heads: what engines do, for those who measure their speed.
     pub fn with_half_cache(self) -> Self {
         match self.caching() {
-            KvCaching::Float if KvCaching::refusal(KvType::F16, self.head_dim).is_none() => {
+            KvCaching::Float if KvCaching::refusal(KvType::F16, &self.attentions).is_none() => {
                 self.with_caching(KvCaching::Kernels(KvType::F16))
             }
             _ => self,
@@ -124,7 +122,7 @@ impl Decoder {
     /// A simulated cache becomes the kernels' own where they hold such heads.
     fn with_kernel_cache(self) -> Self {
         match self.caching() {
-            KvCaching::Simulated(kv) if KvCaching::refusal(kv.kind(), self.head_dim).is_none() => {
+            KvCaching::Simulated(kv) if KvCaching::refusal(kv.kind(), &self.attentions).is_none() => {
                 self.with_caching(KvCaching::Kernels(kv.kind()))
             }
             _ => self,
@@ -146,9 +144,11 @@ impl Decoder {
         self.blocks.len()
     }
 
-    /// The linears of a block with their names, in order of the block's graph.
-    pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str)> {
-        self.blocks.first().into_iter().flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
+    /// The linears of block `index` with their names, in order of the block's graph; none where there is no such
+    /// block.
+    pub fn linears(&self, index: usize) -> impl Iterator<Item = (NodeId, &str)> {
+        let block = self.blocks.get(index).into_iter();
+        block.flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
     }
 
     /// The hidden states of equally long windows before the first block, `[batch, positions, hidden]`.
@@ -196,7 +196,7 @@ impl Decoder {
 
     fn finish(&self, hidden: &Tensor) -> Result<Tensor> {
         match &self.final_norm {
-            Some((op, norm)) => norm.apply(op, self.norm_eps, hidden),
+            Some((op, norm)) => norm.apply(op, hidden),
             None => Ok(hidden.clone()),
         }
     }

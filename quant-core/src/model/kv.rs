@@ -13,6 +13,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::arch::AttentionShape;
 use crate::checkpoint::ConfigFields;
 use crate::{Error, Result};
 
@@ -128,9 +129,10 @@ pub enum KvCaching {
 }
 
 impl KvCaching {
-    /// Why the kernels cannot hold such a cache of heads of `head_dim` here, if they cannot: then it is simulated.
-    pub fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
-        super::paged::refusal(kind, head_dim)
+    /// Why the kernels cannot cache the keys and values of all these attentions on this machine, if they cannot; the
+    /// cache is then simulated.
+    pub fn refusal(kind: KvType, attentions: &[AttentionShape]) -> Option<String> {
+        attentions.iter().find_map(|shape| super::paged::refusal(kind, shape.head_dim))
     }
 }
 

@@ -9,9 +9,9 @@ use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 
 use super::Preparation;
-use super::arch::{self, Architecture, Op, Positions};
+use super::arch::{self, Architecture, LearnedPositions, Op};
 use super::names;
-use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeScaling, RopeTable, WeightBody};
+use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, WeightBody};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -23,7 +23,6 @@ use crate::{Error, Result};
 /// A checkpoint whose configuration and tensors agree.
 pub struct Model {
     architecture: Architecture,
-    graph: Arc<arch::BlockGraph>,
     source: Arc<dyn TensorSource>,
     path: PathBuf,
     quantization: Option<Quantization>,
@@ -65,10 +64,9 @@ impl Model {
                     .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?,
             }),
         };
-        let graph = Arc::new(architecture.block.clone());
         let path = path.to_owned();
         let (prepared, parts_head) = (None, false);
-        let mut model = Self { architecture, graph, source, path, quantization, prepared, parts_head, kv };
+        let mut model = Self { architecture, source, path, quantization, prepared, parts_head, kv };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
@@ -83,10 +81,9 @@ impl Model {
         source: Arc<dyn TensorSource>,
         turned: BTreeSet<String>,
     ) -> Result<Self> {
-        let (architecture, graph, path) = (self.architecture.clone(), self.graph.clone(), self.path.clone());
+        let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let (prepared, parts_head, kv) = (Some((by, turned)), false, self.kv);
-        let mut model =
-            Self { architecture, graph, source, path, quantization: None, prepared, parts_head, kv };
+        let mut model = Self { architecture, source, path, quantization: None, prepared, parts_head, kv };
         model.architecture.tied = model.shares_head()?;
         model.parts_head = self.architecture.tied && !model.architecture.tied;
         model.check()?;
@@ -140,7 +137,7 @@ impl Model {
 
     /// Why the kernels' cache does not hold the model's keys and values here, if it does not: then it is simulated.
     pub fn kernels_refuse(&self, kv: KvScheme) -> Option<String> {
-        KvCaching::refusal(kv.kind(), self.architecture.head_dim)
+        KvCaching::refusal(kv.kind(), &self.architecture.attentions())
     }
 
     /// How a linear or the embedding is quantized, if it is.
@@ -207,15 +204,12 @@ impl Model {
     /// the weights of quantized linears, which are packed, excluded.
     fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
-        let norm = |name: &str, width: usize, bias: bool| {
-            let parameters = std::iter::once("weight").chain(bias.then_some("bias"));
-            parameters.map(|p| (format!("{name}.{p}"), vec![width])).collect::<Vec<_>>()
-        };
         let mut expected = Vec::new();
-        if let Some((name, width, bias)) = a.final_norm.as_ref().and_then(Op::stored_norm) {
-            expected.extend(norm(name, width, bias));
+        if let Some(norm) = &a.final_norm {
+            let parameters = norm.parameters().into_iter();
+            expected.extend(parameters.map(|p| (format!("{}.{}", norm.name(), p.name), p.shape)));
         }
-        if let Positions::Learned { table, offset } = &a.positions {
+        if let Some(LearnedPositions { table, offset }) = &a.learned_positions {
             expected.push((table.clone(), vec![a.max_positions + offset, a.hidden]));
         }
         if self.module_scheme(&a.embedding_module()).is_none() {
@@ -225,17 +219,11 @@ impl Model {
             expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
         }
         for layer in 0..a.layers {
-            for (id, name, width) in self.graph.norms() {
-                expected.extend(norm(&a.in_block(layer, name), width, self.graph.has_bias(id)));
-            }
-            for (_, name, shape, bias) in self.graph.linears() {
-                let module = a.in_block(layer, name);
-                if bias {
-                    expected.push((format!("{module}.bias"), vec![shape[0]]));
-                }
-                if self.module_scheme(&module).is_none() {
-                    expected.push((format!("{module}.weight"), shape.to_vec()));
-                }
+            for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
+                let module = a.in_block(layer, op.name());
+                let packed = op.linear_shape().is_some() && self.module_scheme(&module).is_some();
+                let parameters = op.parameters().into_iter().filter(|p| !(packed && p.name == "weight"));
+                expected.extend(parameters.map(|p| (format!("{module}.{}", p.name), p.shape)));
             }
         }
         expected
@@ -280,7 +268,8 @@ impl Model {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
         let in_blocks = (0..a.layers).flat_map(|layer| {
-            self.graph.linears().map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
+            let linears = a.graph(layer).linears();
+            linears.map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
         });
         let embedding = (None, a.embedding_module(), [a.vocab, a.hidden]);
         in_blocks.chain(head).chain([embedding]).collect()
@@ -392,17 +381,12 @@ impl Model {
         }
     }
 
-    /// Rotary tables for positions `0..positions`; empty ones where nothing is turned.
+    /// The tables of all rotations, for positions `0..positions`.
     ///
     /// # Errors
     /// When they cannot be made.
-    pub fn rope(&self, positions: usize) -> Result<Arc<RopeTable>> {
-        let a = &self.architecture;
-        let table = match a.positions {
-            Positions::Rotary { theta, scaling } => RopeTable::new(theta, scaling, a.head_dim, positions)?,
-            Positions::Learned { .. } => RopeTable::new(1.0, RopeScaling::None, a.head_dim, 0)?,
-        };
-        Ok(Arc::new(table))
+    pub fn rope(&self, positions: usize) -> Result<RopeTables> {
+        RopeTables::new(self.architecture.ropes(), positions)
     }
 
     /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
@@ -412,8 +396,8 @@ impl Model {
     /// [`Error::Usage`] with the number that there is.
     pub fn check_positions(&self, window: usize) -> Result<()> {
         let a = &self.architecture;
-        match a.positions {
-            Positions::Learned { .. } if window > a.max_positions => Err(Error::usage(
+        match a.learned_positions {
+            Some(_) if window > a.max_positions => Err(Error::usage(
                 format!(
                     "windows of {window} tokens are longer than the {} positions that the model has learned",
                     a.max_positions
@@ -433,7 +417,9 @@ impl Model {
     /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
     pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
         self.check_positions(positions)?;
-        let Positions::Learned { table, offset } = &self.architecture.positions else { return Ok(None) };
+        let Some(LearnedPositions { table, offset }) = &self.architecture.learned_positions else {
+            return Ok(None);
+        };
         let dtype = self.source.require(table)?.dtype;
         let row = self.architecture.hidden * dtype.size();
         let mut bytes = vec![0; positions * row];
@@ -449,19 +435,20 @@ impl Model {
     ///
     /// # Errors
     /// When a tensor cannot be read or is not finite.
-    pub fn block(&self, index: usize, rope: &Arc<RopeTable>) -> Result<Block> {
+    pub fn block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
         let a = &self.architecture;
+        let graph = a.blocks.graph(index);
         let mut norms = BTreeMap::new();
-        for (id, name, _) in self.graph.norms() {
-            norms.insert(id, self.norm(&a.in_block(index, name), self.graph.has_bias(id))?);
+        for (id, name, _) in graph.norms() {
+            norms.insert(id, self.norm(&a.in_block(index, name), graph.has_bias(id))?);
         }
         let mut linears = BTreeMap::new();
-        for (id, name, shape, bias) in self.graph.linears() {
+        for (id, name, shape, bias) in graph.linears() {
             let module = a.in_block(index, name);
             let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
             linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
         }
-        Block::new(self.graph.clone(), norms, linears, rope.clone(), a.norm_eps)
+        Block::new(graph.clone(), norms, linears, ropes)
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row

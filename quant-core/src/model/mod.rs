@@ -23,7 +23,8 @@ mod rope;
 mod segments;
 
 pub use arch::{
-    Architecture, BlockGraph, FoldGroup, FusedLinears, Node, NodeId, Op, OrderGroup, Positions, QueryKey,
+    Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, FoldGroup, FusedLinears, LearnedPositions,
+    Node, NodeId, Op, OrderGroup, QueryKey, Reach,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
@@ -34,5 +35,5 @@ pub use load::Model;
 pub use norm::Norm;
 pub use positions::PositionTable;
 pub use preparation::Preparation;
-pub use rope::{RopeScaling, RopeTable};
+pub use rope::{Rope, RopeScaling, RopeTable, RopeTables};
 pub use segments::Segments;

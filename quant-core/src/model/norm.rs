@@ -31,13 +31,15 @@ impl Norm {
     ///
     /// # Errors
     /// When shapes do not fit, or `op` is no norm.
-    pub(super) fn apply(&self, op: &Op, eps: f32, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn apply(&self, op: &Op, x: &Tensor) -> Result<Tensor> {
         let (batch, positions, features) = x.dims3()?;
         let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
         let y = match (op, &self.bias) {
-            (Op::RmsNorm { width, .. }, None) => candle_nn::ops::rms_norm(&rows(*width)?, &self.weight, eps)?,
-            (Op::LayerNorm { width, .. }, Some(bias)) => {
-                rows(*width)?.apply_op3_no_bwd(&self.weight, bias, &LayerNorm { eps })?
+            (Op::RmsNorm { width, eps, .. }, None) => {
+                candle_nn::ops::rms_norm(&rows(*width)?, &self.weight, *eps as f32)?
+            }
+            (Op::LayerNorm { width, eps, .. }, Some(bias)) => {
+                rows(*width)?.apply_op3_no_bwd(&self.weight, bias, &LayerNorm { eps: *eps as f32 })?
             }
             (op, _) => return Err(Error::Internal(format!("{op:?} with the parameters of another norm"))),
         };
@@ -117,8 +119,8 @@ mod tests {
 
     fn normed(rows: usize, width: usize, x: Vec<f32>, norm: &Norm) -> Vec<f32> {
         let x = Tensor::from_vec(x, (1, rows, width), &Device::Cpu).unwrap();
-        let op = Op::LayerNorm { name: String::new(), width, affine: true };
-        norm.apply(&op, 1e-5, &x).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+        let op = Op::LayerNorm { name: String::new(), width, affine: true, eps: 1e-5 };
+        norm.apply(&op, &x).unwrap().flatten_all().unwrap().to_vec1().unwrap()
     }
 
     #[test]
@@ -159,10 +161,10 @@ mod tests {
         assert!(found[..4].iter().all(|v| v.is_nan()));
         assert_eq!(found[4..], [0.0; 4]);
         let x = Tensor::zeros((1, 2, 8), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let layer = |width| Op::LayerNorm { name: String::new(), width, affine: false };
-        assert!(plain.apply(&layer(4), 1e-5, &x).is_ok());
-        assert!(plain.apply(&layer(8), 1e-5, &x).is_err());
-        assert!(plain.apply(&Op::RmsNorm { name: String::new(), width: 4 }, 1e-5, &x).is_err());
-        assert!(plain.apply(&Op::Relu, 1e-5, &x).is_err());
+        let layer = |width| Op::LayerNorm { name: String::new(), width, affine: false, eps: 1e-5 };
+        assert!(plain.apply(&layer(4), &x).is_ok());
+        assert!(plain.apply(&layer(8), &x).is_err());
+        assert!(plain.apply(&Op::RmsNorm { name: String::new(), width: 4, eps: 1e-5 }, &x).is_err());
+        assert!(plain.apply(&Op::Relu, &x).is_err());
     }
 }

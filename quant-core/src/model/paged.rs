@@ -7,6 +7,7 @@ use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvPages, KvType, PA
 use quant_kernels_cpu::{Isa, IsaToken, Parallel, Rayon, Serial};
 
 use super::Segments;
+use super::arch::AttentionShape;
 use super::cache::{Held, LayerCache};
 use super::kv::cache_error;
 use crate::{Error, Result};
@@ -23,16 +24,6 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     Some(format!("the kernels' cache does not hold heads of {head_dim}: {error}"))
 }
 
-/// One block's part in an attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Shape {
-    /// Query heads of a key-value head.
-    pub(super) repeat: usize,
-    pub(super) head_dim: usize,
-    /// Positions that a query sees, its own included; all before it without one.
-    pub(super) window: Option<usize>,
-}
-
 /// The pages of one sequence in one block.
 #[derive(Debug, Clone)]
 pub(super) struct Paged {
@@ -43,7 +34,7 @@ pub(super) struct Paged {
 
 impl Paged {
     /// No tokens yet, at most `capacity`; `kv_width` are the features of all key-value heads.
-    pub(super) fn new(kind: KvType, shape: Shape, kv_width: usize, capacity: usize) -> Result<Self> {
+    pub(super) fn new(kind: KvType, shape: AttentionShape, kv_width: usize, capacity: usize) -> Result<Self> {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
         let kv = kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are no heads of {d}")))?;
@@ -125,7 +116,7 @@ impl Paged {
 /// head_dim]`.
 pub(super) fn decode(
     kind: KvType,
-    shape: Shape,
+    shape: AttentionShape,
     cache: &mut LayerCache,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Tensor> {
@@ -147,7 +138,7 @@ pub(super) fn decode(
 /// Attention of whole windows `[batch, positions, …]`, each segment on pages of its own.
 pub(super) fn prefill(
     kind: KvType,
-    shape: Shape,
+    shape: AttentionShape,
     [q, k, v]: [&Tensor; 3],
     segments: Segments<'_>,
 ) -> Result<Tensor> {
@@ -209,7 +200,7 @@ mod tests {
     use crate::random::SplitMix64;
 
     struct Case {
-        shape: Shape,
+        shape: AttentionShape,
         kv: usize,
         batch: usize,
         positions: usize,
@@ -218,7 +209,7 @@ mod tests {
     impl Case {
         fn all() -> Vec<Self> {
             let case = |repeat, head_dim, kv, batch, positions, window| Self {
-                shape: Shape { repeat, head_dim, window },
+                shape: AttentionShape { kv_heads: kv, repeat, head_dim, window },
                 kv,
                 batch,
                 positions,
@@ -260,7 +251,7 @@ mod tests {
     /// all others.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
-        let Shape { repeat, head_dim: d, window } = case.shape;
+        let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;
         let (n, heads) = (case.positions, case.kv * repeat);
         let mut out = Vec::new();
         for row in 0..case.batch * n {
@@ -338,7 +329,7 @@ mod tests {
     #[test]
     fn segments_do_not_see_each_other() {
         for window in [None, Some(7), Some(100)] {
-            let shape = Shape { repeat: 2, head_dim: 16, window };
+            let shape = AttentionShape { kv_heads: 2, repeat: 2, head_dim: 16, window };
             let case = Case { shape, kv: 2, batch: 2, positions: 130 };
             let [q, k, v] = case.inputs(9);
             let starts: Vec<u32> = [[1, 65, 2, 62], [130, 0, 0, 0]]
@@ -363,14 +354,18 @@ mod tests {
 
     #[test]
     fn misfits_are_errors() {
-        let case =
-            Case { shape: Shape { repeat: 2, head_dim: 16, window: None }, kv: 1, batch: 1, positions: 3 };
+        let case = Case {
+            shape: AttentionShape { kv_heads: 1, repeat: 2, head_dim: 16, window: None },
+            kv: 1,
+            batch: 1,
+            positions: 3,
+        };
         let [q, k, v] = case.inputs(1);
         let attend = |shape, tensors: [&Tensor; 3]| prefill(KvType::Kv4, shape, tensors, Segments::whole());
         let short = v.narrow(1, 0, 2).unwrap();
         attend(case.shape, [&q, &k, &v]).unwrap();
-        assert!(attend(Shape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
-        assert!(attend(Shape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
+        assert!(attend(AttentionShape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
+        assert!(attend(AttentionShape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
         assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());

@@ -1,10 +1,23 @@
 //! Rotary position embedding: frequencies, their scaling for long contexts, and the tables.
 
+use std::sync::Arc;
+
 use candle_core::{Device, Tensor};
 
 use super::Segments;
 use crate::checkpoint::ConfigFields;
 use crate::{Error, Result};
+
+/// The rotation of heads by their positions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Width of a head; even.
+    pub head_dim: usize,
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Change of the frequencies for long contexts.
+    pub scaling: RopeScaling,
+}
 
 /// How the rotary frequencies are changed for contexts longer than the model was trained on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -133,12 +146,37 @@ pub struct RopeTable {
     head_dim: usize,
 }
 
+/// The tables of all rotations of a model.
+#[derive(Debug, Clone)]
+pub struct RopeTables(Vec<(Rope, Arc<RopeTable>)>);
+
+impl RopeTables {
+    /// Tables for positions `0..positions`, one for each distinct rotation.
+    ///
+    /// # Errors
+    /// When the tensors cannot be made.
+    pub fn new(ropes: impl Iterator<Item = Rope>, positions: usize) -> Result<Self> {
+        let mut tables: Vec<(Rope, Arc<RopeTable>)> = Vec::new();
+        for rope in ropes {
+            if !tables.iter().any(|(known, _)| *known == rope) {
+                tables.push((rope, Arc::new(RopeTable::new(rope, positions)?)));
+            }
+        }
+        Ok(Self(tables))
+    }
+
+    /// The table of a rotation, if the model has it.
+    pub fn get(&self, rope: &Rope) -> Option<&Arc<RopeTable>> {
+        self.0.iter().find(|(known, _)| known == rope).map(|(_, table)| table)
+    }
+}
+
 impl RopeTable {
     /// Tables for positions `0..positions`.
     ///
     /// # Errors
     /// When the tensors cannot be made.
-    pub fn new(theta: f64, scaling: RopeScaling, head_dim: usize, positions: usize) -> Result<Self> {
+    pub fn new(Rope { head_dim, theta, scaling }: Rope, positions: usize) -> Result<Self> {
         let frequencies = scaling.frequencies(theta, head_dim);
         let angles = || (0..positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
         let table = |values: Vec<f32>| Tensor::from_vec(values, (positions, head_dim / 2), &Device::Cpu);

@@ -13,7 +13,7 @@ use crate::calibrate::{BatchLayout, BatchTap, ChannelRanges, HiddenStates};
 use crate::checkpoint::{Dtype, MemorySource};
 use crate::format::{self, PackedWeight};
 use crate::model::{
-    Block, BlockGraph, Linear, Model, NodeId, Norm, Op, Preparation, RopeTable, Tap, WeightBody,
+    Block, BlockGraph, Linear, Model, NodeId, Norm, Op, Preparation, RopeTables, Tap, WeightBody,
 };
 use crate::progress::timed;
 use crate::quantize::gptq::LayerInputs;
@@ -38,7 +38,7 @@ pub(super) struct Batch {
     float: Option<HiddenStates>,
     /// In the model that is being written: what GPTQ looks at where it is not asked otherwise.
     quantized: Option<HiddenStates>,
-    rope: Arc<RopeTable>,
+    ropes: RopeTables,
 }
 
 impl Batch {
@@ -47,20 +47,20 @@ impl Batch {
         let Job { model, plan, windows, .. } = *job;
         let transforms = plan.transforms();
         let Some(windows) = windows else {
-            return Ok(Self { transforms, float: None, quantized: None, rope: model.rope(1)? });
+            return Ok(Self { transforms, float: None, quantized: None, ropes: model.rope(1)? });
         };
         let follows = plan.method.rounding == Rounding::Gptq && plan.gptq.inputs == LayerInputs::Quantized;
         let looks = plan.needs_ranges()
             || job.maxima.is_some()
             || transforms.iter().any(|t| t.needs(&plan.settings).states);
         let states = HiddenStates::embed(model, windows)?;
-        let rope = model.rope(windows.length())?;
+        let ropes = model.rope(windows.length())?;
         let (float, quantized) = match (looks || !follows, follows) {
             (true, true) => (Some(states.clone()), Some(states)),
             (true, false) => (Some(states), None),
             (false, _) => (None, Some(states)),
         };
-        Ok(Self { transforms, float, quantized, rope })
+        Ok(Self { transforms, float, quantized, ropes })
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,
@@ -82,7 +82,7 @@ impl Batch {
             Some(Preparation::FoldNorms) => "read and fold",
             None => "read",
         };
-        let block = timed(job.observer, read, || job.model.block(layer, &self.rope))?;
+        let block = timed(job.observer, read, || job.model.block(layer, &self.ropes))?;
         let prefix = job.model.architecture().in_block(layer, "");
         if open.is_empty() {
             let stored = match &self.quantized {
@@ -307,7 +307,7 @@ impl Tap for RangeWatch<'_> {
 impl Conveyor<'_, '_> {
     /// A block as it was written, all of it; `None` where the sink does not give it back.
     fn stored_block(&self, span: usize, block: &Block) -> Result<Option<Block>> {
-        let Job { plan, model, .. } = self.job();
+        let plan = self.job().plan;
         let settings = plan.container.quantization_config(&plan.module_schemes());
         let reader = format::reader(&settings).map_err(Error::Internal)?;
         let mut stored = block.clone();
@@ -328,7 +328,7 @@ impl Conveyor<'_, '_> {
                     let linear = stored.linear(*node).with_weight(WeightBody::Quantized(tensor));
                     stored.replace_linear(*node, linear);
                 }
-                Action::Rewrite { node, .. } => replace_float(&mut stored, model, *node, entry, &source)?,
+                Action::Rewrite { node, .. } => replace_float(&mut stored, *node, entry, &source)?,
                 _ => {}
             }
         }
@@ -337,20 +337,14 @@ impl Conveyor<'_, '_> {
 }
 
 /// Puts a norm, a bias or a float weight as it was written into a block.
-fn replace_float(
-    block: &mut Block,
-    model: &Model,
-    node: NodeId,
-    entry: &PlanEntry,
-    source: &MemorySource,
-) -> Result<()> {
+fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &MemorySource) -> Result<()> {
     use crate::checkpoint::TensorSource;
     let values = source.read_f32(&entry.tensor)?;
     let vector = |values: Vec<f32>| -> Result<Tensor> {
         let len = values.len();
         Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
     };
-    match &model.architecture().block.nodes()[node].op {
+    match &block.graph().clone().nodes()[node].op {
         op if op.is_norm() => {
             let (weight, bias) = (block.norm(node).clone(), block.norm_bias(node).cloned());
             let norm = match entry.tensor.ends_with(".bias") {
@@ -383,7 +377,7 @@ fn grids(entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
 fn norm_dtypes(model: &Model, layer: usize) -> Result<BTreeMap<NodeId, Dtype>> {
     let architecture = model.architecture();
     architecture
-        .block
+        .graph(layer)
         .norms()
         .map(|(node, name, _)| {
             let tensor = format!("{}.weight", architecture.in_block(layer, name));

@@ -8,7 +8,7 @@ use super::report::{InputReport, Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::format::Container;
-use crate::model::{Op, WeightBody};
+use crate::model::{NodeId, Op, WeightBody};
 use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
 use crate::transform::Rewrite;
@@ -188,10 +188,10 @@ pub(super) fn transformed(
             let outputs = outputs.into_iter().map(|(spec, bytes)| (spec.name, bytes)).collect();
             Ok(Finished { report: TensorReport::repacked(entry, sha256), outputs, spare: Vec::new() })
         }
-        Action::Rewrite { node, .. } => {
+        Action::Rewrite { layer, node } => {
             let (bytes, sha256) = source.bytes()?;
             require_finite_bytes(path(), &entry.tensor, entry.info.dtype, &bytes)?;
-            let values = rewritten(job, entry, *node, &bytes, rewrite)?;
+            let values = rewritten(job, entry, (*layer, *node), &bytes, rewrite)?;
             let bytes = match values {
                 Some(values) => {
                     // What is finite in f32 need not be in the type that it is stored in.
@@ -291,13 +291,13 @@ pub(super) fn stored(
 fn rewritten(
     job: &Job<'_>,
     entry: &PlanEntry,
-    node: usize,
+    (layer, node): (usize, NodeId),
     bytes: &[u8],
     rewrite: &Rewrite,
 ) -> Result<Option<Vec<f32>>> {
     let mut values = vec![0.0; entry.info.elements()];
     entry.info.dtype.widen(bytes, &mut values);
-    Ok(match &job.model.architecture().block.nodes()[node].op {
+    Ok(match &job.model.architecture().graph(layer).nodes()[node].op {
         op if op.is_norm() => match entry.tensor.ends_with(".bias") {
             true => rewrite.norm_biases.get(&node).cloned(),
             false => rewrite.norms.get(&node).cloned(),

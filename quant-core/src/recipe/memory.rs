@@ -2,7 +2,7 @@
 
 use super::{Action, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
-use crate::model::{FoldGroup, Model, Op};
+use crate::model::{BlockGraph, BlockKind, FoldGroup, Model};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Alpha, Search, kept_bytes};
 
@@ -16,7 +16,11 @@ impl Plan {
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         // What is gathered of the batch serves all.
-        let search = searched.map(|p| p.search_memory(model)).max().unwrap_or(0);
+        let kinds = |plan: &Self| {
+            let kinds = model.architecture().blocks.kinds();
+            kinds.map(|kind| plan.search_memory(model, kind)).max().unwrap_or(0)
+        };
+        let search = searched.map(kinds).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
         // A tensor whose columns are turned stands in memory whole, as it was and as it is, and the last one is kept.
         let turned =
@@ -45,18 +49,17 @@ impl Plan {
 
     /// The block, the batch's hidden states, and what the search keeps. The batch may
     /// be asked for as large as one likes; only then can the sums leave 64 bits.
-    fn search_memory(&self, model: &Model) -> u64 {
+    fn search_memory(&self, model: &Model, kind: BlockKind<'_>) -> u64 {
         let architecture = model.architecture();
         let tokens = match self.needs_text() {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
         };
-        let block: u64 = self.entries.iter().filter(|e| e.layer == Some(0)).map(|e| e.info.byte_len()).sum();
-        let graph = &architecture.block;
-        let width = |id: usize| match &graph.nodes()[id].op {
-            Op::Linear { shape, .. } => shape.map(|s| s as u64),
-            _ => [0, 0],
-        };
+        let block: u64 =
+            self.entries.iter().filter(|e| e.layer == Some(kind.first)).map(|e| e.info.byte_len()).sum();
+        let graph = kind.graph;
+        let width =
+            |id: usize| graph.nodes()[id].op.linear_shape().map_or([0, 0], |shape| shape.map(|s| s as u64));
         let groups = if self.method.has("awq") { graph.fold_groups() } else { Vec::new() };
         let rounded = |g: &FoldGroup| -> u64 {
             4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
@@ -93,7 +96,7 @@ impl Plan {
         let float = u64::from(!follows || searched || self.needs_ranges());
         let copies = u64::from(follows) + float + u64::from(looks_later);
         let states = (copies * 4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
-        let solved = if gptq { self.gptq_memory(model) } else { 0 };
+        let solved = if gptq { self.gptq_memory(graph) } else { 0 };
         let length = self.sampling.length as u64;
         let running = match self.settings.search {
             // A longer window goes through attention whole, and through the rest in pieces.
@@ -128,8 +131,7 @@ impl Plan {
     }
 
     /// Hessians, what is made of them, and the codes of the block.
-    fn gptq_memory(&self, model: &Model) -> u64 {
-        let graph = &model.architecture().block;
+    fn gptq_memory(&self, graph: &BlockGraph) -> u64 {
         let mut widths = std::collections::BTreeMap::new();
         let mut codes = 0;
         for (id, _, [n, k], _) in graph.linears() {

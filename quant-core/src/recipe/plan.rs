@@ -1,6 +1,6 @@
 //! The plan: every tensor's fate, settled before any compute.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use super::select::Selection;
 use super::{LinearScheme, Recipe, SchemeRequest, SelectorMatches};
@@ -8,7 +8,7 @@ use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::{Container, ModuleSchemes};
-use crate::model::{FusedLinears, Model, NodeId};
+use crate::model::{Architecture, FusedLinears, Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
 use crate::transform::{Transform, TransformSettings};
@@ -111,6 +111,26 @@ impl PlanEntry {
     }
 }
 
+/// The norms and linears of each layer whose stored parameters a method may rewrite.
+#[derive(Debug, Default)]
+pub(super) struct FoldedNodes {
+    layers: Vec<BTreeSet<NodeId>>,
+}
+
+impl FoldedNodes {
+    fn new(architecture: &Architecture, transforms: &[&dyn Transform], settings: &TransformSettings) -> Self {
+        let of = |layer: usize| {
+            let graph = architecture.graph(layer);
+            transforms.iter().flat_map(|t| t.folded_nodes(graph, settings)).collect()
+        };
+        Self { layers: (0..architecture.layers).map(of).collect() }
+    }
+
+    fn contains(&self, layer: usize, node: NodeId) -> bool {
+        self.layers.get(layer).is_some_and(|nodes| nodes.contains(&node))
+    }
+}
+
 /// A weight whose fate is known, before its tensors are.
 struct Draft {
     layer: Option<usize>,
@@ -198,10 +218,9 @@ impl Plan {
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
-        let graph = &architecture.block;
         let modules: Vec<(usize, NodeId, String, [usize; 2])> = (0..architecture.layers)
             .flat_map(|layer| {
-                graph.linears().map(move |(node, name, shape, _)| {
+                architecture.graph(layer).linears().map(move |(node, name, shape, _)| {
                     (layer, node, architecture.in_block(layer, name), shape)
                 })
             })
@@ -218,13 +237,12 @@ impl Plan {
         {
             scheme.check()?;
         }
-        let transforms = &recipe.method.transforms;
-        let folds: Vec<NodeId> =
-            transforms.iter().flat_map(|t| t.folded_nodes(graph, &recipe.settings)).collect();
+        let folds = FoldedNodes::new(architecture, &recipe.method.transforms, &recipe.settings);
         let mut drafts = Vec::new();
         for (layer, node, module, shape) in modules {
             let scheme = selection.in_block(&module);
-            let float = if folds.contains(&node) { Action::Rewrite { layer, node } } else { Action::Copy };
+            let float =
+                if folds.contains(layer, node) { Action::Rewrite { layer, node } } else { Action::Copy };
             let name = format!("{module}.weight");
             let stored = name.clone();
             let (layer, node) = (Some(layer), Some(node));
@@ -318,7 +336,7 @@ impl Plan {
     }
 
     /// Adds what is not a linear's weight, and puts everything in order.
-    pub(super) fn complete(mut self, model: &Model, folds: &[NodeId]) -> Result<Self> {
+    pub(super) fn complete(mut self, model: &Model, folds: &FoldedNodes) -> Result<Self> {
         self.container.check(&self.module_schemes())?;
         self.add_float_tensors(model, folds)?;
         for entry in &mut self.entries {
@@ -348,19 +366,18 @@ impl Plan {
     }
 
     /// Adds everything that no entry is made from: norms, biases, and tensors we know nothing of.
-    fn add_float_tensors(&mut self, model: &Model, folds: &[NodeId]) -> Result<()> {
+    fn add_float_tensors(&mut self, model: &Model, folds: &FoldedNodes) -> Result<()> {
         let architecture = model.architecture();
         let mut rewritten = std::collections::BTreeMap::new();
         for layer in 0..architecture.layers {
-            for (node, op) in architecture.block.nodes().iter().enumerate().map(|(i, n)| (i, &n.op)) {
-                if !folds.contains(&node) {
+            for (node, op) in architecture.graph(layer).nodes().iter().enumerate().map(|(i, n)| (i, &n.op)) {
+                if !folds.contains(layer, node) {
                     continue;
                 }
                 // The weight of a linear has an entry already.
-                let weight = op.is_norm().then_some("weight");
-                let bias = architecture.block.has_bias(node).then_some("bias");
-                for parameter in weight.into_iter().chain(bias) {
-                    let name = format!("{}.{parameter}", op.name());
+                let own = |name: &str| op.linear_shape().is_none() || name != "weight";
+                for parameter in op.parameters().into_iter().filter(|p| own(p.name)) {
+                    let name = format!("{}.{}", op.name(), parameter.name);
                     rewritten.insert(architecture.in_block(layer, &name), (layer, node));
                 }
             }

@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 
+use super::plan::FoldedNodes;
 use super::{Action, LinearScheme, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
@@ -88,7 +89,7 @@ impl Plan {
             fused: architecture.fused_modules(),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;
-        plan.complete(model, &[])
+        plan.complete(model, &FoldedNodes::default())
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::{Action, Plan, Rounding};
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
-use crate::model::{FoldGroup, Model, Op, WeightBody, multiply};
+use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, WeightBody, multiply};
 use crate::quantize::gptq::LayerInputs;
 use crate::quantize::{Rows, quantize_tensor};
 use crate::transform::{
@@ -108,23 +108,24 @@ impl Plan {
 
     /// Hessians, their factors, the solves; and what running a block in stages costs beyond one pass.
     fn gptq_operations(&self, model: &Model) -> f64 {
-        let architecture = model.architecture();
-        let graph = &architecture.block;
-        let mut widths = std::collections::BTreeMap::new();
-        let mut operations = 0.0;
-        for (id, _, [n, k], _) in graph.linears() {
-            widths.insert(graph.nodes()[id].inputs[0], k as f64);
-            operations += n as f64 * (k as f64).powi(2);
-        }
-        for k in widths.values() {
-            // In f64 the factor runs at half the rate.
-            operations += self.tokens() * k * k + 4.0 / 3.0 * k.powi(3);
-        }
+        let of_block = |graph: &BlockGraph| {
+            let mut widths = std::collections::BTreeMap::new();
+            let mut operations = 0.0;
+            for (id, _, [n, k], _) in graph.linears() {
+                widths.insert(graph.nodes()[id].inputs[0], k as f64);
+                operations += n as f64 * (k as f64).powi(2);
+            }
+            for k in widths.values() {
+                // In f64 the factor runs at half the rate.
+                operations += self.tokens() * k * k + 4.0 / 3.0 * k.powi(3);
+            }
+            operations
+        };
         let again = match self.gptq.inputs {
             LayerInputs::Quantized => 0.75,
             LayerInputs::Float => 0.0,
         };
-        architecture.layers as f64 * operations + again * self.forward_operations(model)
+        in_all_blocks(model, of_block) + again * self.forward_operations(model)
     }
 
     /// The blocks that the search for SmoothQuant's exponents runs.
@@ -133,11 +134,13 @@ impl Plan {
         if !self.method.has("smoothquant") || !matches!(alpha, Some(Alpha::Auto(_))) {
             return 0.0;
         }
-        let graph = &model.architecture().block;
-        let meant = |g: &&FoldGroup| *producers == Producers::All || graph.nodes()[g.producer].op.is_norm();
-        let runs = graph.fold_groups().iter().filter(meant).count() * SMOOTH_CANDIDATES + 1;
         let share = (SMOOTH_TOKENS as f64 / self.tokens().max(1.0)).min(1.0);
-        runs as f64 * share * self.forward_operations(model)
+        in_all_blocks(model, |graph| {
+            let meant =
+                |g: &&FoldGroup| *producers == Producers::All || graph.nodes()[g.producer].op.is_norm();
+            let runs = graph.fold_groups().iter().filter(meant).count() * SMOOTH_CANDIDATES + 1;
+            runs as f64 * share * self.block_operations(graph)
+        })
     }
 
     fn tokens(&self) -> f64 {
@@ -146,27 +149,34 @@ impl Plan {
 
     /// The batch through all blocks.
     fn forward_operations(&self, model: &Model) -> f64 {
-        let architecture = model.architecture();
-        let weights: f64 = architecture.block.linears().map(|(_, _, [n, k], _)| n as f64 * k as f64).sum();
-        let attention = self.attention_operations(model);
-        architecture.layers as f64 * (2.0 * self.tokens() * weights + attention)
+        in_all_blocks(model, |graph| self.block_operations(graph))
     }
 
-    /// Scores and weighted values of the whole batch, half of them masked away.
-    fn attention_operations(&self, model: &Model) -> f64 {
-        let architecture = model.architecture();
-        let width = (architecture.heads * architecture.head_dim) as f64;
-        2.0 * self.tokens() * self.sampling.length as f64 * width
+    /// The batch through a block.
+    fn block_operations(&self, graph: &BlockGraph) -> f64 {
+        let length = self.sampling.length as f64;
+        graph.nodes().iter().map(|node| node.op.product_operations(self.tokens(), length)).sum()
+    }
+
+    /// Scores and weighted values of the whole batch.
+    fn attention_operations(&self, graph: &BlockGraph) -> f64 {
+        let attentions = graph.nodes().iter().filter(|node| node.op.cached().is_some());
+        let length = self.sampling.length as f64;
+        attentions.map(|node| node.op.product_operations(self.tokens(), length)).sum()
     }
 
     /// Operations of the searches in all blocks, and weights that they round.
     fn search_work(&self, model: &Model) -> (f64, f64) {
-        let architecture = model.architecture();
-        let graph = &architecture.block;
-        let shape = |id: usize| match &graph.nodes()[id].op {
-            Op::Linear { shape, .. } => *shape,
-            _ => [0, 0],
-        };
+        let kinds = model.architecture().blocks.kinds();
+        kinds.fold((0.0, 0.0), |(operations, rounded), kind| {
+            let (more, tried) = self.search_work_of(kind);
+            (operations + kind.layers as f64 * more, rounded + kind.layers as f64 * tried)
+        })
+    }
+
+    /// The same in one block.
+    fn search_work_of(&self, BlockKind { graph, first, .. }: BlockKind<'_>) -> (f64, f64) {
+        let shape = |id: usize| graph.nodes()[id].op.linear_shape().unwrap_or_default();
         let weights = |id: usize| shape(id).map(|s| s as f64).iter().product::<f64>();
         let candidates = SCALE_CANDIDATES as f64;
         let (mut operations, mut rounded) = (0.0, 0.0);
@@ -185,12 +195,16 @@ impl Plan {
             };
             let watched = if group.consumers.len() == 1 { 0.0 } else { weights(group.inspected) };
             let mixes = group.consumers.iter().any(|&c| graph.feeds_attention(c));
-            let attention = if mixes { self.attention_operations(model) } else { 0.0 };
+            let attention = if mixes { self.attention_operations(graph) } else { 0.0 };
             operations += candidates * share * (2.0 * self.tokens() * (own + watched) + attention);
         }
         for (id, _, [n, k], _) in graph.linears().filter(|(id, ..)| !graph.feeds_queries_or_keys(*id)) {
             let scheme = self.entries.iter().find_map(|e| match &e.action {
-                Action::Quantize { node: Some(node), scheme, .. } if *node == id => Some(*scheme),
+                Action::Quantize { node: Some(node), scheme, .. }
+                    if e.layer == Some(first) && *node == id =>
+                {
+                    Some(*scheme)
+                }
                 _ => None,
             });
             let Some(scheme) = scheme else { continue };
@@ -199,8 +213,7 @@ impl Plan {
             operations += 2.0 * group * tried;
             rounded += tried;
         }
-        let layers = architecture.layers as f64;
-        (layers * operations, layers * rounded)
+        (operations, rounded)
     }
 
     /// Whether a single linear is judged by its input's Gram matrix.
@@ -211,4 +224,9 @@ impl Plan {
             Search::Reference => self.tokens() > k as f64,
         }
     }
+}
+
+/// What the blocks of a model take together.
+fn in_all_blocks(model: &Model, operations: impl Fn(&BlockGraph) -> f64) -> f64 {
+    model.architecture().blocks.kinds().map(|kind| kind.layers as f64 * operations(kind.graph)).sum()
 }

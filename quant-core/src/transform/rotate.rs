@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use quant_kernels_cpu::{Hadamard, IsaToken, KernelError, Rayon};
 
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite_bytes};
-use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Positions, Preparation};
+use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Preparation};
 use crate::{Error, Result};
 
 /// Columns of a matrix that are turned at a time.
@@ -61,8 +61,7 @@ pub fn fold_norms(model: &Model) -> Result<Model> {
 fn prepared(model: &Model, by: Preparation, hadamard: Option<Result<Hadamard>>) -> Result<Model> {
     model.require_float()?;
     let architecture = model.architecture();
-    let stream = Stream::of(architecture, by)?;
-    let tensors = tensors(model, &stream, by)?;
+    let tensors = tensors(model, by)?;
     let source = Rotated {
         source: model.source().clone(),
         tensors,
@@ -97,28 +96,31 @@ struct Stream {
     writes: Vec<NodeId>,
 }
 
+/// Fails where what lies outside the blocks does not allow it.
+fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
+    let refuse = |reason: &str| Err(refused(architecture, by, reason));
+    if architecture.learned_positions.is_some() {
+        return refuse("it adds learned positions to the embeddings");
+    }
+    match &architecture.final_norm {
+        Some(Op::RmsNorm { .. }) => Ok(()),
+        Some(_) => refuse(SUBTRACTS),
+        None => refuse("its head reads hidden states that are not normalized"),
+    }
+}
+
 impl Stream {
-    fn of(architecture: &Architecture, by: Preparation) -> Result<Self> {
+    fn of(architecture: &Architecture, graph: &BlockGraph, by: Preparation) -> Result<Self> {
         let refuse = |reason: &str| refused(architecture, by, reason);
-        if let Positions::Learned { .. } = architecture.positions {
-            return Err(refuse("it adds learned positions to the embeddings"));
-        }
-        match &architecture.final_norm {
-            Some(Op::RmsNorm { .. }) => {}
-            Some(_) => return Err(refuse(SUBTRACTS)),
-            None => return Err(refuse("its head reads hidden states that no norm has been over")),
-        }
-        let graph = &architecture.block;
         let mut stream = Self { norms: Vec::new(), reads: Vec::new(), writes: Vec::new() };
         let mut values = vec![graph.input()];
         while let Some(value) = values.pop() {
-            for (user, node) in graph.nodes().iter().enumerate().filter(|(_, n)| n.inputs.contains(&value)) {
+            for (user, node) in graph.users(value).map(|(user, _)| (user, &graph.nodes()[user])) {
                 match &node.op {
                     Op::Add => {
                         let other = node.inputs.iter().find(|i| **i != value);
                         let Some(&added) = other else { return Err(refuse("a value is added to itself")) };
-                        if !matches!(graph.nodes()[added].op, Op::Linear { .. })
-                            || readers(graph, added).count() != 1
+                        if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
                             return Err(refuse("what is added to its hidden states is no linear's output"));
                         }
@@ -127,7 +129,7 @@ impl Stream {
                     }
                     Op::RmsNorm { width, .. } if *width == architecture.hidden => {
                         stream.norms.push(user);
-                        for reader in readers(graph, user) {
+                        for (reader, _) in graph.users(user) {
                             match graph.nodes()[reader].op {
                                 Op::Linear { .. } => stream.reads.push((reader, user)),
                                 _ => return Err(refuse("what is normed is not only multiplied")),
@@ -144,10 +146,6 @@ impl Stream {
 }
 
 const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is, and may add a bias that linears cannot take";
-
-fn readers(graph: &BlockGraph, value: NodeId) -> impl Iterator<Item = NodeId> {
-    graph.nodes().iter().enumerate().filter(move |(_, n)| n.inputs.contains(&value)).map(|(id, _)| id)
-}
 
 /// What becomes of a tensor.
 #[derive(Debug, Clone)]
@@ -170,8 +168,9 @@ struct Turned {
 }
 
 /// Everything that the rotated model has.
-fn tensors(model: &Model, stream: &Stream, by: Preparation) -> Result<BTreeMap<String, Turned>> {
+fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
     let (architecture, source) = (model.architecture(), model.source());
+    check_outside(architecture, by)?;
     let turns = by == Preparation::Rotate;
     let mut tensors = BTreeMap::new();
     let mut add = |name: String, stored: String, turn: Option<Turn>| -> Result<()> {
@@ -197,7 +196,9 @@ fn tensors(model: &Model, stream: &Stream, by: Preparation) -> Result<BTreeMap<S
     }
     add(format!("{last}.weight"), format!("{last}.weight"), Some(Turn::One))?;
     for layer in 0..architecture.layers {
-        let name = |node: NodeId| architecture.in_block(layer, architecture.block.name(node));
+        let graph = architecture.graph(layer);
+        let stream = Stream::of(architecture, graph, by)?;
+        let name = |node: NodeId| architecture.in_block(layer, graph.name(node));
         let gammas = stream.norms.iter().map(|&norm| Ok((norm, gamma(&name(norm))?)));
         let gammas: BTreeMap<NodeId, Arc<Vec<f32>>> = gammas.collect::<Result<_>>()?;
         for &norm in &stream.norms {
@@ -210,7 +211,7 @@ fn tensors(model: &Model, stream: &Stream, by: Preparation) -> Result<BTreeMap<S
             add(name.clone(), name, Some(Turn::Rows(Some(gamma))))?;
         }
         for &linear in stream.writes.iter().filter(|_| turns) {
-            let biased = architecture.block.has_bias(linear).then_some("bias");
+            let biased = graph.has_bias(linear).then_some("bias");
             for parameter in std::iter::once("weight").chain(biased) {
                 let name = format!("{}.{parameter}", name(linear));
                 add(name.clone(), name, Some(Turn::Columns))?;

@@ -4,7 +4,7 @@
 
 use super::rows::Rows;
 use crate::calibrate::{BatchLayout, Packing, Sampling};
-use crate::model::{BlockGraph, FoldGroup, Op};
+use crate::model::{BlockGraph, FoldGroup};
 
 /// Share of the batch that a race uses at most…
 const SHARE: usize = 4;
@@ -21,17 +21,9 @@ const HEAD: usize = 4;
 /// Units that chance is estimated from, at least.
 const UNITS: usize = 16;
 
-/// Whether what is watched mixes tokens.
+/// Whether what a search watches mixes tokens.
 pub(super) fn mixes_tokens(graph: &BlockGraph, group: &FoldGroup) -> bool {
-    let mut depends = vec![false; graph.nodes().len()];
-    depends[group.input] = true;
-    let mut mixes = vec![false; graph.nodes().len()];
-    for (id, node) in graph.nodes().iter().enumerate().skip(group.input + 1) {
-        depends[id] = node.inputs.iter().any(|&i| depends[i]);
-        let attention = matches!(node.op, Op::Attention { .. } | Op::Rope) && depends[id];
-        mixes[id] = attention || node.inputs.iter().any(|&i| mixes[i]);
-    }
-    mixes[group.inspected]
+    graph.mixes_tokens(group.input, group.inspected)
 }
 
 /// Which tokens race in which round.

@@ -287,7 +287,7 @@ pub(crate) fn check_maxima(
     settings: &TransformSettings,
     rounds: impl Fn(NodeId) -> bool,
 ) -> Result<()> {
-    let graph = &architecture.block;
+    let graph = architecture.graph(layer);
     let groups = Smoothing::of_inputs(settings).groups(graph).into_iter();
     for group in groups.filter(|g| g.consumers.iter().any(|&c| rounds(c))) {
         let first = group.consumers[0];

@@ -1,6 +1,7 @@
 //! Verdicts on the shapes of known models, worked out from the engines' sources by hand.
 
 use super::*;
+use crate::model::AttentionShape;
 use crate::recipe::LinearScheme;
 
 /// Heads, key heads, width of a head, hidden, intermediate.
@@ -25,11 +26,9 @@ fn outline(
     Outline {
         container,
         family: "llama",
-        heads,
-        kv_heads,
-        head_dim,
+        attentions: vec![AttentionShape { kv_heads, repeat: heads / kv_heads, head_dim, window: None }],
         layers: vec![
-            layer(LayerKind::Attention, hidden, &[("q_proj", q), ("k_proj", kv), ("v_proj", kv)]),
+            layer(LayerKind::Attention(head_dim), hidden, &[("q_proj", q), ("k_proj", kv), ("v_proj", kv)]),
             layer(LayerKind::Row, q, &[("o_proj", hidden)]),
             layer(LayerKind::Column, hidden, &[("gate_proj", inter), ("up_proj", inter)]),
             layer(LayerKind::Row, inter, &[("down_proj", hidden)]),

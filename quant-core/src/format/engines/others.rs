@@ -93,8 +93,8 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     if let Some((one, other)) = outline.layers.iter().find_map(|layer| layer.scheme().err()) {
         return Unsure(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
     }
-    if !outline.heads.is_multiple_of(ranks) {
-        return No(format!("{} heads do not split over {ranks} ranks", outline.heads));
+    if let Some(shape) = outline.attentions.iter().find(|shape| !shape.heads().is_multiple_of(ranks)) {
+        return No(format!("{} heads do not split over {ranks} ranks", shape.heads()));
     }
     let group = match scheme.granularity {
         Granularity::Group(size) => size,

@@ -1,13 +1,13 @@
 //! A checkpoint as engines see it.
 
-use crate::model::{BlockGraph, Model, NodeId, Op};
+use crate::model::{AttentionShape, BlockGraph, Model, NodeId, Op};
 use crate::recipe::{LinearScheme, Plan};
 
 /// How a linear is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
-    /// Queries, keys and values: by heads.
-    Attention,
+    /// Queries, keys and values: by heads of this width.
+    Attention(usize),
     /// By outputs.
     Column,
     /// By inputs.
@@ -57,12 +57,8 @@ pub struct Outline {
     pub container: &'static str,
     /// The model's family.
     pub family: &'static str,
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Width of a head.
-    pub head_dim: usize,
+    /// The distinct attentions of all blocks.
+    pub attentions: Vec<AttentionShape>,
     /// The linears of all blocks.
     pub layers: Vec<FusedLayer>,
     /// The head's scheme, where it is quantized.
@@ -75,12 +71,12 @@ impl Outline {
     /// What a plan will write.
     pub fn new(plan: &Plan, model: &Model) -> Self {
         let architecture = model.architecture();
-        let graph = &architecture.block;
         let stored = |(module, scheme)| (module, plan.container.stored_scheme(scheme));
         let quantized: std::collections::BTreeMap<&str, LinearScheme> =
             plan.entries.iter().filter_map(|e| e.quantized()).map(stored).collect();
         let mut layers = Vec::new();
         for layer in 0..architecture.layers {
+            let graph = architecture.graph(layer);
             let mut open: Vec<(NodeId, &str, [usize; 2])> =
                 graph.linears().map(|(id, name, shape, _)| (id, name, shape)).collect();
             while let Some(&(id, name, [_, k])) = open.first() {
@@ -102,9 +98,7 @@ impl Outline {
         Self {
             container: plan.container.name(),
             family: architecture.family,
-            heads: architecture.heads,
-            kv_heads: architecture.kv_heads,
-            head_dim: architecture.head_dim,
+            attentions: architecture.attentions(),
             layers,
             head: scheme(&architecture.head),
             embedding: scheme(&architecture.embedding_module()),
@@ -122,12 +116,12 @@ impl Outline {
 /// Engines split what reads the residual stream by outputs, and what writes it by inputs, so that
 /// nothing is exchanged between the two.
 fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
-    if graph.feeds_attention(id) {
-        return LayerKind::Attention;
+    if let Some(shape) = graph.attentions().next().filter(|_| graph.feeds_attention(id)) {
+        return LayerKind::Attention(shape.head_dim);
     }
     let input = graph.nodes()[id].inputs[0];
     match &graph.nodes()[input].op {
-        op if op.is_norm() || *op == Op::Input => LayerKind::Column,
+        op if op.is_norm() || matches!(op, Op::Input { .. }) => LayerKind::Column,
         _ => LayerKind::Row,
     }
 }

@@ -43,20 +43,22 @@ impl Share<'_> {
 /// # Errors
 /// Why a linear cannot be split.
 fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
-    let (heads, kv_heads) = (outline.heads, outline.kv_heads);
-    if !heads.is_multiple_of(ranks) {
-        return Err(format!("{heads} heads do not split over {ranks} ranks"));
-    }
-    // Fewer key heads than ranks are repeated.
-    let whole =
-        if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
-    if !whole {
-        return Err(format!("{kv_heads} key heads do not split over {ranks} ranks"));
+    for shape in &outline.attentions {
+        let (heads, kv_heads) = (shape.heads(), shape.kv_heads);
+        if !heads.is_multiple_of(ranks) {
+            return Err(format!("{heads} heads do not split over {ranks} ranks"));
+        }
+        // Fewer key heads than ranks are repeated.
+        let whole =
+            if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
+        if !whole {
+            return Err(format!("{kv_heads} key heads do not split over {ranks} ranks"));
+        }
     }
     let mut shares = Vec::new();
     for layer in &outline.layers {
         let Ok(scheme) = layer.scheme() else { continue };
-        let share = share(outline, layer, ranks)?;
+        let share = share(layer, ranks)?;
         if let (Some((module, parts, k)), Some(scheme)) = (share, scheme) {
             let split_inputs = layer.kind == LayerKind::Row && ranks > 1;
             shares.push(Share { module, parts, k, split_inputs, scheme });
@@ -67,7 +69,7 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
 
 type Sizes<'a> = (&'a str, Vec<usize>, usize);
 
-fn share<'a>(outline: &Outline, layer: &'a FusedLayer, ranks: usize) -> Result<Option<Sizes<'a>>, String> {
+fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> {
     let Some(first) = layer.parts.first() else { return Ok(None) };
     let module = first.module.as_str();
     let split = |size: usize, what: &str| match size.is_multiple_of(ranks) {
@@ -80,10 +82,10 @@ fn share<'a>(outline: &Outline, layer: &'a FusedLayer, ranks: usize) -> Result<O
             let parts = layer.parts.iter().map(|p| split(p.n, "outputs"));
             (parts.collect::<Result<_, _>>()?, layer.k)
         }
-        LayerKind::Attention => {
+        LayerKind::Attention(head_dim) => {
             let of_part = |n: usize| {
-                let heads = n / outline.head_dim.max(1);
-                (heads / ranks).max(1) * outline.head_dim
+                let heads = n / head_dim.max(1);
+                (heads / ranks).max(1) * head_dim
             };
             (layer.parts.iter().map(|p| of_part(p.n)).collect(), layer.k)
         }

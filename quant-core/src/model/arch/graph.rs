@@ -8,97 +8,13 @@
 //! never typed by hand, and a consumer cannot be forgotten. Scales are positive: a rectifier lets no
 //! others through.
 
+use super::op::{AttentionInput, AttentionShape, ChannelOrder, Op, Reach, ScalePass};
+
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
 pub type NodeId = usize;
 
-/// What a node computes. Values are `[batch, positions, features]`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Op {
-    /// The hidden state that enters the block.
-    Input,
-    /// Root-mean-square norm of every `width` features in a row, times a weight of `width`.
-    RmsNorm {
-        /// Module name inside the block.
-        name: String,
-        /// Features that are normed together: all of the input's, or those of a head.
-        width: usize,
-    },
-    /// Every `width` features in a row brought to mean 0 and variance 1; times a weight and plus a
-    /// bias of `width`, if it is affine.
-    LayerNorm {
-        /// Module name inside the block.
-        name: String,
-        /// Features that are normed together.
-        width: usize,
-        /// Whether it has a weight and a bias.
-        affine: bool,
-    },
-    /// `x Wᵀ (+ b)`.
-    Linear {
-        /// Module name inside the block.
-        name: String,
-        /// `[out, in]` features.
-        shape: [usize; 2],
-        /// Whether it has a bias.
-        bias: bool,
-    },
-    /// Rotary position embedding of all heads of the input.
-    Rope,
-    /// Causal attention of inputs `[queries, keys, values]`; `repeat` query heads share a key head.
-    Attention {
-        /// Query heads per key/value head.
-        repeat: usize,
-        /// Width of a head.
-        head_dim: usize,
-        /// Positions that a query sees, its own included; all before it without one.
-        window: Option<usize>,
-    },
-    /// `silu(gate) · up` of inputs `[gate, up]`.
-    GatedSilu,
-    /// `max(x, 0)`.
-    Relu,
-    /// The sum of its two inputs.
-    Add,
-}
-
-impl Op {
-    /// Module name inside the block; empty where the operation is no module.
-    pub fn name(&self) -> &str {
-        match self {
-            Self::RmsNorm { name, .. } | Self::LayerNorm { name, .. } | Self::Linear { name, .. } => name,
-            _ => "",
-        }
-    }
-
-    /// Of a norm that has parameters: its name, its width, and whether there is a bias beside the
-    /// weight.
-    pub fn stored_norm(&self) -> Option<(&str, usize, bool)> {
-        match self {
-            Self::RmsNorm { name, width } => Some((name, *width, false)),
-            Self::LayerNorm { name, width, affine: true } => Some((name, *width, true)),
-            _ => None,
-        }
-    }
-
-    /// Whether it is a norm of whatever kind.
-    pub fn is_norm(&self) -> bool {
-        matches!(self, Self::RmsNorm { .. } | Self::LayerNorm { .. })
-    }
-
-    /// Whether positive scales of the channels of its input `port` come out as they went in, and if
-    /// so how many times each channel then stands there.
-    fn passes_scales(&self, port: usize) -> Option<usize> {
-        match self {
-            Self::GatedSilu if port == 1 => Some(1),
-            Self::Relu => Some(1),
-            Self::Attention { repeat, .. } if port == 2 => Some(*repeat),
-            _ => None,
-        }
-    }
-}
-
 /// One step of a block.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Node {
     /// What it computes.
     pub op: Op,
@@ -107,9 +23,13 @@ pub struct Node {
 }
 
 /// A block's computation.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct BlockGraph {
     nodes: Vec<Node>,
+    /// Of each node, the nodes that read its value, with the input that it is to them.
+    users: Vec<Vec<(NodeId, usize)>>,
+    /// Of each node, the features of its value.
+    widths: Vec<usize>,
 }
 
 /// A producer whose output channels may be rescaled, and everything that must be rescaled with it.
@@ -199,7 +119,17 @@ impl GraphBuilder {
 
     /// The finished block; its output is the last node.
     pub fn finish(self) -> BlockGraph {
-        BlockGraph { nodes: self.nodes }
+        let nodes = self.nodes;
+        let mut users = vec![Vec::new(); nodes.len()];
+        let mut widths: Vec<usize> = Vec::with_capacity(nodes.len());
+        for (id, node) in nodes.iter().enumerate() {
+            let inputs: Vec<usize> = node.inputs.iter().map(|&input| widths[input]).collect();
+            widths.push(node.op.width(&inputs));
+            for (port, &input) in node.inputs.iter().enumerate() {
+                users[input].push((id, port));
+            }
+        }
+        BlockGraph { nodes, users, widths }
     }
 }
 
@@ -211,7 +141,7 @@ impl BlockGraph {
 
     /// The node that is the block's input.
     pub fn input(&self) -> NodeId {
-        self.nodes.iter().position(|n| n.op == Op::Input).unwrap_or(0)
+        self.nodes.iter().position(|n| matches!(n.op, Op::Input { .. })).unwrap_or(0)
     }
 
     /// The node that is the block's output.
@@ -226,13 +156,39 @@ impl BlockGraph {
         alone && self.nodes[id].op == Op::Add
     }
 
-    /// The attention, where it is the only node after which tokens are no longer looked at each by
-    /// itself: nothing that follows on it moves or mixes positions.
-    pub fn only_attention(&self) -> Option<NodeId> {
-        let mut mixing = self.nodes.iter().enumerate().filter(|(_, n)| matches!(n.op, Op::Attention { .. }));
-        let (attention, _) = mixing.next()?;
-        let rope_after = self.nodes[attention..].iter().any(|n| n.op == Op::Rope);
-        (mixing.next().is_none() && !rope_after).then_some(attention)
+    /// Features of a node's value.
+    pub fn width(&self, id: NodeId) -> usize {
+        self.widths[id]
+    }
+
+    /// The node that reaches across tokens, where it is the only one after which each token is computed by
+    /// itself: nothing that follows depends on positions or other tokens.
+    pub fn only_mixing(&self) -> Option<NodeId> {
+        let mixes = |id: &NodeId| self.nodes[*id].op.reach() == Reach::Window;
+        let mixing = (0..self.nodes.len()).find(mixes)?;
+        let alone = self.nodes[mixing + 1..].iter().all(|n| n.op.reach() == Reach::Token);
+        alone.then_some(mixing)
+    }
+
+    /// Whether a token's value at `to` depends on other tokens' values at `from`, or on where it stands.
+    pub fn mixes_tokens(&self, from: NodeId, to: NodeId) -> bool {
+        // Of each node from `from` on: whether it depends on it, and whether that passes through such an operation.
+        let mut depends = vec![false; to + 1 - from.min(to)];
+        let mut mixes = depends.clone();
+        depends[0] = true;
+        for id in from + 1..=to {
+            let node = &self.nodes[id];
+            let mut inputs = node.inputs.iter().filter(|&&i| i >= from).map(|i| i - from);
+            mixes[id - from] = inputs.clone().any(|i| mixes[i]);
+            depends[id - from] = inputs.any(|i| depends[i]);
+            mixes[id - from] |= depends[id - from] && node.op.reach() != Reach::Token;
+        }
+        mixes.last().copied().unwrap_or(false)
+    }
+
+    /// The attentions, in order of evaluation.
+    pub fn attentions(&self) -> impl Iterator<Item = AttentionShape> {
+        self.nodes.iter().filter_map(|node| node.op.cached())
     }
 
     /// Linears in order of evaluation: id, name inside the block, `[out, in]`, whether biased.
@@ -267,17 +223,21 @@ impl BlockGraph {
     /// Whether a linear's output becomes a query or key: its error passes through a softmax, so
     /// weight clipping, which minimizes the error of the linear's own output, leaves it alone.
     pub fn feeds_queries_or_keys(&self, id: NodeId) -> bool {
-        self.users(id).any(|(user, port)| match &self.nodes[user].op {
-            Op::Attention { .. } => port < 2,
-            op => (*op == Op::Rope || op.is_norm()) && self.feeds_queries_or_keys(user),
-        })
+        self.feeds(id, &|input| input != AttentionInput::Values)
     }
 
     /// Whether a linear's output becomes a query, key or value.
     pub fn feeds_attention(&self, id: NodeId) -> bool {
-        self.users(id).any(|(user, _)| match &self.nodes[user].op {
-            Op::Attention { .. } => true,
-            op => (*op == Op::Rope || op.is_norm()) && self.feeds_attention(user),
+        self.feeds(id, &|_| true)
+    }
+
+    fn feeds(&self, id: NodeId, wanted: &dyn Fn(AttentionInput) -> bool) -> bool {
+        self.users(id).any(|(user, port)| {
+            let op = &self.nodes[user].op;
+            match op.attention_input(port) {
+                Some(input) => wanted(input),
+                None => op.keeps_heads() && self.feeds(user, wanted),
+            }
         })
     }
 
@@ -321,21 +281,21 @@ impl BlockGraph {
     /// Collects the linears that a value's channels are made of, channel by channel, and nothing else is.
     fn trace(&self, value: NodeId, group: &mut OrderGroup) -> Option<()> {
         let node = &self.nodes[value];
-        match &node.op {
-            Op::Linear { .. } => group.producers.push(value),
-            Op::Relu | Op::GatedSilu => {
-                for &input in &node.inputs {
-                    (self.users(input).count() == 1).then_some(())?;
-                    self.trace(input, group)?;
-                }
+        let inputs = match node.op.channel_order() {
+            ChannelOrder::OfRows => {
+                group.producers.push(value);
+                &[]
             }
-            Op::Attention { repeat, head_dim, .. } if group.head.is_none() => {
-                (group.repeat, group.head) = (*repeat, Some(*head_dim));
-                let values = *node.inputs.get(2)?;
-                (self.users(values).count() == 1).then_some(())?;
-                self.trace(values, group)?;
+            ChannelOrder::OfInputs => &node.inputs[..],
+            ChannelOrder::OfHeads { port, shape } if group.head.is_none() => {
+                (group.repeat, group.head) = (shape.repeat, Some(shape.head_dim));
+                node.inputs.get(port..=port)?
             }
-            _ => return None,
+            ChannelOrder::OfHeads { .. } | ChannelOrder::Fixed => return None,
+        };
+        for &input in inputs {
+            (self.users(input).count() == 1).then_some(())?;
+            self.trace(input, group)?;
         }
         Some(())
     }
@@ -343,7 +303,7 @@ impl BlockGraph {
     /// Every attention whose queries and keys can be scaled against each other.
     pub fn query_keys(&self) -> Vec<QueryKey> {
         let of = |(attention, node): (NodeId, &Node)| {
-            let Op::Attention { repeat, head_dim, .. } = node.op else { return None };
+            let Op::Attention(AttentionShape { repeat, head_dim, .. }) = node.op else { return None };
             let [queries, keys] = [self.made_by(node.inputs[0])?, self.made_by(node.inputs[1])?];
             let is_turned = queries.1;
             let producers = [queries.0, keys.0];
@@ -358,7 +318,7 @@ impl BlockGraph {
             return None;
         }
         match &self.nodes[value].op {
-            Op::Rope => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, true)),
+            Op::Rope(_) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, true)),
             Op::Linear { .. } => Some((value, false)),
             op if op.stored_norm().is_some() => Some((value, false)),
             _ => None,
@@ -378,37 +338,42 @@ impl BlockGraph {
                     walk.repeat = repeat;
                     walk.consumers.push(user);
                 }
-                op => {
-                    let times = op.passes_scales(port)?;
-                    if let Op::Attention { head_dim, .. } = op {
+                op => match op.scale_pass(port) {
+                    ScalePass::Passed { exponent: 1, repeat: times, run } => {
                         // Repeated again, channels would no longer stand in runs of one width.
                         if times != 1 && repeat != 1 {
                             return None;
                         }
-                        walk.run = *head_dim;
+                        if run != 1 {
+                            walk.run = run;
+                        }
+                        self.follow(user, repeat * times, walk)?;
                     }
-                    self.follow(user, repeat * times, walk)?;
-                }
+                    ScalePass::Passed { .. } | ScalePass::Stopped => return None,
+                },
             }
         }
         Some(())
     }
 
-    fn users(&self, value: NodeId) -> impl Iterator<Item = (NodeId, usize)> {
-        self.nodes.iter().enumerate().flat_map(move |(id, node)| {
-            node.inputs.iter().enumerate().filter(move |(_, i)| **i == value).map(move |(port, _)| (id, port))
-        })
+    /// The nodes that read a value, in order of evaluation, each with the input that the value is to it.
+    pub fn users(&self, value: NodeId) -> impl Iterator<Item = (NodeId, usize)> {
+        self.users[value].iter().copied()
     }
 
     /// The first linear that depends on all of these.
     fn meeting_linear(&self, sources: &[NodeId]) -> Option<NodeId> {
-        self.linears()
-            .map(|(id, ..)| id)
-            .find(|&id| !sources.contains(&id) && sources.iter().all(|&s| self.depends_on(id, s)))
-    }
-
-    fn depends_on(&self, id: NodeId, source: NodeId) -> bool {
-        id == source || (id > source && self.nodes[id].inputs.iter().any(|&i| self.depends_on(i, source)))
+        // Of each node, how many of the sources it depends on.
+        let mut reached = vec![0_usize; self.nodes.len()];
+        for &source in sources {
+            let mut depends = vec![false; self.nodes.len()];
+            depends[source] = true;
+            for id in source..self.nodes.len() {
+                depends[id] |= self.nodes[id].inputs.iter().any(|&i| depends[i]);
+                reached[id] += usize::from(depends[id]);
+            }
+        }
+        self.linears().map(|(id, ..)| id).find(|id| !sources.contains(id) && reached[*id] == sources.len())
     }
 }
 

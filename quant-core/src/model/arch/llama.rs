@@ -1,10 +1,10 @@
 //! Llama 1, 2, 3 and the families that share their block but for a detail: Mistral's sliding window,
 //! the biases of Qwen2, the query and key norms of Qwen3.
 
-use super::{Architecture, BlockGraph, Family, GraphBuilder, Op, Positions};
+use super::{Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, Op};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
-use crate::model::rope::RopeScaling;
+use crate::model::rope::{Rope, RopeScaling};
 
 /// The family of `LlamaForCausalLM`.
 #[derive(Debug, Clone, Copy)]
@@ -31,7 +31,9 @@ struct Details {
     head_dim: Option<usize>,
     /// SmoothQuant's exponent.
     smoothing: f32,
+    /// What all blocks have in common.
     block: BlockDetails,
+    windows: Windows,
 }
 
 /// Where a family's block departs from the others.
@@ -40,10 +42,8 @@ struct BlockDetails {
     qkv_bias: bool,
     o_bias: bool,
     mlp_bias: bool,
-    /// Whether every head of queries and keys is normed before it is turned.
+    /// Whether every head of queries and keys is normalized before it is rotated.
     head_norms: bool,
-    /// Positions that a query sees, its own included.
-    window: Option<usize>,
 }
 
 impl Family for Llama {
@@ -62,7 +62,14 @@ impl Family for Llama {
             BlockDetails { qkv_bias: attention_bias, o_bias: attention_bias, mlp_bias, ..Default::default() };
         describe(
             config,
-            &Details { family: self.name(), kv_heads: None, head_dim: None, smoothing: 0.85, block },
+            &Details {
+                family: self.name(),
+                kv_heads: None,
+                head_dim: None,
+                smoothing: 0.85,
+                block,
+                windows: Windows::Never,
+            },
         )
     }
 }
@@ -77,11 +84,16 @@ impl Family for Mistral {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let window = sliding_window(config, true)?;
-        let block = BlockDetails { window, ..Default::default() };
         describe(
             config,
-            &Details { family: self.name(), kv_heads: Some(8), head_dim: None, smoothing: 0.8, block },
+            &Details {
+                family: self.name(),
+                kv_heads: Some(8),
+                head_dim: None,
+                smoothing: 0.8,
+                block: BlockDetails::default(),
+                windows: Windows::read(config, true)?,
+            },
         )
     }
 }
@@ -96,14 +108,17 @@ impl Family for Qwen2 {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let block = BlockDetails {
-            qkv_bias: true,
-            window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
-            ..Default::default()
-        };
+        let block = BlockDetails { qkv_bias: true, ..Default::default() };
         describe(
             config,
-            &Details { family: self.name(), kv_heads: Some(32), head_dim: None, smoothing: 0.8, block },
+            &Details {
+                family: self.name(),
+                kv_heads: Some(32),
+                head_dim: None,
+                smoothing: 0.8,
+                block,
+                windows: Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
+            },
         )
     }
 }
@@ -123,59 +138,78 @@ impl Family for Qwen3 {
             qkv_bias: attention_bias,
             o_bias: attention_bias,
             head_norms: true,
-            window: sliding_window(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
             ..Default::default()
         };
         describe(
             config,
-            &Details { family: self.name(), kv_heads: Some(32), head_dim: Some(128), smoothing: 0.8, block },
+            &Details {
+                family: self.name(),
+                kv_heads: Some(32),
+                head_dim: Some(128),
+                smoothing: 0.8,
+                block,
+                windows: Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
+            },
         )
     }
 }
 
-/// The sliding window of all blocks, if there is one. `on`: whether the family's configuration has
-/// it switched on.
-///
-/// Readers take a missing `sliding_window` for that of the first release, and `null` for none.
-/// `layer_types` says of every block whether it slides; without it, all do, but for the first
-/// `max_window_layers` of families that know the key. Only all blocks or none can be had here.
-fn sliding_window(config: &ConfigFields<'_>, on: bool) -> Result<Option<usize>> {
-    const SLIDING: &str = "sliding_attention";
-    const FULL: &str = "full_attention";
-    let window = match config.map().contains_key("sliding_window") {
-        true => config.optional_positive("sliding_window")?,
-        false => Some(4096),
-    };
-    let window = window.filter(|_| on);
-    let layers = config.require_positive("num_hidden_layers")?;
-    let some = |key: &str| {
-        config.error(key, "asks for a sliding window in some blocks only, which is not supported")
-    };
-    if let Some(types) = config.optional_str_list("layer_types")? {
-        if types.len() != layers {
-            return Err(
-                config.error("layer_types", format!("has {} entries for {layers} blocks", types.len()))
-            );
-        }
-        if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
-            return Err(config.error("layer_types", format!("holds `{other}`, which is not known")));
-        }
-        return match (types.iter().filter(|t| **t == SLIDING).count(), window) {
-            (0, _) => Ok(None),
-            (_, None) => Err(config.error("layer_types", "asks for a sliding window, and there is none")),
-            (n, Some(window)) if n == layers => Ok(Some(window)),
-            _ => Err(some("layer_types")),
+/// Which blocks slide a window over the keys, and how long it is.
+#[derive(Debug, Clone, PartialEq)]
+enum Windows {
+    /// Every query sees all positions before it.
+    Never,
+    /// Blocks from this one on.
+    From { first: usize, window: usize },
+    /// Those for which the list says so.
+    Listed { slides: Vec<bool>, window: usize },
+}
+
+impl Windows {
+    /// Reads them. `on`: whether the family's configuration has sliding windows switched on.
+    ///
+    /// Readers take a missing `sliding_window` for that of the first release, and `null` for none.
+    /// `layer_types` says of each block whether it slides; without it, all do, but for the first
+    /// `max_window_layers` of families that know the key.
+    fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
+        const SLIDING: &str = "sliding_attention";
+        const FULL: &str = "full_attention";
+        let window = match config.map().contains_key("sliding_window") {
+            true => config.optional_positive("sliding_window")?,
+            false => Some(4096),
         };
+        let window = window.filter(|_| on);
+        let layers = Blocks::layers(config)?;
+        if let Some(types) = config.optional_str_list("layer_types")? {
+            if types.len() != layers {
+                return Err(
+                    config.error("layer_types", format!("has {} entries for {layers} blocks", types.len()))
+                );
+            }
+            if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
+                return Err(config.error("layer_types", format!("holds `{other}`, which is not known")));
+            }
+            let slides: Vec<bool> = types.iter().map(|t| *t == SLIDING).collect();
+            return match window {
+                _ if !slides.contains(&true) => Ok(Self::Never),
+                None => Err(config.error("layer_types", "asks for a sliding window, but none is configured")),
+                Some(window) => Ok(Self::Listed { slides, window }),
+            };
+        }
+        let first = match config.map().contains_key("use_sliding_window") {
+            true => config.optional_usize("max_window_layers")?.unwrap_or(28),
+            false => 0,
+        };
+        Ok(window.map_or(Self::Never, |window| Self::From { first, window }))
     }
-    let first = match config.map().contains_key("use_sliding_window") {
-        true => config.optional_usize("max_window_layers")?.unwrap_or(28),
-        false => 0,
-    };
-    match window {
-        None => Ok(None),
-        Some(_) if first >= layers => Ok(None),
-        Some(window) if first == 0 => Ok(Some(window)),
-        Some(_) => Err(some("max_window_layers")),
+
+    /// Positions that a query sees in a block, its own included.
+    fn of(&self, layer: usize) -> Option<usize> {
+        match self {
+            Self::Never => None,
+            Self::From { first, window } => (layer >= *first).then_some(*window),
+            Self::Listed { slides, window } => slides.get(layer)?.then_some(*window),
+        }
     }
 }
 
@@ -220,21 +254,25 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
         );
     }
     let (theta, scaling) = RopeScaling::from_config(config)?;
+    let sizes = Sizes {
+        hidden,
+        intermediate,
+        attention: AttentionShape { kv_heads, repeat: heads / kv_heads, head_dim, window: None },
+        rope: Rope { head_dim, theta, scaling },
+        norm_eps,
+    };
+    let layers = Blocks::layers(config)?;
     Ok(Architecture {
         family: details.family,
         hidden,
         vocab: config.require_positive("vocab_size")?,
-        layers: config.require_positive("num_hidden_layers")?,
-        heads,
-        kv_heads,
-        head_dim,
+        layers,
         max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
-        norm_eps,
         smoothing: details.smoothing,
-        positions: Positions::Rotary { theta, scaling },
+        learned_positions: None,
         tied: config.optional_bool("tie_word_embeddings")?.unwrap_or(false),
         embedding: "model.embed_tokens.weight".into(),
-        final_norm: Some(Op::RmsNorm { name: "model.norm".into(), width: hidden }),
+        final_norm: Some(Op::RmsNorm { name: "model.norm".into(), width: hidden, eps: norm_eps }),
         head: "lm_head".into(),
         block_prefix: "model.layers.{}.",
         base: "",
@@ -242,26 +280,40 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
             ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
             ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
         ],
-        block: block(hidden, intermediate, heads, kv_heads, head_dim, details.block),
+        blocks: Blocks::new(
+            layers,
+            |layer| details.windows.of(layer),
+            |window| {
+                block(
+                    &Sizes { attention: AttentionShape { window: *window, ..sizes.attention }, ..sizes },
+                    details.block,
+                )
+            },
+        ),
     })
 }
 
-fn block(
+/// The sizes of a block.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
     hidden: usize,
     intermediate: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    details: BlockDetails,
-) -> BlockGraph {
-    let BlockDetails { qkv_bias, o_bias, mlp_bias, head_norms, window } = details;
+    attention: AttentionShape,
+    rope: Rope,
+    norm_eps: f64,
+}
+
+fn block(sizes: &Sizes, details: BlockDetails) -> BlockGraph {
+    let Sizes { hidden, intermediate, attention, rope, norm_eps: eps } = *sizes;
+    let BlockDetails { qkv_bias, o_bias, mlp_bias, head_norms } = details;
     let linear =
         |name: &str, shape: [usize; 2], bias: bool| Op::Linear { name: name.to_owned(), shape, bias };
-    let norm = |name: &str, width: usize| Op::RmsNorm { name: name.to_owned(), width };
-    let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
+    let norm = |name: &str, width: usize| Op::RmsNorm { name: name.to_owned(), width, eps };
+    let head_dim = attention.head_dim;
+    let (q_width, kv_width) = (attention.heads() * head_dim, attention.kv_heads * head_dim);
 
     let mut g = GraphBuilder::default();
-    let input = g.add(Op::Input, &[]);
+    let input = g.add(Op::Input { width: hidden }, &[]);
 
     let x = g.add(norm("input_layernorm", hidden), &[input]);
     let mut q = g.add(linear("self_attn.q_proj", [q_width, hidden], qkv_bias), &[x]);
@@ -271,9 +323,9 @@ fn block(
         q = g.add(norm("self_attn.q_norm", head_dim), &[q]);
         k = g.add(norm("self_attn.k_norm", head_dim), &[k]);
     }
-    let q = g.add(Op::Rope, &[q]);
-    let k = g.add(Op::Rope, &[k]);
-    let attended = g.add(Op::Attention { repeat: heads / kv_heads, head_dim, window }, &[q, k, v]);
+    let q = g.add(Op::Rope(rope), &[q]);
+    let k = g.add(Op::Rope(rope), &[k]);
+    let attended = g.add(Op::Attention(attention), &[q, k, v]);
     let o = g.add(linear("self_attn.o_proj", [hidden, q_width], o_bias), &[attended]);
     let middle = g.add(Op::Add, &[input, o]);
 
@@ -289,6 +341,13 @@ fn block(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// 8 query heads of 8.
+    fn sizes(kv_heads: usize, window: Option<usize>) -> Sizes {
+        let rope = Rope { head_dim: 8, theta: 10_000.0, scaling: RopeScaling::None };
+        let attention = AttentionShape { kv_heads, repeat: 8 / kv_heads, head_dim: 8, window };
+        Sizes { hidden: 64, intermediate: 96, attention, rope, norm_eps: 1e-6 }
+    }
 
     /// Names of a fold group: producer, consumers, inspected, repeat.
     fn groups(graph: &BlockGraph) -> Vec<(String, Vec<String>, String, usize)> {
@@ -318,49 +377,56 @@ mod tests {
         };
         let plain = BlockDetails::default();
         let biased = BlockDetails { qkv_bias: true, o_bias: true, mlp_bias: true, ..plain };
-        let normed = BlockDetails { head_norms: true, window: Some(16), ..plain };
-        assert_eq!(groups(&block(64, 96, 8, 8, 8, plain)), expected(1));
-        assert_eq!(groups(&block(64, 96, 8, 2, 8, biased)), expected(4));
+        let normed = BlockDetails { head_norms: true, ..plain };
+        assert_eq!(groups(&block(&sizes(8, None), plain)), expected(1));
+        assert_eq!(groups(&block(&sizes(2, None), biased)), expected(4));
         // Norms of heads neither scale nor let a scale through.
-        assert_eq!(groups(&block(64, 96, 8, 2, 8, normed)), expected(4));
+        assert_eq!(groups(&block(&sizes(2, Some(16)), normed)), expected(4));
     }
 
     #[test]
     fn sliding_windows() {
-        let window = |text: &str, on: bool| {
+        /// The windows of four blocks.
+        fn windows(text: &str, on: bool) -> Result<Vec<Option<usize>>, String> {
             let mut map = serde_json::from_str::<serde_json::Map<_, _>>(text).unwrap();
-            map.insert("num_hidden_layers".into(), 2.into());
+            map.insert("num_hidden_layers".into(), 4.into());
             let path = std::path::Path::new("config.json");
-            sliding_window(&ConfigFields::new(path, &map), on).map_err(|e| e.to_string())
-        };
-        assert_eq!(window("{}", true), Ok(Some(4096)));
-        assert_eq!(window("{}", false), Ok(None));
-        assert_eq!(window(r#"{ "sliding_window": null }"#, true), Ok(None));
-        assert_eq!(window(r#"{ "sliding_window": 16 }"#, true), Ok(Some(16)));
+            let windows = Windows::read(&ConfigFields::new(path, &map), on).map_err(|e| e.to_string())?;
+            Ok((0..4).map(|layer| windows.of(layer)).collect())
+        }
+        let (all, none) = ([Some(16); 4].to_vec(), [None; 4].to_vec());
+        assert_eq!(windows("{}", true), Ok([Some(4096); 4].to_vec()));
+        assert_eq!(windows("{}", false), Ok(none.clone()));
+        assert_eq!(windows(r#"{ "sliding_window": null }"#, true), Ok(none.clone()));
+        assert_eq!(windows(r#"{ "sliding_window": 16 }"#, true), Ok(all.clone()));
         let qwen = |first: usize| {
             format!(r#"{{ "use_sliding_window": true, "sliding_window": 16, "max_window_layers": {first} }}"#)
         };
-        assert_eq!(window(&qwen(0), true), Ok(Some(16)));
-        assert_eq!(window(&qwen(2), true), Ok(None));
-        assert!(window(&qwen(1), true).unwrap_err().contains("`max_window_layers`"));
-        let types = |types: &str| format!(r#"{{ "sliding_window": 16, "layer_types": {types} }}"#);
-        assert_eq!(window(&types(r#"["full_attention", "full_attention"]"#), true), Ok(None));
-        assert_eq!(window(&types(r#"["sliding_attention", "sliding_attention"]"#), true), Ok(Some(16)));
-        for (text, on, says) in [
-            (r#"["sliding_attention", "sliding_attention"]"#, false, "there is none"),
-            (r#"["sliding_attention", "full_attention"]"#, true, "some blocks only"),
-            (r#"["full_attention"]"#, true, "1 entries for 2 blocks"),
-            (r#"["full_attention", "linear_attention"]"#, true, "`linear_attention`"),
+        assert_eq!(windows(&qwen(0), true), Ok(all.clone()));
+        assert_eq!(windows(&qwen(4), true), Ok(none.clone()));
+        assert_eq!(windows(&qwen(1), true), Ok(vec![None, Some(16), Some(16), Some(16)]));
+        let types = |slides: [bool; 4]| {
+            let types = slides.map(|s| if s { r#""sliding_attention""# } else { r#""full_attention""# });
+            format!(r#"{{ "sliding_window": 16, "layer_types": [{}] }}"#, types.join(","))
+        };
+        assert_eq!(windows(&types([false; 4]), true), Ok(none));
+        assert_eq!(windows(&types([true; 4]), true), Ok(all));
+        let mixed = [Some(16), None, Some(16), None].to_vec();
+        assert_eq!(windows(&types([true, false, true, false]), true), Ok(mixed));
+        for (text, on, part) in [
+            (types([true; 4]), false, "none is configured"),
+            (r#"{ "layer_types": ["full_attention"] }"#.into(), true, "1 entries for 4 blocks"),
+            (types([true; 4]).replacen("sliding_a", "linear_a", 1), true, "`linear_attention`"),
         ] {
-            let said = window(&types(text), on).unwrap_err();
-            assert!(said.contains("`layer_types`") && said.contains(says), "{said}");
+            let message = windows(&text, on).unwrap_err();
+            assert!(message.contains("`layer_types`") && message.contains(part), "{message}");
         }
     }
 
     #[test]
     fn clipping_leaves_queries_and_keys_alone() {
         for head_norms in [false, true] {
-            let graph = block(64, 96, 8, 2, 8, BlockDetails { head_norms, ..BlockDetails::default() });
+            let graph = block(&sizes(2, None), BlockDetails { head_norms, ..BlockDetails::default() });
             let spared: Vec<_> = graph
                 .linears()
                 .filter(|(id, ..)| graph.feeds_queries_or_keys(*id))

@@ -1,13 +1,17 @@
 //! Families of models as data. No tensor name of an architecture stands outside this folder.
 
+mod blocks;
 mod graph;
 mod llama;
+mod op;
 mod opt;
 
-pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, Op, OrderGroup, QueryKey};
+pub use blocks::{BlockKind, Blocks};
+pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, QueryKey};
+pub use op::{AttentionInput, AttentionShape, ChannelOrder, Op, Parameter, Reach, ScalePass};
 
 use crate::checkpoint::ConfigFields;
-use crate::model::rope::RopeScaling;
+use crate::model::rope::Rope;
 use crate::{Error, Result};
 
 /// Everything the pipeline must know of a model's family and sizes.
@@ -21,21 +25,14 @@ pub struct Architecture {
     pub vocab: usize,
     /// Number of decoder blocks.
     pub layers: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads; divides `heads`.
-    pub kv_heads: usize,
-    /// Width of one head.
-    pub head_dim: usize,
     /// Positions the model was made for.
     pub max_positions: usize,
-    /// Added to the mean square, or the variance, in norms.
-    pub norm_eps: f64,
     /// The exponent α that SmoothQuant takes for the family where nobody says otherwise; `docs/smoothquant.md` has
     /// the sources.
     pub smoothing: f32,
-    /// How positions are told apart.
-    pub positions: Positions,
+    /// Rows that are added to the embeddings by position, where the family has them. Others rotate queries and keys
+    /// inside the blocks.
+    pub learned_positions: Option<LearnedPositions>,
     /// Whether the output head is the embedding.
     pub tied: bool,
     /// Name of the embedding tensor.
@@ -52,27 +49,17 @@ pub struct Architecture {
     /// Linears inside a block that engines run as one matrix: the name they give it, and its parts
     /// in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
-    /// One block; all are alike.
-    pub block: BlockGraph,
+    /// The graph of each block.
+    pub blocks: Blocks,
 }
 
-/// How a family tells positions apart.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Positions {
-    /// Queries and keys are turned: any position will do.
-    Rotary {
-        /// Base of the frequencies.
-        theta: f64,
-        /// Change of the frequencies for long contexts.
-        scaling: RopeScaling,
-    },
-    /// A row is added to every token's embedding: there are as many positions as rows.
-    Learned {
-        /// Name of the tensor `[offset + positions, hidden]`.
-        table: String,
-        /// The row of position 0.
-        offset: usize,
-    },
+/// A table of positions: a model has as many positions as the table has rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LearnedPositions {
+    /// Name of the tensor `[offset + positions, hidden]`.
+    pub table: String,
+    /// The row of position 0.
+    pub offset: usize,
 }
 
 /// Linears that engines run as one matrix.
@@ -85,6 +72,33 @@ pub struct FusedLinears {
 }
 
 impl Architecture {
+    /// The graph of block `layer`.
+    ///
+    /// # Panics
+    /// When there is no such block.
+    pub fn graph(&self, layer: usize) -> &BlockGraph {
+        self.blocks.graph(layer)
+    }
+
+    /// The distinct attentions of all blocks, in order of their first layers.
+    pub fn attentions(&self) -> Vec<AttentionShape> {
+        let mut shapes: Vec<AttentionShape> = Vec::new();
+        for shape in self.blocks.kinds().flat_map(|kind| kind.graph.attentions()) {
+            if !shapes.contains(&shape) {
+                shapes.push(shape);
+            }
+        }
+        shapes
+    }
+
+    /// The rotations of all blocks.
+    pub fn ropes(&self) -> impl Iterator<Item = Rope> {
+        self.blocks.kinds().flat_map(|kind| kind.graph.nodes()).filter_map(|node| match node.op {
+            Op::Rope(rope) => Some(rope),
+            _ => None,
+        })
+    }
+
     /// The name of a module or tensor of block `index`, from its name inside the block.
     pub fn in_block(&self, index: usize, name: &str) -> String {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
@@ -98,7 +112,9 @@ impl Architecture {
     /// What engines fuse in all blocks, in model order.
     pub fn fused_modules(&self) -> Vec<FusedLinears> {
         let of_layer = |layer: usize| {
-            self.fused.iter().map(move |(name, parts)| FusedLinears {
+            let has = move |part: &&str| self.graph(layer).linears().any(|(_, name, ..)| name == *part);
+            let whole = self.fused.iter().filter(move |(_, parts)| parts.iter().all(|part| has(&part)));
+            whole.map(move |(name, parts)| FusedLinears {
                 name: self.in_block(layer, name),
                 parts: parts.iter().map(|part| self.in_block(layer, part)).collect(),
             })

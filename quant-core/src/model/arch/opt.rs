@@ -3,7 +3,7 @@
 //! Not read: the post-norm variant (`do_layer_norm_before: false`), embeddings narrower than the hidden
 //! states (`word_embed_proj_dim`), both of which opt-350m alone has, and other activations than ReLU.
 
-use super::{Architecture, BlockGraph, Family, GraphBuilder, Op, Positions};
+use super::{Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, LearnedPositions, Op};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -65,22 +65,20 @@ impl Family for Opt {
             name: "model.decoder.final_layer_norm".into(),
             width: hidden,
             affine: sizes.affine,
+            eps: NORM_EPS,
         };
+        let layers = Blocks::layers(config)?;
         Ok(Architecture {
             family: self.name(),
             hidden,
             vocab: config.require_positive("vocab_size")?,
-            layers: config.require_positive("num_hidden_layers")?,
-            heads,
-            kv_heads: heads,
-            head_dim: hidden / heads,
+            layers,
             max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
-            norm_eps: NORM_EPS,
             smoothing: 0.5,
-            positions: Positions::Learned {
+            learned_positions: Some(LearnedPositions {
                 table: "model.decoder.embed_positions.weight".into(),
                 offset: POSITION_OFFSET,
-            },
+            }),
             tied: flag("tie_word_embeddings", true)?,
             embedding: "model.decoder.embed_tokens.weight".into(),
             final_norm: (!flag("_remove_final_layer_norm", false)?).then_some(final_norm),
@@ -88,7 +86,7 @@ impl Family for Opt {
             block_prefix: "model.decoder.layers.{}.",
             base: "model.",
             fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
-            block: block(&sizes),
+            blocks: Blocks::uniform(layers, block(&sizes)),
         })
     }
 }
@@ -103,16 +101,16 @@ struct Sizes {
 
 fn block(&Sizes { hidden, ffn, heads, bias, affine }: &Sizes) -> BlockGraph {
     let linear = |name: &str, shape: [usize; 2]| Op::Linear { name: name.to_owned(), shape, bias };
-    let norm = |name: &str| Op::LayerNorm { name: name.to_owned(), width: hidden, affine };
+    let norm = |name: &str| Op::LayerNorm { name: name.to_owned(), width: hidden, affine, eps: NORM_EPS };
     let mut g = GraphBuilder::default();
-    let input = g.add(Op::Input, &[]);
+    let input = g.add(Op::Input { width: hidden }, &[]);
 
     let x = g.add(norm("self_attn_layer_norm"), &[input]);
     let q = g.add(linear("self_attn.q_proj", [hidden, hidden]), &[x]);
     let k = g.add(linear("self_attn.k_proj", [hidden, hidden]), &[x]);
     let v = g.add(linear("self_attn.v_proj", [hidden, hidden]), &[x]);
-    let attention = Op::Attention { repeat: 1, head_dim: hidden / heads, window: None };
-    let attended = g.add(attention, &[q, k, v]);
+    let shape = AttentionShape { kv_heads: heads, repeat: 1, head_dim: hidden / heads, window: None };
+    let attended = g.add(Op::Attention(shape), &[q, k, v]);
     let out = g.add(linear("self_attn.out_proj", [hidden, hidden]), &[attended]);
     let middle = g.add(Op::Add, &[input, out]);
 
@@ -144,7 +142,8 @@ mod tests {
     #[test]
     fn balance_lists_follow_from_the_graph() {
         let groups = |affine: bool| -> Vec<(String, Vec<String>, String)> {
-            let graph = describe(json!({ "layer_norm_elementwise_affine": affine })).unwrap().block;
+            let architecture = describe(json!({ "layer_norm_elementwise_affine": affine })).unwrap();
+            let graph = architecture.graph(0);
             let name = |id: usize| graph.name(id).to_owned();
             let of = |g: super::super::FoldGroup| {
                 assert_eq!(g.repeat, 1);
@@ -173,11 +172,11 @@ mod tests {
     #[test]
     fn defaults() {
         let a = describe(json!({})).unwrap();
-        assert!(a.tied && a.block.linears().all(|(.., bias)| bias));
-        assert_eq!((a.max_positions, a.head_dim, a.kv_heads), (2048, 16, 4));
+        assert!(a.tied && a.graph(0).linears().all(|(.., bias)| bias));
+        assert_eq!((a.max_positions, a.attentions()[0].head_dim, a.attentions()[0].kv_heads), (2048, 16, 4));
         assert_eq!(a.in_block(1, "fc1"), "model.decoder.layers.1.fc1");
         let plain = describe(json!({ "enable_bias": false, "_remove_final_layer_norm": true })).unwrap();
-        assert!(plain.final_norm.is_none() && plain.block.linears().all(|(.., bias)| !bias));
+        assert!(plain.final_norm.is_none() && plain.graph(0).linears().all(|(.., bias)| !bias));
     }
 
     #[test]

@@ -1,0 +1,325 @@
+//! The operations of a decoder block, and everything the rest of the path has to know of each.
+//!
+//! Whoever adds an operation answers every question here: the matches are exhaustive, so none can be
+//! forgotten. Nothing outside this folder and the evaluation of blocks matches on operations to
+//! decide such a thing. Values are `[batch, positions, features]`.
+
+use crate::model::rope::Rope;
+
+/// What a node computes.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Op {
+    /// The hidden states that enter the block.
+    Input {
+        /// Features of a token.
+        width: usize,
+    },
+    /// Root-mean-square norm of every `width` consecutive features, times a weight of `width`.
+    RmsNorm {
+        /// Module name inside the block.
+        name: String,
+        /// Features that are normalized together: all of the input's, or those of a head.
+        width: usize,
+        /// Added to the mean square.
+        eps: f64,
+    },
+    /// Every `width` consecutive features brought to mean 0 and variance 1; times a weight and plus a
+    /// bias of `width`, if it is affine.
+    LayerNorm {
+        /// Module name inside the block.
+        name: String,
+        /// Features that are normalized together.
+        width: usize,
+        /// Whether it has a weight and a bias.
+        affine: bool,
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// `x Wᵀ (+ b)`.
+    Linear {
+        /// Module name inside the block.
+        name: String,
+        /// `[out, in]` features.
+        shape: [usize; 2],
+        /// Whether it has a bias.
+        bias: bool,
+    },
+    /// Rotary position embedding of all heads of the input.
+    Rope(Rope),
+    /// Causal attention of inputs `[queries, keys, values]`.
+    Attention(AttentionShape),
+    /// `silu(gate) · up` of inputs `[gate, up]`.
+    GatedSilu,
+    /// `max(x, 0)`.
+    Relu,
+    /// The sum of its two inputs.
+    Add,
+}
+
+/// The heads of an attention, and how far it sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AttentionShape {
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Consecutive query heads that share a key head.
+    pub repeat: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Positions that a query sees, its own included; all before it without one.
+    pub window: Option<usize>,
+}
+
+impl AttentionShape {
+    /// Query heads.
+    pub fn heads(&self) -> usize {
+        self.kv_heads * self.repeat
+    }
+}
+
+/// How much of the batch one token's value depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reach {
+    /// The same token's inputs alone.
+    Token,
+    /// The token's inputs and its position.
+    Position,
+    /// Other tokens of its window.
+    Window,
+}
+
+/// What becomes of positive scales on the channels of an input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScalePass {
+    /// The output does not scale with them.
+    Stopped,
+    /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
+    Passed {
+        /// The power of the scale.
+        exponent: u32,
+        /// How often each channel appears in the output.
+        repeat: usize,
+        /// Consecutive channels that are repeated together.
+        run: usize,
+    },
+}
+
+impl ScalePass {
+    /// Every channel passes as it is.
+    const UNCHANGED: Self = Self::Passed { exponent: 1, repeat: 1, run: 1 };
+}
+
+/// What the channels of an output are made of, as far as they can be reordered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChannelOrder {
+    /// Rows of a weight: any order.
+    OfRows,
+    /// The same channel of all inputs.
+    OfInputs,
+    /// The channels of one input, each within its head.
+    OfHeads {
+        /// The input.
+        port: usize,
+        /// The attention that repeats its heads.
+        shape: AttentionShape,
+    },
+    /// An order of their own, which stays.
+    Fixed,
+}
+
+/// What an input is to the attention that reads it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionInput {
+    /// Compared with keys; its error passes through a softmax.
+    Queries,
+    /// Compared with queries; its error passes through a softmax.
+    Keys,
+    /// Averaged.
+    Values,
+}
+
+/// A stored tensor of an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parameter {
+    /// Its name after the module's: `weight` or `bias`.
+    pub name: &'static str,
+    /// Its shape.
+    pub shape: Vec<usize>,
+}
+
+impl Op {
+    /// Module name inside the block; empty where the operation is no module.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::RmsNorm { name, .. } | Self::LayerNorm { name, .. } | Self::Linear { name, .. } => name,
+            Self::Input { .. }
+            | Self::Rope(_)
+            | Self::Attention(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => "",
+        }
+    }
+
+    /// The tensors that a checkpoint stores for it.
+    pub fn parameters(&self) -> Vec<Parameter> {
+        let weight = |shape: &[usize]| Parameter { name: "weight", shape: shape.to_vec() };
+        let bias = |width: usize| Parameter { name: "bias", shape: vec![width] };
+        match self {
+            Self::RmsNorm { width, .. } => vec![weight(&[*width])],
+            Self::LayerNorm { width, affine: true, .. } => vec![weight(&[*width]), bias(*width)],
+            Self::Linear { shape, bias: true, .. } => vec![weight(shape), bias(shape[0])],
+            Self::Linear { shape, bias: false, .. } => vec![weight(shape)],
+            Self::LayerNorm { affine: false, .. }
+            | Self::Input { .. }
+            | Self::Rope(_)
+            | Self::Attention(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => Vec::new(),
+        }
+    }
+
+    /// Of a norm that has parameters: its name, its width, and whether there is a bias beside the
+    /// weight.
+    pub fn stored_norm(&self) -> Option<(&str, usize, bool)> {
+        match self {
+            Self::RmsNorm { name, width, .. } => Some((name, *width, false)),
+            Self::LayerNorm { name, width, affine: true, .. } => Some((name, *width, true)),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a norm of any kind.
+    pub fn is_norm(&self) -> bool {
+        matches!(self, Self::RmsNorm { .. } | Self::LayerNorm { .. })
+    }
+
+    /// `[out, in]` features of a linear.
+    pub fn linear_shape(&self) -> Option<[usize; 2]> {
+        match self {
+            Self::Linear { shape, .. } => Some(*shape),
+            _ => None,
+        }
+    }
+
+    /// Features of its output, from those of its inputs.
+    pub(super) fn width(&self, inputs: &[usize]) -> usize {
+        match self {
+            Self::Input { width } => *width,
+            Self::Linear { shape, .. } => shape[0],
+            Self::Attention(shape) => shape.heads() * shape.head_dim,
+            Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Rope(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => inputs.first().copied().unwrap_or(0),
+        }
+    }
+
+    /// How much of the batch one token's output depends on.
+    pub fn reach(&self) -> Reach {
+        match self {
+            Self::Attention(_) => Reach::Window,
+            Self::Rope(_) => Reach::Position,
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => Reach::Token,
+        }
+    }
+
+    /// What becomes of positive scales on the channels of input `port`.
+    pub fn scale_pass(&self, port: usize) -> ScalePass {
+        match self {
+            Self::GatedSilu if port == 1 => ScalePass::UNCHANGED,
+            Self::Relu => ScalePass::UNCHANGED,
+            Self::Attention(shape) if port == 2 => {
+                ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
+            }
+            // A linear takes a scale up in its columns: it is a consumer and not a passage. A sum would have to
+            // scale its other side too.
+            Self::GatedSilu
+            | Self::Attention(_)
+            | Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::Rope(_)
+            | Self::Add => ScalePass::Stopped,
+        }
+    }
+
+    /// What its output's channels are made of.
+    pub fn channel_order(&self) -> ChannelOrder {
+        match self {
+            Self::Linear { .. } => ChannelOrder::OfRows,
+            Self::Relu | Self::GatedSilu => ChannelOrder::OfInputs,
+            Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Rope(_)
+            | Self::Add => ChannelOrder::Fixed,
+        }
+    }
+
+    /// What input `port` is to an attention.
+    pub fn attention_input(&self, port: usize) -> Option<AttentionInput> {
+        match (self, port) {
+            (Self::Attention(_), 0) => Some(AttentionInput::Queries),
+            (Self::Attention(_), 1) => Some(AttentionInput::Keys),
+            (Self::Attention(_), _) => Some(AttentionInput::Values),
+            _ => None,
+        }
+    }
+
+    /// Whether its output holds the heads of its input, so that an attention that reads it sees the
+    /// queries, keys or values that enter it.
+    pub fn keeps_heads(&self) -> bool {
+        match self {
+            Self::Rope(_) | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
+            Self::Input { .. }
+            | Self::Linear { .. }
+            | Self::Attention(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => false,
+        }
+    }
+
+    /// Keys and values that it caches while decoding.
+    pub fn cached(&self) -> Option<AttentionShape> {
+        match self {
+            Self::Attention(shape) => Some(*shape),
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::Rope(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => None,
+        }
+    }
+
+    /// Floating-point operations of matrix products on `tokens` tokens in windows of `length`: what
+    /// time estimates count. Elementwise work is left out.
+    pub fn product_operations(&self, tokens: f64, length: f64) -> f64 {
+        match self {
+            Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
+            // Scores and weighted values; half of them are masked away.
+            Self::Attention(shape) => 2.0 * tokens * length * (shape.heads() * shape.head_dim) as f64,
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Rope(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => 0.0,
+        }
+    }
+}
