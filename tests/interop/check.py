@@ -51,8 +51,12 @@ ROUNDED_INPUT_PERPLEXITY_TOLERANCE = 5e-3
 # Templates under chat/, each in the style of a family.
 CHAT = ["turns", "headers", "brackets", "generation"]
 
+# Windows in some blocks only.
+MIXED = ["mistral-layer-types", "qwen2-layer-types", "qwen2-max-window-layers"]
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
-        "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare"]
+        "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED]
+# Those that are also run token by token from a cache: what a token sees differs by block.
+DECODED = ["mistral", "qwen3", *MIXED]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
 # Model, name of the case, options of `quant quantize`, whether transformers must dequantize; None
@@ -71,6 +75,8 @@ QUANTIZED = [
     ("sharded-bf16", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
     ("mistral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2", "awq-w4-g64-asym", ["--scheme", "w4a16-g64-asym", *QUICK], True),
+    ("mistral-layer-types", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
+    ("qwen2-max-window-layers", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
     ("qwen3", "awq-w4-g128", QUICK, False),
     ("opt", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("opt", "awq-w4-g64-asym-head",
@@ -214,7 +220,8 @@ class Check:
         """Ours and transformers' logits of the same windows."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
-        self.program("interop-dump", "logits", model, tokens, ours)
+        command = "decoded" if "--decode" in reference_options else "logits"
+        self.program("interop-dump", command, model, tokens, ours)
         self.script("reference_logits", model, tokens, theirs, *reference_options)
         compare = importlib.import_module("compare_logits").compare
         return compare, load_file(theirs)["logits"], load_file(ours)["logits"]
@@ -224,12 +231,14 @@ class Check:
         if model is None:
             return
 
-        def work():
-            compare, theirs, ours = self.logits(model, name)
+        def work(*options):
+            compare, theirs, ours = self.logits(model, name, options)
             verdict = compare(theirs, ours, FLOAT_TOLERANCE)
             return verdict.get("ratio", verdict), verdict["ok"]
 
         self.step(f"float  {name}", work)
+        if name in DECODED:
+            self.step(f"decode {name}", lambda: work("--decode"))
 
     def quantized_model(self, name, case, options, dequantize, repack=None):
         model = self.model(name)

@@ -2,6 +2,8 @@
 //!
 //! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token
 //!   windows, float or quantized model;
+//! * `interop-dump decoded MODEL TOKENS.json OUT`: the same, from a cache: half of each window at once, the rest
+//!   token by token;
 //! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its
 //!   tensor name;
 //! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, tokens and the assistant's part of every
@@ -26,10 +28,11 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match arguments[..] {
         ["logits", model, tokens, out] => logits(model, tokens, out),
+        ["decoded", model, tokens, out] => decoded(model, tokens, out),
         ["weights", model, out] => weights(model, out),
         ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
-        _ => Err("usage: interop-dump logits|weights|tokens|chats ...; see the source".into()),
+        _ => Err("usage: interop-dump logits|decoded|weights|tokens|chats ...; see the source".into()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -67,6 +70,24 @@ fn logits(model: &str, tokens: &str, out: &str) -> Result<(), Failure> {
         values.extend(decoder.logits(&hidden)?.flatten_all()?.to_vec1::<f32>()?);
     }
     let shape = vec![windows.len(), length, decoder.vocab()];
+    save(&BTreeMap::from([("logits".to_owned(), (shape, values))]), out)
+}
+
+fn decoded(model: &str, tokens: &str, out: &str) -> Result<(), Failure> {
+    let windows: Vec<Vec<u32>> = serde_json::from_slice(&std::fs::read(tokens)?)?;
+    let length = windows.first().ok_or("no windows")?.len();
+    let (_, model) = open(model)?;
+    let decoder = Decoder::load(&model, length, &Silent, &CancelToken::new())?;
+    let mut values = Vec::new();
+    for window in &windows {
+        let mut cache = decoder.cache();
+        let (first, rest) = window.split_at(length / 2);
+        values.extend(decoder.step(first, &mut cache)?.to_vec1::<f32>()?);
+        for token in rest {
+            values.extend(decoder.step(&[*token], &mut cache)?.to_vec1::<f32>()?);
+        }
+    }
+    let shape = vec![windows.len(), length - length / 2 + 1, decoder.vocab()];
     save(&BTreeMap::from([("logits".to_owned(), (shape, values))]), out)
 }
 

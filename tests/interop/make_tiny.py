@@ -18,6 +18,9 @@ LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                "original_max_position_embeddings": 64, "rope_type": "llama3"}
 LINEAR_ROPE = {"factor": 4.0, "rope_type": "linear"}
 OPT = {"model_type": "opt", "ffn_dim": 384, "word_embed_proj_dim": 128, "pad_token_id": 1}
+SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {"num_hidden_layers": 4, "sliding_window": 48}
+QWEN2_MIXED = MIXED | {"model_type": "qwen2", "use_sliding_window": True}
 VARIANTS = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -28,7 +31,11 @@ VARIANTS = {
     "linear-rope": {"rope_parameters": LINEAR_ROPE | {"rope_theta": 10000.0}},
     # The windows of the check are longer than this one.
     "mistral": {"model_type": "mistral", "sliding_window": 48},
+    # transformers reads a `mistral` with `layer_types` by its class `ministral`.
+    "mistral-layer-types": MIXED | {"model_type": "ministral", "head_dim": 32, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2-layer-types": QWEN2_MIXED | {"layer_types": [FULL, SLIDING, FULL, SLIDING]},
+    "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
     "opt": OPT,
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
@@ -79,10 +86,17 @@ def save_without_head(model, out):
 
 def use_rope_scaling_key(config_file):
     """Writes `rope_theta` and `rope_scaling` as the published Llama 3.2 checkpoints do."""
+    def move(config):
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope
+
+    edit_config(config_file, move)
+
+
+def edit_config(config_file, edit):
     config = json.loads(config_file.read_text())
-    rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = rope
+    edit(config)
     config_file.write_text(json.dumps(config, indent=2))
 
 
@@ -103,6 +117,12 @@ def main():
     else:
         model.save_pretrained(arguments.out)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))
+    if arguments.variant == "mistral-layer-types":
+        names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+        edit_config(arguments.out / "config.json", lambda config: config.update(names))
+    if arguments.variant == "qwen2-max-window-layers":
+        # transformers writes the list that follows from the number: published checkpoints lack it.
+        edit_config(arguments.out / "config.json", lambda config: config.pop("layer_types"))
     if arguments.variant == "llama3-rope":
         use_rope_scaling_key(arguments.out / "config.json")
 

@@ -22,14 +22,17 @@ def main():
     parser.add_argument("out", metavar="OUT.safetensors")
     parser.add_argument("--dequantize", action="store_true",
                         help="dequantize while loading (needed for asymmetric weights)")
+    parser.add_argument("--decode", action="store_true",
+                        help="from a cache: the first half of each window at once, then token by token")
     arguments = parser.parse_args()
+    compute = reference_model.decoded_logits if arguments.decode else reference_model.logits
 
     windows = json.loads(arguments.tokens.read_text())
     if len({len(window) for window in windows}) != 1:
         parser.error("the token windows must be at least one and of equal length")
     with reference_model.stop_on_error():
         model = reference_model.load(arguments.model, arguments.dequantize)
-        logits = torch.stack([reference_model.logits(model, window) for window in windows])
+        logits = torch.stack([compute(model, window) for window in windows])
     save_file({"logits": logits}, arguments.out)
 
 

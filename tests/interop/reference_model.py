@@ -85,6 +85,22 @@ def logits(model, tokens):
     return output.float().contiguous()
 
 
+def decoded_logits(model, tokens):
+    """The same from a cache: of the first half of the window's last token, then token by token."""
+    half = len(tokens) // 2
+    pieces, cache = [tokens[:half], *([token] for token in tokens[half:])], None
+    rows = []
+    with torch.inference_mode():
+        for piece in pieces:
+            output = model(input_ids=torch.tensor([piece]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            rows.append(output.logits[0, -1].float())
+    logits = torch.stack(rows)
+    if not torch.isfinite(logits).all():
+        raise CheckpointError("a logit is not finite")
+    return logits
+
+
 def tensor_names(model_dir):
     """Names of all tensors in the safetensors files of a checkpoint."""
     names = []
