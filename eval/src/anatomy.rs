@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{D, Tensor};
-use quant_core::model::{Decoder, NodeId, Tap};
+use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
 use quant_core::{CancelToken, Result};
 
 use crate::EvaluationText;
@@ -44,7 +44,7 @@ pub struct LinearInput {
 struct Magnitudes(BTreeMap<NodeId, Vec<f32>>);
 
 impl Tap for Magnitudes {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
         let channels = x.dim(D::Minus1)?;
         let values = x.flatten_all()?.to_vec1::<f32>()?;
         let largest = self.0.entry(linear).or_insert_with(|| vec![0.0; channels]);

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use common::{Checkpoint, Quantized, Tiny, flat, logits, mean_divergence, recipe, relative_difference, run};
-use quant_core::calibrate::{HiddenStates, TokenWindows};
+use quant_core::calibrate::{HiddenStates, InputRows, TokenWindows};
 use quant_core::checkpoint::Dtype;
-use quant_core::model::{Block, FoldGroup, NoTap, NodeId, WeightBody};
+use quant_core::model::{Block, FoldGroup, NoTap, NodeId, TokenRows, WeightBody};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
 use quant_core::transform::{
@@ -106,7 +106,8 @@ impl Search {
     fn counted(&self, chunks: &[Tensor]) -> Vec<f32> {
         let width = chunks[0].dims3().unwrap().2;
         let rows: Vec<f32> = chunks.iter().flat_map(flat).collect();
-        self.hidden.layout().counted_rows(0, width, &rows).into_owned()
+        let tokens = TokenRows::range(0, rows.len() / width);
+        InputRows::new(&rows, width, tokens, self.hidden.layout()).unwrap().counted_values().to_vec()
     }
 
     /// `Q(W · s) / s` by the public quantizer.

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use common::{Checkpoint, Quantized, Tiny, logits, mean_divergence, recipe, run};
-use quant_core::calibrate::{BatchLayout, BatchTap, HiddenStates, TokenWindows};
+use quant_core::calibrate::{BatchLayout, HiddenStates, TokenWindows};
 use quant_core::checkpoint::MemorySink;
-use quant_core::model::{Block, Model, NodeId, Tap, WeightBody};
+use quant_core::model::{Block, Model, NodeId, Tap, TokenRows, WeightBody};
 use quant_core::pipeline::{Job, quantize};
 use quant_core::quantize::Rows;
 use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, solve};
@@ -31,33 +31,24 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
 /// The Hessian of every linear's input, by its definition: one pass of a block, and all tokens that count.
 struct Watch {
     layout: BatchLayout,
-    first: usize,
     hessians: BTreeMap<NodeId, Hessian>,
 }
 
-impl BatchTap for Watch {
-    fn piece(&mut self, first: usize) {
-        self.first = first;
-    }
-
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
-    }
-}
-
 impl Tap for Watch {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         let k = x.dims3()?.2;
         let rows = x.flatten_all()?.to_vec1::<f32>()?;
         let hessian = self.hessians.entry(linear).or_insert_with(|| Hessian::new(k));
-        hessian.add(&self.layout.counted_rows(self.first, k, &rows));
+        for (_, row) in tokens.iter().zip(rows.chunks(k)).filter(|(token, _)| self.layout.counts(*token)) {
+            hessian.add(row);
+        }
         Ok(())
     }
 }
 
 /// Runs the batch through block `layer` and gives the Hessians of its linears.
 fn hessians(block: &Block, states: &mut HiddenStates) -> BTreeMap<NodeId, Hessian> {
-    let mut watch = Watch { layout: states.layout().clone(), first: 0, hessians: BTreeMap::new() };
+    let mut watch = Watch { layout: states.layout().clone(), hessians: BTreeMap::new() };
     states.advance_watched(block, &CancelToken::new(), &mut watch).unwrap();
     watch.hessians.values_mut().for_each(Hessian::finish);
     watch.hessians

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use common::{Kind, Tiny, flat, relative_difference};
 use quant_core::CancelToken;
-use quant_core::calibrate::{BatchTap, HiddenStates, TokenUse, TokenWindows};
-use quant_core::model::{Model, NoTap, NodeId, Tap};
+use quant_core::calibrate::{HiddenStates, TokenUse, TokenWindows};
+use quant_core::model::{Model, NoTap, NodeId, Tap, TokenRows};
 
 /// The hidden states of a batch after all blocks, `[tokens · hidden]`.
 fn states(model: &Model, windows: &TokenWindows) -> Vec<f32> {
@@ -76,25 +76,15 @@ fn a_document_a_window_changes_nothing() {
     assert_eq!(states(&model, &plain), states(&model, &one_piece));
 }
 
-/// A tap that counts the rows of every linear, by the tokens that it is told.
+/// A tap that notes the tokens of the rows of every linear.
 #[derive(Default)]
-struct Rows(BTreeMap<NodeId, Vec<usize>>, usize);
+struct Rows(BTreeMap<NodeId, Vec<usize>>);
 
 impl Tap for Rows {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> quant_core::Result<()> {
-        let rows = x.elem_count() / x.dims()[2];
-        self.0.entry(linear).or_default().extend(self.1..self.1 + rows);
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> quant_core::Result<()> {
+        assert_eq!(tokens.count(), x.elem_count() / x.dims()[2]);
+        self.0.entry(linear).or_default().extend(tokens.iter());
         Ok(())
-    }
-}
-
-impl BatchTap for Rows {
-    fn piece(&mut self, first: usize) {
-        self.1 = first;
-    }
-
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
     }
 }
 

@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use common::{Kind, Tiny, flat, logits, mean_divergence, normal, relative_difference};
-use quant_core::calibrate::{BatchTap, ChannelRanges, HiddenStates, Packing, Sampling, TokenWindows};
+use quant_core::calibrate::{ChannelRanges, HiddenStates, Packing, Sampling, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorSource};
-use quant_core::model::{Block, KvScheme, Linear, Model, NoTap, NodeId, Preparation, Tap, WeightBody};
+use quant_core::model::{
+    Block, KvScheme, Linear, Model, NoTap, NodeId, Preparation, Tap, TokenRows, WeightBody,
+};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
@@ -204,14 +206,8 @@ struct Bench {
 /// The ranges of what linears read.
 struct Ranges<'a>(&'a Block, BTreeMap<NodeId, ChannelRanges>);
 
-impl BatchTap for Ranges<'_> {
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
-    }
-}
-
 impl Tap for Ranges<'_> {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
         let value = self.0.graph().nodes()[linear].inputs[0];
         let k = x.dims3()?.2;
         self.1.entry(value).or_insert_with(|| ChannelRanges::new(k)).add(&flat(x));

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
 use common::{Checkpoint, Kind, Quantized, Tiny, decoder, flat, logits, mean_divergence, recipe, run};
-use quant_core::calibrate::{BatchLayout, BatchTap, ChannelMaxima, HiddenStates, TokenWindows};
+use quant_core::calibrate::{BatchLayout, ChannelMaxima, HiddenStates, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySink};
-use quant_core::model::{Block, BlockGraph, Model, NodeId, Tap, WeightBody};
+use quant_core::model::{Block, BlockGraph, Model, NodeId, Tap, TokenRows, WeightBody};
 use quant_core::pipeline::{Job, quantize};
 use quant_core::recipe::{ActivationScheme, Plan, Recipe};
 use quant_core::transform::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
@@ -36,26 +36,15 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
 /// The smallest and largest input of every channel of every linear, by its definition.
 struct Watch {
     layout: BatchLayout,
-    first: usize,
     ranges: BTreeMap<NodeId, Vec<[f32; 2]>>,
 }
 
-impl BatchTap for Watch {
-    fn piece(&mut self, first: usize) {
-        self.first = first;
-    }
-
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
-    }
-}
-
 impl Tap for Watch {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         let k = x.dims3()?.2;
         let ranges = self.ranges.entry(linear).or_insert_with(|| vec![[f32::MAX, f32::MIN]; k]);
-        for (i, row) in flat(x).chunks(k).enumerate() {
-            if self.layout.counts(self.first + i) {
+        for (token, row) in tokens.iter().zip(flat(x).chunks(k)) {
+            if self.layout.counts(token) {
                 for (range, v) in ranges.iter_mut().zip(row) {
                     *range = [range[0].min(*v), range[1].max(*v)];
                 }
@@ -66,7 +55,7 @@ impl Tap for Watch {
 }
 
 fn watched(block: &Block, states: &mut HiddenStates) -> BTreeMap<NodeId, Vec<[f32; 2]>> {
-    let mut watch = Watch { layout: states.layout().clone(), first: 0, ranges: BTreeMap::new() };
+    let mut watch = Watch { layout: states.layout().clone(), ranges: BTreeMap::new() };
     states.advance_watched(block, &CancelToken::new(), &mut watch).unwrap();
     watch.ranges
 }

@@ -1,10 +1,9 @@
 //! What the tokens of a batch are to a search: which positions belong together, and which count.
 
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::model::Segments;
+use crate::model::{Segments, TokenRows};
 
 /// What a token of a calibration batch is there for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -115,19 +114,18 @@ impl BatchLayout {
         self.starts.as_ref().map(|s| s[token])
     }
 
-    /// Of rows `[tokens, channels]`, the first of which is token `first` of the batch, those that
-    /// count.
+    /// How many of some tokens count.
     ///
     /// # Panics
     /// When the batch ends before.
-    pub fn counted_rows<'x>(&self, first: usize, channels: usize, x: &'x [f32]) -> Cow<'x, [f32]> {
-        let Some(ranks) = &self.ranks else { return Cow::Borrowed(x) };
-        let rows = x.len().checked_div(channels).unwrap_or(0);
-        if (ranks[first + rows] - ranks[first]) as usize == rows {
-            return Cow::Borrowed(x);
+    pub fn count(&self, tokens: TokenRows<'_>) -> usize {
+        match (tokens, &self.ranks) {
+            (_, None) => tokens.count(),
+            (TokenRows::Range { first, count }, _) => {
+                self.counted_before(first + count) - self.counted_before(first)
+            }
+            (TokenRows::Indices { .. }, _) => tokens.iter().filter(|&token| self.counts(token)).count(),
         }
-        let rows = x.chunks_exact(channels.max(1)).enumerate();
-        Cow::Owned(rows.filter(|(i, _)| self.counts(first + i)).flat_map(|(_, row)| row).copied().collect())
     }
 }
 
@@ -142,9 +140,8 @@ mod tests {
         let layout = BatchLayout::new(2, 4, Some(&[0, 0, 2, 2, 0, 1, 2, 2]), Some(&uses));
         assert_eq!((layout.tokens(), layout.counted()), (8, 5));
         assert_eq!((0..8).map(|t| layout.place(t)).collect::<Vec<_>>(), [0, 1, 0, 1, 0, 0, 0, 1]);
-        let x: Vec<f32> = (0..8).map(|i| i as f32).collect();
-        assert_eq!(*layout.counted_rows(2, 2, &x), [0.0, 1.0, 4.0, 5.0]);
-        assert!(matches!(layout.counted_rows(6, 1, &x[..2]), Cow::Borrowed(_)));
+        assert_eq!(layout.count(TokenRows::range(2, 4)), 2);
+        assert_eq!(layout.count(TokenRows::indices(&[0, 1, 4, 5, 7])), 3);
         assert_eq!((layout.counted_before(3), layout.counts(3), layout.counts(4)), (2, false, true));
         let plain = BatchLayout::new(2, 4, None, Some(&[Counted; 8]));
         assert_eq!((plain.counted(), plain.place(6), plain.counts(7)), (8, 2, true));

@@ -3,29 +3,37 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::{D, Device, Tensor};
 use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{AttentionShape, BlockGraph, NodeId, Op};
 use super::attention::{cached_attention, causal_attention, gated_silu, relu};
 use super::paged;
-use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments};
+use super::tensor_values::with_slices;
+use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, TokenRows};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
 pub trait Tap {
-    /// Called before a linear runs, with its input `[batch, positions, k]`.
+    /// Called before a linear runs, with its input `[…, k]` and the tokens that its rows belong to, by their
+    /// places in what the block was given.
     ///
     /// # Errors
     /// Whatever stops the run.
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()>;
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()>;
 
-    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]` and keys
-    /// `[batch, positions, kv_heads · head_dim]`, both turned to their positions.
+    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]`, keys
+    /// `[batch, positions, kv_heads · head_dim]`, both rotated to their positions, and the tokens of their rows.
     ///
     /// # Errors
     /// Whatever stops the run.
-    fn attention_input(&mut self, _attention: NodeId, _q: &Tensor, _k: &Tensor) -> Result<()> {
+    fn attention_input(
+        &mut self,
+        _attention: NodeId,
+        _q: &Tensor,
+        _k: &Tensor,
+        _tokens: TokenRows<'_>,
+    ) -> Result<()> {
         Ok(())
     }
 }
@@ -35,18 +43,18 @@ pub trait Tap {
 pub struct NoTap;
 
 impl Tap for NoTap {
-    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
+    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
         Ok(())
     }
 }
 
-/// A [`Tap`] that watches nothing, but stops the run between two linears when the token pulls: in
+/// A [`Tap`] that watches nothing, but stops the run between two linears when it is cancelled: in
 /// long windows a block takes its time.
 #[derive(Debug, Clone, Copy)]
 pub struct CancelTap<'a>(pub &'a CancelToken);
 
 impl Tap for CancelTap<'_> {
-    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
+    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
         self.0.check()
     }
 }
@@ -308,7 +316,8 @@ impl Run<'_> {
     }
 
     fn multiply_each(&mut self, ids: &[NodeId], x: &Tensor) -> Result<Vec<Tensor>> {
-        ids.iter().try_for_each(|&id| self.tap.linear_input(id, x))?;
+        let tokens = tokens_of(x)?;
+        ids.iter().try_for_each(|&id| self.tap.linear_input(id, x, tokens))?;
         let linears: Vec<&Linear> = ids.iter().map(|&id| self.block.linear(id)).collect();
         Linear::forward_each(&linears, x)
     }
@@ -317,7 +326,7 @@ impl Run<'_> {
         match (&self.block.graph.nodes()[id].op, inputs.as_slice()) {
             (op, [x]) if op.is_norm() => self.block.norms[&id].apply(op, x),
             (Op::Linear { .. }, [x]) => {
-                self.tap.linear_input(id, x)?;
+                self.tap.linear_input(id, x, tokens_of(x)?)?;
                 self.block.linear(id).forward(x)
             }
             (Op::Rope(_), [x]) => {
@@ -328,7 +337,7 @@ impl Run<'_> {
                 }
             }
             (Op::Attention(shape), [q, k, v]) => {
-                self.tap.attention_input(id, q, k)?;
+                self.tap.attention_input(id, q, k, tokens_of(q)?)?;
                 self.attend(*shape, [q, k, v])
             }
             (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
@@ -360,10 +369,16 @@ impl Run<'_> {
         if batch != 1 {
             return Err(Error::Internal(format!("{batch} sequences in the cache of one")));
         }
-        let out = paged::with_slices([q, &rounded(k)?, &rounded(v)?], |[q, k, v]| {
+        let out = with_slices([q, &rounded(k)?, &rounded(v)?], |[q, k, v]| {
             let (k, v) = cache.append(k, v, kv_width)?;
             cached_attention([q, k, v], kv_width, repeat, head_dim, window)
         })?;
         Ok(Tensor::from_vec(out, q.shape(), &Device::Cpu)?)
     }
+}
+
+/// The tokens of a value `[…, features]` that has a row for each of them.
+fn tokens_of(value: &Tensor) -> Result<TokenRows<'static>> {
+    let features = value.dim(D::Minus1)?;
+    Ok(TokenRows::range(0, value.elem_count().checked_div(features).unwrap_or(0)))
 }

@@ -21,6 +21,8 @@ mod positions;
 mod preparation;
 mod rope;
 mod segments;
+mod tensor_values;
+mod tokens;
 
 pub use arch::{
     Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, FoldGroup, FusedLinears, LearnedPositions,
@@ -37,3 +39,5 @@ pub use positions::PositionTable;
 pub use preparation::Preparation;
 pub use rope::{Rope, RopeScaling, RopeTable, RopeTables};
 pub use segments::Segments;
+pub(crate) use tensor_values::with_values;
+pub use tokens::TokenRows;

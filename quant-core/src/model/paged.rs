@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Layout, Storage, Tensor};
+use candle_core::{Device, Tensor};
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList};
 use quant_kernels_cpu::{Isa, IsaToken, Parallel, Rayon, Serial};
 
@@ -10,6 +10,7 @@ use super::Segments;
 use super::arch::AttentionShape;
 use super::cache::{Held, LayerCache};
 use super::kv::cache_error;
+use super::tensor_values::with_slices;
 use crate::{Error, Result};
 
 /// Products of a call below which waking a second thread takes longer than what it would do.
@@ -171,24 +172,6 @@ pub(super) fn prefill(
         Ok(())
     })?;
     Ok(Tensor::from_vec(out, q.dims(), &Device::Cpu)?)
-}
-
-/// Lends the values of three tensors, copied where they are not contiguous.
-pub(super) fn with_slices<T>(
-    tensors: [&Tensor; 3],
-    work: impl FnOnce([&[f32]; 3]) -> Result<T>,
-) -> Result<T> {
-    let [a, b, c] = tensors.map(Tensor::contiguous);
-    let (a, b, c) = (a?, b?, c?);
-    let (a, b, c) = (a.storage_and_layout(), b.storage_and_layout(), c.storage_and_layout());
-    work([values(&a.0, a.1)?, values(&b.0, b.1)?, values(&c.0, c.1)?])
-}
-
-fn values<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (Storage::Cpu(storage), Some((start, end))) => Ok(&storage.as_slice::<f32>()?[start..end]),
-        _ => Err(Error::Internal("contiguous tensors in main memory expected".into())),
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The calibration batch on its way through the blocks, and what it decides about each.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 
 use candle_core::{Device, Tensor};
 use quant_kernels_cpu::StaticScale;
@@ -9,17 +9,15 @@ use quant_kernels_cpu::StaticScale;
 use super::Job;
 use super::conveyor::Conveyor;
 use super::gptq::{BlockRounded, GptqTask};
-use crate::calibrate::{BatchLayout, BatchTap, ChannelRanges, HiddenStates};
+use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
 use crate::checkpoint::{Dtype, MemorySource};
 use crate::format::{self, PackedWeight};
-use crate::model::{
-    Block, BlockGraph, Linear, Model, NodeId, Norm, Op, Preparation, RopeTables, Tap, WeightBody,
-};
+use crate::model::{Block, Linear, Model, NodeId, Norm, Op, Preparation, RopeTables, WeightBody};
 use crate::progress::timed;
 use crate::quantize::gptq::LayerInputs;
 use crate::recipe::{Action, PlanEntry, Rounding};
 use crate::transform::{BlockTask, Grid, Rewrite, Transform};
-use crate::{CancelToken, Error, Result};
+use crate::{Error, Result};
 
 /// What was decided about a block.
 #[derive(Default)]
@@ -139,7 +137,7 @@ impl Batch {
                     container: conveyors[i].job().plan.container,
                     cancel: job.cancel,
                 };
-                let states = (&mut self.quantized, &before, &mut self.float);
+                let states = (&mut self.quantized, &mut before, &mut self.float);
                 decision.rounded = timed(job.observer, Rounding::Gptq.name(), || match states {
                     (Some(states), ..) => task.run(states, advance),
                     (None, Some(states), _) => task.run_beside(states),
@@ -169,12 +167,7 @@ impl Batch {
             }
             return Ok(BTreeMap::new());
         }
-        let mut watch = RangeWatch::new(block, job.cancel, float.layout().clone());
-        timed(job.observer, "ranges", || match advance {
-            true => float.advance_watched(block, job.cancel, &mut watch),
-            false => float.watch(block, job.cancel, &mut watch),
-        })?;
-        let ranges = watch.finish(prefix)?;
+        let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, block, float, advance))?;
         if let Some(kept) = job.maxima {
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
             for (node, name, ..) in block.graph().linears() {
@@ -243,64 +236,33 @@ impl Context<'_, '_> {
     }
 }
 
-/// Gathers the ranges of all values that linears read.
-struct RangeWatch<'a> {
-    graph: Arc<BlockGraph>,
-    cancel: &'a CancelToken,
-    layout: BatchLayout,
-    first: usize,
-    ranges: BTreeMap<NodeId, ChannelRanges>,
-    /// The values seen in the current piece: linears share inputs, which count once.
-    seen: Vec<NodeId>,
-}
-
-impl<'a> RangeWatch<'a> {
-    fn new(block: &Block, cancel: &'a CancelToken, layout: BatchLayout) -> Self {
-        let graph = block.graph().clone();
-        let of = |(id, _, [_, k], _): (NodeId, &str, [usize; 2], bool)| {
-            (graph.nodes()[id].inputs[0], ChannelRanges::new(k))
-        };
-        let ranges = graph.linears().map(of).collect();
-        Self { graph, cancel, layout, first: 0, ranges, seen: Vec::new() }
+/// The ranges of all values that linears read, from one pass; moves the states on if `advance` is set. An error that
+/// names a linear where a range is not finite.
+fn input_ranges(
+    job: &Job<'_>,
+    prefix: &str,
+    block: &Block,
+    states: &mut HiddenStates,
+    advance: bool,
+) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+    let graph = block.graph();
+    let value = |linear: NodeId| graph.nodes()[linear].inputs[0];
+    let mut ranges: BTreeMap<NodeId, ChannelRanges> =
+        graph.linears().map(|(id, _, [_, k], _)| (value(id), ChannelRanges::new(k))).collect();
+    let mut pass = StatisticsPass::new(block, states.layout(), job.cancel);
+    for (value, ranges) in &mut ranges {
+        pass.gather(*value, ranges)?;
     }
-
-    /// The ranges; an error that names a linear where one is no range.
-    fn finish(self, prefix: &str) -> Result<BTreeMap<NodeId, ChannelRanges>> {
-        let linear_of =
-            |value: NodeId| self.graph.linears().find(|(id, ..)| self.graph.nodes()[*id].inputs[0] == value);
-        match self.ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
-            None => Ok(self.ranges),
-            Some((value, _)) => Err(Error::Calibration {
-                tensor: format!("{prefix}{}.weight", linear_of(*value).map_or("", |(_, name, ..)| name)),
+    pass.run(states, advance)?;
+    match ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
+        None => Ok(ranges),
+        Some((bad, _)) => {
+            let reader = graph.linears().find(|(id, ..)| value(*id) == *bad);
+            Err(Error::Calibration {
+                tensor: format!("{prefix}{}.weight", reader.map_or("", |(_, name, ..)| name)),
                 what: "its input".into(),
-            }),
+            })
         }
-    }
-}
-
-impl BatchTap for RangeWatch<'_> {
-    fn piece(&mut self, first: usize) {
-        self.first = first;
-        self.seen.clear();
-    }
-
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
-    }
-}
-
-impl Tap for RangeWatch<'_> {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
-        self.cancel.check()?;
-        let value = self.graph.nodes()[linear].inputs[0];
-        let Some(ranges) = self.ranges.get_mut(&value).filter(|_| !self.seen.contains(&value)) else {
-            return Ok(());
-        };
-        self.seen.push(value);
-        let k = ranges.channels();
-        let x = x.flatten_all()?.to_vec1::<f32>()?;
-        ranges.add(&self.layout.counted_rows(self.first, k, &x));
-        Ok(())
     }
 }
 

@@ -6,13 +6,12 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{D, Tensor};
 use quant_kernels_cpu::StaticScale;
 use serde::{Deserialize, Serialize};
 
-use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
+use crate::calibrate::{HiddenStates, StatisticsPass};
 use crate::format::Container;
-use crate::model::{Block, BlockGraph, NodeId, Tap, WeightBody};
+use crate::model::{Block, BlockGraph, NodeId, WeightBody};
 use crate::quantize::gptq::{
     ActOrder, Factor, FactorError, GptqSettings, Hessian, LayerInputs, Solved, solve,
 };
@@ -72,29 +71,35 @@ impl GptqTask<'_> {
     pub(super) fn run(mut self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
         match self.settings.inputs {
             LayerInputs::Quantized => self.stage_by_stage(states, advance),
-            LayerInputs::Float => {
-                let mut watch = Watch::new(&self, states.layout().clone());
-                states.advance_watched(&self.block, self.cancel, &mut watch)?;
-                self.all_at_once(watch)
-            }
+            LayerInputs::Float => self.all_at_once(states, true),
         }
     }
 
-    /// The same from what a pass over float states tells, which stay as they are.
-    pub(super) fn run_beside(mut self, states: &HiddenStates) -> Result<BlockRounded> {
-        let mut watch = Watch::new(&self, states.layout().clone());
-        states.watch(&self.block, self.cancel, &mut watch)?;
-        self.all_at_once(watch)
+    /// The same from one pass of float states, which stay as they are.
+    pub(super) fn run_beside(self, states: &mut HiddenStates) -> Result<BlockRounded> {
+        self.all_at_once(states, false)
     }
 
-    fn all_at_once(&mut self, watch: Watch<'_>) -> Result<BlockRounded> {
+    /// Gathers the Hessians of all stages in one pass, then solves them.
+    fn all_at_once(&self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
+        let stages = stages(self.block.graph(), self.grids);
+        let mut hessians: Vec<_> = stages.values().map(|linears| self.hessian(linears)).collect();
+        let mut pass = StatisticsPass::new(&self.block, states.layout(), self.cancel);
+        for (value, hessian) in stages.keys().zip(&mut hessians) {
+            pass.gather(*value, hessian)?;
+        }
+        pass.run(states, advance)?;
         let mut rounded = BlockRounded::new();
-        for (value, mut hessian) in watch.hessians {
+        for (linears, mut hessian) in stages.values().zip(hessians) {
             hessian.finish();
-            let linears = stages(self.block.graph(), self.grids).remove(&value).unwrap_or_default();
-            self.solve_stage(&hessian, &linears, &mut rounded)?;
+            self.solve_stage(&hessian, linears, &mut rounded)?;
         }
         Ok(rounded)
+    }
+
+    /// The Hessian of a stage, nothing seen yet.
+    fn hessian(&self, linears: &[NodeId]) -> Hessian {
+        Hessian::new(self.block.linear(linears[0]).weight().shape()[1])
     }
 
     fn stage_by_stage(&mut self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
@@ -107,12 +112,8 @@ impl GptqTask<'_> {
                 states.advance_between(&self.block, [from, cut], self.cancel)?;
                 from = cut;
             }
-            let width = self.block.linear(linears[0]).weight().shape()[1];
-            let mut hessian = Hessian::new(width);
-            let layout = states.layout().clone();
-            states.values_between(&self.block, [from, value], self.cancel, &mut |first, rows| {
-                hessian.add(&layout.counted_rows(first, width, rows));
-            })?;
+            let mut hessian = self.hessian(&linears);
+            states.gather_between(&self.block, [from, value], self.cancel, &mut hessian)?;
             hessian.finish();
             self.solve_stage(&hessian, &linears, &mut rounded)?;
             for &node in &linears {
@@ -195,53 +196,4 @@ fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, Grid>) -> BTreeMap<NodeId
         stages.entry(graph.nodes()[node].inputs[0]).or_default().push(node);
     }
     stages
-}
-
-/// Hessians of all stages of a block, in one pass.
-struct Watch<'a> {
-    graph: std::sync::Arc<BlockGraph>,
-    cancel: &'a CancelToken,
-    layout: BatchLayout,
-    first: usize,
-    hessians: BTreeMap<NodeId, Hessian>,
-    /// The values seen in the current piece: linears share inputs, which count once.
-    seen: Vec<NodeId>,
-}
-
-impl<'a> Watch<'a> {
-    fn new(task: &GptqTask<'a>, layout: BatchLayout) -> Self {
-        let graph = task.block.graph().clone();
-        let width = |linears: &[NodeId]| task.block.linear(linears[0]).weight().shape()[1];
-        let hessians = stages(&graph, task.grids)
-            .into_iter()
-            .map(|(value, linears)| (value, Hessian::new(width(&linears))))
-            .collect();
-        Self { graph, cancel: task.cancel, layout, first: 0, hessians, seen: Vec::new() }
-    }
-}
-
-impl BatchTap for Watch<'_> {
-    fn piece(&mut self, first: usize) {
-        self.first = first;
-        self.seen.clear();
-    }
-
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
-    }
-}
-
-impl Tap for Watch<'_> {
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor) -> Result<()> {
-        self.cancel.check()?;
-        let value = self.graph.nodes()[linear].inputs[0];
-        let Some(hessian) = self.hessians.get_mut(&value).filter(|_| !self.seen.contains(&value)) else {
-            return Ok(());
-        };
-        self.seen.push(value);
-        let k = x.dim(D::Minus1)?;
-        let x = x.flatten_all()?.to_vec1::<f32>()?;
-        hessian.add(&self.layout.counted_rows(self.first, k, &x));
-        Ok(())
-    }
 }

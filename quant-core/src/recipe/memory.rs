@@ -4,7 +4,7 @@ use super::{Action, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
 use crate::model::{BlockGraph, BlockKind, FoldGroup, Model};
 use crate::quantize::gptq::{Hessian, LayerInputs};
-use crate::transform::{Alpha, Search, kept_bytes};
+use crate::transform::{Alpha, SCALE_CANDIDATES, Search, kept_bytes};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
@@ -76,7 +76,9 @@ impl Plan {
             Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
             // All are gathered in one pass; then the rows of a round are copied.
             Search::Fast => {
-                let kept = |g: &FoldGroup| kept_bytes(graph, g, self.sampling, width(g.consumers[0]));
+                let kept = |g: &FoldGroup| {
+                    kept_bytes(graph, g, self.sampling, width(g.consumers[0]), SCALE_CANDIDATES)
+                };
                 let all = groups.iter().map(kept).fold(0, u64::saturating_add);
                 let one = groups.iter().map(|g| rounded(g).saturating_add(kept(g) / 2)).max().unwrap_or(0);
                 all.saturating_add(one)

@@ -220,7 +220,7 @@ impl Plan {
     fn is_gram(&self, graph: &crate::model::BlockGraph, group: &FoldGroup, [n, k]: [usize; 2]) -> bool {
         let (n, k) = (n as u64, k as u64);
         match self.settings.search {
-            Search::Fast => kept_bytes(graph, group, self.sampling, [n, k]) == 4 * k * k,
+            Search::Fast => kept_bytes(graph, group, self.sampling, [n, k], SCALE_CANDIDATES) == 4 * k * k,
             Search::Reference => self.tokens() > k as f64,
         }
     }

@@ -23,7 +23,7 @@
 
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
-use super::watch::{Watch, Watched};
+use super::statistics::{InputStatistics, Wanted};
 use super::{
     BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, Search, Transform, TransformSettings, clip, fold,
     race,
@@ -72,20 +72,18 @@ impl Transform for Awq {
             .into_iter()
             .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
             .collect();
-        let mut watch = Watch::new(first, &groups, hidden.layout().clone());
-        let search = first.settings.search;
-        match search {
-            Search::Fast if advance => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
-            _ => hidden.watch(first.block, first.cancel, &mut watch)?,
-        }
-        let watched = watch.finish();
-        let searched = tasks.iter().map(|task| scaled(task, &groups, &watched, hidden));
+        let wanted =
+            Wanted { groups: &groups, candidates: super::SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
+        // The reference search looks at the whole batch again.
+        let looks_again = first.settings.search == Search::Reference;
+        let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !looks_again)?;
+        let searched = tasks.iter().map(|task| scaled(task, &groups, &inputs, hidden));
         let chosen = searched.collect::<Result<Vec<_>>>()?;
-        if search == Search::Reference && advance {
+        if looks_again && advance {
             hidden.advance(first.block, first.cancel)?;
         }
         let tasks = tasks.iter().zip(chosen);
-        tasks.map(|(task, rewrite)| clip::clipped(task, &watched, rewrite)).collect()
+        tasks.map(|(task, rewrite)| clip::clipped(task, &inputs, rewrite)).collect()
     }
 }
 
@@ -94,20 +92,20 @@ impl Transform for Awq {
 fn scaled(
     task: &BlockTask<'_>,
     groups: &[FoldGroup],
-    watched: &Watched,
+    inputs: &InputStatistics,
     hidden: &HiddenStates,
 ) -> Result<Rewrite> {
     // Every group is searched on the unscaled block, then all scales are folded.
-    let mut rewrite = Rewrite { tokens: watched.tokens.clone(), ..Rewrite::default() };
+    let mut rewrite = Rewrite { tokens: inputs.tokens.clone(), ..Rewrite::default() };
     let tokens = hidden.layout().counted();
     let mut chosen = Vec::with_capacity(groups.len());
     for group in groups {
-        let means = watched.means[&group.input].means();
+        let means = inputs.means[&group.input].means();
         let candidates = candidates(task, group, &means)?;
-        let choice = if let Some(sample) = watched.samples.get(&group.input) {
+        let choice = if let Some(sample) = inputs.samples.get(&group.input) {
             race::choose(task, group, sample, &candidates)
         } else {
-            let objective = match watched.grams.get(&group.input) {
+            let objective = match inputs.grams.get(&group.input) {
                 Some(gram) => {
                     let (node, input) = (group.inspected, gram.clone());
                     Objective::Linear { node, input, tokens }

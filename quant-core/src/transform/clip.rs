@@ -8,14 +8,14 @@
 use rayon::prelude::*;
 
 use super::objective::Input;
-use super::watch::{Watch, Watched};
+use super::statistics::{InputStatistics, Wanted};
 use super::{BlockTask, ClipRecord, Grid, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::{HiddenStates, SampledRows, gram};
 use crate::model::{BlockGraph, NodeId};
 use crate::quantize::{fake_quantize_group, row_scales};
 use crate::{Error, Result};
 
-/// Tokens that the error is measured on.
+/// Tokens that the error is measured on, about.
 pub(super) const TOKENS: usize = 512;
 /// Bounds tried for a group: `max |w|` times `1 − i/20`.
 pub(super) const CANDIDATES: usize = 10;
@@ -51,26 +51,26 @@ impl Transform for Clip {
         advance: bool,
     ) -> Result<Vec<Rewrite>> {
         let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
-        let mut watch = Watch::new(first, &[], hidden.layout().clone());
-        match advance {
-            true => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
-            false => hidden.watch(first.block, first.cancel, &mut watch)?,
-        }
-        let watched = watch.finish();
-        let rewrite = || Rewrite { tokens: watched.tokens.clone(), ..Rewrite::default() };
-        tasks.iter().map(|task| clipped(task, &watched, rewrite())).collect()
+        let wanted = Wanted { groups: &[], candidates: 0, clip_tokens: TOKENS };
+        let inputs = InputStatistics::gather(first, &wanted, hidden, advance)?;
+        let rewrite = || Rewrite { tokens: inputs.tokens.clone(), ..Rewrite::default() };
+        tasks.iter().map(|task| clipped(task, &inputs, rewrite())).collect()
     }
 }
 
-/// Adds the clip search to a rewrite of the block that was watched.
-pub(super) fn clipped(task: &BlockTask<'_>, watched: &Watched, mut rewrite: Rewrite) -> Result<Rewrite> {
+/// Adds the clip search to a rewrite of the block whose inputs were gathered.
+pub(super) fn clipped(
+    task: &BlockTask<'_>,
+    inputs: &InputStatistics,
+    mut rewrite: Rewrite,
+) -> Result<Rewrite> {
     let graph = task.block.graph().clone();
     for (&node, &grid) in task.grids {
         if graph.feeds_queries_or_keys(node) {
             continue;
         }
         task.cancel.check()?;
-        let mut input = watched.sampled[&graph.nodes()[node].inputs[0]].clone();
+        let mut input = inputs.sampled[&graph.nodes()[node].inputs[0]].clone();
         if let Some(scales) = rewrite.columns.get(&node) {
             input.divide(scales);
         }

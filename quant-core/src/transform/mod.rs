@@ -23,7 +23,7 @@ mod sample;
 mod settings;
 mod smooth;
 mod smooth_attention;
-mod watch;
+mod statistics;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -40,7 +40,7 @@ pub(crate) use smooth::check_maxima;
 pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
 pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
 pub use smooth_attention::{AttentionRecord, SmoothAttention};
-pub(crate) use watch::kept_bytes;
+pub(crate) use statistics::kept_bytes;
 
 /// Scales that a search tries for a group: no scaling, and the points of the grid.
 pub(crate) const SCALE_CANDIDATES: usize = awq::GRID + 1;

@@ -8,14 +8,14 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{D, Tensor};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{BlockTask, Grid};
-use crate::calibrate::{BatchLayout, HiddenStates, gram};
-use crate::model::{Block, CancelTap, FoldGroup, NodeId, WeightBody};
+use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
+use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::fake_quantize;
 use crate::{Error, Result};
 
@@ -66,9 +66,14 @@ impl Input {
             let known = [(task.block.graph().input(), x)];
             let tap = &mut CancelTap(task.cancel);
             let values = task.block.evaluate_packed(&known, &[node], segments, tap)?;
-            let values = values[0].flatten_all()?.to_vec1::<f32>()?;
-            let values = hidden.layout().counted_rows(first, k, &values);
-            if tokens > k { gram(&values, k, &mut sum) } else { rows.extend_from_slice(&values) }
+            with_counted(&values[0], first, hidden.layout(), |values| {
+                if tokens > k {
+                    gram(values, k, &mut sum)
+                } else {
+                    rows.extend_from_slice(values)
+                }
+                Ok(())
+            })?;
         }
         if tokens <= k {
             return Ok(Self::Rows(rows));
@@ -182,22 +187,34 @@ impl Objective {
                 let (mut sum, mut count) = (0.0, 0);
                 for Piece { first, x, y } in batch {
                     task.cancel.check()?;
-                    let (windows, length, width) = y.dims3()?;
+                    let (windows, length, _) = y.dims3()?;
                     let segments = layout.segments(*first..first + windows * length);
                     let tap = &mut CancelTap(task.cancel);
                     let known = [(*input, x.clone())];
                     let rounded = block.evaluate_packed(&known, &[*inspected], segments, tap)?;
-                    let rows = |t: &Tensor| -> Result<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
-                    let (a, b) = (rows(&rounded[0])?, rows(y)?);
-                    let (a, b) =
-                        (layout.counted_rows(*first, width, &a), layout.counted_rows(*first, width, &b));
-                    sum += squared_distance(&a, &b)?;
-                    count += b.len();
+                    sum += with_counted(&rounded[0], *first, layout, |a| {
+                        with_counted(y, *first, layout, |b| {
+                            count += b.len();
+                            squared_distance(a, b)
+                        })
+                    })?;
                 }
                 Ok(sum / count as f64)
             }
         }
     }
+}
+
+/// Lends the rows that count of a value that has a row for every token of a piece; `first` is the piece's first token.
+fn with_counted<T>(
+    value: &Tensor,
+    first: usize,
+    layout: &BatchLayout,
+    work: impl FnOnce(&[f32]) -> Result<T>,
+) -> Result<T> {
+    let channels = value.dim(D::Minus1)?;
+    let tokens = TokenRows::range(first, value.elem_count().checked_div(channels).unwrap_or(0));
+    with_values(value, |values| work(InputRows::new(values, channels, tokens, layout)?.counted_values()))
 }
 
 /// The block with the quantized consumers rounded as they would be under these scales.

@@ -309,12 +309,16 @@ fn token_errors(a: &Tensor, b: &Tensor, errors: &mut Vec<f64>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::calibrate::BatchLayout;
+    use crate::calibrate::{BatchLayout, InputRows, Statistic};
+    use crate::model::TokenRows;
 
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
-        let mut sample = Sample::new(BatchLayout::plain(32, 512), 1, false, false);
-        sample.add(0, &vec![1.0; 32 * 512]);
+        let layout = BatchLayout::plain(32, 512);
+        let mut sample = Sample::new(layout.clone(), 1, false, false);
+        let values = vec![1.0; layout.tokens()];
+        let tokens = TokenRows::range(0, layout.tokens());
+        sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();
         let mut seen = Seen { units: vec![false; 32], heads: 0, tails: 0 };
         for place in &sample.places {
             *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;

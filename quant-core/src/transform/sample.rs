@@ -3,7 +3,8 @@
 //! The rule is told at the head of [`race`](super::race).
 
 use super::rows::Rows;
-use crate::calibrate::{BatchLayout, Packing, Sampling};
+use crate::Result;
+use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
 /// Share of the batch that a race uses at most…
@@ -98,17 +99,6 @@ impl Sample {
         (tokens / stride).saturating_add(heads).min(tokens)
     }
 
-    /// Takes what it wants of the rows `[tokens, channels]`, the first of which is token `first` of
-    /// the batch.
-    pub(super) fn add(&mut self, first: usize, x: &[f32]) {
-        for (i, row) in x.chunks_exact(self.channels.max(1)).enumerate() {
-            if let Some(place) = self.place(first + i) {
-                self.rows.extend(row);
-                self.places.push(place);
-            }
-        }
-    }
-
     /// Where the next token belongs, if it is wanted.
     fn place(&mut self, token: usize) -> Option<Place> {
         let length = self.layout.length();
@@ -163,6 +153,18 @@ impl Sample {
     }
 }
 
+impl Statistic for Sample {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        for (token, row) in rows.all() {
+            if let Some(place) = self.place(token) {
+                self.rows.extend(row);
+                self.places.push(place);
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Share {
     fn windows(windows: usize) -> Self {
         // Counting with reversed bits, so that any beginning of the order spreads over the batch.
@@ -197,12 +199,14 @@ impl Share {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::TokenRows;
 
     /// A sample of one channel, all tokens added.
     fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
         let tokens = layout.tokens();
-        let mut sample = Sample::new(layout, 1, mixes_tokens, false);
-        sample.add(0, &vec![1.0; tokens]);
+        let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false);
+        let values = vec![1.0; tokens];
+        sample.take(&InputRows::new(&values, 1, TokenRows::range(0, tokens), &layout).unwrap()).unwrap();
         sample
     }
 
@@ -228,6 +232,46 @@ mod tests {
         let most = Sample::most_tokens(batch(32, 512, Packing::Stream), false) as usize;
         assert!(counts.iter().sum::<usize>().abs_diff(most) < 64);
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
+    }
+
+    /// Which tokens race does not depend on how rows arrive; of a value that has rows for some tokens only, those
+    /// that race are among them, and so are their rows.
+    #[test]
+    fn rows_race_for_their_own_tokens() {
+        use crate::calibrate::TokenUse::{Context, Counted};
+        let (windows, length) = (32, 512);
+        let uses: Vec<_> =
+            (0..windows * length).map(|t| if t % 5 == 0 { Context } else { Counted }).collect();
+        let layout = BatchLayout::new(windows, length, None, Some(&uses));
+        let all: Vec<u32> = (0..(windows * length) as u32).collect();
+        let some: Vec<u32> = all.iter().copied().filter(|t| t % 7 < 3).collect();
+        for (mixes, tokens) in [(false, &all), (true, &all), (false, &some)] {
+            let taken = |pieces: Vec<&[u32]>, ranges: bool| {
+                let mut sample = Sample::new(layout.clone(), 1, mixes, false);
+                for piece in pieces {
+                    for part in
+                        if ranges { piece.chunk_by(|a, b| a + 1 == *b).collect() } else { vec![piece] }
+                    {
+                        let values: Vec<f32> = part.iter().map(|t| *t as f32).collect();
+                        let tokens = match ranges {
+                            true => TokenRows::range(part[0] as usize, part.len()),
+                            false => TokenRows::indices(part),
+                        };
+                        sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();
+                    }
+                }
+                let rows: Vec<f32> = sample.rows.to_vec();
+                assert!(rows.iter().zip(&sample.places).all(|(row, place)| *row as usize == place.token));
+                (sample.places, rows)
+            };
+            let whole = taken(vec![tokens], false);
+            assert_eq!(taken(tokens.chunks(1000).collect(), false), whole);
+            assert_eq!(taken(tokens.chunks(777).collect(), true), whole);
+            assert!(
+                mixes || whole.0.iter().all(|p| p.counts && tokens.binary_search(&(p.token as u32)).is_ok())
+            );
+            assert!(whole.0.len() > 500 && whole.0.len() < tokens.len());
+        }
     }
 
     #[test]

@@ -28,8 +28,10 @@ use serde::{Deserialize, Serialize};
 
 use super::settings::{Alpha, Producers, SmoothSettings};
 use super::{BlockTask, ChannelOutlier, Needs, Rewrite, Transform, TransformSettings, TriedScales, fold};
-use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates};
-use crate::model::{Architecture, Block, BlockGraph, CancelTap, FoldGroup, NodeId, WeightBody};
+use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates, InputRows};
+use crate::model::{
+    Architecture, Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values,
+};
 use crate::quantize::{Rows, quantize_tensor, static_grid};
 use crate::recipe::{ActivationScheme, Granularity};
 use crate::{Error, Result};
@@ -371,9 +373,11 @@ impl<'a> BlockSearch<'a> {
     fn output(&self, block: &Block) -> Result<Vec<f32>> {
         let segments = self.hidden.segments(self.first, &self.x);
         let y = block.forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;
-        let y = y.flatten_all()?.to_vec1::<f32>()?;
-        let width = y.len() / (self.x.elem_count() / self.x.dim(2)?).max(1);
-        Ok(self.hidden.layout().counted_rows(self.first, width, &y).into_owned())
+        let (windows, length, width) = y.dims3()?;
+        let tokens = TokenRows::range(self.first, windows * length);
+        with_values(&y, |y| {
+            Ok(InputRows::new(y, width, tokens, self.hidden.layout())?.counted_values().to_vec())
+        })
     }
 
     /// Mean squared error of the block's output.
@@ -436,8 +440,7 @@ impl<'a> BlockSearch<'a> {
 /// How many tokens of a piece count.
 fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
     let [_, length] = hidden.shape();
-    let tokens = x.dim(0).unwrap_or(0) * length;
-    hidden.layout().counted_before(first + tokens) - hidden.layout().counted_before(first)
+    hidden.layout().count(TokenRows::range(first, x.dim(0).unwrap_or(0) * length))
 }
 
 impl BlockTask<'_> {

@@ -20,18 +20,15 @@
 //! the scores, with keys on the cache's grid. Of keys `k`, rounded to `k + e`, and all queries `q` of the heads that
 //! read them, that is `Σ (q · e)² = Σ eᵀ (Σ q qᵀ) e`.
 
-use std::collections::BTreeMap;
-
-use candle_core::Tensor;
 use quant_kernels_cpu::attention::{dequantize_head, quantize_head};
 use serde::{Deserialize, Serialize};
 
 use super::settings::Alpha;
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings, TriedScales};
-use crate::calibrate::{BatchLayout, BatchTap, HiddenStates};
+use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
-use crate::model::{BlockGraph, KvScheme, NodeId, Op, QueryKey, Tap};
-use crate::{CancelToken, Error, Result};
+use crate::model::{BlockGraph, KvScheme, NodeId, Op, QueryKey};
+use crate::{Error, Result};
 
 /// Tokens whose queries and keys a search looks at.
 const SEARCH_TOKENS: usize = 1024;
@@ -80,18 +77,23 @@ impl Transform for SmoothAttention {
         advance: bool,
     ) -> Result<Vec<Rewrite>> {
         let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
-        let mut watch = KeyWatch::new(first, hidden.layout().clone());
-        match advance {
-            true => hidden.advance_watched(first.block, first.cancel, &mut watch)?,
-            false => hidden.watch(first.block, first.cancel, &mut watch)?,
+        let stride = hidden.layout().counted().div_ceil(SEARCH_TOKENS).max(1);
+        let pairs = first.block.graph().query_keys();
+        let mut seen: Vec<Seen> = pairs.into_iter().map(|pair| Seen::new(pair, stride)).collect();
+        let mut pass = StatisticsPass::new(first.block, hidden.layout(), first.cancel);
+        for seen in &mut seen {
+            pass.gather_attention(seen.pair.attention, seen);
         }
-        tasks.iter().map(|task| smoothed(task, &watch.seen)).collect()
+        pass.run(hidden, advance)?;
+        tasks.iter().map(|task| smoothed(task, &seen)).collect()
     }
 }
 
 /// Queries and keys of one attention.
 struct Seen {
     pair: QueryKey,
+    /// Of the tokens that count, every so many are in keys and sums.
+    stride: usize,
     /// `max |k|` of every channel of every key head.
     maxima: Vec<f32>,
     /// Keys `[tokens, kv_heads · head_dim]` of some tokens.
@@ -102,9 +104,9 @@ struct Seen {
     queries: usize,
 }
 
-fn smoothed(task: &BlockTask<'_>, seen: &BTreeMap<NodeId, Seen>) -> Result<Rewrite> {
+fn smoothed(task: &BlockTask<'_>, seen: &[Seen]) -> Result<Rewrite> {
     let mut rewrite = Rewrite::default();
-    for seen in seen.values() {
+    for seen in seen {
         let keys = task.module(seen.pair.producers[1]);
         if !seen.maxima.iter().all(|m| m.is_finite()) {
             return Err(Error::Calibration { tensor: keys, what: "its keys".into() });
@@ -275,69 +277,37 @@ impl Seen {
     }
 }
 
-/// Gathers queries and keys.
-struct KeyWatch<'a> {
-    cancel: &'a CancelToken,
-    layout: BatchLayout,
-    first: usize,
-    /// Of the tokens that count, every so many.
-    stride: usize,
-    seen: BTreeMap<NodeId, Seen>,
-}
+impl Seen {
+    /// Nothing seen yet of an attention, of whose tokens that count every `stride`-th is looked at by the search.
+    fn new(pair: QueryKey, stride: usize) -> Self {
+        Self { pair, stride, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 }
+    }
 
-impl<'a> KeyWatch<'a> {
-    fn new(task: &BlockTask<'a>, layout: BatchLayout) -> Self {
-        let graph = task.block.graph();
-        let stride = layout.counted().div_ceil(SEARCH_TOKENS).max(1);
-        let seen = graph.query_keys().into_iter().map(|pair| {
-            let id = pair.attention;
-            (id, Seen { pair, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 })
-        });
-        Self { cancel: task.cancel, seen: seen.collect(), stride, first: 0, layout }
+    /// Adds a query and the key of the same token to what a search looks at.
+    fn add(&mut self, query: &[f32], key: &[f32]) {
+        let d = self.pair.head_dim;
+        self.keys.extend_from_slice(key);
+        self.queries += self.pair.repeat;
+        for (head, query) in query.chunks_exact(d).enumerate() {
+            let gram = &mut self.grams[head / self.pair.repeat * d * d..][..d * d];
+            for (row, &a) in gram.chunks_exact_mut(d).zip(query) {
+                row.iter_mut().zip(query).for_each(|(g, &b)| *g += f64::from(a) * f64::from(b));
+            }
+        }
     }
 }
 
-impl BatchTap for KeyWatch<'_> {
-    fn piece(&mut self, first: usize) {
-        self.first = first;
-    }
-
-    fn as_tap(&mut self) -> &mut dyn Tap {
-        self
-    }
-}
-
-impl Tap for KeyWatch<'_> {
-    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor) -> Result<()> {
-        self.cancel.check()
-    }
-
-    fn attention_input(&mut self, attention: NodeId, q: &Tensor, k: &Tensor) -> Result<()> {
-        let Some(seen) = self.seen.get_mut(&attention) else { return Ok(()) };
-        let (q_width, k_width) = (q.dim(2)?, k.dim(2)?);
-        let (q, k) = (q.flatten_all()?.to_vec1::<f32>()?, k.flatten_all()?.to_vec1::<f32>()?);
-        let queries = self.layout.counted_rows(self.first, q_width, &q);
-        let keys = self.layout.counted_rows(self.first, k_width, &k);
-        seen.maxima.resize(k_width, 0.0);
-        for key in keys.chunks_exact(k_width.max(1)) {
-            for (max, k) in seen.maxima.iter_mut().zip(key) {
+impl AttentionStatistic for Seen {
+    fn take(&mut self, queries: &InputRows<'_>, keys: &InputRows<'_>) -> Result<()> {
+        self.maxima.resize(keys.channels(), 0.0);
+        self.grams.resize(keys.channels() * self.pair.head_dim, 0.0);
+        for ((rank, key), (_, query)) in keys.counted().zip(queries.counted()) {
+            for (max, k) in self.maxima.iter_mut().zip(key) {
                 // What is not a number must not vanish in a comparison.
                 *max = if k.is_nan() { f32::INFINITY } else { max.max(k.abs()) };
             }
-        }
-        let d = seen.pair.head_dim;
-        seen.grams.resize(k_width * d, 0.0);
-        let before = self.layout.counted_before(self.first);
-        let wanted = |at: usize| (before + at).is_multiple_of(self.stride);
-        let rows = queries.chunks_exact(q_width.max(1)).zip(keys.chunks_exact(k_width.max(1)));
-        for (_, (query, key)) in rows.enumerate().filter(|(at, _)| wanted(*at)) {
-            seen.keys.extend_from_slice(key);
-            seen.queries += seen.pair.repeat;
-            for (head, query) in query.chunks_exact(d).enumerate() {
-                let gram = &mut seen.grams[head / seen.pair.repeat * d * d..][..d * d];
-                for (row, &a) in gram.chunks_exact_mut(d).zip(query) {
-                    row.iter_mut().zip(query).for_each(|(g, &b)| *g += f64::from(a) * f64::from(b));
-                }
+            if rank.is_multiple_of(self.stride) {
+                self.add(query, key);
             }
         }
         Ok(())

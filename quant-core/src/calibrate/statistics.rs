@@ -1,0 +1,270 @@
+//! What is gathered of a block's values as the batch comes by: statistics, and the one pass that feeds them.
+//!
+//! Sums run over fixed pieces in a fixed order, so they do not depend on the number of threads.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, Tensor};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::{BatchLayout, ChannelRanges, HiddenStates, InputRows};
+use crate::model::{Block, BlockGraph, NodeId, Tap, TokenRows, with_values};
+use crate::quantize::gptq::Hessian;
+use crate::{CancelToken, Error, Result};
+
+/// Something that is gathered of one value.
+pub trait Statistic {
+    /// Takes some rows of the value. Every row of the batch comes once, in ascending order of tokens, in pieces of
+    /// any size.
+    ///
+    /// # Errors
+    /// Whatever stops the pass.
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()>;
+}
+
+/// Something that is gathered of the queries and keys of one attention.
+pub trait AttentionStatistic {
+    /// Takes queries and keys of the same tokens, both rotated to their positions; else as [`Statistic::take`].
+    ///
+    /// # Errors
+    /// Whatever stops the pass.
+    fn take(&mut self, queries: &InputRows<'_>, keys: &InputRows<'_>) -> Result<()>;
+}
+
+/// One pass of a batch through a block, and the statistics that it feeds.
+///
+/// Several linears may read one value; statistics see it once, when the first of them does.
+pub struct StatisticsPass<'a> {
+    block: &'a Block,
+    layout: BatchLayout,
+    cancel: &'a CancelToken,
+    /// By the first linear that reads the value.
+    values: BTreeMap<NodeId, Vec<&'a mut dyn Statistic>>,
+    attentions: BTreeMap<NodeId, &'a mut dyn AttentionStatistic>,
+    tokens: BTreeMap<NodeId, u64>,
+}
+
+impl<'a> StatisticsPass<'a> {
+    /// A pass of a batch of this layout through a block, for which nothing is gathered yet.
+    pub fn new(block: &'a Block, layout: &BatchLayout, cancel: &'a CancelToken) -> Self {
+        let (values, attentions, tokens) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Self { block, layout: layout.clone(), cancel, values, attentions, tokens }
+    }
+
+    /// Gathers a statistic of a value that linears read.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when no linear reads it: nothing would come.
+    pub fn gather(&mut self, value: NodeId, statistic: &'a mut dyn Statistic) -> Result<()> {
+        let reader = first_reader(self.block.graph(), value)
+            .ok_or_else(|| Error::Internal(format!("no linear reads node {value}")))?;
+        self.values.entry(reader).or_default().push(statistic);
+        Ok(())
+    }
+
+    /// Gathers a statistic of an attention's queries and keys, in the place of one that was asked for before.
+    pub fn gather_attention(&mut self, attention: NodeId, statistic: &'a mut dyn AttentionStatistic) {
+        self.attentions.insert(attention, statistic);
+    }
+
+    /// Runs the pass, and moves the states on to what comes out of the block if `advance` is set. Gives how many
+    /// tokens that count went through each linear.
+    ///
+    /// # Errors
+    /// When the block or a statistic fails, or the run is cancelled. Some states may then be replaced already.
+    pub fn run(mut self, states: &mut HiddenStates, advance: bool) -> Result<BTreeMap<NodeId, u64>> {
+        match advance {
+            true => states.advance_watched(self.block, self.cancel, &mut self)?,
+            false => states.watch(self.block, self.cancel, &mut self)?,
+        }
+        Ok(self.tokens)
+    }
+}
+
+/// The first linear in order of evaluation that reads a value.
+fn first_reader(graph: &BlockGraph, value: NodeId) -> Option<NodeId> {
+    graph.linears().map(|(id, ..)| id).find(|&id| graph.nodes()[id].inputs[0] == value)
+}
+
+impl Tap for StatisticsPass<'_> {
+    fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
+        self.cancel.check()?;
+        *self.tokens.entry(linear).or_default() += self.layout.count(tokens) as u64;
+        let Some(statistics) = self.values.get_mut(&linear) else { return Ok(()) };
+        let channels = x.dim(D::Minus1)?;
+        with_values(x, |values| {
+            let rows = InputRows::new(values, channels, tokens, &self.layout)?;
+            statistics.iter_mut().try_for_each(|statistic| statistic.take(&rows))
+        })
+    }
+
+    fn attention_input(
+        &mut self,
+        attention: NodeId,
+        q: &Tensor,
+        k: &Tensor,
+        tokens: TokenRows<'_>,
+    ) -> Result<()> {
+        self.cancel.check()?;
+        let Some(statistic) = self.attentions.get_mut(&attention) else { return Ok(()) };
+        let (q_width, k_width) = (q.dim(D::Minus1)?, k.dim(D::Minus1)?);
+        with_values(q, |q| {
+            with_values(k, |k| {
+                let queries = InputRows::new(q, q_width, tokens, &self.layout)?;
+                statistic.take(&queries, &InputRows::new(k, k_width, tokens, &self.layout)?)
+            })
+        })
+    }
+}
+
+impl Statistic for ChannelRanges {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        self.add(rows.counted_values());
+        Ok(())
+    }
+}
+
+impl Statistic for Hessian {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        self.add(rows.counted_values());
+        Ok(())
+    }
+}
+
+/// `mean over tokens of |x[:, c]|` of every channel: AWQ's activation statistic.
+#[derive(Debug, Clone)]
+pub struct AbsMean {
+    sums: Vec<f64>,
+    tokens: usize,
+}
+
+impl AbsMean {
+    /// Nothing seen yet of an input with `channels` features.
+    pub fn new(channels: usize) -> Self {
+        Self { sums: vec![0.0; channels], tokens: 0 }
+    }
+
+    /// Features of the input.
+    pub fn channels(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// The means; 0 where no token was seen.
+    pub fn means(&self) -> Vec<f32> {
+        self.sums.iter().map(|s| (s / self.tokens.max(1) as f64) as f32).collect()
+    }
+}
+
+impl Statistic for AbsMean {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        for (_, row) in rows.counted() {
+            for (sum, v) in self.sums.iter_mut().zip(row) {
+                *sum += f64::from(v.abs());
+            }
+            self.tokens += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Every so many rows of an input, by the ranks of their tokens: what the clip search looks at.
+#[derive(Debug, Clone)]
+pub struct SampledRows {
+    channels: usize,
+    stride: usize,
+    values: Vec<f32>,
+}
+
+impl SampledRows {
+    /// Keeps about `wanted` of the rows of `tokens` tokens that count, with `channels` features.
+    pub fn new(channels: usize, tokens: usize, wanted: usize) -> Self {
+        Self { channels, stride: (tokens / wanted.max(1)).max(1), values: Vec::new() }
+    }
+
+    /// Divides every channel by a scale, as folding does to the input.
+    pub fn divide(&mut self, scales: &[f32]) {
+        for row in self.values.chunks_exact_mut(self.channels.max(1)) {
+            for (v, s) in row.iter_mut().zip(scales) {
+                *v /= s;
+            }
+        }
+    }
+
+    /// The kept rows, `[rows, channels]`.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// How many rows were kept.
+    pub fn rows(&self) -> usize {
+        self.values.len() / self.channels.max(1)
+    }
+}
+
+impl Statistic for SampledRows {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        for (_, row) in rows.counted().filter(|(rank, _)| rank.is_multiple_of(self.stride)) {
+            self.values.extend_from_slice(row);
+        }
+        Ok(())
+    }
+}
+
+/// The Gram matrix `Σ xᵀx` of an input, as [`gram`] adds it up.
+#[derive(Debug, Clone)]
+pub struct GramSum {
+    channels: usize,
+    sum: Vec<f32>,
+}
+
+impl GramSum {
+    /// Nothing seen yet of an input with `channels` features.
+    pub fn new(channels: usize) -> Self {
+        Self { channels, sum: vec![0.0; channels * channels] }
+    }
+
+    /// Features of the input.
+    pub fn channels(&self) -> usize {
+        self.channels
+    }
+
+    /// The lower triangle (in tiles), `[channels, channels]` row-major.
+    pub fn into_lower(self) -> Vec<f32> {
+        self.sum
+    }
+}
+
+impl Statistic for GramSum {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        gram(rows.counted_values(), self.channels, &mut self.sum);
+        Ok(())
+    }
+}
+
+/// Rows of a Gram matrix that one task computes.
+const GRAM_TILE: usize = 128;
+
+/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle (in tiles) of `sum`
+/// `[channels, channels]`; tiles above the diagonal are left alone.
+///
+/// # Panics
+/// When the slices are not of these shapes.
+pub fn gram(x: &[f32], channels: usize, sum: &mut [f32]) {
+    assert_eq!(sum.len(), channels * channels, "sum is not [channels, channels]");
+    let tokens = x.len().checked_div(channels).unwrap_or(0);
+    let x = MatRef::from_row_major_slice(x, tokens, channels);
+    sum.par_chunks_mut((GRAM_TILE * channels).max(1)).enumerate().for_each(|(i, rows)| {
+        let first = i * GRAM_TILE;
+        let height = rows.len() / channels;
+        let tile = MatMut::from_row_major_slice_mut(rows, height, channels);
+        let lower = tile.subcols_mut(0, first + height);
+        let left = x.subcols(first, height).transpose();
+        matmul(lower, Accum::Add, left, x.subcols(0, first + height), 1.0_f32, Par::Seq);
+    });
+}
+
+#[cfg(test)]
+#[path = "statistics_tests.rs"]
+mod tests;

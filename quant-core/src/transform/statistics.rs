@@ -1,0 +1,149 @@
+//! What the searches of scales and of clip bounds need of a block's inputs, gathered in one pass of the float block.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::objective::Input;
+use super::sample::{Sample, mixes_tokens};
+use super::{BlockTask, Search, difference};
+use crate::Result;
+use crate::calibrate::{
+    AbsMean, BatchLayout, GramSum, HiddenStates, Mask, Packing, SampledRows, Sampling, StatisticsPass,
+};
+use crate::model::{BlockGraph, FoldGroup, NodeId};
+
+/// What is wanted of a pass.
+pub(super) struct Wanted<'a> {
+    /// The groups whose scales are searched.
+    pub(super) groups: &'a [FoldGroup],
+    /// Scales that are tried for each.
+    pub(super) candidates: usize,
+    /// Tokens of the inputs of clipped linears, about.
+    pub(super) clip_tokens: usize,
+}
+
+/// Statistics of the inputs of a block's linears.
+pub(super) struct InputStatistics {
+    /// Of the inputs of groups, by the node whose value the consumers read.
+    pub(super) means: BTreeMap<NodeId, AbsMean>,
+    /// For the clip search.
+    pub(super) sampled: BTreeMap<NodeId, SampledRows>,
+    /// For races.
+    pub(super) samples: BTreeMap<NodeId, Sample>,
+    /// For what is judged by its input's Gram matrix.
+    pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
+    /// How many tokens that count went through each linear.
+    pub(super) tokens: BTreeMap<NodeId, u64>,
+}
+
+impl InputStatistics {
+    /// Gathers them, and moves the states on to what comes out of the block if `advance` is set.
+    ///
+    /// # Errors
+    /// When the block fails or the run is cancelled.
+    pub(super) fn gather(
+        task: &BlockTask<'_>,
+        wanted: &Wanted<'_>,
+        states: &mut HiddenStates,
+        advance: bool,
+    ) -> Result<Self> {
+        let layout = states.layout().clone();
+        let (mut means, mut sampled) = (means(task, wanted), sampled(task, wanted, &layout));
+        let (mut samples, mut grams) = match task.settings.search {
+            Search::Fast => kept(task, wanted, &layout),
+            Search::Reference => (BTreeMap::new(), BTreeMap::new()),
+        };
+        let mut pass = StatisticsPass::new(task.block, &layout, task.cancel);
+        means.iter_mut().try_for_each(|(value, mean)| pass.gather(*value, mean))?;
+        sampled.iter_mut().try_for_each(|(value, rows)| pass.gather(*value, rows))?;
+        samples.iter_mut().try_for_each(|(value, sample)| pass.gather(*value, sample))?;
+        grams.iter_mut().try_for_each(|(value, sum)| pass.gather(*value, sum))?;
+        let tokens = pass.run(states, advance)?;
+        let whole = |(value, sum): (NodeId, GramSum)| {
+            let channels = sum.channels();
+            (value, Arc::new(Input::gram(sum.into_lower(), channels)))
+        };
+        Ok(Self { means, sampled, samples, grams: grams.into_iter().map(whole).collect(), tokens })
+    }
+}
+
+/// `[n, k]` of a linear.
+fn shape(task: &BlockTask<'_>, node: NodeId) -> [usize; 2] {
+    task.block.linear(node).weight().shape()
+}
+
+fn means(task: &BlockTask<'_>, wanted: &Wanted<'_>) -> BTreeMap<NodeId, AbsMean> {
+    wanted.groups.iter().map(|g| (g.input, AbsMean::new(shape(task, g.consumers[0])[1]))).collect()
+}
+
+/// Of the inputs of all linears that may be clipped.
+fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> BTreeMap<NodeId, SampledRows> {
+    let graph = task.block.graph();
+    let clipped = task.grids.keys().filter(|&&node| !graph.feeds_queries_or_keys(node));
+    let rows = |&node: &NodeId| {
+        let rows = SampledRows::new(shape(task, node)[1], layout.counted(), wanted.clip_tokens);
+        (graph.nodes()[node].inputs[0], rows)
+    };
+    clipped.map(rows).collect()
+}
+
+/// What the fast search keeps of each group's input: tokens for a race, or the Gram matrix of all tokens.
+fn kept(
+    task: &BlockTask<'_>,
+    wanted: &Wanted<'_>,
+    layout: &BatchLayout,
+) -> (BTreeMap<NodeId, Sample>, BTreeMap<NodeId, GramSum>) {
+    let graph = task.block.graph();
+    let tokens = layout.counted();
+    let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
+    for group in wanted.groups {
+        let k = shape(task, group.consumers[0])[1];
+        let work = Work { tokens: tokens as f64, n: shape(task, group.inspected)[0] as f64, k: k as f64 };
+        if group.consumers.len() == 1 && work.gram_is_cheaper(wanted.candidates) {
+            grams.insert(group.input, GramSum::new(k));
+        } else {
+            let rounded = difference::kernel(task, group, tokens).is_some();
+            let sample = Sample::new(layout.clone(), k, mixes_tokens(graph, group), rounded);
+            samples.insert(group.input, sample);
+        }
+    }
+    (samples, grams)
+}
+
+/// Bytes that the fast search keeps of a group's input on such a batch. `[n, k]` is the shape of the
+/// group's first linear, for which so many scales are tried.
+pub(crate) fn kept_bytes(
+    graph: &BlockGraph,
+    group: &FoldGroup,
+    batch: Sampling,
+    [n, k]: [u64; 2],
+    candidates: usize,
+) -> u64 {
+    let tokens = (batch.samples as u64).saturating_mul(batch.length as u64);
+    let rows = Sample::most_tokens(batch, mixes_tokens(graph, group)).saturating_mul(4 * k);
+    let work = Work { tokens: tokens as f64, n: n as f64, k: k as f64 };
+    if group.consumers.len() == 1 && work.gram_is_cheaper(candidates) {
+        // How many tokens count is not known yet, and with few of them it is a race after all.
+        let all_count = batch.mask == Mask::None && batch.packing != Packing::Documents;
+        return if all_count { 4 * k * k } else { (4 * k * k).max(rows) };
+    }
+    rows
+}
+
+/// The size of a search: a single linear `[n, k]` and so many tokens of its input.
+struct Work {
+    tokens: f64,
+    n: f64,
+    k: f64,
+}
+
+impl Work {
+    /// Whether so many candidates are judged with fewer operations by the input's Gram matrix than
+    /// by a race. Both are estimates: the matrix costs `t k²`, a candidate then `2 n k²`; a race runs
+    /// every candidate on an eighth of the tokens, about, at `2 n k` each.
+    fn gram_is_cheaper(&self, candidates: usize) -> bool {
+        let Self { tokens: t, n, k } = *self;
+        let candidates = candidates as f64;
+        t * k * k + candidates * 2.0 * n * k * k <= candidates * t / 8.0 * 2.0 * n * k
+    }
+}
