@@ -113,7 +113,7 @@ impl Architecture {
     pub fn fused_modules(&self) -> Vec<FusedLinears> {
         let of_layer = |layer: usize| {
             let has = move |part: &&str| self.graph(layer).linears().any(|(_, name, ..)| name == *part);
-            let whole = self.fused.iter().filter(move |(_, parts)| parts.iter().all(|part| has(&part)));
+            let whole = self.fused.iter().filter(move |(_, parts)| parts.iter().all(&has));
             whole.map(move |(name, parts)| FusedLinears {
                 name: self.in_block(layer, name),
                 parts: parts.iter().map(|part| self.in_block(layer, part)).collect(),
