@@ -1,68 +1,66 @@
-//! The calibration batch on its way through the blocks, and what it decides about each.
+//! The calibration batch on its way through the blocks: the passes that each gets, in the order of the plan.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
-use candle_core::{Device, Tensor};
-use quant_kernels_cpu::StaticScale;
-
 use super::Job;
 use super::conveyor::Conveyor;
-use super::gptq::{BlockRounded, GptqTask};
+use super::decision::{BlockRounded, Decision};
+use super::gptq::GptqTask;
+use super::read_back::stored_block;
+use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
-use crate::checkpoint::{Dtype, MemorySource};
-use crate::format::{self, PackedWeight};
-use crate::model::{Block, Linear, Model, NodeId, Norm, Op, Preparation, RopeTables, WeightBody};
+use crate::model::{Block, NodeId, Preparation, RopeTables};
 use crate::progress::timed;
-use crate::quantize::gptq::LayerInputs;
-use crate::recipe::{Action, PlanEntry, Rounding};
-use crate::transform::{BlockTask, Grid, Rewrite, Transform};
+use crate::recipe::{FirstPass, PassPlan, Rounding, States};
+use crate::transform::{Grid, Transform};
 use crate::{Error, Result};
 
-/// What was decided about a block.
-#[derive(Default)]
-pub(super) struct Decision {
-    pub(super) rewrite: Rewrite,
-    /// The grids of inputs that are the same for all tokens.
-    pub(super) inputs: BTreeMap<NodeId, StaticScale>,
-    /// Linears that are rounded already.
-    pub(super) rounded: BlockRounded,
+/// The calibration batch before some block.
+pub(super) struct Batch {
+    passes: PassPlan,
+    transforms: Vec<&'static dyn Transform>,
+    states: BatchStates,
+    ropes: RopeTables,
 }
 
-/// The calibration batch before some block; no states where blocks are looked at without a text.
-pub(super) struct Batch {
-    transforms: Vec<&'static dyn Transform>,
-    /// In the float model: what transforms and static grids are found from, and GPTQ if it is asked to.
+/// The hidden states that passes look at; none where blocks are looked at without a text.
+#[derive(Default)]
+struct BatchStates {
     float: Option<HiddenStates>,
-    /// In the model that is being written: what GPTQ looks at where it is not asked otherwise.
+    /// Those of the float model before the block, while it is worked on.
+    copy: Option<HiddenStates>,
     quantized: Option<HiddenStates>,
-    ropes: RopeTables,
+}
+
+impl BatchStates {
+    fn of(&mut self, which: States) -> Option<&mut HiddenStates> {
+        match which {
+            States::Float => self.float.as_mut(),
+            States::Copy => self.copy.as_mut(),
+            States::Quantized => self.quantized.as_mut(),
+        }
+    }
 }
 
 impl Batch {
     /// The batch before the first block, for a plan that looks at blocks.
     pub(super) fn new(job: &Job<'_>) -> Result<Self> {
-        let Job { model, plan, windows, .. } = *job;
+        let Job { model, plan, windows, maxima, .. } = *job;
         let transforms = plan.transforms();
+        let passes = PassPlan::new(plan, maxima.is_some() && windows.is_some());
         let Some(windows) = windows else {
-            return Ok(Self { transforms, float: None, quantized: None, ropes: model.rope(1)? });
+            return Ok(Self { passes, transforms, states: BatchStates::default(), ropes: model.rope(1)? });
         };
-        let follows = plan.method.rounding == Rounding::Gptq && plan.gptq.inputs == LayerInputs::Quantized;
-        let looks = plan.needs_ranges()
-            || job.maxima.is_some()
-            || transforms.iter().any(|t| t.needs(&plan.settings).states);
         let states = HiddenStates::embed(model, windows)?;
-        let ropes = model.rope(windows.length())?;
-        let (float, quantized) = match (looks || !follows, follows) {
-            (true, true) => (Some(states.clone()), Some(states)),
-            (true, false) => (Some(states), None),
-            (false, _) => (None, Some(states)),
-        };
-        Ok(Self { transforms, float, quantized, ropes })
+        let quantized = passes.follow_quantized().then(|| states.clone());
+        let float = passes.follow_float().then_some(states);
+        let states = BatchStates { float, copy: None, quantized };
+        Ok(Self { passes, transforms, states, ropes: model.rope(windows.length())? })
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,
-    /// and moves on to the next block where it is asked to.
+    /// and moves on to the next block if `advance` is set.
     pub(super) fn block(
         &mut self,
         conveyors: &[Conveyor<'_, '_>],
@@ -75,93 +73,73 @@ impl Batch {
         if open.is_empty() && !advance && job.maxima.is_none() {
             return Ok(BTreeMap::new());
         }
-        let read = match job.model.preparation() {
-            Some(Preparation::Rotate) => "read and rotate",
-            Some(Preparation::FoldNorms) => "read and fold",
-            None => "read",
-        };
-        let block = timed(job.observer, read, || job.model.block(layer, &self.ropes))?;
+        let block = timed(job.observer, reading(job), || job.model.block(layer, &self.ropes))?;
         let prefix = job.model.architecture().in_block(layer, "");
-        if open.is_empty() {
-            let stored = match &self.quantized {
-                Some(_) => conveyors[0].stored_block(span, &block)?,
-                None => None,
-            };
-            if self.quantized.is_none() || stored.is_some() {
-                self.watch_ranges(job, &prefix, &block, advance, false)?;
-                if let (Some(quantized), Some(stored)) = (&mut self.quantized, stored) {
-                    timed(job.observer, "forward", || quantized.advance(&stored, job.cancel))?;
-                }
-                return Ok(BTreeMap::new());
-            }
+        if open.is_empty() && self.pass_by(&conveyors[0], span, &prefix, &block, advance)? {
+            return Ok(BTreeMap::new());
         }
         // A sink that does not give back what it holds: what was decided is decided again.
-        let all = [0];
-        let open = if open.is_empty() { &all[..] } else { open };
-        let plan = job.plan;
-        let gptq = plan.method.rounding == Rounding::Gptq;
-        let gptq_on_float = gptq && self.quantized.is_none();
-        let searched = self.transforms.iter().any(|t| t.needs(&plan.settings).states);
-        // Float states move on by the float block itself, never by one that is rewritten: the two differ by
-        // rounding, and a run that is gone on with has only the first. A search alone does so in its own pass.
-        let searches_alone =
-            searched && self.transforms.len() == 1 && !plan.needs_ranges() && job.maxima.is_none();
-        let looks_later = gptq_on_float && !self.transforms.is_empty() || searched && !searches_alone;
-        let mut before = if looks_later { self.float.clone() } else { None };
-        let moves_first = !searches_alone && (looks_later || !gptq_on_float);
-        let ranges = self.watch_ranges(job, &prefix, &block, moves_first, plan.needs_ranges())?;
-
+        let open = if open.is_empty() { &[0][..] } else { open };
+        self.states.copy = if self.passes.copy_float() { self.states.float.clone() } else { None };
+        let ranges = match self.passes.first {
+            Some(pass) => self.float_pass(job, &prefix, &block, pass)?,
+            None => BTreeMap::new(),
+        };
         let norm_dtypes = norm_dtypes(job.model, layer)?;
         let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
         let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
-        let states = if searches_alone { self.float.as_mut() } else { before.as_mut() };
-        let rewrites = transformed(&self.transforms, &context, &block, &grids, states, searches_alone)?;
+        let states = self.passes.search.and_then(|which| self.states.of(which));
+        let moves_on = self.passes.search == Some(States::Float);
+        let rewrites = search_rewrites(&self.transforms, &context, &block, &grids, states, moves_on)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
-            let task = context.task(&block, grids);
-            let after = rewrite.ranges(block.graph(), ranges.clone());
-            let inputs = grids.keys().filter_map(|&node| match task.input_grid(node, &after) {
-                Ok(grid) => grid.map(|grid| Ok((node, grid))),
-                Err(error) => Some(Err(error)),
-            });
-            let inputs: BTreeMap<_, _> = inputs.collect::<Result<_>>()?;
+            let inputs = context.input_grids(&block, grids, &rewrite)?;
             let mut decision = Decision { rewrite, inputs, rounded: BTreeMap::new() };
-            if gptq {
-                let task = GptqTask {
-                    prefix: &prefix,
-                    block: decision.rewrite.apply(&block)?,
-                    grids,
-                    rewrite: &decision.rewrite,
-                    inputs: &decision.inputs,
-                    settings: plan.gptq,
-                    container: conveyors[i].job().plan.container,
-                    cancel: job.cancel,
-                };
-                let states = (&mut self.quantized, &mut before, &mut self.float);
-                decision.rounded = timed(job.observer, Rounding::Gptq.name(), || match states {
-                    (Some(states), ..) => task.run(states, advance),
-                    (None, Some(states), _) => task.run_beside(states),
-                    (None, None, Some(states)) => task.run(states, advance),
-                    (None, None, None) => Err(Error::Internal("GPTQ without a batch".into())),
-                })?;
+            if let Some(which) = self.passes.gptq {
+                decision.rounded = self.round(&context, &block, grids, &decision, which, advance)?;
             }
             decisions.insert(i, decision);
         }
+        self.states.copy = None;
         Ok(decisions)
     }
 
-    /// The ranges of what the block's linears read, where they are wanted; moves the float states on if nothing
-    /// after this looks at them.
-    fn watch_ranges(
+    /// Moves the states past a block that is finished, if `advance` is set. Nothing is done, and the result is
+    /// `false`, where the quantized model's cannot, because the sink does not give back what was written.
+    fn pass_by(
+        &mut self,
+        conveyor: &Conveyor<'_, '_>,
+        span: usize,
+        prefix: &str,
+        block: &Block,
+        advance: bool,
+    ) -> Result<bool> {
+        let job = conveyor.job();
+        let stored = match self.passes.follow_quantized() {
+            true => stored_block(conveyor, span, block)?,
+            false => None,
+        };
+        if self.passes.follow_quantized() && stored.is_none() {
+            return Ok(false);
+        }
+        self.float_pass(job, prefix, block, FirstPass { ranges: job.maxima.is_some(), advance })?;
+        if let (Some(quantized), Some(stored), true) = (&mut self.states.quantized, stored, advance) {
+            timed(job.observer, "forward", || quantized.advance(&stored, job.cancel))?;
+        }
+        Ok(true)
+    }
+
+    /// A pass of the float states through the float block. Gives the ranges that it gathers, and keeps their maxima
+    /// where the job wants them.
+    fn float_pass(
         &mut self,
         job: &Job<'_>,
         prefix: &str,
         block: &Block,
-        advance: bool,
-        wanted: bool,
+        FirstPass { ranges, advance }: FirstPass,
     ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
-        let Some(float) = &mut self.float else { return Ok(BTreeMap::new()) };
-        if !wanted && job.maxima.is_none() {
+        let Some(float) = &mut self.states.float else { return Ok(BTreeMap::new()) };
+        if !ranges {
             if advance {
                 timed(job.observer, "forward", || float.advance(block, job.cancel))?;
             }
@@ -177,62 +155,40 @@ impl Batch {
         }
         Ok(ranges)
     }
-}
 
-/// The rewrite of every task: one transform after the other, each on what those before it have made of the block.
-/// With `moves_on`, the only one moves the states on.
-fn transformed(
-    transforms: &[&dyn Transform],
-    context: &Context<'_, '_>,
-    block: &Block,
-    grids: &[BTreeMap<NodeId, Grid>],
-    mut states: Option<&mut HiddenStates>,
-    moves_on: bool,
-) -> Result<Vec<Rewrite>> {
-    let Some((first, rest)) = transforms.split_first() else {
-        return Ok(grids.iter().map(|_| Rewrite::default()).collect());
-    };
-    let tasks: Vec<_> = grids.iter().map(|grids| context.task(block, grids)).collect();
-    let observer = context.job.observer;
-    let mut rewrites =
-        timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), moves_on))?;
-    for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
-        for transform in rest {
-            // What each has made of the block may differ by its grids: they are looked at one by one.
-            let rewritten = rewrite.apply(block)?;
-            let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
-            let context = Context { ranges: &ranges, ..*context };
-            let task = [context.task(&rewritten, grids)];
-            let next =
-                timed(observer, transform.name(), || transform.search(&task, states.as_deref_mut(), false))?;
-            for next in next {
-                *rewrite = std::mem::take(rewrite).then(next)?;
-            }
-        }
-    }
-    Ok(rewrites)
-}
-
-/// What the tasks of a block have in common.
-struct Context<'a, 'j> {
-    job: &'a Job<'j>,
-    prefix: &'a str,
-    norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
-    ranges: &'a BTreeMap<NodeId, ChannelRanges>,
-}
-
-impl Context<'_, '_> {
-    fn task<'t>(&'t self, block: &'t Block, grids: &'t BTreeMap<NodeId, Grid>) -> BlockTask<'t> {
-        BlockTask {
-            prefix: self.prefix,
-            block,
+    /// Rounds the rewritten block with GPTQ on these states.
+    fn round(
+        &mut self,
+        context: &Context<'_, '_>,
+        block: &Block,
+        grids: &BTreeMap<NodeId, Grid>,
+        decision: &Decision,
+        which: States,
+        advance: bool,
+    ) -> Result<BlockRounded> {
+        let states = self.states.of(which);
+        let states = states.ok_or_else(|| Error::Internal("GPTQ without a batch".into()))?;
+        let job = context.job;
+        let task = GptqTask {
+            prefix: context.prefix,
+            block: decision.rewrite.apply(block)?,
             grids,
-            norm_dtypes: self.norm_dtypes,
-            settings: &self.job.plan.settings,
-            smoothing: self.job.model.architecture().smoothing,
-            ranges: self.ranges,
-            cancel: self.job.cancel,
-        }
+            rewrite: &decision.rewrite,
+            inputs: &decision.inputs,
+            settings: job.plan.gptq,
+            container: job.plan.container,
+            cancel: job.cancel,
+        };
+        timed(job.observer, Rounding::Gptq.name(), || task.run(which, states, advance))
+    }
+}
+
+/// The step of reading a block.
+fn reading(job: &Job<'_>) -> &'static str {
+    match job.model.preparation() {
+        Some(Preparation::Rotate) => "read and rotate",
+        Some(Preparation::FoldNorms) => "read and fold",
+        None => "read",
     }
 }
 
@@ -264,86 +220,4 @@ fn input_ranges(
             })
         }
     }
-}
-
-impl Conveyor<'_, '_> {
-    /// A block as it was written, all of it; `None` where the sink does not give it back.
-    fn stored_block(&self, span: usize, block: &Block) -> Result<Option<Block>> {
-        let plan = self.job().plan;
-        let settings = plan.container.quantization_config(&plan.module_schemes());
-        let reader = format::reader(&settings).map_err(Error::Internal)?;
-        let mut stored = block.clone();
-        for entry in self.entries(span) {
-            let mut source = MemorySource::new();
-            if entry.action == Action::Copy {
-                continue;
-            }
-            for output in &entry.outputs {
-                let Some(bytes) = self.written(&output.name)? else { return Ok(None) };
-                source.insert(output.name.clone(), output.info.dtype, output.info.shape.clone(), bytes)?;
-            }
-            match &entry.action {
-                Action::Quantize { node: Some(node), module, scheme, .. } => {
-                    let shape = [entry.info.shape[0], entry.info.shape[1]];
-                    let scheme = reader.scheme(module).unwrap_or(*scheme);
-                    let tensor = reader.read(&source, PackedWeight { module, shape, scheme })?;
-                    let linear = stored.linear(*node).with_weight(WeightBody::Quantized(tensor));
-                    stored.replace_linear(*node, linear);
-                }
-                Action::Rewrite { node, .. } => replace_float(&mut stored, *node, entry, &source)?,
-                _ => {}
-            }
-        }
-        Ok(Some(stored))
-    }
-}
-
-/// Puts a norm, a bias or a float weight as it was written into a block.
-fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &MemorySource) -> Result<()> {
-    use crate::checkpoint::TensorSource;
-    let values = source.read_f32(&entry.tensor)?;
-    let vector = |values: Vec<f32>| -> Result<Tensor> {
-        let len = values.len();
-        Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
-    };
-    match &block.graph().clone().nodes()[node].op {
-        op if op.is_norm() => {
-            let (weight, bias) = (block.norm(node).clone(), block.norm_bias(node).cloned());
-            let norm = match entry.tensor.ends_with(".bias") {
-                true => Norm { weight, bias: Some(vector(values)?) },
-                false => Norm { weight: vector(values)?, bias },
-            };
-            block.replace_norm(node, norm);
-        }
-        Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
-            let linear = block.linear(node).with_weight(WeightBody::F32 { shape: *shape, values });
-            block.replace_linear(node, linear);
-        }
-        Op::Linear { .. } => {
-            let linear = Linear::new(block.linear(node).weight().clone(), Some(vector(values)?));
-            block.replace_linear(node, linear);
-        }
-        _ => {}
-    }
-    Ok(())
-}
-
-fn grids(entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
-    let of = |entry: &PlanEntry| match entry.action {
-        Action::Quantize { node, scheme, scale_dtype, .. } => Some((node?, Grid { scheme, scale_dtype })),
-        _ => None,
-    };
-    entries.iter().filter_map(of).collect()
-}
-
-fn norm_dtypes(model: &Model, layer: usize) -> Result<BTreeMap<NodeId, Dtype>> {
-    let architecture = model.architecture();
-    architecture
-        .graph(layer)
-        .norms()
-        .map(|(node, name, _)| {
-            let tensor = format!("{}.weight", architecture.in_block(layer, name));
-            Ok((node, model.source().require(&tensor)?.dtype))
-        })
-        .collect()
 }

@@ -6,9 +6,9 @@ use std::ops::Range;
 use serde_json::json;
 
 use super::Job;
-use super::batch::Decision;
+use super::decision::Decision;
 use super::report::QuantReport;
-use super::tensor::{Finished, Source, copy, recalled, remembered, transformed};
+use super::tensor::{Finished, Source, apply_rewrite, copy, recalled, remembered};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
@@ -113,7 +113,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(
-            || transformed(job, entry, source, decision),
+            || apply_rewrite(job, entry, source, decision),
             || rayon::join(|| next.map(|e| Source::read(job, e, spare)), || self.flush(behind)),
         );
         flushed?;

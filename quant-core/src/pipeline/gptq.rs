@@ -7,41 +7,16 @@
 use std::collections::BTreeMap;
 
 use quant_kernels_cpu::StaticScale;
-use serde::{Deserialize, Serialize};
 
+use super::decision::{BlockRounded, GptqRecord, Rounded, stored};
 use crate::calibrate::{HiddenStates, StatisticsPass};
 use crate::format::Container;
 use crate::model::{Block, BlockGraph, NodeId, WeightBody};
-use crate::quantize::gptq::{
-    ActOrder, Factor, FactorError, GptqSettings, Hessian, LayerInputs, Solved, solve,
-};
-use crate::quantize::{QuantizedTensor, Rows};
+use crate::quantize::Rows;
+use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve};
+use crate::recipe::States;
 use crate::transform::{Grid, Rewrite};
 use crate::{CancelToken, Error, Result};
-
-/// What GPTQ did to a linear.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct GptqRecord {
-    /// The mean over outputs and tokens of the squared error that is left in the linear's output, with what damping
-    /// adds to it.
-    pub loss: f64,
-    /// The damping that was used: more than was asked for where the Hessian was not positive definite with that, or
-    /// is so wide that it is factored in `f32`.
-    pub damping: f64,
-    /// Input channels that were always 0.
-    pub dead_channels: usize,
-    /// The order in which columns were rounded.
-    pub act_order: ActOrder,
-}
-
-/// A linear that is quantized already when its tensor is due.
-#[derive(Debug)]
-pub(super) struct Rounded {
-    pub(super) tensor: QuantizedTensor,
-    pub(super) record: GptqRecord,
-    /// Tokens that the Hessian is a sum over.
-    pub(super) tokens: u64,
-}
 
 /// A block that is to be rounded.
 pub(super) struct GptqTask<'a> {
@@ -61,26 +36,24 @@ pub(super) struct GptqTask<'a> {
     pub(super) cancel: &'a CancelToken,
 }
 
-/// What came of a block.
-pub(super) type BlockRounded = BTreeMap<NodeId, Rounded>;
-
 impl GptqTask<'_> {
-    /// Rounds the block's linears. `states` is what enters it, and afterwards what comes out of it: with
-    /// [`LayerInputs::Quantized`] of the quantized block, and only where `advance` is set; with
-    /// [`LayerInputs::Float`] of the float block.
-    pub(super) fn run(mut self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
-        match self.settings.inputs {
-            LayerInputs::Quantized => self.stage_by_stage(states, advance),
-            LayerInputs::Float => self.all_at_once(states, true),
+    /// Rounds the block's linears on the states before it. Those of the quantized model are moved on to what comes out
+    /// of the rounded block, where `advance` is set; those of the float model to what comes out of the float block; a
+    /// copy of the latter stays as it is.
+    pub(super) fn run(
+        mut self,
+        which: States,
+        states: &mut HiddenStates,
+        advance: bool,
+    ) -> Result<BlockRounded> {
+        match which {
+            States::Quantized => self.stage_by_stage(states, advance),
+            States::Float => self.all_at_once(states, true),
+            States::Copy => self.all_at_once(states, false),
         }
     }
 
-    /// The same from one pass of float states, which stay as they are.
-    pub(super) fn run_beside(self, states: &mut HiddenStates) -> Result<BlockRounded> {
-        self.all_at_once(states, false)
-    }
-
-    /// Gathers the Hessians of all stages in one pass, then solves them.
+    /// Gathers the Hessians of all stages in one pass of the block as it is, then solves them.
     fn all_at_once(&self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
         let stages = stages(self.block.graph(), self.grids);
         let mut hessians: Vec<_> = stages.values().map(|linears| self.hessian(linears)).collect();
@@ -174,7 +147,7 @@ impl GptqTask<'_> {
                 solve(rows, shape, scheme, scale_dtype, clip, &factor, self.settings)
                     .map_err(|e| e.within(&tensor, None))?;
             quantized.input = self.inputs.get(&node).copied();
-            let quantized = super::tensor::stored(quantized, self.container, scale_dtype, &tensor)?;
+            let quantized = stored(quantized, self.container, scale_dtype, &tensor)?;
             let record = GptqRecord {
                 loss,
                 damping: factor.damping(),

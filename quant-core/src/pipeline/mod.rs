@@ -6,22 +6,26 @@
 
 mod batch;
 mod conveyor;
+mod decision;
 mod finish;
 mod gptq;
 mod program;
+mod read_back;
 mod report;
+mod search;
 mod tensor;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-pub use self::gptq::GptqRecord;
+pub use decision::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
-use self::batch::{Batch, Decision};
+use self::batch::Batch;
 use self::conveyor::Conveyor;
+use self::decision::Decision;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
 use crate::progress::timed;

@@ -3,11 +3,10 @@
 use sha2::{Digest, Sha256};
 
 use super::Job;
-use super::batch::Decision;
+use super::decision::{Decision, stored};
 use super::report::{InputReport, Searched, TensorReport, WeightError};
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
-use crate::format::Container;
 use crate::model::{NodeId, Op, WeightBody};
 use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
@@ -164,8 +163,8 @@ fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
         .map_err(|e| non_finite_in_whole(source.as_ref(), dtype, e))
 }
 
-/// Rewrites or quantizes a tensor.
-pub(super) fn transformed(
+/// Applies what was decided to a tensor, and rounds it if it is to be quantized.
+pub(super) fn apply_rewrite(
     job: &Job<'_>,
     entry: &PlanEntry,
     source: Source,
@@ -263,28 +262,6 @@ pub(super) fn transformed(
             Ok(Finished { report, outputs, spare })
         }
     }
-}
-
-/// A quantized weight as the container holds it: with one level of scales where it knows no other, and for float
-/// activations where it says nothing of them.
-///
-/// # Errors
-/// [`Error::Numeric`] when a scale overflows its type.
-pub(super) fn stored(
-    tensor: QuantizedTensor,
-    container: &dyn Container,
-    scale_dtype: Dtype,
-    name: &str,
-) -> Result<QuantizedTensor> {
-    let mut tensor = match container.keeps_levels() {
-        true => tensor,
-        false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
-            tensor: name.to_owned(),
-            reason: format!("a scale of {scale} and its multiples leave the range of {scale_dtype}"),
-        })?,
-    };
-    tensor.scheme = container.stored_scheme(tensor.scheme);
-    Ok(tensor)
 }
 
 /// The new values of a norm, a float linear or a bias; `None` where nothing changes.

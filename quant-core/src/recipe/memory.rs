@@ -1,6 +1,6 @@
 //! How much memory a plan will need at its peak: an estimate from shapes alone.
 
-use super::{Action, Plan, Rounding};
+use super::{Action, PassPlan, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
 use crate::model::{BlockGraph, BlockKind, FoldGroup, Model};
 use crate::quantize::gptq::{Hessian, LayerInputs};
@@ -89,14 +89,8 @@ impl Plan {
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let noted = if plain { 0 } else { 16 };
         let gptq = self.method.rounding == Rounding::Gptq;
-        // A search and GPTQ behind it look at states of their own.
-        // Those of the quantized model, and those that searches look at while a pass for ranges has moved on.
         let transforms = self.transforms();
-        let searched = transforms.iter().any(|t| t.needs(&self.settings).states);
-        let follows = gptq && self.gptq.inputs == LayerInputs::Quantized;
-        let looks_later = searched && self.needs_ranges() || gptq && !follows && !transforms.is_empty();
-        let float = u64::from(!follows || searched || self.needs_ranges());
-        let copies = u64::from(follows) + float + u64::from(looks_later);
+        let copies = PassPlan::new(self, false).states_in_memory();
         let states = (copies * 4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
         let solved = if gptq { self.gptq_memory(graph) } else { 0 };
         let length = self.sampling.length as u64;

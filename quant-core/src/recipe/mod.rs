@@ -8,6 +8,7 @@ pub mod kv;
 mod memory;
 mod method;
 mod needs;
+mod passes;
 mod pattern;
 mod plan;
 mod repack;
@@ -17,6 +18,7 @@ mod select;
 mod time;
 
 pub use method::{METHODS, Method, Rounding, method, steps};
+pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;

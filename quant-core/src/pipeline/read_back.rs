@@ -1,0 +1,69 @@
+//! A block that an earlier run has written, read back: what moves the quantized model's states past it.
+
+use candle_core::{Device, Tensor};
+
+use super::conveyor::Conveyor;
+use crate::checkpoint::{MemorySource, TensorSource};
+use crate::format::{self, PackedWeight};
+use crate::model::{Block, Linear, NodeId, Norm, Op, WeightBody};
+use crate::recipe::{Action, PlanEntry};
+use crate::{Error, Result};
+
+/// A block as it was written, all of it; `None` where the sink does not give it back.
+pub(super) fn stored_block(conveyor: &Conveyor<'_, '_>, span: usize, block: &Block) -> Result<Option<Block>> {
+    let plan = conveyor.job().plan;
+    let settings = plan.container.quantization_config(&plan.module_schemes());
+    let reader = format::reader(&settings).map_err(Error::Internal)?;
+    let mut stored = block.clone();
+    for entry in conveyor.entries(span) {
+        let mut source = MemorySource::new();
+        if entry.action == Action::Copy {
+            continue;
+        }
+        for output in &entry.outputs {
+            let Some(bytes) = conveyor.written(&output.name)? else { return Ok(None) };
+            source.insert(output.name.clone(), output.info.dtype, output.info.shape.clone(), bytes)?;
+        }
+        match &entry.action {
+            Action::Quantize { node: Some(node), module, scheme, .. } => {
+                let shape = [entry.info.shape[0], entry.info.shape[1]];
+                let scheme = reader.scheme(module).unwrap_or(*scheme);
+                let tensor = reader.read(&source, PackedWeight { module, shape, scheme })?;
+                let linear = stored.linear(*node).with_weight(WeightBody::Quantized(tensor));
+                stored.replace_linear(*node, linear);
+            }
+            Action::Rewrite { node, .. } => replace_float(&mut stored, *node, entry, &source)?,
+            _ => {}
+        }
+    }
+    Ok(Some(stored))
+}
+
+/// Puts a norm, a bias or a float weight as it was written into a block.
+fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &MemorySource) -> Result<()> {
+    let values = source.read_f32(&entry.tensor)?;
+    let vector = |values: Vec<f32>| -> Result<Tensor> {
+        let len = values.len();
+        Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
+    };
+    match &block.graph().clone().nodes()[node].op {
+        op if op.is_norm() => {
+            let (weight, bias) = (block.norm(node).clone(), block.norm_bias(node).cloned());
+            let norm = match entry.tensor.ends_with(".bias") {
+                true => Norm { weight, bias: Some(vector(values)?) },
+                false => Norm { weight: vector(values)?, bias },
+            };
+            block.replace_norm(node, norm);
+        }
+        Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
+            let linear = block.linear(node).with_weight(WeightBody::F32 { shape: *shape, values });
+            block.replace_linear(node, linear);
+        }
+        Op::Linear { .. } => {
+            let linear = Linear::new(block.linear(node).weight().clone(), Some(vector(values)?));
+            block.replace_linear(node, linear);
+        }
+        _ => {}
+    }
+    Ok(())
+}
