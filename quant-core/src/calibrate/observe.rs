@@ -158,7 +158,7 @@ impl HiddenStates {
         let length = self.layout.length();
         for (i, chunk) in self.values.chunks_mut((piece * width).max(1)).enumerate() {
             let before = piece_of(chunk, width, length, piece)?;
-            run_between(block, &self.layout, i * piece, &before, nodes, cancel, &mut |at, value| {
+            run_between(block, &self.layout, i * piece, &before, nodes, cancel, &mut |at, value, _| {
                 replace_rows(chunk, at * width, value)
             })?;
         }
@@ -181,11 +181,17 @@ impl HiddenStates {
         for (i, chunk) in self.values.chunks((piece * width).max(1)).enumerate() {
             let before = piece_of(chunk, width, self.layout.length(), piece)?;
             let first = i * piece;
-            run_between(block, &self.layout, first, &before, nodes, cancel, &mut |at, value| {
+            run_between(block, &self.layout, first, &before, nodes, cancel, &mut |at, value, rows| {
                 let width = value.dim(D::Minus1)?;
                 with_values(value, |values| {
-                    let tokens = values.len().checked_div(width).unwrap_or(0);
-                    let tokens = TokenRows::range(first + at, tokens);
+                    let tokens = match rows {
+                        Some(tokens) => TokenRows::indices(tokens),
+                        None => TokenRows::range(0, values.len().checked_div(width).unwrap_or(0)),
+                    };
+                    if tokens.count() == 0 {
+                        return Ok(());
+                    }
+                    let tokens = tokens.shifted(first + at);
                     statistic.take(&InputRows::new(values, width, tokens, &self.layout)?)
                 })
             })?;
@@ -218,7 +224,8 @@ fn replace_rows(states: &mut [f32], at: usize, value: &Tensor) -> Result<()> {
 }
 
 /// Runs a piece of a batch, whose first token is `first`, from the values of one node to those of another, and hands
-/// these over: some of them, and the place of the first of these in the piece.
+/// these over: some of them, the place of the first of these in the piece, and which tokens from there on they belong
+/// to, where that is not one row for each.
 fn run_between(
     block: &Block,
     layout: &BatchLayout,
@@ -226,28 +233,28 @@ fn run_between(
     before: &Tensor,
     [from, to]: [NodeId; 2],
     cancel: &CancelToken,
-    take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+    take: &mut dyn FnMut(usize, &Tensor, Option<&[u32]>) -> Result<()>,
 ) -> Result<()> {
     cancel.check()?;
     let mut tap = CancelTap(cancel);
     let (windows, length, _) = before.dims3()?;
     let known = [(from, before.clone())];
     if !block.graph().mixes_tokens(from, to) {
-        let value = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
-        return take(0, &value);
+        let (value, tokens) = block.evaluate_rows(&known, to, Segments::whole(), &mut tap)?;
+        return take(0, &value, tokens.as_deref());
     }
     let segments = layout.segments(first..first + windows * length);
     let split = block.graph().only_mixing().filter(|&a| length > CHUNK_TOKENS && from < a && a < to);
     let Some(attention) = split else {
-        let value = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
-        return take(0, &value);
+        let (value, tokens) = block.evaluate_rows(&known, to, segments, &mut tap)?;
+        return take(0, &value, tokens.as_deref());
     };
     let attended = block.evaluate_packed(&known, &[attention], segments, &mut tap)?.swap_remove(0);
     for at in (0..length).step_by(CHUNK_TOKENS) {
         let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
         let known = [(from, rows(before)?), (attention, rows(&attended)?)];
-        let value = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
-        take(at, &value)?;
+        let (value, tokens) = block.evaluate_rows(&known, to, Segments::whole(), &mut tap)?;
+        take(at, &value, tokens.as_deref())?;
     }
     Ok(())
 }

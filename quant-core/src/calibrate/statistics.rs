@@ -92,7 +92,9 @@ impl Tap for StatisticsPass<'_> {
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         self.cancel.check()?;
         *self.tokens.entry(linear).or_default() += self.layout.count(tokens) as u64;
-        let Some(statistics) = self.values.get_mut(&linear) else { return Ok(()) };
+        let Some(statistics) = self.values.get_mut(&linear).filter(|_| tokens.count() > 0) else {
+            return Ok(());
+        };
         let channels = x.dim(D::Minus1)?;
         with_values(x, |values| {
             let rows = InputRows::new(values, channels, tokens, &self.layout)?;

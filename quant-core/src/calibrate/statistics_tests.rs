@@ -204,7 +204,8 @@ fn gram_matches_its_definition_for_any_number_of_threads() {
 /// A block whose input is read by linears before attention and by one after it in order of evaluation.
 fn parallel_block() -> Block {
     let mut graph = GraphBuilder::default();
-    let linear = |name: &str| Op::Linear { name: name.into(), shape: [4, 4], bias: false };
+    let linear =
+        |name: &str| Op::Linear { name: name.into(), shape: [4, 4], bias: false, stays_float: false };
     let input = graph.add(Op::Input { width: 4 }, &[]);
     let [q, k, v] = ["q", "k", "v"].map(|name| graph.add(linear(name), &[input]));
     let heads = AttentionShape { kv_heads: 1, repeat: 1, head_dim: 4, window: Some(3) };

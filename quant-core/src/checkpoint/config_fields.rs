@@ -173,6 +173,21 @@ impl<'a> ConfigFields<'a> {
         texts.collect::<Result<_>>().map(Some)
     }
 
+    /// A list of integers from 0 to 2³¹, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_usize_list(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of integers", describe(v)));
+        let list = value.as_array().ok_or_else(|| wrong(value))?;
+        let numbers = list.iter().map(|item| {
+            let number = item.as_u64().filter(|n| *n <= MAX_SIZE).and_then(|n| usize::try_from(n).ok());
+            number.ok_or_else(|| self.error(key, format!("holds {}, expected integers", describe(item))))
+        });
+        numbers.collect::<Result<_>>().map(Some)
+    }
+
     /// An object inside this one, if present, such as `rope_scaling`.
     ///
     /// # Errors

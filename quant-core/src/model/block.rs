@@ -188,7 +188,8 @@ impl Block {
         cache: Option<&mut LayerCache>,
         tap: &mut dyn Tap,
     ) -> Result<Tensor> {
-        let mut run = Run { block: self, start, cache, segments: Segments::whole(), tap };
+        let mut run =
+            Run { block: self, start, cache, segments: Segments::whole(), tap, selected: BTreeMap::new() };
         run.output(hidden)
     }
 
@@ -203,7 +204,7 @@ impl Block {
         segments: Segments<'_>,
         tap: &mut dyn Tap,
     ) -> Result<Tensor> {
-        Run { block: self, start: 0, cache: None, segments, tap }.output(hidden)
+        Run { block: self, start: 0, cache: None, segments, tap, selected: BTreeMap::new() }.output(hidden)
     }
 
     /// Computes some nodes' values from others that are known, in prefill at position 0.
@@ -230,7 +231,26 @@ impl Block {
         segments: Segments<'_>,
         tap: &mut dyn Tap,
     ) -> Result<Vec<Tensor>> {
-        Run { block: self, start: 0, cache: None, segments, tap }.evaluate(known, targets)
+        Run { block: self, start: 0, cache: None, segments, tap, selected: BTreeMap::new() }
+            .evaluate(known, targets)
+    }
+
+    /// Computes one node's value, and says which tokens its rows belong to, by their places in what is known, where
+    /// it has rows for some of them only.
+    ///
+    /// # Errors
+    /// As [`evaluate_packed`](Self::evaluate_packed).
+    pub fn evaluate_rows(
+        &self,
+        known: &[(NodeId, Tensor)],
+        target: NodeId,
+        segments: Segments<'_>,
+        tap: &mut dyn Tap,
+    ) -> Result<(Tensor, Option<Vec<u32>>)> {
+        let mut run = Run { block: self, start: 0, cache: None, segments, tap, selected: BTreeMap::new() };
+        let value = run.evaluate(known, &[target])?.swap_remove(0);
+        let selects = self.graph.rows_selected_by(target);
+        Ok((value, selects.and_then(|node| run.selected.remove(&node))))
     }
 }
 
@@ -240,6 +260,8 @@ struct Run<'a> {
     cache: Option<&'a mut LayerCache>,
     segments: Segments<'a>,
     tap: &'a mut dyn Tap,
+    /// The tokens of each node that selects rows, once it is computed.
+    selected: BTreeMap<NodeId, Vec<u32>>,
 }
 
 impl Run<'_> {
@@ -316,18 +338,39 @@ impl Run<'_> {
     }
 
     fn multiply_each(&mut self, ids: &[NodeId], x: &Tensor) -> Result<Vec<Tensor>> {
-        let tokens = tokens_of(x)?;
-        ids.iter().try_for_each(|&id| self.tap.linear_input(id, x, tokens))?;
+        ids.iter().try_for_each(|&id| self.watch_linear(id, x))?;
+        if x.elem_count() == 0 {
+            return ids.iter().map(|&id| self.no_rows(id)).collect();
+        }
         let linears: Vec<&Linear> = ids.iter().map(|&id| self.block.linear(id)).collect();
         Linear::forward_each(&linears, x)
+    }
+
+    /// Shows the tap what a linear reads, with the tokens of the rows.
+    fn watch_linear(&mut self, id: NodeId, x: &Tensor) -> Result<()> {
+        let graph = &self.block.graph;
+        let selects = graph.rows_selected_by(graph.nodes()[id].inputs[0]);
+        let tokens = match selects.and_then(|node| self.selected.get(&node)) {
+            Some(tokens) => TokenRows::indices(tokens),
+            None => tokens_of(x)?,
+        };
+        self.tap.linear_input(id, x, tokens)
+    }
+
+    /// The value of a node that is computed from no rows: that of an expert without tokens.
+    fn no_rows(&self, id: NodeId) -> Result<Tensor> {
+        Ok(Tensor::from_vec(Vec::<f32>::new(), (1, 0, self.block.graph.width(id)), &Device::Cpu)?)
     }
 
     fn compute(&mut self, id: NodeId, inputs: Vec<Tensor>) -> Result<Tensor> {
         match (&self.block.graph.nodes()[id].op, inputs.as_slice()) {
             (op, [x]) if op.is_norm() => self.block.norms[&id].apply(op, x),
             (Op::Linear { .. }, [x]) => {
-                self.tap.linear_input(id, x, tokens_of(x)?)?;
-                self.block.linear(id).forward(x)
+                self.watch_linear(id, x)?;
+                match x.elem_count() {
+                    0 => self.no_rows(id),
+                    _ => self.block.linear(id).forward(x),
+                }
             }
             (Op::Rope(_), [x]) => {
                 let table = &self.block.ropes[&id];

@@ -44,11 +44,11 @@ pub enum RopeScaling {
 
 impl RopeScaling {
     /// Reads the base and the scaling from `rope_parameters` (transformers 5), or `rope_theta` and
-    /// `rope_scaling` (before).
+    /// `rope_scaling` (before). `default_theta` is the base where neither has one.
     ///
     /// # Errors
     /// When a value is malformed, or the kind is none of `default`, `linear`, `llama3`.
-    pub fn from_config(config: &ConfigFields<'_>) -> Result<(f64, Self)> {
+    pub fn from_config(config: &ConfigFields<'_>, default_theta: f64) -> Result<(f64, Self)> {
         let parameters = config.optional_object("rope_parameters")?;
         let scaling = config.optional_object("rope_scaling")?;
         // Where both are there, transformers takes the older one.
@@ -59,7 +59,7 @@ impl RopeScaling {
         };
         let theta = match own_theta {
             Some(theta) => theta,
-            None => config.optional_f64("rope_theta")?.unwrap_or(10_000.0),
+            None => config.optional_f64("rope_theta")?.unwrap_or(default_theta),
         };
         if theta <= 1.0 {
             return Err(config.error("rope_theta", format!("is {theta}; it must be above 1")));
@@ -245,7 +245,7 @@ mod tests {
 
     fn read(config: serde_json::Value) -> Result<(f64, RopeScaling)> {
         let path = std::path::Path::new("config.json");
-        RopeScaling::from_config(&ConfigFields::new(path, config.as_object().unwrap()))
+        RopeScaling::from_config(&ConfigFields::new(path, config.as_object().unwrap()), 10_000.0)
     }
 
     #[test]

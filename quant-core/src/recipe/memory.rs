@@ -69,7 +69,7 @@ impl Plan {
             if g.consumers.len() == 1 {
                 return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
             }
-            (4 * (k + width(g.inspected)[0])).saturating_mul(tokens).saturating_add(rounded(g))
+            (4 * (k + graph.width(g.inspected) as u64)).saturating_mul(tokens).saturating_add(rounded(g))
         };
         let kept = match self.settings.search {
             // One group after the other.

@@ -225,10 +225,24 @@ impl Plan {
                 })
             })
             .collect();
-        let names: Vec<&str> = modules.iter().map(|(_, _, name, _)| name.as_str()).collect();
+        let is_quantizable =
+            |layer: usize, node: NodeId| architecture.graph(layer).nodes()[node].op.is_quantizable();
+        let named = |quantizable: bool| {
+            let modules =
+                modules.iter().filter(move |(layer, node, ..)| is_quantizable(*layer, *node) == quantizable);
+            modules.map(|(_, _, name, _)| name.as_str())
+        };
+        let names: Vec<&str> = named(true).collect();
         let selection = Selection::new(recipe, &names);
         let (head, embedding) = (architecture.head.clone(), architecture.embedding_module());
-        let selectors = selection.matches(&names, &[&embedding, &head])?;
+        let outside: Vec<&str> = [&*embedding, &*head].into_iter().chain(named(false)).collect();
+        let selectors = selection.matches(&names, &outside)?;
+        if let Some(router) = named(false).find(|router| selection.outside(router).is_some()) {
+            return Err(Error::usage(
+                format!("`{router}` cannot be quantized: it chooses which experts a token goes to"),
+                "remove the override; routers always stay float",
+            ));
+        }
 
         if recipe.method.preparation != model.preparation() {
             return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
@@ -240,7 +254,7 @@ impl Plan {
         let folds = FoldedNodes::new(architecture, &recipe.method.transforms, &recipe.settings);
         let mut drafts = Vec::new();
         for (layer, node, module, shape) in modules {
-            let scheme = selection.in_block(&module);
+            let scheme = is_quantizable(layer, node).then(|| selection.in_block(&module)).flatten();
             let float =
                 if folds.contains(layer, node) { Action::Rewrite { layer, node } } else { Action::Copy };
             let name = format!("{module}.weight");

@@ -115,9 +115,9 @@ impl Plan {
                 widths.insert(graph.nodes()[id].inputs[0], k as f64);
                 operations += n as f64 * (k as f64).powi(2);
             }
-            for k in widths.values() {
+            for (&value, k) in &widths {
                 // In f64 the factor runs at half the rate.
-                operations += self.tokens() * k * k + 4.0 / 3.0 * k.powi(3);
+                operations += self.tokens() * graph.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
             }
             operations
         };
@@ -155,7 +155,8 @@ impl Plan {
     /// The batch through a block.
     fn block_operations(&self, graph: &BlockGraph) -> f64 {
         let length = self.sampling.length as f64;
-        graph.nodes().iter().map(|node| node.op.product_operations(self.tokens(), length)).sum()
+        let nodes = graph.nodes().iter().enumerate();
+        nodes.map(|(id, n)| n.op.product_operations(self.tokens() * graph.share_of_tokens(id), length)).sum()
     }
 
     /// Scores and weighted values of the whole batch.
@@ -184,9 +185,10 @@ impl Plan {
             let own: f64 = group.consumers.iter().map(|&c| weights(c)).sum();
             rounded += candidates * own;
             let [n, k] = shape(group.consumers[0]).map(|s| s as f64);
+            let tokens = self.tokens() * graph.share_of_tokens(group.input);
             let gram = group.consumers.len() == 1 && self.is_gram(graph, group, shape(group.consumers[0]));
             if gram {
-                operations += self.tokens() * k * k + candidates * 2.0 * n * k * k;
+                operations += tokens * k * k + candidates * 2.0 * n * k * k;
                 continue;
             }
             let share = match self.settings.search {
@@ -196,6 +198,7 @@ impl Plan {
             let watched = if group.consumers.len() == 1 { 0.0 } else { weights(group.inspected) };
             let mixes = group.consumers.iter().any(|&c| graph.feeds_attention(c));
             let attention = if mixes { self.attention_operations(graph) } else { 0.0 };
+            let own: f64 = group.consumers.iter().map(|&c| weights(c) * graph.share_of_tokens(c)).sum();
             operations += candidates * share * (2.0 * self.tokens() * (own + watched) + attention);
         }
         for (id, _, [n, k], _) in graph.linears().filter(|(id, ..)| !graph.feeds_queries_or_keys(*id)) {

@@ -97,12 +97,15 @@ fn scaled(
 ) -> Result<Rewrite> {
     // Every group is searched on the unscaled block, then all scales are folded.
     let mut rewrite = Rewrite { tokens: inputs.tokens.clone(), ..Rewrite::default() };
-    let tokens = hidden.layout().counted();
     let mut chosen = Vec::with_capacity(groups.len());
     for group in groups {
+        // All tokens, or those that went to the consumers' expert.
+        let tokens = inputs.tokens.get(&group.consumers[0]).map_or(0, |&tokens| tokens as usize);
         let means = inputs.means[&group.input].means();
         let candidates = candidates(task, group, &means)?;
-        let choice = if let Some(sample) = inputs.samples.get(&group.input) {
+        let choice = if tokens == 0 {
+            Ok(Choice::unsearched())
+        } else if let Some(sample) = inputs.samples.get(&group.input) {
             race::choose(task, group, sample, &candidates)
         } else {
             let objective = match inputs.grams.get(&group.input) {
@@ -110,7 +113,7 @@ fn scaled(
                     let (node, input) = (group.inspected, gram.clone());
                     Objective::Linear { node, input, tokens }
                 }
-                None => Objective::new(task, hidden, group)?,
+                None => Objective::new(task, hidden, group, tokens)?,
             };
             choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
         };

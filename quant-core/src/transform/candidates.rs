@@ -64,6 +64,13 @@ pub(super) struct Choice {
     pub(super) tried: Vec<TriedScales>,
 }
 
+impl Choice {
+    /// No scaling, where there is nothing to compare candidates on: an expert that no token went to.
+    pub(super) fn unsearched() -> Self {
+        Self { best: 0, error_before: 0.0, error_after: 0.0, tokens: 0, tried: Vec::new() }
+    }
+}
+
 /// Measures every candidate on all tokens and takes the best. The first is no scaling.
 ///
 /// # Errors

@@ -25,8 +25,9 @@ const TASK_STRIPS: usize = 8;
 /// Multiplications of weights and tokens from which on packing pays.
 const ENOUGH_WORK: u64 = 1 << 28;
 
-/// The kernel, where the processor has it and there is work enough for it.
+/// The kernel, where the processor has it, there is work enough for it, and a linear is watched.
 pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Avx512Bf16> {
+    task.block.graph().nodes()[group.inspected].op.linear_shape()?;
     let weights = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape());
     let weights: u64 = weights.map(|[n, k]| n as u64 * k as u64).sum();
     Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= ENOUGH_WORK)

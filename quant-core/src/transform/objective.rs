@@ -65,8 +65,8 @@ impl Input {
             let segments = hidden.segments(first, &x);
             let known = [(task.block.graph().input(), x)];
             let tap = &mut CancelTap(task.cancel);
-            let values = task.block.evaluate_packed(&known, &[node], segments, tap)?;
-            with_counted(&values[0], first, hidden.layout(), |values| {
+            let (values, rows_of) = task.block.evaluate_rows(&known, node, segments, tap)?;
+            with_counted(&values, rows_of.as_deref(), first, hidden.layout(), |values| {
                 if tokens > k {
                     gram(values, k, &mut sum)
                 } else {
@@ -122,13 +122,18 @@ impl Input {
 }
 
 impl Objective {
-    /// Prepares the objective of a group on the float block.
-    pub(super) fn new(task: &BlockTask<'_>, hidden: &HiddenStates, group: &FoldGroup) -> Result<Self> {
+    /// Prepares the objective of a group on the float block; `tokens` of the batch have a row in its input and count.
+    pub(super) fn new(
+        task: &BlockTask<'_>,
+        hidden: &HiddenStates,
+        group: &FoldGroup,
+        tokens: usize,
+    ) -> Result<Self> {
         let graph = task.block.graph();
         if let [node] = group.consumers[..] {
             let k = task.block.linear(node).weight().shape()[1];
             let input = Arc::new(Input::gather(task, hidden, group.input, k)?);
-            return Ok(Self::Linear { node, input, tokens: hidden.layout().counted() });
+            return Ok(Self::Linear { node, input, tokens });
         }
         let mut batch = Vec::new();
         for chunk in hidden.chunks() {
@@ -192,8 +197,8 @@ impl Objective {
                     let tap = &mut CancelTap(task.cancel);
                     let known = [(*input, x.clone())];
                     let rounded = block.evaluate_packed(&known, &[*inspected], segments, tap)?;
-                    sum += with_counted(&rounded[0], *first, layout, |a| {
-                        with_counted(y, *first, layout, |b| {
+                    sum += with_counted(&rounded[0], None, *first, layout, |a| {
+                        with_counted(y, None, *first, layout, |b| {
                             count += b.len();
                             squared_distance(a, b)
                         })
@@ -205,15 +210,21 @@ impl Objective {
     }
 }
 
-/// Lends the rows that count of a value that has a row for every token of a piece; `first` is the piece's first token.
+/// Lends the rows that count of a value: those of these tokens of a piece, or of all its tokens. `first` is the piece's
+/// first token.
 fn with_counted<T>(
     value: &Tensor,
+    tokens: Option<&[u32]>,
     first: usize,
     layout: &BatchLayout,
     work: impl FnOnce(&[f32]) -> Result<T>,
 ) -> Result<T> {
     let channels = value.dim(D::Minus1)?;
-    let tokens = TokenRows::range(first, value.elem_count().checked_div(channels).unwrap_or(0));
+    let tokens = match tokens {
+        Some(tokens) => TokenRows::indices(tokens),
+        None => TokenRows::range(0, value.elem_count().checked_div(channels).unwrap_or(0)),
+    };
+    let tokens = tokens.shifted(first);
     with_values(value, |values| work(InputRows::new(values, channels, tokens, layout)?.counted_values()))
 }
 

@@ -76,15 +76,18 @@ pub(super) fn choose(
     sample: &Sample,
     candidates: &[Candidate],
 ) -> Result<Choice> {
-    let tokens = sample.layout.counted();
-    let width = task.block.linear(group.inspected).weight().shape()[0];
+    let tokens = sample.counted();
+    if tokens == 0 {
+        return Ok(Choice::unsearched());
+    }
+    let width = task.block.graph().width(group.inspected);
     let units = sample.units();
     let lane = |index| Lane { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
     let mut running: Vec<Lane> = (0..candidates.len()).map(lane).collect();
     let mut out: Vec<Lane> = Vec::new();
     let mut seen = Seen { units: vec![false; units], heads: 0, tails: 0 };
     let mut seen_tokens = Vec::new();
-    let kernel = difference::kernel(task, group, tokens);
+    let kernel = difference::kernel(task, group, sample.layout.counted());
     let watched = match kernel {
         Some(_) => difference::watched_weight(task, group)?,
         None => None,
@@ -315,7 +318,7 @@ mod tests {
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
         let layout = BatchLayout::plain(32, 512);
-        let mut sample = Sample::new(layout.clone(), 1, false, false);
+        let mut sample = Sample::new(layout.clone(), 1, false, false, 1.0);
         let values = vec![1.0; layout.tokens()];
         let tokens = TokenRows::range(0, layout.tokens());
         sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();

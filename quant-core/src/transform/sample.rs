@@ -45,6 +45,8 @@ pub(super) struct Sample {
     pub(super) share: Share,
     rows: Rows,
     pub(super) places: Vec<Place>,
+    /// Tokens that count and were added.
+    counted: usize,
     /// The window of the last token that was added, and how many of it after heads were before.
     window: usize,
     tails: usize,
@@ -64,11 +66,22 @@ pub(super) struct Place {
 
 impl Sample {
     /// A sample, empty yet, of an input with `channels` features of such a batch. It is `rounded` to
-    /// bfloat16 where the race reads no more than that of it.
-    pub(super) fn new(layout: BatchLayout, channels: usize, mixes_tokens: bool, rounded: bool) -> Self {
-        let share = if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout) };
-        let rows = Rows::with_capacity(rounded, 0);
-        let mut sample = Self { layout, channels, share, rows, places: Vec::new(), window: 0, tails: 0 };
+    /// bfloat16 where the race reads no more than that of it. Of all tokens, the share `of_tokens` have a row, about:
+    /// less than 1 inside an expert.
+    pub(super) fn new(
+        layout: BatchLayout,
+        channels: usize,
+        mixes_tokens: bool,
+        rounded: bool,
+        of_tokens: f64,
+    ) -> Self {
+        let share =
+            if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout, of_tokens) };
+        let (rows, places) = (Rows::with_capacity(rounded, 0), Vec::new());
+        let mut sample = Self { layout, channels, share, rows, places, counted: 0, window: 0, tails: 0 };
+        if of_tokens < 1.0 {
+            return sample;
+        }
         // A list that grew as it is filled would hold the old and the new at times.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
@@ -128,6 +141,11 @@ impl Sample {
         }
     }
 
+    /// Tokens that count of those that had a row, whether the sample kept it or not.
+    pub(super) fn counted(&self) -> usize {
+        self.counted
+    }
+
     pub(super) fn rounds(&self) -> usize {
         match &self.share {
             Share::Windows { until, .. } => until.len(),
@@ -155,6 +173,7 @@ impl Sample {
 
 impl Statistic for Sample {
     fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        self.counted += rows.count();
         for (token, row) in rows.all() {
             if let Some(place) = self.place(token) {
                 self.rows.extend(row);
@@ -184,8 +203,9 @@ impl Share {
         Self::Windows { ranks, until }
     }
 
-    fn tokens(layout: &BatchLayout) -> Self {
-        let (windows, length, tokens) = (layout.windows(), layout.length(), layout.counted());
+    fn tokens(layout: &BatchLayout, of_tokens: f64) -> Self {
+        let (windows, length) = (layout.windows(), layout.length());
+        let tokens = (layout.counted() as f64 * of_tokens) as usize;
         let power = |wanted: usize| (tokens / wanted.max(1)).max(1).min(length.max(1));
         let floor_power = |n: usize| 1_usize << n.ilog2();
         let last = floor_power(power((tokens / SHARE).max(ENOUGH_TOKENS)));
@@ -204,7 +224,7 @@ mod tests {
     /// A sample of one channel, all tokens added.
     fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
         let tokens = layout.tokens();
-        let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false);
+        let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false, 1.0);
         let values = vec![1.0; tokens];
         sample.take(&InputRows::new(&values, 1, TokenRows::range(0, tokens), &layout).unwrap()).unwrap();
         sample
@@ -247,7 +267,7 @@ mod tests {
         let some: Vec<u32> = all.iter().copied().filter(|t| t % 7 < 3).collect();
         for (mixes, tokens) in [(false, &all), (true, &all), (false, &some)] {
             let taken = |pieces: Vec<&[u32]>, ranges: bool| {
-                let mut sample = Sample::new(layout.clone(), 1, mixes, false);
+                let mut sample = Sample::new(layout.clone(), 1, mixes, false, 1.0);
                 for piece in pieces {
                     for part in
                         if ranges { piece.chunk_by(|a, b| a + 1 == *b).collect() } else { vec![piece] }

@@ -81,8 +81,10 @@ fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> B
     let graph = task.block.graph();
     let clipped = task.grids.keys().filter(|&&node| !graph.feeds_queries_or_keys(node));
     let rows = |&node: &NodeId| {
-        let rows = SampledRows::new(shape(task, node)[1], layout.counted(), wanted.clip_tokens);
-        (graph.nodes()[node].inputs[0], rows)
+        let input = graph.nodes()[node].inputs[0];
+        // Of a value that has rows for a share of the tokens, more of them are kept.
+        let tokens = (wanted.clip_tokens as f64 / graph.share_of_tokens(input)) as usize;
+        (input, SampledRows::new(shape(task, node)[1], layout.counted(), tokens))
     };
     clipped.map(rows).collect()
 }
@@ -98,12 +100,14 @@ fn kept(
     let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
     for group in wanted.groups {
         let k = shape(task, group.consumers[0])[1];
-        let work = Work { tokens: tokens as f64, n: shape(task, group.inspected)[0] as f64, k: k as f64 };
+        let share = graph.share_of_tokens(group.input);
+        let work =
+            Work { tokens: tokens as f64 * share, n: graph.width(group.inspected) as f64, k: k as f64 };
         if group.consumers.len() == 1 && work.gram_is_cheaper(wanted.candidates) {
             grams.insert(group.input, GramSum::new(k));
         } else {
             let rounded = difference::kernel(task, group, tokens).is_some();
-            let sample = Sample::new(layout.clone(), k, mixes_tokens(graph, group), rounded);
+            let sample = Sample::new(layout.clone(), k, mixes_tokens(graph, group), rounded, share);
             samples.insert(group.input, sample);
         }
     }
@@ -120,8 +124,12 @@ pub(crate) fn kept_bytes(
     candidates: usize,
 ) -> u64 {
     let tokens = (batch.samples as u64).saturating_mul(batch.length as u64);
-    let rows = Sample::most_tokens(batch, mixes_tokens(graph, group)).saturating_mul(4 * k);
-    let work = Work { tokens: tokens as f64, n: n as f64, k: k as f64 };
+    let share = graph.share_of_tokens(group.input);
+    let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
+    // A sample of a few tokens takes all of them.
+    let most = most.min((2.0 * tokens as f64 * share) as u64);
+    let rows = most.saturating_mul(4 * k);
+    let work = Work { tokens: tokens as f64 * share, n: n as f64, k: k as f64 };
     if group.consumers.len() == 1 && work.gram_is_cheaper(candidates) {
         // How many tokens count is not known yet, and with few of them it is a race after all.
         let all_count = batch.mask == Mask::None && batch.packing != Packing::Documents;

@@ -8,7 +8,7 @@
 //! never typed by hand, and a consumer cannot be forgotten. Scales are positive: a rectifier lets no
 //! others through.
 
-use super::op::{AttentionInput, AttentionShape, ChannelOrder, Op, Reach, ScalePass};
+use super::op::{AttentionInput, AttentionShape, ChannelOrder, Op, Reach, Rows, ScalePass};
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
 pub type NodeId = usize;
@@ -30,6 +30,8 @@ pub struct BlockGraph {
     users: Vec<Vec<(NodeId, usize)>>,
     /// Of each node, the features of its value.
     widths: Vec<usize>,
+    /// Of each node whose value has rows for some tokens only, the node that selects them.
+    rows: Vec<Option<NodeId>>,
 }
 
 /// A producer whose output channels may be rescaled, and everything that must be rescaled with it.
@@ -39,10 +41,10 @@ pub struct FoldGroup {
     pub producer: NodeId,
     /// The balance list: every linear that reads these channels; their columns are multiplied.
     pub consumers: Vec<NodeId>,
-    /// The node whose value all consumers read.
+    /// The node whose value all consumers read, experts the rows of their tokens.
     pub input: NodeId,
-    /// The node whose output a scale search should watch: the single consumer, or the linear in
-    /// which all consumers' outputs meet (the attention's or MLP's output projection).
+    /// The node whose output a scale search should watch: the single consumer, or the node in which all
+    /// consumers' outputs meet (the attention's or MLP's output projection, the sum of experts).
     pub inspected: NodeId,
     /// How many times a producer's channels stand repeated in the consumers' input: 1, or the
     /// query heads per key head where values pass through grouped-query attention.
@@ -122,14 +124,20 @@ impl GraphBuilder {
         let nodes = self.nodes;
         let mut users = vec![Vec::new(); nodes.len()];
         let mut widths: Vec<usize> = Vec::with_capacity(nodes.len());
+        let mut rows: Vec<Option<NodeId>> = Vec::with_capacity(nodes.len());
         for (id, node) in nodes.iter().enumerate() {
             let inputs: Vec<usize> = node.inputs.iter().map(|&input| widths[input]).collect();
             widths.push(node.op.width(&inputs));
+            rows.push(match node.op.rows() {
+                Rows::All => None,
+                Rows::OfInputs => node.inputs.iter().find_map(|&input| rows[input]),
+                Rows::Selected { .. } => Some(id),
+            });
             for (port, &input) in node.inputs.iter().enumerate() {
                 users[input].push((id, port));
             }
         }
-        BlockGraph { nodes, users, widths }
+        BlockGraph { nodes, users, widths, rows }
     }
 }
 
@@ -159,6 +167,27 @@ impl BlockGraph {
     /// Features of a node's value.
     pub fn width(&self, id: NodeId) -> usize {
         self.widths[id]
+    }
+
+    /// The node that selects the rows of a node's value, where these are some of the tokens' only.
+    pub fn rows_selected_by(&self, id: NodeId) -> Option<NodeId> {
+        self.rows[id]
+    }
+
+    /// The share of all tokens that a node's value has rows for, if tokens are spread evenly.
+    pub fn share_of_tokens(&self, id: NodeId) -> f64 {
+        match self.rows[id].map(|selects| self.nodes[selects].op.rows()) {
+            Some(Rows::Selected { share, .. }) => share,
+            _ => 1.0,
+        }
+    }
+
+    /// The node whose value has the same channels as that of `id`, and all rows.
+    fn all_rows_of(&self, id: NodeId) -> NodeId {
+        match self.nodes[id].op.rows() {
+            Rows::Selected { port, .. } => self.nodes[id].inputs[port],
+            Rows::All | Rows::OfInputs => id,
+        }
     }
 
     /// The node that reaches across tokens, where it is the only one after which each token is computed by
@@ -194,7 +223,7 @@ impl BlockGraph {
     /// Linears in order of evaluation: id, name inside the block, `[out, in]`, whether biased.
     pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str, [usize; 2], bool)> {
         self.nodes.iter().enumerate().filter_map(|(id, n)| match &n.op {
-            Op::Linear { name, shape, bias } => Some((id, name.as_str(), *shape, *bias)),
+            Op::Linear { name, shape, bias, .. } => Some((id, name.as_str(), *shape, *bias)),
             _ => None,
         })
     }
@@ -258,7 +287,7 @@ impl BlockGraph {
         let inspected = match walk.consumers.as_slice() {
             [] => return None,
             [single] => *single,
-            several => self.meeting_linear(several)?,
+            several => self.meeting_node(several)?,
         };
         Some(FoldGroup { producer, consumers: walk.consumers, input, inspected, repeat, run })
     }
@@ -330,7 +359,8 @@ impl BlockGraph {
         for (user, port) in self.users(value) {
             match &self.nodes[user].op {
                 Op::Linear { .. } => {
-                    // All consumers must see the channels in one arrangement.
+                    // All consumers must see the channels in one arrangement, if not all of them the same rows.
+                    let value = self.all_rows_of(value);
                     if walk.input.is_some_and(|i| i != value) {
                         return None;
                     }
@@ -361,8 +391,8 @@ impl BlockGraph {
         self.users[value].iter().copied()
     }
 
-    /// The first linear that depends on all of these.
-    fn meeting_linear(&self, sources: &[NodeId]) -> Option<NodeId> {
+    /// The first linear that depends on all of these, or the first node of any kind where no linear does.
+    fn meeting_node(&self, sources: &[NodeId]) -> Option<NodeId> {
         // Of each node, how many of the sources it depends on.
         let mut reached = vec![0_usize; self.nodes.len()];
         for &source in sources {
@@ -373,7 +403,8 @@ impl BlockGraph {
                 reached[id] += usize::from(depends[id]);
             }
         }
-        self.linears().map(|(id, ..)| id).find(|id| !sources.contains(id) && reached[*id] == sources.len())
+        let meets = |id: &NodeId| !sources.contains(id) && reached[*id] == sources.len();
+        self.linears().map(|(id, ..)| id).find(meets).or_else(|| (0..self.nodes.len()).find(meets))
     }
 }
 

@@ -23,27 +23,47 @@ pub(super) struct Qwen2;
 pub(super) struct Qwen3;
 
 /// Where a family departs from the others.
-struct Details {
-    family: &'static str,
+pub(super) struct Details {
+    pub(super) family: &'static str,
     /// Key and value heads where the configuration is silent; `None` means as many as query heads.
-    kv_heads: Option<usize>,
+    pub(super) kv_heads: Option<usize>,
     /// Width of a head where the configuration is silent; `None` means the hidden size's share.
-    head_dim: Option<usize>,
+    pub(super) head_dim: Option<usize>,
+    /// Base of the rotary frequencies where the configuration is silent.
+    pub(super) theta: f64,
+    /// Added to the mean square where the configuration is silent.
+    pub(super) norm_eps: f64,
     /// SmoothQuant's exponent.
-    smoothing: f32,
+    pub(super) smoothing: f32,
     /// What all blocks have in common.
-    block: BlockDetails,
-    windows: Windows,
+    pub(super) block: BlockDetails,
+    pub(super) windows: Windows,
+}
+
+impl Details {
+    /// Those of most families.
+    pub(super) fn new(family: &'static str) -> Self {
+        Self {
+            family,
+            kv_heads: None,
+            head_dim: None,
+            theta: 10_000.0,
+            norm_eps: 1e-6,
+            smoothing: 0.8,
+            block: BlockDetails::default(),
+            windows: Windows::Never,
+        }
+    }
 }
 
 /// Where a family's block departs from the others.
 #[derive(Debug, Clone, Copy, Default)]
-struct BlockDetails {
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
+pub(super) struct BlockDetails {
+    pub(super) qkv_bias: bool,
+    pub(super) o_bias: bool,
+    pub(super) mlp_bias: bool,
     /// Whether every head of queries and keys is normalized before it is rotated.
-    head_norms: bool,
+    pub(super) head_norms: bool,
 }
 
 impl Family for Llama {
@@ -60,17 +80,7 @@ impl Family for Llama {
         let mlp_bias = config.optional_bool("mlp_bias")?.unwrap_or(false);
         let block =
             BlockDetails { qkv_bias: attention_bias, o_bias: attention_bias, mlp_bias, ..Default::default() };
-        describe(
-            config,
-            &Details {
-                family: self.name(),
-                kv_heads: None,
-                head_dim: None,
-                smoothing: 0.85,
-                block,
-                windows: Windows::Never,
-            },
-        )
+        describe(config, &Details { smoothing: 0.85, block, ..Details::new(self.name()) })
     }
 }
 
@@ -84,17 +94,8 @@ impl Family for Mistral {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        describe(
-            config,
-            &Details {
-                family: self.name(),
-                kv_heads: Some(8),
-                head_dim: None,
-                smoothing: 0.8,
-                block: BlockDetails::default(),
-                windows: Windows::read(config, true)?,
-            },
-        )
+        let windows = Windows::read(config, true)?;
+        describe(config, &Details { kv_heads: Some(8), windows, ..Details::new(self.name()) })
     }
 }
 
@@ -109,17 +110,8 @@ impl Family for Qwen2 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let block = BlockDetails { qkv_bias: true, ..Default::default() };
-        describe(
-            config,
-            &Details {
-                family: self.name(),
-                kv_heads: Some(32),
-                head_dim: None,
-                smoothing: 0.8,
-                block,
-                windows: Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
-            },
-        )
+        let windows = Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?;
+        describe(config, &Details { kv_heads: Some(32), block, windows, ..Details::new(self.name()) })
     }
 }
 
@@ -140,23 +132,15 @@ impl Family for Qwen3 {
             head_norms: true,
             ..Default::default()
         };
-        describe(
-            config,
-            &Details {
-                family: self.name(),
-                kv_heads: Some(32),
-                head_dim: Some(128),
-                smoothing: 0.8,
-                block,
-                windows: Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?,
-            },
-        )
+        let windows = Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?;
+        let (kv_heads, head_dim) = (Some(32), Some(128));
+        describe(config, &Details { kv_heads, head_dim, block, windows, ..Details::new(self.name()) })
     }
 }
 
 /// Which blocks slide a window over the keys, and how long it is.
 #[derive(Debug, Clone, PartialEq)]
-enum Windows {
+pub(super) enum Windows {
     /// Every query sees all positions before it.
     Never,
     /// Blocks from this one on.
@@ -171,7 +155,7 @@ impl Windows {
     /// Readers take a missing `sliding_window` for that of the first release, and `null` for none.
     /// `layer_types` says of each block whether it slides; without it, all do, but for the first
     /// `max_window_layers` of families that know the key.
-    fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
+    pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
         const SLIDING: &str = "sliding_attention";
         const FULL: &str = "full_attention";
         let window = match config.map().contains_key("sliding_window") {
@@ -214,7 +198,7 @@ impl Windows {
 }
 
 /// The architecture that a configuration of such a family implies.
-fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture> {
+pub(super) fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture> {
     let hidden = config.require_positive("hidden_size")?;
     let intermediate = config.require_positive("intermediate_size")?;
     let heads = config.require_positive("num_attention_heads")?;
@@ -247,13 +231,13 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
     if activation != "silu" {
         return Err(config.error("hidden_act", format!("is `{activation}`; this family uses `silu`")));
     }
-    let norm_eps = config.optional_f64("rms_norm_eps")?.unwrap_or(1e-6);
+    let norm_eps = config.optional_f64("rms_norm_eps")?.unwrap_or(details.norm_eps);
     if !(0.0..1.0).contains(&norm_eps) {
         return Err(
             config.error("rms_norm_eps", format!("is {norm_eps}; expected 0 or a small positive number"))
         );
     }
-    let (theta, scaling) = RopeScaling::from_config(config)?;
+    let (theta, scaling) = RopeScaling::from_config(config, details.theta)?;
     let sizes = Sizes {
         hidden,
         intermediate,
@@ -262,6 +246,11 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
         norm_eps,
     };
     let layers = Blocks::layers(config)?;
+    let kind = |layer: usize| details.windows.of(layer);
+    let graph = |window: &Option<usize>| {
+        let attention = AttentionShape { window: *window, ..sizes.attention };
+        block(&Sizes { attention, ..sizes }, details.block)
+    };
     Ok(Architecture {
         family: details.family,
         hidden,
@@ -280,16 +269,7 @@ fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<Architecture
             ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
             ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
         ],
-        blocks: Blocks::new(
-            layers,
-            |layer| details.windows.of(layer),
-            |window| {
-                block(
-                    &Sizes { attention: AttentionShape { window: *window, ..sizes.attention }, ..sizes },
-                    details.block,
-                )
-            },
-        ),
+        blocks: Blocks::new(layers, kind, graph),
     })
 }
 
@@ -306,8 +286,12 @@ struct Sizes {
 fn block(sizes: &Sizes, details: BlockDetails) -> BlockGraph {
     let Sizes { hidden, intermediate, attention, rope, norm_eps: eps } = *sizes;
     let BlockDetails { qkv_bias, o_bias, mlp_bias, head_norms } = details;
-    let linear =
-        |name: &str, shape: [usize; 2], bias: bool| Op::Linear { name: name.to_owned(), shape, bias };
+    let linear = |name: &str, shape: [usize; 2], bias: bool| Op::Linear {
+        name: name.to_owned(),
+        shape,
+        bias,
+        stays_float: false,
+    };
     let norm = |name: &str, width: usize| Op::RmsNorm { name: name.to_owned(), width, eps };
     let head_dim = attention.head_dim;
     let (q_width, kv_width) = (attention.heads() * head_dim, attention.kv_heads * head_dim);

@@ -8,7 +8,7 @@ mod opt;
 
 pub use blocks::{BlockKind, Blocks};
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, QueryKey};
-pub use op::{AttentionInput, AttentionShape, ChannelOrder, Op, Parameter, Reach, ScalePass};
+pub use op::*;
 
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;

@@ -43,6 +43,9 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
+        /// Whether its weight is folded but never quantized: a router or a gate, where rounding changes which experts
+        /// run.
+        stays_float: bool,
     },
     /// Rotary position embedding of all heads of the input.
     Rope(Rope),
@@ -126,6 +129,22 @@ pub enum ChannelOrder {
     Fixed,
 }
 
+/// For which tokens a value has a row.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rows {
+    /// For all tokens.
+    All,
+    /// For the tokens that the inputs have rows for.
+    OfInputs,
+    /// For some of the tokens of one input, which it takes the rows of.
+    Selected {
+        /// The input.
+        port: usize,
+        /// The share of all tokens, if they are spread evenly.
+        share: f64,
+    },
+}
+
 /// What an input is to the attention that reads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionInput {
@@ -202,6 +221,26 @@ impl Op {
         }
     }
 
+    /// Whether it is a linear whose weight may be quantized.
+    pub fn is_quantizable(&self) -> bool {
+        matches!(self, Self::Linear { stays_float: false, .. })
+    }
+
+    /// For which tokens its output has a row.
+    pub fn rows(&self) -> Rows {
+        match self {
+            Self::Input { .. } => Rows::All,
+            Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::Rope(_)
+            | Self::Attention(_)
+            | Self::GatedSilu
+            | Self::Relu
+            | Self::Add => Rows::OfInputs,
+        }
+    }
+
     /// Features of its output, from those of its inputs.
     pub(super) fn width(&self, inputs: &[usize]) -> usize {
         match self {
@@ -240,8 +279,8 @@ impl Op {
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
             }
-            // A linear takes a scale up in its columns: it is a consumer and not a passage. A sum would have to
-            // scale its other side too.
+            // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. A sum would have to
+            // scale its other terms too.
             Self::GatedSilu
             | Self::Attention(_)
             | Self::Input { .. }

@@ -100,7 +100,8 @@ struct Sizes {
 }
 
 fn block(&Sizes { hidden, ffn, heads, bias, affine }: &Sizes) -> BlockGraph {
-    let linear = |name: &str, shape: [usize; 2]| Op::Linear { name: name.to_owned(), shape, bias };
+    let linear =
+        |name: &str, shape: [usize; 2]| Op::Linear { name: name.to_owned(), shape, bias, stays_float: false };
     let norm = |name: &str| Op::LayerNorm { name: name.to_owned(), width: hidden, affine, eps: NORM_EPS };
     let mut g = GraphBuilder::default();
     let input = g.add(Op::Input { width: hidden }, &[]);
