@@ -8,9 +8,9 @@ use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{AttentionShape, BlockGraph, NodeId, Op};
 use super::attention::{cached_attention, causal_attention, gated_silu, relu};
-use super::paged;
 use super::tensor_values::with_slices;
 use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, TokenRows};
+use super::{experts, paged};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -372,6 +372,15 @@ impl Run<'_> {
                     _ => self.block.linear(id).forward(x),
                 }
             }
+            (Op::Route(routing), [logits]) => experts::route(logits, *routing),
+            (Op::ExpertInput { expert, .. }, [x, weights]) => {
+                let tokens = experts::tokens_of_expert(weights, *expert)?;
+                let rows = experts::rows(x, &tokens)?;
+                self.selected.insert(id, tokens);
+                Ok(rows)
+            }
+            (Op::Experts { .. }, [weights, outputs @ ..]) => experts::sum(weights, outputs),
+            (Op::GatedSilu, [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),
             (Op::Rope(_), [x]) => {
                 let table = &self.block.ropes[&id];
                 match self.segments.is_whole() {

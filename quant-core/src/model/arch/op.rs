@@ -47,6 +47,23 @@ pub enum Op {
         /// run.
         stays_float: bool,
     },
+    /// The weights of the experts that each token is routed to, 0 for all others, from a router's logits
+    /// `[…, experts]`.
+    Route(Routing),
+    /// The rows of the tokens that are routed to an expert, of inputs `[x, weights]`: a value with fewer rows than
+    /// the batch has tokens, perhaps with none.
+    ExpertInput {
+        /// The expert.
+        expert: usize,
+        /// How tokens are routed.
+        routing: Routing,
+    },
+    /// The outputs of all experts, each row times its token's weight for the expert, added up in the order of experts.
+    /// Inputs are the weights, then the output of each expert.
+    Experts {
+        /// Module name inside the block.
+        name: String,
+    },
     /// Rotary position embedding of all heads of the input.
     Rope(Rope),
     /// Causal attention of inputs `[queries, keys, values]`.
@@ -57,6 +74,17 @@ pub enum Op {
     Relu,
     /// The sum of its two inputs.
     Add,
+}
+
+/// How experts are chosen for a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Routing {
+    /// How many there are.
+    pub experts: usize,
+    /// How many a token is routed to: those with the largest softmax of the logits.
+    pub top_k: usize,
+    /// Whether their weights are scaled to add up to 1.
+    pub normalized: bool,
 }
 
 /// The heads of an attention, and how far it sees.
@@ -169,8 +197,13 @@ impl Op {
     /// Module name inside the block; empty where the operation is no module.
     pub fn name(&self) -> &str {
         match self {
-            Self::RmsNorm { name, .. } | Self::LayerNorm { name, .. } | Self::Linear { name, .. } => name,
+            Self::RmsNorm { name, .. }
+            | Self::LayerNorm { name, .. }
+            | Self::Linear { name, .. }
+            | Self::Experts { name } => name,
             Self::Input { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
             | Self::Rope(_)
             | Self::Attention(_)
             | Self::GatedSilu
@@ -190,6 +223,9 @@ impl Op {
             Self::Linear { shape, bias: false, .. } => vec![weight(shape)],
             Self::LayerNorm { affine: false, .. }
             | Self::Input { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::Rope(_)
             | Self::Attention(_)
             | Self::GatedSilu
@@ -229,10 +265,14 @@ impl Op {
     /// For which tokens its output has a row.
     pub fn rows(&self) -> Rows {
         match self {
-            Self::Input { .. } => Rows::All,
+            Self::ExpertInput { routing, .. } => {
+                Rows::Selected { port: 0, share: routing.top_k as f64 / routing.experts.max(1) as f64 }
+            }
+            Self::Input { .. } | Self::Experts { .. } => Rows::All,
             Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
             | Self::Linear { .. }
+            | Self::Route(_)
             | Self::Rope(_)
             | Self::Attention(_)
             | Self::GatedSilu
@@ -246,9 +286,12 @@ impl Op {
         match self {
             Self::Input { width } => *width,
             Self::Linear { shape, .. } => shape[0],
+            Self::Experts { .. } => inputs.last().copied().unwrap_or(0),
             Self::Attention(shape) => shape.heads() * shape.head_dim,
             Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
             | Self::Rope(_)
             | Self::GatedSilu
             | Self::Relu
@@ -265,6 +308,9 @@ impl Op {
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
             | Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::GatedSilu
             | Self::Relu
             | Self::Add => Reach::Token,
@@ -276,6 +322,7 @@ impl Op {
         match self {
             Self::GatedSilu if port == 1 => ScalePass::UNCHANGED,
             Self::Relu => ScalePass::UNCHANGED,
+            Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
             }
@@ -287,6 +334,9 @@ impl Op {
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
             | Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::Rope(_)
             | Self::Add => ScalePass::Stopped,
         }
@@ -301,6 +351,9 @@ impl Op {
             Self::Input { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::Rope(_)
             | Self::Add => ChannelOrder::Fixed,
         }
@@ -323,6 +376,9 @@ impl Op {
             Self::Rope(_) | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
             Self::Input { .. }
             | Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::Attention(_)
             | Self::GatedSilu
             | Self::Relu
@@ -338,6 +394,9 @@ impl Op {
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
             | Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::Rope(_)
             | Self::GatedSilu
             | Self::Relu
@@ -355,6 +414,9 @@ impl Op {
             Self::Input { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
             | Self::Rope(_)
             | Self::GatedSilu
             | Self::Relu

@@ -1,0 +1,218 @@
+//! Mixtures of experts: which experts a token goes to, its rows, and the sum of what they put out.
+//!
+//! Routing is a dense value, `[…, experts]` with the weights of the chosen experts and 0 for all others, so that what
+//! follows needs nothing else: an expert's tokens are the rows in which its weight is not 0. A chosen expert whose
+//! weight underflows to 0 adds nothing, and does not run.
+
+use candle_core::{D, Device, Tensor};
+use rayon::prelude::*;
+
+use super::arch::Routing;
+use super::tensor_values::with_values;
+use crate::{Error, Result};
+
+/// The weights of the experts that each token is routed to, from the router's logits `[…, experts]`.
+///
+/// A token goes to the `top_k` experts with the largest softmax, of equal ones to those that come first. Their
+/// weights are the softmax over all experts, scaled to add up to 1 where the routing says so.
+///
+/// # Errors
+/// When the logits have another width, or one of them is not finite.
+pub(super) fn route(logits: &Tensor, routing: Routing) -> Result<Tensor> {
+    let experts = routing.experts;
+    if logits.dim(D::Minus1)? != experts {
+        return Err(Error::Internal(format!("logits {:?} of {experts} experts", logits.dims())));
+    }
+    let weights = with_values(logits, |logits| {
+        if logits.iter().any(|logit| !logit.is_finite()) {
+            return Err(Error::Numeric {
+                tensor: String::new(),
+                reason: "a router's logit is not finite".into(),
+            });
+        }
+        let mut weights = vec![0.0; logits.len()];
+        let rows = weights.par_chunks_mut(experts).zip(logits.par_chunks(experts));
+        rows.for_each_init(Vec::new, |order, (weights, logits)| route_token(logits, routing, order, weights));
+        Ok(weights)
+    })?;
+    Ok(Tensor::from_vec(weights, logits.dims(), &Device::Cpu)?)
+}
+
+/// `weights` are 0 before. `order` is scratch space.
+fn route_token(logits: &[f32], routing: Routing, order: &mut Vec<u32>, weights: &mut [f32]) {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let exponential = |expert: u32| (logits[expert as usize] - largest).exp();
+    let all: f32 = (0..logits.len() as u32).map(exponential).sum();
+    order.clear();
+    order.extend(0..logits.len() as u32);
+    // A stable sort: of equals, the first stay first.
+    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+    let chosen = &order[..routing.top_k.min(order.len())];
+    let probability = |expert: u32| exponential(expert) / all;
+    let scale = if routing.normalized { chosen.iter().map(|&e| probability(e)).sum() } else { 1.0 };
+    for &expert in chosen {
+        weights[expert as usize] = probability(expert) / scale;
+    }
+}
+
+/// The tokens that go to an expert, ascending, from the weights `[…, experts]`.
+///
+/// # Errors
+/// When there is no such expert.
+pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u32>> {
+    let experts = weights.dim(D::Minus1)?;
+    if expert >= experts {
+        return Err(Error::Internal(format!("expert {expert} of {experts}")));
+    }
+    with_values(weights, |weights| {
+        let rows = weights.chunks_exact(experts).enumerate();
+        Ok(rows.filter(|(_, row)| row[expert] != 0.0).map(|(token, _)| token as u32).collect())
+    })
+}
+
+/// Rows of `x` `[…, width]`, as `[1, tokens, width]`.
+///
+/// # Errors
+/// When a token is beyond those of `x`.
+pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
+    let width = x.dim(D::Minus1)?;
+    let values = with_values(x, |x| {
+        let mut values = Vec::with_capacity(tokens.len() * width);
+        for &token in tokens {
+            let at = token as usize * width;
+            let row = x.get(at..at + width);
+            values.extend_from_slice(row.ok_or_else(|| Error::Internal(format!("no row {token}")))?);
+        }
+        Ok(values)
+    })?;
+    Ok(Tensor::from_vec(values, (1, tokens.len(), width), &Device::Cpu)?)
+}
+
+/// Adds up what the experts put out: `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens in order.
+/// Each token's terms are added in the order of experts.
+///
+/// # Errors
+/// When there are other than as many outputs as experts, or an output has other than its tokens' rows.
+pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
+    let experts = weights.dim(D::Minus1)?;
+    let Some(width) = outputs.first().map(|output| output.dim(D::Minus1)).transpose()? else {
+        return Err(Error::Internal("experts without outputs".into()));
+    };
+    if outputs.len() != experts {
+        return Err(Error::Internal(format!("{} outputs of {experts} experts", outputs.len())));
+    }
+    let tokens = weights.elem_count().checked_div(experts).unwrap_or(0);
+    let mut sums = vec![0.0; tokens * width];
+    with_values(weights, |weights| {
+        for (expert, output) in outputs.iter().enumerate() {
+            let of = |token: usize| weights[token * experts + expert];
+            with_values(output, |output| add_expert(&mut sums, width, of, output))?;
+        }
+        Ok(())
+    })?;
+    let mut dims = weights.dims().to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = width;
+    }
+    Ok(Tensor::from_vec(sums, dims, &Device::Cpu)?)
+}
+
+/// Adds an expert's output, times the weight `of` each token, to sums `[tokens, width]`.
+///
+/// # Errors
+/// When the output has other rows than there are tokens with a weight.
+pub(crate) fn add_expert(
+    sums: &mut [f32],
+    width: usize,
+    of: impl Fn(usize) -> f32,
+    output: &[f32],
+) -> Result<()> {
+    let routed = sums.chunks_exact_mut(width.max(1)).enumerate().filter_map(|(token, sums)| {
+        let weight = of(token);
+        (weight != 0.0).then_some((weight, sums))
+    });
+    let routed: Vec<(f32, &mut [f32])> = routed.collect();
+    if routed.len() * width != output.len() {
+        return Err(Error::Internal(format!(
+            "{} values of an expert for {} tokens",
+            output.len(),
+            routed.len()
+        )));
+    }
+    routed.into_par_iter().zip(output.par_chunks_exact(width.max(1))).for_each(|((weight, sums), row)| {
+        sums.iter_mut().zip(row).for_each(|(sum, y)| *sum += weight * y);
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(values: &[f32], rows: usize) -> Tensor {
+        Tensor::from_slice(values, (1, rows, values.len() / rows.max(1)), &Device::Cpu).unwrap()
+    }
+
+    fn flat(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn weights_are_the_softmax_of_the_chosen() {
+        let logits = [1.0_f32, 3.0, 2.0, -1.0, 0.0, 0.0, 0.0, 0.0];
+        let routing = Routing { experts: 4, top_k: 2, normalized: false };
+        let all: f64 = logits[..4].iter().map(|l| f64::from(*l).exp()).sum();
+        let weights = flat(&route(&tensor(&logits, 2), routing).unwrap());
+        for (expert, &weight) in weights[..4].iter().enumerate() {
+            let exact = if expert == 1 || expert == 2 { f64::from(logits[expert]).exp() / all } else { 0.0 };
+            approx::assert_relative_eq!(f64::from(weight), exact, max_relative = 1e-6);
+        }
+        // Of equal logits the first are taken.
+        assert_eq!(weights[4..], [0.25, 0.25, 0.0, 0.0]);
+        let scaled = flat(&route(&tensor(&logits, 2), Routing { normalized: true, ..routing }).unwrap());
+        approx::assert_relative_eq!(scaled[1] + scaled[2], 1.0, max_relative = 1e-6);
+        approx::assert_relative_eq!(scaled[1] / scaled[2], weights[1] / weights[2], max_relative = 1e-6);
+        assert_eq!(scaled[4..], [0.5, 0.5, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn permuting_experts_permutes_weights() {
+        let logits: Vec<f32> = (0..40).map(|i| (i as f32 * 0.91).sin() * 3.0).collect();
+        let routing = Routing { experts: 8, top_k: 3, normalized: true };
+        let order = [3, 0, 7, 1, 6, 2, 5, 4];
+        let permuted: Vec<f32> = logits.chunks(8).flat_map(|row| order.map(|e| row[e])).collect();
+        let weights = flat(&route(&tensor(&logits, 5), routing).unwrap());
+        let expected: Vec<f32> = weights.chunks(8).flat_map(|row| order.map(|e| row[e])).collect();
+        let found = flat(&route(&tensor(&permuted, 5), routing).unwrap());
+        for (found, expected) in found.iter().zip(&expected) {
+            approx::assert_relative_eq!(found, expected, max_relative = 1e-6);
+        }
+        assert!(weights.chunks(8).all(|row| row.iter().filter(|w| **w != 0.0).count() == 3));
+    }
+
+    #[test]
+    fn experts_see_their_tokens_and_add_up() {
+        // Expert 1 gets no token, expert 2 all of them.
+        let weights = tensor(&[0.5, 0.0, 0.5, 0.0, 0.0, 1.0, 0.25, 0.0, 0.75], 3);
+        let x = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3);
+        let tokens: Vec<Vec<u32>> = (0..3).map(|e| tokens_of_expert(&weights, e).unwrap()).collect();
+        assert_eq!(tokens, [vec![0, 2], vec![], vec![0, 1, 2]]);
+        assert!(tokens_of_expert(&weights, 3).is_err());
+        let inputs: Vec<Tensor> = tokens.iter().map(|tokens| rows(&x, tokens).unwrap()).collect();
+        assert_eq!(flat(&inputs[0]), [1.0, 2.0, 5.0, 6.0]);
+        assert_eq!(inputs[1].dims(), [1, 0, 2]);
+        assert!(rows(&x, &[3]).is_err());
+        let outputs = [&inputs[0] * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
+        let summed = flat(&sum(&weights, &outputs).unwrap());
+        assert_eq!(summed, [0.5, 1.0, -3.0, -4.0, -1.25, -1.5]);
+        assert!(sum(&weights, &outputs[..2]).is_err());
+        assert!(sum(&weights, &[outputs[1].clone(), outputs[1].clone(), outputs[2].clone()]).is_err());
+    }
+
+    #[test]
+    fn logits_must_be_finite() {
+        let routing = Routing { experts: 2, top_k: 1, normalized: false };
+        assert!(route(&tensor(&[0.0, f32::NAN], 1), routing).is_err());
+        assert!(route(&tensor(&[0.0, 1.0, 2.0], 1), routing).is_err());
+    }
+}
