@@ -1,6 +1,7 @@
 //! Llama 1, 2, 3 and the families that share their block but for a detail: Mistral's sliding window,
 //! the biases of Qwen2, the query and key norms of Qwen3.
 
+use super::experts::GatedExperts;
 use super::{Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, Op};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
@@ -38,6 +39,8 @@ pub(super) struct Details {
     /// What all blocks have in common.
     pub(super) block: BlockDetails,
     pub(super) windows: Windows,
+    /// The experts, and which layers have them in place of an MLP.
+    pub(super) experts: Option<(GatedExperts, Vec<bool>)>,
 }
 
 impl Details {
@@ -52,6 +55,7 @@ impl Details {
             smoothing: 0.8,
             block: BlockDetails::default(),
             windows: Windows::Never,
+            experts: None,
         }
     }
 }
@@ -246,10 +250,14 @@ pub(super) fn describe(config: &ConfigFields<'_>, details: &Details) -> Result<A
         norm_eps,
     };
     let layers = Blocks::layers(config)?;
-    let kind = |layer: usize| details.windows.of(layer);
-    let graph = |window: &Option<usize>| {
+    let experts = details.experts.as_ref();
+    let kind = |layer: usize| {
+        let experts = experts.filter(|(_, layers)| layers.get(layer) == Some(&true));
+        (details.windows.of(layer), experts.map(|(experts, _)| *experts))
+    };
+    let graph = |(window, experts): &(Option<usize>, Option<GatedExperts>)| {
         let attention = AttentionShape { window: *window, ..sizes.attention };
-        block(&Sizes { attention, ..sizes }, details.block)
+        block(&Sizes { attention, ..sizes }, details.block, experts.as_ref())
     };
     Ok(Architecture {
         family: details.family,
@@ -283,7 +291,7 @@ struct Sizes {
     norm_eps: f64,
 }
 
-fn block(sizes: &Sizes, details: BlockDetails) -> BlockGraph {
+fn block(sizes: &Sizes, details: BlockDetails, experts: Option<&GatedExperts>) -> BlockGraph {
     let Sizes { hidden, intermediate, attention, rope, norm_eps: eps } = *sizes;
     let BlockDetails { qkv_bias, o_bias, mlp_bias, head_norms } = details;
     let linear = |name: &str, shape: [usize; 2], bias: bool| Op::Linear {
@@ -314,6 +322,11 @@ fn block(sizes: &Sizes, details: BlockDetails) -> BlockGraph {
     let middle = g.add(Op::Add, &[input, o]);
 
     let x = g.add(norm("post_attention_layernorm", hidden), &[middle]);
+    if let Some(experts) = experts {
+        let sum = experts.add(&mut g, x, hidden);
+        g.add(Op::Add, &[middle, sum]);
+        return g.finish();
+    }
     let gate = g.add(linear("mlp.gate_proj", [intermediate, hidden], mlp_bias), &[x]);
     let up = g.add(linear("mlp.up_proj", [intermediate, hidden], mlp_bias), &[x]);
     let product = g.add(Op::GatedSilu, &[gate, up]);
@@ -362,10 +375,10 @@ mod tests {
         let plain = BlockDetails::default();
         let biased = BlockDetails { qkv_bias: true, o_bias: true, mlp_bias: true, ..plain };
         let normed = BlockDetails { head_norms: true, ..plain };
-        assert_eq!(groups(&block(&sizes(8, None), plain)), expected(1));
-        assert_eq!(groups(&block(&sizes(2, None), biased)), expected(4));
+        assert_eq!(groups(&block(&sizes(8, None), plain, None)), expected(1));
+        assert_eq!(groups(&block(&sizes(2, None), biased, None)), expected(4));
         // Norms of heads neither scale nor let a scale through.
-        assert_eq!(groups(&block(&sizes(2, Some(16)), normed)), expected(4));
+        assert_eq!(groups(&block(&sizes(2, Some(16)), normed, None)), expected(4));
     }
 
     #[test]
@@ -410,7 +423,7 @@ mod tests {
     #[test]
     fn clipping_leaves_queries_and_keys_alone() {
         for head_norms in [false, true] {
-            let graph = block(&sizes(2, None), BlockDetails { head_norms, ..BlockDetails::default() });
+            let graph = block(&sizes(2, None), BlockDetails { head_norms, ..BlockDetails::default() }, None);
             let spared: Vec<_> = graph
                 .linears()
                 .filter(|(id, ..)| graph.feeds_queries_or_keys(*id))

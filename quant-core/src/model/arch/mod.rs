@@ -1,6 +1,7 @@
 //! Families of models as data. No tensor name of an architecture stands outside this folder.
 
 mod blocks;
+mod experts;
 mod graph;
 mod llama;
 mod op;
