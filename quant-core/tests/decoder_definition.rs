@@ -5,7 +5,7 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::{Kind, Tiny, logits, relative_difference, windows};
+use common::{Kind, TOP_K, Tiny, logits, relative_difference, windows};
 use quant_core::TensorSource;
 use quant_core::checkpoint::{Dtype, MemorySource};
 use serde_json::json;
@@ -110,6 +110,34 @@ impl Definition {
         out
     }
 
+    fn gated(&self, x: &[Vec<f64>], [gate, up, down]: &[String; 3]) -> Rows {
+        let mut gated = self.linear(x, gate);
+        for (gate, up) in gated.iter_mut().zip(self.linear(x, up)) {
+            gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
+        }
+        self.linear(&gated, down)
+    }
+
+    /// All experts on all tokens; of each token those of the largest logits count, by their softmax.
+    fn experts(&self, x: &[Vec<f64>], router: &str, experts: &[[String; 3]]) -> Rows {
+        let outputs: Vec<Rows> = experts.iter().map(|linears| self.gated(x, linears)).collect();
+        let logits = self.linear(x, router);
+        let token = |(t, logits): (usize, &Vec<f64>)| {
+            let total: f64 = logits.iter().map(|l| l.exp()).sum();
+            let mut order: Vec<usize> = (0..logits.len()).collect();
+            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+            let chosen = &order[..TOP_K];
+            let all_chosen: f64 = chosen.iter().map(|&e| logits[e].exp()).sum();
+            let total = if self.tiny.family == Kind::Qwen3Moe(false) { total } else { all_chosen };
+            let mut sum = vec![0.0; x[t].len()];
+            for &e in chosen {
+                sum.iter_mut().zip(&outputs[e][t]).for_each(|(s, y)| *s += logits[e].exp() / total * y);
+            }
+            sum
+        };
+        logits.iter().enumerate().map(token).collect()
+    }
+
     /// Some rows of a tensor.
     fn rows(&self, name: &str, rows: impl Iterator<Item = usize>) -> Rows {
         let (values, h) = (&self.tensors[name], self.tiny.hidden);
@@ -145,7 +173,7 @@ impl Definition {
             let mut q = self.linear(&n, &name("self_attn.q_proj"));
             let mut k = self.linear(&n, &name("self_attn.k_proj"));
             let v = self.linear(&n, &name("self_attn.v_proj"));
-            if self.tiny.family == Kind::Qwen3 {
+            if self.tiny.family.head_norms() {
                 q = self.head_norm(&q, &name("self_attn.q_norm"));
                 k = self.head_norm(&k, &name("self_attn.k_norm"));
             }
@@ -154,11 +182,17 @@ impl Definition {
             let attended = self.attention(&q, &k, &v);
             add(&mut x, self.linear(&attended, &name("self_attn.o_proj")));
             let n = self.norm(&x, &name("post_attention_layernorm"));
-            let mut gated = self.linear(&n, &name("mlp.gate_proj"));
-            for (gate, up) in gated.iter_mut().zip(self.linear(&n, &name("mlp.up_proj"))) {
-                gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
+            match self.tiny.family.experts(layer) {
+                None => add(
+                    &mut x,
+                    self.gated(&n, &["gate", "up", "down"].map(|m| name(&format!("mlp.{m}_proj")))),
+                ),
+                Some((router, experts)) => {
+                    let experts: Vec<_> =
+                        experts.into_iter().map(|e| e.map(|linear| name(&linear))).collect();
+                    add(&mut x, self.experts(&n, &name(router), &experts));
+                }
             }
-            add(&mut x, self.linear(&gated, &name("mlp.down_proj")));
         }
         let n = self.norm(&x, "model.norm");
         let head = if self.tiny.tied { "model.embed_tokens" } else { "lm_head" };
@@ -184,6 +218,9 @@ fn logits_are_those_of_the_definition() {
         ("qwen2", Tiny { family: Kind::Qwen2, tied: true, ..Tiny::default() }),
         ("qwen3", Tiny { family: Kind::Qwen3, head_dim: 24, ..Tiny::default() }),
         ("qwen3, biases", Tiny { family: Kind::Qwen3, attention_bias: true, ..Tiny::default() }),
+        ("mixtral", Tiny { family: Kind::Mixtral, ..Tiny::default() }),
+        ("qwen3-moe", Tiny { family: Kind::Qwen3Moe(false), layers: 3, ..Tiny::default() }),
+        ("qwen3-moe, normalized", Tiny { family: Kind::Qwen3Moe(true), head_dim: 24, ..Tiny::default() }),
         ("opt", Tiny::opt()),
         ("opt, tied, norms in f16", Tiny { tied: true, norm_dtype: Dtype::F16, ..Tiny::opt() }),
         ("opt, no biases", Tiny { attention_bias: false, mlp_bias: false, ..Tiny::opt() }),

@@ -6,10 +6,10 @@ mod common;
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
-use common::{Kind, Tiny, flat, normal, relative_difference};
+use common::{EXPERTS, Kind, Tiny, flat, normal, relative_difference};
 use quant_core::CancelToken;
 use quant_core::checkpoint::Dtype;
-use quant_core::model::{Block, BlockGraph, FoldGroup, Model, NoTap, NodeId, Op};
+use quant_core::model::{Block, BlockGraph, FoldGroup, Model, NoTap, Node, NodeId, Op};
 use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -108,6 +108,8 @@ fn cases() -> Vec<(&'static str, Tiny)> {
         ("qwen2, every head its own", Tiny { family: Kind::Qwen2, kv_heads: 4, ..Tiny::default() }),
         ("qwen3", Tiny { family: Kind::Qwen3, head_dim: 24, ..Tiny::default() }),
         ("qwen3, biases", Tiny { family: Kind::Qwen3, kv_heads: 4, attention_bias: true, ..Tiny::default() }),
+        ("mixtral", Tiny { family: Kind::Mixtral, ..Tiny::default() }),
+        ("qwen3-moe", Tiny { family: Kind::Qwen3Moe(true), kv_heads: 4, ..Tiny::default() }),
         ("opt", Tiny::opt()),
         ("opt without biases", Tiny { attention_bias: false, mlp_bias: false, ..Tiny::opt() }),
         ("opt, norms in bf16", Tiny { norm_dtype: Dtype::Bf16, ..Tiny::opt() }),
@@ -123,7 +125,8 @@ fn folding_every_group_leaves_the_output_unchanged() {
         for seed in 0..4 {
             let bench = Bench::new(&tiny, seed);
             let groups = bench.groups();
-            assert_eq!(groups.len(), 4, "{name}");
+            let ups = if tiny.family.experts(0).is_some() { EXPERTS } else { 1 };
+            assert_eq!(groups.len(), 3 + ups, "{name}");
             let repeated = groups.iter().filter(|g| g.repeat != 1).count();
             assert_eq!(repeated, usize::from(tiny.kv_heads != tiny.heads), "{name}");
             let change = bench.change(&bench.fold_all(&groups, 10 * seed));
@@ -169,7 +172,8 @@ fn folding_twice_composes() {
 fn a_consumer_left_out_breaks_the_identity() {
     // What proves that the tests above can fail.
     let grouped = Tiny::default();
-    for tiny in [grouped.clone(), Tiny { kv_heads: 4, ..grouped }, Tiny::opt()] {
+    let experts = Tiny { family: Kind::Mixtral, ..grouped.clone() };
+    for tiny in [grouped.clone(), Tiny { kv_heads: 4, ..grouped }, experts, Tiny::opt()] {
         let bench = Bench::new(&tiny, 6);
         for group in bench.groups() {
             for i in 0..group.consumers.len() {
@@ -189,9 +193,15 @@ fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
     for (name, tiny) in cases() {
         let bench = Bench::new(&tiny, 0);
         let nodes = bench.graph().nodes();
-        let readers = |value: NodeId| {
-            (0..nodes.len()).filter(|&n| nodes[n].inputs.contains(&value)).collect::<Vec<_>>()
-        };
+        // Experts read the rows of their tokens.
+        fn readers(nodes: &[Node], value: NodeId) -> Vec<NodeId> {
+            let users = (0..nodes.len()).filter(|&n| nodes[n].inputs.contains(&value));
+            let linears = |n: NodeId| match nodes[n].op {
+                Op::ExpertInput { .. } => readers(nodes, n),
+                _ => vec![n],
+            };
+            users.flat_map(linears).collect()
+        }
         let groups = bench.graph().fold_groups();
         for (norm, _, width) in bench.graph().norms() {
             // Norms of heads stand before rotation, which no scale passes.
@@ -200,13 +210,13 @@ fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
                 continue;
             }
             let group = groups.iter().find(|g| g.producer == norm).expect("every norm can be folded");
-            assert_eq!(group.consumers, readers(norm), "{name}");
+            assert_eq!(group.consumers, readers(nodes, norm), "{name}");
             assert_eq!(group.input, norm, "{name}");
             assert!(group.consumers.iter().all(|&c| matches!(nodes[c].op, Op::Linear { .. })), "{name}");
         }
         // Whatever the producer, nothing else may read what its consumers read.
         for group in &groups {
-            assert_eq!(group.consumers, readers(group.input), "{name}");
+            assert_eq!(group.consumers, readers(nodes, group.input), "{name}");
         }
     }
 }

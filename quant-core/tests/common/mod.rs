@@ -28,8 +28,17 @@ pub enum Kind {
     Mistral(Option<usize>),
     Qwen2,
     Qwen3,
+    /// Experts in every block.
+    Mixtral,
+    /// Experts in all blocks but the second; whether the weights of a token's experts add up to 1.
+    Qwen3Moe(bool),
     Opt,
 }
+
+/// Experts of a block.
+pub const EXPERTS: usize = 5;
+/// Experts that a token is routed to.
+pub const TOP_K: usize = 2;
 
 impl Kind {
     fn architecture(self) -> &'static str {
@@ -38,8 +47,27 @@ impl Kind {
             Self::Mistral(_) => "MistralForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Mixtral => "MixtralForCausalLM",
+            Self::Qwen3Moe(_) => "Qwen3MoeForCausalLM",
             Self::Opt => "OPTForCausalLM",
         }
+    }
+
+    /// Whether heads of queries and keys are normalized.
+    pub fn head_norms(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Qwen3Moe(_))
+    }
+
+    /// The router of a block, and the gate, up and down of its experts, where it has any.
+    pub fn experts(self, layer: usize) -> Option<(&'static str, Vec<[String; 3]>)> {
+        let (router, experts, names) = match self {
+            Self::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"]),
+            Self::Qwen3Moe(_) if layer != 1 => {
+                ("mlp.gate", "mlp.experts", ["gate_proj", "up_proj", "down_proj"])
+            }
+            _ => return None,
+        };
+        Some((router, (0..EXPERTS).map(|e| names.map(|name| format!("{experts}.{e}.{name}"))).collect()))
     }
 
     /// Positions that a query sees, its own included.
@@ -133,8 +161,20 @@ impl Tiny {
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
         });
-        if let Kind::Mistral(window) = self.family {
-            config["sliding_window"] = json!(window);
+        match self.family {
+            Kind::Mistral(window) => config["sliding_window"] = json!(window),
+            Kind::Mixtral => {
+                config["num_local_experts"] = json!(EXPERTS);
+                config["num_experts_per_tok"] = json!(TOP_K);
+            }
+            Kind::Qwen3Moe(normalized) => {
+                config["num_experts"] = json!(EXPERTS);
+                config["num_experts_per_tok"] = json!(TOP_K);
+                config["moe_intermediate_size"] = json!(self.intermediate);
+                config["norm_topk_prob"] = json!(normalized);
+                config["mlp_only_layers"] = json!([1]);
+            }
+            _ => {}
         }
         config.as_object().expect("an object").clone()
     }
@@ -242,21 +282,35 @@ impl Tiny {
             for norm in ["input_layernorm", "post_attention_layernorm"] {
                 add(format!("model.layers.{layer}.{norm}.weight"), &[h], 1.0, 0.3);
             }
-            if self.family == Kind::Qwen3 {
+            if self.family.head_norms() {
                 for norm in ["q_norm", "k_norm"] {
                     add(format!("model.layers.{layer}.self_attn.{norm}.weight"), &[self.head_dim], 1.0, 0.3);
                 }
             }
             let qkv_bias = self.attention_bias || self.family == Kind::Qwen2;
-            for (name, n, k, bias) in [
-                ("self_attn.q_proj", q, h, qkv_bias),
-                ("self_attn.k_proj", kv, h, qkv_bias),
-                ("self_attn.v_proj", kv, h, qkv_bias),
-                ("self_attn.o_proj", h, q, self.attention_bias),
-                ("mlp.gate_proj", self.intermediate, h, self.mlp_bias),
-                ("mlp.up_proj", self.intermediate, h, self.mlp_bias),
-                ("mlp.down_proj", h, self.intermediate, self.mlp_bias),
-            ] {
+            let mut linears: Vec<(String, usize, usize, bool)> = vec![
+                ("self_attn.q_proj".into(), q, h, qkv_bias),
+                ("self_attn.k_proj".into(), kv, h, qkv_bias),
+                ("self_attn.v_proj".into(), kv, h, qkv_bias),
+                ("self_attn.o_proj".into(), h, q, self.attention_bias),
+            ];
+            let mlp = |[gate, up, down]: [String; 3], bias: bool| {
+                [
+                    (gate, self.intermediate, h, bias),
+                    (up, self.intermediate, h, bias),
+                    (down, h, self.intermediate, bias),
+                ]
+            };
+            match self.family.experts(layer) {
+                Some((router, experts)) => {
+                    // Logits far enough apart that weights differ from token to token.
+                    add(format!("model.layers.{layer}.{router}.weight"), &[EXPERTS, h], 0.0, 1.5 * fan_in(h));
+                    linears.extend(experts.into_iter().flat_map(|names| mlp(names, false)));
+                }
+                None => linears
+                    .extend(mlp(["gate", "up", "down"].map(|m| format!("mlp.{m}_proj")), self.mlp_bias)),
+            }
+            for (name, n, k, bias) in linears {
                 add(format!("model.layers.{layer}.{name}.weight"), &[n, k], 0.0, fan_in(k));
                 if bias {
                     add(format!("model.layers.{layer}.{name}.bias"), &[n], 0.0, 0.3);

@@ -4,6 +4,7 @@ mod blocks;
 mod experts;
 mod graph;
 mod llama;
+mod mixtral;
 mod op;
 mod opt;
 
@@ -154,8 +155,15 @@ pub trait Family: Send + Sync {
 }
 
 /// The families this version knows.
-pub static FAMILIES: &[&dyn Family] =
-    &[&llama::Llama, &llama::Mistral, &llama::Qwen2, &llama::Qwen3, &opt::Opt];
+pub static FAMILIES: &[&dyn Family] = &[
+    &llama::Llama,
+    &llama::Mistral,
+    &llama::Qwen2,
+    &llama::Qwen3,
+    &mixtral::Mixtral,
+    &mixtral::Qwen3Moe,
+    &opt::Opt,
+];
 
 /// Reads the family and sizes from a configuration.
 ///

@@ -1,0 +1,198 @@
+//! Mixtral and Qwen3-MoE: blocks of the Llama family with experts in place of the MLP, in all layers or in some.
+
+use super::experts::GatedExperts;
+use super::llama::{BlockDetails, Details, Windows, describe};
+use super::{Architecture, Blocks, Family, Routing};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// The family of `MixtralForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mixtral;
+
+/// The family of `Qwen3MoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Qwen3Moe;
+
+/// Experts that a layer may have: what is more is a damaged configuration.
+const MAX_EXPERTS: usize = 4096;
+
+/// Reads how many experts there are and how many a token is routed to.
+fn routing(config: &ConfigFields<'_>, [experts, top_k]: [&str; 2], normalized: bool) -> Result<Routing> {
+    let found = config.require_positive(experts)?;
+    if found > MAX_EXPERTS {
+        return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
+    }
+    match config.require_positive(top_k)? {
+        most if most <= found => Ok(Routing { experts: found, top_k: most, normalized }),
+        most => Err(config.error(top_k, format!("is {most}, and there are only {found} experts"))),
+    }
+}
+
+impl Family for Mixtral {
+    fn name(&self) -> &'static str {
+        "mixtral"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["MixtralForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let experts = GatedExperts {
+            router: "block_sparse_moe.gate",
+            prefix: "block_sparse_moe.experts",
+            linears: ["w1", "w3", "w2"],
+            routing: routing(config, ["num_local_experts", "num_experts_per_tok"], true)?,
+            intermediate: config.require_positive("intermediate_size")?,
+        };
+        // Unlike Mistral's, a window that is not named is none.
+        let windows = match config.map().contains_key("sliding_window") {
+            true => Windows::read(config, true)?,
+            false => Windows::Never,
+        };
+        let (theta, norm_eps) = (1e6, 1e-5);
+        let experts = Some((experts, vec![true; Blocks::layers(config)?]));
+        let details = Details::new(self.name());
+        describe(config, &Details { kv_heads: Some(8), theta, norm_eps, windows, experts, ..details })
+    }
+}
+
+impl Family for Qwen3Moe {
+    fn name(&self) -> &'static str {
+        "qwen3_moe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Qwen3MoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let normalized = config.optional_bool("norm_topk_prob")?.unwrap_or(false);
+        let experts = GatedExperts {
+            router: "mlp.gate",
+            prefix: "mlp.experts",
+            linears: ["gate_proj", "up_proj", "down_proj"],
+            routing: routing(config, ["num_experts", "num_experts_per_tok"], normalized)?,
+            intermediate: config.require_positive("moe_intermediate_size")?,
+        };
+        let attention_bias = config.optional_bool("attention_bias")?.unwrap_or(false);
+        let block = BlockDetails {
+            qkv_bias: attention_bias,
+            o_bias: attention_bias,
+            head_norms: true,
+            ..BlockDetails::default()
+        };
+        let windows = Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?;
+        let experts = Some((experts, sparse_layers(config)?));
+        let details = Details::new(self.name());
+        describe(config, &Details { kv_heads: Some(4), block, windows, experts, ..details })
+    }
+}
+
+/// The layers that have experts: every `decoder_sparse_step`th, but for `mlp_only_layers`.
+fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
+    let step = config.optional_positive("decoder_sparse_step")?.unwrap_or(1);
+    let mut sparse: Vec<bool> = (1..=Blocks::layers(config)?).map(|n| n.is_multiple_of(step)).collect();
+    for dense in config.optional_usize_list("mlp_only_layers")?.unwrap_or_default() {
+        if let Some(layer) = sparse.get_mut(dense) {
+            *layer = false;
+        }
+    }
+    Ok(sparse)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn read(family: &dyn Family, changes: Value) -> Result<Architecture> {
+        let mut config = json!({
+            "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_hidden_layers": 4, "vocab_size": 100, "num_experts_per_tok": 2, "num_local_experts": 3,
+            "num_experts": 3, "moe_intermediate_size": 32,
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        let path = std::path::Path::new("config.json");
+        family.describe(&ConfigFields::new(path, config.as_object().unwrap()))
+    }
+
+    /// The fold groups of the last layer by name: producer, consumers, inspected, and the consumers' input.
+    fn groups(architecture: &Architecture) -> Vec<(String, Vec<String>, String)> {
+        let graph = architecture.graph(architecture.layers - 1);
+        let name = |id: usize| graph.name(id).to_owned();
+        let of = |group: super::super::FoldGroup| {
+            let consumers = group.consumers.iter().map(|&c| name(c)).collect();
+            (name(group.producer), consumers, name(group.inspected))
+        };
+        graph.fold_groups().into_iter().map(of).collect()
+    }
+
+    #[test]
+    fn the_router_and_every_expert_are_consumers_of_the_norm() {
+        let groups = groups(&read(&Mixtral, json!({})).unwrap());
+        let experts =
+            |linear: &'static str| (0..3).map(move |e| format!("block_sparse_moe.experts.{e}.{linear}"));
+        let mut consumers = vec!["block_sparse_moe.gate".to_owned()];
+        consumers.extend(experts("w1").zip(experts("w3")).flat_map(|(gate, up)| [gate, up]));
+        assert_eq!(
+            groups[2],
+            ("post_attention_layernorm".into(), consumers, "block_sparse_moe.experts".into())
+        );
+        for (group, (up, down)) in groups[3..].iter().zip(experts("w3").zip(experts("w2"))) {
+            assert_eq!(group, &(up, vec![down.clone()], down));
+        }
+        assert_eq!(groups.len(), 6);
+        assert_eq!(groups[0].0, "input_layernorm");
+    }
+
+    #[test]
+    fn routers_are_folded_and_never_quantized() {
+        let architecture = read(&Qwen3Moe, json!({})).unwrap();
+        let graph = architecture.graph(0);
+        let float = graph.linears().filter(|(id, ..)| !graph.nodes()[*id].op.is_quantizable());
+        assert_eq!(float.map(|(_, name, ..)| name).collect::<Vec<_>>(), ["mlp.gate"]);
+        let (down, ..) = graph.linears().find(|(_, name, ..)| *name == "mlp.experts.1.down_proj").unwrap();
+        assert!((graph.share_of_tokens(down) - 2.0 / 3.0).abs() < 1e-12);
+        assert!(graph.rows_selected_by(down).is_some() && graph.rows_selected_by(graph.output()).is_none());
+    }
+
+    #[test]
+    fn layers_without_experts_have_an_mlp() {
+        let kinds = |changes: Value| -> Vec<bool> {
+            let architecture = read(&Qwen3Moe, changes).unwrap();
+            let has =
+                |layer: usize| architecture.graph(layer).linears().any(|(_, name, ..)| name == "mlp.gate");
+            (0..4).map(has).collect()
+        };
+        assert_eq!(kinds(json!({})), [true; 4]);
+        assert_eq!(kinds(json!({ "decoder_sparse_step": 2 })), [false, true, false, true]);
+        assert_eq!(kinds(json!({ "mlp_only_layers": [0, 3, 9] })), [false, true, true, false]);
+        assert_eq!(kinds(json!({ "mlp_only_layers": null })), [true; 4]);
+        let mixed = read(&Qwen3Moe, json!({ "mlp_only_layers": [0] })).unwrap();
+        assert_eq!(
+            mixed.blocks.kinds().map(|kind| (kind.first, kind.layers)).collect::<Vec<_>>(),
+            [(0, 1), (1, 3)]
+        );
+        assert!(mixed.fused_modules().iter().any(|f| f.name == "model.layers.0.mlp.gate_up_proj"));
+        assert!(!mixed.fused_modules().iter().any(|f| f.name == "model.layers.1.mlp.gate_up_proj"));
+    }
+
+    #[test]
+    fn absurd_numbers_are_refused_by_their_field() {
+        for (family, field, value) in [
+            (&Mixtral as &dyn Family, "num_local_experts", json!(0)),
+            (&Mixtral, "num_local_experts", json!(1_u64 << 40)),
+            (&Mixtral, "num_experts_per_tok", json!(4)),
+            (&Qwen3Moe, "moe_intermediate_size", json!(-1)),
+            (&Qwen3Moe, "mlp_only_layers", json!(["0"])),
+            (&Qwen3Moe, "decoder_sparse_step", json!(0)),
+        ] {
+            let message = read(family, json!({ field: value })).unwrap_err().to_string();
+            assert!(message.contains(field), "{message}");
+        }
+    }
+}
