@@ -53,10 +53,11 @@ CHAT = ["turns", "headers", "brackets", "generation"]
 
 # Windows in some blocks only.
 MIXED = ["mistral-layer-types", "qwen2-layer-types", "qwen2-max-window-layers"]
+EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
-        "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED]
+        "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED, *EXPERTS]
 # Those that are also run token by token from a cache: what a token sees differs by block.
-DECODED = ["mistral", "qwen3", *MIXED]
+DECODED = ["mistral", "qwen3", *MIXED, *EXPERTS]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
 # Model, name of the case, options of `quant quantize`, whether transformers must dequantize; None
@@ -78,6 +79,16 @@ QUANTIZED = [
     ("mistral-layer-types", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2-max-window-layers", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
     ("qwen3", "awq-w4-g128", QUICK, False),
+    # Of experts transformers reads symmetric compressed-tensors alone.
+    ("mixtral", "rtn-w4-g128", ["--method", "rtn"], False),
+    ("mixtral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
+    ("mixtral", "gptq-w8-channel", ["--method", "gptq", "--scheme", "w8a16-channel", *QUICK], False),
+    ("mixtral", "awq-w4-g64-asym", ["--scheme", "w4a16-g64-asym", *QUICK], None),
+    ("qwen3-moe", "awq-w4-g64", ["--group-size", "64", *QUICK], False),
+    ("qwen3-moe", "gptq-w4-g128", ["--method", "gptq", *QUICK], False),
+    ("qwen3-moe-mixed", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
+    ("qwen3-moe-mixed", "format-gptq-g32", ["--method", "gptq", "--format", "gptq", "--group-size", "32", *QUICK], None),
+    ("qwen3-moe-mixed", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], None),
     ("opt", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("opt", "awq-w4-g64-asym-head",
      ["--scheme", "w4a16-g64-asym", "--override", "lm_head=w4a16-g64-asym", *QUICK], True),

@@ -21,6 +21,8 @@ OPT = {"model_type": "opt", "ffn_dim": 384, "word_embed_proj_dim": 128, "pad_tok
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = {"num_hidden_layers": 4, "sliding_window": 48}
 QWEN2_MIXED = MIXED | {"model_type": "qwen2", "use_sliding_window": True}
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 6, "num_experts_per_tok": 3,
+             "moe_intermediate_size": 128}
 VARIANTS = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -37,6 +39,11 @@ VARIANTS = {
     "qwen2-layer-types": QWEN2_MIXED | {"layer_types": [FULL, SLIDING, FULL, SLIDING]},
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
+    # Experts narrower than the block, a number of them that is no power of two, heads of another width.
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
+    "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+                                    "attention_bias": True, "tie_word_embeddings": True},
     "opt": OPT,
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
                         "tie_word_embeddings": False},
@@ -61,7 +68,8 @@ def make_model(variant, seed):
             elif parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * noise)
             else:
-                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+                # transformers holds all experts of a block in one parameter.
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
     return model
 
 

@@ -18,7 +18,10 @@ pub(super) struct Qwen3Moe;
 const MAX_EXPERTS: usize = 4096;
 
 /// Reads how many experts there are and how many a token is routed to.
-fn routing(config: &ConfigFields<'_>, [experts, top_k]: [&str; 2], normalized: bool) -> Result<Routing> {
+fn routing(config: &ConfigFields<'_>, normalized: bool) -> Result<Routing> {
+    // transformers 5 takes either name for either family, and writes the second.
+    let experts = if config.map().contains_key("num_experts") { "num_experts" } else { "num_local_experts" };
+    let top_k = "num_experts_per_tok";
     let found = config.require_positive(experts)?;
     if found > MAX_EXPERTS {
         return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
@@ -43,7 +46,7 @@ impl Family for Mixtral {
             router: "block_sparse_moe.gate",
             prefix: "block_sparse_moe.experts",
             linears: ["w1", "w3", "w2"],
-            routing: routing(config, ["num_local_experts", "num_experts_per_tok"], true)?,
+            routing: routing(config, true)?,
             intermediate: config.require_positive("intermediate_size")?,
         };
         // Unlike Mistral's, a window that is not named is none.
@@ -73,7 +76,7 @@ impl Family for Qwen3Moe {
             router: "mlp.gate",
             prefix: "mlp.experts",
             linears: ["gate_proj", "up_proj", "down_proj"],
-            routing: routing(config, ["num_experts", "num_experts_per_tok"], normalized)?,
+            routing: routing(config, normalized)?,
             intermediate: config.require_positive("moe_intermediate_size")?,
         };
         let attention_bias = config.optional_bool("attention_bias")?.unwrap_or(false);
@@ -111,7 +114,7 @@ mod tests {
         let mut config = json!({
             "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
             "num_hidden_layers": 4, "vocab_size": 100, "num_experts_per_tok": 2, "num_local_experts": 3,
-            "num_experts": 3, "moe_intermediate_size": 32,
+            "moe_intermediate_size": 32,
         });
         for (key, value) in changes.as_object().unwrap() {
             config[key] = value.clone();
@@ -187,6 +190,7 @@ mod tests {
             (&Mixtral as &dyn Family, "num_local_experts", json!(0)),
             (&Mixtral, "num_local_experts", json!(1_u64 << 40)),
             (&Mixtral, "num_experts_per_tok", json!(4)),
+            (&Qwen3Moe, "num_experts", json!(-3)),
             (&Qwen3Moe, "moe_intermediate_size", json!(-1)),
             (&Qwen3Moe, "mlp_only_layers", json!(["0"])),
             (&Qwen3Moe, "decoder_sparse_step", json!(0)),
