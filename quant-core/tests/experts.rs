@@ -1,0 +1,224 @@
+//! Mixtures of experts through the pipeline: routed tokens count for their experts, experts without tokens are
+//! quantized too, routers stay float and follow the norm, and nothing depends on the order of experts.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::{
+    Checkpoint, EXPERTS, Kind, Quantized, TOP_K, Tiny, logits, mean_divergence, recipe, relative_difference,
+    run, windows,
+};
+use quant_core::TensorSource;
+use quant_core::pipeline::TensorReport;
+use quant_core::recipe::{Action, Pattern, Plan, Recipe};
+
+/// Groups of 32 divide all widths.
+fn tiny(family: Kind) -> Tiny {
+    Tiny { family, ..Tiny::default() }
+}
+
+/// A feature of the embedding that is always large and positive where a block's router reads it: channel 0 is not
+/// written by attention, and the router's column for it decides alone.
+const STEADY: usize = 0;
+
+/// The first block's router follows channel [`STEADY`] with these weights.
+fn steer(checkpoint: &mut Checkpoint, columns: [f32; EXPERTS]) {
+    let hidden = checkpoint.tiny.hidden;
+    for row in checkpoint.values("model.embed_tokens.weight").chunks_exact_mut(hidden) {
+        row[STEADY] = 4.0;
+    }
+    let attention = checkpoint.values("model.layers.0.self_attn.o_proj.weight");
+    let width = attention.len() / hidden;
+    attention[STEADY * width..(STEADY + 1) * width].fill(0.0);
+    checkpoint.values("model.layers.0.post_attention_layernorm.weight")[STEADY] = 1.0;
+    let (router, _) = checkpoint.tiny.family.experts(0).unwrap();
+    let router = checkpoint.values(&format!("model.layers.0.{router}.weight"));
+    for (row, column) in router.chunks_exact_mut(hidden).zip(columns) {
+        row[STEADY] = column;
+    }
+}
+
+fn quantized(checkpoint: &Checkpoint, recipe: &Recipe) -> Quantized {
+    let batch = windows(checkpoint.tiny.vocab, 4, 48, 5);
+    run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(&batch))
+}
+
+fn reports(result: &Quantized) -> BTreeMap<&str, &TensorReport> {
+    result.report.tensors.iter().map(|t| (t.tensor.as_str(), t)).collect()
+}
+
+/// What was written of a linear.
+fn written(result: &Quantized, module: &str) -> Vec<Vec<u8>> {
+    let names = result.source.names().into_iter().filter(|name| name.starts_with(&format!("{module}.")));
+    names.map(|name| result.source.read(name).unwrap()).collect()
+}
+
+#[test]
+fn every_method_takes_experts() {
+    for family in [Kind::Mixtral, Kind::Qwen3Moe(true)] {
+        let checkpoint = tiny(family).random(3);
+        let batch = windows(checkpoint.tiny.vocab, 4, 48, 5);
+        let exact = logits(&checkpoint.model(), &batch);
+        let divergence = |method: &str, scheme: &str| {
+            let found = logits(&quantized(&checkpoint, &recipe(method, scheme)).model(), &batch);
+            mean_divergence(&exact, &found, checkpoint.tiny.vocab)
+        };
+        let rtn = divergence("rtn", "w4a16-g32-sym");
+        let gptq = divergence("gptq", "w4a16-g32-sym");
+        assert!(gptq < rtn && rtn < 0.5, "{family:?}: GPTQ {gptq}, RTN {rtn}");
+        for (method, scheme) in [
+            ("awq", "w4a16-g32-sym"),
+            ("awq-gptq", "w4a16-g32-asym"),
+            ("smoothquant", "w8a8-channel-sym"),
+            ("smoothquant", "w8a8-channel-sym-static"),
+        ] {
+            let found = divergence(method, scheme);
+            assert!(found < 1.3 * rtn, "{family:?}, {method}, {scheme}: {found}, RTN {rtn}");
+        }
+    }
+}
+
+#[test]
+fn routers_stay_float_and_follow_the_norm() {
+    let checkpoint = tiny(Kind::Qwen3Moe(false)).random(4);
+    let model = checkpoint.model();
+    let plan = Plan::new(&model, &recipe("awq", "w4a16-g32-sym"), quant_core::format::CONTAINERS[0]).unwrap();
+    let router = plan.entries.iter().find(|e| e.tensor == "model.layers.0.mlp.gate.weight").unwrap();
+    assert!(matches!(router.action, Action::Rewrite { layer: 0, .. }), "{:?}", router.action);
+    assert!(plan.float_modules.contains(&"model.layers.0.mlp.gate".to_owned()));
+    let ignored =
+        Recipe { ignore: vec![Pattern::new("*.mlp.gate").unwrap()], ..recipe("rtn", "w4a16-g32-sym") };
+    assert!(Plan::new(&model, &ignored, ignored.containers[0]).is_ok());
+    let overridden = Recipe {
+        overrides: vec![(Pattern::new("*.mlp.gate").unwrap(), "w8a16".parse().unwrap())],
+        ..recipe("rtn", "w4a16-g32-sym")
+    };
+    let message = Plan::new(&model, &overridden, overridden.containers[0]).unwrap_err().to_string();
+    assert!(message.contains("mlp.gate") && message.contains("which experts"), "{message}");
+}
+
+#[test]
+fn tokens_count_for_the_experts_they_go_to() {
+    let checkpoint = tiny(Kind::Mixtral).random(6);
+    let result = quantized(&checkpoint, &recipe("gptq", "w4a16-g32-sym"));
+    let reports = reports(&result);
+    let tokens = 4 * 48;
+    for layer in 0..checkpoint.tiny.layers {
+        let (_, experts) = checkpoint.tiny.family.experts(layer).unwrap();
+        let of =
+            |name: &str| reports[&*format!("model.layers.{layer}.{name}.weight")].calibration_tokens.unwrap();
+        let routed: Vec<u64> = experts.iter().map(|[gate, ..]| of(gate)).collect();
+        for (linears, tokens) in experts.iter().zip(&routed) {
+            assert!(linears.iter().all(|name| of(name) == *tokens));
+        }
+        assert_eq!(routed.iter().sum::<u64>(), (TOP_K * tokens) as u64, "{routed:?}");
+        assert_eq!(of("self_attn.q_proj"), tokens as u64);
+    }
+}
+
+#[test]
+fn experts_without_tokens_are_rounded_to_nearest() {
+    let mut checkpoint = tiny(Kind::Mixtral).random(7);
+    // All tokens go to experts 1 and 3.
+    steer(&mut checkpoint, [-50.0, 50.0, -50.0, 40.0, -50.0]);
+    let (_, experts) = checkpoint.tiny.family.experts(0).unwrap();
+    let rtn = quantized(&checkpoint, &recipe("rtn", "w4a16-g32-sym"));
+    for method in ["gptq", "awq", "awq-gptq", "smoothquant"] {
+        let scheme = if method == "smoothquant" { "w8a8-channel-sym-static" } else { "w4a16-g32-sym" };
+        let result = quantized(&checkpoint, &recipe(method, scheme));
+        let reports = reports(&result);
+        for (expert, linears) in experts.iter().enumerate() {
+            for (which, linear) in linears.iter().enumerate() {
+                let module = format!("model.layers.0.{linear}");
+                let report = reports[&*format!("{module}.weight")];
+                if let Some(tokens) = report.calibration_tokens {
+                    assert_eq!(tokens, if expert % 2 == 1 { 4 * 48 } else { 0 }, "{method}, {module}");
+                }
+                // Nothing between an expert's gate and up, and the norm, but the scales that all experts share.
+                if expert % 2 == 0 && (method == "gptq" || method == "awq" && which == 2) {
+                    assert_eq!(written(&result, &module), written(&rtn, &module), "{method}, {module}");
+                }
+                if expert % 2 == 0 && which == 2 && method == "awq" {
+                    let search = report.scale_search.as_ref().unwrap();
+                    assert_eq!((search.ratio, search.tokens), (None, 0));
+                }
+            }
+        }
+        let batch = windows(checkpoint.tiny.vocab, 2, 40, 9);
+        assert!(logits(&result.model(), &batch).iter().all(|v| v.is_finite()), "{method}");
+    }
+}
+
+#[test]
+fn one_token_is_enough_for_an_expert() {
+    let mut checkpoint = tiny(Kind::Mixtral).random(8);
+    steer(&mut checkpoint, [-50.0, 50.0, -50.0, 40.0, -50.0]);
+    // One token of the vocabulary is alone in going to expert 0.
+    let hidden = checkpoint.tiny.hidden;
+    let token = windows(checkpoint.tiny.vocab, 4, 48, 5).window(0)[0] as usize;
+    checkpoint.values("model.embed_tokens.weight")[token * hidden + STEADY] = -4.0;
+    for method in ["gptq", "awq"] {
+        let result = quantized(&checkpoint, &recipe(method, "w4a16-g32-sym"));
+        let reports = reports(&result);
+        let tokens =
+            reports["model.layers.0.block_sparse_moe.experts.0.w2.weight"].calibration_tokens.unwrap();
+        assert!((1..20).contains(&tokens), "{tokens}");
+        let batch = windows(checkpoint.tiny.vocab, 2, 40, 9);
+        assert!(logits(&result.model(), &batch).iter().all(|v| v.is_finite()), "{method}");
+    }
+}
+
+#[test]
+fn the_order_of_experts_changes_nothing() {
+    let checkpoint = tiny(Kind::Mixtral).random(9);
+    let order = [3, 0, 4, 1, 2];
+    let mut permuted = checkpoint.clone();
+    for layer in 0..checkpoint.tiny.layers {
+        let (router, experts) = checkpoint.tiny.family.experts(layer).unwrap();
+        let name = |linear: &str| format!("model.layers.{layer}.{linear}.weight");
+        let hidden = checkpoint.tiny.hidden;
+        let rows = &checkpoint.tensors[&name(router)].1;
+        let moved: Vec<f32> =
+            order.iter().flat_map(|&e| &rows[e * hidden..(e + 1) * hidden]).copied().collect();
+        permuted.values(&name(router)).copy_from_slice(&moved);
+        for (to, from) in order.iter().enumerate() {
+            for (new, old) in experts[to].iter().zip(&experts[*from]) {
+                let values = checkpoint.tensors[&name(old)].1.clone();
+                permuted.values(&name(new)).copy_from_slice(&values);
+            }
+        }
+    }
+    let batch = windows(checkpoint.tiny.vocab, 2, 40, 9);
+    let change =
+        relative_difference(&logits(&permuted.model(), &batch), &logits(&checkpoint.model(), &batch));
+    assert!(change < 2e-6, "{change:e}");
+    let recipe = recipe("rtn", "w4a16-g32-sym");
+    let (one, other) = (quantized(&checkpoint, &recipe), quantized(&permuted, &recipe));
+    let (_, experts) = checkpoint.tiny.family.experts(1).unwrap();
+    for (to, from) in order.iter().enumerate() {
+        for (new, old) in experts[to].iter().zip(&experts[*from]) {
+            let module = |linear: &str| format!("model.layers.1.{linear}");
+            assert_eq!(written(&other, &module(new)), written(&one, &module(old)));
+        }
+    }
+}
+
+/// The bits of a run do not depend on the number of threads, with experts too.
+#[test]
+fn threads_do_not_change_a_bit() {
+    let checkpoint = tiny(Kind::Qwen3Moe(true)).random(10);
+    for method in ["awq", "gptq"] {
+        let recipe = recipe(method, "w4a16-g32-asym");
+        let bytes = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let result = pool.install(|| quantized(&checkpoint, &recipe));
+            let names = result.source.names();
+            names
+                .into_iter()
+                .map(|name| (name.to_owned(), result.source.read(name).unwrap()))
+                .collect::<Vec<_>>()
+        };
+        assert!(bytes(1) == bytes(3), "{method}");
+    }
+}
