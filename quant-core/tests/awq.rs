@@ -147,7 +147,7 @@ impl Search {
         let weight = self.block.linear(node).weight();
         let [n, k] = weight.shape();
         let size = grid.scheme.granularity.group_size(k);
-        let exact = self.rewrite.weight(node, weight).unwrap();
+        let exact = self.rewrite.weight(node, &weight.read().unwrap()).unwrap();
         let bounds = self.rewrite.clips.get(&node).filter(|_| clipped).map(Vec::as_slice);
         let rounded = quantize_rtn("w", &exact, [n, k], grid.scheme, grid.scale_dtype, bounds).unwrap();
         let rounded = rounded.dequantize().unwrap();

@@ -9,7 +9,9 @@ use quant_kernels_cpu::candle::Runner;
 use super::arch::{AttentionShape, BlockGraph, NodeId, Op};
 use super::attention::{cached_attention, causal_attention, gated_silu, relu};
 use super::tensor_values::with_slices;
-use super::{CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, TokenRows};
+use super::{
+    CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
+};
 use super::{experts, paged};
 use crate::{CancelToken, Error, Result};
 
@@ -125,6 +127,19 @@ impl Block {
     /// When the node is not a linear.
     pub fn linear(&self, id: NodeId) -> &Linear {
         &self.linears[&id]
+    }
+
+    /// Reads all weights that are not in memory yet.
+    ///
+    /// # Errors
+    /// When one cannot be read or is not finite.
+    pub fn load(&self) -> Result<()> {
+        self.linears.values().try_for_each(|linear| linear.weight().load())
+    }
+
+    /// The float weights that are read when they are first used.
+    pub fn stored_weights(&self) -> impl Iterator<Item = &StoredWeight> {
+        self.linears.values().filter_map(|linear| linear.weight().as_stored())
     }
 
     /// A norm's weight, `[width]`.

@@ -164,7 +164,7 @@ impl Decoder {
     fn embed_from(&self, windows: &[&[u32]], start: usize) -> Result<Tensor> {
         let length = windows.first().map_or(0, |w| w.len());
         let mut values = Vec::with_capacity(windows.len() * length * self.hidden);
-        let mut scratch = Vec::new();
+        let (embedding, mut scratch) = (self.embedding.read()?, Vec::new());
         for window in windows {
             if window.len() != length {
                 return Err(Error::Internal("windows of a batch differ in length".into()));
@@ -174,7 +174,7 @@ impl Decoder {
                 if row >= self.vocab {
                     return Err(Error::Internal(format!("token {token} is outside the vocabulary")));
                 }
-                values.extend_from_slice(self.embedding.rows(row..row + 1, &mut scratch)?);
+                values.extend_from_slice(embedding.rows(row..row + 1, &mut scratch)?);
             }
         }
         if let Some(table) = &self.position_table {

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use super::Preparation;
 use super::arch::{self, Architecture, LearnedPositions, Op};
 use super::names;
-use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, WeightBody};
+use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, StoredWeight, WeightBody};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -314,12 +314,9 @@ impl Model {
         reader.read(self.source.as_ref(), weight)
     }
 
-    /// A float matrix in its file's dtype, checked to be finite.
-    fn raw_weight(&self, name: &str, shape: [usize; 2]) -> Result<WeightBody> {
-        let dtype = self.source.require(name)?.dtype;
-        let bytes = self.source.read(name)?;
-        require_finite_bytes(self.source.location(name), name, dtype, &bytes)?;
-        WeightBody::raw(shape, dtype, bytes)
+    /// A float matrix in its file's dtype, of which nothing is read yet.
+    fn stored_weight(&self, name: String, shape: [usize; 2]) -> Result<WeightBody> {
+        Ok(WeightBody::Stored(StoredWeight::new(self.source.clone(), name, shape)?))
     }
 
     fn vector(&self, name: &str) -> Result<Tensor> {
@@ -337,8 +334,9 @@ impl Model {
         let (module, shape) = (a.embedding_module(), [a.vocab, a.hidden]);
         let body = match self.module_scheme(&module) {
             Some(_) => WeightBody::Quantized(self.packed(&module, shape)?),
-            None => self.raw_weight(&self.embedding_name(), shape)?,
+            None => self.stored_weight(self.embedding_name(), shape)?,
         };
+        body.load()?;
         Ok(Arc::new(body))
     }
 
@@ -352,6 +350,7 @@ impl Model {
             return Ok(Linear::new(embedding.clone(), None));
         }
         let weight = self.linear_weight(&a.head, [a.vocab, a.hidden])?;
+        weight.load()?;
         Ok(Linear::new(Arc::new(weight), None))
     }
 
@@ -377,7 +376,7 @@ impl Model {
     fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
         match self.module_scheme(module) {
             Some(_) => Ok(WeightBody::Quantized(self.packed(module, shape)?)),
-            None => self.raw_weight(&format!("{module}.weight"), shape),
+            None => self.stored_weight(format!("{module}.weight"), shape),
         }
     }
 
@@ -431,11 +430,21 @@ impl Model {
         Ok(Some(PositionTable::new(self.architecture.hidden, values)))
     }
 
-    /// Block `index` with its weights in the file's dtypes.
+    /// Block `index` with its weights in the file's dtypes, all in memory.
     ///
     /// # Errors
     /// When a tensor cannot be read or is not finite.
     pub fn block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
+        let block = self.stored_block(index, ropes)?;
+        block.load()?;
+        Ok(block)
+    }
+
+    /// Block `index` with float weights that are read when they are [first used](StoredWeight).
+    ///
+    /// # Errors
+    /// When a norm, a bias or a quantized weight cannot be read, or a norm or a bias is not finite.
+    pub fn stored_block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
         let a = &self.architecture;
         let graph = a.blocks.graph(index);
         let mut norms = BTreeMap::new();

@@ -33,7 +33,7 @@ pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
 pub use kv::{KV_CONFIG_KEY, KvCaching, KvScheme};
-pub use linear::{CudaRunner, Linear, Product, WeightBody, kernels, multiply};
+pub use linear::{CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply};
 pub use load::Model;
 pub use norm::Norm;
 pub use positions::PositionTable;

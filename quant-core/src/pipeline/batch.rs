@@ -3,18 +3,28 @@
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
-use super::Job;
-use super::conveyor::Conveyor;
-use super::decision::{BlockRounded, Decision};
-use super::gptq::GptqTask;
-use super::read_back::stored_block;
+use super::conveyor::{Conveyor, Work};
+use super::decision::Decision;
+use super::gptq::{GptqRun, GptqTask};
+use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
+use super::source::Held;
+use super::{Job, WRITE};
 use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
 use crate::model::{Block, NodeId, Preparation, RopeTables};
 use crate::progress::timed;
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
-use crate::transform::{Grid, Transform};
+use crate::transform::{Grid, Rewrite, Transform};
 use crate::{Error, Result};
+
+/// A block that the batch went through.
+#[derive(Default)]
+pub(super) struct BlockDone {
+    /// The block, with what was read of it; absent where nothing had to look at it.
+    pub(super) block: Option<Block>,
+    /// What was decided about it, by the positions of jobs.
+    pub(super) decisions: BTreeMap<usize, Decision>,
+}
 
 /// The calibration batch before some block.
 pub(super) struct Batch {
@@ -60,23 +70,23 @@ impl Batch {
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,
-    /// and moves on to the next block if `advance` is set.
+    /// and moves on to the next block if `advance` is set. What GPTQ has rounded is taken by the conveyors at once.
     pub(super) fn block(
         &mut self,
-        conveyors: &[Conveyor<'_, '_>],
+        conveyors: &mut [Conveyor<'_, '_>],
         span: usize,
         layer: usize,
         open: &[usize],
         advance: bool,
-    ) -> Result<BTreeMap<usize, Decision>> {
+    ) -> Result<BlockDone> {
         let job = conveyors[0].job();
         if open.is_empty() && !advance && job.maxima.is_none() {
-            return Ok(BTreeMap::new());
+            return Ok(BlockDone::default());
         }
-        let block = timed(job.observer, reading(job), || job.model.block(layer, &self.ropes))?;
+        let block = timed(job.observer, reading(job), || job.model.stored_block(layer, &self.ropes))?;
         let prefix = job.model.architecture().in_block(layer, "");
         if open.is_empty() && self.pass_by(&conveyors[0], span, &prefix, &block, advance)? {
-            return Ok(BTreeMap::new());
+            return Ok(BlockDone { block: Some(block), decisions: BTreeMap::new() });
         }
         // A sink that does not give back what it holds: what was decided is decided again.
         let open = if open.is_empty() { &[0][..] } else { open };
@@ -88,20 +98,35 @@ impl Batch {
         let norm_dtypes = norm_dtypes(job.model, layer)?;
         let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
         let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
-        let states = self.passes.search.and_then(|which| self.states.of(which));
-        let moves_on = self.passes.search == Some(States::Float);
-        let rewrites = search_rewrites(&self.transforms, &context, &block, &grids, states, moves_on)?;
+        let rewrites = self.search(&context, &block, &grids)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
             let inputs = context.input_grids(&block, grids, &rewrite)?;
-            let mut decision = Decision { rewrite, inputs, rounded: BTreeMap::new() };
+            let decision = Decision { rewrite, inputs };
             if let Some(which) = self.passes.gptq {
-                decision.rounded = self.round(&context, &block, grids, &decision, which, advance)?;
+                let run = self.gptq(&context, &block, grids, &decision, which, advance)?;
+                round(job, run, &mut conveyors[i], span, &decision, &block)?;
             }
             decisions.insert(i, decision);
         }
         self.states.copy = None;
-        Ok(decisions)
+        Ok(BlockDone { block: Some(block), decisions })
+    }
+
+    /// The rewrite of the block for each of `grids`.
+    fn search(
+        &mut self,
+        context: &Context<'_, '_>,
+        block: &Block,
+        grids: &[BTreeMap<NodeId, Grid>],
+    ) -> Result<Vec<Rewrite>> {
+        let job = context.job;
+        let states = self.passes.search.and_then(|which| self.states.of(which));
+        if states.is_some() {
+            timed(job.observer, reading(job), || block.load())?;
+        }
+        let advance = self.passes.search == Some(States::Float);
+        search_rewrites(&self.transforms, context, block, grids, states, advance)
     }
 
     /// Moves the states past a block that is finished, if `advance` is set. Nothing is done, and the result is
@@ -115,16 +140,16 @@ impl Batch {
         advance: bool,
     ) -> Result<bool> {
         let job = conveyor.job();
-        let stored = match self.passes.follow_quantized() {
-            true => stored_block(conveyor, span, block)?,
+        let written = match self.passes.follow_quantized() {
+            true => written_block(conveyor, span, block)?,
             false => None,
         };
-        if self.passes.follow_quantized() && stored.is_none() {
+        if self.passes.follow_quantized() && written.is_none() {
             return Ok(false);
         }
         self.float_pass(job, prefix, block, FirstPass { ranges: job.maxima.is_some(), advance })?;
-        if let (Some(quantized), Some(stored), true) = (&mut self.states.quantized, stored, advance) {
-            timed(job.observer, "forward", || quantized.advance(&stored, job.cancel))?;
+        if let (Some(quantized), Some(written), true) = (&mut self.states.quantized, written, advance) {
+            timed(job.observer, "forward", || quantized.advance(&written, job.cancel))?;
         }
         Ok(true)
     }
@@ -138,11 +163,12 @@ impl Batch {
         block: &Block,
         FirstPass { ranges, advance }: FirstPass,
     ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
-        let Some(float) = &mut self.states.float else { return Ok(BTreeMap::new()) };
+        let Some(float) = self.states.float.as_mut().filter(|_| ranges || advance) else {
+            return Ok(BTreeMap::new());
+        };
+        timed(job.observer, reading(job), || block.load())?;
         if !ranges {
-            if advance {
-                timed(job.observer, "forward", || float.advance(block, job.cancel))?;
-            }
+            timed(job.observer, "forward", || float.advance(block, job.cancel))?;
             return Ok(BTreeMap::new());
         }
         let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, block, float, advance))?;
@@ -156,19 +182,23 @@ impl Batch {
         Ok(ranges)
     }
 
-    /// Rounds the rewritten block with GPTQ on these states.
-    fn round(
-        &mut self,
-        context: &Context<'_, '_>,
+    /// GPTQ of the rewritten block on these states.
+    fn gptq<'a>(
+        &'a mut self,
+        context: &Context<'a, '_>,
         block: &Block,
-        grids: &BTreeMap<NodeId, Grid>,
-        decision: &Decision,
+        grids: &'a BTreeMap<NodeId, Grid>,
+        decision: &'a Decision,
         which: States,
         advance: bool,
-    ) -> Result<BlockRounded> {
+    ) -> Result<GptqRun<'a>> {
+        let job = context.job;
         let states = self.states.of(which);
         let states = states.ok_or_else(|| Error::Internal("GPTQ without a batch".into()))?;
-        let job = context.job;
+        if which != States::Quantized {
+            // Of a block that is rounded stage by stage, a weight is read when its stage comes.
+            timed(job.observer, reading(job), || block.load())?;
+        }
         let task = GptqTask {
             prefix: context.prefix,
             block: decision.rewrite.apply(block)?,
@@ -179,8 +209,25 @@ impl Batch {
             container: job.plan.container,
             cancel: job.cancel,
         };
-        timed(job.observer, Rounding::Gptq.name(), || task.run(which, states, advance))
+        timed(job.observer, Rounding::Gptq.name(), || GptqRun::new(task, which, states, advance))
     }
+}
+
+/// Rounds a block stage by stage, each of which the conveyor takes before the next begins.
+fn round(
+    job: &Job<'_>,
+    mut run: GptqRun<'_>,
+    conveyor: &mut Conveyor<'_, '_>,
+    span: usize,
+    decision: &Decision,
+    block: &Block,
+) -> Result<()> {
+    let step = Rounding::Gptq.name();
+    while let Some(rounded) = timed(job.observer, step, || run.next_stage())? {
+        let work = Work { rounded, ..Work::new(decision, Held::of(Some(block), false)) };
+        timed(job.observer, WRITE, || conveyor.take_rounded(span, &work))?;
+    }
+    timed(job.observer, step, || run.finish())
 }
 
 /// The step of reading a block.

@@ -1,18 +1,43 @@
 //! Tensors on their way to the sink: while one is rounded, the next is read and hashed and the one
 //! before is written.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde_json::json;
 
 use super::Job;
-use super::decision::Decision;
-use super::report::QuantReport;
-use super::tensor::{Finished, Source, apply_rewrite, copy, recalled, remembered};
+use super::decision::{Decision, Rounded, StageRounded};
+use super::report::{QuantReport, TensorReport};
+use super::source::{Held, Source, copy, recalled, remembered};
+use super::tensor::{Finished, apply_rewrite};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
-/// Takes the entries of a plan to the sink, span after span, and gathers the report.
+/// What the entries of a span are made of, beside the plan.
+pub(super) struct Work<'a> {
+    pub(super) decision: &'a Decision,
+    /// Linears that are rounded already.
+    pub(super) rounded: StageRounded,
+    /// What was read of the block.
+    pub(super) held: Held<'a>,
+}
+
+impl<'a> Work<'a> {
+    /// Of a span of which nothing is rounded yet.
+    pub(super) fn new(decision: &'a Decision, held: Held<'a>) -> Self {
+        Self { decision, rounded: StageRounded::new(), held }
+    }
+
+    fn rounded(&self, entry: &PlanEntry) -> Option<&Rounded> {
+        match entry.action {
+            Action::Quantize { node: Some(node), .. } => self.rounded.get(&node),
+            _ => None,
+        }
+    }
+}
+
+/// Takes the entries of a plan to the sink, span after span, or ahead of their span, and gathers the report.
 ///
 /// At the end of a span everything is committed. That too happens while the next span's first
 /// tensor is worked on, unless [`drain`](Self::drain) asks for it before.
@@ -24,6 +49,8 @@ pub(super) struct Conveyor<'a, 'j> {
     /// Whether others work on the same blocks.
     among_others: bool,
     report: QuantReport,
+    /// What happened to the entries that are written, by their positions.
+    tensors: BTreeMap<usize, TensorReport>,
     /// The next entry's position and what was read of it.
     ahead: Option<(usize, Result<Source>)>,
     behind: Option<Behind>,
@@ -32,6 +59,7 @@ pub(super) struct Conveyor<'a, 'j> {
 
 /// A tensor to be written, and the end of the span after it, if it is the last.
 struct Behind {
+    index: usize,
     tensor: Finished,
     end: Option<SpanEnd>,
 }
@@ -46,7 +74,9 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, among_others: bool) -> Result<Self> {
         let report = QuantReport::new(job)?;
         let spans = spans(job.plan, job.model.architecture().layers);
-        Ok(Self { job, sink, spans, among_others, report, ahead: None, behind: None, spare: Vec::new() })
+        let tensors = BTreeMap::new();
+        let (ahead, behind, spare) = (None, None, Vec::new());
+        Ok(Self { job, sink, spans, among_others, report, tensors, ahead, behind, spare })
     }
 
     pub(super) fn job(&self) -> &'a Job<'j> {
@@ -74,54 +104,93 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.sink.read_back(name)
     }
 
-    /// Takes the entries of one span, those of block `layer` if it is one. Reads ahead up to the end
-    /// of the span `horizon`.
+    /// Takes the entries of one span that were not taken yet, those of block `layer` if it is one. Reads ahead up to
+    /// the end of the span `horizon`.
     pub(super) fn take(
         &mut self,
         span: usize,
         layer: Option<usize>,
-        decision: &Decision,
+        work: &Work<'_>,
         horizon: usize,
     ) -> Result<()> {
         let (span, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
-        for i in span.clone() {
-            self.job.cancel.check()?;
-            let tensor = self.tensor(i, decision, horizon)?;
-            let end = (i + 1 == span.end).then_some(SpanEnd { layer });
-            self.behind = Some(Behind { tensor, end });
+        if span.is_empty() {
+            return Ok(());
         }
+        for i in span {
+            if !self.is_taken(i) {
+                let next = (i + 1..horizon).find(|&next| !self.is_taken(next));
+                self.entry(i, work, next)?;
+            }
+        }
+        self.end_span(SpanEnd { layer })
+    }
+
+    /// Takes the entries of a span that are rounded already, ahead of the others.
+    pub(super) fn take_rounded(&mut self, span: usize, work: &Work<'_>) -> Result<()> {
+        let entries = &self.job.plan.entries;
+        let due = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
+        let due: Vec<usize> = self.spans[span].clone().filter(due).collect();
+        let nexts = due.iter().skip(1).copied().map(Some).chain([None]);
+        due.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(i, work, next))
+    }
+
+    fn is_taken(&self, index: usize) -> bool {
+        self.tensors.contains_key(&index) || self.behind.as_ref().is_some_and(|b| b.index == index)
+    }
+
+    /// Takes an entry; while it is worked on, the one at `next` is read.
+    fn entry(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<()> {
+        self.job.cancel.check()?;
+        let tensor = self.tensor(index, work, next)?;
+        self.behind = Some(Behind { index, tensor, end: None });
         Ok(())
     }
 
-    fn tensor(&mut self, index: usize, decision: &Decision, horizon: usize) -> Result<Finished> {
+    fn tensor(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<Finished> {
         let (job, entries) = (self.job, &self.job.plan.entries);
         let entry = &entries[index];
         if self.is_written(entry) {
             self.drain()?;
-            return Ok(Finished::written(recalled(job, entry, self.sink)?));
+            return Ok(Finished::written(recalled(job, entry, &work.held, self.sink)?));
         }
         if entry.action == Action::Copy {
             self.drain()?;
-            return Ok(Finished::written(copy(job, entry, self.sink)?));
+            return Ok(Finished::written(copy(job, entry, &work.held, self.sink)?));
         }
         let source = match self.ahead.take() {
             Some((ahead, source)) if ahead == index => source?,
-            _ => Source::read(job, entry, std::mem::take(&mut self.spare))?,
+            _ => Source::read(job, entry, &work.held, std::mem::take(&mut self.spare))?,
         };
-        let next =
-            entries[..horizon].get(index + 1).filter(|e| e.action != Action::Copy && !self.is_written(e));
+        let next = next.filter(|&i| entries[i].action != Action::Copy && !self.is_written(&entries[i]));
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(
-            || apply_rewrite(job, entry, source, decision),
-            || rayon::join(|| next.map(|e| Source::read(job, e, spare)), || self.flush(behind)),
+            || apply_rewrite(job, entry, source, work.decision, work.rounded(entry)),
+            || {
+                rayon::join(
+                    || next.map(|i| (i, Source::read(job, &entries[i], &work.held, spare))),
+                    || self.flush(behind),
+                )
+            },
         );
         flushed?;
         self.tell(end);
         let mut done = done?;
-        self.ahead = ahead.map(|source| (index + 1, source));
+        self.ahead = ahead;
         self.spare = std::mem::take(&mut done.spare);
         Ok(done)
+    }
+
+    /// Notes that all entries of a span were taken: what was written is committed with the last of them.
+    fn end_span(&mut self, end: SpanEnd) -> Result<()> {
+        if let Some(behind) = &mut self.behind {
+            behind.end = Some(end);
+            return Ok(());
+        }
+        self.sink.commit()?;
+        self.tell(Some(end));
+        Ok(())
     }
 
     /// Writes what is not written yet, and commits it at the end of a span.
@@ -134,12 +203,14 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     fn flush(&mut self, behind: Option<Behind>) -> Result<()> {
-        let Some(Behind { tensor: Finished { report, outputs, .. }, end }) = behind else { return Ok(()) };
+        let Some(Behind { index, tensor: Finished { report, outputs, .. }, end }) = behind else {
+            return Ok(());
+        };
         for (name, bytes) in outputs {
             self.sink.write(&name, 0, &bytes)?;
         }
         self.sink.remember(&report.tensor, &json!(report))?;
-        self.report.push(report);
+        self.tensors.insert(index, report);
         if end.is_some() { self.sink.commit() } else { Ok(()) }
     }
 
@@ -157,7 +228,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     /// Writes and commits the last of it.
     pub(super) fn finish(mut self) -> Result<QuantReport> {
         self.drain()?;
-        self.report.finish();
+        self.report.finish(self.tensors.into_values().collect());
         Ok(self.report)
     }
 }

@@ -1,13 +1,14 @@
 //! What was decided about a block before its tensors are due.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use quant_kernels_cpu::StaticScale;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::Dtype;
 use crate::format::Container;
-use crate::model::NodeId;
+use crate::model::{NodeId, WeightBody};
 use crate::quantize::QuantizedTensor;
 use crate::quantize::gptq::ActOrder;
 use crate::transform::Rewrite;
@@ -19,20 +20,28 @@ pub(super) struct Decision {
     pub(super) rewrite: Rewrite,
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: BTreeMap<NodeId, StaticScale>,
-    /// Linears that are rounded already.
-    pub(super) rounded: BlockRounded,
 }
 
-/// The linears of a block that are rounded already.
-pub(super) type BlockRounded = BTreeMap<NodeId, Rounded>;
+/// Linears that GPTQ has rounded.
+pub(super) type StageRounded = BTreeMap<NodeId, Rounded>;
 
-/// A linear that is quantized already when its tensor is due.
+/// A linear that GPTQ has rounded.
 #[derive(Debug)]
 pub(super) struct Rounded {
-    pub(super) tensor: QuantizedTensor,
+    /// The quantized weight; a block that goes on being evaluated shares it.
+    pub(super) weight: Arc<WeightBody>,
     pub(super) record: GptqRecord,
     /// Tokens that the Hessian is a sum over.
     pub(super) tokens: u64,
+}
+
+impl Rounded {
+    pub(super) fn tensor(&self) -> Result<&QuantizedTensor> {
+        match &*self.weight {
+            WeightBody::Quantized(tensor) => Ok(tensor),
+            _ => Err(Error::Internal("a weight that was rounded is not quantized".into())),
+        }
+    }
 }
 
 /// What GPTQ did to a linear.

@@ -4,15 +4,15 @@
 //! stages come one after the other, and each sees the outputs of those before it as they will be when the model
 //! runs; with the inputs of the float model all Hessians are gathered in one pass.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map};
+use std::sync::Arc;
 
 use quant_kernels_cpu::StaticScale;
 
-use super::decision::{BlockRounded, GptqRecord, Rounded, stored};
+use super::decision::{GptqRecord, Rounded, StageRounded, stored};
 use crate::calibrate::{HiddenStates, StatisticsPass};
 use crate::format::Container;
-use crate::model::{Block, BlockGraph, NodeId, WeightBody};
-use crate::quantize::Rows;
+use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve};
 use crate::recipe::States;
 use crate::transform::{Grid, Rewrite};
@@ -36,69 +36,105 @@ pub(super) struct GptqTask<'a> {
     pub(super) cancel: &'a CancelToken,
 }
 
-impl GptqTask<'_> {
-    /// Rounds the block's linears on the states before it. Those of the quantized model are moved on to what comes out
+/// GPTQ on its way through a block: what each stage gives may be written before the next begins.
+pub(super) struct GptqRun<'a> {
+    task: GptqTask<'a>,
+    states: &'a mut HiddenStates,
+    /// The stages that are left: the value that is read, and the linears that read it.
+    stages: btree_map::IntoIter<NodeId, Vec<NodeId>>,
+    inputs: StageInputs,
+}
+
+/// Where the Hessians of stages come from.
+enum StageInputs {
+    /// From the states, which are the values of the node `from` of the block as far as it is rounded. They are moved
+    /// on past the block at the end if `advance` is set.
+    Rounded { from: NodeId, advance: bool },
+    /// From one pass of the block as it was, in the order of the stages.
+    Gathered(std::vec::IntoIter<Hessian>),
+}
+
+impl<'a> GptqRun<'a> {
+    /// Prepares to round a block on the states before it. Those of the quantized model are moved on to what comes out
     /// of the rounded block, where `advance` is set; those of the float model to what comes out of the float block; a
     /// copy of the latter stays as it is.
-    pub(super) fn run(
-        mut self,
+    pub(super) fn new(
+        task: GptqTask<'a>,
         which: States,
-        states: &mut HiddenStates,
+        states: &'a mut HiddenStates,
         advance: bool,
-    ) -> Result<BlockRounded> {
-        match which {
-            States::Quantized => self.stage_by_stage(states, advance),
-            States::Float => self.all_at_once(states, true),
-            States::Copy => self.all_at_once(states, false),
-        }
+    ) -> Result<Self> {
+        let stages = stages(task.block.graph(), task.grids);
+        let inputs = match which {
+            States::Quantized => StageInputs::Rounded { from: task.block.graph().input(), advance },
+            States::Float => StageInputs::Gathered(task.gather(&stages, states, true)?.into_iter()),
+            States::Copy => StageInputs::Gathered(task.gather(&stages, states, false)?.into_iter()),
+        };
+        Ok(Self { task, states, stages: stages.into_iter(), inputs })
     }
 
-    /// Gathers the Hessians of all stages in one pass of the block as it is, then solves them.
-    fn all_at_once(&self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
-        let stages = stages(self.block.graph(), self.grids);
+    /// Rounds the linears of the next stage; `None` after the last.
+    pub(super) fn next_stage(&mut self) -> Result<Option<StageRounded>> {
+        let Some((value, linears)) = self.stages.next() else { return Ok(None) };
+        let task = &mut self.task;
+        let mut hessian = match &mut self.inputs {
+            StageInputs::Rounded { from, .. } => {
+                let graph = task.block.graph();
+                if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
+                    self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
+                    *from = cut;
+                }
+                let mut hessian = task.hessian(&linears);
+                self.states.gather_between(&task.block, [*from, value], task.cancel, &mut hessian)?;
+                hessian
+            }
+            StageInputs::Gathered(hessians) => hessians
+                .next()
+                .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?,
+        };
+        hessian.finish();
+        let rounded = task.solve_stage(&hessian, &linears)?;
+        if let StageInputs::Rounded { .. } = self.inputs {
+            for (&node, rounded) in &rounded {
+                let bias = task.block.linear(node).bias().cloned();
+                task.block.replace_linear(node, Linear::new(rounded.weight.clone(), bias));
+            }
+        }
+        Ok(Some(rounded))
+    }
+
+    /// Moves the states past the block, where that is left to do.
+    pub(super) fn finish(self) -> Result<()> {
+        match self.inputs {
+            StageInputs::Rounded { from, advance: true } => {
+                let nodes = [from, self.task.block.graph().output()];
+                self.states.advance_between(&self.task.block, nodes, self.task.cancel)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl GptqTask<'_> {
+    /// The Hessians of all stages, from one pass of the block as it is.
+    fn gather(
+        &self,
+        stages: &BTreeMap<NodeId, Vec<NodeId>>,
+        states: &mut HiddenStates,
+        advance: bool,
+    ) -> Result<Vec<Hessian>> {
         let mut hessians: Vec<_> = stages.values().map(|linears| self.hessian(linears)).collect();
         let mut pass = StatisticsPass::new(&self.block, states.layout(), self.cancel);
         for (value, hessian) in stages.keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
         pass.run(states, advance)?;
-        let mut rounded = BlockRounded::new();
-        for (linears, mut hessian) in stages.values().zip(hessians) {
-            hessian.finish();
-            self.solve_stage(&hessian, linears, &mut rounded)?;
-        }
-        Ok(rounded)
+        Ok(hessians)
     }
 
     /// The Hessian of a stage, nothing seen yet.
     fn hessian(&self, linears: &[NodeId]) -> Hessian {
         Hessian::new(self.block.linear(linears[0]).weight().shape()[1])
-    }
-
-    fn stage_by_stage(&mut self, states: &mut HiddenStates, advance: bool) -> Result<BlockRounded> {
-        let graph = self.block.graph().clone();
-        let mut rounded = BlockRounded::new();
-        // The states are the values of this node.
-        let mut from = graph.input();
-        for (value, linears) in stages(&graph, self.grids) {
-            if let Some(cut) = (from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
-                states.advance_between(&self.block, [from, cut], self.cancel)?;
-                from = cut;
-            }
-            let mut hessian = self.hessian(&linears);
-            states.gather_between(&self.block, [from, value], self.cancel, &mut hessian)?;
-            hessian.finish();
-            self.solve_stage(&hessian, &linears, &mut rounded)?;
-            for &node in &linears {
-                let linear = self.block.linear(node).clone();
-                let tensor = rounded[&node].tensor.clone();
-                self.block.replace_linear(node, linear.with_weight(WeightBody::Quantized(tensor)));
-            }
-        }
-        if advance {
-            states.advance_between(&self.block, [from, graph.output()], self.cancel)?;
-        }
-        Ok(rounded)
     }
 
     /// Factors the Hessian of what `tensor` reads.
@@ -123,25 +159,23 @@ impl GptqTask<'_> {
     }
 
     /// Rounds linears that read the same value.
-    fn solve_stage(&self, hessian: &Hessian, linears: &[NodeId], rounded: &mut BlockRounded) -> Result<()> {
+    fn solve_stage(&self, hessian: &Hessian, linears: &[NodeId]) -> Result<StageRounded> {
+        let mut rounded = StageRounded::new();
         let diagonal = hessian.diagonal();
         let mut latest: Option<Factor> = None;
         for &node in linears {
             self.cancel.check()?;
             let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
             let Grid { scheme, scale_dtype } = self.grids[&node];
-            let weight = self.block.linear(node).weight();
+            let weight = self.block.linear(node).weight().read()?;
             let shape = weight.shape();
             let columns = self.settings.act_order.columns(&diagonal, scheme.granularity.group_size(shape[1]));
             let factor = match latest.take().filter(|f| f.columns() == columns) {
                 Some(factor) => factor,
                 None => self.factor(hessian, columns, &tensor)?,
             };
-            let rows = match &**weight {
-                WeightBody::F32 { values, .. } => Rows::Floats(values),
-                WeightBody::Raw { dtype, bytes, .. } => Rows::Bytes(bytes, *dtype),
-                _ => return Err(Error::Internal(format!("`{tensor}` is quantized already"))),
-            };
+            let rows = weight.as_float();
+            let rows = rows.ok_or_else(|| Error::Internal(format!("`{tensor}` is quantized already")))?;
             let clip = self.rewrite.clips.get(&node).map(Vec::as_slice);
             let Solved { tensor: mut quantized, loss } =
                 solve(rows, shape, scheme, scale_dtype, clip, &factor, self.settings)
@@ -155,10 +189,11 @@ impl GptqTask<'_> {
                 act_order: self.settings.act_order,
             };
             tracing::debug!(tensor, loss, damping = record.damping, dead = record.dead_channels, "rounded");
-            rounded.insert(node, Rounded { tensor: quantized, record, tokens: hessian.tokens() });
+            let weight = Arc::new(WeightBody::Quantized(quantized));
+            rounded.insert(node, Rounded { weight, record, tokens: hessian.tokens() });
             latest = Some(factor);
         }
-        Ok(())
+        Ok(rounded)
     }
 }
 

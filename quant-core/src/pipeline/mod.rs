@@ -1,8 +1,9 @@
 //! The path itself: one block at a time, read, observed, rewritten, rounded, packed, written.
 //!
 //! Memory holds one block, the hidden states of the batch, and one linear widened to `f32`,
-//! whatever the number of layers. Methods without a transform need not even the block: their
-//! linears stream through one at a time.
+//! whatever the number of layers. Of a block it holds what was needed: a weight is read when something
+//! first needs it, once, and goes when it was written. Methods that look at no block have their linears
+//! stream through one at a time.
 
 mod batch;
 mod conveyor;
@@ -13,9 +14,9 @@ mod program;
 mod read_back;
 mod report;
 mod search;
+mod source;
 mod tensor;
 
-use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 pub use decision::GptqRecord;
@@ -23,9 +24,10 @@ pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 
-use self::batch::Batch;
-use self::conveyor::Conveyor;
+use self::batch::{Batch, BlockDone};
+use self::conveyor::{Conveyor, Work};
 use self::decision::Decision;
+use self::source::Held;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
 use crate::progress::timed;
@@ -107,24 +109,29 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let Some(batch) = &mut hidden else {
-            let decision = Decision::default();
+            let nothing = Decision::default();
+            let work = Work::new(&nothing, Held::default());
             timed(job.observer, WRITE, || {
-                conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &decision, layers + 1))
+                conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &work, layers + 1))
             })?;
             continue;
         };
         // A search takes long: what was done before it should survive it.
         timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
-        let mut decisions = match layer {
+        let BlockDone { block, mut decisions } = match layer {
             Some(layer) if Some(layer) <= last_incomplete => {
                 let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
-                batch.block(&conveyors, span, layer, &open, Some(layer) < last_incomplete)?
+                batch.block(&mut conveyors, span, layer, &open, Some(layer) < last_incomplete)?
             }
-            _ => BTreeMap::new(),
+            _ => BlockDone::default(),
         };
         timed(job.observer, WRITE, || {
-            let mut each = conveyors.iter_mut().enumerate();
-            each.try_for_each(|(i, c)| c.take(span, layer, &decisions.remove(&i).unwrap_or_default(), span))
+            conveyors.iter_mut().enumerate().try_for_each(|(i, conveyor)| {
+                let decision = decisions.remove(&i).unwrap_or_default();
+                let is_last = i + 1 == jobs.len();
+                let work = Work::new(&decision, Held::of(block.as_ref(), !is_last));
+                conveyor.take(span, layer, &work, span)
+            })
         })?;
     }
     let reports = timed(job.observer, WRITE, || {

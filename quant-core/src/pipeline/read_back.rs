@@ -10,7 +10,11 @@ use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result};
 
 /// A block as it was written, all of it; `None` where the sink does not give it back.
-pub(super) fn stored_block(conveyor: &Conveyor<'_, '_>, span: usize, block: &Block) -> Result<Option<Block>> {
+pub(super) fn written_block(
+    conveyor: &Conveyor<'_, '_>,
+    span: usize,
+    block: &Block,
+) -> Result<Option<Block>> {
     let plan = conveyor.job().plan;
     let settings = plan.container.quantization_config(&plan.module_schemes());
     let reader = format::reader(&settings).map_err(Error::Internal)?;

@@ -54,7 +54,7 @@ pub struct QuantReport {
     pub bits_per_quantized_weight: f64,
     /// SHA-256 over the names and hashes of all tensors of the input.
     pub source: SourceDigest,
-    /// Every tensor of the input, in the order of writing.
+    /// Every tensor of the input, in the order of the plan.
     pub tensors: Vec<TensorReport>,
 }
 
@@ -296,12 +296,9 @@ impl QuantReport {
         })
     }
 
-    pub(super) fn push(&mut self, tensor: TensorReport) {
-        self.tensors.push(tensor);
-    }
-
-    /// Fills in the digest of the input once all tensors are known.
-    pub(super) fn finish(&mut self) {
+    /// Notes what happened to every tensor, in the order of the plan, and the digest of the input.
+    pub(super) fn finish(&mut self, tensors: Vec<TensorReport>) {
+        self.tensors = tensors;
         let mut lines: Vec<String> =
             self.tensors.iter().map(|t| format!("{} {}\n", t.tensor, t.source_sha256)).collect();
         lines.sort_unstable();

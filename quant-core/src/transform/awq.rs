@@ -29,7 +29,7 @@ use super::{
     race,
 };
 use crate::calibrate::HiddenStates;
-use crate::model::{BlockGraph, FoldGroup, NodeId, WeightBody};
+use crate::model::{BlockGraph, FoldGroup, NodeId};
 use crate::{Error, Result};
 
 /// Points of the exponent's grid.
@@ -204,7 +204,7 @@ fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>>
     let mut sums: Vec<f64> = Vec::new();
     let mut rows = 0;
     for (node, grid) in quantized() {
-        let weight: &WeightBody = task.block.linear(node).weight();
+        let weight = task.block.linear(node).weight().read()?;
         let [n, k] = weight.shape();
         let group_size = grid.scheme.granularity.group_size(k);
         sums.resize(k, 0.0);

@@ -92,7 +92,7 @@ fn search(
     rewrite: &Rewrite,
     input: &SampledRows,
 ) -> Result<(Option<Vec<f32>>, ClipRecord)> {
-    let weight = task.block.linear(node).weight();
+    let weight = task.block.linear(node).weight().read()?;
     let [n, k] = weight.shape();
     let group_size = grid.scheme.granularity.group_size(k);
     let groups = k / group_size;
@@ -105,7 +105,7 @@ fn search(
         .map_init(Vec::new, |scratch, index| {
             let rows = index * tile..((index + 1) * tile).min(n);
             let mut values = vec![0.0; rows.len() * k];
-            rewrite.weight_rows(node, weight, rows.clone(), scratch, &mut values)?;
+            rewrite.weight_rows(node, &weight, rows.clone(), scratch, &mut values)?;
             let mut part = Part::new(rows.len() * groups);
             let scales = row_scales(&values, k, grid.scheme).map_err(|e| e.within(&module, None))?;
             for (g, input) in inputs.iter().enumerate() {

@@ -185,6 +185,7 @@ fn pack_left(values: &[f32], k: usize) -> LeftBf16 {
 
 /// Packs a weight whose rows `change` has turned into what is wanted of them.
 fn pack_right(weight: &WeightBody, change: impl Fn(&mut [f32]) -> Result<()> + Sync) -> Result<RightBf16> {
+    let weight = weight.read()?;
     let [n, k] = weight.shape();
     let mut packed = RightBf16::zeros(n, k);
     let strips: Vec<&mut [u32]> = packed.strips_mut().collect();

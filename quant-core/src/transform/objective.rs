@@ -161,7 +161,7 @@ impl Objective {
     pub(super) fn error(&self, task: &BlockTask<'_>, scales: &[f32]) -> Result<f64> {
         match self {
             Self::Linear { node, input, tokens } => {
-                let weight = task.block.linear(*node).weight();
+                let weight = task.block.linear(*node).weight().read()?;
                 let [n, k] = weight.shape();
                 let grid = task.grids[node];
                 let tiles: Vec<Result<f64>> = (0..n.div_ceil(ROW_TILE))

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{AttentionRecord, SmoothRecord, TriedScales};
 use crate::calibrate::ChannelRanges;
-use crate::model::{Block, BlockGraph, Linear, NodeId, Norm, WeightBody};
+use crate::model::{Block, BlockGraph, Linear, NodeId, Norm, WeightBody, WeightRows};
 use crate::{Error, Result};
 
 /// The decision of a scale search for one fold group.
@@ -119,24 +119,24 @@ impl Rewrite {
     /// Some rows of a linear's rewritten weight, before clipping: `out` is `[rows.len(), k]`.
     ///
     /// # Errors
-    /// When the weight's rows cannot be had.
+    /// When a quantized weight's parts do not fit each other.
     ///
     /// # Panics
     /// When `out` has another length.
     pub fn weight_rows(
         &self,
         node: NodeId,
-        weight: &WeightBody,
+        weight: &WeightRows<'_>,
         rows: Range<usize>,
         scratch: &mut Vec<f32>,
         out: &mut [f32],
     ) -> Result<()> {
         let k = weight.shape()[1];
         match self.row_order.get(&node) {
-            None => out.copy_from_slice(weight.rows(rows.clone(), scratch)?),
+            None => weight.copy_rows(rows.clone(), out)?,
             Some(order) => {
                 for (row, &from) in out.chunks_exact_mut(k.max(1)).zip(&order[rows.clone()]) {
-                    row.copy_from_slice(weight.rows(from as usize..from as usize + 1, scratch)?);
+                    weight.copy_rows(from as usize..from as usize + 1, row)?;
                 }
             }
         }
@@ -245,7 +245,7 @@ impl Rewrite {
     ///
     /// # Errors
     /// As [`weight_rows`](Self::weight_rows).
-    pub fn weight(&self, node: NodeId, weight: &WeightBody) -> Result<Vec<f32>> {
+    pub fn weight(&self, node: NodeId, weight: &WeightRows<'_>) -> Result<Vec<f32>> {
         let [n, k] = weight.shape();
         let mut out = vec![0.0; n * k];
         self.weight_rows(node, weight, 0..n, &mut Vec::new(), &mut out)?;
@@ -286,7 +286,7 @@ impl Rewrite {
                 continue;
             }
             let linear = block.linear(node);
-            let values = self.weight(node, linear.weight())?;
+            let values = self.weight(node, &linear.weight().read()?)?;
             let bias = match linear.bias() {
                 Some(bias) => {
                     let values = self.bias(node, bias.to_vec1()?);

@@ -245,7 +245,7 @@ impl Migration {
         let mut columns = vec![0.0_f32; k];
         let mut scratch = Vec::new();
         for consumer in group.consumers.iter().filter(|c| task.grids.contains_key(c)) {
-            let weight: &WeightBody = task.block.linear(*consumer).weight();
+            let weight = task.block.linear(*consumer).weight().read()?;
             for row in 0..weight.shape()[0] {
                 for (max, w) in columns.iter_mut().zip(weight.rows(row..row + 1, &mut scratch)?) {
                     *max = max.max(w.abs());

@@ -1,14 +1,13 @@
 //! What a linear's weight may be: float in the checkpoint's dtype, or quantized.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
-use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon, dequantize_rows};
+use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon};
 
 use super::cuda::CudaRunner;
-use crate::checkpoint::Dtype;
-use crate::quantize::{InputGrid, QuantizedTensor};
+use super::{StoredWeight, WeightRows};
+use crate::quantize::{InputGrid, QuantizedTensor, Rows};
 use crate::{Error, Result};
 
 /// A weight `[n, k]`, row-major.
@@ -21,15 +20,8 @@ pub enum WeightBody {
         /// Row-major values.
         values: Vec<f32>,
     },
-    /// Little-endian elements as they stand in the file, widened tile by tile when used.
-    Raw {
-        /// `[n, k]`.
-        shape: [usize; 2],
-        /// F32, F16 or BF16.
-        dtype: Dtype,
-        /// `n · k` elements.
-        bytes: Vec<u8>,
-    },
+    /// As it stands in the checkpoint, widened tile by tile when used.
+    Stored(StoredWeight),
     /// Codes, dequantized tile by tile when used. An input with a grid is rounded to it, and stays float.
     Quantized(QuantizedTensor),
     /// The same in the order in which the kernels read them, multiplied without becoming floats in memory; by
@@ -40,17 +32,6 @@ pub enum WeightBody {
 }
 
 impl WeightBody {
-    /// A float weight in its file's dtype.
-    ///
-    /// # Errors
-    /// When the byte count does not fit the shape.
-    pub fn raw(shape: [usize; 2], dtype: Dtype, bytes: Vec<u8>) -> Result<Self> {
-        if !dtype.is_weight_float() || bytes.len() != shape[0] * shape[1] * dtype.size() {
-            return Err(Error::Internal(format!("{} bytes are no {dtype} weight {shape:?}", bytes.len())));
-        }
-        Ok(Self::Raw { shape, dtype, bytes })
-    }
-
     /// The same weight packed for the kernels, where it is quantized and they have vector instructions here:
     /// their portable path is a definition, and slower than dense products. It is multiplied by the runner.
     ///
@@ -83,48 +64,26 @@ impl WeightBody {
     /// `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         match self {
-            Self::F32 { shape, .. } | Self::Raw { shape, .. } => *shape,
+            Self::F32 { shape, .. } => *shape,
+            Self::Stored(weight) => weight.shape(),
             Self::Quantized(tensor) => tensor.shape,
             Self::Packed(linear) => [linear.weight().layout().n(), linear.weight().layout().k()],
             Self::Cuda(linear) => [linear.n(), linear.k()],
         }
     }
 
-    /// Bytes the weight occupies in memory, here or on the GPU.
-    pub fn resident_bytes(&self) -> usize {
-        match self {
-            Self::F32 { values, .. } => values.len() * 4,
-            Self::Raw { bytes, .. } => bytes.len(),
-            Self::Packed(linear) => linear.weight().layout().bytes(),
-            Self::Cuda(linear) => linear.bytes(),
-            Self::Quantized(t) => t.codes.len() + t.scales.len() * 4 + t.zeros.as_ref().map_or(0, Vec::len),
-        }
-    }
-
-    /// Some rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
+    /// Its rows, at hand: read now from the checkpoint where they were not before.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not fit each other, or it is on a GPU.
-    pub fn rows<'a>(&'a self, rows: Range<usize>, scratch: &'a mut Vec<f32>) -> Result<&'a [f32]> {
-        let k = self.shape()[1];
-        let span = rows.start * k..rows.end * k;
+    /// When they cannot be read or are not finite, a quantized weight's parts do not fit each other, or the weight is
+    /// on a GPU.
+    pub fn read(&self) -> Result<WeightRows<'_>> {
+        let shape = self.shape();
         match self {
-            Self::F32 { values, .. } => Ok(&values[span]),
-            Self::Raw { dtype, bytes, .. } => {
-                scratch.resize(span.len(), 0.0);
-                dtype.widen(&bytes[span.start * dtype.size()..span.end * dtype.size()], scratch);
-                Ok(scratch)
-            }
-            Self::Quantized(tensor) => {
-                scratch.resize(span.len(), 0.0);
-                dequantize_rows(&tensor.view()?, rows, scratch).map_err(kernel_error)?;
-                Ok(scratch)
-            }
-            Self::Packed(linear) => {
-                scratch.resize(span.len(), 0.0);
-                linear.weight().view().dequantize_rows(rows, scratch).map_err(kernel_error)?;
-                Ok(scratch)
-            }
+            Self::F32 { values, .. } => WeightRows::float(shape, Rows::Floats(values)),
+            Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
+            Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
+            Self::Packed(linear) => Ok(WeightRows::packed(linear, shape)),
             Self::Cuda(_) => Err(Error::Internal("weights on a GPU are multiplied there, not read".into())),
         }
     }
@@ -132,10 +91,25 @@ impl WeightBody {
     /// The whole weight as `f32`, `[n, k]` row-major.
     ///
     /// # Errors
-    /// As [`rows`](Self::rows).
+    /// As [`read`](Self::read).
     pub fn to_f32(&self) -> Result<Vec<f32>> {
-        let mut scratch = Vec::new();
-        Ok(self.rows(0..self.shape()[0], &mut scratch)?.to_vec())
+        self.read()?.to_f32()
+    }
+
+    /// Reads it now, if it is one that is read when first used.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not finite.
+    pub fn load(&self) -> Result<()> {
+        self.as_stored().map_or(Ok(()), |weight| weight.bytes().map(drop))
+    }
+
+    /// The weight of a checkpoint that is read when it is first used, if it is one.
+    pub fn as_stored(&self) -> Option<&StoredWeight> {
+        match self {
+            Self::Stored(weight) => Some(weight),
+            _ => None,
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 mod body;
 mod cuda;
 mod product;
+mod rows;
+mod stored;
 
 use std::sync::Arc;
 
@@ -12,7 +14,10 @@ use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
 
 pub use body::WeightBody;
 pub use cuda::CudaRunner;
-pub use product::{Product, multiply};
+use product::Product;
+pub use product::multiply;
+pub use rows::WeightRows;
+pub use stored::StoredWeight;
 
 use crate::Result;
 
@@ -105,7 +110,7 @@ impl Linear {
     /// Multiplies `x` `[batch, positions, k]`.
     ///
     /// # Errors
-    /// When `x` has another width, or a GPU fails.
+    /// When `x` has another width, the weight cannot be read, or a GPU fails.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = match &*self.weight {
             WeightBody::Packed(linear) => linear.forward(x)?,
@@ -120,7 +125,7 @@ impl Linear {
                 linear.multiply(&values, &mut out).map_err(|e| cuda::failed(&e))?;
                 Tensor::from_vec(out, dims, x.device())?
             }
-            _ => self.rounded(x)?.contiguous()?.apply_op1_no_bwd(&Product(self.weight.clone()))?,
+            _ => self.rounded(x)?.contiguous()?.apply_op1_no_bwd(&Product(self.weight.read()?))?,
         };
         self.with_bias(y)
     }

@@ -5,16 +5,14 @@
 //! the result does not depend on how many threads share the work. A weight that is not `f32` is
 //! widened (or dequantized) one tile at a time, which costs `1/m` of the multiplication.
 
-use std::sync::Arc;
-
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::WeightBody;
 use super::body::kernel_error;
 use super::cuda::failed;
+use super::{WeightBody, WeightRows};
 use crate::{Error, Result};
 
 /// Output features of one tile.
@@ -28,7 +26,7 @@ const FEW_TOKENS: usize = 4;
 /// runner's threads, or on their GPU.
 ///
 /// # Errors
-/// When a quantized weight's parts do not fit each other, or a GPU fails.
+/// When the weight cannot be read, a quantized weight's parts do not fit each other, or a GPU fails.
 ///
 /// # Panics
 /// When `x` or `out` do not have `m · k` and `m · n` elements.
@@ -36,18 +34,27 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
     let [n, k] = weight.shape();
     assert_eq!(x.len(), m * k, "x is not [m, k]");
     assert_eq!(out.len(), m * n, "out is not [m, n]");
+    match weight {
+        _ if out.is_empty() => Ok(()),
+        _ if k == 0 => {
+            out.fill(0.0);
+            Ok(())
+        }
+        WeightBody::Packed(linear) => linear.multiply(x, out).map_err(kernel_error),
+        WeightBody::Cuda(linear) => linear.multiply(x, out).map_err(|e| failed(&e)),
+        _ => multiply_rows(x, &weight.read()?, m, out),
+    }
+}
+
+/// [`multiply`] of rows that are at hand.
+fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) -> Result<()> {
+    let [n, k] = weight.shape();
     if out.is_empty() {
         return Ok(());
     }
     if k == 0 {
         out.fill(0.0);
         return Ok(());
-    }
-    if let WeightBody::Packed(linear) = weight {
-        return linear.multiply(x, out).map_err(kernel_error);
-    }
-    if let WeightBody::Cuda(linear) = weight {
-        return linear.multiply(x, out).map_err(|e| failed(&e));
     }
     // Narrow outputs get narrower tiles, so that two threads still find work.
     let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));
@@ -108,10 +115,10 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// [`multiply`] as an operation on candle tensors.
-#[derive(Debug, Clone)]
-pub struct Product(pub Arc<WeightBody>);
+#[derive(Debug)]
+pub(super) struct Product<'a>(pub(super) WeightRows<'a>);
 
-impl CustomOp1 for Product {
+impl CustomOp1 for Product<'_> {
     fn name(&self) -> &'static str {
         "linear"
     }
@@ -129,7 +136,7 @@ impl CustomOp1 for Product {
         let x = &storage.as_slice::<f32>()?[start..end];
         let m = x.len().checked_div(k).unwrap_or(0);
         let mut out = vec![0.0; m * n];
-        multiply(x, &self.0, m, &mut out).map_err(|e: Error| candle_core::Error::Msg(e.to_string()))?;
+        multiply_rows(x, &self.0, m, &mut out).map_err(|e: Error| candle_core::Error::Msg(e.to_string()))?;
         Ok((CpuStorage::F32(out), Shape::from(dims)))
     }
 }

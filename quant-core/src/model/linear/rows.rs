@@ -1,0 +1,165 @@
+//! The rows of a weight, at hand: widened or dequantized tile by tile where they are used.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use quant_kernels_cpu::candle::QuantizedLinear;
+use quant_kernels_cpu::{WeightView, dequantize_rows};
+
+use super::body::kernel_error;
+use crate::checkpoint::Dtype;
+use crate::quantize::Rows;
+use crate::{Error, Result};
+
+/// The rows of a weight `[n, k]`. Nothing is read for them any more, so threads may share the work on them.
+#[derive(Debug)]
+pub struct WeightRows<'a> {
+    shape: [usize; 2],
+    values: Values<'a>,
+}
+
+#[derive(Debug)]
+enum Values<'a> {
+    Float(Rows<'a>),
+    Stored(Dtype, Arc<Vec<u8>>),
+    Quantized(WeightView<'a>),
+    Packed(&'a QuantizedLinear),
+}
+
+impl<'a> WeightRows<'a> {
+    /// A float weight as it stands in a file or as a transform left it.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when these are not the rows of a weight of this shape.
+    pub fn float(shape: [usize; 2], rows: Rows<'a>) -> Result<Self> {
+        let fits = |len: usize, size: usize| {
+            let elements = shape[0].checked_mul(shape[1]);
+            elements.and_then(|elements| elements.checked_mul(size)) == Some(len)
+        };
+        let fits = match rows {
+            Rows::Bytes(bytes, dtype) => dtype.is_weight_float() && fits(bytes.len(), dtype.size()),
+            Rows::Floats(values) => fits(values.len(), 1),
+        };
+        match fits {
+            true => Ok(Self { shape, values: Values::Float(rows) }),
+            false => Err(Error::Internal(format!("values that are no weight {shape:?}"))),
+        }
+    }
+
+    /// Of a matrix whose bytes fit its shape.
+    pub(super) fn stored(shape: [usize; 2], dtype: Dtype, bytes: Arc<Vec<u8>>) -> Self {
+        Self { shape, values: Values::Stored(dtype, bytes) }
+    }
+
+    pub(super) fn quantized(view: WeightView<'a>, shape: [usize; 2]) -> Self {
+        Self { shape, values: Values::Quantized(view) }
+    }
+
+    pub(super) fn packed(linear: &'a QuantizedLinear, shape: [usize; 2]) -> Self {
+        Self { shape, values: Values::Packed(linear) }
+    }
+
+    /// `[n, k]`: output and input features.
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// All rows as the quantizers take them, where they are float.
+    pub fn as_float(&self) -> Option<Rows<'_>> {
+        match &self.values {
+            Values::Float(rows) => Some(*rows),
+            Values::Stored(dtype, bytes) => Some(Rows::Bytes(bytes, *dtype)),
+            Values::Quantized(_) | Values::Packed(_) => None,
+        }
+    }
+
+    /// Some rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
+    ///
+    /// # Errors
+    /// When a quantized weight's parts do not fit each other.
+    ///
+    /// # Panics
+    /// When there are no such rows.
+    pub fn rows<'s>(&'s self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> Result<&'s [f32]> {
+        let k = self.shape[1];
+        if let Values::Float(Rows::Floats(values)) = &self.values {
+            return Ok(&values[rows.start * k..rows.end * k]);
+        }
+        scratch.resize(rows.len() * k, 0.0);
+        self.copy_rows(rows, scratch)?;
+        Ok(scratch)
+    }
+
+    /// Writes some rows as `f32` to `out`, `[rows.len(), k]`.
+    ///
+    /// # Errors
+    /// As [`rows`](Self::rows).
+    ///
+    /// # Panics
+    /// As [`rows`](Self::rows), and when `out` has another length.
+    pub fn copy_rows(&self, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let span = rows.start * self.shape[1]..rows.end * self.shape[1];
+        assert_eq!(out.len(), span.len(), "out is not [rows, k]");
+        match &self.values {
+            Values::Float(Rows::Floats(values)) => out.copy_from_slice(&values[span]),
+            Values::Float(Rows::Bytes(bytes, dtype)) => widen(*dtype, bytes, span, out),
+            Values::Stored(dtype, bytes) => widen(*dtype, bytes, span, out),
+            Values::Quantized(view) => dequantize_rows(view, rows, out).map_err(kernel_error)?,
+            Values::Packed(linear) => {
+                linear.weight().view().dequantize_rows(rows, out).map_err(kernel_error)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The whole weight as `f32`, `[n, k]` row-major.
+    ///
+    /// # Errors
+    /// As [`rows`](Self::rows).
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        let [n, k] = self.shape;
+        let mut values = vec![0.0; n * k];
+        self.copy_rows(0..n, &mut values)?;
+        Ok(values)
+    }
+}
+
+/// Widens the elements `span`.
+fn widen(dtype: Dtype, bytes: &[u8], span: Range<usize>, out: &mut [f32]) {
+    dtype.widen(&bytes[span.start * dtype.size()..span.end * dtype.size()], out);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_the_same_however_they_are_stored() {
+        let values: Vec<f32> = (0..12).map(|i| i as f32 / 4.0).collect();
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            let bytes = dtype.narrow(&values);
+            let (floats, narrow) = (Rows::Floats(&values), Rows::Bytes(&bytes, dtype));
+            let stored = WeightRows::stored([4, 3], dtype, Arc::new(bytes.clone()));
+            for weight in [
+                WeightRows::float([4, 3], floats).unwrap(),
+                WeightRows::float([4, 3], narrow).unwrap(),
+                stored,
+            ] {
+                assert_eq!(weight.rows(1..3, &mut vec![9.0; 50]).unwrap(), &values[3..9]);
+                assert_eq!(weight.to_f32().unwrap(), values);
+                assert!(weight.as_float().is_some());
+            }
+        }
+    }
+
+    #[test]
+    fn values_of_another_shape_are_refused() {
+        let refuses =
+            |shape, rows| assert!(matches!(WeightRows::float(shape, rows), Err(Error::Internal(_))));
+        refuses([2, 2], Rows::Floats(&[0.0; 3]));
+        refuses([2, 2], Rows::Bytes(&[0; 16], Dtype::F16));
+        refuses([2, 2], Rows::Bytes(&[0; 16], Dtype::I32));
+        refuses([usize::MAX, 2], Rows::Floats(&[]));
+        assert!(WeightRows::float([2, 0], Rows::Floats(&[])).is_ok());
+    }
+}

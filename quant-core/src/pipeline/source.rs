@@ -1,0 +1,245 @@
+//! What is read of a tensor: its bytes, from the checkpoint or from what was read of its block already, and their
+//! SHA-256.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use super::Job;
+use super::report::TensorReport;
+use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
+use crate::digest::{hex, sha256_hex};
+use crate::model::{Block, StoredWeight};
+use crate::quantize::QuantizedTensor;
+use crate::recipe::{Action, PlanEntry};
+use crate::{Error, Result, TensorSink};
+
+/// Tensors that are only copied go through in pieces of this many bytes.
+const COPY_BYTES: usize = 8 << 20;
+
+/// The weights of a block that were read already, by the names of their tensors.
+#[derive(Default)]
+pub(super) struct Held<'b> {
+    weights: BTreeMap<&'b str, &'b StoredWeight>,
+    /// Whether they are needed again after this.
+    shared: bool,
+}
+
+impl<'b> Held<'b> {
+    /// What was read of a block; of none, nothing.
+    pub(super) fn of(block: Option<&'b Block>, shared: bool) -> Self {
+        let weights = block.into_iter().flat_map(Block::stored_weights);
+        Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared }
+    }
+
+    /// The bytes of a tensor, if they are at hand. Unless they are needed again, nobody else has them any more.
+    fn take(&self, name: &str) -> Option<Bytes> {
+        let weight = self.weights.get(name)?;
+        let bytes = if self.shared { weight.held() } else { weight.release() };
+        bytes.map(Bytes::Held)
+    }
+}
+
+/// The bytes of a float tensor.
+pub(super) enum Bytes {
+    /// Read for this one use.
+    Own(Vec<u8>),
+    /// Read with its block, and checked to be finite.
+    Held(Arc<Vec<u8>>),
+}
+
+impl Bytes {
+    /// A buffer that the next tensor may be read into.
+    pub(super) fn into_spare(self) -> Vec<u8> {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Held(_) => Vec::new(),
+        }
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Held(bytes) => bytes,
+        }
+    }
+}
+
+/// What was read of an entry, and the SHA-256 of it.
+pub(super) struct Source {
+    contents: Contents,
+    sha256: String,
+}
+
+enum Contents {
+    /// A float tensor as it stands in the file.
+    Float(Bytes),
+    /// A weight that is quantized already.
+    Packed(QuantizedTensor),
+}
+
+impl Source {
+    /// Reads an entry, unless it is held; a float tensor into a buffer that served another, whose pages are there
+    /// already.
+    pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, held: &Held<'_>, spare: Vec<u8>) -> Result<Self> {
+        if let Action::Repack { module, .. } = &entry.action {
+            let shape = [entry.info.shape[0], entry.info.shape[1]];
+            let contents = Contents::Packed(job.model.packed(module, shape)?);
+            return Ok(Self { contents, sha256: sha256_of(job, entry)? });
+        }
+        let bytes = match held.take(&entry.stored) {
+            Some(bytes) => bytes,
+            None => Bytes::Own(read_into(job, entry, spare)?),
+        };
+        let sha256 = sha256_hex(&*bytes);
+        Ok(Self { contents: Contents::Float(bytes), sha256 })
+    }
+
+    /// The bytes of a float tensor and their SHA-256.
+    pub(super) fn float(self) -> Result<(Bytes, String)> {
+        match self.contents {
+            Contents::Float(bytes) => Ok((bytes, self.sha256)),
+            Contents::Packed(_) => {
+                Err(Error::Internal("a packed weight stands where a float one should".into()))
+            }
+        }
+    }
+
+    /// A weight that was quantized already, and the SHA-256 of its tensors.
+    pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
+        match self.contents {
+            Contents::Packed(tensor) => Ok((tensor, self.sha256)),
+            Contents::Float(_) => {
+                Err(Error::Internal("a float weight stands where a packed one should".into()))
+            }
+        }
+    }
+}
+
+fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
+    let len = usize::try_from(entry.info.byte_len())
+        .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
+    bytes.resize(len, 0);
+    job.model.source().read_range(&entry.stored, 0, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// What an earlier run noted of a tensor, unless the note was damaged since.
+pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
+    let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
+    (tensor.tensor == entry.tensor).then_some(tensor)
+}
+
+/// What an earlier run reported of a tensor that it finished, if the input is still the same.
+pub(super) fn recalled(
+    job: &Job<'_>,
+    entry: &PlanEntry,
+    held: &Held<'_>,
+    sink: &dyn TensorSink,
+) -> Result<TensorReport> {
+    let tensor = remembered(entry, sink)
+        .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
+    let sha256 = match held.take(&entry.stored) {
+        Some(bytes) => sha256_hex(&*bytes),
+        None => sha256_of(job, entry)?,
+    };
+    if sha256 != tensor.source_sha256 {
+        return Err(Error::usage(
+            format!("tensor `{}` is not what it was when the run was interrupted", entry.tensor),
+            "start again without --resume",
+        ));
+    }
+    Ok(tensor)
+}
+
+/// The SHA-256 of an entry's bytes in the input; of several tensors, one after the other.
+fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
+    let mut hash = Sha256::new();
+    for (name, len) in entry.sources() {
+        each_piece(job, name, len, |_, piece| {
+            hash.update(piece);
+            Ok(())
+        })?;
+    }
+    Ok(hex(&hash.finalize()))
+}
+
+/// Hands over a tensor's bytes piece by piece; while one is used, the next is read.
+fn each_piece(
+    job: &Job<'_>,
+    name: &str,
+    len: u64,
+    mut take: impl FnMut(u64, &[u8]) -> Result<()> + Send,
+) -> Result<()> {
+    let read = |piece: &mut Vec<u8>, at: u64| {
+        piece.resize(COPY_BYTES.min((len - at) as usize), 0);
+        job.model.source().read_range(name, at, piece)
+    };
+    let (mut piece, mut next) = (Vec::new(), Vec::new());
+    let mut at = 0;
+    read(&mut piece, at)?;
+    while !piece.is_empty() {
+        job.cancel.check()?;
+        let after = at + piece.len() as u64;
+        let (taken, ahead) = rayon::join(|| take(at, &piece), || read(&mut next, after));
+        taken?;
+        ahead?;
+        std::mem::swap(&mut piece, &mut next);
+        at = after;
+    }
+    Ok(())
+}
+
+/// Streams a tensor through unchanged, refusing NaN and infinity.
+pub(super) fn copy(
+    job: &Job<'_>,
+    entry: &PlanEntry,
+    held: &Held<'_>,
+    sink: &mut dyn TensorSink,
+) -> Result<TensorReport> {
+    let (name, dtype) = (&entry.stored, entry.info.dtype);
+    let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
+        return Err(Error::Internal(format!("`{name}` is copied nowhere")));
+    };
+    let mut hash = Sha256::new();
+    let mut pass_on = |at: u64, piece: &[u8], check: bool| {
+        let (written, ()) = rayon::join(
+            || {
+                if check {
+                    finite(job, name, dtype, piece)?;
+                }
+                sink.write(output, at, piece)
+            },
+            || hash.update(piece),
+        );
+        written
+    };
+    match held.take(name) {
+        Some(bytes) => pass_on(0, &bytes, false)?,
+        None => each_piece(job, name, entry.info.byte_len(), |at, piece| pass_on(at, piece, true))?,
+    }
+    if entry.info.byte_len() == 0 {
+        sink.write(output, 0, &[])?;
+    }
+    let sha256 = hex(&hash.finalize());
+    Ok(match entry.turned {
+        true => TensorReport::rewritten(entry, sha256),
+        false => TensorReport::copied(entry, sha256),
+    })
+}
+
+/// Fails, with count and first position in the whole tensor, when a piece holds NaN or infinity.
+fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
+    if !dtype.is_weight_float() {
+        return Ok(());
+    }
+    let source = job.model.source();
+    require_finite_bytes(source.location(name), name, dtype, piece)
+        .map_err(|e| non_finite_in_whole(source.as_ref(), dtype, e))
+}

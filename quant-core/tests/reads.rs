@@ -1,0 +1,282 @@
+//! A run reads every weight of a block once: the bytes that were searched or multiplied are the bytes that are
+//! rounded and hashed, whatever the method, also where a run is resumed.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use common::{Checkpoint, Kind, Tiny, recipe, windows};
+use quant_core::calibrate::TokenWindows;
+use quant_core::checkpoint::{Dtype, MemorySink, TensorInfo};
+use quant_core::format::CONTAINERS;
+use quant_core::model::Model;
+use quant_core::pipeline::{Job, QuantReport, quantize_each};
+use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
+use quant_core::recipe::{Pattern, Plan, Recipe};
+use quant_core::transform::{Search, TransformSettings};
+use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, TensorSource};
+use serde_json::Value;
+
+/// A source that counts the bytes that are read of each tensor.
+struct Counting {
+    source: Arc<dyn TensorSource>,
+    read: Mutex<BTreeMap<String, u64>>,
+}
+
+impl Counting {
+    fn take(&self) -> BTreeMap<String, u64> {
+        std::mem::take(&mut self.read.lock().unwrap())
+    }
+}
+
+impl TensorSource for Counting {
+    fn names(&self) -> Vec<&str> {
+        self.source.names()
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.source.info(name)
+    }
+
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        *self.read.lock().unwrap().entry(name.to_owned()).or_default() += buffer.len() as u64;
+        self.source.read_range(name, offset, buffer)
+    }
+
+    fn location(&self, name: &str) -> PathBuf {
+        self.source.location(name)
+    }
+}
+
+/// A sink that keeps records and can be resumed, with what was written up to the last commit.
+#[derive(Clone)]
+struct Keeping {
+    sink: MemorySink,
+    records: BTreeMap<String, Value>,
+    committed: Option<Box<Keeping>>,
+}
+
+impl Keeping {
+    fn new(plan: &Plan) -> Self {
+        let sink = MemorySink::new(plan.outputs()).unwrap();
+        let empty = Self { sink, records: BTreeMap::new(), committed: None };
+        Self { committed: Some(Box::new(empty.clone())), ..empty }
+    }
+
+    /// As a run that takes it up again finds it.
+    fn resumed(&self) -> Self {
+        let committed = self.committed.clone();
+        Self { committed: committed.clone(), ..*committed.unwrap() }
+    }
+}
+
+impl TensorSink for Keeping {
+    fn is_complete(&self, name: &str) -> bool {
+        self.sink.is_complete(name)
+    }
+
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.sink.write(name, offset, bytes)
+    }
+
+    fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
+        self.records.insert(key.to_owned(), value.clone());
+        Ok(())
+    }
+
+    fn recall(&self, key: &str) -> Option<Value> {
+        self.records.get(key).cloned()
+    }
+
+    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        self.sink.read_back(name)
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        self.committed = Some(Box::new(Self { committed: None, ..self.clone() }));
+        Ok(())
+    }
+}
+
+/// Cancels after some events.
+struct Until {
+    events: usize,
+    seen: Mutex<usize>,
+    cancel: CancelToken,
+}
+
+impl Observer for Until {
+    fn event(&self, _event: &Event) {
+        let mut seen = self.seen.lock().unwrap();
+        *seen += 1;
+        if *seen == self.events {
+            self.cancel.cancel();
+        }
+    }
+}
+
+/// A model over a counting source, and what it is quantized to.
+struct Bench {
+    checkpoint: Checkpoint,
+    counting: Arc<Counting>,
+    model: Model,
+    plans: Vec<Plan>,
+    windows: TokenWindows,
+}
+
+impl Bench {
+    fn new(tiny: &Tiny, recipe: &Recipe) -> Self {
+        let checkpoint = tiny.random(5);
+        let counting = Arc::new(Counting { source: Arc::new(checkpoint.source()), read: Mutex::default() });
+        let model = Model::new(counting.clone(), &PathBuf::from("config.json"), &tiny.config()).unwrap();
+        let model = recipe.prepared(model).unwrap();
+        let plans = Plan::all(&model, recipe).unwrap();
+        counting.take();
+        Self { checkpoint, counting, model, plans, windows: windows(tiny.vocab, 3, 24, 2) }
+    }
+
+    fn sinks(&self) -> Vec<Keeping> {
+        self.plans.iter().map(Keeping::new).collect()
+    }
+
+    /// Runs until so many things happened, and gives what was read, the reports of a run that came to its end, and how
+    /// many things happened.
+    fn run(
+        &self,
+        sinks: &mut [Keeping],
+        events: usize,
+    ) -> (BTreeMap<String, u64>, Option<Vec<QuantReport>>, usize) {
+        let cancel = CancelToken::new();
+        let until = Until { events, seen: Mutex::new(0), cancel: cancel.clone() };
+        let windows = Some(&self.windows).filter(|_| self.plans[0].needs_text());
+        let job =
+            |plan| Job { model: &self.model, plan, windows, maxima: None, observer: &until, cancel: &cancel };
+        let jobs: Vec<_> = self.plans.iter().map(job).collect();
+        let sinks = sinks.iter_mut().map(|sink| sink as &mut dyn TensorSink).collect();
+        let reports = match quantize_each(&jobs, sinks) {
+            Ok(reports) => Some(reports),
+            Err(Error::Interrupted) => None,
+            Err(error) => panic!("{error}"),
+        };
+        let seen = *until.seen.lock().unwrap();
+        (self.counting.take(), reports, seen)
+    }
+
+    fn bytes(&self, name: &str) -> u64 {
+        self.counting.source.info(name).unwrap().byte_len()
+    }
+
+    /// Weights of blocks are read once. What is outside of them, norms and biases are read once for every container
+    /// that they are written to, norms and biases once more with their block, and the rows of the embedding of the
+    /// text's tokens once more with the text.
+    fn assert_read_once(&self, read: &BTreeMap<String, u64>, what: &str) {
+        let written = self.plans.len() as u64;
+        let row = (self.checkpoint.tiny.hidden * 4) as u64;
+        for name in self.counting.source.names() {
+            let (bytes, got) = (self.bytes(name), read.get(name).copied().unwrap_or(0));
+            let small = name.contains("norm") || name.ends_with(".bias");
+            match name.contains(".layers.") {
+                _ if small => {
+                    assert!(got <= (written + 1) * bytes, "{what}: {got} of {bytes} bytes of {name}")
+                }
+                false if name.contains("embed") => {
+                    assert!(
+                        got <= (written + 1) * bytes + 2 * row,
+                        "{what}: {got} of {bytes} bytes of {name}"
+                    );
+                }
+                false => assert_eq!(got, written * bytes, "{what}: {name}"),
+                true => assert_eq!(got, bytes, "{what}: {name}"),
+            }
+        }
+    }
+}
+
+fn tinies() -> Vec<Tiny> {
+    let tiny = Tiny { hidden: 64, intermediate: 128, layers: 3, dtype: Dtype::Bf16, ..Tiny::default() };
+    vec![tiny.clone(), Tiny { family: Kind::Qwen2, ..tiny.clone() }, Tiny { layers: 3, ..Tiny::opt() }]
+}
+
+fn on_float(recipe: Recipe) -> Recipe {
+    Recipe { gptq: GptqSettings { inputs: LayerInputs::Float, ..recipe.gptq }, ..recipe }
+}
+
+fn recipes() -> Vec<(&'static str, Recipe)> {
+    let reference = TransformSettings { search: Search::Reference, ..TransformSettings::default() };
+    let two = vec![CONTAINERS[0], *CONTAINERS.iter().find(|c| c.name() == "gptq").unwrap()];
+    let ignored = vec![Pattern::new("*v_proj").unwrap()];
+    vec![
+        ("rtn", recipe("rtn", "w4a16-g32")),
+        ("rtn, static", recipe("rtn", "w8a8-channel-static")),
+        ("awq", recipe("awq", "w4a16-g32")),
+        ("awq, reference", Recipe { settings: reference, ..recipe("awq", "w4a16-g32") }),
+        ("awq, static", recipe("awq", "w8a8-channel-static")),
+        ("awq, two containers", Recipe { containers: two, ..recipe("awq", "w4a16-g32") }),
+        ("awq, some left float", Recipe { ignore: ignored, ..recipe("awq", "w4a16-g32") }),
+        ("gptq", recipe("gptq", "w4a16-g32")),
+        ("gptq, float inputs", on_float(recipe("gptq", "w4a16-g32"))),
+        ("awq-gptq", recipe("awq-gptq", "w4a16-g32")),
+        ("awq-gptq, float inputs", on_float(recipe("awq-gptq", "w4a16-g32"))),
+        ("smoothquant", recipe("smoothquant", "w8a8-channel")),
+        ("smoothquant-awq", recipe("smoothquant-awq", "w4a8-g32")),
+    ]
+}
+
+#[test]
+fn every_weight_is_read_once() {
+    for tiny in tinies() {
+        for (what, recipe) in recipes() {
+            let what = format!("{what} of {:?}", tiny.family);
+            let bench = Bench::new(&tiny, &recipe);
+            let mut sinks = bench.sinks();
+            let (read, reports, _) = bench.run(&mut sinks, usize::MAX);
+            bench.assert_read_once(&read, &what);
+            for (report, plan) in reports.unwrap().iter().zip(&bench.plans) {
+                // In the order of the plan, whatever was written first.
+                let tensors = report.tensors.iter().map(|t| &t.tensor);
+                assert!(tensors.eq(plan.entries.iter().map(|e| &e.tensor)), "{what}");
+            }
+        }
+    }
+}
+
+/// Rotation changes what is read of a block, in rows or in columns; each tensor behind it is read once.
+#[test]
+fn every_weight_of_a_rotated_model_is_read_once() {
+    for method in ["qoq", "qoq-rtn", "rotate,gptq"] {
+        let bench = Bench::new(&tinies()[0], &recipe(method, "w4a8-channel"));
+        let mut sinks = bench.sinks();
+        let (read, ..) = bench.run(&mut sinks, usize::MAX);
+        bench.assert_read_once(&read, method);
+    }
+}
+
+/// Wherever a run is interrupted, the one that takes it up again reads every weight once more at the most and comes to
+/// the same end.
+#[test]
+fn a_resumed_run_reads_every_weight_once() {
+    for (what, recipe) in recipes() {
+        let bench = Bench::new(&tinies()[0], &recipe);
+        let mut whole = bench.sinks();
+        let (_, whole_reports, events) = bench.run(&mut whole, usize::MAX);
+        for until in (1..events).step_by(7) {
+            let mut sinks = bench.sinks();
+            if bench.run(&mut sinks, until).1.is_some() {
+                // The last things that happen are not asked whether they should.
+                continue;
+            }
+            let mut sinks: Vec<_> = sinks.iter().map(Keeping::resumed).collect();
+            let (read, reports, _) = bench.run(&mut sinks, usize::MAX);
+            let what = format!("{what}, resumed after {until} of {events} events");
+            bench.assert_read_once(&read, &what);
+            assert_eq!(reports, whole_reports, "{what}");
+            for ((sink, whole), plan) in sinks.iter().zip(&whole).zip(&bench.plans) {
+                for output in plan.outputs() {
+                    assert!(sink.sink.bytes(&output.name) == whole.sink.bytes(&output.name), "{what}");
+                }
+            }
+        }
+    }
+}
