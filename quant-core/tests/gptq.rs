@@ -246,7 +246,9 @@ fn activations_that_are_not_finite_are_told_by_their_linear() {
             matches!(&error, Error::Calibration { tensor, .. } if tensor.contains("mlp.down_proj")),
             "{error}"
         );
-        assert!(plan.outputs().iter().all(|o| !sink.is_complete(&o.name) || !o.name.contains("layers.0")));
+        // Linears before it may be written, but nothing of the block was committed.
+        assert_eq!(sink.commits(), 1, "the embedding alone");
+        assert!(plan.outputs().iter().all(|o| !sink.is_complete(&o.name) || !o.name.contains("down_proj")));
     }
 }
 
