@@ -73,6 +73,16 @@ impl HiddenStates {
         &self.layout
     }
 
+    /// The states, `[windows, length, width]` row-major.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// Features of a token's state.
+    pub fn width(&self) -> usize {
+        self.hidden
+    }
+
     /// Tokens in all windows.
     pub fn tokens(&self) -> usize {
         self.layout.tokens()

@@ -39,6 +39,7 @@ pub use header_error::HeaderError;
 pub(crate) use header_error::printable;
 pub use identity::file_sha256;
 pub(crate) use input_file::read_capped;
+pub(crate) use job::differences;
 pub use layout::ShardLayout;
 pub use manifest::PublishedFile;
 pub use memory::{MemorySink, MemorySource};

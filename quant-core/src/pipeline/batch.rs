@@ -1,7 +1,10 @@
 //! The calibration batch on its way through the blocks: the passes that each gets, in the order of the plan.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::PoisonError;
+
+use serde_json::Value;
 
 use super::conveyor::{Conveyor, Work};
 use super::decision::Decision;
@@ -9,6 +12,7 @@ use super::gptq::{GptqRun, GptqTask};
 use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::Held;
+use super::states::{self, StateFiles};
 use super::{Job, WRITE};
 use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
 use crate::model::{Block, NodeId, Preparation, RopeTables};
@@ -54,19 +58,39 @@ impl BatchStates {
 }
 
 impl Batch {
-    /// The batch before the first block, for a plan that looks at blocks.
-    pub(super) fn new(job: &Job<'_>) -> Result<Self> {
+    /// The batch before the first block of a plan that looks at blocks; where that is not the model's first, `files`
+    /// has the states.
+    pub(super) fn new(job: &Job<'_>, files: &StateFiles) -> Result<Self> {
         let Job { model, plan, windows, maxima, .. } = *job;
         let transforms = plan.transforms();
         let passes = PassPlan::new(plan, maxima.is_some() && windows.is_some());
         let Some(windows) = windows else {
             return Ok(Self { passes, transforms, states: BatchStates::default(), ropes: model.rope(1)? });
         };
-        let states = HiddenStates::embed(model, windows)?;
-        let quantized = passes.follow_quantized().then(|| states.clone());
-        let float = passes.follow_float().then_some(states);
+        let first = plan.blocks().start;
+        let wanted = [passes.follow_float(), passes.follow_quantized()];
+        let [float, quantized] = match &files.before {
+            Some(path) => states::load(path, job, first, &files.depends_on, wanted)?,
+            None if first == 0 => {
+                let states = HiddenStates::embed(model, windows)?;
+                let quantized = passes.follow_quantized().then(|| states.clone());
+                [passes.follow_float().then_some(states), quantized]
+            }
+            None => {
+                return Err(Error::usage(
+                    format!("a job that begins with block {first} needs the hidden states before it"),
+                    "give the file that the job over the blocks before it wrote",
+                ));
+            }
+        };
         let states = BatchStates { float, copy: None, quantized };
         Ok(Self { passes, transforms, states, ropes: model.rope(windows.length())? })
+    }
+
+    /// Writes the states as they are now, before block `layer`.
+    pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
+        let streams = [self.states.float.as_ref(), self.states.quantized.as_ref()];
+        states::save(path, job, layer, depends_on, streams)
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,

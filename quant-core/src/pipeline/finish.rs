@@ -99,6 +99,7 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
         "version": env!("CARGO_PKG_VERSION"),
         "program": program,
         "config_sha256": sha256_hex(json!(directory.config()).to_string()),
+        "blocks": job.plan.blocks(),
         "method": job.plan.method.name,
         "format": job.plan.container.name(),
         "schemes": schemes,

@@ -15,6 +15,7 @@ mod read_back;
 mod report;
 mod search;
 mod source;
+mod states;
 mod tensor;
 
 use std::sync::Mutex;
@@ -23,6 +24,7 @@ pub use decision::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
+pub use states::StateFiles;
 
 use self::batch::{Batch, BlockDone};
 use self::conveyor::{Conveyor, Work};
@@ -74,6 +76,27 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
 /// As [`quantize`], and [`Error::Internal`] unless the jobs have model, batch, method and search in
 /// common and there is a sink for each.
 pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Result<Vec<QuantReport>> {
+    quantize_all(jobs, sinks, &StateFiles::default())
+}
+
+/// Runs a plan over some of a model's blocks ([`Plan::part`]): hidden states come from the file that the job over the
+/// blocks before it wrote, and those after its last block are written where the next job finds them.
+///
+/// The jobs over the parts of a plan, one after the other, write what [`quantize`] writes, byte for byte.
+///
+/// # Errors
+/// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] when
+/// the states are of another run or damaged.
+pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
+    let mut reports = quantize_all(std::slice::from_ref(job), vec![sink], states)?;
+    reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
+}
+
+fn quantize_all(
+    jobs: &[Job<'_>],
+    sinks: Vec<&mut dyn TensorSink>,
+    states: &StateFiles,
+) -> Result<Vec<QuantReport>> {
     let Some(job) = jobs.first() else { return Ok(Vec::new()) };
     if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
         return Err(Error::Internal("jobs of one run differ in more than their grids".into()));
@@ -84,7 +107,8 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
         return jobs.map(|(job, sink)| quantize(job, sink)).collect();
     }
     let layers = job.model.architecture().layers;
-    let units = (layers * jobs.len()) as u64;
+    let blocks = job.plan.blocks();
+    let units = (blocks.len() * jobs.len()) as u64;
     job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units });
     let conveyors = jobs.iter().zip(sinks).map(|(job, sink)| Conveyor::new(job, sink, jobs.len() > 1));
     let mut conveyors = conveyors.collect::<Result<Vec<_>>>()?;
@@ -92,7 +116,7 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
     let mut hidden = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => None,
         (true, windows) if windows.is_some() || !looks => {
-            Some(timed(job.observer, "embed", || Batch::new(job))?)
+            Some(timed(job.observer, "embed", || Batch::new(job, states))?)
         }
         (true, _) => {
             return Err(Error::usage(
@@ -102,9 +126,9 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
         }
     };
     // Past the last block that is left to do, hidden states are of no use.
-    let last_incomplete = match job.maxima {
-        Some(_) => layers.checked_sub(1),
-        None => (0..layers).rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1))),
+    let last_incomplete = match (job.maxima, &states.after) {
+        (None, None) => blocks.clone().rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1))),
+        _ => blocks.clone().last(),
     };
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
@@ -119,9 +143,10 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
         // A search takes long: what was done before it should survive it.
         timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
         let BlockDone { block, mut decisions } = match layer {
-            Some(layer) if Some(layer) <= last_incomplete => {
+            Some(layer) if blocks.contains(&layer) && Some(layer) <= last_incomplete => {
                 let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
-                batch.block(&mut conveyors, span, layer, &open, Some(layer) < last_incomplete)?
+                let advance = Some(layer) < last_incomplete || states.after.is_some();
+                batch.block(&mut conveyors, span, layer, &open, advance)?
             }
             _ => BlockDone::default(),
         };
@@ -133,6 +158,9 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
                 conveyor.take(span, layer, &work, span)
             })
         })?;
+    }
+    if let (Some(path), Some(batch)) = (&states.after, &hidden) {
+        batch.save(job, blocks.end, path, &states.depends_on)?;
     }
     let reports = timed(job.observer, WRITE, || {
         conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()
@@ -149,6 +177,7 @@ impl Job<'_> {
             && self.plan.settings == other.plan.settings
             && self.plan.needs_ranges() == other.plan.needs_ranges()
             && self.plan.gptq == other.plan.gptq
+            && self.plan.blocks() == other.plan.blocks()
             && self.windows.map(std::ptr::from_ref) == other.windows.map(std::ptr::from_ref)
     }
 }

@@ -8,6 +8,7 @@ pub mod kv;
 mod memory;
 mod method;
 mod needs;
+mod part;
 mod passes;
 mod pattern;
 mod plan;

@@ -1,6 +1,7 @@
 //! The plan: every tensor's fate, settled before any compute.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 
 use super::select::Selection;
 use super::{LinearScheme, Recipe, SchemeRequest, SelectorMatches};
@@ -194,6 +195,8 @@ pub struct Plan {
     pub gptq: GptqSettings,
     /// All tensors.
     pub entries: Vec<PlanEntry>,
+    /// The blocks that it covers.
+    pub(super) blocks: Range<usize>,
     /// What the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
@@ -322,6 +325,7 @@ impl Plan {
             settings: recipe.settings.clone(),
             gptq: recipe.gptq,
             entries,
+            blocks: 0..architecture.layers,
             selectors,
             float_modules,
             parts_head: model.parts_head(),

@@ -81,6 +81,7 @@ impl Plan {
             settings: TransformSettings::default(),
             gptq: GptqSettings::default(),
             entries,
+            blocks: 0..architecture.layers,
             selectors: Vec::new(),
             float_modules,
             parts_head: false,

@@ -1,0 +1,42 @@
+//! A part of a plan: what a job does that covers some of the blocks.
+
+use std::ops::Range;
+
+use super::Plan;
+use crate::{Error, Result};
+
+impl Plan {
+    /// The blocks that it covers.
+    pub fn blocks(&self) -> Range<usize> {
+        self.blocks.clone()
+    }
+
+    /// The part of this plan that covers `blocks`. What lies before the blocks (the embedding) belongs to the part
+    /// with the first of them, what lies after them (the last norm, the head) to the part with the last.
+    ///
+    /// The parts of a plan, each written by a job of its own, make what the whole plan makes, byte for byte.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when `blocks` is empty or not among those of the plan.
+    pub fn part(&self, blocks: Range<usize>) -> Result<Self> {
+        let whole = self.blocks.clone();
+        if blocks.is_empty() || blocks.start < whole.start || blocks.end > whole.end {
+            return Err(Error::usage(
+                format!(
+                    "blocks {}..{} are not a part of {}..{}",
+                    blocks.start, blocks.end, whole.start, whole.end
+                ),
+                format!("choose a range from {} to {}", whole.start, whole.end),
+            ));
+        }
+        let first = self.entries.iter().position(|e| e.layer.is_some()).unwrap_or(self.entries.len());
+        let belongs = |index: usize, layer: Option<usize>| match layer {
+            Some(layer) => blocks.contains(&layer),
+            None if index < first => blocks.start == whole.start,
+            None => blocks.end == whole.end,
+        };
+        let entries = self.entries.iter().enumerate().filter(|(i, e)| belongs(*i, e.layer));
+        let entries = entries.map(|(_, entry)| entry.clone()).collect();
+        Ok(Self { entries, blocks, ..self.clone() })
+    }
+}

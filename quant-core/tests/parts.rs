@@ -1,0 +1,157 @@
+//! Jobs over parts of a model: one after the other they write what one job writes, byte for byte, and the states
+//! between them are refused where they do not belong.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use common::{Kind, Tiny, masked_windows, recipe};
+use quant_core::calibrate::TokenWindows;
+use quant_core::checkpoint::MemorySink;
+use quant_core::model::Model;
+use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize, quantize_part};
+use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
+use quant_core::recipe::{Plan, Recipe};
+use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
+use serde_json::{Value, json};
+
+const BLOCKS: usize = 3;
+
+/// What was written, by name, and what was said of it.
+type Written = (BTreeMap<String, Vec<u8>>, QuantReport);
+
+fn tiny(family: Kind) -> Tiny {
+    Tiny { family, layers: BLOCKS, ..Tiny::default() }
+}
+
+fn part(
+    model: &Model,
+    plan: &Plan,
+    windows: &TokenWindows,
+    blocks: Option<Range<usize>>,
+    files: &StateFiles,
+) -> Result<Written> {
+    let plan = match blocks {
+        Some(blocks) => plan.part(blocks)?,
+        None => plan.clone(),
+    };
+    let mut sink = MemorySink::new(plan.outputs())?;
+    let (observer, cancel) = (&Silent, &CancelToken::new());
+    let job = Job { model, plan: &plan, windows: Some(windows), maxima: None, observer, cancel };
+    let report = match plan.blocks().len() {
+        BLOCKS => quantize(&job, &mut sink)?,
+        _ => quantize_part(&job, &mut sink, files)?,
+    };
+    let source = sink.into_source()?;
+    let names = source.names().into_iter().map(|name| (name.to_owned(), source.read(name).unwrap()));
+    Ok((names.collect(), report))
+}
+
+fn files(directory: &Path, before: usize, after: usize) -> StateFiles {
+    let at = |block: usize| directory.join(format!("states-{block}.safetensors"));
+    StateFiles {
+        before: (before > 0).then(|| at(before)),
+        after: (after < BLOCKS).then(|| at(after)),
+        depends_on: json!({ "model": "tiny" }),
+    }
+}
+
+#[test]
+fn parts_make_the_whole() {
+    let float = GptqSettings { inputs: LayerInputs::Float, ..GptqSettings::default() };
+    let cases: Vec<(Kind, Recipe)> = vec![
+        (Kind::Llama, recipe("rtn", "w4a16-g32-sym")),
+        (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym")),
+        (Kind::Llama, Recipe { gptq: float, ..recipe("gptq", "w4a16-g32-sym") }),
+        (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym")),
+        (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static")),
+        (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym")),
+        (Kind::Qwen3Moe(true), recipe("awq", "w4a16-g32-sym")),
+    ];
+    for (family, recipe) in cases {
+        let model = tiny(family).random(2).model();
+        let windows = masked_windows(96, 4, 40, 3);
+        let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+        let (whole, said) = part(&model, &plan, &windows, None, &StateFiles::default()).unwrap();
+        for cuts in [vec![0, 1, 3], vec![0, 2, 3], vec![0, 1, 2, 3]] {
+            let directory = tempfile::tempdir().unwrap();
+            let (mut together, mut reports) = (BTreeMap::new(), Vec::new());
+            for ends in cuts.windows(2) {
+                let files = files(directory.path(), ends[0], ends[1]);
+                let (tensors, report) =
+                    part(&model, &plan, &windows, Some(ends[0]..ends[1]), &files).unwrap();
+                for (name, bytes) in tensors {
+                    assert!(together.insert(name.clone(), bytes).is_none(), "{name} is written twice");
+                }
+                reports.extend(report.tensors);
+            }
+            let name = plan.method.name.clone();
+            assert!(together == whole, "{family:?}, {name}, {cuts:?}: other bytes");
+            assert_eq!(reports, said.tensors, "{family:?}, {name}, {cuts:?}");
+        }
+    }
+}
+
+#[test]
+fn states_of_another_run_or_damaged_are_refused() {
+    let model = tiny(Kind::Llama).random(2).model();
+    let windows = masked_windows(96, 4, 40, 3);
+    let recipe = recipe("gptq", "w4a16-g32-sym");
+    let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let first = files(directory.path(), 0, 1);
+    part(&model, &plan, &windows, Some(0..1), &first).unwrap();
+    let before = files(directory.path(), 1, BLOCKS);
+    let path = before.before.clone().unwrap();
+    let run = |plan: &Plan, windows: &TokenWindows, blocks: Range<usize>, files: &StateFiles| {
+        part(&model, plan, windows, Some(blocks), files).unwrap_err()
+    };
+    let refused = |error: Error, says: &str| {
+        let message = error.to_string();
+        assert!(error.category() == Category::Input && message.contains(says), "{message}");
+        assert!(message.contains("states-1"), "{message}");
+    };
+    refused(run(&plan, &windows, 2..3, &before), "before_block");
+    refused(run(&plan, &masked_windows(96, 4, 40, 4), 1..3, &before), "calibration");
+    let other = StateFiles { depends_on: Value::Null, ..before.clone() };
+    refused(run(&plan, &windows, 1..3, &other), "depends_on");
+    let settings = GptqSettings { damping: 0.5, ..recipe.gptq };
+    let damped = Recipe { gptq: settings, ..recipe.clone() };
+    let damped = Plan::new(&model, &damped, damped.containers[0]).unwrap();
+    refused(run(&damped, &windows, 1..3, &before), "damping");
+    // Where the run looks at float states, those of the quantized model are not enough.
+    let missing = run(&plan, &windows, 1..3, &StateFiles::default());
+    assert_eq!(missing.category(), Category::Usage);
+    assert!(missing.to_string().contains("block 1"), "{missing}");
+
+    let sound = std::fs::read(&path).unwrap();
+    let mut flipped = sound.clone();
+    let middle = sound.len() / 2;
+    flipped[middle] ^= 1;
+    std::fs::write(&path, &flipped).unwrap();
+    refused(run(&plan, &windows, 1..3, &before), "hash");
+    for bytes in [&sound[..sound.len() - 1], &sound[..40], b"", b"not a safetensors file"] {
+        std::fs::write(&path, bytes).unwrap();
+        let error = run(&plan, &windows, 1..3, &before);
+        assert_eq!(error.category(), Category::Input, "{error}");
+    }
+    std::fs::write(&path, &sound).unwrap();
+    assert!(part(&model, &plan, &windows, Some(1..3), &before).is_ok());
+}
+
+#[test]
+fn parts_lie_in_the_plan() {
+    let model = tiny(Kind::Llama).random(2).model();
+    let recipe = recipe("rtn", "w4a16-g32-sym");
+    let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+    for blocks in [0..0, 2..1, 0..4, 3..4] {
+        let message = plan.part(blocks.clone()).unwrap_err().to_string();
+        assert!(message.contains("not a part of 0..3"), "{blocks:?}: {message}");
+    }
+    let of = |blocks: Range<usize>| plan.part(blocks).unwrap().outputs().len();
+    assert_eq!(of(0..1) + of(1..2) + of(2..3), plan.outputs().len());
+    assert_eq!(plan.part(1..3).unwrap().part(2..3).unwrap().outputs().len(), of(2..3));
+}
