@@ -6,6 +6,7 @@
 //! ```
 
 mod chat;
+mod experts;
 mod layout;
 mod maxima;
 mod observe;
@@ -19,6 +20,7 @@ mod tokenizer;
 mod windows;
 
 pub use chat::{ChatTemplate, Conversation, RenderedChat};
+pub use experts::ExpertStates;
 pub use layout::{BatchLayout, TokenUse};
 pub use maxima::ChannelMaxima;
 pub use observe::HiddenStates;

@@ -8,7 +8,7 @@ use crate::{CancelToken, Error, Result};
 
 /// Tokens that go through a block at a time: enough for full speed, few enough that a block's
 /// intermediate values stay small.
-const CHUNK_TOKENS: usize = 2048;
+pub(super) const CHUNK_TOKENS: usize = 2048;
 
 /// A tap on a batch as a piece of it sees it: tokens of the piece become tokens of the batch.
 struct PieceTap<'a> {
@@ -205,6 +205,61 @@ impl HiddenStates {
                     statistic.take(&InputRows::new(values, width, tokens, &self.layout)?)
                 })
             })?;
+        }
+        Ok(())
+    }
+
+    /// Takes the states for the values of a node, and hands over those of two later ones, which have a row for every
+    /// token, piece by piece.
+    ///
+    /// # Errors
+    /// As [`advance_between`](Self::advance_between), and those of `take`.
+    pub fn values_between(
+        &self,
+        block: &Block,
+        from: NodeId,
+        targets: [NodeId; 2],
+        cancel: &CancelToken,
+        take: &mut dyn FnMut(&[Tensor]) -> Result<()>,
+    ) -> Result<()> {
+        let (width, piece) = (self.hidden, self.piece_between(block, [from, targets[1]]));
+        for (i, chunk) in self.values.chunks((piece * width).max(1)).enumerate() {
+            cancel.check()?;
+            let before = piece_of(chunk, width, self.layout.length(), piece)?;
+            let (windows, length, _) = before.dims3()?;
+            let segments = match block.graph().mixes_tokens(from, targets[1]) {
+                true => self.layout.segments(i * piece..i * piece + windows * length),
+                false => Segments::whole(),
+            };
+            let tap = &mut CancelTap(cancel);
+            take(&block.evaluate_packed(&[(from, before)], &targets, segments, tap)?)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the states for the values of a node, and replaces them by what comes out of the block where the values
+    /// of another node, `[tokens, features]`, are known.
+    ///
+    /// # Errors
+    /// As [`advance_between`](Self::advance_between).
+    pub fn advance_with(
+        &mut self,
+        block: &Block,
+        from: NodeId,
+        (node, values): (NodeId, &[f32]),
+        cancel: &CancelToken,
+    ) -> Result<()> {
+        let (width, output) = (self.hidden, block.graph().output());
+        let features = block.graph().width(node);
+        let known = values.chunks((CHUNK_TOKENS * features).max(1));
+        for (states, known) in self.values.chunks_mut((CHUNK_TOKENS * width).max(1)).zip(known) {
+            cancel.check()?;
+            let tokens = states.len() / width;
+            let tensor =
+                |rows: &[f32], width: usize| Tensor::from_slice(rows, (1, tokens, width), &Device::Cpu);
+            let known = [(from, tensor(states, width)?), (node, tensor(known, features)?)];
+            let after = block.evaluate(&known, &[output], &mut CancelTap(cancel))?.swap_remove(0);
+            replace_rows(states, 0, &after)?;
         }
         Ok(())
     }

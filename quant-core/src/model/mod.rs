@@ -32,6 +32,7 @@ pub use arch::{
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
+pub(crate) use experts::add_expert;
 pub use kv::{KV_CONFIG_KEY, KvCaching, KvScheme};
 pub use linear::{CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply};
 pub use load::Model;

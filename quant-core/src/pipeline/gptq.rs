@@ -3,6 +3,8 @@
 //! Linears that read the same value are a *stage*: they share a Hessian. With the inputs of the quantized model
 //! stages come one after the other, and each sees the outputs of those before it as they will be when the model
 //! runs; with the inputs of the float model all Hessians are gathered in one pass.
+//!
+//! Experts come one at a time: what they read is computed once, and an expert's weights go when its output is added up.
 
 use std::collections::{BTreeMap, btree_map};
 use std::sync::Arc;
@@ -10,7 +12,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::StaticScale;
 
 use super::decision::{GptqRecord, Rounded, StageRounded, stored};
-use crate::calibrate::{HiddenStates, StatisticsPass};
+use crate::calibrate::{ExpertStates, HiddenStates, StatisticsPass};
 use crate::format::Container;
 use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve};
@@ -43,13 +45,15 @@ pub(super) struct GptqRun<'a> {
     /// The stages that are left: the value that is read, and the linears that read it.
     stages: btree_map::IntoIter<NodeId, Vec<NodeId>>,
     inputs: StageInputs,
+    /// The block as it was, for what is not needed any more.
+    before: Block,
 }
 
 /// Where the Hessians of stages come from.
 enum StageInputs {
     /// From the states, which are the values of the node `from` of the block as far as it is rounded. They are moved
     /// on past the block at the end if `advance` is set.
-    Rounded { from: NodeId, advance: bool },
+    Rounded { from: NodeId, experts: Option<ExpertStates>, advance: bool },
     /// From one pass of the block as it was, in the order of the stages.
     Gathered(std::vec::IntoIter<Hessian>),
 }
@@ -66,11 +70,14 @@ impl<'a> GptqRun<'a> {
     ) -> Result<Self> {
         let stages = stages(task.block.graph(), task.grids);
         let inputs = match which {
-            States::Quantized => StageInputs::Rounded { from: task.block.graph().input(), advance },
+            States::Quantized => {
+                StageInputs::Rounded { from: task.block.graph().input(), experts: None, advance }
+            }
             States::Float => StageInputs::Gathered(task.gather(&stages, states, true)?.into_iter()),
             States::Copy => StageInputs::Gathered(task.gather(&stages, states, false)?.into_iter()),
         };
-        Ok(Self { task, states, stages: stages.into_iter(), inputs })
+        let before = task.block.clone();
+        Ok(Self { task, states, stages: stages.into_iter(), inputs, before })
     }
 
     /// Rounds the linears of the next stage; `None` after the last.
@@ -78,14 +85,30 @@ impl<'a> GptqRun<'a> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
         let task = &mut self.task;
         let mut hessian = match &mut self.inputs {
-            StageInputs::Rounded { from, .. } => {
-                let graph = task.block.graph();
+            StageInputs::Rounded { from, experts, advance } => {
+                let graph = task.block.graph().clone();
                 if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
                     self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
                     *from = cut;
                 }
                 let mut hessian = task.hessian(&linears);
-                self.states.gather_between(&task.block, [*from, value], task.cancel, &mut hessian)?;
+                // Where tokens do not see each other between here and the end of the block.
+                let selects =
+                    graph.rows_selected_by(value).filter(|_| !graph.mixes_tokens(*from, graph.output()));
+                if let (Some(selects), None) = (selects, &experts) {
+                    *experts =
+                        Some(ExpertStates::new(self.states, &task.block, *from, selects, task.cancel)?);
+                }
+                match (selects, experts) {
+                    (Some(selects), Some(experts)) if experts.have(&graph, selects) => {
+                        task.pass_experts(experts, Some(selects), *advance, &self.before)?;
+                        experts.gather(&task.block, value, task.cancel, &mut hessian)?;
+                    }
+                    _ => {
+                        let nodes = [*from, value];
+                        self.states.gather_between(&task.block, nodes, task.cancel, &mut hessian)?;
+                    }
+                }
                 hessian
             }
             StageInputs::Gathered(hessians) => hessians
@@ -104,9 +127,14 @@ impl<'a> GptqRun<'a> {
     }
 
     /// Moves the states past the block, where that is left to do.
-    pub(super) fn finish(self) -> Result<()> {
+    pub(super) fn finish(mut self) -> Result<()> {
         match self.inputs {
-            StageInputs::Rounded { from, advance: true } => {
+            StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
+                self.task.pass_experts(&mut experts, None, true, &self.before)?;
+                let (node, sum) = experts.into_sum();
+                self.states.advance_with(&self.task.block, from, (node, &sum), self.task.cancel)
+            }
+            StageInputs::Rounded { from, experts: None, advance: true } => {
                 let nodes = [from, self.task.block.graph().output()];
                 self.states.advance_between(&self.task.block, nodes, self.task.cancel)
             }
@@ -116,6 +144,28 @@ impl<'a> GptqRun<'a> {
 }
 
 impl GptqTask<'_> {
+    /// Adds up the experts before the one that `selects` takes rows for, or all that are left, and lets their weights
+    /// go: nothing looks at them again.
+    fn pass_experts(
+        &mut self,
+        experts: &mut ExpertStates,
+        selects: Option<NodeId>,
+        wanted: bool,
+        before: &Block,
+    ) -> Result<()> {
+        let graph = self.block.graph().clone();
+        for _ in experts.left_before(&graph, selects) {
+            let passed = experts.add_next(&self.block, wanted, self.cancel)?;
+            let of_expert = |id: &NodeId| {
+                passed.is_some() && graph.rows_selected_by(graph.nodes()[*id].inputs[0]) == passed
+            };
+            for node in graph.linears().map(|(id, ..)| id).filter(of_expert) {
+                self.block.replace_linear(node, before.linear(node).clone());
+            }
+        }
+        Ok(())
+    }
+
     /// The Hessians of all stages, from one pass of the block as it is.
     fn gather(
         &self,

@@ -1,0 +1,217 @@
+//! Measures the memory and time of quantizing one block of experts, whose weights are generated as they are read.
+//!
+//! ```text
+//! cargo run --release -p quant-core --example experts_memory -- METHOD [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]
+//! ```
+//!
+//! METHOD is a method such as `rtn` or `gptq`. Defaults: 256 experts of 7168 × 2048, 8 for each token, as DeepSeek-V3
+//! has them, with plain attention of 56 heads of 128; 32 windows of 512 random tokens. What is written is hashed and
+//! dropped. Prints the time, the peak resident memory (VmHWM), what the plan predicted, and the hash.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use quant_core::calibrate::{Sampling, TokenWindows};
+use quant_core::checkpoint::{Dtype, TensorInfo};
+use quant_core::model::Model;
+use quant_core::pipeline::{Job, quantize};
+use quant_core::recipe::{Plan, Recipe, method};
+use quant_core::{CancelToken, Error, Result, Silent, TensorSink, TensorSource};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+const VOCAB: usize = 1024;
+const HEAD_DIM: usize = 128;
+const TOP_K: usize = 8;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let sizes: std::result::Result<Vec<usize>, _> = arguments.iter().skip(1).map(|a| a.parse()).collect();
+    let (Some(name), Ok(sizes)) = (arguments.first(), sizes) else {
+        eprintln!("usage: experts_memory METHOD [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]");
+        return ExitCode::from(2);
+    };
+    let size = |i: usize, default: usize| sizes.get(i).copied().unwrap_or(default);
+    let shape = [size(0, 256), size(1, 7168), size(2, 2048), size(3, 32), size(4, 512)];
+    match run(name, shape) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}\n  {}", error.remedy());
+            ExitCode::from(error.category().exit_code())
+        }
+    }
+}
+
+fn run(name: &str, [experts, hidden, width, samples, length]: [usize; 5]) -> Result<()> {
+    let config = config(experts, hidden, width);
+    let source = Arc::new(Generated::new(experts, hidden, width));
+    let model = Model::new(source, Path::new("config.json"), &config)?;
+    let recipe = Recipe {
+        method: method(name)?,
+        scheme: "w4a16-g128-sym".parse()?,
+        sampling: Sampling { samples, length, ..Sampling::default() },
+        ..Recipe::preset("rtn-w4a16")?
+    };
+    let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
+    let mut random = Random(7);
+    let tokens = (0..samples * length).map(|_| (random.next() % VOCAB as u64) as u32).collect();
+    let windows = plan.needs_text().then(|| TokenWindows::cut(tokens, length));
+    let predicted = Plan::peak_memory(std::slice::from_ref(&plan), &model);
+    let mut sink = Hashed::default();
+    let (observer, cancel) = (&Silent, &CancelToken::new());
+    let job = Job { model: &model, plan: &plan, windows: windows.as_ref(), maxima: None, observer, cancel };
+    let started = Instant::now();
+    quantize(&job, &mut sink)?;
+    println!(
+        "{name}, {experts} experts of {hidden} x {width}, {TOP_K} for each token, {samples} x {length} tokens: {:.0} s, \
+         peak {:.2} GB, predicted {:.2} GB, sha256 {}",
+        started.elapsed().as_secs_f64(),
+        peak_bytes()? as f64 / 1e9,
+        predicted as f64 / 1e9,
+        sink.hash(),
+    );
+    Ok(())
+}
+
+/// Of a Qwen3-MoE with one block.
+fn config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
+    let config = json!({
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": hidden / HEAD_DIM,
+        "num_key_value_heads": hidden / HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "num_experts": experts,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": true,
+        "vocab_size": VOCAB,
+    });
+    config.as_object().cloned().unwrap_or_default()
+}
+
+/// A checkpoint whose values follow from names and places: nothing of it is stored.
+struct Generated {
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+impl Generated {
+    fn new(experts: usize, hidden: usize, width: usize) -> Self {
+        let mut tensors = BTreeMap::new();
+        let mut add = |name: String, shape: &[usize]| {
+            tensors
+                .insert(format!("{name}.weight"), TensorInfo { dtype: Dtype::Bf16, shape: shape.to_vec() });
+        };
+        add("model.embed_tokens".into(), &[VOCAB, hidden]);
+        add("lm_head".into(), &[VOCAB, hidden]);
+        add("model.norm".into(), &[hidden]);
+        let block = "model.layers.0";
+        for norm in ["input_layernorm", "post_attention_layernorm"] {
+            add(format!("{block}.{norm}"), &[hidden]);
+        }
+        for linear in ["q_proj", "k_proj", "v_proj", "o_proj"] {
+            add(format!("{block}.self_attn.{linear}"), &[hidden, hidden]);
+        }
+        for norm in ["q_norm", "k_norm"] {
+            add(format!("{block}.self_attn.{norm}"), &[HEAD_DIM]);
+        }
+        add(format!("{block}.mlp.gate"), &[experts, hidden]);
+        for expert in 0..experts {
+            add(format!("{block}.mlp.experts.{expert}.gate_proj"), &[width, hidden]);
+            add(format!("{block}.mlp.experts.{expert}.up_proj"), &[width, hidden]);
+            add(format!("{block}.mlp.experts.{expert}.down_proj"), &[hidden, width]);
+        }
+        Self { tensors }
+    }
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+impl TensorSource for Generated {
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let info = self.require(name)?;
+        let is_norm = info.shape.len() == 1;
+        let scale = if is_norm { 0.2 } else { 2.0 / (info.shape[1] as f32).sqrt() };
+        let seed = name
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+        // Ranges begin and end between values of two bytes.
+        let first = offset / 2;
+        for (i, bytes) in buffer.chunks_exact_mut(2).enumerate() {
+            let bits = Random(seed ^ (first + i as u64).wrapping_mul(0x2545_f491_4f6c_dd1d)).next();
+            let uniform = (bits >> 40) as f32 / (1_u32 << 24) as f32 - 0.5;
+            let value = scale * uniform + if is_norm { 1.0 } else { 0.0 };
+            bytes.copy_from_slice(&Dtype::Bf16.narrow(&[value]));
+        }
+        Ok(())
+    }
+
+    fn location(&self, _name: &str) -> PathBuf {
+        PathBuf::from("<generated>")
+    }
+}
+
+/// A sink that keeps nothing but a hash of each tensor.
+#[derive(Default)]
+struct Hashed {
+    running: BTreeMap<String, Sha256>,
+    done: BTreeSet<String>,
+}
+
+impl Hashed {
+    fn hash(self) -> String {
+        let mut all = Sha256::new();
+        for (name, hash) in self.running {
+            all.update(name.as_bytes());
+            all.update(hash.finalize());
+        }
+        all.finalize().iter().take(8).map(|b| format!("{b:02x}")).collect()
+    }
+}
+
+impl TensorSink for Hashed {
+    fn is_complete(&self, name: &str) -> bool {
+        self.done.contains(name)
+    }
+
+    fn write(&mut self, name: &str, _offset: u64, bytes: &[u8]) -> Result<()> {
+        self.running.entry(name.to_owned()).or_default().update(bytes);
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The largest resident memory of this process so far.
+fn peak_bytes() -> Result<u64> {
+    let path = "/proc/self/status";
+    let status = std::fs::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kilobytes = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    Ok(kilobytes.unwrap_or(0) * 1024)
+}
