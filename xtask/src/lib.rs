@@ -6,6 +6,7 @@
 
 pub mod ablation;
 pub mod bench_awq_memory;
+pub mod bench_cpu_time;
 pub mod bench_gptq;
 pub mod bench_kernels;
 pub mod bench_qoq;
@@ -25,6 +26,7 @@ pub mod plant;
 pub mod quality;
 pub mod quality_qoq;
 pub mod quality_w8a8;
+pub mod same_bytes;
 pub mod sanitize;
 pub mod search_agreement;
 pub mod support;

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    ablation, bench_awq_memory, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda, dist, fuzz,
-    gate_trials, gpu, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant, quality,
-    quality_qoq, quality_w8a8, sanitize, search_agreement, synth,
+    ablation, bench_awq_memory, bench_cpu_time, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda,
+    dist, fuzz, gate_trials, gpu, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant,
+    quality, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -35,6 +35,8 @@ enum Command {
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
+    /// Prove that existing recipes give the same bytes as an earlier revision does
+    SameBytes(same_bytes::Args),
     /// Write a random Llama checkpoint of any size
     Synth(synth::Args),
     /// Plant outlier channels in a real Llama checkpoint without changing its logits
@@ -72,6 +74,8 @@ enum Command {
     BenchQoq(bench_qoq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
+    /// Compare the CPU time of RTN, AWQ and GPTQ with that of an earlier revision, in pairs
+    BenchCpuTime(bench_cpu_time::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
     BenchAwqMemory(bench_awq_memory::Args),
 }
@@ -86,6 +90,7 @@ fn main() -> ExitCode {
         Command::Gpu(args) => gpu::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist(args) => dist::run(&args),
+        Command::SameBytes(args) => same_bytes::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
@@ -103,6 +108,7 @@ fn main() -> ExitCode {
         Command::Ablation(args) => ablation::run(&args),
         Command::BenchQoq(args) => bench_qoq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
+        Command::BenchCpuTime(args) => bench_cpu_time::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };
     match outcome {

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
+use serde_json::Value;
 
 use crate::support::llama::{self, Shape};
 use crate::support::noise::{Float, LANES, Noise, key, standard_normal_quantiles};
-use crate::support::shards::{NewDir, ShardWriter, plan_shards, write_index, write_json};
+use crate::support::shards::{Entry, NewDir, ShardWriter, plan_shards, write_index, write_json};
 
 const WEIGHT_STD: f32 = 0.02;
 const NORM_STD: f32 = 0.1;
@@ -59,34 +60,91 @@ pub fn run(args: &Args) -> Result<()> {
 /// When the sizes fit no Llama model, the directory exists, or writing fails.
 pub fn write(args: &Args) -> Result<u64> {
     args.shape.check()?;
-    ensure!(args.shard_bytes > 0, "--shard-bytes must be positive");
-    let dir = NewDir::create(&args.out)?;
-    let quantiles = standard_normal_quantiles();
-    let weights = Noise::new(&quantiles, args.dtype, 0.0, WEIGHT_STD);
-    let norms = Noise::new(&quantiles, args.dtype, 1.0, NORM_STD);
-    let shards = plan_shards(args.shape.tensors(args.dtype), args.shard_bytes);
-    let mut buffer = vec![0; CHUNK];
-    let mut total = 0;
-    for (file, entries) in &shards {
-        let mut shard = ShardWriter::create(&dir.path().join(file), entries)?;
-        for entry in entries {
-            let noise = if entry.shape.len() == 1 { &norms } else { &weights };
-            write_tensor(
-                &mut shard,
-                noise,
-                key(args.seed, &entry.name),
-                entry.bytes,
-                &mut buffer,
-                args.dtype,
-            )?;
-            total += entry.bytes;
+    let contents = Contents {
+        tensors: args.shape.tensors(args.dtype),
+        config: args.shape.config(args.dtype),
+        float: args.dtype,
+        spread: Spread { matrices: WEIGHT_STD, norms: NORM_STD, biases: 0.0 },
+        seed: args.seed,
+        shard_bytes: args.shard_bytes,
+    };
+    contents.write(&args.out)
+}
+
+/// Standard deviations of random parameters. Matrices and biases have mean 0, norms mean 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Spread {
+    /// Tensors of two dimensions.
+    pub matrices: f32,
+    /// Tensors of one dimension.
+    pub norms: f32,
+    /// Tensors of one dimension named `….bias`.
+    pub biases: f32,
+}
+
+/// A random checkpoint of any family.
+#[derive(Debug, Clone)]
+pub struct Contents {
+    /// All tensors, in the order of the file; all of type `float`.
+    pub tensors: Vec<Entry>,
+    /// The contents of `config.json`.
+    pub config: Value,
+    /// Element type of every tensor.
+    pub float: Float,
+    /// Standard deviations of the values.
+    pub spread: Spread,
+    /// Other seeds give other values.
+    pub seed: u64,
+    /// Largest size of one shard, in bytes.
+    pub shard_bytes: u64,
+}
+
+impl Contents {
+    /// Writes the checkpoint with its tokenizer into a new directory; returns the number of bytes in its tensors.
+    ///
+    /// # Errors
+    /// When the directory exists, or writing fails.
+    pub fn write(&self, out: &Path) -> Result<u64> {
+        ensure!(self.shard_bytes > 0, "--shard-bytes must be positive");
+        let dir = NewDir::create(out)?;
+        let quantiles = standard_normal_quantiles();
+        let noise = |mean: f32, std: f32| Noise::new(&quantiles, self.float, mean, std);
+        let Spread { matrices, norms, biases } = self.spread;
+        let (matrices, norms, biases) = (noise(0.0, matrices), noise(1.0, norms), noise(0.0, biases));
+        let shards = plan_shards(self.tensors.clone(), self.shard_bytes);
+        let mut buffer = vec![0; CHUNK];
+        let mut total = 0;
+        for (file, entries) in &shards {
+            let mut shard = ShardWriter::create(&dir.path().join(file), entries)?;
+            for entry in entries {
+                let noise = match entry.shape.len() {
+                    1 if entry.name.ends_with(".bias") => &biases,
+                    1 => &norms,
+                    _ => &matrices,
+                };
+                write_tensor(
+                    &mut shard,
+                    noise,
+                    key(self.seed, &entry.name),
+                    entry.bytes,
+                    &mut buffer,
+                    self.float,
+                )?;
+                total += entry.bytes;
+            }
+            shard.finish()?;
         }
-        shard.finish()?;
+        write_index(dir.path(), &shards)?;
+        self.write_side_files(dir.path())?;
+        dir.publish()?;
+        Ok(total)
     }
-    write_index(dir.path(), &shards)?;
-    write_side_files(dir.path(), args)?;
-    dir.publish()?;
-    Ok(total)
+
+    fn write_side_files(&self, dir: &Path) -> Result<()> {
+        write_json(&dir.join("config.json"), &self.config)?;
+        write_json(&dir.join("generation_config.json"), &llama::generation_config())?;
+        write_json(&dir.join("tokenizer.json"), &llama::tokenizer())
+    }
 }
 
 fn write_tensor(
@@ -106,12 +164,6 @@ fn write_tensor(
         done += part as u64;
     }
     Ok(())
-}
-
-fn write_side_files(dir: &Path, args: &Args) -> Result<()> {
-    write_json(&dir.join("config.json"), &args.shape.config(args.dtype))?;
-    write_json(&dir.join("generation_config.json"), &llama::generation_config())?;
-    write_json(&dir.join("tokenizer.json"), &llama::tokenizer())
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Wall time and peak memory of a child process, and the plain work it is compared with.
+//! Wall time, CPU time and peak memory of a child process, and the plain work it is compared with.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 use sha2::{Digest, Sha256};
 
 use super::shell::display;
@@ -17,12 +18,16 @@ const CHUNK: usize = 4 << 20;
 /// How often a child's high-water mark is read. The mark never falls, so only what a process gains
 /// in its last moments can be missed.
 const POLL: Duration = Duration::from_millis(5);
+/// Units of CPU time in `/proc/PID/stat` per second (`USER_HZ`), the same on every architecture that we build for.
+const TICKS_PER_SECOND: f64 = 100.0;
 
 /// What a run of a program took.
 #[derive(Debug, Clone, Copy)]
 pub struct Usage {
     /// Wall time from start to exit, in seconds.
     pub seconds: f64,
+    /// CPU time of all its threads, user and system, in seconds; a multiple of 0.01.
+    pub cpu_seconds: f64,
     /// Peak resident memory (`VmHWM`), in bytes.
     pub peak_bytes: u64,
 }
@@ -47,7 +52,7 @@ pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
     let mut child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
     let status_file = format!("/proc/{}/status", child.id());
     let ended = AtomicBool::new(false);
-    let (status, seconds, peak_bytes) = std::thread::scope(|scope| -> Result<_> {
+    let (status, seconds, cpu_seconds, peak_bytes) = std::thread::scope(|scope| -> Result<_> {
         let watcher = scope.spawn(|| {
             let mut peak = 0;
             while !ended.load(Ordering::Relaxed) {
@@ -56,17 +61,37 @@ pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
             }
             peak
         });
-        let status = child.wait();
+        let cpu_seconds = wait_for_cpu_seconds(child.id());
         let seconds = start.elapsed().as_secs_f64();
+        let status = child.wait();
         ended.store(true, Ordering::Relaxed);
         let peak = watcher.join().unwrap_or(0);
-        Ok((status?, seconds, peak))
+        Ok((status?, seconds, cpu_seconds, peak))
     })?;
     let printed = contents(log)?;
     if !status.success() {
         bail!("`{line}` ended with {status}:\n{printed}");
     }
-    Ok((Usage { seconds, peak_bytes }, printed))
+    Ok((Usage { seconds, cpu_seconds: cpu_seconds?, peak_bytes }, printed))
+}
+
+/// Waits until a child has ended and reads the CPU time it took; the child must still be waited for afterwards, and
+/// its entry in `/proc` stays until then.
+fn wait_for_cpu_seconds(id: u32) -> Result<f64> {
+    let pid = i32::try_from(id).ok().and_then(Pid::from_raw).context("the child has no process id")?;
+    waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)?;
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
+    cpu_ticks(&stat).map(|ticks| ticks as f64 / TICKS_PER_SECOND).context("/proc/PID/stat has another form")
+}
+
+/// User and system time of a process, of its own `stat` file.
+fn cpu_ticks(stat: &str) -> Option<u64> {
+    // The second field is the program's name in parentheses, with whatever characters that has. `utime` and `stime`
+    // are fields 14 and 15, counted from 1.
+    let (_, after_name) = stat.rsplit_once(')')?;
+    let mut fields = after_name.split_whitespace().skip(14 - 3);
+    let mut next = || fields.next()?.parse::<u64>().ok();
+    Some(next()? + next()?)
 }
 
 fn contents(mut log: File) -> Result<String> {
@@ -129,6 +154,25 @@ pub fn safetensors_of(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
     Ok(files)
 }
 
+/// A 95 % confidence interval of the median of what independent values are drawn from, whatever its distribution:
+/// the `k`th smallest and the `k`th largest value, with the largest `k` that leaves out at most 2.5 % on either side.
+/// None of fewer than 6 values, which have no such interval, and none of more than 1000.
+pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<[f64; 2]> {
+    const TAIL: f64 = 0.025;
+    let mut sorted: Vec<f64> = values.into_iter().collect();
+    sorted.sort_by(f64::total_cmp);
+    let n = Some(sorted.len()).filter(|n| *n <= 1000)?;
+    // The median lies below the `k`th smallest where fewer than `k` of `n` tosses of a coin are heads.
+    let mut probability = 0.5f64.powi(i32::try_from(n).ok()?);
+    let (mut below, mut k) = (probability, 0);
+    while below <= TAIL {
+        k += 1;
+        probability *= (n + 1 - k) as f64 / k as f64;
+        below += probability;
+    }
+    (k > 0).then(|| [sorted[k - 1], sorted[n - k]])
+}
+
 /// The median; of an even number of values, the mean of the middle two.
 pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = values.into_iter().collect();
@@ -152,6 +196,34 @@ mod tests {
         assert_eq!(printed, "20000000\n");
         assert!(usage.peak_bytes > 15 << 20, "{usage:?}");
         assert!(usage.seconds >= 0.05);
+    }
+
+    #[test]
+    fn the_cpu_time_of_a_child_is_not_its_wall_time() {
+        let spent = |script: &str| run(Command::new("bash").args(["-c", script])).unwrap();
+        let asleep = spent("sleep 0.3");
+        assert!(asleep.seconds >= 0.3 && asleep.cpu_seconds < 0.2, "{asleep:?}");
+        let busy = spent("for ((i = 0; i < 200000; i++)); do :; done");
+        assert!(busy.cpu_seconds > 0.03 && busy.cpu_seconds < busy.seconds + 0.1, "{busy:?}");
+    }
+
+    #[test]
+    fn cpu_ticks_are_found_after_any_name() {
+        let rest = "S 1 2 3 4 5 6 7 8 9 10 70 8 30 40 20 0 1";
+        assert_eq!(cpu_ticks(&format!("12 (a) (b c) {rest}")), Some(78));
+        assert_eq!(cpu_ticks("12 (a) S 1 2"), None);
+        assert_eq!(cpu_ticks(""), None);
+    }
+
+    #[test]
+    fn intervals_of_the_median_are_those_of_the_tables() {
+        // Tables of the sign test: the ranks of both ends for 6, 9, 15, 25 and 40 values.
+        for (n, low, high) in [(6, 1, 6), (9, 2, 8), (15, 4, 12), (25, 8, 18), (40, 14, 27)] {
+            let values = (1..=n).rev().map(f64::from);
+            assert_eq!(median_interval(values), Some([f64::from(low), f64::from(high)]), "{n}");
+        }
+        assert_eq!(median_interval((1..=5).map(f64::from)), None);
+        assert_eq!(median_interval([]), None);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What several commands share.
 
+pub mod base;
 pub mod host;
 pub mod llama;
 pub mod llama_cpp;

@@ -70,12 +70,23 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
 
 /// The command that was typed, for a record.
 pub fn typed_command() -> String {
-    let mut args: Vec<String> = std::env::args().skip(1).collect();
-    // Where a program lay that was built before says nothing to others.
-    if let Some(at) = args.iter().position(|a| a == "--quant") {
-        args.drain(at..(at + 2).min(args.len()));
+    format!("cargo xtask {}", without_places(std::env::args().skip(1)).join(" "))
+}
+
+/// Arguments without the options that say where a program lies that was built before, which says nothing to others.
+fn without_places(mut args: impl Iterator<Item = String>) -> Vec<String> {
+    let mut kept = Vec::new();
+    while let Some(arg) = args.next() {
+        match arg.split_once('=').map_or(&*arg, |(option, _)| option) {
+            "--quant" | "--program" | "--base-program" => {
+                if !arg.contains('=') {
+                    args.next();
+                }
+            }
+            _ => kept.push(arg),
+        }
     }
-    format!("cargo xtask {}", args.join(" "))
+    kept
 }
 
 #[cfg(test)]
@@ -86,5 +97,12 @@ mod tests {
     fn tables_are_markdown() {
         let text = table(&["a", "b"], &[vec!["1".into(), "2".into()]]);
         assert_eq!(text, "| a | b |\n| --- | --- |\n| 1 | 2 |\n");
+    }
+
+    #[test]
+    fn commands_name_no_places() {
+        let typed = "bench --quant /a/quant --pairs 15 --base-program=/b --check --program /c";
+        let kept = without_places(typed.split(' ').map(str::to_owned));
+        assert_eq!(kept, ["bench", "--pairs", "15", "--check"]);
     }
 }

@@ -184,7 +184,10 @@ impl Checkpoint {
 }
 
 /// The tensors of a shard with the positions of their bytes in the file, in the order of the data.
-fn read_header(path: &Path) -> Result<Vec<(Entry, u64)>> {
+///
+/// # Errors
+/// When the file cannot be read, or its header is malformed or points outside the file.
+pub fn read_header(path: &Path) -> Result<Vec<(Entry, u64)>> {
     let mut file = File::open(path)?;
     let size = file.metadata()?.len();
     let mut length = [0; 8];
