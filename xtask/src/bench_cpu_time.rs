@@ -54,8 +54,8 @@ const METHODS: [Method; 3] = [
     Method {
         name: "awq",
         layers: 1,
-        hidden: 1024,
-        intermediate: 2816,
+        hidden: 768,
+        intermediate: 2048,
         options: &["--method", "awq", "--samples", "8", "--seq-len", "256"],
     },
     Method {

@@ -23,8 +23,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop, aarch64, sanitize,
-    /// cuda
+    /// Run these steps only: test, hub, fmt, clippy, doc, deny, interop, sanitize, cuda
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -44,8 +43,6 @@ pub fn run(args: &Args) -> Result<()> {
     });
     steps.step("deny", || deny(&["licenses", "bans", "sources"]));
     steps.step("interop", || interop::run(&[]));
-    // A compiler of its own, and its own builds of a few crates.
-    steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("sanitize", sanitize::run);
     steps.step("cuda", cuda::run);
     steps.finish()

@@ -14,8 +14,8 @@ pub struct Pair {
     /// Git revision of the base; its program is built once and kept under target/base
     #[arg(long, value_name = "REV", required_unless_present = "base_program")]
     pub base: Option<String>,
-    /// A built program of the base, instead of a revision
-    #[arg(long, value_name = "PATH", conflicts_with = "base")]
+    /// The program of the base, instead of building it
+    #[arg(long, value_name = "PATH")]
     pub base_program: Option<PathBuf>,
     /// Our program, instead of building it
     #[arg(long, value_name = "PATH")]
@@ -37,9 +37,11 @@ impl Pair {
     /// # Errors
     /// When there is no such revision, or one does not build.
     pub fn programs(&self) -> Result<Programs> {
-        let base = match (&self.base, &self.base_program) {
-            (Some(revision), _) => of_revision(revision, &std::path::absolute(target_dir())?.join("base"))?,
-            (None, Some(program)) => std::path::absolute(program)?,
+        let base = match (&self.base_program, &self.base) {
+            (Some(program), _) => std::path::absolute(program)?,
+            (None, Some(revision)) => {
+                of_revision(revision, &std::path::absolute(target_dir())?.join("base"))?
+            }
             (None, None) => bail!("neither --base nor --base-program is given"),
         };
         Ok(Programs { base, ours: quant_binary(self.program.as_deref())? })
@@ -47,7 +49,7 @@ impl Pair {
 
     /// What the base is called in a record.
     pub fn base_name(&self) -> &str {
-        self.base.as_deref().unwrap_or("a program that was built before")
+        self.base.as_deref().unwrap_or("a program of no named revision")
     }
 }
 

@@ -81,15 +81,27 @@ fn wait_for_cpu_seconds(id: u32) -> Result<f64> {
     let pid = i32::try_from(id).ok().and_then(Pid::from_raw).context("the child has no process id")?;
     waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)?;
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
-    cpu_ticks(&stat).map(|ticks| ticks as f64 / TICKS_PER_SECOND).context("/proc/PID/stat has another form")
+    ticks_from(&stat, UTIME)
+        .map(|ticks| ticks as f64 / TICKS_PER_SECOND)
+        .context("/proc/PID/stat has another form")
 }
 
-/// User and system time of a process, of its own `stat` file.
-fn cpu_ticks(stat: &str) -> Option<u64> {
-    // The second field is the program's name in parentheses, with whatever characters that has. `utime` and `stime`
-    // are fields 14 and 15, counted from 1.
+/// CPU time, user and system, of all children of this process that have ended and were waited for, and of theirs.
+pub fn children_cpu_time() -> Option<Duration> {
+    let ticks = ticks_from(&std::fs::read_to_string("/proc/self/stat").ok()?, CUTIME)?;
+    Some(Duration::from_secs_f64(ticks as f64 / TICKS_PER_SECOND))
+}
+
+/// The field of a `stat` file with a process's user time, counted from 1; its system time follows.
+const UTIME: usize = 14;
+/// The same of its children that have ended.
+const CUTIME: usize = 16;
+
+/// The sum of a field of a `stat` file and the next one.
+fn ticks_from(stat: &str, field: usize) -> Option<u64> {
+    // The second field is the program's name in parentheses, with whatever characters that has; the third follows it.
     let (_, after_name) = stat.rsplit_once(')')?;
-    let mut fields = after_name.split_whitespace().skip(14 - 3);
+    let mut fields = after_name.split_whitespace().skip(field - 3);
     let mut next = || fields.next()?.parse::<u64>().ok();
     Some(next()? + next()?)
 }
@@ -209,10 +221,17 @@ mod tests {
 
     #[test]
     fn cpu_ticks_are_found_after_any_name() {
-        let rest = "S 1 2 3 4 5 6 7 8 9 10 70 8 30 40 20 0 1";
-        assert_eq!(cpu_ticks(&format!("12 (a) (b c) {rest}")), Some(78));
-        assert_eq!(cpu_ticks("12 (a) S 1 2"), None);
-        assert_eq!(cpu_ticks(""), None);
+        let stat = "12 (a) (b c) S 1 2 3 4 5 6 7 8 9 10 70 8 30 40 20 0 1";
+        assert_eq!([UTIME, CUTIME].map(|field| ticks_from(stat, field)), [Some(78), Some(70)]);
+        assert_eq!(ticks_from("12 (a) S 1 2", UTIME), None);
+        assert_eq!(ticks_from("", UTIME), None);
+    }
+
+    #[test]
+    fn the_cpu_time_of_children_grows() {
+        let before = children_cpu_time().unwrap();
+        run(Command::new("bash").args(["-c", "for ((i = 0; i < 200000; i++)); do :; done"])).unwrap();
+        assert!(children_cpu_time().unwrap() >= before + Duration::from_millis(30));
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
+use super::measure::children_cpu_time;
+
 /// Runs steps one after another; a failing one does not keep the rest from running.
 #[derive(Debug, Default)]
 pub struct Steps {
@@ -15,6 +17,8 @@ pub struct Steps {
 struct Row {
     name: String,
     took: Duration,
+    /// CPU time of the programs that the step ran: on a machine that does other work too, it says more than `took`.
+    cpu: Option<Duration>,
     failure: Option<String>,
 }
 
@@ -30,12 +34,13 @@ impl Steps {
             return;
         }
         println!("\n==> {name}");
-        let start = Instant::now();
+        let (start, cpu_before) = (Instant::now(), children_cpu_time());
         let failure = action().err().map(|e| format!("{e:#}"));
         if let Some(reason) = &failure {
             println!("==> {name} FAILED: {reason}");
         }
-        self.rows.push(Row { name: name.to_owned(), took: start.elapsed(), failure });
+        let cpu = children_cpu_time().zip(cpu_before).map(|(after, before)| after.saturating_sub(before));
+        self.rows.push(Row { name: name.to_owned(), took: start.elapsed(), cpu, failure });
     }
 
     /// Prints the table.
@@ -56,13 +61,17 @@ impl Steps {
 
     fn table(&self) -> String {
         let width = self.rows.iter().map(|r| r.name.len()).max().unwrap_or(0).max("total".len());
-        let mut table = format!("{:width$}  {:>8}  result\n", "step", "time");
+        let line = |name: &str, took: Duration, cpu: Option<Duration>, result: &str| {
+            let cpu = cpu.map_or_else(String::new, minutes);
+            format!("{name:width$}  {:>8}  {cpu:>8}  {result}", minutes(took)).trim_end().to_owned() + "\n"
+        };
+        let mut table = format!("{:width$}  {:>8}  {:>8}  result\n", "step", "time", "CPU time");
         for row in &self.rows {
             let result = if row.failure.is_some() { "FAILED" } else { "ok" };
-            table += &format!("{:width$}  {:>8}  {result}\n", row.name, minutes(row.took));
+            table += &line(&row.name, row.took, row.cpu, result);
         }
         let total = self.rows.iter().map(|r| r.took).sum();
-        table += &format!("{:width$}  {:>8}\n", "total", minutes(total));
+        table += &line("total", total, self.rows.iter().map(|r| r.cpu).sum(), "");
         table
     }
 }
