@@ -164,7 +164,8 @@ impl TensorSource for Generated {
             let bits = Random(seed ^ (first + i as u64).wrapping_mul(0x2545_f491_4f6c_dd1d)).next();
             let uniform = (bits >> 40) as f32 / (1_u32 << 24) as f32 - 0.5;
             let value = scale * uniform + if is_norm { 1.0 } else { 0.0 };
-            bytes.copy_from_slice(&Dtype::Bf16.narrow(&[value]));
+            // The upper half of an f32 is a BF16.
+            bytes.copy_from_slice(&((value.to_bits() >> 16) as u16).to_le_bytes());
         }
         Ok(())
     }
