@@ -7,9 +7,8 @@ use quant_core::Result;
 use quant_core::calibrate::{ChannelMaxima, Sampling};
 use quant_core::model::Model;
 use quant_core::quantize::gptq::GptqSettings;
-use quant_core::recipe::{
-    Granularity, METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, SchemeRequest, kv, method, steps,
-};
+use quant_core::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method, steps};
+use quant_core::scheme::{Granularity, SchemeRequest};
 use quant_core::{Error, format};
 
 /// What to do with a model.

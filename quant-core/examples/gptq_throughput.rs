@@ -19,7 +19,7 @@ use faer::{Accum, Mat, MatRef, Par, Side};
 use quant_core::checkpoint::Dtype;
 use quant_core::quantize::Rows;
 use quant_core::quantize::gptq::{Factor, GptqSettings, Hessian, solve};
-use quant_core::recipe::LinearScheme;
+use quant_core::scheme::LinearScheme;
 
 const RUNS: usize = 3;
 

@@ -13,7 +13,7 @@ use std::time::Instant;
 use quant_core::checkpoint::Dtype;
 use quant_core::format::pack_rows;
 use quant_core::quantize::{QuantizedRows, Rows, quantize_rows};
-use quant_core::recipe::LinearScheme;
+use quant_core::scheme::LinearScheme;
 
 const RUNS: usize = 9;
 

@@ -19,6 +19,7 @@
 pub mod calibrate;
 pub mod checkpoint;
 pub mod digest;
+pub mod engines;
 mod error;
 pub mod format;
 pub mod model;
@@ -27,6 +28,7 @@ mod progress;
 pub mod quantize;
 pub mod random;
 pub mod recipe;
+pub mod scheme;
 pub mod transform;
 mod vector;
 

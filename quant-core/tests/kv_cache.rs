@@ -5,7 +5,8 @@ mod common;
 
 use common::{Kind, Tiny, flat};
 use quant_core::calibrate::HiddenStates;
-use quant_core::model::{Decoder, KV_CONFIG_KEY, KvCaching, KvScheme, NoTap};
+use quant_core::model::{Decoder, KvCaching, KvScheme, NoTap};
+use quant_core::scheme::KV_CONFIG_KEY;
 use quant_core::{CancelToken, Silent};
 use quant_kernels_cpu::attention::KvType;
 

@@ -13,7 +13,8 @@ use quant_core::calibrate::{BatchLayout, ChannelMaxima, HiddenStates, TokenWindo
 use quant_core::checkpoint::{Dtype, MemorySink};
 use quant_core::model::{Block, BlockGraph, Model, NodeId, Tap, TokenRows, WeightBody};
 use quant_core::pipeline::{Job, quantize};
-use quant_core::recipe::{ActivationScheme, Plan, Recipe};
+use quant_core::recipe::{Plan, Recipe};
+use quant_core::scheme::ActivationScheme;
 use quant_core::transform::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
 use quant_core::{CancelToken, Category, Result, Silent};
 

@@ -7,7 +7,7 @@ use quant_core::Result;
 use quant_core::format::container_of;
 use quant_core::model::KvScheme;
 use quant_core::pipeline::QuantReport;
-use quant_core::recipe::LinearScheme;
+use quant_core::scheme::LinearScheme;
 use serde::Serialize;
 
 use super::Session;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use quant_core::format::engines::{ENGINES, Engine, Outline, RANKS, READ};
+use quant_core::engines::{ENGINES, Engine, Outline, RANKS, READ};
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::{Error, Result};
 use serde::Serialize;

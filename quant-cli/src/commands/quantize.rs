@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use quant_core::calibrate::ChannelMaxima;
 use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
+use quant_core::engines::{ENGINES, Outline, Verdict};
 use quant_core::format::CONTAINERS;
-use quant_core::format::engines::{ENGINES, Outline, Verdict};
 use quant_core::pipeline::{self, Job, Program, QuantReport};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{Category, Error, Result, TensorSink};

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::header_error::printable;
+use super::names::printable;
 use crate::{Error, Result};
 
 /// No size in a model's configuration is larger: beyond it lie mistakes and attacks.

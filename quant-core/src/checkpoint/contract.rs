@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::TensorSpec;
 use super::header::MAX_RANK;
-use super::header_error::{name_fault, printable};
+use super::names::{name_fault, printable};
 use crate::{Error, Result};
 
 /// Checks what was agreed on: distinct names and shapes that our own reader would accept.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::header_error::printable;
 use super::input_file::{Lookup, Root, read_capped};
+use super::names::printable;
 use super::{ConfigFields, ShardedCheckpoint, strict_json};
 use crate::{Error, Result};
 

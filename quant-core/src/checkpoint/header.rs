@@ -15,13 +15,11 @@ use std::path::Path;
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::header_error::{name_fault, printable};
 use super::input_file::read_exact_at;
+use super::names::{name_fault, printable};
 use super::{Dtype, HeaderError, TensorInfo};
 use crate::{Error, Result};
 
-/// The longest name of a tensor, in bytes.
-pub(crate) const MAX_NAME_BYTES: usize = 1024;
 /// The most dimensions of a tensor.
 pub(crate) const MAX_RANK: usize = 8;
 

@@ -1,7 +1,6 @@
 //! Reading, first stage of the path: the rules of a safetensors header that a file can break.
 
 use super::Dtype;
-use super::header::MAX_NAME_BYTES;
 
 /// A rule of the format that a file breaks. Names are shown with control characters escaped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -178,40 +177,4 @@ pub enum HeaderError {
 
 fn known_dtypes() -> String {
     Dtype::ALL.map(Dtype::name).join(", ")
-}
-
-/// Why a tensor may not have this name, ending the sentence that the name begins.
-pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
-    if name.is_empty() {
-        Some("is empty")
-    } else if name.len() > MAX_NAME_BYTES {
-        Some("is longer than 1024 bytes")
-    } else if name.contains('\0') {
-        Some("holds NUL")
-    } else if name.chars().any(char::is_control) {
-        Some("holds control characters")
-    } else if name.chars().any(is_deceptive) {
-        Some("holds invisible characters that change the direction of text")
-    } else {
-        None
-    }
-}
-
-/// Characters that reorder or break the line they are shown in.
-fn is_deceptive(c: char) -> bool {
-    matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-}
-
-/// Text from a file, fit for a message: escapes what would steer a terminal, and cuts.
-pub(crate) fn printable(text: &str) -> String {
-    const MOST: usize = 160;
-    let mut out = String::new();
-    for (i, c) in text.chars().enumerate() {
-        if i == MOST {
-            out.push('…');
-            break;
-        }
-        if c.is_control() || is_deceptive(c) { out.extend(c.escape_default()) } else { out.push(c) }
-    }
-    out
 }

@@ -13,7 +13,7 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::header_error::printable;
+use super::names::printable;
 use crate::{Error, Result};
 
 /// A model directory, resolved once; names are looked up inside it.

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::file_system::{FileSystem, failure, remove_if_present, replace_file};
-use super::header_error::printable;
+use super::names::printable;
 use crate::{Error, Result};
 
 const LOCK: &str = "lock";

@@ -9,10 +9,10 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use super::file_system::{FileSystem, failure, is_unsupported};
-use super::header_error::printable;
 use super::input_file::read_capped;
 use super::job::{Job, parent_of};
 use super::manifest::{MANIFEST, PublishedFile, manifest_files};
+use super::names::printable;
 use crate::{Error, Result};
 
 /// A manifest of more bytes than this was not written here.

@@ -8,8 +8,8 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 
-use super::header_error::{name_fault, printable};
 use super::input_file::relative_name_fault;
+use super::names::{name_fault, printable};
 
 /// The longest index that is read.
 pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;

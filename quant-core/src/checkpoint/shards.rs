@@ -10,8 +10,8 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use super::header::{Header, Located};
-use super::header_error::printable;
 use super::input_file::{Lookup, Root, listed, open_regular, read_capped, read_exact_at};
+use super::names::printable;
 use super::shard_index::{MAX_INDEX_BYTES, ShardIndex};
 use super::{TensorInfo, TensorSource};
 use crate::{Error, Result};

@@ -8,7 +8,7 @@ use std::fmt;
 use serde::de::{self, DeserializeSeed, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
-use super::header_error::printable;
+use super::names::printable;
 
 /// Parses a whole document.
 ///

@@ -14,12 +14,12 @@ use sha2::Digest;
 
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
-use super::header_error::printable;
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
 use super::job::{Job, differences, job_path, parent_of};
 use super::journal::{Entries, Journal};
 use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
+use super::names::printable;
 use super::overlap::resolve;
 use super::publish::{Published, check_target, move_into_place};
 use super::shards::INDEX;

@@ -6,7 +6,6 @@
 mod awq;
 mod bits;
 mod compressed_tensors;
-pub mod engines;
 mod gptq;
 mod qserve;
 
@@ -15,9 +14,8 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
-use crate::model::FusedLinears;
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 pub use awq::AutoAwq;
@@ -25,6 +23,15 @@ pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, word
 pub use compressed_tensors::CompressedTensors;
 pub use gptq::GptqV1;
 pub use qserve::QServe;
+
+/// Linears that engines run as one matrix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FusedLinears {
+    /// The name that engines give it.
+    pub name: String,
+    /// Its parts by name, in order.
+    pub parts: Vec<String>,
+}
 
 /// What a checkpoint's configuration must say: which modules are quantized how.
 #[derive(Debug, Clone, Default)]

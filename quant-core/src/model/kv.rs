@@ -7,18 +7,17 @@
 use std::fmt;
 use std::str::FromStr;
 
-use quant_kernels_cpu::KernelError;
-use quant_kernels_cpu::attention::{KvType, LARGEST, dequantize_head, quantize_head};
+use quant_kernels_cpu::attention::{KvLayout, KvType, LARGEST, dequantize_head, quantize_head};
+use quant_kernels_cpu::{Isa, KernelError};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::arch::AttentionShape;
 use crate::checkpoint::ConfigFields;
+use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
-/// The key of `config.json` that says how keys and values are cached.
-pub const KV_CONFIG_KEY: &str = "kv_cache_quantization";
 /// Heads that one task rounds.
 const HEAD_TILE: usize = 256;
 
@@ -132,8 +131,17 @@ impl KvCaching {
     /// Why the kernels cannot cache the keys and values of all these attentions on this machine, if they cannot; the
     /// cache is then simulated.
     pub fn refusal(kind: KvType, attentions: &[AttentionShape]) -> Option<String> {
-        attentions.iter().find_map(|shape| super::paged::refusal(kind, shape.head_dim))
+        attentions.iter().find_map(|shape| refusal(kind, shape.head_dim))
     }
+}
+
+/// Why the kernels cannot hold heads of `head_dim` in pages here, if they cannot.
+pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
+    if Isa::detect() == Isa::Scalar {
+        return Some("the kernels have no vector instructions on this processor".into());
+    }
+    let error = KvLayout::new(kind, head_dim).err()?;
+    Some(format!("the kernels' cache does not hold heads of {head_dim}: {error}"))
 }
 
 /// What a refusal by the cache means: sizes were checked, so numbers are what it refuses.

@@ -141,7 +141,7 @@ impl Model {
     }
 
     /// How a linear or the embedding is quantized, if it is.
-    pub fn module_scheme(&self, module: &str) -> Option<crate::recipe::LinearScheme> {
+    pub fn module_scheme(&self, module: &str) -> Option<crate::scheme::LinearScheme> {
         let reader = &self.quantization.as_ref()?.reader;
         match self.architecture.embedding.strip_suffix(".weight") {
             Some(embedding) if embedding == module => reader.embedding_scheme(module),

@@ -26,14 +26,14 @@ mod tensor_values;
 mod tokens;
 
 pub use arch::{
-    Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, FoldGroup, FusedLinears, LearnedPositions,
-    Node, NodeId, Op, OrderGroup, QueryKey, Reach,
+    Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, FoldGroup, LearnedPositions, Node, NodeId,
+    Op, OrderGroup, QueryKey, Reach,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
 pub(crate) use experts::add_expert;
-pub use kv::{KV_CONFIG_KEY, KvCaching, KvScheme};
+pub use kv::{KvCaching, KvScheme};
 pub use linear::{CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply};
 pub use load::Model;
 pub use norm::Norm;

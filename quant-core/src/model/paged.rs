@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList};
-use quant_kernels_cpu::{Isa, IsaToken, Parallel, Rayon, Serial};
+use quant_kernels_cpu::{IsaToken, Parallel, Rayon, Serial};
 
 use super::Segments;
 use super::arch::AttentionShape;
@@ -15,15 +15,6 @@ use crate::{Error, Result};
 
 /// Products of a call below which waking a second thread takes longer than what it would do.
 const WORTH_THREADS: usize = 1 << 19;
-
-/// Why the kernels cannot hold heads of `head_dim` in pages here, if they cannot.
-pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
-    if Isa::detect() == Isa::Scalar {
-        return Some("the kernels have no vector instructions on this processor".into());
-    }
-    let error = KvLayout::new(kind, head_dim).err()?;
-    Some(format!("the kernels' cache does not hold heads of {head_dim}: {error}"))
-}
 
 /// The pages of one sequence in one block.
 #[derive(Debug, Clone)]
@@ -180,6 +171,7 @@ mod tests {
 
     use super::*;
     use crate::model::KvScheme;
+    use crate::model::kv::refusal;
     use crate::random::SplitMix64;
 
     struct Case {

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use super::{Job, Program, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
-use crate::model::KV_CONFIG_KEY;
 use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
+use crate::scheme::KV_CONFIG_KEY;
 use crate::transform::SmoothSettings;
 use crate::{Error, Result};
 

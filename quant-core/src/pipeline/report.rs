@@ -14,7 +14,8 @@ use crate::digest::sha256_hex;
 use crate::model::{KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{Action, LinearScheme, PlanEntry, Rounding};
+use crate::recipe::{Action, PlanEntry, Rounding};
+use crate::scheme::LinearScheme;
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 

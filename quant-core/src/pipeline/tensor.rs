@@ -9,7 +9,8 @@ use super::source::{Bytes, Source};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, Op, WeightRows};
 use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
-use crate::recipe::{Action, LinearScheme, PlanEntry};
+use crate::recipe::{Action, PlanEntry};
+use crate::scheme::LinearScheme;
 use crate::transform::Rewrite;
 use crate::{Error, Result};
 

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::Dtype;
     use crate::quantize::{Rows, quantize_rtn, quantize_tensor};
-    use crate::recipe::LinearScheme;
+    use crate::scheme::LinearScheme;
 
     fn wave(n: usize, k: usize) -> Vec<f32> {
         (0..n * k).map(|i| (i as f32 * 0.37).sin() * 0.02).collect()

@@ -30,7 +30,7 @@
 //! * **NaN and infinity** have no grid; [`Extent::of`] tells.
 
 use crate::checkpoint::Dtype;
-use crate::recipe::{Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::recipe::Granularity;
+use crate::scheme::Granularity;
 
 fn rule(bits: u8, symmetric: bool, scale_dtype: Dtype) -> GridRule {
     GridRule::new(

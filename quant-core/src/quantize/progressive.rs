@@ -116,7 +116,7 @@ impl GridRule {
 mod tests {
     use super::*;
     use crate::quantize::{Rows, quantize_tensor};
-    use crate::recipe::LinearScheme;
+    use crate::scheme::LinearScheme;
     use proptest::prelude::*;
 
     fn rule(scheme: &str) -> GridRule {

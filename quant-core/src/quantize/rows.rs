@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::grid::GridError;
 use crate::checkpoint::Dtype;
 use crate::error::Indivisible;
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
 /// Rows of a weight `[rows, k]`, row-major.

@@ -14,7 +14,7 @@ use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
 use crate::Result;
 use crate::checkpoint::Dtype;
-use crate::recipe::{Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme};
 use crate::vector::vectorized;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a

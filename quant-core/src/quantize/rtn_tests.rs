@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::Error;
 use crate::quantize::grid::GridError;
-use crate::recipe::Granularity;
+use crate::scheme::Granularity;
 
 /// Deterministic weights like a layer's: mostly small, a few large.
 fn weights(n: usize, k: usize, seed: u64) -> Vec<f32> {

@@ -5,7 +5,7 @@ use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows};
 use super::grid::smallest_positive;
 use super::{InputGrid, Levels};
 use crate::checkpoint::Dtype;
-use crate::recipe::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 /// Codes, scales and zeros of a linear's weight `[n, k]`, unpacked.

@@ -45,9 +45,10 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Method, Pattern, Recipe, Rounding, SchemeRequest, kv, schema};
+use super::{Method, Pattern, Recipe, Rounding, kv, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
+use crate::scheme::SchemeRequest;
 use crate::transform::{Alpha, Producers, Search, SmoothSettings, TransformSettings};
 use crate::{Error, Result, format};
 

@@ -14,7 +14,6 @@ mod pattern;
 mod plan;
 mod repack;
 mod schema;
-mod scheme;
 mod select;
 mod time;
 
@@ -23,7 +22,6 @@ pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
-pub use scheme::{ActivationScheme, Granularity, LinearScheme, SchemeRequest};
 pub use select::SelectorMatches;
 pub use time::Rates;
 
@@ -31,6 +29,7 @@ use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
 use crate::model::{Model, Preparation};
 use crate::quantize::gptq::GptqSettings;
+use crate::scheme::{ActivationScheme, SchemeRequest};
 use crate::transform::{TransformSettings, fold_norms, rotate};
 use crate::{Error, Result};
 

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::{Action, ActivationScheme, Plan, PlanEntry};
+use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, NodeId};
+use crate::scheme::ActivationScheme;
 use crate::transform::{Producers, check_maxima};
 use crate::{Error, Result};
 

@@ -4,14 +4,16 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 use super::select::Selection;
-use super::{LinearScheme, Recipe, SchemeRequest, SelectorMatches};
+use super::{Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::error::Indivisible;
+use crate::format::FusedLinears;
 use crate::format::{Container, ModuleSchemes};
-use crate::model::{Architecture, FusedLinears, Model, NodeId};
+use crate::model::{Architecture, Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
+use crate::scheme::{LinearScheme, SchemeRequest};
 use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 

@@ -4,12 +4,13 @@
 use std::borrow::Cow;
 
 use super::plan::FoldedNodes;
-use super::{Action, LinearScheme, Method, Plan, PlanEntry, Rounding};
+use super::{Action, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
 use crate::format::Container;
 use crate::model::Model;
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
+use crate::scheme::LinearScheme;
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 

@@ -7,8 +7,9 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
 
 use super::file::RecipeFile;
-use super::{LinearScheme, METHODS, Recipe, Rounding, steps};
+use super::{METHODS, Recipe, Rounding, steps};
 use crate::format::CONTAINERS;
+use crate::scheme::LinearScheme;
 
 impl Recipe {
     /// The JSON schema of recipe files, with a final newline.
@@ -63,7 +64,8 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::{PRESETS, SchemeRequest};
+    use crate::recipe::PRESETS;
+    use crate::scheme::SchemeRequest;
 
     fn schema() -> Value {
         serde_json::from_str(&Recipe::schema()).unwrap()

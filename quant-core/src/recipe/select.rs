@@ -1,6 +1,7 @@
 //! Which patterns of a recipe decide over which modules.
 
-use super::{Pattern, Recipe, SchemeRequest};
+use super::{Pattern, Recipe};
+use crate::scheme::SchemeRequest;
 use crate::{Error, Result};
 
 const IGNORE: &str = "--ignore";

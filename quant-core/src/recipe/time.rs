@@ -45,7 +45,7 @@ impl Rates {
         let product = best(3, || multiply(&values, &weight, SIDE, &mut out))?;
         let rows: Vec<f32> = values.iter().chain(&values).copied().collect();
         let rounding = best(3, || {
-            let scheme = super::LinearScheme::default();
+            let scheme = crate::scheme::LinearScheme::default();
             quantize_tensor(Rows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
                 .map(drop)
                 .map_err(|e| Error::Internal(e.to_string()))

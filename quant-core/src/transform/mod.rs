@@ -50,7 +50,7 @@ pub(crate) const CLIP_CANDIDATES: usize = clip::CANDIDATES;
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, BlockGraph, NodeId};
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 use crate::{CancelToken, Result};
 
 /// The grid that a linear's weight will be rounded to.

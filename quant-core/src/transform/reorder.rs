@@ -12,7 +12,7 @@
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, NodeId, OrderGroup};
-use crate::recipe::Granularity;
+use crate::scheme::Granularity;
 use crate::{Error, Result};
 
 /// The transform.

@@ -33,7 +33,7 @@ use crate::model::{
     Architecture, Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values,
 };
 use crate::quantize::{Rows, quantize_tensor, static_grid};
-use crate::recipe::{ActivationScheme, Granularity};
+use crate::scheme::{ActivationScheme, Granularity};
 use crate::{Error, Result};
 
 /// The least that a maximum counts for.

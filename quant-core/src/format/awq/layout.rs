@@ -14,7 +14,7 @@ use super::{BITS, METHOD, ROWS_A_WORD};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 /// Which of a word's eight outputs stands in each nibble, the lowest first: the order in which the

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::layout::Storage;
 use super::{EMBEDDING, LINEAR, METHOD, MIXED, STATUS};
 use crate::format::ModuleSchemes;
-use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
 
 /// The modules of one scheme.
 struct Group<'a> {
@@ -144,7 +144,7 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::FusedLinears;
+    use crate::format::FusedLinears;
 
     fn schemes<'a>(quantized: &[(&'a str, &str)], float: &[&'a str]) -> ModuleSchemes<'a> {
         ModuleSchemes {

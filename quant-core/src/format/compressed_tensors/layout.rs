@@ -25,7 +25,7 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows, words_for};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 /// How a linear's weight is stored: the `format` of its group.

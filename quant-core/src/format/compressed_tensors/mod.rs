@@ -15,7 +15,7 @@ use super::{Container, ModuleSchemes, PackedReader};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 
 /// `quant_method`.
 const METHOD: &str = "compressed-tensors";

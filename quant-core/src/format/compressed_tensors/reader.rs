@@ -19,7 +19,7 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_fin
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// Regular expressions a configuration may hold; real ones hold a handful.

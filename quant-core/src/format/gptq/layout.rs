@@ -22,7 +22,7 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
 pub(super) fn codes_name(module: &str) -> String {
@@ -202,7 +202,7 @@ mod tests {
 
     use super::*;
     use crate::quantize::quantize_rtn;
-    use crate::recipe::Granularity;
+    use crate::scheme::Granularity;
 
     fn words(bytes: &[u8]) -> Vec<u32> {
         bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// `quant_method`.

@@ -10,7 +10,7 @@ use super::{EXCLUDED, HEAD, METHOD, V1, V2};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// Which modules are quantized, all by one scheme.

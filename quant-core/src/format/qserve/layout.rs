@@ -23,7 +23,7 @@ use super::{GROUP, METHOD, TILE};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::bits::transpose;
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
 use crate::{Error, Result};
 
 /// What a code of 8 bits exceeds the signed number by that it stands for; the two differ in their highest bit.

@@ -10,9 +10,9 @@ use super::layout::{Kind, S2Order};
 use super::{GROUP, HEAD, QUANT_METHOD, TILE};
 use crate::checkpoint::Dtype;
 use crate::format::ModuleSchemes;
-use crate::model::KV_CONFIG_KEY;
 use crate::quantize::progressive::PROTECTIVE_RANGE;
-use crate::recipe::LinearScheme;
+use crate::scheme::KV_CONFIG_KEY;
+use crate::scheme::LinearScheme;
 
 /// The manifest.
 pub(super) const FILE: &str = "qserve_manifest.json";
@@ -169,8 +169,8 @@ fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [u
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::FusedLinears;
     use crate::format::{Container, QServe};
-    use crate::model::FusedLinears;
 
     fn schemes<'a>(scheme: &str, modules: &[(&'a str, [usize; 2])]) -> ModuleSchemes<'a> {
         let scheme = scheme.parse().unwrap();

@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 use layout::Kind;
 

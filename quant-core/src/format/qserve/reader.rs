@@ -14,7 +14,7 @@ use super::{GROUP, HEAD, METHOD, QUANT_METHOD};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::{Levels, QuantizedTensor};
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
 /// Keys that a configuration may have; what another would mean is not known.

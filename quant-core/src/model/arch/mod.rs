@@ -13,6 +13,7 @@ pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, Q
 pub use op::*;
 
 use crate::checkpoint::ConfigFields;
+use crate::format::FusedLinears;
 use crate::model::rope::Rope;
 use crate::{Error, Result};
 
@@ -62,15 +63,6 @@ pub struct LearnedPositions {
     pub table: String,
     /// The row of position 0.
     pub offset: usize,
-}
-
-/// Linears that engines run as one matrix.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FusedLinears {
-    /// The name that engines give it.
-    pub name: String,
-    /// Its parts by name, in order.
-    pub parts: Vec<String>,
 }
 
 impl Architecture {

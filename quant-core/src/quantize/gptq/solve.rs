@@ -16,7 +16,7 @@ use super::super::rows::{Rows, RowsError, group_size};
 use super::super::tensor::QuantizedTensor;
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 use crate::vector::vectorized;
 
 /// Rows of a tile.

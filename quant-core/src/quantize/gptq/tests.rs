@@ -7,7 +7,7 @@ use super::*;
 use crate::checkpoint::Dtype;
 use crate::quantize::grid::GridRule;
 use crate::quantize::{Rows, RowsError, fake_quantize, quantize_rtn};
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 
 /// Values in −1 to 1.
 fn noise(seed: u64) -> impl FnMut() -> f32 {
@@ -380,7 +380,7 @@ proptest! {
         n in 1_usize..140, groups in 1_usize..6, size in 1_usize..70, bits in 2_u8..=8, seed: u64,
         symmetric: bool, order in 0_usize..3, block_size in 1_usize..200,
     ) {
-        let granularity = crate::recipe::Granularity::Group(size);
+        let granularity = crate::scheme::Granularity::Group(size);
         let scheme = LinearScheme { bits, granularity, symmetric, ..Default::default() };
         let settings = GptqSettings { act_order: ORDERS[order], block_size, ..GptqSettings::default() };
         if LinearScheme::BITS.contains(&bits) {

@@ -2,7 +2,7 @@
 
 use super::Verdict::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
-use crate::recipe::{Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme};
 
 /// A rank's share of a quantized linear.
 #[derive(Debug, Clone)]

@@ -5,6 +5,9 @@ use std::str::FromStr;
 
 use crate::{Error, Result};
 
+/// The key of `config.json` that says how keys and values are cached.
+pub const KV_CONFIG_KEY: &str = "kv_cache_quantization";
+
 /// How many weights of a row share one scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Granularity {

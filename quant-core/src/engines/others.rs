@@ -2,7 +2,7 @@
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
-use crate::recipe::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
 
 fn is_awq(outline: &Outline) -> bool {
     outline.container == "awq"

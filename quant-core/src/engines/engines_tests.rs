@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::AttentionShape;
-use crate::recipe::LinearScheme;
+use crate::scheme::LinearScheme;
 
 /// Heads, key heads, width of a head, hidden, intermediate.
 const LLAMA_8B: [usize; 5] = [32, 8, 128, 4096, 14336];

@@ -1,7 +1,8 @@
 //! A checkpoint as engines see it.
 
 use crate::model::{AttentionShape, BlockGraph, Model, NodeId, Op};
-use crate::recipe::{LinearScheme, Plan};
+use crate::recipe::Plan;
+use crate::scheme::LinearScheme;
 
 /// How a linear is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,142 @@
+//! The stages of the library form a stack: none uses one above it, which is read off the sources.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it.
+const STAGES: [&str; 10] = [
+    "checkpoint",
+    "scheme",
+    "quantize",
+    "format",
+    "model",
+    "calibrate",
+    "transform",
+    "recipe",
+    "pipeline",
+    "engines",
+];
+/// What every stage may use. Of the stages they name error types alone.
+const SHARED: [&str; 5] = ["digest", "error", "progress", "random", "vector"];
+
+fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// The source without comments and without what is compiled for tests alone: modules after `#[cfg(test)]`.
+fn without_tests(text: &str) -> String {
+    let (mut kept, mut skipping) = (String::new(), false);
+    for line in text.lines() {
+        let indent = line.len() - line.trim_start().len();
+        if line.trim() == "#[cfg(test)]" && indent == 0 {
+            skipping = true;
+        } else if skipping {
+            // The item ends where a line at its own indent closes it.
+            skipping = !(indent == 0 && (line.ends_with('}') || line.ends_with(';')));
+        } else if !line.trim_start().starts_with("//") {
+            kept.push_str(line.split(" //").next().unwrap_or_default());
+            kept.push('\n');
+        }
+    }
+    kept
+}
+
+/// The modules at the root of the crate that a source names: `crate::x`, and each `x` of `crate::{x, y::z}`.
+fn modules_used(text: &str) -> BTreeSet<String> {
+    let word = |text: &str| text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
+    let mut used = BTreeSet::new();
+    for (at, _) in text.match_indices("crate::") {
+        let path = &text[at + "crate::".len()..];
+        let Some(list) = path.strip_prefix('{') else {
+            used.insert(word(path));
+            continue;
+        };
+        let (mut depth, mut start) = (0, 0);
+        for (i, c) in list.char_indices() {
+            match c {
+                '{' => depth += 1,
+                ',' | '}' if depth == 0 => {
+                    used.insert(word(list[start..i].trim_start()));
+                    start = i + 1;
+                    if c == '}' {
+                        break;
+                    }
+                }
+                '}' => depth -= 1,
+                _ => {}
+            }
+        }
+    }
+    used
+}
+
+fn is_for_tests(path: &Path) -> bool {
+    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+    name == "tests"
+        || name.ends_with("_tests")
+        || path.components().any(|c| c.as_os_str() == "tests")
+        // The plain definition that tests hold the solver to.
+        || path.ends_with("gptq/reference.rs")
+}
+
+#[test]
+fn no_stage_uses_one_above_it() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    sources(&root, &mut files);
+    let height = |module: &str| STAGES.iter().position(|stage| *stage == module);
+    let (mut faults, mut seen) = (Vec::new(), BTreeSet::new());
+    for file in &files {
+        let path = file.strip_prefix(&root).unwrap();
+        let own = path.components().next().unwrap().as_os_str().to_string_lossy().replace(".rs", "");
+        if own == "lib" || is_for_tests(path) {
+            continue;
+        }
+        let shared = SHARED.contains(&own.as_str());
+        assert!(shared || height(&own).is_some(), "`{own}` has no place among the stages");
+        seen.insert(own.clone());
+        let stage_root = path.components().count() == 1 || path.ends_with(format!("{own}/mod.rs"));
+        let text = without_tests(&std::fs::read_to_string(file).unwrap());
+        assert!(
+            !(stage_root && text.contains("super::")),
+            "{}: name the crate's modules by `crate::`",
+            path.display()
+        );
+        for used in modules_used(&text) {
+            // Errors carry those of the lowest stage.
+            let allowed = shared && used == "checkpoint" && own == "error";
+            let above = match (height(&own), height(&used)) {
+                (Some(own), Some(used)) => used > own,
+                (None, Some(_)) => !allowed,
+                _ => false,
+            };
+            if above {
+                faults.push(format!("{} uses {used}, which is above {own}", path.display()));
+            }
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    for stage in STAGES {
+        assert!(seen.contains(stage), "there is no stage `{stage}`");
+    }
+}
+
+#[test]
+fn paths_are_found_wherever_they_stand() {
+    let text =
+        "use crate::{Error, model::{Block, NodeId}, recipe::Plan};\nlet x = crate::format::reader(y);\n";
+    let used = modules_used(text);
+    for module in ["Error", "model", "recipe", "format"] {
+        assert!(used.contains(module), "{module} in {used:?}");
+    }
+    assert!(!used.contains("Block") && !used.contains("NodeId"));
+    let text = "use crate::a::B;\n// crate::b\n#[cfg(test)]\nmod tests {\n    use crate::c::D;\n}\nfn e() { crate::f::g() }\n";
+    assert_eq!(modules_used(&without_tests(text)).into_iter().collect::<Vec<_>>(), ["a", "f"]);
+}
