@@ -35,6 +35,15 @@ pub fn dequantize_rows(
         }
     };
     let groups = out.chunks_exact_mut(size).zip(weight.codes(rows.clone()).chunks_exact(size));
+    if let Some(format) = weight.float_format() {
+        let values = format.values();
+        for ((out, codes), &scale) in groups.zip(scales) {
+            for (out, &code) in out.iter_mut().zip(codes) {
+                *out = values[usize::from(code)] * scale;
+            }
+        }
+        return Ok(());
+    }
     for (i, ((out, codes), &scale)) in groups.zip(scales).enumerate() {
         let zero = i32::from(zeros.map_or(middle, |zeros| zeros[i]));
         // The difference is exact in `f32`, so the product is the only rounding, as in the reference.
@@ -50,6 +59,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::FloatFormat;
 
     /// A matrix of any shape, with every code, zero and scale possible.
     #[derive(Debug)]
@@ -132,5 +142,32 @@ mod tests {
         let backwards = code(1..0, 0);
         assert_eq!(backwards, Err(4));
         assert_eq!([code(1..1, 0), code(0..1, 0)], [Ok(()), Err(1)]);
+    }
+
+    #[test]
+    fn floating_point_codes() {
+        let codes = [0x38, 0xb8, 0x7e, 0x01, 0x00, 0xc0];
+        let view = WeightView::float([2, 3], FloatFormat::E4m3, 3, &codes, &[2.0, 0.5]).unwrap();
+        let (mut out, mut reference) = ([0.0; 6], [0.0; 6]);
+        dequantize_rows(&view, 0..2, &mut out).unwrap();
+        assert_eq!(out, [2.0, -2.0, 896.0, 0.0009765625, 0.0, -1.0]);
+        reference::dequantize_rows(&view, 0..2, &mut reference);
+        assert_eq!(out, reference);
+        assert!(WeightView::float([2, 3], FloatFormat::E4m3, 3, &codes[1..], &[2.0, 0.5]).is_err());
+    }
+
+    #[test]
+    fn kernels_refuse_floating_point_codes() {
+        let view = WeightView::float([1, 4], FloatFormat::E4m3, 4, &[0x38; 4], &[1.0]).unwrap();
+        for sums in [false, true] {
+            let refused = crate::Layout::of(&view, sums).unwrap_err();
+            assert_eq!(refused.to_string(), "a matrix of FP8 (E4M3) weights is not supported");
+            assert_eq!(refused.code(), 3);
+            assert!(crate::PackedLinear::pack(&view, None, sums, &crate::Serial).is_err());
+        }
+        // Nor are they packed into a layout of integers of as many bits.
+        let integers = WeightView::new([1, 4], 8, 4, &[0x38; 4], &[1.0], None).unwrap();
+        let layout = crate::Layout::of(&integers, false).unwrap();
+        assert!(layout.pack(&view, 0..1, &mut vec![0; layout.bytes()]).is_err());
     }
 }

@@ -92,10 +92,11 @@ impl Layout {
     /// The layout of a view; with `sums` it holds what activations with a zero point need.
     ///
     /// # Errors
-    /// When the matrix is empty, or a group so wide that its sums might not fit 32 bits: wider than 65,793 at 8
+    /// When codes are not integers, the matrix is empty, or a group so wide that its sums might not fit 32 bits: wider than 65,793 at 8
     /// bits and 1,118,481 at 4, with `sums` 33,025 and 561,433; of progressive weights a row wider than 131,071,
     /// with `sums` 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
+        view.require_integers()?;
         let code_bits = if view.bits() <= 4 { 4 } else { 8 };
         let scales = match view.all_scales() {
             Scales::Float(scales) => ScaleType::narrowest(scales),

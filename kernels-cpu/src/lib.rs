@@ -14,6 +14,7 @@ pub mod bf16;
 pub mod candle;
 mod dequantize;
 mod error;
+mod float_format;
 #[allow(unsafe_code, reason = "vector instructions, and threads that write rows of one matrix")]
 mod hadamard;
 mod isa;
@@ -32,6 +33,7 @@ pub use activation::{
 };
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;
+pub use float_format::FloatFormat;
 pub use hadamard::{Construction, Hadamard};
 pub use isa::{Isa, IsaToken};
 pub use layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, Unpacked};

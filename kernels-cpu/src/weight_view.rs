@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::{FloatFormat, KernelError};
+
 /// Why slices do not form a [`WeightView`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
@@ -22,6 +24,9 @@ pub enum ViewError {
 ///
 /// A progressive one (QServe, §4.1) has two levels of scales, whole numbers of groups below a float of the
 /// row: `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, the product inside exact.
+///
+/// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without
+/// zeros. Such a view can be dequantized; kernels that multiply integers refuse it.
 #[derive(Debug, Clone, Copy)]
 pub struct WeightView<'a> {
     n: usize,
@@ -31,6 +36,7 @@ pub struct WeightView<'a> {
     codes: &'a [u8],
     scales: Scales<'a>,
     zeros: Option<&'a [u8]>,
+    float: Option<FloatFormat>,
 }
 
 /// The scales of a [`WeightView`].
@@ -67,6 +73,21 @@ impl<'a> WeightView<'a> {
         Self::with_scales([n, k], bits, group_size, codes, Scales::Float(scales), zeros)
     }
 
+    /// A matrix whose codes are those of a floating-point format.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn float(
+        shape: [usize; 2],
+        format: FloatFormat,
+        group_size: usize,
+        codes: &'a [u8],
+        scales: &'a [f32],
+    ) -> Result<Self, ViewError> {
+        let view = Self::new(shape, format.bits(), group_size, codes, scales, None)?;
+        Ok(Self { float: Some(format), ..view })
+    }
+
     /// The same with scales of either kind.
     ///
     /// # Errors
@@ -101,7 +122,7 @@ impl<'a> WeightView<'a> {
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
         }
-        Ok(Self { n, k, bits, group_size, codes, scales, zeros })
+        Ok(Self { n, k, bits, group_size, codes, scales, zeros, float: None })
     }
 
     /// Output features.
@@ -117,6 +138,22 @@ impl<'a> WeightView<'a> {
     /// Bits of one code.
     pub fn bits(&self) -> u8 {
         self.bits
+    }
+
+    /// The format of codes that stand for floating-point numbers; `None` of integers.
+    pub fn float_format(&self) -> Option<FloatFormat> {
+        self.float
+    }
+
+    /// Fails unless codes are integers: what a kernel asks that multiplies nothing else.
+    ///
+    /// # Errors
+    /// [`KernelError::Scheme`].
+    pub fn require_integers(&self) -> Result<(), KernelError> {
+        match self.float {
+            None => Ok(()),
+            Some(FloatFormat::E4m3) => Err(KernelError::Scheme("a matrix of FP8 (E4M3) weights")),
+        }
     }
 
     /// Input features that share a scale.
@@ -169,7 +206,7 @@ impl<'a> WeightView<'a> {
         self.zeros.map(|zeros| &zeros[rows.start * self.groups()..rows.end * self.groups()])
     }
 
-    /// The zero of a group: stored, or the middle of a symmetric grid.
+    /// The zero of a group: stored, or the middle of a symmetric grid. Codes of a floating-point format have none.
     ///
     /// # Panics
     /// As a slice's index does, where zeros are stored and there is no such row.

@@ -48,7 +48,7 @@ pub fn linears(model: &Model) -> Vec<LinearCell> {
         LinearCell {
             block,
             linear: name.to_owned(),
-            bits: scheme.map(|s| s.bits),
+            bits: scheme.map(|s| s.bits()),
             scheme: scheme.map_or_else(|| "float".to_owned(), |s| s.to_string()),
         }
     };

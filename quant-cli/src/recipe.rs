@@ -125,7 +125,7 @@ impl RecipeOptions {
             recipe.scheme.granularity = granularity(size)?;
         }
         if self.symmetric || self.asymmetric {
-            recipe.scheme.symmetric = Some(self.symmetric);
+            recipe.scheme.set_symmetric(self.symmetric)?;
         }
         if let Some(scheme) = &self.scheme {
             let (scheme, kv) = kv::split(scheme)?;
@@ -298,7 +298,7 @@ impl RecipeOptions {
             None => false,
         };
         let said = (self.symmetric || self.asymmetric).then_some(self.symmetric);
-        let symmetry = said.is_some() && said != scheme.symmetric;
+        let symmetry = said.is_some() && said != scheme.symmetric();
         if group || symmetry {
             return Err(Error::usage(
                 format!("--scheme {text} contradicts --group-size, --symmetric or --asymmetric"),

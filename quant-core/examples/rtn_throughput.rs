@@ -71,8 +71,8 @@ fn measure(
     let scheme: LinearScheme = text.parse()?;
     let groups = n * k / scheme.granularity.group_size(k);
     let (mut codes, mut scales) = (vec![0; n * k], vec![0.0; groups]);
-    let mut zeros = vec![0; if scheme.symmetric { 0 } else { groups }];
-    let mut rows = vec![0.0; if scheme.progressive { n } else { 0 }];
+    let mut zeros = vec![0; if scheme.is_symmetric() { 0 } else { groups }];
+    let mut rows = vec![0.0; if scheme.is_progressive() { n } else { 0 }];
     let mut times = Vec::new();
     let mut checksum = 0u64;
     for _ in 0..RUNS {
@@ -80,12 +80,12 @@ fn measure(
         let out = QuantizedRows {
             codes: &mut codes,
             scales: &mut scales,
-            zeros: (!scheme.symmetric).then_some(&mut zeros[..]),
-            rows: scheme.progressive.then_some(&mut rows[..]),
+            zeros: (!scheme.is_symmetric()).then_some(&mut zeros[..]),
+            rows: scheme.is_progressive().then_some(&mut rows[..]),
         };
         quantize_rows(Rows::Bytes(bytes, Dtype::Bf16), k, scheme, Dtype::Bf16, None, out)?;
         let coded = start.elapsed().as_secs_f64();
-        let packed = pack_rows(&codes, k, scheme.bits);
+        let packed = pack_rows(&codes, k, scheme.bits());
         let total = start.elapsed().as_secs_f64();
         times.push((total, coded));
         let words = packed.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));

@@ -3,6 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+pub use quant_kernels_cpu::FloatFormat;
+
+use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
 /// The key of `config.json` that says how keys and values are cached.
@@ -10,6 +13,7 @@ pub const KV_CONFIG_KEY: &str = "kv_cache_quantization";
 
 /// How many weights of a row share one scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Granularity {
     /// Runs of this many input features; must divide the input width.
     Group(usize),
@@ -29,6 +33,7 @@ impl Granularity {
 
 /// What becomes of the inputs of a linear before they are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum ActivationScheme {
     /// They stay float (`a16`).
     Float,
@@ -41,45 +46,165 @@ pub enum ActivationScheme {
     },
 }
 
-/// How a linear is quantized: the integer grid of its weight, and that of its input.
+/// The format of a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum ScaleFormat {
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+    /// Powers of two.
+    E8m0,
+    /// E4M3, with one F32 scale of the whole tensor.
+    E4m3,
+}
+
+impl ScaleFormat {
+    /// The format of scales that are stored in this type.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for other types, and for formats that no scheme of this version has.
+    pub fn of(dtype: Dtype) -> Result<Self> {
+        match dtype {
+            Dtype::F16 => Ok(Self::F16),
+            Dtype::Bf16 => Ok(Self::Bf16),
+            Dtype::F32 => Ok(Self::F32),
+            _ => Err(Error::usage(
+                format!("scales cannot be stored as {dtype}"),
+                "store them as F16, BF16 or F32",
+            )),
+        }
+    }
+
+    /// The type that scales of this format are stored in.
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::Bf16,
+            Self::F32 => Dtype::F32,
+            Self::E8m0 => Dtype::U8,
+            Self::E4m3 => Dtype::F8E4M3,
+        }
+    }
+}
+
+/// What the codes of a weight mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum WeightFormat {
+    /// Integers, times a scale.
+    Int {
+        /// Bits of one code: one of [`WeightFormat::INT_BITS`].
+        bits: u8,
+        /// Whether the grid is symmetric about zero (no stored zero point).
+        symmetric: bool,
+        /// Whether groups of 4 bits stand on integers of 8 bits, whose scale is the row's: QServe's progressive
+        /// quantization.
+        two_level: bool,
+    },
+    /// Floating-point numbers, times a scale. Always symmetric.
+    Float(FloatFormat),
+}
+
+impl WeightFormat {
+    /// The bits of integers that this version can quantize to.
+    pub const INT_BITS: [u8; 4] = [2, 3, 4, 8];
+
+    /// Integers with one level of scales.
+    pub const fn int(bits: u8, symmetric: bool) -> Self {
+        Self::Int { bits, symmetric, two_level: false }
+    }
+}
+
+/// How a linear is quantized: the format of its weight, and the grid of its input.
 ///
-/// Written `w4a16-g128-sym`: bits of the weight, bits of the activations, granularity (`g32`, `g64`,
-/// `g128` … or `channel`), symmetry (`sym` or `asym`), `progressive` where scales have two levels; with
-/// activations of 8 bits, `-static` or `-static-asym` where their scale is not found a token at a time.
+/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3), bits of the activations, granularity (`g32`, `g64`,
+/// `g128` … or `channel`), of integers symmetry (`sym` or `asym`), `progressive` where scales have two levels; with
+/// activations of 8 bits, `-static` or `-static-asym` where their scale is not found per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinearScheme {
-    /// Bits of one code of the weight: 2, 3, 4 or 8.
-    pub bits: u8,
+    /// What the codes of the weight mean.
+    pub weight: WeightFormat,
     /// Which weights share a scale.
     pub granularity: Granularity,
-    /// Whether the weight's grid is symmetric about zero (no stored zero point).
-    pub symmetric: bool,
-    /// Whether groups of 4 bits stand on integers of 8 bits, whose scale is the row's: QServe's progressive
-    /// quantization.
-    pub progressive: bool,
     /// What becomes of the input.
     pub activations: ActivationScheme,
 }
 
 impl LinearScheme {
-    /// The widths this version can quantize to.
-    pub const BITS: [u8; 4] = [2, 3, 4, 8];
+    /// Weights of this format under float activations.
+    pub const fn weight_only(weight: WeightFormat, granularity: Granularity) -> Self {
+        Self { weight, granularity, activations: ActivationScheme::Float }
+    }
+
+    /// Bits of one code of the weight.
+    pub fn bits(&self) -> u8 {
+        match self.weight {
+            WeightFormat::Int { bits, .. } => bits,
+            WeightFormat::Float(format) => format.bits(),
+        }
+    }
+
+    /// Bits of one code, where codes are integers.
+    pub fn int_bits(&self) -> Option<u8> {
+        match self.weight {
+            WeightFormat::Int { bits, .. } => Some(bits),
+            WeightFormat::Float(_) => None,
+        }
+    }
+
+    /// The format of the codes, where they stand for floating-point numbers.
+    pub fn float_format(&self) -> Option<FloatFormat> {
+        match self.weight {
+            WeightFormat::Int { .. } => None,
+            WeightFormat::Float(format) => Some(format),
+        }
+    }
+
+    /// Whether the weight's grid is symmetric about zero, so that no zero points are stored.
+    pub fn is_symmetric(&self) -> bool {
+        match self.weight {
+            WeightFormat::Int { symmetric, .. } => symmetric,
+            WeightFormat::Float(_) => true,
+        }
+    }
+
+    /// Whether scales have two levels.
+    pub fn is_progressive(&self) -> bool {
+        matches!(self.weight, WeightFormat::Int { two_level: true, .. })
+    }
 
     /// The largest unsigned code, `2^bits − 1`.
     pub fn max_code(&self) -> u8 {
-        u8::MAX >> (8 - self.bits)
+        u8::MAX >> (8 - self.bits())
+    }
+
+    /// The same, with a grid of integers that is symmetric or not. Floating-point numbers stay as they are.
+    #[must_use]
+    pub fn with_symmetry(mut self, said: bool) -> Self {
+        if let WeightFormat::Int { symmetric, .. } = &mut self.weight {
+            *symmetric = said;
+        }
+        self
     }
 
     /// The same with one level of scales: what is left of a progressive scheme in a container that knows only those.
-    pub fn flattened(self) -> Self {
-        Self { progressive: false, ..self }
+    #[must_use]
+    pub fn flattened(mut self) -> Self {
+        if let WeightFormat::Int { two_level, .. } = &mut self.weight {
+            *two_level = false;
+        }
+        self
     }
 
-    /// Whether engines take it as bytes, one a weight, and not as packed words: 8 bits on both sides, and a symmetric
-    /// scale a row.
+    /// Whether engines take it as bytes, one per weight, and not as packed words: integers of 8 bits on both sides, and
+    /// one symmetric scale per row.
     pub fn is_stored_as_bytes(&self) -> bool {
-        let is_w8a8 = self.bits == 8 && self.activations != ActivationScheme::Float;
-        is_w8a8 && self.granularity == Granularity::Channel && self.symmetric
+        let is_w8a8 = self.int_bits() == Some(8) && self.activations != ActivationScheme::Float;
+        is_w8a8 && self.granularity == Granularity::Channel && self.is_symmetric()
     }
 
     /// Whether the input's scale is found on a calibration text.
@@ -91,8 +216,7 @@ impl LinearScheme {
 impl Default for LinearScheme {
     /// `w4a16-g128-sym`.
     fn default() -> Self {
-        let (granularity, activations) = (Granularity::Group(128), ActivationScheme::Float);
-        Self { bits: 4, granularity, symmetric: true, progressive: false, activations }
+        Self::weight_only(WeightFormat::int(4, true), Granularity::Group(128))
     }
 }
 
@@ -102,7 +226,7 @@ impl FromStr for LinearScheme {
     /// What the text leaves out comes from the default.
     fn from_str(text: &str) -> Result<Self> {
         let request: SchemeRequest = text.parse()?;
-        Ok(request.with_default_symmetry(Self::default().symmetric))
+        Ok(request.with_default_symmetry(true))
     }
 }
 
@@ -112,85 +236,81 @@ impl fmt::Display for LinearScheme {
     }
 }
 
+/// The format of a weight as it is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WeightRequest {
+    /// Integers.
+    Int {
+        /// Bits of one code: one of [`WeightFormat::INT_BITS`].
+        bits: u8,
+        /// Whether the grid is symmetric, if that was said.
+        symmetric: Option<bool>,
+        /// Whether scales have two levels.
+        two_level: bool,
+    },
+    /// Floating-point numbers.
+    Float(FloatFormat),
+}
+
+impl WeightRequest {
+    /// The format whose name stands after the `w` of a scheme.
+    fn named(name: &str) -> Option<Self> {
+        if let Some(format) = FloatFormat::ALL.into_iter().find(|f| f.name() == name) {
+            return Some(Self::Float(format));
+        }
+        let bits = name.parse().ok().filter(|b| WeightFormat::INT_BITS.contains(b))?;
+        Some(Self::Int { bits, symmetric: None, two_level: false })
+    }
+}
+
 /// A scheme as it is asked for: symmetry may be left to the container, since engines prefer
 /// symmetric grids in one and know only asymmetric ones in another.
 ///
 /// Written as a [`LinearScheme`] is, without `-sym` or `-asym` where nothing was said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
-    /// Bits of one code of the weight: 2, 3, 4 or 8.
-    pub bits: u8,
+    /// The format of the weight.
+    pub weight: WeightRequest,
     /// Which weights share a scale.
     pub granularity: Granularity,
-    /// Whether the weight's grid is symmetric, if that was said.
-    pub symmetric: Option<bool>,
-    /// Whether scales have two levels.
-    pub progressive: bool,
     /// What becomes of the input.
     pub activations: ActivationScheme,
 }
 
 impl SchemeRequest {
     /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`; what it leaves out comes
-    /// from `self`, but for `w8a8`, which means a scale a row unless `self` is `w8a8` itself: integer
-    /// products are taken over whole rows by the engines that know it. Two levels of scales have to be asked for.
+    /// from `self`, but for `w8a8` and `wf8a16`, which mean one scale per row unless `self` is such a scheme
+    /// itself. Two levels of scales have to be asked for.
     ///
     /// # Errors
     /// When a part is not understood; the message lists what is.
     pub fn refine(self, text: &str) -> Result<Self> {
-        let unknown = |part: &str| {
-            Error::usage(
-                format!("scheme `{text}`: `{part}` is not understood"),
-                "a scheme is w2, w3, w4 or w8, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
-                 then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
-                 example w4a16-g64-asym, w8a8, w4a8-g128-progressive",
-            )
-        };
         let mut parts = text.split('-');
         let head = parts.next().unwrap_or_default();
-        let (bits, activations) =
-            head.strip_prefix('w').and_then(|r| r.split_once('a')).ok_or_else(|| unknown(head))?;
-        let bits =
-            bits.parse().ok().filter(|b| LinearScheme::BITS.contains(b)).ok_or_else(|| unknown(head))?;
-        let activations = match activations {
-            "16" => ActivationScheme::Float,
-            "8" => ActivationScheme::Token,
-            _ => return Err(unknown(head)),
-        };
-        let mut scheme = Self { bits, activations, progressive: false, ..self };
-        if scheme.is_w8a8() && !self.is_w8a8() {
-            scheme.granularity = Granularity::Channel;
-        }
+        let mut scheme = self.with_head(head).ok_or_else(|| not_understood(text, head))?;
         let (mut symmetry, mut granularity, mut progressive) = (false, false, false);
         while let Some(part) = parts.next() {
-            if part == "static" && activations != ActivationScheme::Float {
-                let symmetric = match parts.next() {
-                    None | Some("sym") => true,
-                    Some("asym") => false,
-                    Some(other) => return Err(unknown(other)),
-                };
-                scheme.activations = ActivationScheme::Static { symmetric };
-                if let Some(more) = parts.next() {
-                    return Err(unknown(more));
-                }
+            let unknown = || not_understood(text, part);
+            if part == "static" && scheme.activations != ActivationScheme::Float {
+                scheme.activations = static_activations(text, &mut parts)?;
                 break;
             }
             let said = match part {
                 "sym" | "asym" => &mut symmetry,
-                "progressive" if bits == 4 => &mut progressive,
+                "progressive" => &mut progressive,
                 _ => &mut granularity,
             };
             if std::mem::replace(said, true) {
-                return Err(unknown(part));
+                return Err(unknown());
             }
-            match part {
-                "progressive" if bits == 4 => scheme.progressive = true,
-                "sym" => scheme.symmetric = Some(true),
-                "asym" => scheme.symmetric = Some(false),
-                "channel" => scheme.granularity = Granularity::Channel,
+            match (part, &mut scheme.weight) {
+                ("progressive", WeightRequest::Int { bits: 4, two_level, .. }) => *two_level = true,
+                ("sym" | "asym", WeightRequest::Int { symmetric, .. }) => *symmetric = Some(part == "sym"),
+                ("channel", _) => scheme.granularity = Granularity::Channel,
                 _ => {
                     let size = part.strip_prefix('g').and_then(|s| s.parse().ok()).filter(|s| *s >= 1);
-                    scheme.granularity = Granularity::Group(size.ok_or_else(|| unknown(part))?);
+                    scheme.granularity = Granularity::Group(size.ok_or_else(unknown)?);
                 }
             }
         }
@@ -198,44 +318,159 @@ impl SchemeRequest {
         Ok(scheme)
     }
 
-    /// Fails when its parts contradict each other.
+    /// The scheme with the first word of a name, `w4a16`; `None` where it is not understood.
+    fn with_head(self, head: &str) -> Option<Self> {
+        let (weight, activations) = head.strip_prefix('w')?.split_once('a')?;
+        let mut weight = WeightRequest::named(weight)?;
+        let activations = match activations {
+            "16" => ActivationScheme::Float,
+            "8" => ActivationScheme::Token,
+            _ => return None,
+        };
+        if let (WeightRequest::Int { symmetric, .. }, WeightRequest::Int { symmetric: of_base, .. }) =
+            (&mut weight, self.weight)
+        {
+            *symmetric = of_base;
+        }
+        let mut scheme = Self { weight, activations, ..self };
+        if (scheme.is_w8a8() && !self.is_w8a8()) || (scheme.is_float() && !self.is_float()) {
+            scheme.granularity = Granularity::Channel;
+        }
+        Some(scheme)
+    }
+
+    /// Fails when its parts contradict each other, or this version has no such scheme.
     ///
     /// # Errors
-    /// [`Error::Usage`] for two levels of scales where a row has one scale.
+    /// [`Error::Usage`] for two levels of scales where a row has one scale, and for floating-point weights in groups or
+    /// under rounded activations.
     pub fn check(&self) -> Result<()> {
-        if self.progressive && self.granularity == Granularity::Channel {
-            return Err(Error::usage(
-                format!("scheme `{self}`: a scale a row has one level"),
-                "leave -progressive away (preset qoq-w4a8kv4-channel is QoQ so), or choose groups, such as \
-                 -g128-progressive",
-            ));
+        match self.weight {
+            WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
+                Err(Error::usage(
+                    format!("scheme `{self}`: one scale per row has one level"),
+                    "leave -progressive away (preset qoq-w4a8kv4-channel is QoQ so), or choose groups, such as \
+                     -g128-progressive",
+                ))
+            }
+            WeightRequest::Float(_) if self.activations != ActivationScheme::Float => Err(Error::usage(
+                format!(
+                    "scheme `{self}`: floating-point weights are not combined with 8-bit integer activations"
+                ),
+                "choose wf8a16-channel, or w8a8",
+            )),
+            WeightRequest::Float(_) if self.granularity != Granularity::Channel => Err(Error::usage(
+                format!("scheme `{self}`: FP8 weights have one scale per row"),
+                "choose wf8a16-channel",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn is_w8a8(self) -> bool {
+        matches!(self.weight, WeightRequest::Int { bits: 8, .. })
+            && self.activations != ActivationScheme::Float
+    }
+
+    fn is_float(self) -> bool {
+        matches!(self.weight, WeightRequest::Float(_))
+    }
+
+    /// Whether the grid is symmetric, if that was said; floating-point numbers always are.
+    pub fn symmetric(&self) -> Option<bool> {
+        match self.weight {
+            WeightRequest::Int { symmetric, .. } => symmetric,
+            WeightRequest::Float(_) => Some(true),
+        }
+    }
+
+    /// Asks for a symmetric or asymmetric grid.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for asymmetric floating-point weights.
+    pub fn set_symmetric(&mut self, said: bool) -> Result<()> {
+        match &mut self.weight {
+            WeightRequest::Int { symmetric, .. } => *symmetric = Some(said),
+            WeightRequest::Float(_) if said => {}
+            WeightRequest::Float(_) => {
+                return Err(Error::usage(
+                    format!("scheme `{self}`: floating-point weights are always symmetric"),
+                    "leave --asymmetric away, or choose integers, such as w8a16",
+                ));
+            }
         }
         Ok(())
     }
 
-    fn is_w8a8(self) -> bool {
-        self.bits == 8 && self.activations != ActivationScheme::Float
+    /// The scheme; where nothing was said of symmetry, integers of some bits are symmetric if `default` says so.
+    pub fn resolve(self, default: impl FnOnce(u8) -> bool) -> LinearScheme {
+        let weight = match self.weight {
+            WeightRequest::Int { bits, symmetric, two_level } => {
+                WeightFormat::Int { bits, symmetric: symmetric.unwrap_or_else(|| default(bits)), two_level }
+            }
+            WeightRequest::Float(format) => WeightFormat::Float(format),
+        };
+        LinearScheme { weight, granularity: self.granularity, activations: self.activations }
     }
 
     /// The scheme, symmetric or not as given where nothing was said.
     pub fn with_default_symmetry(self, symmetric: bool) -> LinearScheme {
-        let Self { bits, granularity, progressive, activations, .. } = self;
-        let symmetric = self.symmetric.unwrap_or(symmetric);
-        LinearScheme { bits, granularity, symmetric, progressive, activations }
+        self.resolve(|_| symmetric)
+    }
+}
+
+/// The weights of integers that this version knows, for messages: `w2, w3, w4 or w8`.
+fn known_integers() -> String {
+    let names: Vec<String> = WeightFormat::INT_BITS.iter().map(|bits| format!("w{bits}")).collect();
+    match names.split_last() {
+        Some((last, rest)) => format!("{} or {last}", rest.join(", ")),
+        None => String::new(),
+    }
+}
+
+fn not_understood(text: &str, part: &str) -> Error {
+    let integers = known_integers();
+    Error::usage(
+        format!("scheme `{text}`: `{part}` is not understood"),
+        format!(
+            "a scheme is {integers}, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
+         then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; or wf8a16-channel; for \
+         example w4a16-g64-asym, w8a8, w4a8-g128-progressive"
+        ),
+    )
+}
+
+/// What follows `-static` in a name.
+fn static_activations<'a>(text: &str, parts: &mut impl Iterator<Item = &'a str>) -> Result<ActivationScheme> {
+    let symmetric = match parts.next() {
+        None | Some("sym") => true,
+        Some("asym") => false,
+        Some(other) => return Err(not_understood(text, other)),
+    };
+    match parts.next() {
+        None => Ok(ActivationScheme::Static { symmetric }),
+        Some(more) => Err(not_understood(text, more)),
     }
 }
 
 impl Default for SchemeRequest {
     /// `w4a16-g128`, symmetry left open.
     fn default() -> Self {
-        Self { symmetric: None, ..LinearScheme::default().into() }
+        let weight = WeightRequest::Int { bits: 4, symmetric: None, two_level: false };
+        Self { weight, ..LinearScheme::default().into() }
     }
 }
 
 impl From<LinearScheme> for SchemeRequest {
     fn from(scheme: LinearScheme) -> Self {
-        let LinearScheme { bits, granularity, symmetric, progressive, activations } = scheme;
-        Self { bits, granularity, symmetric: Some(symmetric), progressive, activations }
+        let LinearScheme { weight, granularity, activations } = scheme;
+        let weight = match weight {
+            WeightFormat::Int { bits, symmetric, two_level } => {
+                WeightRequest::Int { bits, symmetric: Some(symmetric), two_level }
+            }
+            WeightFormat::Float(format) => WeightRequest::Float(format),
+        };
+        Self { weight, granularity, activations }
     }
 }
 
@@ -250,17 +485,22 @@ impl FromStr for SchemeRequest {
 impl fmt::Display for SchemeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let activations = if self.activations == ActivationScheme::Float { 16 } else { 8 };
-        write!(f, "w{}a{activations}-", self.bits)?;
+        match self.weight {
+            WeightRequest::Int { bits, .. } => write!(f, "w{bits}a{activations}-")?,
+            WeightRequest::Float(format) => write!(f, "w{}a{activations}-", format.name())?,
+        }
         match self.granularity {
             Granularity::Group(size) => write!(f, "g{size}")?,
             Granularity::Channel => f.write_str("channel")?,
         }
-        f.write_str(match self.symmetric {
-            None => "",
-            Some(true) => "-sym",
-            Some(false) => "-asym",
-        })?;
-        f.write_str(if self.progressive { "-progressive" } else { "" })?;
+        if let WeightRequest::Int { symmetric, two_level, .. } = self.weight {
+            f.write_str(match symmetric {
+                None => "",
+                Some(true) => "-sym",
+                Some(false) => "-asym",
+            })?;
+            f.write_str(if two_level { "-progressive" } else { "" })?;
+        }
         f.write_str(match self.activations {
             ActivationScheme::Float | ActivationScheme::Token => "",
             ActivationScheme::Static { symmetric: true } => "-static",
@@ -285,6 +525,7 @@ mod tests {
             "w8a8-channel-sym-static-asym",
             "w4a8-g128-sym-progressive",
             "w4a8-g64-asym-progressive-static-asym",
+            "wf8a16-channel",
         ] {
             assert_eq!(text.parse::<LinearScheme>().unwrap().to_string(), text);
         }
@@ -336,8 +577,30 @@ mod tests {
             "w8a8-g128-progressive",
             "w4a8-channel-progressive",
             "w4a8-progressive-progressive",
+            "wf8a8",
+            "wf8a16-g128",
+            "wf8a16-sym",
+            "wf8a16-asym",
+            "wf8a16-progressive",
+            "wf4a16",
+            "wf8",
         ] {
             assert!(text.parse::<LinearScheme>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn floating_point_weights() {
+        let scheme: LinearScheme = "wf8a16".parse().unwrap();
+        assert_eq!(scheme.to_string(), "wf8a16-channel", "one scale per row unless groups are asked for");
+        assert_eq!(scheme.float_format(), Some(FloatFormat::E4m3));
+        assert_eq!((scheme.bits(), scheme.int_bits(), scheme.max_code()), (8, None, 255));
+        assert!(scheme.is_symmetric() && !scheme.is_progressive() && !scheme.is_stored_as_bytes());
+        assert_eq!(scheme.with_symmetry(false), scheme);
+        let mut request = SchemeRequest::from(scheme);
+        assert!(request.set_symmetric(true).is_ok());
+        assert!(matches!(request.set_symmetric(false), Err(Error::Usage { .. })));
+        // Back to integers, the granularity stays and symmetry is open.
+        assert_eq!(request.refine("w8a16").unwrap().to_string(), "w8a16-channel");
     }
 }

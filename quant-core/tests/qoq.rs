@@ -513,7 +513,7 @@ fn two_levels_are_written_as_one() {
     let (id, ..) = block.graph().linears().find(|(_, n, ..)| *n == "mlp.gate_proj").unwrap();
     let WeightBody::Quantized(read) = &**block.linear(id).weight() else { panic!("not quantized") };
     assert_eq!((&read.codes, &read.zeros), (&tensor.codes, &tensor.zeros));
-    assert!(read.levels.is_none() && !read.scheme.progressive);
+    assert!(read.levels.is_none() && !read.scheme.is_progressive());
     let report = written.report.tensors.iter().find(|t| t.tensor == format!("{name}.weight")).unwrap();
     assert_eq!(report.scheme.as_deref(), Some("w4a8-g16-asym"));
     assert_eq!(report.rounded_to.as_deref(), Some("w4a8-g16-asym-progressive"));

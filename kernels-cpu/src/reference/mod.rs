@@ -15,7 +15,8 @@ pub use self::hadamard::hadamard;
 use crate::{Int8Rows, Scales, WeightView};
 
 /// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, one rounding each; of
-/// progressive weights `((code − zero) · group) · channel`, one rounding each too, the whole number exact.
+/// progressive weights `((code − zero) · group) · channel`, one rounding each too, the integer exact; of a
+/// floating-point format `value(code) · scale`.
 ///
 /// `out` is `[rows.len(), k]` row-major.
 ///
@@ -29,6 +30,7 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     }
     let codes = weight.codes(rows.clone());
     let scales = weight.scales(rows.clone());
+    let format = weight.float_format();
     for (r, row) in rows.enumerate() {
         let groups = weight.groups();
         for g in 0..groups {
@@ -41,7 +43,10 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
             };
             let span = r * k + g * weight.group_size()..r * k + (g + 1) * weight.group_size();
             for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
-                *o = ((i32::from(c) - zero) * whole) as f32 * scale;
+                *o = match format {
+                    None => ((i32::from(c) - zero) * whole) as f32 * scale,
+                    Some(format) => format.value(c) * scale,
+                };
             }
         }
     }
@@ -55,8 +60,9 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
 /// `y = s_x · (s_row · Σ_g s_g I_g) + b` with the sum over groups exact as well.
 ///
 /// # Panics
-/// When the rows are of another width.
+/// When the rows are of another width, or codes are not integers.
 pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) -> Vec<f32> {
+    assert!(weight.float_format().is_none(), "codes are not integers");
     let (n, size, groups) = (weight.n(), weight.group_size(), weight.groups());
     let mut out = Vec::with_capacity(x.m() * n);
     for m in 0..x.m() {
@@ -95,10 +101,11 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
 /// `x` is `[m, k]`.
 ///
 /// # Panics
-/// When `x` is not whole rows.
+/// When `x` is not whole rows, or codes are not integers.
 pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
     let (n, k, size, groups) = (weight.n(), weight.k(), weight.group_size(), weight.groups());
     assert!(k > 0 && x.len().is_multiple_of(k), "not whole rows");
+    assert!(weight.float_format().is_none(), "codes are not integers");
     // The middle of the codes as they are stored, of 4 bits or 8.
     let stored = if weight.bits() <= 4 { 4 } else { 8 };
     let centre = if weight.has_zeros() { 1 << (stored - 1) } else { i32::from(weight.zero(0, 0)) };

@@ -116,7 +116,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         tied_embeddings: a.tied,
         quant_method: model.quant_method().map(str::to_owned),
         kv_cache: model.kv_scheme(),
-        keeps_levels: linears.iter().any(|l| model.module_scheme(&l.module).is_some_and(|s| s.progressive)),
+        keeps_levels: linears
+            .iter()
+            .any(|l| model.module_scheme(&l.module).is_some_and(|s| s.is_progressive())),
         loses,
         bytes: tensors.iter().map(|t| t.bytes).sum(),
         linears,

@@ -58,11 +58,12 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
             _ => Yes,
         };
     }
-    if schemes.iter().any(|s| s.activations != ActivationScheme::Float) && schemes.iter().all(|s| s.symmetric)
+    if schemes.iter().any(|s| s.activations != ActivationScheme::Float)
+        && schemes.iter().all(|s| s.is_symmetric())
     {
         return With("activations are rounded and multiplied as floats".into());
     }
-    if schemes.iter().all(|s| s.symmetric) {
+    if schemes.iter().all(|s| s.is_symmetric()) {
         return Yes;
     }
     match schemes.len() {
@@ -87,6 +88,9 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     if scheme.activations != ActivationScheme::Float {
         return No(format!("of this format it reads no {scheme}"));
     }
+    if scheme.float_format().is_some() {
+        return Unsure(format!("whether of this format it reads {scheme}"));
+    }
     if outline.head.is_some() {
         return Unsure("whether it reads a quantized head".into());
     }
@@ -100,11 +104,11 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
         Granularity::Group(size) => size,
         Granularity::Channel => return No("it reads no scale a channel".into()),
     };
-    if is_gptq(outline) && !scheme.symmetric {
+    if is_gptq(outline) && !scheme.is_symmetric() {
         return No("of the gptq format it reads symmetric grids only".into());
     }
     let known: &[usize] = if is_awq(outline) || is_gptq(outline) { &[128] } else { &[32, 128] };
-    if scheme.bits != 4 || !known.contains(&group) {
+    if scheme.bits() != 4 || !known.contains(&group) {
         return No(format!("it reads 4 bits in groups of {known:?}, not {scheme}"));
     }
     let output =
@@ -142,9 +146,13 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     }
     let is_one = outline.head.is_none() && outline.embedding.is_none();
     let verdict = match schemes[..] {
-        [LinearScheme { bits: 2 | 4 | 8, .. }] if is_gptq(outline) => Yes,
-        [scheme] if is_one && scheme.is_stored_as_bytes() => Yes,
-        [LinearScheme { bits: 2 | 4 | 8, granularity: Granularity::Group(_), .. }] if is_one => Yes,
+        [scheme] if is_gptq(outline) && matches!(scheme.bits(), 2 | 4 | 8) => Yes,
+        [scheme] if is_one && (scheme.is_stored_as_bytes() || scheme.float_format().is_some()) => Yes,
+        [scheme @ LinearScheme { granularity: Granularity::Group(_), .. }]
+            if is_one && matches!(scheme.bits(), 2 | 4 | 8) =>
+        {
+            Yes
+        }
         [LinearScheme { granularity: Granularity::Channel, .. }] => No("it reads no scale a channel".into()),
         [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
         _ => No("it reads one scheme a checkpoint".into()),

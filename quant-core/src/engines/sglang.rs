@@ -56,10 +56,15 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
         }
         _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),
     }
-    if !matches!(scheme.bits, 4 | 8) {
-        return No(share.fault(format!("{} bits are not supported", scheme.bits)));
+    if scheme.float_format().is_some() {
+        return Unsure(share.fault(
+            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
+        ));
     }
-    if scheme.bits == 8 && !scheme.symmetric {
+    if !matches!(scheme.bits(), 4 | 8) {
+        return No(share.fault(format!("{} bits are not supported", scheme.bits())));
+    }
+    if scheme.bits() == 8 && !scheme.is_symmetric() {
         return No(share.fault("no kernel for 8 bits with zeros"));
     }
     if !is_marlin_group(share) {
@@ -76,7 +81,7 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
 }
 
 fn gptq(share: &Share<'_>) -> Verdict {
-    if share.scheme.symmetric && matches!(share.scheme.bits, 4 | 8) {
+    if share.scheme.is_symmetric() && matches!(share.scheme.bits(), 4 | 8) {
         return compressed_tensors(share);
     }
     Unsure(share.fault(format!(

@@ -98,8 +98,7 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
 /// # Errors
 /// The reason why not.
 fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
-    let LinearScheme { bits, symmetric, .. } = share.scheme;
-    let bits = usize::from(bits);
+    let (bits, symmetric) = (usize::from(share.scheme.bits()), share.scheme.is_symmetric());
     let Share { k, .. } = *share;
     if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {
         let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
@@ -122,11 +121,14 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
             return Err(share.fault(format!("zeros of {n} outputs a rank are no whole words")));
         }
     }
+    if share.scheme.float_format().is_some() {
+        return Ok(());
+    }
     if share.split_inputs && !(k * bits).is_multiple_of(32) {
         return Err(share.fault(format!("{k} codes of {bits} bits a rank are no whole words")));
     }
     // Zeros are packed along the outputs, each part's own.
-    let along = if bits == 3 { 32 } else { 32 / bits };
+    let along = if bits.is_power_of_two() { 32 / bits } else { 32 };
     match share.parts.iter().find(|n| !symmetric && !n.is_multiple_of(along)) {
         Some(n) => Err(share.fault(format!("zeros of {n} outputs a rank are no whole words"))),
         None => Ok(()),

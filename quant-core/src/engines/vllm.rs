@@ -9,9 +9,12 @@ use crate::scheme::ActivationScheme;
 /// On NVIDIA devices.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     let embedding = match outline.embedding {
-        Some(scheme) if !scheme.symmetric => No("a quantized embedding must be symmetric".into()),
-        Some(scheme) if !matches!(scheme.bits, 2 | 4 | 8) => {
-            No(format!("a quantized embedding cannot have {} bits", scheme.bits))
+        Some(scheme) if !scheme.is_symmetric() => No("a quantized embedding must be symmetric".into()),
+        Some(scheme) if !matches!(scheme.bits(), 2 | 4 | 8) => {
+            No(format!("a quantized embedding cannot have {} bits", scheme.bits()))
+        }
+        Some(scheme) if scheme.float_format().is_some() => {
+            Unsure("whether it reads an embedding of FP8 weights".into())
         }
         _ => Yes,
     };
@@ -31,10 +34,12 @@ fn around_opt(outline: &Outline) -> Verdict {
 pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
     let outside = match (outline.embedding, outline.head) {
         (Some(_), _) => No("a quantized embedding needs a GPU".into()),
-        (_, Some(head)) if head.bits != 4 => No(format!("no CPU kernel for a head of {} bits", head.bits)),
+        (_, Some(head)) if head.bits() != 4 => {
+            No(format!("no CPU kernel for a head of {} bits", head.bits()))
+        }
         _ => Yes,
     };
-    let format = match outline.schemes().iter().find(|s| outline.container == "gptq" && !s.symmetric) {
+    let format = match outline.schemes().iter().find(|s| outline.container == "gptq" && !s.is_symmetric()) {
         Some(scheme) => No(format!("of the gptq format it reads symmetric grids, not {scheme}")),
         None => Yes,
     };
@@ -48,7 +53,7 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
     if !share.scheme.is_stored_as_bytes() {
         return match share.scheme.has_static_activations() {
             true => No(share.fault("packed weights are not multiplied with static activations")),
-            false if !share.scheme.symmetric => {
+            false if !share.scheme.is_symmetric() => {
                 No(share.fault("packed weights under activations of 8 bits are symmetric there"))
             }
             false => {
@@ -66,7 +71,12 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
     if share.scheme.activations != ActivationScheme::Float {
         return cuda_int8_kernel(share);
     }
-    let (bits, symmetric, group) = (share.scheme.bits, share.scheme.symmetric, share.group());
+    if share.scheme.float_format().is_some() {
+        return Unsure(share.fault(
+            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
+        ));
+    }
+    let (bits, symmetric, group) = (share.scheme.bits(), share.scheme.is_symmetric(), share.group());
     let (n, k) = (share.n(), share.k);
     let marlin_group = matches!(group, None | Some(32 | 64 | 128));
     if outline.container == "gptq" && !(marlin_group && symmetric && matches!(bits, 4 | 8)) {
@@ -95,6 +105,7 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
         Some(group) if !group.is_power_of_two() => {
             Unsure(share.fault(format!("groups of {group}: no power of two")))
         }
+        _ if matches!(bits, 5..=7) => Unsure(share.fault(format!("whether it has a kernel for {bits} bits"))),
         _ => With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme))),
     }
 }
@@ -107,8 +118,11 @@ fn cpu_kernel(share: &Share<'_>) -> Verdict {
             false => No(share.fault(format!("no CPU kernel for {}", share.scheme))),
         };
     }
-    if share.scheme.bits != 4 {
-        return No(share.fault(format!("the CPU kernel has 4 bits, not {}", share.scheme.bits)));
+    if share.scheme.float_format().is_some() {
+        return No(share.fault("no CPU kernel for FP8 weights with float activations"));
+    }
+    if share.scheme.bits() != 4 {
+        return No(share.fault(format!("the CPU kernel has 4 bits, not {}", share.scheme.bits())));
     }
     if let Some(group) = share.group().filter(|g| !g.is_multiple_of(2)) {
         return No(share.fault(format!("the CPU kernel has no groups of {group}")));

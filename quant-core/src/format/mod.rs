@@ -106,7 +106,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
                 self.name()
             ));
         }
-        if !scheme.progressive || self.keeps_levels() {
+        if !scheme.is_progressive() || self.keeps_levels() {
             return lost;
         }
         let bits = match scale_dtype {

@@ -202,7 +202,7 @@ pub(super) struct Searched {
 /// Whether a linear that reads as `stored` can be what was written of `reported`: some containers state a symmetric
 /// grid with zeros.
 fn says_the_same(stored: LinearScheme, reported: LinearScheme) -> bool {
-    stored == LinearScheme { symmetric: stored.symmetric && reported.symmetric, ..reported }
+    stored == reported.with_symmetry(stored.is_symmetric() && reported.is_symmetric())
 }
 
 impl TensorReport {
@@ -217,7 +217,7 @@ impl TensorReport {
             shape: shape.clone(),
             scheme: scheme.map(|s| s.to_string()),
             rounded_to: None,
-            bits: scheme.map(|s| s.bits),
+            bits: scheme.map(|s| s.bits()),
             group_size: scheme.map(|s| s.granularity.group_size(columns)),
             ratio: None,
             weight_error: None,

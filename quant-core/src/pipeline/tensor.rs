@@ -200,7 +200,7 @@ impl Linear<'_> {
     /// The weight with the grid of its input, and as the container holds it; and whether that may be another one.
     fn as_stored(&self, mut tensor: QuantizedTensor) -> Result<(QuantizedTensor, bool)> {
         tensor.input = self.input;
-        match self.scheme.progressive {
+        match self.scheme.is_progressive() {
             true => {
                 Ok((stored(tensor, self.job.plan.container, self.scale_dtype, &self.entry.tensor)?, true))
             }

@@ -13,13 +13,17 @@
 //! | code | `clamp(round(w / s) + z, 0, 2^b − 1)` | the same |
 //! | value | `(code − z) · s` | the same |
 //!
+//! A grid of floating-point numbers is symmetric: `s = round_to_dtype(a / largest)`, `code = nearest(w / s)` and
+//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`].
+//!
 //! `round` is to the nearest integer, halves to even. The scale is rounded to the type it is
 //! stored in *before* anything is computed with it, so what is evaluated is what is stored. `w / s`
 //! is a true division: multiplying by `1 / s` would move codes of weights that lie on a boundary.
 //!
 //! # The edges
 //!
-//! * **All zeros** (−0.0 included): `s = 1`, every code is `z`, every value exactly 0.
+//! * **All zeros** (−0.0 included): `s = 1`, every code is `z`, every value exactly 0. Floating-point codes keep the sign
+//!   of a zero. (compressed-tensors writes the smallest step of the type as the scale; the values are the same.)
 //! * **A scale that rounds to 0** becomes the smallest positive value of its type: 2⁻²⁴ in F16,
 //!   2⁻¹³³ in BF16, 2⁻¹⁴⁹ in F32. The grid is then coarser than the group asks for, and weights
 //!   below half of it become 0: the error is at most 2⁻²⁵ in F16, but all of a group may be lost.
@@ -30,7 +34,7 @@
 //! * **NaN and infinity** have no grid; [`Extent::of`] tells.
 
 use crate::checkpoint::Dtype;
-use crate::scheme::{Granularity, LinearScheme};
+use crate::scheme::{FloatFormat, Granularity, LinearScheme, ScaleFormat, WeightFormat};
 use crate::{Error, Result};
 
 /// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum
@@ -152,35 +156,44 @@ pub struct GridRule {
     pub(super) max_code: u8,
     pub(super) symmetric: bool,
     pub(super) progressive: bool,
+    /// Where codes are floating-point numbers.
+    pub(super) float: Option<FloatFormat>,
     scale_dtype: Dtype,
 }
 
 impl GridRule {
-    /// The rule of a scheme with 2 to 8 bits and scales in F16, BF16 or F32.
+    /// The rule of a scheme with integers of 2 to 8 bits or floating-point numbers, and scales in F16, BF16 or F32.
     ///
     /// # Errors
-    /// [`Error::Usage`] for other bits or scale types.
-    pub fn new(scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self> {
-        if !(2..=8).contains(&scheme.bits) {
+    /// [`Error::Usage`] for other bits or scale formats.
+    pub fn new(scheme: LinearScheme, scale: ScaleFormat) -> Result<Self> {
+        let bits = scheme.bits();
+        if !(2..=8).contains(&bits) {
             return Err(Error::usage(
-                format!("weights cannot be quantized to {} bits", scheme.bits),
-                "choose 2, 3, 4 or 8 bits",
+                format!("weights cannot be quantized to {bits} bits"),
+                format!("choose from {:?} bits", WeightFormat::INT_BITS),
             ));
         }
-        if scheme.progressive && (scheme.bits != 4 || scheme.granularity == Granularity::Channel) {
+        let progressive = scheme.is_progressive();
+        if progressive && (bits != 4 || scheme.granularity == Granularity::Channel) {
             return Err(Error::usage(
                 format!("weights cannot be {scheme}"),
                 "two levels of scales are for groups of 4 bits",
             ));
         }
-        if !scale_dtype.is_weight_float() {
+        if !matches!(scale, ScaleFormat::F16 | ScaleFormat::Bf16 | ScaleFormat::F32) {
             return Err(Error::usage(
-                format!("scales cannot be stored as {scale_dtype}"),
-                "store them as F16, BF16 or F32",
+                format!("grids with {} scales are not supported", scale.dtype()),
+                "store scales as F16, BF16 or F32",
             ));
         }
-        let LinearScheme { symmetric, progressive, .. } = scheme;
-        Ok(Self { max_code: scheme.max_code(), symmetric, progressive, scale_dtype })
+        Ok(Self {
+            max_code: scheme.max_code(),
+            symmetric: scheme.is_symmetric(),
+            progressive,
+            float: scheme.float_format(),
+            scale_dtype: scale.dtype(),
+        })
     }
 
     /// The largest code.
@@ -198,8 +211,11 @@ impl GridRule {
         if !(extent.min.is_finite() && extent.max.is_finite()) {
             return Err(GridError::NonFinite);
         }
+        if let Some(format) = self.float {
+            return self.fit_float(extent, format);
+        }
         let middle = self.max_code / 2 + 1;
-        let grid = |scale, zero| Grid { scale, zero, lowest: 0, highest: self.max_code };
+        let grid = |scale, zero| Grid { scale, zero, lowest: 0, highest: self.max_code, float: None };
         if extent.abs_max() == 0.0 {
             return Ok(grid(1.0, if self.symmetric { middle } else { 0 }));
         }
@@ -208,25 +224,50 @@ impl GridRule {
         } else {
             (extent.max - extent.min) / f32::from(self.max_code)
         };
-        let overflow = GridError::Overflow { extent, exact, dtype: self.scale_dtype };
-        let scale = match self.scale_dtype.round(exact) {
-            0.0 => smallest_positive(self.scale_dtype),
-            s if s.is_finite() => s,
-            _ => return Err(overflow),
-        };
+        let scale = self.scale(exact, extent)?;
         let zero = if self.symmetric {
             middle
         } else {
             round_even(lesser(-extent.min / scale, f32::from(self.max_code))) as u8
         };
         let grid = grid(scale, zero);
-        // No value is further out than the largest code times the scale, which decides nearly always.
-        if scale * f32::from(self.max_code) <= largest(self.scale_dtype) {
+        self.holding(grid, f32::from(self.max_code), exact, extent)
+    }
+
+    /// The grid of floating-point numbers for weights of this finite range.
+    fn fit_float(self, extent: Extent, format: FloatFormat) -> Result<Grid, GridError> {
+        let grid = |scale| Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: Some(format) };
+        if extent.abs_max() == 0.0 {
+            return Ok(grid(1.0));
+        }
+        let exact = extent.abs_max() / format.largest();
+        let scale = self.scale(exact, extent)?;
+        self.holding(grid(scale), format.largest(), exact, extent)
+    }
+
+    /// The scale as it is stored.
+    #[inline(always)]
+    fn scale(self, exact: f32, extent: Extent) -> Result<f32, GridError> {
+        match self.scale_dtype.round(exact) {
+            0.0 => Ok(smallest_positive(self.scale_dtype)),
+            s if s.is_finite() => Ok(s),
+            _ => Err(GridError::Overflow { extent, exact, dtype: self.scale_dtype }),
+        }
+    }
+
+    /// The grid, if its type holds what weights of this range become: values are at most `furthest` scales from 0.
+    #[inline(always)]
+    fn holding(self, grid: Grid, furthest: f32, exact: f32, extent: Extent) -> Result<Grid, GridError> {
+        // No value is further out, which decides nearly always.
+        if grid.scale * furthest <= largest(self.scale_dtype) {
             return Ok(grid);
         }
         // Rounding is monotone, so the ends of the range give the ends of what comes out.
         let holds = |w| self.scale_dtype.round(grid.value(grid.code(w))).is_finite();
-        if holds(extent.min) && holds(extent.max) { Ok(grid) } else { Err(overflow) }
+        match holds(extent.min) && holds(extent.max) {
+            true => Ok(grid),
+            false => Err(GridError::Overflow { extent, exact, dtype: self.scale_dtype }),
+        }
     }
 
     /// The grid for these weights: [`fit`](Self::fit) on their [`Extent`].
@@ -264,22 +305,28 @@ pub struct Grid {
     pub(super) zero: u8,
     pub(super) lowest: u8,
     pub(super) highest: u8,
+    /// The format of the codes, where they are floating-point numbers; then `value = number(code) · scale`.
+    pub(super) float: Option<FloatFormat>,
 }
 
 impl Grid {
-    /// The step between neighbouring values; positive, and exact in the rule's scale type.
+    /// What a code's number is multiplied by (of integers the step between neighbouring values); positive, and exact in
+    /// the rule's scale type.
     pub fn scale(self) -> f32 {
         self.scale
     }
 
-    /// The code of the value 0.
+    /// The code of the value 0; 0 of floating-point numbers, which store none.
     pub fn zero(self) -> u8 {
         self.zero
     }
 
-    /// The steps from 0 to the lowest and to the highest value.
+    /// The lowest and the highest value, in scales.
     #[inline(always)]
     pub(crate) fn limits(self) -> (f32, f32) {
+        if let Some(format) = self.float {
+            return (-format.largest(), format.largest());
+        }
         let zero = f32::from(self.zero);
         (f32::from(self.lowest) - zero, f32::from(self.highest) - zero)
     }
@@ -293,12 +340,18 @@ impl Grid {
     /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.
     /// A weight that is not finite gets an end of the grid.
     pub fn code(self, w: f32) -> u8 {
+        if let Some(format) = self.float {
+            return format.code(w / self.scale);
+        }
         (round_even(self.steps(w, self.limits())) as i32 + i32::from(self.zero)) as u8
     }
 
     /// The value of a code.
     #[inline(always)]
     pub fn value(self, code: u8) -> f32 {
+        if let Some(format) = self.float {
+            return format.value(code) * self.scale;
+        }
         (i32::from(code) - i32::from(self.zero)) as f32 * self.scale
     }
 
@@ -307,6 +360,12 @@ impl Grid {
     /// Stops at the end of the shorter slice.
     #[inline(always)]
     pub fn encode(self, weights: &[f32], codes: &mut [u8]) {
+        if let Some(format) = self.float {
+            for (code, &w) in codes.iter_mut().zip(weights) {
+                *code = format.code(w / self.scale);
+            }
+            return;
+        }
         let limits = self.limits();
         for (code, &w) in codes.iter_mut().zip(weights) {
             // The low byte of the sum is the steps modulo 256, and so is their sum with the zero.
@@ -319,14 +378,27 @@ impl Grid {
     /// Stops at the end of the shorter slice.
     #[inline(always)]
     pub fn decode(self, codes: &[u8], values: &mut [f32]) {
+        if let Some(format) = self.float {
+            let numbers = format.values();
+            for (value, &code) in values.iter_mut().zip(codes) {
+                *value = numbers[usize::from(code)] * self.scale;
+            }
+            return;
+        }
         for (value, &code) in values.iter_mut().zip(codes) {
-            *value = self.value(code);
+            *value = (i32::from(code) - i32::from(self.zero)) as f32 * self.scale;
         }
     }
 
     /// Replaces every weight by the value of its code.
     #[inline(always)]
     pub fn fake_quantize(self, weights: &mut [f32]) {
+        if let Some(format) = self.float {
+            for w in weights {
+                *w = format.round(*w / self.scale) * self.scale;
+            }
+            return;
+        }
         let limits = self.limits();
         for w in weights {
             *w = round_even(self.steps(*w, limits)) * self.scale;

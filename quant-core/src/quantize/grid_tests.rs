@@ -7,8 +7,8 @@ use crate::scheme::Granularity;
 
 fn rule(bits: u8, symmetric: bool, scale_dtype: Dtype) -> GridRule {
     GridRule::new(
-        LinearScheme { bits, granularity: Granularity::Channel, symmetric, ..Default::default() },
-        scale_dtype,
+        LinearScheme::weight_only(WeightFormat::int(bits, symmetric), Granularity::Channel),
+        ScaleFormat::of(scale_dtype).unwrap(),
     )
     .unwrap()
 }
@@ -159,11 +159,14 @@ fn weights_that_are_not_finite_have_no_grid() {
 
 #[test]
 fn rules_that_cannot_be() {
-    let scheme = |bits| LinearScheme { bits, granularity: Granularity::Channel, ..Default::default() };
+    let scheme = |bits| LinearScheme::weight_only(WeightFormat::int(bits, true), Granularity::Channel);
     for bits in [0, 1, 9, 255] {
-        assert!(matches!(GridRule::new(scheme(bits), Dtype::F16), Err(Error::Usage { .. })));
+        assert!(matches!(GridRule::new(scheme(bits), ScaleFormat::F16), Err(Error::Usage { .. })));
     }
-    assert!(matches!(GridRule::new(scheme(4), Dtype::I8), Err(Error::Usage { .. })));
+    for scale in [ScaleFormat::E8m0, ScaleFormat::E4m3] {
+        assert!(matches!(GridRule::new(scheme(4), scale), Err(Error::Usage { .. })));
+    }
+    assert!(matches!(ScaleFormat::of(Dtype::I8), Err(Error::Usage { .. })));
 }
 
 #[test]
@@ -229,5 +232,73 @@ proptest! {
         let min = weights.iter().copied().fold(0.0, f32::min);
         let max = weights.iter().copied().fold(0.0, f32::max);
         prop_assert_eq!(Extent::of(&weights), Some(Extent { min, max }));
+    }
+}
+
+fn float_rule(scale_dtype: Dtype) -> GridRule {
+    let scheme = LinearScheme::weight_only(WeightFormat::Float(FloatFormat::E4m3), Granularity::Channel);
+    GridRule::new(scheme, ScaleFormat::of(scale_dtype).unwrap()).unwrap()
+}
+
+#[test]
+fn floating_point_by_hand() {
+    // The largest becomes 448 scales.
+    let weights = [-896.0, 2.0, 0.0, 3.0, 500.0, -0.001];
+    let grid = float_rule(Dtype::Bf16).fit_weights(&weights).unwrap();
+    assert_eq!((grid.scale(), grid.zero()), (2.0, 0));
+    // 250 lies between 240 and 256; 1.5 is exact.
+    assert_eq!(encode(grid, &weights), [0xfe, 0x38, 0x00, 0x3c, 0x78, 0x80]);
+    let mut values = weights;
+    grid.fake_quantize(&mut values);
+    assert_eq!(values, [-896.0, 2.0, 0.0, 3.0, 512.0, 0.0]);
+    assert_eq!(grid.limits(), (-448.0, 448.0));
+}
+
+#[test]
+fn floating_point_at_the_edges() {
+    for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
+        let rule = float_rule(dtype);
+        let zeros = rule.fit_weights(&[0.0, -0.0]).unwrap();
+        assert_eq!((zeros.scale(), encode(zeros, &[0.0, -0.0])), (1.0, vec![0x00, 0x80]));
+        let tiny = f32::from_bits(1);
+        let grid = rule.fit_weights(&[tiny]).unwrap();
+        assert_eq!(grid.scale(), smallest_positive(dtype));
+        assert!(grid.value(grid.code(tiny)).is_finite());
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert_eq!(rule.fit_weights(&[1.0, bad]), Err(GridError::NonFinite));
+        }
+    }
+    // F16 holds 65504, and no value beyond it.
+    assert!(float_rule(Dtype::F16).fit_weights(&[65504.0]).is_ok());
+    assert!(matches!(float_rule(Dtype::F16).fit_weights(&[7e4]), Err(GridError::Overflow { .. })));
+    assert!(float_rule(Dtype::F32).fit_weights(&[f32::MAX]).is_ok());
+}
+
+proptest! {
+    #[test]
+    fn floating_point_loops_are_the_definition(weights in weights(), dtype in 0..3usize) {
+        let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32][dtype];
+        let grid = float_rule(dtype).fit_weights(&weights).unwrap();
+        prop_assert_eq!(dtype.round(grid.scale()), grid.scale());
+        let largest = weights.iter().fold(0.0_f32, |max, w| max.max(w.abs()));
+        if largest > 0.0 {
+            let exact = dtype.round(largest / 448.0);
+            prop_assert_eq!(grid.scale(), if exact == 0.0 { smallest_positive(dtype) } else { exact });
+        }
+        let codes = encode(grid, &weights);
+        let (mut faked, mut decoded) = (weights.clone(), vec![0.0; weights.len()]);
+        grid.fake_quantize(&mut faked);
+        grid.decode(&codes, &mut decoded);
+        for (i, (&w, &code)) in weights.iter().zip(&codes).enumerate() {
+            prop_assert_eq!(grid.code(w), code);
+            prop_assert!(FloatFormat::E4m3.is_number(code));
+            prop_assert_eq!(grid.value(code).to_bits(), faked[i].to_bits());
+            prop_assert_eq!(decoded[i].to_bits(), faked[i].to_bits());
+            // Half a unit of three bits of mantissa, or half of the smallest step; a scale that was rounded down
+            // takes half of its own last place off the largest.
+            let (w, s) = (f64::from(w), f64::from(grid.scale()));
+            let bound = (w.abs() / 16.0).max(s * 2.0_f64.powi(-10)) * 1.001 + w.abs() * 2.0_f64.powi(-7);
+            prop_assert!((f64::from(faked[i]) - w).abs() <= bound, "{} became {}", w, faked[i]);
+        }
     }
 }

@@ -108,6 +108,7 @@ impl GridRule {
             zero: zero as u8,
             lowest: (zero - steps).max(0.0) as u8,
             highest: (zero + steps).min(max_code) as u8,
+            float: None,
         })
     }
 }
@@ -116,11 +117,11 @@ impl GridRule {
 mod tests {
     use super::*;
     use crate::quantize::{Rows, quantize_tensor};
-    use crate::scheme::LinearScheme;
+    use crate::scheme::{LinearScheme, ScaleFormat};
     use proptest::prelude::*;
 
     fn rule(scheme: &str) -> GridRule {
-        GridRule::new(scheme.parse().unwrap(), Dtype::F16).unwrap()
+        GridRule::new(scheme.parse().unwrap(), ScaleFormat::F16).unwrap()
     }
 
     /// The integer of 8 bits that a code stands for.
@@ -181,7 +182,7 @@ mod tests {
             weights in prop::collection::vec(-2.0_f32..2.0, 128),
             symmetric: bool,
         ) {
-            let scheme = LinearScheme { symmetric, ..("w4a8-g32-progressive".parse().unwrap()) };
+            let scheme = "w4a8-g32-progressive".parse::<LinearScheme>().unwrap().with_symmetry(symmetric);
             let (tensor, _) =
                 quantize_tensor(Rows::Floats(&weights), [1, 128], scheme, Dtype::Bf16, None).unwrap();
             let levels = tensor.levels.as_ref().unwrap();

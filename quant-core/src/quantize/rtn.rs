@@ -14,7 +14,7 @@ use super::rows::{Rows, RowsError, group_size};
 use super::tensor::QuantizedTensor;
 use crate::Result;
 use crate::checkpoint::Dtype;
-use crate::scheme::{Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
@@ -76,11 +76,11 @@ pub fn quantize_tensor(
         codes: vec![0; n * k],
         scales: vec![0.0; groups],
         scale_dtype,
-        zeros: (!scheme.symmetric).then(|| vec![0; groups]),
+        zeros: (!scheme.is_symmetric()).then(|| vec![0; groups]),
         levels: None,
         input: None,
     };
-    let mut row_scales = scheme.progressive.then(|| vec![0.0; n]);
+    let mut row_scales = scheme.is_progressive().then(|| vec![0.0; n]);
     let out = QuantizedRows {
         codes: &mut tensor.codes,
         scales: &mut tensor.scales,
@@ -112,12 +112,16 @@ pub fn quantize_rows(
     let groups = work.rows * work.groups();
     check_len("codes", out.codes.len(), work.rows * columns)?;
     check_len("scales", out.scales.len(), groups)?;
-    check_len("zeros", out.zeros.as_ref().map_or(0, |z| z.len()), if scheme.symmetric { 0 } else { groups })?;
+    check_len(
+        "zeros",
+        out.zeros.as_ref().map_or(0, |z| z.len()),
+        if scheme.is_symmetric() { 0 } else { groups },
+    )?;
 
     check_len(
         "row scales",
         out.rows.as_ref().map_or(0, |r| r.len()),
-        if scheme.progressive { work.rows } else { 0 },
+        if scheme.is_progressive() { work.rows } else { 0 },
     )?;
     let codes = out.codes.chunks_mut(work.task_rows() * columns);
     let scales = out.scales.chunks_mut(work.task_rows() * work.groups());
@@ -213,7 +217,7 @@ pub fn row_scales(
     columns: usize,
     scheme: LinearScheme,
 ) -> Result<Option<Vec<f32>>, RowsError> {
-    if !scheme.progressive {
+    if !scheme.is_progressive() {
         return Ok(None);
     }
     let count = Rows::Floats(weights).count(columns)?;
@@ -241,7 +245,11 @@ pub fn fake_quantize_group(
     let scheme = LinearScheme { granularity: Granularity::Group(group_size), ..scheme };
     let count = Rows::Floats(weights).count(group_size)?;
     let work = Work::new(group_size, scheme, scale_dtype, Some(bounds), count)?;
-    check_len("row scales", row_scales.map_or(0, <[f32]>::len), if scheme.progressive { count } else { 0 })?;
+    check_len(
+        "row scales",
+        row_scales.map_or(0, <[f32]>::len),
+        if scheme.is_progressive() { count } else { 0 },
+    )?;
     let mut faults = Faults::default();
     vectorized(
         #[inline(always)]
@@ -273,7 +281,8 @@ impl<'a> Work<'a> {
         clip: Option<&'a [f32]>,
         rows: usize,
     ) -> Result<Self, RowsError> {
-        let rule = GridRule::new(scheme, scale_dtype).map_err(|e| RowsError::Scheme(e.to_string()))?;
+        let rule = ScaleFormat::of(scale_dtype).and_then(|scale| GridRule::new(scheme, scale));
+        let rule = rule.map_err(|e| RowsError::Scheme(e.to_string()))?;
         let group_size = group_size(scheme, columns)?;
         if let Some(clip) = clip {
             check_len("clip bounds", clip.len(), rows * (columns / group_size))?;

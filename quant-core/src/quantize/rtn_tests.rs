@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::Error;
 use crate::quantize::grid::GridError;
-use crate::scheme::Granularity;
+use crate::scheme::{Granularity, ScaleFormat, WeightFormat};
 
 /// Deterministic weights like a layer's: mostly small, a few large.
 fn weights(n: usize, k: usize, seed: u64) -> Vec<f32> {
@@ -28,13 +28,13 @@ fn scheme(text: &str) -> LinearScheme {
 fn every_group_gets_its_own_grid() {
     let (n, k) = (5, 96);
     let weights = weights(n, k, 1);
-    for text in ["w3a16-g32", "w4a16-g32-asym", "w8a16-channel", "w4a16-channel-asym"] {
+    for text in ["w3a16-g32", "w4a16-g32-asym", "w8a16-channel", "w4a16-channel-asym", "wf8a16"] {
         let scheme = scheme(text);
         let tensor = quantize_rtn("t", &weights, [n, k], scheme, Dtype::Bf16, None).unwrap();
         let size = scheme.granularity.group_size(k);
-        let rule = GridRule::new(scheme, Dtype::Bf16).unwrap();
+        let rule = GridRule::new(scheme, ScaleFormat::Bf16).unwrap();
         assert_eq!(tensor.scales.len(), n * k / size);
-        assert_eq!(tensor.zeros.is_none(), scheme.symmetric);
+        assert_eq!(tensor.zeros.is_none(), scheme.is_symmetric());
         for (g, part) in weights.chunks(size).enumerate() {
             let grid = rule.fit_weights(part).unwrap();
             assert_eq!(tensor.scales[g], grid.scale());
@@ -217,7 +217,7 @@ proptest! {
     ) {
         let k = groups * size;
         let weights = weights(n, k, seed);
-        let scheme = LinearScheme { bits, granularity: Granularity::Group(size), symmetric, ..Default::default() };
+        let scheme = LinearScheme::weight_only(WeightFormat::int(bits, symmetric), Granularity::Group(size));
         let tensor = quantize_rtn("t", &weights, [n, k], scheme, Dtype::F32, None).unwrap();
         prop_assert!(tensor.codes.iter().all(|&c| c <= scheme.max_code()));
         let back = tensor.dequantize().unwrap();
@@ -227,4 +227,27 @@ proptest! {
             prop_assert!((v - w).abs() <= scale * 1.0001);
         }
     }
+}
+
+/// Clipped weights saturate on the grid of the bound, and the error is that of the weights before clipping.
+#[test]
+fn floating_point_rows_are_clipped_and_measured() {
+    let (n, k) = (4, 64);
+    let mut weights = weights(n, k, 9);
+    weights[k..2 * k].fill(0.0);
+    let scheme = scheme("wf8a16");
+    let bounds = [f32::INFINITY, 0.5, 0.01, f32::INFINITY];
+    let (tensor, stats) =
+        quantize_tensor(Rows::Floats(&weights), [n, k], scheme, Dtype::Bf16, Some(&bounds)).unwrap();
+    assert_eq!(tensor.scales[1], 1.0, "a row of zeros");
+    assert!(tensor.codes[k..2 * k].iter().all(|code| code & 0x7f == 0));
+    assert_eq!(tensor.scales[2], Dtype::Bf16.round(0.01_f32.min(2.0) / 448.0));
+    assert_eq!(stats, ErrorStats::of(&weights, &tensor).unwrap());
+    tensor.require_storable("t").unwrap();
+    let mut faked = weights.clone();
+    fake_quantize(&mut faked, k, scheme, Dtype::Bf16, Some(&bounds)).unwrap();
+    assert_eq!(tensor.dequantize().unwrap(), faked);
+    weights[5] = f32::NAN;
+    let refused = quantize_tensor(Rows::Floats(&weights), [n, k], scheme, Dtype::Bf16, None);
+    assert_eq!(refused.unwrap_err(), RowsError::NonFinite { count: 1, first_index: 5 });
 }

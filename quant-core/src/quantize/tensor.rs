@@ -5,13 +5,14 @@ use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows};
 use super::grid::smallest_positive;
 use super::{InputGrid, Levels};
 use crate::checkpoint::Dtype;
-use crate::scheme::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// Codes, scales and zeros of a linear's weight `[n, k]`, unpacked.
 ///
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric
-/// scheme stores no zeros and means `2^(bits − 1)`.
+/// scheme stores no zeros and means `2^(bits − 1)`. Of a floating-point format, `ŵ[o, i] = number(codes[o, i]) ·
+/// scales[o, g]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
@@ -39,16 +40,25 @@ impl QuantizedTensor {
     /// When the parts do not fit each other, which readers of files must rule out by calling this.
     pub fn view(&self) -> Result<WeightView<'_>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
-        if self.levels.is_some() != self.scheme.progressive {
+        if self.levels.is_some() != self.scheme.is_progressive() {
             return Err(Error::Internal("levels of scales do not go with the scheme".into()));
         }
         let scales = match &self.levels {
             None => Scales::Float(&self.scales),
             Some(Levels { groups, rows }) => Scales::Progressive { groups, channels: rows },
         };
-        let zeros = self.zeros.as_deref();
-        WeightView::with_scales(self.shape, self.scheme.bits, group_size, &self.codes, scales, zeros)
-            .map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
+        let view = match (self.scheme.weight, self.zeros.as_deref()) {
+            (WeightFormat::Int { bits, .. }, zeros) => {
+                WeightView::with_scales(self.shape, bits, group_size, &self.codes, scales, zeros)
+            }
+            (WeightFormat::Float(format), None) => {
+                WeightView::float(self.shape, format, group_size, &self.codes, &self.scales)
+            }
+            (WeightFormat::Float(_), Some(_)) => {
+                return Err(Error::Internal("floating-point codes have no zeros".into()));
+            }
+        };
+        view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
     }
 
     /// The same codes and zeros under one level of scales, the products of two rounded to `scale_dtype`: all that is
@@ -97,12 +107,15 @@ impl QuantizedTensor {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;
         self.input_grid()?;
-        if self.zeros.is_none() != self.scheme.symmetric {
+        if self.zeros.is_none() != self.scheme.is_symmetric() {
             return Err(inconsistent("zeros do not go with the scheme's symmetry"));
         }
         let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
         if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
             return Err(inconsistent("a code has more bits than the scheme"));
+        }
+        if self.scheme.float_format().is_some_and(|format| self.codes.iter().any(|&c| !format.is_number(c))) {
+            return Err(inconsistent("a code is not a number"));
         }
         if self.levels.is_none() && self.scales.iter().any(|&s| self.scale_dtype.round(s) != s) {
             return Err(inconsistent("a scale is not exact in the type it is stored in"));
@@ -124,12 +137,14 @@ impl QuantizedTensor {
             && self.scheme.activations == ActivationScheme::Token;
         let same_input = scheme.activations == self.scheme.activations || left_float;
         // Two levels are not found again where there is one.
-        let same_input = same_input && (self.scheme.progressive || !scheme.progressive);
-        if scheme.bits != self.scheme.bits || group_size(scheme) != group_size(self.scheme) || !same_input {
+        let same_input = same_input && (self.scheme.is_progressive() || !scheme.is_progressive());
+        let same_codes =
+            scheme.bits() == self.scheme.bits() && scheme.float_format() == self.scheme.float_format();
+        if !same_codes || group_size(scheme) != group_size(self.scheme) || !same_input {
             return Err(format!("its weights are {}, not {scheme}", self.scheme));
         }
-        let middle = 1 << (scheme.bits - 1);
-        match (&self.zeros, scheme.symmetric) {
+        let middle = 1 << (scheme.bits() - 1);
+        match (&self.zeros, scheme.is_symmetric()) {
             (Some(zeros), true) => {
                 if let Some(zero) = zeros.iter().find(|&&z| z != middle) {
                     return Err(format!("it has a zero of {zero}, which a symmetric grid does not"));
@@ -139,7 +154,7 @@ impl QuantizedTensor {
             (None, false) => self.zeros = Some(vec![middle; self.scales.len()]),
             _ => {}
         }
-        if !scheme.progressive {
+        if !scheme.is_progressive() {
             self.levels = None;
         }
         let scales = if self.levels.is_none() { &self.scales[..] } else { &[] };

@@ -170,7 +170,7 @@ impl Draft {
                 outputs,
             }));
         };
-        let scheme = request.with_default_symmetry(container.symmetric_by_default(request.bits));
+        let scheme = request.resolve(|bits| container.symmetric_by_default(bits));
         let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
         if !columns.is_multiple_of(group_size) {
             return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));

@@ -10,7 +10,6 @@ use crate::checkpoint::{Dtype, TensorInfo};
 use crate::format::Container;
 use crate::model::Model;
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
-use crate::scheme::LinearScheme;
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
@@ -51,7 +50,7 @@ impl Plan {
                 float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
-            let from = LinearScheme { symmetric: stored.symmetric || symmetric, ..stored };
+            let from = stored.with_symmetry(stored.is_symmetric() || symmetric);
             let scheme = container.stored_scheme(from);
             let mut sources = model.packed_tensors(&module, shape)?;
             for spec in &mut sources {
@@ -59,7 +58,7 @@ impl Plan {
             }
             let stored_dtype = model.packed_scale_dtype(&module)?;
             // Products of two levels of scales have more digits than either.
-            let flattens = from.progressive && !scheme.progressive;
+            let flattens = from.is_progressive() && !scheme.is_progressive();
             let scale_dtype = container.scale_dtype(if flattens { Dtype::F32 } else { stored_dtype });
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
@@ -112,7 +111,7 @@ fn has_only_middle_zeros(model: &Model) -> Result<bool> {
         let Some(scheme) = model.module_scheme(&module) else { continue };
         let Some(zeros) = model.packed_zeros(&module, shape)? else { continue };
         any = true;
-        let middle = 1 << (scheme.bits - 1);
+        let middle = 1 << (scheme.bits() - 1);
         if zeros.iter().any(|&z| z != middle) {
             return Ok(false);
         }

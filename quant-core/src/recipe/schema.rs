@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::file::RecipeFile;
 use super::{METHODS, Recipe, Rounding, steps};
 use crate::format::CONTAINERS;
-use crate::scheme::LinearScheme;
+use crate::scheme::WeightFormat;
 
 impl Recipe {
     /// The JSON schema of recipe files, with a final newline.
@@ -50,15 +50,18 @@ pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
-    let bits: Vec<String> = LinearScheme::BITS.iter().map(u8::to_string).collect();
+    let bits: Vec<String> = WeightFormat::INT_BITS.iter().map(u8::to_string).collect();
     let granularity = "(-(g[1-9][0-9]*|channel))?";
     let symmetry = "(-a?sym)?";
     // The two may stand in either order.
     let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
     let (kv, progressive) = ("(kv(4|8|16))?", "(-progressive)?");
     let weights = format!("{kv}{weights}{progressive}");
-    let pattern = format!("^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$", bits.join("|"));
-    json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym", "w8a8"] })
+    let pattern = format!(
+        "^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$|^wf8a16{kv}(-channel)?$",
+        bits.join("|")
+    );
+    json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym", "w8a8", "wf8a16-channel"] })
 }
 
 #[cfg(test)]

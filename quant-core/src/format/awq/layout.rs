@@ -52,8 +52,9 @@ pub(super) fn layout(
     if scheme.activations != ActivationScheme::Float {
         return Err(unusable(format!("the {METHOD} format says nothing of activations, and {scheme} does")));
     }
-    if scheme.bits != BITS {
-        return Err(unusable(format!("the {METHOD} format packs {BITS} bits, not {}", scheme.bits)));
+    if scheme.int_bits() != Some(BITS) {
+        let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
+        return Err(unusable(format!("the {METHOD} format packs {BITS} bits, not {got}")));
     }
     if scale_dtype != Dtype::F16 {
         return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));

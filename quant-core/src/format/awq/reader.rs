@@ -7,7 +7,7 @@ use super::{BITS, HEAD, METHOD, VERSION};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// Which modules are quantized, all by one scheme.
@@ -65,13 +65,7 @@ impl Reader {
 impl PackedReader for Reader {
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float = module == HEAD || self.float.iter().any(|part| module.contains(part.as_str()));
-        (!float).then_some(LinearScheme {
-            bits: BITS,
-            granularity: self.granularity,
-            symmetric: false,
-            progressive: false,
-            activations: ActivationScheme::Float,
-        })
+        (!float).then_some(LinearScheme::weight_only(WeightFormat::int(BITS, false), self.granularity))
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {

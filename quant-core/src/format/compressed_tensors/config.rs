@@ -91,9 +91,9 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
 
 fn weights(scheme: LinearScheme) -> Value {
     let mut weights = json!({
-        "num_bits": scheme.bits,
-        "type": "int",
-        "symmetric": scheme.symmetric,
+        "num_bits": scheme.bits(),
+        "type": if scheme.float_format().is_some() { "float" } else { "int" },
+        "symmetric": scheme.is_symmetric(),
         "strategy": match scheme.granularity { Granularity::Group(_) => "group", Granularity::Channel => "channel" },
     });
     if let Granularity::Group(size) = scheme.granularity {
@@ -117,19 +117,31 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let groups = groups(schemes);
     let any = |test: fn(LinearScheme) -> bool| groups.iter().any(|g| test(g.scheme));
     let mut notes = Vec::new();
-    if any(|s| !s.symmetric) {
+    if any(|s| !s.is_symmetric()) {
         notes.push(
             "asymmetric weights do not load in transformers with compressed-tensors 0.18 to 0.20 unless it is \
              given CompressedTensorsConfig(dequantize=True)",
         );
     }
-    if any(|s| !s.bits.is_power_of_two()) {
+    if any(|s| s.bits() == 3) {
         notes.push(
             "3-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM 0.33 on \
              CUDA; SGLang and llama.cpp's converter do not read them",
         );
     }
-    if any(|s| s.granularity == Granularity::Channel && !s.is_stored_as_bytes()) {
+    if any(|s| matches!(s.bits(), 5..=7)) {
+        notes.push(
+            "weights of 5, 6 or 7 bits load in transformers with compressed-tensors 0.18 or later; SGLang and \
+             llama.cpp's converter do not read them, and whether vLLM does is not known",
+        );
+    }
+    if any(|s| s.float_format().is_some()) {
+        notes.push(
+            "FP8 weights with float activations load in transformers and llama.cpp's converter; whether vLLM and SGLang \
+             take them without FP8 activations depends on the version",
+        );
+    }
+    if any(|s| s.granularity == Granularity::Channel && Storage::of(s) == Storage::Packed) {
         notes.push("llama.cpp's converter reads scales per group, not per channel");
     }
     if any(|s| s.has_static_activations()) {

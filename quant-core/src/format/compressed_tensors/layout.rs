@@ -18,6 +18,13 @@
 //! | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
 //! | `X.input_zero_point` | I8 | `[1]` | its zero; asymmetric static activations only |
 //!
+//! and `float-quantized`, for floating-point weights with one scale per row:
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
+//! | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]` | scales |
+//!
 //! The format speaks of signed integers from `−2^(b−1)` stored with `2^(b−1)` added: these are the
 //! unsigned codes and zeros of [`QuantizedTensor`] as they are. `int-quantized` stores them without.
 
@@ -25,7 +32,7 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows, words_for};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// How a linear's weight is stored: the `format` of its group.
@@ -35,17 +42,20 @@ pub(super) enum Storage {
     Packed,
     /// `int-quantized`
     Int8,
+    /// `float-quantized`
+    Float,
 }
 
 impl Storage {
     /// All of them.
-    pub(super) const ALL: [Self; 2] = [Self::Packed, Self::Int8];
+    pub(super) const ALL: [Self; 3] = [Self::Packed, Self::Int8, Self::Float];
 
-    /// What we store a scheme as. Engines take W8A8 from the latter, and everything else from the former.
+    /// What we store a scheme as. Engines take W8A8 from `int-quantized`, and other integers packed.
     pub(super) fn of(scheme: LinearScheme) -> Self {
-        match scheme.is_stored_as_bytes() {
-            true => Self::Int8,
-            false => Self::Packed,
+        match scheme.weight {
+            WeightFormat::Float(_) => Self::Float,
+            WeightFormat::Int { .. } if scheme.is_stored_as_bytes() => Self::Int8,
+            WeightFormat::Int { .. } => Self::Packed,
         }
     }
 
@@ -54,6 +64,7 @@ impl Storage {
         match self {
             Self::Packed => "pack-quantized",
             Self::Int8 => "int-quantized",
+            Self::Float => "float-quantized",
         }
     }
 }
@@ -116,8 +127,9 @@ pub(super) fn layout_as(
             "leave it float with --ignore, or choose another scheme",
         )
     };
-    if !(2..=8).contains(&scheme.bits) {
-        return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {}", scheme.bits)));
+    let bits = scheme.bits();
+    if !(2..=8).contains(&bits) {
+        return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {bits}")));
     }
     if !scale_dtype.is_weight_float() {
         return Err(unusable(format!("scales cannot be stored as {scale_dtype}")));
@@ -132,8 +144,23 @@ pub(super) fn layout_as(
         return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
     }
     let groups = k / group_size;
+    if let Some(FloatFormat::E4m3) = scheme.float_format() {
+        if storage != Storage::Float || groups != 1 || scheme.activations != ActivationScheme::Float {
+            let name = storage.name();
+            return Err(unusable(format!(
+                "{name} weights cannot be {scheme}; wf8a16-channel can be written"
+            )));
+        }
+        return Ok(vec![
+            TensorSpec::new(weight_name(module), Dtype::F8E4M3, [n, k]),
+            TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
+        ]);
+    }
+    if storage == Storage::Float {
+        return Err(unusable(format!("float-quantized weights cannot be {scheme}")));
+    }
     if storage == Storage::Int8 {
-        if !scheme.symmetric {
+        if !scheme.is_symmetric() {
             return Err(unusable("int-quantized weights are symmetric".to_owned()));
         }
         let mut specs = vec![
@@ -154,11 +181,11 @@ pub(super) fn layout_as(
         )));
     }
     let mut specs = vec![
-        TensorSpec::new(packed_name(module), Dtype::I32, [n, words_for(k, scheme.bits)]),
+        TensorSpec::new(packed_name(module), Dtype::I32, [n, words_for(k, bits)]),
         TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
     ];
-    if !scheme.symmetric {
-        specs.push(TensorSpec::new(zero_point_name(module), Dtype::I32, [words_for(n, scheme.bits), groups]));
+    if !scheme.is_symmetric() {
+        specs.push(TensorSpec::new(zero_point_name(module), Dtype::I32, [words_for(n, bits), groups]));
     }
     specs.push(TensorSpec::new(shape_name(module), Dtype::I64, [2]));
     Ok(specs)
@@ -167,11 +194,12 @@ pub(super) fn layout_as(
 /// See [`Container::pack`](crate::format::Container::pack).
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
     let [n, k] = tensor.shape;
-    let bits = tensor.scheme.bits;
+    let bits = tensor.scheme.bits();
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
     tensor.require_storable(module)?;
     let scales = tensor.scale_dtype.narrow(&tensor.scales);
     let bytes = match Storage::of(tensor.scheme) {
+        Storage::Float => vec![tensor.codes.clone(), scales],
         Storage::Int8 => {
             let codes = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
             let input = tensor.input.into_iter();

@@ -1,6 +1,7 @@
 //! Golden bytes of small matrices, and quantized tensors that cannot be packed.
 
 use super::*;
+
 use crate::format::{CompressedTensors, Container};
 
 fn tensor(
@@ -150,7 +151,10 @@ fn layouts_that_cannot_be() {
     assert!(matches!(layout([usize::MAX, 128], scheme, Dtype::F16), Error::Usage { .. }));
     assert!(matches!(layout([1 << 40, 1 << 22], scheme, Dtype::F16), Error::Usage { .. }));
     for bits in [0, 1, 9] {
-        assert!(matches!(layout([8, 128], LinearScheme { bits, ..scheme }, Dtype::F16), Error::Usage { .. }));
+        assert!(matches!(
+            layout([8, 128], LinearScheme { weight: WeightFormat::int(bits, true), ..scheme }, Dtype::F16),
+            Error::Usage { .. }
+        ));
     }
 }
 
@@ -190,7 +194,7 @@ fn inconsistent_tensors_are_not_packed() {
         |t| t.codes[5] = 16,
         |t| t.zeros = Some(vec![0, 16]),
         |t| t.zeros = None,
-        |t| t.scheme.symmetric = true,
+        |t| t.scheme = t.scheme.with_symmetry(true),
         |t| t.scales[0] = 0.1,
         |t| t.scales[0] = f32::NAN,
         |t| t.codes.truncate(15),
@@ -200,4 +204,20 @@ fn inconsistent_tensors_are_not_packed() {
         change(&mut tensor);
         assert!(matches!(CompressedTensors.pack("m", &tensor), Err(Error::Internal(_))), "case {i}");
     }
+}
+
+#[test]
+fn floating_point_weights() {
+    let codes = [0x00, 0x80, 0x38, 0xb8, 0x7e, 0xfe];
+    let tensor = tensor([2, 3], "wf8a16-channel", &codes, &[1.0, 0.5], None);
+    assert_eq!(
+        packed(&tensor),
+        [
+            ("m.up_proj.weight".into(), Dtype::F8E4M3, vec![2, 3], codes.to_vec()),
+            ("m.up_proj.weight_scale".into(), Dtype::F16, vec![2, 1], vec![0x00, 0x3c, 0x00, 0x38]),
+        ]
+    );
+    let mut broken = tensor.clone();
+    broken.codes[2] = 0x7f;
+    assert!(matches!(CompressedTensors.pack("m", &broken), Err(Error::Internal(_))));
 }

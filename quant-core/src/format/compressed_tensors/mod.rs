@@ -1,4 +1,4 @@
-//! compressed-tensors, `pack-quantized` and `int-quantized`: the container that vLLM, SGLang and transformers read.
+//! compressed-tensors, `pack-quantized`, `int-quantized` and `float-quantized`: the container that vLLM, SGLang and transformers read.
 //!
 //! [`layout`] says which tensors a linear becomes and packs them, [`config`] writes the
 //! `quantization_config` that describes them, [`reader`] takes both apart again.

@@ -1,4 +1,4 @@
-//! Reads `pack-quantized` and `int-quantized` checkpoints back, ours or others', into logical order.
+//! Reads `pack-quantized`, `int-quantized` and `float-quantized` checkpoints back, ours or others', into logical order.
 //!
 //! Strict: what the configuration says and this does not implement is refused with the key's path,
 //! because a reader that ignores such a key computes garbage without a sign of it.
@@ -19,7 +19,7 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_fin
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// Regular expressions a configuration may hold; real ones hold a handful.
@@ -131,10 +131,19 @@ impl Reader {
                 own.ok_or_else(|| group.refuse("format", "is missing, and the formats are mixed"))?;
             let weights = group.object("weights")?;
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
-            if storage == Storage::Packed && !scheme.bits.is_power_of_two() {
+            if storage == Storage::Packed && !scheme.bits().is_power_of_two() {
                 reject_padded_words(&root)?;
             }
-            if storage == Storage::Int8 && !(scheme.bits == 8 && scheme.symmetric) {
+            if (storage == Storage::Float) != scheme.float_format().is_some() {
+                return Err(group.refuse(
+                    "format",
+                    &format!("is {}, which {} weights do not have", storage.name(), kind_of(scheme)),
+                ));
+            }
+            if storage == Storage::Float && scheme.activations != ActivationScheme::Float {
+                return Err(group.refuse("input_activations", "are set beside float weights: not supported"));
+            }
+            if storage == Storage::Int8 && !(scheme.bits() == 8 && scheme.is_symmetric()) {
                 return Err(group.refuse(
                     "format",
                     &format!("is {}: of it 8 bits, symmetric, can be read", storage.name()),
@@ -206,6 +215,11 @@ fn activations(group: &Object<'_>) -> Result<ActivationScheme, String> {
     }
 }
 
+/// What the values of a scheme's weights are, for messages.
+fn kind_of(scheme: LinearScheme) -> &'static str {
+    if scheme.float_format().is_some() { "float" } else { "int" }
+}
+
 /// Keys that say how something is quantized.
 const QUANTIZATION_ARGUMENTS: &[&str] = &[
     "num_bits",
@@ -231,9 +245,11 @@ fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         .and_then(|b| u8::try_from(b).ok())
         .filter(|b| (2..=8).contains(b))
         .ok_or_else(|| weights.refuse("num_bits", "is not a number from 2 to 8"))?;
-    if weights.get("type").is_some() {
-        weights.require("type", "int")?;
-    }
+    let is_float = match weights.get("type").map(Value::as_str) {
+        None | Some(Some("int")) => false,
+        Some(Some("float")) => true,
+        Some(_) => return Err(weights.refuse("type", "is neither int nor float")),
+    };
     let flag = |key, default| match weights.get(key) {
         None => Ok(default),
         Some(value) => value.as_bool().ok_or_else(|| weights.refuse(key, "is neither true nor false")),
@@ -275,8 +291,19 @@ fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
             return Err(weights.refuse("strategy", &format!("is {other}; group and channel can be read")));
         }
     };
-    let activations = ActivationScheme::Float;
-    Ok(LinearScheme { bits, granularity, symmetric, progressive: false, activations })
+    if !is_float {
+        return Ok(LinearScheme::weight_only(WeightFormat::int(bits, symmetric), granularity));
+    }
+    if bits != 8 {
+        return Err(weights.refuse("num_bits", "is not 8, and the type is float"));
+    }
+    if !symmetric {
+        return Err(weights.refuse("symmetric", "is false, and the type is float"));
+    }
+    if granularity != Granularity::Channel {
+        return Err(weights.refuse("strategy", "is group, and the type is float: channel can be read"));
+    }
+    Ok(LinearScheme::weight_only(WeightFormat::Float(FloatFormat::E4m3), granularity))
 }
 
 /// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
@@ -341,7 +368,7 @@ impl PackedReader for Reader {
             check_spec(source, spec, module)?;
         }
         let mut foreign = vec![group_index_name(module)];
-        if scheme.symmetric && !has_zeros_of_nothing(source, storage, module)? {
+        if scheme.is_symmetric() && !has_zeros_of_nothing(source, storage, module)? {
             foreign.push(zero_point_name(module));
         }
         if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
@@ -358,11 +385,11 @@ impl PackedReader for Reader {
 
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
         let PackedWeight { module, shape: [n, k], scheme } = weight;
-        if scheme.symmetric {
+        if scheme.is_symmetric() {
             return Ok(None);
         }
         let groups = k / scheme.granularity.group_size(k);
-        unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits).map(Some)
+        unpack_zeros(&source.read(&zero_point_name(module))?, n, groups, scheme.bits()).map(Some)
     }
 
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
@@ -377,18 +404,35 @@ impl PackedReader for Reader {
         require_finite(source.location(&scale_name), &scale_name, &scales)?;
         let zeros = self.zeros(source, weight)?;
         let codes = match self.storage(weight) {
-            Storage::Packed => read_codes(source, &packed_name(module), shape, scheme.bits)?,
+            Storage::Packed => read_codes(source, &packed_name(module), shape, scheme.bits())?,
             Storage::Int8 => {
                 let mut codes = source.read(&weight_name(module))?;
                 codes.iter_mut().for_each(|code| *code ^= MIDDLE);
                 codes
             }
+            Storage::Float => read_numbers(source, &weight_name(module), scheme)?,
         };
         let input = read_input(source, module, scheme)?;
         let tensor =
             QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels: None, input };
         tensor.view()?;
         Ok(tensor)
+    }
+}
+
+/// Codes of floating-point numbers, all of which are numbers.
+fn read_numbers(source: &dyn TensorSource, name: &str, scheme: LinearScheme) -> Result<Vec<u8>> {
+    let codes = source.read(name)?;
+    let is_bad = |code: &&u8| scheme.float_format().is_none_or(|format| !format.is_number(**code));
+    let bad = codes.iter().filter(is_bad).count() as u64;
+    match codes.iter().position(|code| is_bad(&code)) {
+        None => Ok(codes),
+        Some(first) => Err(Error::NonFinite {
+            path: source.location(name),
+            tensor: name.to_owned(),
+            count: bad,
+            first_index: first as u64,
+        }),
     }
 }
 

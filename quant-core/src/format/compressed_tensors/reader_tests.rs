@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+
 use crate::format::{CompressedTensors, Container, ModuleSchemes};
 use crate::quantize::quantize_rtn;
 
@@ -73,7 +74,7 @@ proptest! {
     ) {
         let k = groups * size;
         let granularity = if channel { Granularity::Channel } else { Granularity::Group(size) };
-        let scheme = LinearScheme { bits, granularity, symmetric, ..Default::default() };
+        let scheme = LinearScheme::weight_only(WeightFormat::int(bits, symmetric), granularity);
         let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32][dtype];
         let tensor = quantize_rtn("w", &wave(n, k), [n, k], scheme, dtype, None).unwrap();
         let back = read(&*reader(&config_for(scheme)), &Memory::of("m", &tensor), [n, k]).unwrap();
@@ -125,7 +126,7 @@ fn names_before_expressions_before_the_class() {
         "ignore": ["lm_head", "re:.*router$", "re:layers\\."],
     });
     let reader = reader(&config);
-    let bits = |module| reader.scheme(module).map(|s| s.bits);
+    let bits = |module| reader.scheme(module).map(|s| s.bits());
     assert_eq!(bits("model.layers.1.mlp.up_proj"), Some(4));
     assert_eq!(bits("model.layers.0.mlp.up_proj"), Some(3), "the first expression that matches");
     assert_eq!(bits("model.layers.9.experts.1.down"), Some(3));
@@ -256,7 +257,8 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("weights/num_bits", json!(16), "weights.num_bits` is not a number from 2 to 8"),
         ("weights/num_bits", json!("4"), "weights.num_bits` is not a number"),
         ("weights/num_bits", json!(null), "weights.num_bits` is not a number"),
-        ("weights/type", json!("float"), "weights.type` is \"float\""),
+        ("weights/type", json!("float"), "weights.num_bits` is not 8, and the type is float"),
+        ("weights/type", json!("uint"), "weights.type` is neither int nor float"),
         ("weights/symmetric", json!(1), "weights.symmetric` is neither"),
         ("weights/dynamic", json!(true), "weights.dynamic` is true"),
         ("weights/dynamic", json!("local"), "weights.dynamic` is neither"),
@@ -419,4 +421,49 @@ fn shapes_that_the_scheme_cannot_have() {
     config["ignore"] = json!(["m"]);
     let float = CompressedTensors.reader(&config).unwrap().unwrap();
     assert_eq!(float.scheme("m"), None);
+}
+
+#[test]
+fn floating_point_weights_come_back() {
+    for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
+        let scheme: LinearScheme = "wf8a16-channel".parse().unwrap();
+        let tensor = quantize_rtn("w", &wave(5, 48), [5, 48], scheme, dtype, None).unwrap();
+        let mut source = Memory::of("m", &tensor);
+        assert_eq!(source.0["m.weight"].0, TensorInfo { dtype: Dtype::F8E4M3, shape: vec![5, 48] });
+        let back = read(&*reader(&config_for(scheme)), &source, [5, 48]).unwrap();
+        assert_eq!(back, tensor);
+        assert_eq!(back.dequantize().unwrap(), tensor.dequantize().unwrap());
+        // A code that is no number.
+        source.0.get_mut("m.weight").unwrap().1[7] = 0xff;
+        let error = read(&*reader(&config_for(scheme)), &source, [5, 48]).unwrap_err();
+        assert!(matches!(error, Error::NonFinite { count: 1, first_index: 7, .. }), "{error}");
+    }
+}
+
+#[test]
+fn floating_point_weights_that_cannot_be_read() {
+    for (key, value, expected) in [
+        ("weights/num_bits", json!(4), "weights.num_bits` is not 8"),
+        ("weights/type", json!("int"), "group_0.format` is float-quantized, which int weights do not have"),
+        ("weights/symmetric", json!(false), "weights.symmetric` is false"),
+        ("weights/strategy", json!("tensor"), "weights.strategy` is tensor"),
+        ("format", json!("pack-quantized"), "group_0.format` is pack-quantized, which float weights"),
+        (
+            "input_activations",
+            json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true}),
+            "input_activations` are set beside float weights",
+        ),
+    ] {
+        let mut config = config_for("wf8a16-channel".parse().unwrap());
+        let pointer = format!("/config_groups/group_0/{key}");
+        let (parent, last) = pointer.rsplit_once('/').unwrap();
+        config.pointer_mut(parent).unwrap()[last] = value.clone();
+        let reason = CompressedTensors.reader(&config).map(|_| ()).unwrap_err();
+        assert!(reason.contains(expected), "{key} = {value}: {reason}");
+    }
+    let mut config = config_for("wf8a16-channel".parse().unwrap());
+    let weights = config.pointer_mut("/config_groups/group_0/weights").unwrap();
+    (weights["strategy"], weights["group_size"]) = (json!("group"), json!(128));
+    let reason = CompressedTensors.reader(&config).map(|_| ()).unwrap_err();
+    assert!(reason.contains("weights.strategy` is group, and the type is float"), "{reason}");
 }

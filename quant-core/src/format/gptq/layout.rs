@@ -57,10 +57,11 @@ pub(super) fn layout(
     if scheme.activations != ActivationScheme::Float {
         return Err(unusable(format!("the {METHOD} format says nothing of activations, and {scheme} does")));
     }
-    let bits = usize::from(scheme.bits);
-    if !matches!(bits, 2 | 3 | 4 | 8) {
-        return Err(unusable(format!("the {METHOD} format packs 2, 3, 4 or 8 bits, not {bits}")));
-    }
+    let Some(bits @ (2 | 3 | 4 | 8)) = scheme.int_bits() else {
+        let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
+        return Err(unusable(format!("the {METHOD} format packs 2, 3, 4 or 8 bits, not {got}")));
+    };
+    let bits = usize::from(bits);
     if scale_dtype != Dtype::F16 {
         return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));
     }
@@ -93,7 +94,7 @@ pub(super) fn layout(
 /// See [`Container::pack`](crate::format::Container::pack).
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
     let [n, k] = tensor.shape;
-    let bits = tensor.scheme.bits;
+    let bits = tensor.scheme.bits();
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
     tensor.require_storable(module)?;
     if n == 0 || k == 0 {
@@ -202,7 +203,7 @@ mod tests {
 
     use super::*;
     use crate::quantize::quantize_rtn;
-    use crate::scheme::Granularity;
+    use crate::scheme::{Granularity, WeightFormat};
 
     fn words(bytes: &[u8]) -> Vec<u32> {
         bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
@@ -311,12 +312,7 @@ mod tests {
             let bits = [2, 3, 4, 8][which];
             let mask = u8::MAX >> (8 - bits);
             let noise = |i: usize| (seed.rotate_left(i as u32 % 64) as u8 ^ (i * 7) as u8) & mask;
-            let scheme = LinearScheme {
-                bits,
-                granularity: Granularity::Group(32),
-                symmetric: false,
-                ..Default::default()
-            };
+            let scheme = LinearScheme::weight_only(WeightFormat::int(bits, false), Granularity::Group(32));
             let (codes, zeros): (Vec<u8>, Vec<u8>) =
                 ((0..n * k).map(noise).collect(), (0..n * groups).map(|i| noise(i + 3).max(1)).collect());
             let tensor = tensor(&scheme.to_string(), [n, k], codes.clone(), Some(zeros.clone()));

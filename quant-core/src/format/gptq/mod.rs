@@ -98,10 +98,10 @@ impl Container for GptqV1 {
         let mut config = json!({
             "quant_method": METHOD,
             "checkpoint_format": V1,
-            "bits": scheme.bits,
+            "bits": scheme.bits(),
             "group_size": group_size,
             "desc_act": false,
-            "sym": scheme.symmetric,
+            "sym": scheme.is_symmetric(),
             "lm_head": false,
             "pack_dtype": "int32",
         });
@@ -120,10 +120,9 @@ impl Container for GptqV1 {
 
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
         let mut notes = Vec::new();
-        let Some(&(_, LinearScheme { bits, symmetric, .. })) = schemes.quantized.first() else {
-            return notes;
-        };
-        if !symmetric {
+        let Some(&(_, scheme)) = schemes.quantized.first() else { return notes };
+        let bits = scheme.bits();
+        if !scheme.is_symmetric() {
             notes.push(
                 "vLLM and SGLang read symmetric grids only in this format, and ignore zeros".to_owned(),
             );

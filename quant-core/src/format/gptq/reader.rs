@@ -10,7 +10,7 @@ use super::{EXCLUDED, HEAD, METHOD, V1, V2};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// Which modules are quantized, all by one scheme.
@@ -83,8 +83,7 @@ impl Reader {
             Some(_) => return refuse("dynamic", "is not an object"),
         }
         let head = get("lm_head").and_then(Value::as_bool).unwrap_or(false);
-        let activations = ActivationScheme::Float;
-        let scheme = LinearScheme { bits, granularity, symmetric, progressive: false, activations };
+        let scheme = LinearScheme::weight_only(WeightFormat::int(bits, symmetric), granularity);
         Ok(Some(Self { scheme, less_one, head, float }))
     }
 
@@ -147,11 +146,11 @@ impl PackedReader for Reader {
         let PackedWeight { module, shape: [n, k], scheme } = weight;
         let groups = k / scheme.granularity.group_size(k);
         let name = zeros_name(module);
-        let zeros = unpack_zeros(&source.read(&name)?, n, groups, scheme.bits, self.less_one)?;
-        if !scheme.symmetric {
+        let zeros = unpack_zeros(&source.read(&name)?, n, groups, scheme.bits(), self.less_one)?;
+        if !scheme.is_symmetric() {
             return Ok(Some(zeros));
         }
-        match zeros.iter().all(|&z| z == 1 << (scheme.bits - 1)) {
+        match zeros.iter().all(|&z| z == 1 << (scheme.bits() - 1)) {
             true => Ok(None),
             false => Err(Self::broken(source, &name, "holds zeros beside the middle, but `sym` is true")),
         }
@@ -184,7 +183,7 @@ impl PackedReader for Reader {
         let tensor = QuantizedTensor {
             shape,
             scheme,
-            codes: unpack_codes(&source.read(&codes_name(module))?, shape, scheme.bits)?,
+            codes: unpack_codes(&source.read(&codes_name(module))?, shape, scheme.bits())?,
             scales: crate::format::bits::transpose(&stored, groups, n),
             scale_dtype,
             zeros: self.zeros(source, weight)?,

@@ -23,7 +23,7 @@ use super::{GROUP, METHOD, TILE};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::bits::transpose;
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// What a code of 8 bits exceeds the signed number by that it stands for; the two differ in their highest bit.
@@ -43,8 +43,8 @@ pub(super) enum Kind {
 impl Kind {
     /// The kind of a scheme; `None` where there is none for it.
     pub(super) fn of(scheme: LinearScheme) -> Option<Self> {
-        let LinearScheme { bits, granularity, symmetric, progressive, activations } = scheme;
-        match (bits, granularity, symmetric, progressive, activations) {
+        let WeightFormat::Int { bits, symmetric, two_level } = scheme.weight else { return None };
+        match (bits, scheme.granularity, symmetric, two_level, scheme.activations) {
             (4, Granularity::Group(GROUP), false, true, ActivationScheme::Token) => Some(Self::Group),
             (4, Granularity::Channel, false, false, ActivationScheme::Token) => Some(Self::Channel),
             (8, Granularity::Channel, true, false, ActivationScheme::Token) => Some(Self::Bytes),
@@ -70,13 +70,12 @@ impl Kind {
 
     /// The scheme.
     pub(super) fn scheme(self) -> LinearScheme {
-        let (granularity, progressive) = match self {
+        let (granularity, two_level) = match self {
             Self::Group => (Granularity::Group(GROUP), true),
             Self::Channel | Self::Bytes => (Granularity::Channel, false),
         };
-        let symmetric = self == Self::Bytes;
-        let activations = ActivationScheme::Token;
-        LinearScheme { bits: self.bits(), granularity, symmetric, progressive, activations }
+        let weight = WeightFormat::Int { bits: self.bits(), symmetric: self == Self::Bytes, two_level };
+        LinearScheme { weight, granularity, activations: ActivationScheme::Token }
     }
 }
 

@@ -16,7 +16,7 @@ use super::super::rows::{Rows, RowsError, group_size};
 use super::super::tensor::QuantizedTensor;
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
-use crate::scheme::LinearScheme;
+use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
 /// Rows of a tile.
@@ -64,7 +64,8 @@ pub fn solve(
     settings: GptqSettings,
 ) -> Result<Solved, RowsError> {
     let [n, k] = shape;
-    let rule = GridRule::new(scheme, scale_dtype).map_err(|e| RowsError::Scheme(e.to_string()))?;
+    let rule = ScaleFormat::of(scale_dtype).and_then(|scale| GridRule::new(scheme, scale));
+    let rule = rule.map_err(|e| RowsError::Scheme(e.to_string()))?;
     let group_size = group_size(scheme, k)?;
     let groups = k / group_size;
     let layout = |what: &str| Err(RowsError::Layout(what.to_owned()));
@@ -90,7 +91,7 @@ pub fn solve(
         codes: vec![0; n * k],
         scales: vec![0.0; n * groups],
         scale_dtype,
-        zeros: (!scheme.symmetric).then(|| vec![0; n * groups]),
+        zeros: (!scheme.is_symmetric()).then(|| vec![0; n * groups]),
         levels: None,
         input: None,
     };
@@ -118,7 +119,7 @@ pub fn solve(
         }
         loss += losses.iter().sum::<f64>();
     }
-    tensor.levels = scheme.progressive.then(|| Levels::of(&tensor.scales, row_scales));
+    tensor.levels = scheme.is_progressive().then(|| Levels::of(&tensor.scales, row_scales));
     // Each is a sum over a row of (w − q)² / 2 in units of the inverse's diagonal: with H = 2/N Σ x xᵀ the mean
     // squared error of the row's output.
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
@@ -309,10 +310,21 @@ impl Tile {
             vectorized(
                 #[inline(always)]
                 || {
-                    for i in 0..r {
-                        let steps = nearest(now[i], scales[i], (lows[i], highs[i]));
-                        codes[i] = (steps as i32 + i32::from(zeros[i])) as u8;
-                        errors[i] = now[i] - steps * scales[i];
+                    match work.rule.float {
+                        None => {
+                            for i in 0..r {
+                                let steps = nearest(now[i], scales[i], (lows[i], highs[i]));
+                                codes[i] = (steps as i32 + i32::from(zeros[i])) as u8;
+                                errors[i] = now[i] - steps * scales[i];
+                            }
+                        }
+                        Some(format) => {
+                            for i in 0..r {
+                                let number = now[i] / scales[i];
+                                codes[i] = format.code(number);
+                                errors[i] = now[i] - format.round(number) * scales[i];
+                            }
+                        }
                     }
                     for i in 0..r {
                         let error = f64::from(errors[i]);

@@ -1,0 +1,225 @@
+//! Floating-point formats of one byte that weights are stored in: what every code means, and how values are rounded.
+//!
+//! E4M3 has a sign, four bits of exponent with bias 7 and three of mantissa; no infinity, and one NaN of each sign:
+//!
+//! | codes (without the sign) | value |
+//! |---|---|
+//! | `0x00` | 0 |
+//! | `0x01`–`0x07` | subnormal: `m · 2⁻⁹` |
+//! | `0x08`–`0x7E` | `(1 + m/8) · 2^(e − 7)`, at most 448 |
+//! | `0x7F` | NaN |
+//!
+//! A value becomes the nearest code, halves to even; beyond ±448 it saturates, as torch 2.12 and later does. No value
+//! becomes a NaN code. The sign of a zero is kept, and a negative value that rounds to zero becomes `0x80`, as in torch.
+
+/// A floating-point format of one byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum FloatFormat {
+    /// E4M3 without infinities (`float8_e4m3fn`).
+    E4m3,
+}
+
+impl FloatFormat {
+    /// All of them.
+    pub const ALL: [Self; 1] = [Self::E4m3];
+
+    /// Its name in schemes: `f8` for E4M3.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::E4m3 => "f8",
+        }
+    }
+
+    /// Bits of one code.
+    pub const fn bits(self) -> u8 {
+        match self {
+            Self::E4m3 => 8,
+        }
+    }
+
+    /// The largest finite value.
+    pub const fn largest(self) -> f32 {
+        match self {
+            Self::E4m3 => 448.0,
+        }
+    }
+
+    /// What every code means; NaN where it means no number.
+    #[inline]
+    pub fn values(self) -> &'static [f32; 256] {
+        match self {
+            Self::E4m3 => &E4M3_VALUES,
+        }
+    }
+
+    /// What a code means; NaN where it means no number.
+    #[inline(always)]
+    pub fn value(self, code: u8) -> f32 {
+        self.values()[code as usize]
+    }
+
+    /// Whether a code means a number.
+    pub fn is_number(self, code: u8) -> bool {
+        !self.value(code).is_nan()
+    }
+
+    /// The nearest value of the format, halves to even, saturating: `value(code(x))`. NaN becomes the largest value.
+    #[inline(always)]
+    pub fn round(self, x: f32) -> f32 {
+        match self {
+            Self::E4m3 => e4m3_round(x),
+        }
+    }
+
+    /// The code of the nearest value, halves to even, saturating. NaN becomes the code of the largest value; callers
+    /// refuse values that are not finite.
+    #[inline(always)]
+    pub fn code(self, x: f32) -> u8 {
+        match self {
+            Self::E4m3 => e4m3_code(x),
+        }
+    }
+}
+
+/// The values of E4M3, from the definition.
+static E4M3_VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        values[code] = e4m3_value(code as u8);
+        code += 1;
+    }
+    values
+};
+
+const fn e4m3_value(code: u8) -> f32 {
+    let sign = (code as u32 & 0x80) << 24;
+    let (exponent, mantissa) = (code as u32 >> 3 & 15, code as u32 & 7);
+    let magnitude = match (exponent, mantissa) {
+        (15, 7) => f32::NAN,
+        // 2⁻⁹ has the exponent 118 of an f32.
+        (0, _) => mantissa as f32 * f32::from_bits(118 << 23),
+        _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+    };
+    f32::from_bits(magnitude.to_bits() | sign)
+}
+
+/// Mantissa bits of an f32 that E4M3 does not have.
+const DROPPED: u32 = 20;
+/// The smallest normal value, `2⁻⁶`.
+const SMALLEST_NORMAL: f32 = 0.015_625;
+/// Between `2¹⁴` and `2¹⁵` neighbouring f32 are `2⁻⁹` apart: adding it rounds a subnormal, halves to even.
+const SUBNORMALS: f32 = 16_384.0;
+
+/// The magnitude of `x`, at most 448. NaN becomes 448.
+#[inline(always)]
+fn saturated(x: f32) -> f32 {
+    let magnitude = x.abs();
+    if magnitude < 448.0 { magnitude } else { 448.0 }
+}
+
+/// The bits of a magnitude from `2⁻⁶` to 448, rounded to three bits of mantissa; bits below are left as they fall.
+#[inline(always)]
+fn normal_bits(magnitude: f32) -> u32 {
+    let bits = magnitude.to_bits();
+    bits + ((1 << (DROPPED - 1)) - 1) + (bits >> DROPPED & 1)
+}
+
+#[inline(always)]
+fn e4m3_round(x: f32) -> f32 {
+    let magnitude = saturated(x);
+    let subnormal = (magnitude + SUBNORMALS) - SUBNORMALS;
+    let normal = f32::from_bits(normal_bits(magnitude) & !((1 << DROPPED) - 1));
+    let rounded = if magnitude < SMALLEST_NORMAL { subnormal } else { normal };
+    f32::from_bits(rounded.to_bits() | x.to_bits() & 1 << 31)
+}
+
+#[inline(always)]
+fn e4m3_code(x: f32) -> u8 {
+    let magnitude = saturated(x);
+    // In the sum the lowest bits count steps of 2⁻⁹: 8 of them are the code of 2⁻⁶.
+    let subnormal = (magnitude + SUBNORMALS).to_bits() & 15;
+    let normal = (normal_bits(magnitude) >> DROPPED).wrapping_sub(120 << 3);
+    let code = if magnitude < SMALLEST_NORMAL { subnormal } else { normal };
+    code as u8 | (x.to_bits() >> 24) as u8 & 0x80
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const E4M3: FloatFormat = FloatFormat::E4m3;
+
+    /// Sign, exponent and mantissa, in f64 and without a table.
+    fn definition(code: u8) -> Option<f64> {
+        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+        let magnitude = match (exponent, code & 7) {
+            (15, 7) => return None,
+            (0, _) => mantissa / 8.0 * 2.0_f64.powi(-6),
+            _ => (1.0 + mantissa / 8.0) * 2.0_f64.powi(exponent - 7),
+        };
+        Some(if code & 0x80 != 0 { -magnitude } else { magnitude })
+    }
+
+    #[test]
+    fn every_code_means_what_the_format_says() {
+        for code in 0..=255 {
+            match definition(code) {
+                None => assert!(!E4M3.is_number(code) && E4M3.value(code).is_nan()),
+                Some(value) => {
+                    assert_eq!(f64::from(E4M3.value(code)), value, "{code:#x}");
+                    assert_eq!(E4M3.value(code).is_sign_negative(), code & 0x80 != 0);
+                    // Every value is its own nearest, the zeros with their signs.
+                    assert_eq!(E4M3.code(E4M3.value(code)), code);
+                    assert_eq!(E4M3.round(E4M3.value(code)).to_bits(), E4M3.value(code).to_bits());
+                }
+            }
+        }
+        assert_eq!((E4M3.value(0x7e), E4M3.value(0x08), E4M3.value(0x01)), (448.0, 0.015625, 0.001953125));
+        assert_eq!([0x7f, 0xff].map(|code| E4M3.is_number(code)), [false; 2]);
+    }
+
+    #[test]
+    fn halves_go_to_the_even_code() {
+        for code in 0..0x7e {
+            let (low, high) = (E4M3.value(code), E4M3.value(code + 1));
+            let middle = (low + high) / 2.0;
+            let even = if code % 2 == 0 { code } else { code + 1 };
+            assert_eq!(E4M3.code(middle), even, "between {low} and {high}");
+            assert_eq!(E4M3.code(-middle), even | 0x80);
+            assert_eq!(E4M3.code(middle.next_down()), code);
+            assert_eq!(E4M3.code(middle.next_up()), code + 1);
+        }
+    }
+
+    #[test]
+    fn beyond_the_largest_it_saturates() {
+        for x in [448.0, 464.0, 464.1, 480.0, 1e9, f32::MAX, f32::INFINITY] {
+            assert_eq!((E4M3.code(x), E4M3.code(-x)), (0x7e, 0xfe), "{x}");
+            assert_eq!(E4M3.round(-x), -448.0);
+        }
+        assert!(E4M3.is_number(E4M3.code(f32::NAN)), "NaN has no code of its own");
+        assert_eq!((E4M3.code(0.0), E4M3.code(-0.0), E4M3.code(-1e-9)), (0, 0x80, 0x80));
+        assert_eq!(E4M3.code(f32::from_bits(1)), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn the_nearest_of_all_values_is_found(bits in any::<u32>(), small in -600.0_f32..600.0) {
+            for x in [f32::from_bits(bits), small, small * 1e-4] {
+                if !x.is_finite() {
+                    continue;
+                }
+                let code = E4M3.code(x);
+                prop_assert!(E4M3.is_number(code));
+                prop_assert_eq!(E4M3.value(code).to_bits(), E4M3.round(x).to_bits());
+                let distance = |code: u8| (f64::from(E4M3.value(code)) - f64::from(x)).abs();
+                let least = (0..=255).filter(|c| E4M3.is_number(*c)).map(distance).fold(f64::MAX, f64::min);
+                prop_assert_eq!(distance(code), least, "{} became {}", x, E4M3.value(code));
+            }
+        }
+    }
+}
