@@ -85,7 +85,7 @@ impl ScaleFormat {
             Self::F16 => Dtype::F16,
             Self::Bf16 => Dtype::Bf16,
             Self::F32 => Dtype::F32,
-            Self::E8m0 => Dtype::U8,
+            Self::E8m0 => Dtype::F8E8M0,
             Self::E4m3 => Dtype::F8E4M3,
         }
     }

@@ -133,9 +133,18 @@ fn weights() {
         (
             "an unknown dtype",
             |m| {
-                described_as(m, json!({ "dtype": "F12", "shape": [1], "data_offsets": [0, 2] }), &[0; 2]);
+                let mut tensors = TinyLlama::default().tensors();
+                tensors[1].dtype = "F12".into();
+                overwrite(m, WEIGHTS, safetensors(&tensors));
             },
-            &[WEIGHTS, "`model.norm.weight`", "F12"],
+            &[WEIGHTS, "`model.layers.0.self_attn.q_proj.weight`", "F12"],
+        ),
+        (
+            "a dtype that cannot be one",
+            |m| {
+                described_as(m, json!({ "dtype": "F-12", "shape": [1], "data_offsets": [0, 2] }), &[0; 2]);
+            },
+            &[WEIGHTS, "`model.norm.weight`", "F-12"],
         ),
         (
             "a tensor that is missing",

@@ -60,7 +60,7 @@ struct LinearReport {
 #[derive(Serialize)]
 struct TensorReport {
     tensor: String,
-    dtype: &'static str,
+    dtype: String,
     shape: Vec<usize>,
     bytes: u64,
     file: String,
@@ -79,7 +79,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             let file = source.location(name);
             Some(TensorReport {
                 tensor: name.to_owned(),
-                dtype: info.dtype.name(),
+                dtype: info.dtype.to_string(),
                 shape: info.shape.clone(),
                 bytes: info.byte_len(),
                 file: file.file_name().unwrap_or_default().to_string_lossy().into_owned(),

@@ -83,7 +83,7 @@ struct SelectorJson<'a> {
 #[derive(Serialize)]
 struct TensorJson<'a> {
     tensor: &'a str,
-    dtype: &'static str,
+    dtype: &'a str,
     shape: &'a [usize],
     action: String,
     bytes_before: u64,
@@ -94,7 +94,7 @@ struct TensorJson<'a> {
 #[derive(Serialize)]
 struct OutputJson<'a> {
     tensor: &'a str,
-    dtype: &'static str,
+    dtype: &'a str,
     shape: &'a [usize],
 }
 

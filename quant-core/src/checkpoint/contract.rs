@@ -24,9 +24,12 @@ pub(crate) fn check_specs(specs: &[TensorSpec]) -> Result<()> {
         if info.shape.len() > MAX_RANK {
             return Err(fault("has too many dimensions"));
         }
-        let size = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
-        if size.is_none() {
+        let most = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
+        if most.is_none() {
             return Err(fault("overflows"));
+        }
+        if info.dtype.byte_len(info.elements() as u64).is_none() {
+            return Err(fault("is not whole bytes"));
         }
         if !names.insert(name) {
             return Err(fault("was agreed on twice"));

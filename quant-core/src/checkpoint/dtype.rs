@@ -7,6 +7,7 @@ use half::{bf16, f16};
 /// The element type of a tensor in a safetensors file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum Dtype {
     Bool,
     U8,
@@ -23,11 +24,53 @@ pub enum Dtype {
     F64,
     F8E4M3,
     F8E5M2,
+    F8E8M0,
+    F6E2M3,
+    F6E3M2,
+    F4,
+    /// A type of a file that this version does not know: such tensors can be copied, and nothing else.
+    Opaque(OpaqueDtype),
+}
+
+/// The name of an unknown type, and how many bytes the tensor takes that has it: its shape does not tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct OpaqueDtype {
+    name: [u8; Self::LONGEST],
+    length: u8,
+    bytes: u64,
+}
+
+impl OpaqueDtype {
+    /// Bytes of the longest name that is kept.
+    pub const LONGEST: usize = 15;
+
+    /// A type of this name, of a tensor of so many bytes; `None` where the name is longer than that, or
+    /// holds anything but letters, digits and underscores.
+    pub fn new(name: &str, bytes: u64) -> Option<Self> {
+        let is_plain = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
+        if name.is_empty() || name.len() > Self::LONGEST || !name.bytes().all(is_plain) {
+            return None;
+        }
+        let mut kept = [0; Self::LONGEST];
+        kept[..name.len()].copy_from_slice(name.as_bytes());
+        Some(Self { name: kept, length: name.len() as u8, bytes })
+    }
+
+    /// The name in a safetensors header.
+    pub fn name(&self) -> &str {
+        // Plain ASCII since it was made.
+        std::str::from_utf8(&self.name[..usize::from(self.length)]).unwrap_or_default()
+    }
+
+    /// Bytes of the tensor.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
 }
 
 impl Dtype {
-    /// All types, in the order that messages list them.
-    pub const ALL: [Dtype; 15] = [
+    /// All known types, in the order that messages list them.
+    pub const ALL: [Dtype; 19] = [
         Self::Bool,
         Self::U8,
         Self::I8,
@@ -43,10 +86,14 @@ impl Dtype {
         Self::F64,
         Self::F8E4M3,
         Self::F8E5M2,
+        Self::F8E8M0,
+        Self::F6E2M3,
+        Self::F6E3M2,
+        Self::F4,
     ];
 
     /// The name in a safetensors header.
-    pub fn name(self) -> &'static str {
+    pub fn name(&self) -> &str {
         match self {
             Self::Bool => "BOOL",
             Self::U8 => "U8",
@@ -63,22 +110,48 @@ impl Dtype {
             Self::F64 => "F64",
             Self::F8E4M3 => "F8_E4M3",
             Self::F8E5M2 => "F8_E5M2",
+            Self::F8E8M0 => "F8_E8M0",
+            Self::F6E2M3 => "F6_E2M3",
+            Self::F6E3M2 => "F6_E3M2",
+            Self::F4 => "F4",
+            Self::Opaque(of) => of.name(),
         }
     }
 
-    /// The type of that name in a safetensors header.
+    /// The known type of that name in a safetensors header.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|d| d.name() == name)
     }
 
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
+    /// Bits of one element; 0 of an unknown type.
+    pub fn bits(self) -> usize {
         match self {
-            Self::Bool | Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 => 1,
-            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 2,
-            Self::I32 | Self::U32 | Self::F32 => 4,
-            Self::I64 | Self::U64 | Self::F64 => 8,
+            Self::Opaque(_) => 0,
+            Self::F4 => 4,
+            Self::F6E2M3 | Self::F6E3M2 => 6,
+            Self::Bool | Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 | Self::F8E8M0 => 8,
+            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 16,
+            Self::I32 | Self::U32 | Self::F32 => 32,
+            Self::I64 | Self::U64 | Self::F64 => 64,
         }
+    }
+
+    /// Bytes of one element of a type of whole bytes; of others 1, the least that is read or written.
+    pub fn size(self) -> usize {
+        (self.bits() / 8).max(1)
+    }
+
+    /// Bytes of so many elements; `None` where they are no whole bytes, or overflow. Of an unknown type, as many as the
+    /// tensor has.
+    pub fn byte_len(self, elements: u64) -> Option<u64> {
+        if let Self::Opaque(of) = self {
+            return Some(of.bytes());
+        }
+        // In two parts, so that only lengths that do not fit overflow.
+        let bits = self.bits() as u64;
+        let rest = elements % 8 * bits;
+        let whole = (elements / 8).checked_mul(bits)?.checked_add(rest / 8)?;
+        rest.is_multiple_of(8).then_some(whole)
     }
 
     /// Whether weights of this type can be widened to `f32` and quantized.

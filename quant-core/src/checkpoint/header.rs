@@ -17,7 +17,7 @@ use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor
 
 use super::input_file::read_exact_at;
 use super::names::{name_fault, printable};
-use super::{Dtype, HeaderError, TensorInfo};
+use super::{Dtype, HeaderError, OpaqueDtype, TensorInfo};
 use crate::{Error, Result};
 
 /// The most dimensions of a tensor.
@@ -282,14 +282,20 @@ impl RawEntry {
     fn check(self, name: &str) -> Result<Located, HeaderError> {
         let tensor = || name.to_owned();
         let Self { dtype, rank, shape, begin, end } = self;
-        let Some(dtype) = Dtype::from_name(&dtype) else {
+        // The length of an unknown type is what the offsets say, which must lie within the file as all do.
+        let opaque = || OpaqueDtype::new(&dtype, end.saturating_sub(begin)).map(Dtype::Opaque);
+        let Some(dtype) = Dtype::from_name(&dtype).or_else(opaque) else {
             return Err(HeaderError::UnknownDtype { tensor: tensor(), dtype: printable(&dtype) });
         };
         if rank > MAX_RANK {
             return Err(HeaderError::RankTooHigh { tensor: tensor(), rank, limit: MAX_RANK });
         }
-        let Some((dims, expected)) = checked_size(&shape, dtype) else {
+        let Some((dims, elements)) = checked_elements(&shape, dtype) else {
             return Err(HeaderError::SizeOverflow { tensor: tensor(), shape });
+        };
+        let bytes = if elements == 0 { Some(0) } else { dtype.byte_len(elements) };
+        let Some(expected) = bytes else {
+            return Err(HeaderError::NotWholeBytes { tensor: tensor(), dtype, shape });
         };
         if begin > end {
             return Err(HeaderError::OffsetsReversed { tensor: tensor(), begin, end });
@@ -302,9 +308,9 @@ impl RawEntry {
     }
 }
 
-/// Dimensions and bytes of a tensor. A zero among the dimensions does not excuse an overflow of
-/// the others: code that multiplies strides would meet it again.
-fn checked_size(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
+/// Dimensions and elements of a tensor whose bytes can be counted. A zero among the dimensions does not excuse an
+/// overflow of the others: code that multiplies strides would meet it again.
+fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
     let mut dims = Vec::with_capacity(shape.len());
     let mut elements = 1u64;
     for &dim in shape {
@@ -313,7 +319,7 @@ fn checked_size(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
     }
     let bytes = elements.checked_mul(dtype.size() as u64)?;
     usize::try_from(bytes).ok()?;
-    Some((dims, if shape.contains(&0) { 0 } else { bytes }))
+    Some((dims, if shape.contains(&0) { 0 } else { elements }))
 }
 
 impl<'de> Deserialize<'de> for RawEntry {

@@ -83,7 +83,7 @@ pub enum HeaderError {
         /// What is wrong with it, ending the sentence.
         reason: &'static str,
     },
-    /// An element type that we do not know.
+    /// An element type that we do not know, and whose name cannot be one.
     #[error("tensor `{tensor}` has the unknown dtype `{dtype}`; known are {}", known_dtypes())]
     UnknownDtype {
         /// The tensor.
@@ -106,6 +106,16 @@ pub enum HeaderError {
     SizeOverflow {
         /// The tensor.
         tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+    /// Elements of less than a byte that are no whole bytes together.
+    #[error("tensor `{tensor}`: {dtype} {shape:?} is not whole bytes")]
+    NotWholeBytes {
+        /// The tensor.
+        tensor: String,
+        /// Its element type.
+        dtype: Dtype,
         /// Its shape.
         shape: Vec<u64>,
     },
@@ -176,5 +186,5 @@ pub enum HeaderError {
 }
 
 fn known_dtypes() -> String {
-    Dtype::ALL.map(Dtype::name).join(", ")
+    Dtype::ALL.iter().map(Dtype::name).collect::<Vec<_>>().join(", ")
 }

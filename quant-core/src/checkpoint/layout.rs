@@ -159,7 +159,7 @@ fn split(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Vec<Vec<&TensorSp
 
 impl ShardFile {
     fn new(name: String, mut group: Vec<&TensorSpec>) -> Result<Self> {
-        group.sort_by(|a, b| b.info.dtype.size().cmp(&a.info.dtype.size()).then_with(|| a.name.cmp(&b.name)));
+        group.sort_by(|a, b| b.info.dtype.bits().cmp(&a.info.dtype.bits()).then_with(|| a.name.cmp(&b.name)));
         let mut entries = Map::new();
         entries.insert("__metadata__".into(), json!({ "format": "pt" }));
         let mut tensors = Vec::with_capacity(group.len());

@@ -32,8 +32,9 @@ impl MemorySource {
         bytes: Vec<u8>,
     ) -> Result<()> {
         let (name, info) = (name.into(), TensorInfo { dtype, shape: shape.into() });
-        let size = info.shape.iter().try_fold(dtype.size(), |size, &dim| size.checked_mul(dim));
-        if size != Some(bytes.len()) {
+        let elements = info.shape.iter().try_fold(1_usize, |elements, &dim| elements.checked_mul(dim));
+        let size = elements.and_then(|elements| dtype.byte_len(elements as u64));
+        if size != Some(bytes.len() as u64) {
             return Err(Error::usage(
                 format!("tensor `{name}`: {dtype} {:?} does not take {} bytes", info.shape, bytes.len()),
                 "give as many bytes as element type and shape take",

@@ -35,7 +35,7 @@ mod writer;
 
 pub use config_fields::ConfigFields;
 pub use directory::{ModelDirectory, Sidecar};
-pub use dtype::Dtype;
+pub use dtype::{Dtype, OpaqueDtype};
 pub use header_error::HeaderError;
 pub use identity::file_sha256;
 pub(crate) use input_file::read_capped;

@@ -20,9 +20,10 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
-    /// Number of bytes.
+    /// Number of bytes. Sources and sinks guarantee that elements are whole bytes together, and that these do not
+    /// overflow.
     pub fn byte_len(&self) -> u64 {
-        self.elements() as u64 * self.dtype.size() as u64
+        self.dtype.byte_len(self.elements() as u64).unwrap_or(u64::MAX)
     }
 }
 

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 
 use super::{file, parse, parse_with, vectors};
-use crate::checkpoint::HeaderError;
-use crate::checkpoint::header::Limits;
+use crate::checkpoint::header::{Limits, Located};
+use crate::checkpoint::{Dtype, HeaderError};
 
 /// A header with one F32 tensor of this shape and these offsets.
 fn one(shape: &str, offsets: &str) -> String {
@@ -93,6 +93,10 @@ fn every_rule_has_its_error() {
 
     let unknown = r#"{"a":{"dtype":"F7\u001b","shape":[1],"data_offsets":[0,1]}}"#;
     refused!(file(unknown, &[0]), E::UnknownDtype { .. }, "`a`", "F7\\u{1b}", "BF16", "F8_E4M3");
+    for name in ["", "sixteen_letters_", "F 8", "F8-E3", "ü8"] {
+        let entry = format!(r#"{{"a":{{"dtype":"{name}","shape":[1],"data_offsets":[0,1]}}}}"#);
+        refused!(file(entry, &[0]), E::UnknownDtype { .. }, "`a`");
+    }
     refused!(file(one("[1,1,1,1,1,1,1,1,1]", "[0,4]"), &[0; 4]), E::RankTooHigh { rank: 9, .. }, "9", "8");
     let many = format!("[{}1]", "1,".repeat(99_999));
     refused!(file(one(&many, "[0,4]"), &[0; 4]), E::RankTooHigh { rank: 100_000, .. }, "100000");
@@ -185,7 +189,7 @@ proptest! {
     #[test]
     fn structured_nonsense_never_panics(
         tensors in prop::collection::vec(
-            ("[a-c]", prop::sample::select(vec!["U8", "F32", "I64", "X"]),
+            ("[a-c]", prop::sample::select(vec!["U8", "F32", "I64", "X", "F4", "F6_E2M3", "F8_E8M0", "C64"]),
              prop::collection::vec(prop::sample::select(vec![0, 1, 2, 3, u64::MAX / 2, u64::MAX]), 0..4),
              0u64..40, 0u64..40),
             0..4),
@@ -210,9 +214,65 @@ fn agrees_with_the_file(bytes: &[u8]) -> Result<(), TestCaseError> {
             for located in header.tensors.values() {
                 prop_assert!(located.offset + located.info.byte_len() <= bytes.len() as u64);
             }
-            prop_assert!(safetensors::SafeTensors::deserialize(bytes).is_ok());
+            // The reference reader refuses types that it does not know.
+            let known = |t: &Located| !matches!(t.info.dtype, Dtype::Opaque(_));
+            if header.tensors.values().all(known) {
+                prop_assert!(safetensors::SafeTensors::deserialize(bytes).is_ok());
+            }
         }
         Err(error) => prop_assert!(!error.to_string().is_empty()),
     }
     Ok(())
+}
+
+fn of_type(dtype: &str, shape: &str, end: u64) -> String {
+    format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
+}
+
+#[test]
+fn elements_of_less_than_a_byte() {
+    use HeaderError as E;
+    for (dtype, shape, bytes) in [
+        ("F4", "[2,3]", 3),
+        ("F4", "[0,3]", 0),
+        ("F4", "[]", 0),
+        ("F6_E2M3", "[4]", 3),
+        ("F6_E3M2", "[2,8]", 12),
+        ("F8_E8M0", "[5]", 5),
+    ] {
+        let header = file(of_type(dtype, shape, bytes), &vec![7; bytes as usize]);
+        if shape == "[]" {
+            refused!(header, E::NotWholeBytes { .. }, "`t`", "F4 [] is not whole bytes");
+            continue;
+        }
+        let header = parse(&header).unwrap();
+        assert_eq!(header.tensors["t"].info.dtype.name(), dtype);
+        assert_eq!(header.tensors["t"].info.byte_len(), bytes, "{dtype} {shape}");
+    }
+    refused!(file(of_type("F4", "[3]", 2), &[0; 2]), E::NotWholeBytes { .. }, "`t`", "F4 [3]");
+    refused!(file(of_type("F6_E2M3", "[2]", 2), &[0; 2]), E::NotWholeBytes { .. }, "`t`");
+    refused!(file(of_type("F4", "[4]", 4), &[0; 4]), E::SizeMismatch { expected: 2, got: 4, .. }, "`t`");
+    let wide = format!("[{}]", u64::MAX);
+    refused!(file(of_type("F4", &wide, 8), &[0; 8]), E::NotWholeBytes { .. }, "`t`");
+    refused!(file(of_type("F4", "[4294967296,4294967296]", 8), &[0; 8]), E::SizeOverflow { .. }, "`t`");
+}
+
+#[test]
+fn unknown_types_keep_their_name_and_length() {
+    use HeaderError as E;
+    let header = parse(&file(of_type("C64", "[2]", 16), &[1; 16])).unwrap();
+    let info = &header.tensors["t"].info;
+    assert_eq!((info.dtype.name(), info.byte_len(), info.elements()), ("C64", 16, 2));
+    assert!(!info.dtype.is_weight_float());
+    // Their lengths are held to the file as all are.
+    refused!(file(of_type("C64", "[2]", 17), &[1; 16]), E::PastEnd { .. }, "`t`");
+    refused!(file(of_type("C64", "[2]", 15), &[1; 16]), E::TrailingBytes { .. }, "1 byte");
+    refused!(file(of_type("C64", "[2]", u64::MAX), &[1; 16]), E::PastEnd { .. }, "`t`");
+    refused!(file(of_type("C64", "[0]", 16), &[1; 16]), E::SizeMismatch { expected: 0, got: 16, .. }, "`t`");
+    let max = u64::MAX;
+    refused!(file(of_type("C64", &format!("[{max},{max}]"), 16), &[1; 16]), E::SizeOverflow { .. }, "`t`");
+    let reversed = r#"{"t":{"dtype":"C64","shape":[1],"data_offsets":[8,0]}}"#;
+    refused!(file(reversed, &[0; 8]), E::OffsetsReversed { .. }, "`t`");
+    let shared = r#"{"s":{"dtype":"C64","shape":[1],"data_offsets":[0,8]},"t":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}"#;
+    refused!(file(shared, &[0; 8]), E::Overlap { .. }, "`s`", "`t`");
 }
