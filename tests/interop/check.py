@@ -33,6 +33,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_numbers
 import check_pages
 import check_profiles
 import check_workflows
@@ -67,6 +68,9 @@ QUANTIZED = [
     ("demo", "awq-w4-g128", QUICK, False),
     ("demo", "awq-w3-g64", ["--scheme", "w3a16-g64", *QUICK], False),
     ("demo", "rtn-w8-channel", ["--method", "rtn", "--scheme", "w8a16-channel"], False),
+    ("demo", "rtn-wf8-channel", ["--method", "rtn", "--scheme", "wf8a16"], False),
+    ("demo", "awq-wf8-channel", ["--scheme", "wf8a16", *QUICK], False),
+    ("qwen2", "gptq-wf8-channel", ["--method", "gptq", "--scheme", "wf8a16", *QUICK], False),
     ("demo", "awq-w4-g32-asym", ["--scheme", "w4a16-g32-asym", *QUICK], True),
     ("demo", "rtn-w3-channel-asym", ["--method", "rtn", "--scheme", "w3a16-channel-asym"], True),
     ("demo", "rtn-w4-ignored", ["--method", "rtn", "--ignore", "*.layers.2.*"], False),
@@ -349,6 +353,7 @@ def main():
         for style in CHAT:
             if arguments.only in f"chat {style}":
                 check.chat(style)
+        check_numbers.run_all(check, arguments.only)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)

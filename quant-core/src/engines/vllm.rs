@@ -105,7 +105,6 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
         Some(group) if !group.is_power_of_two() => {
             Unsure(share.fault(format!("groups of {group}: no power of two")))
         }
-        _ if matches!(bits, 5..=7) => Unsure(share.fault(format!("whether it has a kernel for {bits} bits"))),
         _ => With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme))),
     }
 }

@@ -268,8 +268,9 @@ fn floating_point_at_the_edges() {
             assert_eq!(rule.fit_weights(&[1.0, bad]), Err(GridError::NonFinite));
         }
     }
-    // F16 holds 65504, and no value beyond it.
-    assert!(float_rule(Dtype::F16).fit_weights(&[65504.0]).is_ok());
+    // F16 holds 65504, and no value beyond it: 448 times a scale that was rounded up.
+    assert!(float_rule(Dtype::F16).fit_weights(&[65408.0]).is_ok());
+    assert!(matches!(float_rule(Dtype::F16).fit_weights(&[65504.0]), Err(GridError::Overflow { .. })));
     assert!(matches!(float_rule(Dtype::F16).fit_weights(&[7e4]), Err(GridError::Overflow { .. })));
     assert!(float_rule(Dtype::F32).fit_weights(&[f32::MAX]).is_ok());
 }

@@ -489,7 +489,7 @@ mod tests {
             ("", "quantize"),
             ("[quantize]\nscheme = 4", "line 2: invalid type"),
             ("[quantize]\nscheme = \"w4a16\"\nscehme = 1", "line 3: unknown field `scehme`"),
-            ("[quantize]\nscheme = \"w5a16\"", "w5a16"),
+            ("[quantize]\nscheme = \"w9a16\"", "w9a16"),
             ("[quantize]\nscheme = \"w4a16\"\nmethod = \"magic\"", "quantize.method `magic`"),
             (
                 "[quantize]\nscheme = \"w4a16\"\n[quantize.gptq]\ndamping = 0.1",

@@ -4,6 +4,8 @@
 //! this writes the smallest set that means the same to all: no `scale_dtype`, `zp_dtype`,
 //! `actorder`, `observer` or `version`.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value, json};
 
 use super::layout::Storage;
@@ -120,37 +122,33 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     if any(|s| !s.is_symmetric()) {
         notes.push(
             "asymmetric weights do not load in transformers with compressed-tensors 0.18 to 0.20 unless it is \
-             given CompressedTensorsConfig(dequantize=True)",
+             given CompressedTensorsConfig(dequantize=True)"
+                .to_owned(),
         );
     }
-    if any(|s| s.bits() == 3) {
-        notes.push(
-            "3-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM 0.33 on \
-             CUDA; SGLang and llama.cpp's converter do not read them",
-        );
-    }
-    if any(|s| matches!(s.bits(), 5..=7)) {
-        notes.push(
-            "weights of 5, 6 or 7 bits load in transformers with compressed-tensors 0.18 or later; SGLang and \
-             llama.cpp's converter do not read them, and whether vLLM does is not known",
-        );
-    }
-    if any(|s| s.float_format().is_some()) {
-        notes.push(
-            "FP8 weights with float activations load in transformers and llama.cpp's converter; whether vLLM and SGLang \
-             take them without FP8 activations depends on the version",
-        );
-    }
-    if any(|s| s.granularity == Granularity::Channel && Storage::of(s) == Storage::Packed) {
-        notes.push("llama.cpp's converter reads scales per group, not per channel");
-    }
-    if any(|s| s.has_static_activations()) {
-        notes.push("llama.cpp's converter does not read static scales of activations");
-    }
-    if groups.len() > 1 {
-        notes.push("llama.cpp's converter does not read checkpoints that mix several schemes");
-    }
-    notes.into_iter().map(str::to_owned).collect()
+    let bits: BTreeSet<u8> = groups.iter().map(|g| g.scheme.bits()).collect();
+    notes.extend(bits.into_iter().filter(|bits| !bits.is_power_of_two()).map(|bits| {
+        format!(
+            "{bits}-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM 0.33 on \
+             CUDA; SGLang and llama.cpp's converter do not read them"
+        )
+    }));
+    let mut note = |applies, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
+    note(
+        any(|s| s.float_format().is_some()),
+        "FP8 weights with float activations load in transformers; whether vLLM and SGLang take them without FP8 \
+         activations was not seen",
+    );
+    note(
+        any(|s| s.granularity == Granularity::Channel && Storage::of(s) == Storage::Packed),
+        "llama.cpp's converter reads scales per group, not per channel",
+    );
+    note(
+        any(|s| s.has_static_activations()),
+        "llama.cpp's converter does not read static scales of activations",
+    );
+    note(groups.len() > 1, "llama.cpp's converter does not read checkpoints that mix several schemes");
+    notes
 }
 
 #[cfg(test)]

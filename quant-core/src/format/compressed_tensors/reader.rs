@@ -177,7 +177,7 @@ fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Storage>, Strin
             Some(storage) => Ok(Some(storage)),
             None => {
                 let known: Vec<_> = Storage::ALL.iter().map(|s| s.name()).collect();
-                Err(of.refuse("format", &format!("is \"{name}\"; only {} can be read", known.join(" and "))))
+                Err(of.refuse("format", &format!("is \"{name}\"; only {} can be read", known.join(", "))))
             }
         },
         None => of.require("format", Storage::Packed.name()).map(|()| None),

@@ -207,7 +207,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
     let weights = "/config_groups/group_0/weights/";
     let group = "/config_groups/group_0/";
     let cases = [
-        ("/format", json!("float-quantized"), "format` is \"float-quantized\""),
+        ("/format", json!("marlin-24"), "format` is \"marlin-24\""),
         ("/format", json!(null), "format` is missing"),
         ("/quantization_status", json!("frozen"), "quantization_status` is \"frozen\""),
         ("/quantization_status", json!(null), "quantization_status` is missing"),

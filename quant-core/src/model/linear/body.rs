@@ -42,6 +42,7 @@ impl WeightBody {
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
         }
+        require_multiplied(tensor)?;
         let (activations, sums) = match tensor.input_grid()? {
             None => (Activations::Float, false),
             Some(InputGrid::Token) => (Activations::PerToken, false),
@@ -58,6 +59,7 @@ impl WeightBody {
     /// When its parts do not fit each other, its scheme is none that the kernels multiply, or the GPU has no room.
     pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
+        require_multiplied(tensor)?;
         Ok(Some(Self::Cuda(runner.put(tensor)?)))
     }
 
@@ -110,6 +112,17 @@ impl WeightBody {
             Self::Stored(weight) => Some(weight),
             _ => None,
         }
+    }
+}
+
+/// Fails where no kernel multiplies such codes.
+fn require_multiplied(tensor: &QuantizedTensor) -> Result<()> {
+    match tensor.scheme.float_format() {
+        None => Ok(()),
+        Some(_) => Err(Error::usage(
+            format!("the kernels do not multiply {} weights", tensor.scheme),
+            "evaluate it as it is by default: dequantized",
+        )),
     }
 }
 

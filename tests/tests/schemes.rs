@@ -1,0 +1,133 @@
+//! Schemes that not every container and kernel knows, and types of tensors that are only copied: seen from outside,
+//! files and exit codes.
+
+use std::path::Path;
+
+use quant_tests::args;
+use quant_tests::models::{RawTensor, TinyLlama, read_safetensors};
+use quant_tests::program::{Run, quant};
+use quant_tests::refusal::check_message;
+use serde_json::{Value, json};
+
+const TEXT: &str = "calibration-data/heldout/narrative.txt";
+
+fn quantize(model: &Path, out: &Path, scheme: &str, options: &[&str]) -> Run {
+    let mut arguments = args!["quantize", model, "-o", out, "--scheme", scheme, "--quiet"];
+    arguments.extend(options.iter().map(Into::into));
+    quant(arguments)
+}
+
+fn config(checkpoint: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(checkpoint.join("config.json")).unwrap()).unwrap()
+}
+
+fn tensor<'a>(tensors: &'a [RawTensor], name: &str) -> &'a RawTensor {
+    tensors.iter().find(|t| t.name == name).unwrap_or_else(|| panic!("there is no {name}"))
+}
+
+#[test]
+fn floating_point_weights_by_every_method() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama::default().write(&model);
+    for method in ["rtn", "awq", "gptq", "awq-gptq"] {
+        let out = scratch.path().join(method);
+        let batch: &[&str] = if method == "rtn" { &[] } else { &["--samples", "2", "--seq-len", "32"] };
+        quantize(&model, &out, "wf8a16", &[&["--method", method], batch].concat()).succeeded();
+        let written = config(&out);
+        let group = &written["quantization_config"]["config_groups"]["group_0"];
+        assert_eq!(written["quantization_config"]["format"], "float-quantized");
+        assert_eq!(
+            group["weights"],
+            json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel", "dynamic": false })
+        );
+        assert_eq!(
+            (&group["input_activations"], &group["format"]),
+            (&Value::Null, &json!("float-quantized"))
+        );
+        let tensors = read_safetensors(&out.join("model.safetensors"));
+        let weight = tensor(&tensors, "model.layers.0.mlp.up_proj.weight");
+        let scale = tensor(&tensors, "model.layers.0.mlp.up_proj.weight_scale");
+        assert_eq!((weight.dtype.as_str(), scale.dtype.as_str()), ("F8_E4M3", "F16"));
+        assert_eq!(scale.shape, [weight.shape[0], 1]);
+        assert_eq!(weight.data.len() as u64, weight.shape[0] * weight.shape[1]);
+        assert!(weight.data.iter().all(|code| code & 0x7f != 0x7f), "{method}: a NaN");
+        if method == "rtn" {
+            for row in weight.data.chunks(weight.shape[1] as usize) {
+                assert!(row.iter().any(|code| code & 0x7f >= 0x7e - 1), "the largest of a row reaches 448");
+            }
+        }
+        let text = quant_tests::workspace_root().join(TEXT);
+        let windows = ["--window", "32", "--windows", "2", "--quiet", "--json"];
+        let eval = args!["eval", &out, "--text", &text].into_iter().chain(windows.iter().map(Into::into));
+        let kernels = args!["eval", &out, "--text", &text, "--execution", "kernels", "--window", "32"];
+        let run = quant(kernels);
+        check_message(
+            "kernels",
+            &run,
+            2,
+            &["the kernels do not multiply wf8a16-channel weights", "dequantized"],
+        );
+        assert!(quant(eval).json()["perplexity"]["mean"].as_f64().is_some_and(|p| p > 1.0));
+    }
+}
+
+#[test]
+fn containers_refuse_what_they_cannot_hold() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama::default().write(&model);
+    for (format, expected) in [
+        ("awq", "the awq format packs 4 bits, not wf8a16-channel"),
+        ("gptq", "the gptq format packs 2, 3, 4 or 8 bits, not wf8a16-channel"),
+        ("qserve", "wf8a16-channel"),
+    ] {
+        let run = quant(args!["plan", &model, "--method", "rtn", "--scheme", "wf8a16", "--format", format]);
+        check_message(format, &run, 2, &[expected]);
+        let out = scratch.path().join(format);
+        let run = quantize(&model, &out, "wf8a16", &["--method", "rtn", "--format", format]);
+        check_message(format, &run, 2, &[expected]);
+        assert!(!out.exists(), "{format} was begun");
+    }
+    for (scheme, expected) in [
+        ("wf8a8", "not combined with 8-bit integer activations"),
+        ("wf8a16-g128", "one scale per row"),
+        ("wf8a16-channel-asym", "`asym` is not understood"),
+        ("wf4a16", "`wf4a16` is not understood"),
+    ] {
+        let run = quant(args!["plan", &model, "--scheme", scheme]);
+        check_message(scheme, &run, 2, &[expected]);
+    }
+}
+
+#[test]
+fn unknown_types_of_tensors_are_copied() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    let data: Vec<u8> = (0..24).map(|i| i * 9 + 3).collect();
+    let raw = |name: &str, dtype: &str, shape: &[u64]| RawTensor {
+        name: name.into(),
+        dtype: dtype.into(),
+        shape: shape.to_vec(),
+        data: data.clone(),
+    };
+    let others = [
+        raw("vision.table", "C64", &[3]),
+        raw("vision.codes", "F4", &[6, 8]),
+        raw("vision.mask", "F6_E3M2", &[4, 8]),
+        raw("vision.exponents", "F8_E8M0", &[24]),
+        raw("vision.numbers", "F8_E4M3FNUZ", &[2, 12]),
+    ];
+    let mut tensors = TinyLlama::default().tensors();
+    tensors.extend(others.iter().cloned());
+    TinyLlama::default().write_with(&model, &tensors);
+    let out = scratch.path().join("out");
+    quantize(&model, &out, "w4a16-g32", &["--method", "rtn"]).succeeded();
+    let written = read_safetensors(&out.join("model.safetensors"));
+    for other in &others {
+        let copy = tensor(&written, &other.name);
+        assert_eq!((&copy.dtype, &copy.shape, &copy.data), (&other.dtype, &other.shape, &other.data));
+    }
+    let listed = quant(args!["inspect", &model, "--json"]).json().to_string();
+    assert!(listed.contains("\"C64\"") && listed.contains("\"F8_E4M3FNUZ\""), "{listed}");
+}
