@@ -111,7 +111,7 @@ pub enum WeightFormat {
 
 impl WeightFormat {
     /// The bits of integers that this version can quantize to.
-    pub const INT_BITS: [u8; 4] = [2, 3, 4, 8];
+    pub const INT_BITS: [u8; 7] = [2, 3, 4, 5, 6, 7, 8];
 
     /// Integers with one level of scales.
     pub const fn int(bits: u8, symmetric: bool) -> Self {
@@ -519,6 +519,9 @@ mod tests {
             "w4a16-g128-sym",
             "w3a16-channel-asym",
             "w8a16-g32-sym",
+            "w5a16-g64-asym",
+            "w6a16-g128-sym",
+            "w7a16-channel-sym",
             "w8a8-channel-sym",
             "w4a8-g128-asym",
             "w8a8-channel-sym-static",
@@ -561,7 +564,8 @@ mod tests {
     fn what_is_not_understood_or_said_twice_is_refused() {
         for text in [
             "",
-            "w5a16",
+            "w1a16",
+            "w9a16",
             "w4a4",
             "w4a16-static",
             "w8a8-static-channel",

@@ -37,7 +37,10 @@ fn rounding_to_nearest() {
     for (scheme, format) in [
         ("w4a16-g128-sym", "compressed-tensors"),
         ("w3a16-g64-asym", "compressed-tensors"),
+        ("w5a16-g64-asym", "compressed-tensors"),
+        ("w6a16-g128-sym", "compressed-tensors"),
         ("w8a16-channel-sym", "compressed-tensors"),
+        ("wf8a16-channel", "compressed-tensors"),
         ("w8a8-channel-sym", "compressed-tensors"),
         ("w4a8-g64-sym", "compressed-tensors"),
         ("w4a16-g64-sym", "gptq"),

@@ -101,6 +101,36 @@ fn containers_refuse_what_they_cannot_hold() {
 }
 
 #[test]
+fn five_and_six_bits_are_for_compressed_tensors() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama::default().write(&model);
+    for (scheme, bits) in [("w5a16-g32", 5), ("w6a16-g32-asym", 6), ("w7a16-channel", 7)] {
+        let out = scratch.path().join(scheme);
+        quantize(&model, &out, scheme, &["--method", "rtn"]).succeeded();
+        let tensors = read_safetensors(&out.join("model.safetensors"));
+        let packed = tensor(&tensors, "model.layers.0.mlp.up_proj.weight_packed");
+        let shape = tensor(&tensors, "model.layers.0.mlp.up_proj.weight_shape");
+        let columns = u64::from_le_bytes(shape.data[8..16].try_into().unwrap());
+        assert_eq!(packed.shape[1], (columns * bits).div_ceil(32), "{scheme}");
+        let text = quant_tests::workspace_root().join(TEXT);
+        for execution in ["fake", "kernels"] {
+            let run = args!["eval", &out, "--text", &text, "--execution", execution, "--window", "32"];
+            let options = ["--windows", "2", "--quiet", "--json"];
+            let run = quant(run.into_iter().chain(options.iter().map(Into::into)));
+            assert!(
+                run.json()["perplexity"]["mean"].as_f64().is_some_and(|p| p > 1.0),
+                "{scheme} {execution}"
+            );
+        }
+        for format in ["awq", "gptq", "qserve"] {
+            let run = quant(args!["plan", &model, "--method", "rtn", "--scheme", scheme, "--format", format]);
+            check_message(scheme, &run, 2, &[format]);
+        }
+    }
+}
+
+#[test]
 fn unknown_types_of_tensors_are_copied() {
     let scratch = tempfile::tempdir().unwrap();
     let model = scratch.path().join("model");
