@@ -55,7 +55,7 @@ fn recipes() {
         (&["--method", "qoq", "--output-alpha", "2"], &["alpha 2 is outside 0 to 1"]),
         (&["--scheme", "w4a8kv5"], &["`kv5` is not known", "kv4, kv8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
-        (&["--scheme", "w4a8-channel-progressive"], &["a scale a row has one level"]),
+        (&["--scheme", "w4a8-channel-progressive"], &["one scale per row has one level"]),
         (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),
         (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
@@ -488,5 +488,5 @@ fn streams() {
     let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();
     assert!(run.stdout.contains("llama: 2 blocks"), "{run}");
     let report: serde_json::Value = serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap();
-    assert_eq!(report["schema"], "quant-inspect/2");
+    assert_eq!(report["schema"], "quant-inspect/3");
 }

@@ -371,7 +371,7 @@ fn results_for_machines() {
     let short = ["--text", "builtin-heldout", "--window", "64", "--windows", "1"].map(OsString::from);
     for (arguments, schema) in [
         (args!["plan", &model, "--group-size", "32"], "quant-plan/2"),
-        (args!["inspect", &model], "quant-inspect/2"),
+        (args!["inspect", &model], "quant-inspect/3"),
         (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/4"),
         (args!["bench", &model, "--prefill", "8", "--decode", "4"], "quant-bench/2"),
         (args!["bench", "kernels", "--only", "w8a8-channel 2048"], "quant-bench-kernels/3"),
