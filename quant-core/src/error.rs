@@ -114,7 +114,7 @@ pub enum Error {
         /// The shard.
         path: PathBuf,
         /// The rule it breaks.
-        source: HeaderError,
+        source: Box<HeaderError>,
     },
     /// `model.safetensors.index.json` is broken, or disagrees with the shards.
     #[error("{}: {reason}", path.display())]

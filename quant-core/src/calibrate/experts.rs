@@ -80,7 +80,7 @@ impl ExpertStates {
         cancel: &CancelToken,
         statistic: &mut dyn Statistic,
     ) -> Result<()> {
-        self.each_piece(block, value, cancel, &mut |first, values, width, tokens| {
+        self.each_piece(block, value, cancel, |first, values, width, tokens| {
             let tokens = TokenRows::indices(tokens).shifted(first);
             match tokens.count() {
                 0 => Ok(()),
@@ -116,7 +116,7 @@ impl ExpertStates {
         let (width, experts) = (self.sum.width, self.inputs[1].width);
         let mut sum = std::mem::take(&mut self.sum.values);
         let weights = &self.inputs[1].values;
-        let added = self.each_piece(block, output, cancel, &mut |first, values, _, _| {
+        let added = self.each_piece(block, output, cancel, |first, values, _, _| {
             let tokens = CHUNK_TOKENS.min(self.layout.tokens() - first);
             let weight = |token: usize| weights[(first + token) * experts + expert];
             add_expert(&mut sum[first * width..(first + tokens) * width], width, weight, values)
@@ -139,7 +139,7 @@ impl ExpertStates {
         block: &Block,
         value: NodeId,
         cancel: &CancelToken,
-        take: &mut dyn FnMut(usize, &[f32], usize, &[u32]) -> Result<()>,
+        mut take: impl FnMut(usize, &[f32], usize, &[u32]) -> Result<()>,
     ) -> Result<()> {
         for first in (0..self.layout.tokens()).step_by(CHUNK_TOKENS) {
             cancel.check()?;

@@ -168,7 +168,7 @@ impl HiddenStates {
         let length = self.layout.length();
         for (i, chunk) in self.values.chunks_mut((piece * width).max(1)).enumerate() {
             let before = piece_of(chunk, width, length, piece)?;
-            run_between(block, &self.layout, i * piece, &before, nodes, cancel, &mut |at, value, _| {
+            run_between(block, &self.layout, i * piece, &before, nodes, cancel, |at, value, _| {
                 replace_rows(chunk, at * width, value)
             })?;
         }
@@ -191,7 +191,7 @@ impl HiddenStates {
         for (i, chunk) in self.values.chunks((piece * width).max(1)).enumerate() {
             let before = piece_of(chunk, width, self.layout.length(), piece)?;
             let first = i * piece;
-            run_between(block, &self.layout, first, &before, nodes, cancel, &mut |at, value, rows| {
+            run_between(block, &self.layout, first, &before, nodes, cancel, |at, value, rows| {
                 let width = value.dim(D::Minus1)?;
                 with_values(value, |values| {
                     let tokens = match rows {
@@ -298,7 +298,7 @@ fn run_between(
     before: &Tensor,
     [from, to]: [NodeId; 2],
     cancel: &CancelToken,
-    take: &mut dyn FnMut(usize, &Tensor, Option<&[u32]>) -> Result<()>,
+    mut take: impl FnMut(usize, &Tensor, Option<&[u32]>) -> Result<()>,
 ) -> Result<()> {
     cancel.check()?;
     let mut tap = CancelTap(cancel);

@@ -62,7 +62,7 @@ impl Header {
     /// # Errors
     /// [`Error::Safetensors`] for a rule that the file breaks, [`Error::Io`] when it cannot be read.
     pub(crate) fn read(file: &File, path: &Path) -> Result<Self> {
-        let broken = |source| Error::Safetensors { path: path.to_owned(), source };
+        let broken = |fault| Error::Safetensors { path: path.to_owned(), source: Box::new(fault) };
         let file_len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
         if file_len < 8 {
             return Err(broken(HeaderError::TooShort(file_len)));

@@ -150,7 +150,7 @@ struct Draft {
 }
 
 enum Drafted {
-    Entry(PlanEntry),
+    Entry(Box<PlanEntry>),
     Indivisible(Indivisible),
 }
 
@@ -160,7 +160,7 @@ impl Draft {
         let info = model.source().require(&stored)?.clone();
         let Some(request) = scheme else {
             let outputs = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
-            return Ok(Drafted::Entry(PlanEntry {
+            return Ok(Drafted::Entry(Box::new(PlanEntry {
                 tensor,
                 stored,
                 layer,
@@ -168,7 +168,7 @@ impl Draft {
                 turned: false,
                 action: float,
                 outputs,
-            }));
+            })));
         };
         let scheme = request.resolve(|bits| container.symmetric_by_default(bits));
         let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
@@ -178,7 +178,8 @@ impl Draft {
         let scale_dtype = container.scale_dtype(info.dtype);
         let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
-        Ok(Drafted::Entry(PlanEntry { tensor, stored, layer, info, turned: false, action, outputs }))
+        let entry = PlanEntry { tensor, stored, layer, info, turned: false, action, outputs };
+        Ok(Drafted::Entry(Box::new(entry)))
     }
 }
 
@@ -302,7 +303,7 @@ impl Plan {
                     if entry.quantized().is_none() {
                         float_modules.push(module);
                     }
-                    entries.push(entry);
+                    entries.push(*entry);
                 }
                 Drafted::Indivisible(offender) => offenders.push(offender),
             }
@@ -311,7 +312,7 @@ impl Plan {
             float_modules.push(head);
         }
         match embedding.entry(model, container)? {
-            Drafted::Entry(entry) => entries.push(entry),
+            Drafted::Entry(entry) => entries.push(*entry),
             Drafted::Indivisible(offender) => offenders.push(offender),
         }
         if !offenders.is_empty() {
