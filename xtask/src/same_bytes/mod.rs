@@ -1,7 +1,7 @@
 //! `cargo xtask same-bytes`: proves that no tensor, configuration, index or plan of an existing recipe changed.
 //!
 //! Two programs, one of an earlier revision, quantize tiny random checkpoints of every family by every method, into
-//! every format, and plan the same. What both write is compared as [`compare`] says; exit codes must be equal, and
+//! every format, and plan the same. What both write is compared as `compare.rs` says; exit codes must be equal, and
 //! the JSON of `quant plan` byte for byte. Cases are made from what the base knows: what only ours can do is no
 //! matter here.
 
