@@ -39,10 +39,13 @@ CASES = [
     ("stories260k", None, "lmeval-rolling-100", "documents", None),
     ("demo", "bos", "llamacpp-512", "text", 4),
     ("demo", "eos", "llamacpp-101", "text", 5),
-    ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
+    ("tinystories-656k", None, "gptq-2048", "wikitext-2", 8),
 ]
 # Some minutes: with --whole only.
-WHOLE = [("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None)]
+WHOLE = [
+    ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
+    ("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None),
+]
 # Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: format and how it is made. Groups, and
 # widths that fill words; no GPTQ zeros of 0, of which it reads another number (docs/formats/gptq.md).
 PACKED = [

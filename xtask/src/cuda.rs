@@ -11,7 +11,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 use crate::ci::TEST_COMMAND;
-use crate::support::shell::{cargo, output, remove_dir, root, run as execute, target_dir};
+use crate::support::shell::{cargo, output, remove_dir, root, run as execute, run_both, target_dir};
 
 /// What is installed: the compiler with its own parts, the newest disassemblers that read its code.
 const PACKAGES: [&str; 3] =
@@ -33,6 +33,8 @@ const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 /// The test of the program with `--device cuda`.
 const PROGRAM_TEST: &str = "cuda";
+/// Those among them that take as long as all others together.
+const LINEAR_TESTS: &str = "linear";
 /// Those among them that need candle's CUDA.
 const CANDLE_TESTS: &str = "candle";
 /// The feature of the C library by which it has these kernels, and its tests.
@@ -46,18 +48,28 @@ const C_LIBRARY: [&str; 3] = ["libquant_kernels.a", "libquant_kernels.so", "libq
 /// # Errors
 /// When the compiler cannot be had, or a test fails.
 pub fn run() -> Result<()> {
-    let mut command = cargo(&TEST_COMMAND);
     // The whole workspace is named so that what the tests before have built is taken.
-    for name in test_names(&root().join(TESTS))? {
-        // Cargo refuses to be asked for tests whose feature is off.
-        if name != CANDLE_TESTS {
-            command.args(["--test", &name]);
+    let suites = |chosen: &[&str], arguments: &[&str]| {
+        let mut command = cargo(&TEST_COMMAND);
+        for name in chosen {
+            command.args(["--test", name]);
         }
-    }
-    command.args(["--test", PROGRAM_TEST]);
+        command.args(arguments);
+        command
+    };
+    let names = test_names(&root().join(TESTS))?;
+    // Cargo refuses to be asked for tests whose feature is off.
+    let names = names.iter().map(String::as_str).filter(|name| *name != CANDLE_TESTS);
+    let names: Vec<&str> = names.chain([PROGRAM_TEST]).collect();
     let stand_in = stand_in()?;
-    with_toolkit(&mut command)?.env(STAND_IN, &stand_in);
-    execute(&mut command)?;
+    execute(&mut suites(&names, &["--no-run"]))?;
+    // The compiler takes one program at a time within a process, so two processes use two cores.
+    let (long, others): (Vec<&str>, Vec<&str>) = names.into_iter().partition(|name| *name == LINEAR_TESTS);
+    let (mut long, mut others) = (suites(&long, &[]), suites(&others, &[]));
+    for command in [&mut long, &mut others] {
+        with_toolkit(command)?.env(STAND_IN, &stand_in);
+    }
+    run_both(&mut others, &mut long)?;
 
     // Cargo takes the library as it finds it for the one that it built last with these features.
     for name in C_LIBRARY {

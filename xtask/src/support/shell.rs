@@ -1,9 +1,9 @@
 //! Running other programs, and where things lie in the workspace.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 /// The workspace's root directory.
 pub fn root() -> PathBuf {
@@ -52,6 +52,32 @@ pub fn run(command: &mut Command) -> Result<()> {
         bail!("`{line}` ended with {status}");
     }
     Ok(())
+}
+
+/// Runs two commands at the same time. The first has our own output; what the second prints is held back until both
+/// have ended, so that the two do not mix.
+///
+/// # Errors
+/// When either fails; the other runs to its end nonetheless.
+pub fn run_both(first: &mut Command, second: &mut Command) -> Result<()> {
+    let line = display(second);
+    let (reader, writer) = std::io::pipe()?;
+    second.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+    let mut child = second.spawn().with_context(|| format!("cannot start `{line}`"))?;
+    // The command holds the other end of the pipe; the output ends only when that is closed too.
+    second.stdout(Stdio::null()).stderr(Stdio::null());
+    let held = std::thread::spawn(move || {
+        let mut text = Vec::new();
+        std::io::Read::read_to_end(&mut { reader }, &mut text).map(|_| text)
+    });
+    let outcome = run(first);
+    let status = child.wait()?;
+    println!("$ {line}");
+    if let Ok(text) = held.join() {
+        print!("{}", String::from_utf8_lossy(&text?));
+    }
+    ensure!(status.success(), "`{line}` ended with {status}");
+    outcome
 }
 
 /// Runs a command and returns what it printed on stdout; fails when it fails.
