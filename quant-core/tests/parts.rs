@@ -125,7 +125,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     // Other grids in the blocks before make other states of the quantized model, even where the blocks that are left
     // have the same.
     let wide = |pattern: &str| {
-        let overrides = vec![(Pattern::new(pattern).unwrap(), "w8a16".parse().unwrap())];
+        let overrides = vec![(Pattern::new(pattern).unwrap(), "w8a16-g32".parse().unwrap())];
         let recipe = Recipe { overrides, ..recipe.clone() };
         Plan::new(&model, &recipe, recipe.containers[0]).unwrap()
     };
@@ -174,6 +174,10 @@ fn the_memory_of_a_part_is_that_of_its_blocks() {
         let recipe = recipe(method, "w4a16-g32-sym");
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
         let peak = |blocks: Range<usize>| Plan::peak_memory(&[plan.part(blocks).unwrap()], &model);
-        assert_eq!((peak(1..2), peak(2..3)), (peak(0..1), peak(0..3)), "{method}");
+        // A part without the embedding and the head copies no large tensor.
+        let (whole, copied) = (peak(0..3), 4 << 20);
+        for start in 0..3 {
+            assert!(whole.abs_diff(peak(start..start + 1)) < copied, "{method}, block {start}");
+        }
     }
 }
