@@ -4,12 +4,17 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
 use common::{
-    Checkpoint, EXPERTS, Kind, Quantized, TOP_K, Tiny, logits, mean_divergence, recipe, relative_difference,
-    run, windows,
+    Checkpoint, EXPERTS, Kind, Quantized, TOP_K, Tiny, decoder, logits, mean_divergence, recipe,
+    relative_difference, run, windows,
 };
 use quant_core::TensorSource;
+use quant_core::checkpoint::Dtype;
+use quant_core::engines::{LayerKind, Outline};
+use quant_core::model::Model;
 use quant_core::pipeline::TensorReport;
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
 
@@ -221,4 +226,53 @@ fn threads_do_not_change_a_bit() {
         };
         assert!(bytes(1) == bytes(3), "{method}");
     }
+}
+
+/// Engines split an expert's gate and up by outputs, as those of an MLP, and its down by inputs.
+#[test]
+fn experts_are_split_over_ranks_like_an_mlp() {
+    let checkpoint = tiny(Kind::Qwen3Moe(true)).random(11);
+    let recipe = recipe("rtn", "w4a16-g32-sym");
+    let plan = Plan::new(&checkpoint.model(), &recipe, recipe.containers[0]).unwrap();
+    let outline = Outline::new(&plan, &checkpoint.model());
+    let kinds = |ending: &str| -> Vec<LayerKind> {
+        let layers = outline.layers.iter().filter(|layer| layer.parts[0].module.ends_with(ending));
+        layers.map(|layer| layer.kind).collect()
+    };
+    assert_eq!(kinds(".mlp.gate"), [], "routers are not split");
+    for (ending, kind) in [
+        (".experts.1.gate_proj", LayerKind::Column),
+        (".experts.1.up_proj", LayerKind::Column),
+        (".experts.1.down_proj", LayerKind::Row),
+    ] {
+        let found = kinds(ending);
+        assert!(!found.is_empty() && found.iter().all(|k| *k == kind), "{ending}: {found:?}");
+    }
+}
+
+/// A configuration that promises far more experts than the checkpoint holds is refused by the first one that is
+/// missing, and not expanded before.
+#[test]
+fn experts_that_are_not_there_are_named() {
+    let checkpoint = tiny(Kind::Mixtral).random(12);
+    let mut source = checkpoint.source();
+    for i in 0..200 {
+        source.insert_f32(format!("other.{i}"), Dtype::F32, vec![1], &[0.0]).unwrap();
+    }
+    let mut config = checkpoint.tiny.config();
+    for (key, value) in [("num_local_experts", 4096), ("num_hidden_layers", 200)] {
+        config.insert(key.into(), value.into());
+    }
+    let found = Model::new(Arc::new(source), Path::new("config.json"), &config);
+    let message = found.err().map(|e| e.to_string()).unwrap();
+    assert!(message.contains("block_sparse_moe"), "{message}");
+}
+
+/// A router whose logits overflow is named.
+#[test]
+fn a_router_that_overflows_is_named() {
+    let mut checkpoint = tiny(Kind::Mixtral).random(13);
+    checkpoint.values("model.layers.1.block_sparse_moe.gate.weight").iter_mut().for_each(|w| *w = 3e38);
+    let error = decoder(&checkpoint.model()).hidden(&[&[1, 2, 3, 4]]).unwrap_err().to_string();
+    assert!(error.contains("block_sparse_moe.gate.weight") && error.contains("not finite"), "{error}");
 }

@@ -13,7 +13,7 @@ use quant_core::checkpoint::MemorySink;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize, quantize_part};
 use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
-use quant_core::recipe::{Plan, Recipe};
+use quant_core::recipe::{Pattern, Plan, Recipe};
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Value, json};
 
@@ -122,6 +122,15 @@ fn states_of_another_run_or_damaged_are_refused() {
     let damped = Recipe { gptq: settings, ..recipe.clone() };
     let damped = Plan::new(&model, &damped, damped.containers[0]).unwrap();
     refused(run(&damped, &windows, 1..3, &before), "damping");
+    // Other grids in the blocks before make other states of the quantized model, even where the blocks that are left
+    // have the same.
+    let wide = |pattern: &str| {
+        let overrides = vec![(Pattern::new(pattern).unwrap(), "w8a16-g32".parse().unwrap())];
+        let recipe = Recipe { overrides, ..recipe.clone() };
+        Plan::new(&model, &recipe, recipe.containers[0]).unwrap()
+    };
+    refused(run(&wide("*.layers.0.*"), &windows, 1..3, &before), "grids");
+    refused(run(&wide("*"), &windows, 1..3, &before), "grids");
     // Where the run looks at float states, those of the quantized model are not enough.
     let missing = run(&plan, &windows, 1..3, &StateFiles::default());
     assert_eq!(missing.category(), Category::Usage);
@@ -155,4 +164,20 @@ fn parts_lie_in_the_plan() {
     let of = |blocks: Range<usize>| plan.part(blocks).unwrap().outputs().len();
     assert_eq!(of(0..1) + of(1..2) + of(2..3), plan.outputs().len());
     assert_eq!(plan.part(1..3).unwrap().part(2..3).unwrap().outputs().len(), of(2..3));
+}
+
+/// The memory of a part is that of its own blocks, wherever in the model they are.
+#[test]
+fn the_memory_of_a_part_is_that_of_its_blocks() {
+    for method in ["awq", "gptq"] {
+        let model = Tiny { hidden: 512, intermediate: 2048, ..tiny(Kind::Llama) }.random(2).model();
+        let recipe = recipe(method, "w4a16-g32-sym");
+        let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+        let peak = |blocks: Range<usize>| Plan::peak_memory(&[plan.part(blocks).unwrap()], &model);
+        // A part without the embedding and the head copies no large tensor.
+        let (whole, copied) = (peak(0..3), 4 << 20);
+        for start in 0..3 {
+            assert!(whole.abs_diff(peak(start..start + 1)) < copied, "{method}, block {start}");
+        }
+    }
 }

@@ -196,7 +196,14 @@ impl Bench {
 
 fn tinies() -> Vec<Tiny> {
     let tiny = Tiny { hidden: 64, intermediate: 128, layers: 3, dtype: Dtype::Bf16, ..Tiny::default() };
-    vec![tiny.clone(), Tiny { family: Kind::Qwen2, ..tiny.clone() }, Tiny { layers: 3, ..Tiny::opt() }]
+    let of = |family: Kind| Tiny { family, ..tiny.clone() };
+    vec![
+        tiny.clone(),
+        of(Kind::Qwen2),
+        of(Kind::Mixtral),
+        of(Kind::Qwen3Moe(true)),
+        Tiny { layers: 3, ..Tiny::opt() },
+    ]
 }
 
 fn on_float(recipe: Recipe) -> Recipe {

@@ -27,6 +27,7 @@ fn outline(
         container,
         family: "llama",
         attentions: vec![AttentionShape { kv_heads, repeat: heads / kv_heads, head_dim, window: None }],
+        experts: Default::default(),
         layers: vec![
             layer(LayerKind::Attention(head_dim), hidden, &[("q_proj", q), ("k_proj", kv), ("v_proj", kv)]),
             layer(LayerKind::Row, q, &[("o_proj", hidden)]),
@@ -269,4 +270,29 @@ fn opt_in_engines() {
     head.head = Some("w8a16-g128-sym".parse().unwrap());
     assert_eq!(words("vLLM, CUDA", &head), ["unsure"; 4]);
     assert_eq!(words("SGLang", &head), ["no"; 4]);
+}
+
+/// What is known of experts is that transformers reads them in compressed-tensors, by one scheme, on symmetric grids.
+#[test]
+fn experts_have_rules_of_their_own() {
+    let moe = |container, scheme: &str, experts: &[&str]| {
+        let experts = experts.iter().map(|scheme| scheme.parse().ok()).collect();
+        Outline { experts, ..outline(container, LLAMA_8B, scheme) }
+    };
+    let (sym, asym) = ("w4a16-g128-sym", "w4a16-g128-asym");
+    for (container, scheme, experts, expected) in [
+        ("compressed-tensors", sym, &[sym][..], "yes"),
+        ("compressed-tensors", asym, &[asym], "no"),
+        ("compressed-tensors", sym, &[sym, "w8a16-g128-sym"], "no"),
+        ("compressed-tensors", sym, &[sym, "float"], "no"),
+        ("compressed-tensors", sym, &["float"], "no"),
+        ("awq", asym, &[asym], "no"),
+        ("gptq", sym, &[sym], "no"),
+    ] {
+        let found = words("transformers", &moe(container, scheme, experts))[0];
+        assert_eq!(found, expected, "{container}, {scheme}, {experts:?}");
+    }
+    for name in ["vLLM, CUDA", "SGLang"] {
+        assert_eq!(words(name, &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
+    }
 }

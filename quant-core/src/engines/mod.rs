@@ -5,6 +5,7 @@
 //! looks at an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate
 //! and up) fused, and split over ranks (`sharding`).
 
+mod experts;
 mod others;
 mod outline;
 mod sglang;
@@ -76,12 +77,15 @@ pub struct Engine {
     /// The containers that it has a reader for; `loads` looks at these.
     reads: &'static [&'static str],
     loads: fn(&Outline, usize) -> Verdict,
+    /// What holds besides where blocks have experts.
+    experts: fn(&Outline) -> Verdict,
 }
 
 impl Engine {
     /// Whether it loads a checkpoint on so many ranks; `None` where it knows only one.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
         (ranks == 1 || self.tensor_parallel).then(|| match self.reads.contains(&outline.container) {
+            true if !outline.experts.is_empty() => (self.loads)(outline, ranks).and((self.experts)(outline)),
             true => (self.loads)(outline, ranks),
             false => Verdict::No(format!("it does not read the {} container", outline.container)),
         })
@@ -100,6 +104,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: true,
         reads: USUAL,
         loads: vllm::cuda,
+        experts: experts::not_followed,
     },
     Engine {
         name: "vLLM, CPU",
@@ -108,6 +113,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: true,
         reads: USUAL,
         loads: vllm::cpu,
+        experts: experts::not_followed,
     },
     Engine {
         name: "SGLang, CUDA",
@@ -116,6 +122,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: true,
         reads: USUAL,
         loads: sglang::cuda,
+        experts: experts::not_followed,
     },
     Engine {
         name: "transformers",
@@ -124,6 +131,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: false,
         reads: USUAL,
         loads: others::transformers,
+        experts: experts::transformers,
     },
     Engine {
         name: "LMDeploy TurboMind",
@@ -132,6 +140,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: true,
         reads: USUAL,
         loads: others::turbomind,
+        experts: experts::not_followed,
     },
     Engine {
         name: "mlx-lm",
@@ -140,6 +149,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: false,
         reads: &["awq"],
         loads: others::mlx,
+        experts: experts::not_followed,
     },
     Engine {
         name: "llama.cpp, converter",
@@ -148,6 +158,7 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: false,
         reads: &["compressed-tensors", "gptq"],
         loads: others::llama_cpp,
+        experts: experts::not_followed,
     },
 ];
 

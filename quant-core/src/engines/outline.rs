@@ -1,5 +1,7 @@
 //! A checkpoint as engines see it.
 
+use std::collections::BTreeSet;
+
 use crate::model::{AttentionShape, BlockGraph, Model, NodeId, Op};
 use crate::recipe::Plan;
 use crate::scheme::LinearScheme;
@@ -60,6 +62,8 @@ pub struct Outline {
     pub family: &'static str,
     /// The distinct attentions of all blocks.
     pub attentions: Vec<AttentionShape>,
+    /// The different schemes of the linears of experts, `None` of those that stay float; empty without experts.
+    pub experts: BTreeSet<Option<LinearScheme>>,
     /// The linears of all blocks.
     pub layers: Vec<FusedLayer>,
     /// The head's scheme, where it is quantized.
@@ -75,11 +79,19 @@ impl Outline {
         let stored = |(module, scheme)| (module, plan.container.stored_scheme(scheme));
         let quantized: std::collections::BTreeMap<&str, LinearScheme> =
             plan.entries.iter().filter_map(|e| e.quantized()).map(stored).collect();
-        let mut layers = Vec::new();
+        let (mut layers, mut experts) = (Vec::new(), BTreeSet::new());
         for layer in 0..architecture.layers {
             let graph = architecture.graph(layer);
-            let mut open: Vec<(NodeId, &str, [usize; 2])> =
-                graph.linears().map(|(id, name, shape, _)| (id, name, shape)).collect();
+            let of_experts = graph.linears().filter(|(id, ..)| graph.rows_selected_by(*id).is_some());
+            experts
+                .extend(of_experts.map(|(_, name, ..)| {
+                    quantized.get(architecture.in_block(layer, name).as_str()).copied()
+                }));
+            // Routers are whole on every rank.
+            let mut open: Vec<(NodeId, &str, [usize; 2])> = (graph.linears())
+                .filter(|(id, ..)| graph.nodes()[*id].op.is_quantizable())
+                .map(|(id, name, shape, _)| (id, name, shape))
+                .collect();
             while let Some(&(id, name, [_, k])) = open.first() {
                 let alone = [name];
                 let fused = architecture.fused.iter().map(|(_, parts)| *parts);
@@ -100,6 +112,7 @@ impl Outline {
             container: plan.container.name(),
             family: architecture.family,
             attentions: architecture.attentions(),
+            experts,
             layers,
             head: scheme(&architecture.head),
             embedding: scheme(&architecture.embedding_module()),
@@ -109,7 +122,7 @@ impl Outline {
     /// The different schemes of the linears in the blocks.
     pub fn schemes(&self) -> Vec<LinearScheme> {
         let parts = self.layers.iter().flat_map(|layer| &layer.parts);
-        let schemes: std::collections::BTreeSet<_> = parts.filter_map(|part| part.scheme).collect();
+        let schemes: BTreeSet<_> = parts.filter_map(|part| part.scheme).collect();
         schemes.into_iter().collect()
     }
 }
@@ -120,7 +133,8 @@ fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
     if let Some(shape) = graph.attentions().next().filter(|_| graph.feeds_attention(id)) {
         return LayerKind::Attention(shape.head_dim);
     }
-    let input = graph.nodes()[id].inputs[0];
+    // An expert reads the stream too, but the rows of its own tokens alone.
+    let input = graph.all_rows_of(graph.nodes()[id].inputs[0]);
     match &graph.nodes()[input].op {
         op if op.is_norm() || matches!(op, Op::Input { .. }) => LayerKind::Column,
         _ => LayerKind::Row,

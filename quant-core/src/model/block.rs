@@ -387,7 +387,13 @@ impl Run<'_> {
                     _ => self.block.linear(id).forward(x),
                 }
             }
-            (Op::Route(routing), [logits]) => experts::route(logits, *routing),
+            (Op::Route(routing), [logits]) => experts::route(logits, *routing).map_err(|e| match e {
+                Error::Numeric { reason, .. } => {
+                    let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
+                    Error::Numeric { tensor: format!("{router}.weight"), reason }
+                }
+                other => other,
+            }),
             (Op::ExpertInput { expert, .. }, [x, weights]) => {
                 let tokens = experts::tokens_of_expert(weights, *expert)?;
                 let rows = experts::rows(x, &tokens)?;

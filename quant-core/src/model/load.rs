@@ -200,9 +200,9 @@ impl Model {
         format!("{}.weight", self.architecture.head)
     }
 
-    /// Every tensor that the configuration promises, with its shape, norms and biases included;
-    /// the weights of quantized linears, which are packed, excluded.
-    fn expected_tensors(&self) -> Vec<(String, Vec<usize>)> {
+    /// Every tensor outside the blocks that the configuration promises, with its shape; quantized weights, which are
+    /// packed, excluded.
+    fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
         let mut expected = Vec::new();
         if let Some(norm) = &a.final_norm {
@@ -218,15 +218,40 @@ impl Model {
         if !a.tied && self.module_scheme(&a.head).is_none() {
             expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
         }
-        for layer in 0..a.layers {
-            for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
-                let module = a.in_block(layer, op.name());
-                let packed = op.linear_shape().is_some() && self.module_scheme(&module).is_some();
-                let parameters = op.parameters().into_iter().filter(|p| !(packed && p.name == "weight"));
-                expected.extend(parameters.map(|p| (format!("{module}.{}", p.name), p.shape)));
+        expected
+    }
+
+    fn check_float(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let info = self.source.require(name)?;
+        if info.shape != shape {
+            return Err(Error::TensorShape {
+                path: self.source.location(name),
+                tensor: name.to_owned(),
+                expected: shape.to_vec(),
+                got: info.shape.clone(),
+            });
+        }
+        require_weight_float(self.source.location(name), name, info.dtype)
+    }
+
+    /// Checks the tensors of a block one by one and stops at the first that is missing: a configuration may promise
+    /// far more than the checkpoint holds.
+    fn check_block(&self, layer: usize) -> Result<()> {
+        for op in self.architecture.graph(layer).nodes().iter().map(|node| &node.op) {
+            let parameters = op.parameters();
+            if parameters.is_empty() {
+                continue;
+            }
+            let module = self.architecture.in_block(layer, op.name());
+            let packed = op.linear_shape().filter(|_| self.module_scheme(&module).is_some());
+            if let Some(shape) = packed {
+                self.packed_tensors(&module, shape)?;
+            }
+            for parameter in parameters.iter().filter(|p| packed.is_none() || p.name != "weight") {
+                self.check_float(&format!("{module}.{}", parameter.name), &parameter.shape)?;
             }
         }
-        expected
+        Ok(())
     }
 
     fn check(&self) -> Result<()> {
@@ -242,19 +267,11 @@ impl Model {
                 ),
             });
         }
-        for (name, shape) in self.expected_tensors() {
-            let info = self.source.require(&name)?;
-            if info.shape != shape {
-                return Err(Error::TensorShape {
-                    path: self.source.location(&name),
-                    tensor: name,
-                    expected: shape,
-                    got: info.shape.clone(),
-                });
-            }
-            require_weight_float(self.source.location(&name), &name, info.dtype)?;
+        for (name, shape) in self.expected_outside() {
+            self.check_float(&name, &shape)?;
         }
-        for (_, module, shape) in self.weight_modules() {
+        (0..self.architecture.layers).try_for_each(|layer| self.check_block(layer))?;
+        for (_, module, shape) in self.weight_modules().into_iter().filter(|(layer, ..)| layer.is_none()) {
             if self.module_scheme(&module).is_some() {
                 self.packed_tensors(&module, shape)?;
             }

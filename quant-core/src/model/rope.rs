@@ -53,6 +53,11 @@ impl RopeScaling {
         let scaling = config.optional_object("rope_scaling")?;
         // Where both are there, transformers takes the older one.
         let nested = scaling.as_ref().or(parameters.as_ref());
+        if let Some((fields, kind)) = nested
+            .and_then(|fields| Some((fields, fields.map().iter().find(|(_, value)| value.is_object())?.0)))
+        {
+            return Err(fields.error(kind, "is a rotation of its own, and all blocks are rotated alike here"));
+        }
         let own_theta = match nested {
             Some(fields) => fields.optional_f64("rope_theta")?,
             None => None,
@@ -264,6 +269,8 @@ mod tests {
             json!({"factor": 8.0}),
             json!({"rope_type": "yarn"}),
             json!({"rope_type": "linear", "factor": 1e-300}),
+            // A rotation for each kind of block.
+            json!({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}),
         ] {
             assert!(read(json!({"rope_scaling": bad})).is_err(), "{bad}");
         }

@@ -91,10 +91,6 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
     let text = job.windows.filter(|_| job.plan.needs_text());
     let calibration = text.map(|w| super::report::calibration(job, w));
     let gptq = (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq);
-    let smooth = job.plan.method.has("smoothquant").then(|| {
-        let SmoothSettings { alpha, producers, maxima } = &job.plan.settings.smooth;
-        json!({ "alpha": alpha, "producers": producers, "maxima": maxima.as_ref().map(|m| m.sha256()) })
-    });
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "program": program,
@@ -105,10 +101,18 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
         "schemes": schemes,
         "calibration": calibration,
         "gptq": gptq,
-        "smooth": smooth,
+        "smooth": smooth_settings(job.plan),
         "steps": job.plan.steps(),
         "outputs": job.plan.settings.outputs,
         "attention": job.plan.settings.attention,
         "kv": job.plan.settings.kv,
+    })
+}
+
+/// How SmoothQuant is run, where it is a step.
+pub(super) fn smooth_settings(plan: &Plan) -> Option<Value> {
+    plan.method.has("smoothquant").then(|| {
+        let SmoothSettings { alpha, producers, maxima } = &plan.settings.smooth;
+        json!({ "alpha": alpha, "producers": producers, "maxima": maxima.as_ref().map(|m| m.sha256()) })
     })
 }

@@ -12,10 +12,12 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::Job;
+use super::finish::smooth_settings;
 use super::report::calibration;
 use crate::calibrate::{BatchLayout, HiddenStates};
 use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
+use crate::recipe::PassPlan;
 use crate::{Error, Result};
 
 /// Values that are written at a time.
@@ -43,6 +45,17 @@ pub(super) type Streams<T> = [Option<T>; 2];
 fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Value {
     let plan = job.plan;
     let architecture = job.model.architecture();
+    // What was written of a block decides what the quantized model makes of it; the float model's states know nothing
+    // of it.
+    let quantized = PassPlan::new(plan, false).follow_quantized().then(|| {
+        json!({
+            "grids_sha256": plan.grids_sha256(),
+            "smooth": smooth_settings(plan),
+            "outputs": plan.settings.outputs,
+            "attention": plan.settings.attention,
+            "kv": plan.settings.kv,
+        })
+    });
     let about = json!({
         "schema": "quant-states/1",
         "version": env!("CARGO_PKG_VERSION"),
@@ -53,6 +66,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Value {
         "steps": plan.steps(),
         "gptq": plan.gptq,
         "format": plan.container.name(),
+        "quantized": quantized,
         "calibration": job.windows.map(|windows| calibration(job, windows)),
         "depends_on": depends_on,
     });

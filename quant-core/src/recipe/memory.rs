@@ -17,7 +17,7 @@ impl Plan {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         // What is gathered of the batch serves all.
         let kinds = |plan: &Self| {
-            let kinds = model.architecture().blocks.kinds();
+            let kinds = model.architecture().blocks.kinds_in(plan.blocks());
             kinds.map(|kind| plan.search_memory(model, kind)).max().unwrap_or(0)
         };
         let search = searched.map(kinds).max().unwrap_or(0);

@@ -7,6 +7,7 @@ use super::select::Selection;
 use super::{Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
+use crate::digest::sha256_hex;
 use crate::error::Indivisible;
 use crate::format::FusedLinears;
 use crate::format::{Container, ModuleSchemes};
@@ -200,6 +201,8 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks that it covers.
     pub(super) blocks: Range<usize>,
+    /// A hash of the grids of all linears, also of those outside the blocks that it covers.
+    pub(super) grids_sha256: String,
     /// What the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
     /// Linears that stay float, in model order, the head among them.
@@ -329,6 +332,7 @@ impl Plan {
             gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
+            grids_sha256: String::new(),
             selectors,
             float_modules,
             parts_head: model.parts_head(),
@@ -365,7 +369,24 @@ impl Plan {
         }
         self.sort(model);
         self.check_names(model)?;
+        self.grids_sha256 = self.hash_of_grids();
         Ok(self)
+    }
+
+    fn hash_of_grids(&self) -> String {
+        let grid = |entry: &PlanEntry| match &entry.action {
+            Action::Quantize { module, scheme, scale_dtype, .. }
+            | Action::Repack { module, scheme, scale_dtype, .. } => {
+                format!("{module} {scheme} {scale_dtype}\n")
+            }
+            Action::Copy | Action::Rewrite { .. } => String::new(),
+        };
+        sha256_hex(self.entries.iter().map(grid).collect::<String>())
+    }
+
+    /// A hash of the grids of all linears of the plan that this is, or is a part of.
+    pub(crate) fn grids_sha256(&self) -> &str {
+        &self.grids_sha256
     }
 
     /// Fails when two tensors would be written under one name.

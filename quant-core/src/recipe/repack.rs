@@ -82,6 +82,7 @@ impl Plan {
             gptq: GptqSettings::default(),
             entries,
             blocks: 0..architecture.layers,
+            grids_sha256: String::new(),
             selectors: Vec::new(),
             float_modules,
             parts_head: false,

@@ -125,7 +125,7 @@ impl Plan {
             LayerInputs::Quantized => 0.75,
             LayerInputs::Float => 0.0,
         };
-        in_all_blocks(model, of_block) + again * self.forward_operations(model)
+        self.in_all_blocks(model, of_block) + again * self.forward_operations(model)
     }
 
     /// The blocks that the search for SmoothQuant's exponents runs.
@@ -135,7 +135,7 @@ impl Plan {
             return 0.0;
         }
         let share = (SMOOTH_TOKENS as f64 / self.tokens().max(1.0)).min(1.0);
-        in_all_blocks(model, |graph| {
+        self.in_all_blocks(model, |graph| {
             let meant =
                 |g: &&FoldGroup| *producers == Producers::All || graph.nodes()[g.producer].op.is_norm();
             let runs = graph.fold_groups().iter().filter(meant).count() * SMOOTH_CANDIDATES + 1;
@@ -149,7 +149,7 @@ impl Plan {
 
     /// The batch through all blocks.
     fn forward_operations(&self, model: &Model) -> f64 {
-        in_all_blocks(model, |graph| self.block_operations(graph))
+        self.in_all_blocks(model, |graph| self.block_operations(graph))
     }
 
     /// The batch through a block.
@@ -168,7 +168,7 @@ impl Plan {
 
     /// Operations of the searches in all blocks, and weights that they round.
     fn search_work(&self, model: &Model) -> (f64, f64) {
-        let kinds = model.architecture().blocks.kinds();
+        let kinds = model.architecture().blocks.kinds_in(self.blocks());
         kinds.fold((0.0, 0.0), |(operations, rounded), kind| {
             let (more, tried) = self.search_work_of(kind);
             (operations + kind.layers as f64 * more, rounded + kind.layers as f64 * tried)
@@ -227,9 +227,10 @@ impl Plan {
             Search::Reference => self.tokens() > k as f64,
         }
     }
-}
 
-/// What the blocks of a model take together.
-fn in_all_blocks(model: &Model, operations: impl Fn(&BlockGraph) -> f64) -> f64 {
-    model.architecture().blocks.kinds().map(|kind| kind.layers as f64 * operations(kind.graph)).sum()
+    /// What the blocks that the plan covers take together.
+    fn in_all_blocks(&self, model: &Model, operations: impl Fn(&BlockGraph) -> f64) -> f64 {
+        let kinds = model.architecture().blocks.kinds_in(self.blocks());
+        kinds.map(|kind| kind.layers as f64 * operations(kind.graph)).sum()
+    }
 }

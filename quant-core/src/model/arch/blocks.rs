@@ -1,5 +1,6 @@
 //! Which block graph each layer of a model has.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::BlockGraph;
@@ -86,10 +87,14 @@ impl Blocks {
 
     /// The distinct graphs, in order of their first layers.
     pub fn kinds(&self) -> impl Iterator<Item = BlockKind<'_>> {
-        self.graphs.iter().enumerate().map(|(kind, graph)| {
-            let layers =
-                || self.kinds.iter().enumerate().filter(|(_, k)| **k == kind).map(|(layer, _)| layer);
-            BlockKind { graph, first: layers().next().unwrap_or(0), layers: layers().count() }
+        self.kinds_in(0..self.len())
+    }
+
+    /// The distinct graphs of some layers; `first` and `layers` of each are those among these.
+    pub fn kinds_in(&self, layers: Range<usize>) -> impl Iterator<Item = BlockKind<'_>> {
+        self.graphs.iter().enumerate().filter_map(move |(kind, graph)| {
+            let of_kind = || layers.clone().filter(|layer| self.kinds.get(*layer) == Some(&kind));
+            Some(BlockKind { graph, first: of_kind().next()?, layers: of_kind().count() })
         })
     }
 }

@@ -183,7 +183,7 @@ impl BlockGraph {
     }
 
     /// The node whose value has the same channels as that of `id`, and all rows.
-    fn all_rows_of(&self, id: NodeId) -> NodeId {
+    pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
             Rows::Selected { port, .. } => self.nodes[id].inputs[port],
             Rows::All | Rows::OfInputs => id,

@@ -142,6 +142,11 @@ impl Family for Qwen3 {
     }
 }
 
+/// What `layer_types` says of a block with a window.
+const SLIDING: &str = "sliding_attention";
+/// What it says of one without.
+const FULL: &str = "full_attention";
+
 /// Which blocks slide a window over the keys, and how long it is.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Windows {
@@ -160,13 +165,7 @@ impl Windows {
     /// `layer_types` says of each block whether it slides; without it, all do, but for the first
     /// `max_window_layers` of families that know the key.
     pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
-        const SLIDING: &str = "sliding_attention";
-        const FULL: &str = "full_attention";
-        let window = match config.map().contains_key("sliding_window") {
-            true => config.optional_positive("sliding_window")?,
-            false => Some(4096),
-        };
-        let window = window.filter(|_| on);
+        let window = Self::length(config, on)?;
         let layers = Blocks::layers(config)?;
         if let Some(types) = config.optional_str_list("layer_types")? {
             if types.len() != layers {
@@ -189,6 +188,29 @@ impl Windows {
             false => 0,
         };
         Ok(window.map_or(Self::Never, |window| Self::From { first, window }))
+    }
+
+    /// Reads those of a family whose blocks all slide, or none: it knows neither `layer_types` nor
+    /// `max_window_layers`.
+    pub(super) fn uniform(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
+        let window = Self::length(config, on)?;
+        let wanted = if window.is_some() { SLIDING } else { FULL };
+        if config.optional_str_list("layer_types")?.is_some_and(|types| types.iter().any(|t| *t != wanted)) {
+            return Err(config.error(
+                "layer_types",
+                format!("asks for more than `{wanted}`, but all blocks of this family are alike"),
+            ));
+        }
+        Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
+    }
+
+    /// Positions that a window has, where windows are `on`.
+    fn length(config: &ConfigFields<'_>, on: bool) -> Result<Option<usize>> {
+        let window = match config.map().contains_key("sliding_window") {
+            true => config.optional_positive("sliding_window")?,
+            false => Some(4096),
+        };
+        Ok(window.filter(|_| on))
     }
 
     /// Positions that a query sees in a block, its own included.

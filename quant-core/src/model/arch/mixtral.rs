@@ -51,7 +51,7 @@ impl Family for Mixtral {
         };
         // Unlike Mistral's, a window that is not named is none.
         let windows = match config.map().contains_key("sliding_window") {
-            true => Windows::read(config, true)?,
+            true => Windows::uniform(config, true)?,
             false => Windows::Never,
         };
         let (theta, norm_eps) = (1e6, 1e-5);
@@ -86,7 +86,9 @@ impl Family for Qwen3Moe {
             head_norms: true,
             ..BlockDetails::default()
         };
-        let windows = Windows::read(config, config.optional_bool("use_sliding_window")?.unwrap_or(false))?;
+        // Unlike Qwen3's, all blocks have one: `max_window_layers` is not looked at.
+        let on = config.optional_bool("use_sliding_window")?.unwrap_or(false);
+        let windows = Windows::uniform(config, on)?;
         let experts = Some((experts, sparse_layers(config)?));
         let details = Details::new(self.name());
         describe(config, &Details { kv_heads: Some(4), block, windows, experts, ..details })
@@ -182,6 +184,31 @@ mod tests {
         );
         assert!(mixed.fused_modules().iter().any(|f| f.name == "model.layers.0.mlp.gate_up_proj"));
         assert!(!mixed.fused_modules().iter().any(|f| f.name == "model.layers.1.mlp.gate_up_proj"));
+    }
+
+    /// transformers asks only whether there is a window: published configurations of Qwen3-MoE name `max_window_layers`,
+    /// which means nothing there.
+    #[test]
+    fn windows_are_those_of_all_blocks() {
+        let windows = |family: &dyn Family, changes: Value| -> Vec<Option<usize>> {
+            let architecture = read(family, changes).unwrap();
+            (0..4).map(|layer| architecture.graph(layer).attentions().next().unwrap().window).collect()
+        };
+        let on = |more: Value| {
+            let mut changes = json!({ "use_sliding_window": true, "sliding_window": 16 });
+            changes.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            changes
+        };
+        assert_eq!(windows(&Qwen3Moe, on(json!({}))), [Some(16); 4]);
+        assert_eq!(windows(&Qwen3Moe, on(json!({ "max_window_layers": 3 }))), [Some(16); 4]);
+        let off = json!({ "sliding_window": 16, "use_sliding_window": false, "max_window_layers": 1 });
+        assert_eq!(windows(&Qwen3Moe, off), [None; 4]);
+        assert_eq!(windows(&Mixtral, json!({ "sliding_window": 16 })), [Some(16); 4]);
+        assert_eq!(windows(&Mixtral, json!({ "sliding_window": null })), [None; 4]);
+        assert_eq!(windows(&Mixtral, json!({})), [None; 4]);
+        let types = json!(["full_attention", "sliding_attention", "full_attention", "full_attention"]);
+        let message = read(&Qwen3Moe, on(json!({ "layer_types": types }))).unwrap_err().to_string();
+        assert!(message.contains("layer_types"), "{message}");
     }
 
     #[test]

@@ -1,0 +1,23 @@
+//! Experts: engines run all of a block on kernels of their own, and most readers hold them in one parameter.
+
+use super::Verdict::{self, No, Unsure, Yes};
+use super::outline::Outline;
+
+/// An engine whose kernels for experts were not followed.
+pub(super) fn not_followed(_outline: &Outline) -> Verdict {
+    Unsure("experts run on kernels whose rules were not followed".into())
+}
+
+/// transformers, which holds the experts of a block in one parameter and reads all of them by one scheme.
+pub(super) fn transformers(outline: &Outline) -> Verdict {
+    let schemes: Vec<_> = outline.experts.iter().collect();
+    match schemes[..] {
+        [None] => No("it does not load float experts among quantized linears".into()),
+        _ if outline.container != "compressed-tensors" => {
+            No(format!("its readers of the {} format know no experts", outline.container))
+        }
+        [Some(scheme)] if scheme.is_symmetric() => Yes,
+        [Some(_)] => No("it reads experts on symmetric grids only".into()),
+        _ => No("it reads all experts by one scheme, and computes something else with several".into()),
+    }
+}
