@@ -131,8 +131,15 @@ fn outlier_charts<'a>(
     let mut seen = BTreeSet::new();
     for (producer, consumers, outlier) in records {
         let Some(outlier) = outlier.filter(|_| seen.insert(producer)) else { continue };
-        let leaf = |module: &String| module.rsplit('.').next().unwrap_or(module).to_owned();
-        let kind = consumers.iter().map(leaf).collect::<Vec<_>>().join(", ");
+        // Experts have linears of the same names.
+        let mut leaves: Vec<&str> = Vec::new();
+        for module in consumers {
+            let leaf = module.rsplit('.').next().unwrap_or(module);
+            if !leaves.contains(&leaf) {
+                leaves.push(leaf);
+            }
+        }
+        let kind = leaves.join(", ");
         match kinds.iter_mut().find(|(name, _)| *name == kind) {
             Some((_, values)) => values.push(outlier),
             None => kinds.push((kind, vec![outlier])),

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::Job;
 use super::finish::smooth_settings;
 use super::report::calibration;
+use super::{Job, Program};
 use crate::calibrate::{BatchLayout, HiddenStates};
 use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
@@ -42,7 +42,7 @@ pub struct StateFiles {
 pub(super) type Streams<T> = [Option<T>; 2];
 
 /// What the states before block `layer` depend on.
-fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Value {
+fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<Value> {
     let plan = job.plan;
     let architecture = job.model.architecture();
     // What was written of a block decides what the quantized model makes of it; the float model's states know nothing
@@ -60,6 +60,8 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Value {
         "schema": "quant-states/1",
         "version": env!("CARGO_PKG_VERSION"),
         "before_block": layer,
+        // Other instructions or another build round differently: parts of one run must agree on both.
+        "program": Program::current(job.cancel)?,
         "family": architecture.family,
         "layers": architecture.layers,
         "method": plan.method.name,
@@ -71,7 +73,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Value {
         "depends_on": depends_on,
     });
     // Through text and back, so that equal numbers compare equal.
-    serde_json::from_str(&about.to_string()).unwrap_or(about)
+    Ok(serde_json::from_str(&about.to_string()).unwrap_or(about))
 }
 
 /// Writes the states before block `layer` to a file, which appears complete or not at all.
@@ -85,7 +87,7 @@ pub(super) fn save(
     depends_on: &Value,
     streams: Streams<&HiddenStates>,
 ) -> Result<()> {
-    let about = about(job, layer, depends_on).to_string();
+    let about = about(job, layer, depends_on)?.to_string();
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
     let new = PathBuf::from(new);
@@ -160,7 +162,7 @@ pub(super) fn load(
     let layout = windows.layout();
     let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
     let found: Value = serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
-    if let Some(first) = differences(&found, &about(job, layer, depends_on)).first() {
+    if let Some(first) = differences(&found, &about(job, layer, depends_on)?).first() {
         return Err(broken(format!("holds the hidden states of another run: {first}")));
     }
     let mut hash = Sha256::new();

@@ -11,7 +11,7 @@ use crate::model::{NodeId, Op, WeightRows};
 use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
 use crate::recipe::{Action, PlanEntry};
 use crate::scheme::LinearScheme;
-use crate::transform::Rewrite;
+use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
 use crate::{Error, Result};
 
 /// A tensor that only has to be written.
@@ -218,11 +218,21 @@ impl Linear<'_> {
         let is_it = |module: &String| module == self.module;
         let seen = self.node.and_then(|node| rewrite.tokens.get(&node)).copied();
         Searched {
-            fold: rewrite.folds.iter().find(|f| f.consumers.iter().any(is_it)).cloned(),
+            fold: rewrite
+                .folds
+                .iter()
+                .find(|f| f.consumers.iter().any(is_it))
+                .cloned()
+                .map(FoldRecord::shortened),
             clip: rewrite.clip_records.iter().find(|c| is_it(&c.module)).cloned(),
             tokens: seen.or(rounded.map(|r| r.tokens)),
             gptq: rounded.map(|r| r.record.clone()),
-            smooth: rewrite.smooth.iter().find(|s| s.consumers.iter().any(is_it)).cloned(),
+            smooth: rewrite
+                .smooth
+                .iter()
+                .find(|s| s.consumers.iter().any(is_it))
+                .cloned()
+                .map(SmoothRecord::shortened),
             attention: rewrite.attention.iter().find(|a| is_it(&a.keys)).cloned(),
             reordered: self.node.is_some_and(|node| rewrite.reorders(node)),
             stored: Some(quantized.scheme),

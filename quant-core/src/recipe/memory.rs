@@ -1,8 +1,10 @@
 //! How much memory a plan will need at its peak: an estimate from shapes alone.
 
+use std::collections::BTreeMap;
+
 use super::{Action, PassPlan, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
-use crate::model::{BlockGraph, BlockKind, FoldGroup, Model};
+use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Alpha, SCALE_CANDIDATES, Search, kept_bytes};
 
@@ -55,9 +57,12 @@ impl Plan {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
         };
-        let block: u64 =
-            self.entries.iter().filter(|e| e.layer == Some(kind.first)).map(|e| e.info.byte_len()).sum();
         let graph = kind.graph;
+        let gptq = self.method.rounding == Rounding::Gptq;
+        // GPTQ on the inputs of the quantized model takes experts one at a time, unless a transform has made all of
+        // them anew.
+        let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && self.transforms().is_empty();
+        let block = self.block_bytes(kind, one_expert);
         let width =
             |id: usize| graph.nodes()[id].op.linear_shape().map_or([0, 0], |shape| shape.map(|s| s as u64));
         let groups = if self.method.has("awq") { graph.fold_groups() } else { Vec::new() };
@@ -88,11 +93,13 @@ impl Plan {
         // Where documents begin and which tokens count is noted of each, twice while it is made.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let noted = if plain { 0 } else { 16 };
-        let gptq = self.method.rounding == Rounding::Gptq;
         let transforms = self.transforms();
         let copies = PassPlan::new(self, false).states_in_memory();
         let states = (copies * 4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
-        let solved = if gptq { self.gptq_memory(graph) } else { 0 };
+        let solved = if gptq { self.gptq_memory(graph, one_expert) } else { 0 };
+        // What experts read, the weights of their outputs, and the sum of these are kept for the whole batch.
+        let expert_states = if one_expert { 4 * graph.expert_features() as u64 } else { 0 };
+        let states = states.saturating_add(expert_states.saturating_mul(tokens));
         let length = self.sampling.length as u64;
         let running = match self.settings.search {
             // A longer window goes through attention whole, and through the rest in pieces.
@@ -126,14 +133,28 @@ impl Plan {
         states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
     }
 
-    /// Hessians, what is made of them, and the codes of the block.
-    fn gptq_memory(&self, graph: &BlockGraph) -> u64 {
-        let mut widths = std::collections::BTreeMap::new();
-        let mut codes = 0;
-        for (id, _, [n, k], _) in graph.linears() {
+    /// The weights of a block that are in memory at a time.
+    fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
+        let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
+        let node = |entry: &super::PlanEntry| match entry.action {
+            Action::Quantize { node, .. } => node,
+            Action::Rewrite { node, .. } => Some(node),
+            Action::Copy | Action::Repack { .. } => None,
+        };
+        let expert = |entry: &super::PlanEntry| node(entry).and_then(|node| kind.graph.expert_of(node));
+        resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
+    }
+
+    /// Hessians, what is made of them, and the codes that are kept.
+    fn gptq_memory(&self, graph: &BlockGraph, one_expert: bool) -> u64 {
+        let mut widths = BTreeMap::new();
+        for (id, _, [_, k], _) in graph.linears() {
             widths.insert(graph.nodes()[id].inputs[0], k as u64);
-            codes += (n * k) as u64;
         }
+        let codes = resident(
+            graph.linears().map(|(id, _, [n, k], _)| (graph.expert_of(id), (n * k) as u64)),
+            one_expert,
+        );
         let one = widths.values().map(|k| Hessian::peak_bytes(*k)).max().unwrap_or(0);
         let others: u64 = match self.gptq.inputs {
             LayerInputs::Quantized => 0,
@@ -144,4 +165,21 @@ impl Plan {
         // Codes stand in the block, for those that follow, and in the result.
         one.saturating_add(others).saturating_add(2 * codes + widened)
     }
+}
+
+/// Bytes of what belongs to no expert, and of all experts, or of the largest where they come one at a time.
+fn resident(parts: impl Iterator<Item = (Option<NodeId>, u64)>, one_expert: bool) -> u64 {
+    let mut experts: BTreeMap<NodeId, u64> = BTreeMap::new();
+    let mut shared = 0;
+    for (expert, bytes) in parts {
+        match expert {
+            Some(expert) => *experts.entry(expert).or_default() += bytes,
+            None => shared += bytes,
+        }
+    }
+    let experts: u64 = match one_expert {
+        true => experts.into_values().max().unwrap_or(0),
+        false => experts.into_values().sum(),
+    };
+    shared + experts
 }

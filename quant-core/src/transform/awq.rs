@@ -168,6 +168,7 @@ fn chosen_scales(
         outlier: ChannelOutlier::new(means, scales.as_deref()),
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),
+        unlisted_consumers: 0,
         inspected: task.module(group.inspected),
         ratio,
         error_before,

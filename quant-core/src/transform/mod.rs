@@ -33,7 +33,7 @@ pub use candidates::{Search, TriedScales};
 pub use clip::Clip;
 pub use fold::fold;
 pub use reorder::Reorder;
-pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, Rewrite};
+pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
 pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
 pub(crate) use smooth::check_maxima;

@@ -18,8 +18,11 @@ use crate::{Error, Result};
 pub struct FoldRecord {
     /// The norm or linear that is divided.
     pub producer: String,
-    /// The linears that are multiplied.
+    /// The linears that are multiplied; in the report of a tensor, only the [first few](MAX_LISTED_CONSUMERS).
     pub consumers: Vec<String>,
+    /// How many more there are than `consumers` lists.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub unlisted_consumers: usize,
     /// The module whose output the search watched.
     pub inspected: String,
     /// The exponent of the activations that won, or `None` where no scaling was best.
@@ -36,6 +39,30 @@ pub struct FoldRecord {
     /// channels are dead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outlier: Option<ChannelOutlier>,
+}
+
+/// Consumers that the report of one tensor lists. A norm that feeds 256 experts has 513, and each of them carries the
+/// record: the whole list in every one would make the report grow with the square of the number of experts.
+pub const MAX_LISTED_CONSUMERS: usize = 8;
+
+/// Shortens a list of consumers for a report; gives the number of those left out.
+pub(super) fn shorten(consumers: &mut Vec<String>) -> usize {
+    let unlisted = consumers.len().saturating_sub(MAX_LISTED_CONSUMERS);
+    consumers.truncate(MAX_LISTED_CONSUMERS);
+    unlisted
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+pub(super) fn is_zero(count: &usize) -> bool {
+    *count == 0
+}
+
+impl FoldRecord {
+    /// The record as the report of one tensor holds it.
+    pub fn shortened(mut self) -> Self {
+        self.unlisted_consumers += shorten(&mut self.consumers);
+        self
+    }
 }
 
 /// The mean magnitude of the largest channel over that of the median channel.

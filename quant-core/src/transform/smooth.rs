@@ -54,8 +54,12 @@ pub(crate) const SEARCH_TOKENS: usize = 2048;
 pub struct SmoothRecord {
     /// The norm or linear that is divided.
     pub producer: String,
-    /// The linears that are multiplied.
+    /// The linears that are multiplied; in the report of a tensor, only the
+    /// [first few](super::MAX_LISTED_CONSUMERS).
     pub consumers: Vec<String>,
+    /// How many more there are than `consumers` lists.
+    #[serde(default, skip_serializing_if = "super::rewrite::is_zero")]
+    pub unlisted_consumers: usize,
     /// The exponent; absent where no smoothing was best.
     pub alpha: Option<f32>,
     /// The largest magnitude of any channel over that of the median channel; absent where at least half of the
@@ -273,10 +277,19 @@ impl Migration {
         SmoothRecord {
             producer: task.module(self.group.producer),
             consumers: self.group.consumers.iter().map(|&c| task.module(c)).collect(),
+            unlisted_consumers: 0,
             alpha,
             outlier: ChannelOutlier::new(&self.activations, scales.as_deref()),
             search,
         }
+    }
+}
+
+impl SmoothRecord {
+    /// The record as the report of one tensor holds it.
+    pub fn shortened(mut self) -> Self {
+        self.unlisted_consumers += super::rewrite::shorten(&mut self.consumers);
+        self
     }
 }
 
