@@ -1,6 +1,6 @@
 """The interop check: our numbers against transformers', and our bits against an independent reader.
 
-Seven kinds of checks, each on its own line with what it measured:
+Eight kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -9,6 +9,7 @@ Seven kinds of checks, each on its own line with what it measured:
             where activations are rounded: transformers' steps are not ours)
   bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
             bit for bit
+  family    a tiny model of each family, float and quantized: see check_families.py
   chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
             what transformers makes of them
   profile   what `quant eval` measures by a profile, against the rule computed with transformers and
@@ -33,6 +34,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_families
 import check_numbers
 import check_pages
 import check_profiles
@@ -341,6 +343,9 @@ def main():
                         help="what setup_llama_cpp.sh made; may be missing")
     parser.add_argument("--chromium", metavar="PROGRAM", help="a browser; may be missing")
     parser.add_argument("--whole", action="store_true", help="what takes minutes as well")
+    parser.add_argument("--families", metavar="NAME", default="some",
+                        help="the families to check: one by its name in make_tiny.py, `all`, or `some`: a few every day "
+                             "(default)")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
     arguments = parser.parse_args()
 
@@ -355,6 +360,7 @@ def main():
         for name, case, options, repack in REPACKED:
             if arguments.only in f"{name} {case}":
                 check.quantized_model(name, case, options, False, repack)
+        check_families.run_all(check, arguments.families, arguments.only)
         for style in CHAT:
             if arguments.only in f"chat {style}":
                 check.chat(style)

@@ -52,11 +52,91 @@ VARIANTS = {
 }
 
 
+def yarn(**changes):
+    return {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": ORIGINAL} | changes
+
+
+def rope(**parameters):
+    return {"rope_parameters": {"rope_theta": 10000.0} | parameters}
+
+
+# Families, small, with every feature switched on and numbers that make it show. The check runs windows of 24 and of 112
+# tokens, and decodes from the 56th on: all windows of attention, and all lengths at which a rotation changes, lie between.
+WINDOW, ORIGINAL = 40, 64
+LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
+GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
+ALTERNATING = {"layer_types": [SLIDING, FULL, FULL, SLIDING]}
+HEAD = 24
+FAMILIES = {
+    "llama-yarn": rope(**yarn()),
+    "llama-yarn-mscale": rope(**yarn(mscale=0.8, mscale_all_dim=0.4, truncate=False, beta_fast=None)),
+    "llama-yarn-attention-factor": rope(**yarn(attention_factor=1.3, original_max_position_embeddings=16)),
+    "llama-dynamic": {"max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=3.0),
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 3, "attention_bias": True},
+    "smollm3-windows": LAYERS | {"model_type": "smollm3", "use_sliding_window": True, "no_rope_layer_interval": 2,
+                                 "tie_word_embeddings": False, "mlp_bias": True},
+    "granite": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                "residual_multiplier": 0.6, "logits_scaling": 2.5, "attention_bias": True, "mlp_bias": True},
+    "ministral3": {"model_type": "ministral3", "sliding_window": 100} | rope(
+        **yarn(mscale=1.0, mscale_all_dim=1.0), llama_4_scaling_beta=0.7, max_position_embeddings=256),
+    "seed_oss": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
+    "ernie4_5": {"model_type": "ernie4_5", "use_bias": True},
+    "hunyuan-dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True} | rope(
+        rope_type="dynamic", factor=1.0, alpha=50.0),
+    "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gemma2-uncapped": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": None,
+                                "final_logit_softcapping": None, "attention_bias": True},
+    "gemma3": GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_parameters": {
+        FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
+    "gemma3-older-keys": GEMMA | ALTERNATING | {"model_type": "gemma3_text", "final_logit_softcapping": 3.0},
+    "olmo2": {"model_type": "olmo2", "attention_bias": True},
+    "olmo3": LAYERS | {"model_type": "olmo3", "rope_parameters": {
+        FULL: yarn(rope_theta=500000.0), SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}},
+    "exaone4": LAYERS | {"model_type": "exaone4", "sliding_window_pattern": 3},
+    "exaone4-full": {"model_type": "exaone4", "sliding_window": None, "layer_types": [FULL, FULL, FULL]},
+    "glm": {"model_type": "glm", "num_key_value_heads": 2},
+    "glm4": {"model_type": "glm4", "attention_bias": False} | rope(partial_rotary_factor=0.25, rope_type="default"),
+    "phi3": {"model_type": "phi3", "original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 256} | rope(
+        rope_type="longrope", partial_rotary_factor=0.75,
+        short_factor=[1.0 + 0.1 * i for i in range(HEAD * 3 // 8)],
+        long_factor=[1.5 + 0.7 * i for i in range(HEAD * 3 // 8)]),
+    "phi3-window": {"model_type": "phi3", "sliding_window": WINDOW, "num_key_value_heads": 4},
+    "phi": {"model_type": "phi"},
+    "phi-norms": {"model_type": "phi", "qk_layernorm": True, "num_key_value_heads": 4},
+    "cohere": {"model_type": "cohere", "attention_bias": True, "logit_scale": 0.3},
+    "cohere2": LAYERS | {"model_type": "cohere2", "logit_scale": 0.25, "tie_word_embeddings": False},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": WINDOW},
+    "gpt_neox": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
+    "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
+}
+# transformers names the width of heads by the hidden size in these.
+WITHOUT_HEAD_DIM = {"phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
+                    "gpt_neox"}
+
+
+def family_options(variant):
+    options = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 160,
+               "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD,
+               "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    options |= FAMILIES[variant]
+    if options["model_type"] == "gpt_neox":
+        options.pop("num_key_value_heads")
+    if options["model_type"] in WITHOUT_HEAD_DIM:
+        options.pop("head_dim")
+    else:
+        options["head_dim"] = 40 if options["model_type"] in ("gemma2", "gemma3_text", "seed_oss") else HEAD
+    return options
+
+
 def make_model(variant, seed):
     options = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384,
                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
-    options |= VARIANTS[variant]
+    options = family_options(variant) if variant in FAMILIES else options | VARIANTS[variant]
+    # Weights of Gemma's norms are what is added to 1.
+    center = 0.0 if "gemma" in options["model_type"] else 1.0
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -65,6 +145,8 @@ def make_model(variant, seed):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(center + 0.3 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * noise)
             else:
@@ -102,6 +184,13 @@ def use_rope_scaling_key(config_file):
     edit_config(config_file, move)
 
 
+def use_older_gemma3_keys(config):
+    """Bases and scaling as Gemma 3 was published, before transformers 5."""
+    config.pop("rope_parameters")
+    config |= {"rope_theta": 30000.0, "rope_local_base_freq": 4000.0,
+               "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+
+
 def edit_config(config_file, edit):
     config = json.loads(config_file.read_text())
     edit(config)
@@ -113,7 +202,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=VARIANTS, default="gqa")
+    parser.add_argument("--variant", choices=VARIANTS | FAMILIES, default="gqa")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 
@@ -131,6 +220,8 @@ def main():
     if arguments.variant == "qwen2-max-window-layers":
         # transformers writes the list that follows from the number: published checkpoints lack it.
         edit_config(arguments.out / "config.json", lambda config: config.pop("layer_types"))
+    if arguments.variant == "gemma3-older-keys":
+        edit_config(arguments.out / "config.json", use_older_gemma3_keys)
     if arguments.variant == "llama3-rope":
         use_rope_scaling_key(arguments.out / "config.json")
 

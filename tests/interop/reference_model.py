@@ -77,16 +77,16 @@ def packed_attribute(quantization):
     return "qweight" if in_columns else "weight_scale" if bytes_too else "weight_packed"
 
 
-def logits(model, tokens):
-    """Logits of one window, f32 [length, vocab]; fails on any value that is not finite."""
+def logits(model, tokens, dtype=torch.float32):
+    """Logits of one window, [length, vocab]; fails on any value that is not finite."""
     with torch.inference_mode():
         output = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     if not torch.isfinite(output).all():
         raise CheckpointError("a logit is not finite")
-    return output.float().contiguous()
+    return output.to(dtype).contiguous()
 
 
-def decoded_logits(model, tokens):
+def decoded_logits(model, tokens, dtype=torch.float32):
     """The same from a cache: of the first half of the window's last token, then token by token."""
     half = len(tokens) // 2
     pieces, cache = [tokens[:half], *([token] for token in tokens[half:])], None
@@ -95,7 +95,7 @@ def decoded_logits(model, tokens):
         for piece in pieces:
             output = model(input_ids=torch.tensor([piece]), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            rows.append(output.logits[0, -1].float())
+            rows.append(output.logits[0, -1].to(dtype))
     logits = torch.stack(rows)
     if not torch.isfinite(logits).all():
         raise CheckpointError("a logit is not finite")

@@ -29,7 +29,10 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);
-    steps.step("interop", || interop::run(&["--whole", "--only", "profile"]));
+    steps.step("interop", || {
+        interop::run(&["--whole", "--only", "profile"])?;
+        interop::run(&["--families", "all", "--only", "family"])
+    });
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));
     steps.step("bench-rtn", || {

@@ -208,7 +208,7 @@ fn parallel_block() -> Block {
         |name: &str| Op::Linear { name: name.into(), shape: [4, 4], bias: false, stays_float: false };
     let input = graph.add(Op::Input { width: 4 }, &[]);
     let [q, k, v] = ["q", "k", "v"].map(|name| graph.add(linear(name), &[input]));
-    let heads = AttentionShape { kv_heads: 1, repeat: 1, head_dim: 4, window: Some(3) };
+    let heads = AttentionShape { window: Some(3), ..AttentionShape::new(1, 1, 4) };
     let attended = graph.add(Op::Attention(heads), &[q, k, v]);
     let o = graph.add(linear("o"), &[attended]);
     let up = graph.add(linear("up"), &[input]);

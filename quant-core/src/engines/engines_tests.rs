@@ -26,7 +26,7 @@ fn outline(
     Outline {
         container,
         family: "llama",
-        attentions: vec![AttentionShape { kv_heads, repeat: heads / kv_heads, head_dim, window: None }],
+        attentions: vec![AttentionShape::new(kv_heads, heads / kv_heads, head_dim)],
         experts: Default::default(),
         layers: vec![
             layer(LayerKind::Attention(head_dim), hidden, &[("q_proj", q), ("k_proj", kv), ("v_proj", kv)]),
@@ -294,5 +294,24 @@ fn experts_have_rules_of_their_own() {
     }
     for name in ["vLLM, CUDA", "SGLang"] {
         assert_eq!(words(name, &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
+    }
+}
+
+/// Rules about linears are none about families: where nobody looked, there is no plain yes.
+#[test]
+fn a_family_that_was_not_checked_gets_no_plain_yes() {
+    for family in ["gemma2", "phi3", "cohere", "glm4"] {
+        for container in USUAL {
+            let scheme = if *container == "awq" { "w4a16-g128-asym" } else { "w4a16-g128-sym" };
+            let model = Outline { family, ..outline(container, LLAMA_8B, scheme) };
+            for engine in ENGINES {
+                let verdict = engine.loads(&model, 1).unwrap();
+                let was_run = engine.name == "transformers" && *container == "compressed-tensors";
+                assert_eq!(verdict.word() == "yes", was_run, "{} {container} {family}", engine.name);
+                if let Verdict::Unsure(reason) = verdict {
+                    assert!(reason.contains(family) && reason.contains("not checked"), "{reason}");
+                }
+            }
+        }
     }
 }

@@ -85,12 +85,28 @@ impl Engine {
     /// Whether it loads a checkpoint on so many ranks; `None` where it knows only one.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
         (ranks == 1 || self.tensor_parallel).then(|| match self.reads.contains(&outline.container) {
-            true if !outline.experts.is_empty() => (self.loads)(outline, ranks).and((self.experts)(outline)),
-            true => (self.loads)(outline, ranks),
+            true if !outline.experts.is_empty() => {
+                (self.loads)(outline, ranks).and(self.knows(outline)).and((self.experts)(outline))
+            }
+            true => (self.loads)(outline, ranks).and(self.knows(outline)),
             false => Verdict::No(format!("it does not read the {} container", outline.container)),
         })
     }
+
+    /// Rules about linears say nothing of how an engine runs a family: for families whose models were not looked at in
+    /// its sources, and not run, there is no plain yes.
+    fn knows(&self, outline: &Outline) -> Verdict {
+        let run_here = self.name == "transformers" && outline.container == "compressed-tensors";
+        match run_here || CHECKED_FAMILIES.contains(&outline.family) {
+            true => Verdict::Yes,
+            false => Verdict::Unsure(format!("how it runs the family {} was not checked", outline.family)),
+        }
+    }
 }
+
+/// The families that were looked at in the engines' sources. transformers has run compressed-tensors checkpoints of all
+/// families that this version writes.
+const CHECKED_FAMILIES: &[&str] = &["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "opt"];
 
 /// What most engines read.
 const USUAL: &[&str] = &["compressed-tensors", "awq", "gptq"];

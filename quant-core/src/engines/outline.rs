@@ -54,7 +54,7 @@ impl FusedLayer {
 }
 
 /// What engines must know of a checkpoint to tell whether they load it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Outline {
     /// The container's name.
     pub container: &'static str,
@@ -136,7 +136,7 @@ fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
     // An expert reads the stream too, but the rows of its own tokens alone.
     let input = graph.all_rows_of(graph.nodes()[id].inputs[0]);
     match &graph.nodes()[input].op {
-        op if op.is_norm() || matches!(op, Op::Input { .. }) => LayerKind::Column,
+        op if op.is_norm() || matches!(op, Op::Input { .. } | Op::Add) => LayerKind::Column,
         _ => LayerKind::Row,
     }
 }

@@ -1,5 +1,4 @@
-//! Causal attention with grouped queries, the gated product and the rectifier: the operations between
-//! linears.
+//! Causal attention with grouped queries, gated products and activations: the operations between linears.
 //!
 //! Both run on plain slices in fixed pieces, so results do not depend on the number of threads.
 
@@ -11,7 +10,8 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::Segments;
-use super::math::{exp, silu};
+use super::arch::{Activation, AttentionShape};
+use super::math::{exp, gelu, gelu_tanh, silu, tanh};
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
@@ -20,13 +20,13 @@ const QUERY_TILE: usize = 64;
 /// Elements that one task of an elementwise operation handles.
 const ELEMENT_TILE: usize = 1 << 14;
 
-/// `softmax(q kᵀ / √head_dim + causal mask) v` for every head.
+/// `softmax(q kᵀ · scale + causal mask) v` for every head; with a soft cap `c`, scaled scores `s` become `c tanh(s / c)`
+/// before the mask.
 ///
-/// `q` is `[batch, queries, heads · head_dim]`; `k` and `v` are `[batch, keys, kv_heads ·
-/// head_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
-/// share one key/value head. With a `window`, a query sees that many positions, its own included.
-/// No query sees a key of another segment; there are segments only where queries and keys are as
-/// many.
+/// `q` is `[batch, queries, heads · head_dim]`; `k` and `v` are `[batch, keys, kv_heads · head_dim]`; the last query
+/// stands at the last key's position. `repeat` query heads in a row share one key/value head. With a `window`, a query
+/// sees that many positions, its own included. No query sees a key of another segment; there are segments only where
+/// queries and keys are as many.
 ///
 /// # Errors
 /// When shapes do not fit.
@@ -34,29 +34,35 @@ pub(crate) fn causal_attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    repeat: usize,
-    head_dim: usize,
-    window: Option<usize>,
+    shape: AttentionShape,
     segments: Segments<'_>,
 ) -> Result<Tensor> {
-    let op = CausalAttention { repeat, head_dim, window, segments };
+    let op = CausalAttention { shape, segments };
     Ok(q.contiguous()?.apply_op3_no_bwd(&k.contiguous()?, &v.contiguous()?, &op)?)
 }
 
-/// `silu(gate) · up`, elementwise.
+/// `activation(gate) · up`, elementwise.
 ///
 /// # Errors
 /// When the shapes differ.
-pub(crate) fn gated_silu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &GatedSilu)?)
+pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &Gated(activation))?)
 }
 
-/// `max(x, 0)`, elementwise; NaN stays NaN.
+/// An activation, elementwise; NaN stays NaN.
 ///
 /// # Errors
 /// When the result cannot be made.
-pub(crate) fn relu(x: &Tensor) -> Result<Tensor> {
-    Ok(x.contiguous()?.apply_op1_no_bwd(&Relu)?)
+pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    Ok(x.contiguous()?.apply_op1_no_bwd(&Activate(activation))?)
+}
+
+/// `cap · tanh(x / cap)`, elementwise.
+///
+/// # Errors
+/// When the result cannot be made.
+pub(crate) fn soft_capped(x: &Tensor, cap: f32) -> Result<Tensor> {
+    Ok(x.contiguous()?.apply_op1_no_bwd(&SoftCap(cap))?)
 }
 
 pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
@@ -67,9 +73,7 @@ pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core
 }
 
 struct CausalAttention<'a> {
-    repeat: usize,
-    head_dim: usize,
-    window: Option<usize>,
+    shape: AttentionShape,
     segments: Segments<'a>,
 }
 
@@ -91,8 +95,8 @@ impl CustomOp3 for CausalAttention<'_> {
         let (k_batch, keys, kv_width) = k_layout.shape().dims3()?;
         let fits = k_layout.dims() == v_layout.dims()
             && k_batch == batch
-            && q_width == kv_width * self.repeat
-            && kv_width % self.head_dim == 0
+            && q_width == kv_width * self.shape.repeat
+            && kv_width % self.shape.head_dim == 0
             && queries <= keys
             && (self.segments.is_whole() || (queries == keys && self.segments.fit(batch, keys)));
         if !fits {
@@ -110,13 +114,11 @@ impl CustomOp3 for CausalAttention<'_> {
 pub(super) fn cached_attention(
     [q, k, v]: [&[f32]; 3],
     kv_width: usize,
-    repeat: usize,
-    head_dim: usize,
-    window: Option<usize>,
+    shape: AttentionShape,
 ) -> Result<Vec<f32>> {
-    let width = kv_width * repeat;
+    let width = kv_width * shape.repeat;
     let fits = width > 0
-        && kv_width.is_multiple_of(head_dim)
+        && kv_width.is_multiple_of(shape.head_dim)
         && q.len().is_multiple_of(width)
         && k.len() == v.len()
         && k.len().is_multiple_of(kv_width)
@@ -124,7 +126,7 @@ pub(super) fn cached_attention(
     if !fits {
         return Err(Error::Internal(format!("attention of {} queries with {} keys", q.len(), k.len())));
     }
-    let op = CausalAttention { repeat, head_dim, window, segments: Segments::whole() };
+    let op = CausalAttention { shape, segments: Segments::whole() };
     Ok(op.run([1, q.len() / width, k.len() / kv_width], [q, k, v]))
 }
 
@@ -133,7 +135,7 @@ impl CausalAttention<'_> {
     fn run(&self, [batch, queries, keys]: [usize; 3], [q, k, v]: [&[f32]; 3]) -> Vec<f32> {
         let mut out = vec![0.0_f32; q.len()];
         let q_width = q.len().checked_div(batch * queries).unwrap_or(0).max(1);
-        let kv_width = q_width / self.repeat;
+        let kv_width = q_width / self.shape.repeat;
         let tiles: Vec<_> = out
             .chunks_mut((queries * q_width).max(1))
             .enumerate()
@@ -169,20 +171,20 @@ impl CausalAttention<'_> {
         scores: &mut Vec<f32>,
         out: &mut [f32],
     ) {
-        let d = self.head_dim;
-        let kv_width = q_width / self.repeat;
+        let AttentionShape { head_dim: d, repeat, window, softcap, .. } = self.shape;
+        let kv_width = q_width / self.shape.repeat;
         let count = q.len() / q_width;
         // Keys before `first` are out of every query's window and segment: neither goes backwards.
         let start = |position: usize| {
-            let window = self.window.map_or(0, |w| (position + 1).saturating_sub(w));
+            let window = window.map_or(0, |w| (position + 1).saturating_sub(w));
             starts.map_or(window, |s| window.max(s[position - past] as usize))
         };
         let first = start(past);
         let visible = past + count - first;
-        let scale = 1.0 / (d as f32).sqrt();
+        let scale = self.shape.scale();
         scores.resize(count * visible, 0.0);
         for head in 0..q_width / d {
-            let kv_head = head / self.repeat;
+            let kv_head = head / repeat;
             let view = |data, rows, width, at: usize| {
                 MatRef::from_row_major_slice_with_stride(data, rows, width, at)
             };
@@ -197,7 +199,11 @@ impl CausalAttention<'_> {
                 || {
                     for (i, row) in scores.chunks_exact_mut(visible).enumerate() {
                         let position = past + i;
-                        softmax_range(row, start(position) - first..position + 1 - first);
+                        let seen = start(position) - first..position + 1 - first;
+                        if let Some(cap) = softcap {
+                            cap_in_place(&mut row[seen.clone()], cap);
+                        }
+                        softmax_range(row, seen);
                     }
                 },
             );
@@ -239,11 +245,23 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>) {
     }
 }
 
-struct GatedSilu;
+/// Replaces every value by the function of it that vectorizes.
+#[inline(always)]
+fn in_place(activation: Activation, values: &mut [f32]) {
+    match activation {
+        // `f32::max`, and candle's own operation with it, would turn NaN into 0.
+        Activation::Relu => values.iter_mut().for_each(|v| *v = if *v < 0.0 { 0.0 } else { *v }),
+        Activation::Silu => values.iter_mut().for_each(|v| *v = silu(*v)),
+        Activation::GeluTanh => values.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
+        Activation::Gelu => values.iter_mut().for_each(|v| *v = gelu(*v)),
+    }
+}
 
-impl CustomOp2 for GatedSilu {
+struct Gated(Activation);
+
+impl CustomOp2 for Gated {
     fn name(&self) -> &'static str {
-        "gated-silu"
+        "gated"
     }
 
     fn cpu_fwd(
@@ -256,43 +274,58 @@ impl CustomOp2 for GatedSilu {
         if gate_layout.dims() != up_layout.dims() {
             candle_core::bail!("gate {:?} and up {:?} differ", gate_layout.dims(), up_layout.dims());
         }
-        let (gate, up) = (slice(gate, gate_layout)?, slice(up, up_layout)?);
-        let mut out = vec![0.0_f32; gate.len()];
-        out.par_chunks_mut(ELEMENT_TILE)
-            .zip(gate.par_chunks(ELEMENT_TILE))
-            .zip(up.par_chunks(ELEMENT_TILE))
-            .for_each(|((o, g), u)| {
-                vectorized(
-                    #[inline(always)]
-                    || {
-                        for ((o, &g), &u) in o.iter_mut().zip(g).zip(u) {
-                            *o = silu(g) * u;
-                        }
-                    },
-                );
-            });
+        let up = slice(up, up_layout)?;
+        let mut out = slice(gate, gate_layout)?.to_vec();
+        out.par_chunks_mut(ELEMENT_TILE).zip(up.par_chunks(ELEMENT_TILE)).for_each(|(o, u)| {
+            vectorized(
+                #[inline(always)]
+                || {
+                    in_place(self.0, o);
+                    o.iter_mut().zip(u).for_each(|(o, &u)| *o *= u);
+                },
+            );
+        });
         Ok((CpuStorage::F32(out), gate_layout.shape().clone()))
     }
 }
 
-struct Relu;
+struct SoftCap(f32);
 
-impl CustomOp1 for Relu {
+impl CustomOp1 for SoftCap {
     fn name(&self) -> &'static str {
-        "relu"
+        "soft-cap"
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        // `f32::max`, and candle's own operation with it, would turn NaN into 0.
         let mut out = slice(x, layout)?.to_vec();
         out.par_chunks_mut(ELEMENT_TILE).for_each(|out| {
             vectorized(
                 #[inline(always)]
-                || {
-                    for v in out {
-                        *v = if *v < 0.0 { 0.0 } else { *v };
-                    }
-                },
+                || cap_in_place(out, self.0),
+            );
+        });
+        Ok((CpuStorage::F32(out), layout.shape().clone()))
+    }
+}
+
+#[inline(always)]
+fn cap_in_place(values: &mut [f32], cap: f32) {
+    values.iter_mut().for_each(|v| *v = cap * tanh(*v / cap));
+}
+
+struct Activate(Activation);
+
+impl CustomOp1 for Activate {
+    fn name(&self) -> &'static str {
+        "activation"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let mut out = slice(x, layout)?.to_vec();
+        out.par_chunks_mut(ELEMENT_TILE).for_each(|out| {
+            vectorized(
+                #[inline(always)]
+                || in_place(self.0, out),
             );
         });
         Ok((CpuStorage::F32(out), layout.shape().clone()))
@@ -353,7 +386,8 @@ mod tests {
             let q = wave((batch, queries, kv_heads * repeat * d), 0.1);
             let (k, v) = (wave((batch, keys, kv_heads * d), 0.7), wave((batch, keys, kv_heads * d), 1.9));
             for window in [None, Some(1), Some(3), Some(64), Some(keys), Some(usize::MAX)] {
-                let out = causal_attention(&q, &k, &v, repeat, d, window, Segments::whole()).unwrap();
+                let shape = AttentionShape { window, ..AttentionShape::new(kv_heads, repeat, d) };
+                let out = causal_attention(&q, &k, &v, shape, Segments::whole()).unwrap();
                 let out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
                 let exact = naive(&q, &k, &v, repeat, d, window.unwrap_or(usize::MAX));
                 for (got, exact) in out.iter().zip(exact) {
@@ -378,7 +412,8 @@ mod tests {
                 .collect();
             let q = wave((2, 200, width), 0.1);
             let (k, v) = (wave((2, 200, kv_width), 0.7), wave((2, 200, kv_width), 1.9));
-            let packed = causal_attention(&q, &k, &v, repeat, d, window, Segments::new(&starts)).unwrap();
+            let shape = AttentionShape { window, ..AttentionShape::new(kv_heads, repeat, d) };
+            let packed = causal_attention(&q, &k, &v, shape, Segments::new(&starts)).unwrap();
             for (row, lengths) in lengths.iter().enumerate() {
                 let mut at = 0;
                 for &length in lengths.iter().filter(|l| **l > 0) {
@@ -386,7 +421,7 @@ mod tests {
                         t.narrow(0, row, 1).unwrap().narrow(1, at, length).unwrap().contiguous().unwrap()
                     };
                     let (q, k, v) = (part(&q), part(&k), part(&v));
-                    let alone = causal_attention(&q, &k, &v, repeat, d, window, Segments::whole()).unwrap();
+                    let alone = causal_attention(&q, &k, &v, shape, Segments::whole()).unwrap();
                     let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
                     for (a, b) in values(&part(&packed)).iter().zip(values(&alone)) {
                         approx::assert_abs_diff_eq!(*a, b, epsilon = 1e-5);
@@ -400,7 +435,7 @@ mod tests {
     #[test]
     fn relu_keeps_what_is_not_a_number() {
         let x = Tensor::from_slice(&[-1.0, -0.0, 2.0, f32::NAN, f32::INFINITY], 5, &Device::Cpu).unwrap();
-        let y = relu(&x).unwrap().to_vec1::<f32>().unwrap();
+        let y = activate(Activation::Relu, &x).unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(y[..3], [0.0, 0.0, 2.0]);
         assert!(y[3].is_nan() && y[4] == f32::INFINITY);
     }
@@ -408,12 +443,12 @@ mod tests {
     #[test]
     fn misfits_are_errors() {
         let (q, k) = (wave((1, 3, 8), 0.0), wave((1, 2, 8), 0.0));
-        let attend = |q, k, v, segments| causal_attention(q, k, v, 1, 4, None, segments);
+        let attend = |q, k, v, segments| causal_attention(q, k, v, AttentionShape::new(2, 1, 4), segments);
         assert!(attend(&q, &k, &k, Segments::whole()).is_err());
         assert!(attend(&k, &q, &k, Segments::whole()).is_err());
         for starts in [&[0][..], &[0, 1, 1, 1], &[0, 2, 2], &[0, 1, 0]] {
             assert!(attend(&q, &q, &q, Segments::new(starts)).is_err(), "{starts:?}");
         }
-        assert!(gated_silu(&q, &k).is_err());
+        assert!(gated(Activation::Silu, &q, &k).is_err());
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::{D, Device, Tensor};
 use quant_kernels_cpu::candle::Runner;
 
-use super::arch::{AttentionShape, BlockGraph, NodeId, Op};
-use super::attention::{cached_attention, causal_attention, gated_silu, relu};
+use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
+use super::attention::{activate, cached_attention, causal_attention, gated};
 use super::tensor_values::with_slices;
 use super::{
     CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
@@ -85,7 +85,7 @@ impl Block {
     ) -> Result<Self> {
         let mut tables = BTreeMap::new();
         for (id, node) in graph.nodes().iter().enumerate() {
-            if let Op::LayerNorm { width, affine: false, .. } = node.op {
+            if let Op::LayerNorm { width, parameters: LayerNormParameters::None, .. } = node.op {
                 norms.insert(id, Norm::plain(width)?);
             }
             if let Op::Rope(rope) = &node.op {
@@ -401,7 +401,7 @@ impl Run<'_> {
                 Ok(rows)
             }
             (Op::Experts { .. }, [weights, outputs @ ..]) => experts::sum(weights, outputs),
-            (Op::GatedSilu, [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),
+            (Op::Gated(_), [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),
             (Op::Rope(_), [x]) => {
                 let table = &self.block.ropes[&id];
                 match self.segments.is_whole() {
@@ -413,8 +413,25 @@ impl Run<'_> {
                 self.tap.attention_input(id, q, k, tokens_of(q)?)?;
                 self.attend(*shape, [q, k, v])
             }
-            (Op::GatedSilu, [gate, up]) => gated_silu(gate, up),
-            (Op::Relu, [x]) => relu(x),
+            (Op::PositionScale(scale), [x]) => {
+                let (batch, positions, _) = x.dims3()?;
+                let factors: Vec<f32> = match self.segments.positions(positions) {
+                    Some(places) => places.iter().map(|&place| scale.at(place as usize)).collect(),
+                    None => {
+                        (0..batch * positions).map(|row| scale.at(self.start + row % positions)).collect()
+                    }
+                };
+                Ok(x.broadcast_mul(&Tensor::from_vec(factors, (batch, positions, 1), &Device::Cpu)?)?)
+            }
+            (Op::Gated(activation), [gate, up]) => gated(*activation, gate, up),
+            (Op::Activation(activation), [x]) => activate(*activation, x),
+            (Op::Slice { period, start, width }, [x]) => {
+                let (batch, positions, features) = x.dims3()?;
+                let periods = x.reshape((batch, positions, features / period, *period))?;
+                let taken = periods.narrow(3, *start, *width)?.contiguous()?;
+                Ok(taken.reshape((batch, positions, self.block.graph.width(id)))?)
+            }
+            (Op::Scale(factor), [x]) => Ok((x * f64::from(*factor))?),
             (Op::Add, [a, b]) => Ok((a + b)?),
             (op, inputs) => Err(Error::Internal(format!("{op:?} with {} inputs", inputs.len()))),
         }
@@ -422,17 +439,16 @@ impl Run<'_> {
 
     /// Attention as the block caches, on what is cached already and these.
     fn attend(&mut self, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
-        let AttentionShape { repeat, head_dim, window, .. } = shape;
         let rounded = |x: &Tensor| -> Result<Tensor> {
             let KvCaching::Simulated(scheme) = self.block.caching else { return Ok(x.clone()) };
             let mut values = x.flatten_all()?.to_vec1::<f32>()?;
-            scheme.round(&mut values, head_dim)?;
+            scheme.round(&mut values, shape.head_dim)?;
             Ok(Tensor::from_vec(values, x.shape(), x.device())?)
         };
         let Some(cache) = self.cache.as_deref_mut() else {
             return match self.block.caching {
                 KvCaching::Kernels(kind) => paged::prefill(kind, shape, [q, k, v], self.segments),
-                _ => causal_attention(q, &rounded(k)?, &rounded(v)?, repeat, head_dim, window, self.segments),
+                _ => causal_attention(q, &rounded(k)?, &rounded(v)?, shape, self.segments),
             };
         };
         if let KvCaching::Kernels(kind) = self.block.caching {
@@ -444,7 +460,7 @@ impl Run<'_> {
         }
         let out = with_slices([q, &rounded(k)?, &rounded(v)?], |[q, k, v]| {
             let (k, v) = cache.append(k, v, kv_width)?;
-            cached_attention([q, k, v], kv_width, repeat, head_dim, window)
+            cached_attention([q, k, v], kv_width, shape)
         })?;
         Ok(Tensor::from_vec(out, q.shape(), &Device::Cpu)?)
     }

@@ -8,9 +8,10 @@ use quant_kernels_cpu::Rayon;
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
+use super::attention::soft_capped;
 use super::{
-    AttentionShape, Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, Model, NoTap, NodeId, Norm, Op,
-    PositionTable, Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model, NoTap,
+    NodeId, Norm, Op, PositionTable, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -20,10 +21,12 @@ pub struct Decoder {
     hidden: usize,
     vocab: usize,
     embedding: Arc<WeightBody>,
+    embedding_scale: f32,
     position_table: Option<PositionTable>,
     blocks: Vec<Block>,
     final_norm: Option<(Op, Norm)>,
     head: Linear,
+    logits: LogitsTransform,
     positions: usize,
     attentions: Vec<AttentionShape>,
 }
@@ -56,10 +59,12 @@ impl Decoder {
             hidden: a.hidden,
             vocab: a.vocab,
             embedding,
+            embedding_scale: model.embedding_scale()?,
             position_table,
             blocks,
             final_norm: model.final_norm()?,
             head,
+            logits: a.logits,
             positions,
             attentions: a.attentions(),
         }
@@ -177,6 +182,9 @@ impl Decoder {
                 values.extend_from_slice(embedding.rows(row..row + 1, &mut scratch)?);
             }
         }
+        if self.embedding_scale != 1.0 {
+            values.iter_mut().for_each(|v| *v *= self.embedding_scale);
+        }
         if let Some(table) = &self.position_table {
             table.add_to(&mut values, |token| start + token % length)?;
         }
@@ -232,7 +240,13 @@ impl Decoder {
     /// # Errors
     /// When the width is another.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.head.forward(hidden)
+        let logits = self.head.forward(hidden)?;
+        let LogitsTransform { scale, softcap } = self.logits;
+        let logits = if scale == 1.0 { logits } else { (logits * f64::from(scale))? };
+        match softcap {
+            Some(cap) => soft_capped(&logits, cap),
+            None => Ok(logits),
+        }
     }
 
     /// An empty cache that fits this decoder.

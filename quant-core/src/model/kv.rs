@@ -131,7 +131,10 @@ impl KvCaching {
     /// Why the kernels cannot cache the keys and values of all these attentions on this machine, if they cannot; the
     /// cache is then simulated.
     pub fn refusal(kind: KvType, attentions: &[AttentionShape]) -> Option<String> {
-        attentions.iter().find_map(|shape| refusal(kind, shape.head_dim))
+        attentions.iter().find_map(|shape| match shape.softcap {
+            Some(_) => Some("the kernels' attention has no soft cap on scores".into()),
+            None => refusal(kind, shape.head_dim),
+        })
     }
 }
 

@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 
 use super::Preparation;
-use super::arch::{self, Architecture, LearnedPositions, Op};
+use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::names;
 use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, StoredWeight, WeightBody};
 use crate::checkpoint::{
@@ -218,6 +218,9 @@ impl Model {
         if !a.tied && self.module_scheme(&a.head).is_none() {
             expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
         }
+        if a.head_bias {
+            expected.push((format!("{}.bias", a.head), vec![a.vocab]));
+        }
         expected
     }
 
@@ -357,18 +360,39 @@ impl Model {
         Ok(Arc::new(body))
     }
 
+    /// What embeddings are multiplied by; 1 where the family does not scale them.
+    ///
+    /// # Errors
+    /// When the embedding is missing.
+    pub fn embedding_scale(&self) -> Result<f32> {
+        let a = &self.architecture;
+        Ok(match a.embedding_scale {
+            None => 1.0,
+            Some(EmbeddingScale::Exact(scale)) => scale as f32,
+            Some(EmbeddingScale::Rounded(scale)) => {
+                let module = a.embedding_module();
+                let dtype = match self.module_scheme(&module) {
+                    Some(_) => self.packed_scale_dtype(&module)?,
+                    None => self.source.require(&self.embedding_name())?.dtype,
+                };
+                dtype.round(scale as f32)
+            }
+        })
+    }
+
     /// The output head; for tied models it shares `embedding`.
     ///
     /// # Errors
     /// When it cannot be read or is not finite.
     pub fn head(&self, embedding: &Arc<WeightBody>) -> Result<Linear> {
         let a = &self.architecture;
+        let bias = if a.head_bias { Some(self.vector(&format!("{}.bias", a.head))?) } else { None };
         if a.tied {
-            return Ok(Linear::new(embedding.clone(), None));
+            return Ok(Linear::new(embedding.clone(), bias));
         }
         let weight = self.linear_weight(&a.head, [a.vocab, a.hidden])?;
         weight.load()?;
-        Ok(Linear::new(Arc::new(weight), None))
+        Ok(Linear::new(Arc::new(weight), bias))
     }
 
     /// The norm before the head and its parameters, if there is one.
@@ -478,7 +502,7 @@ impl Model {
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
-    /// by row from the checkpoint: the table itself is never in memory. What
+    /// by row from the checkpoint and [scaled](Self::embedding_scale): the table itself is never in memory. What
     /// [`position_table`](Self::position_table) has is not added yet.
     ///
     /// # Errors
@@ -489,6 +513,7 @@ impl Model {
         let (name, hidden) = (self.embedding_name(), self.architecture.hidden);
         let dtype = self.source.require(&name)?.dtype;
         let row_bytes = hidden * dtype.size();
+        let scale = self.embedding_scale()?;
         // Each distinct row is read once, in the order it stands in the file.
         let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
         for (place, &token) in tokens.iter().enumerate() {
@@ -502,6 +527,9 @@ impl Model {
             require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)
                 .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
             dtype.widen(&bytes, &mut row);
+            if scale != 1.0 {
+                row.iter_mut().for_each(|v| *v *= scale);
+            }
             for place in places {
                 out[place * hidden..(place + 1) * hidden].copy_from_slice(&row);
             }

@@ -34,9 +34,67 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `tanh x` within 2 units in the last place.
+///
+/// A polynomial about 0, where the quotient of exponentials would lose digits; the quotient elsewhere.
+#[inline(always)]
+pub(crate) fn tanh(x: f32) -> f32 {
+    let magnitude = x.abs();
+    let square = x * x;
+    let p = -5.704_988_7e-3_f32;
+    let p = p * square + 0.020_639_088;
+    let p = p * square - 5.373_971_6e-2;
+    let p = p * square + 1.333_144_2e-1;
+    let p = p * square - 0.333_332_8;
+    let near = x + x * square * p;
+    // Beyond 9 the quotient is 1 in `f32`; NaN stays NaN.
+    let bounded = if magnitude > 10.0 { 10.0 } else { magnitude };
+    let far = (1.0 - 2.0 / (exp(2.0 * bounded) + 1.0)).copysign(x);
+    if magnitude < 0.625 { near } else { far }
+}
+
+/// `x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2`.
+#[inline(always)]
+pub(crate) fn gelu_tanh(x: f32) -> f32 {
+    const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+    0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * (x + 0.044_715 * (x * x * x))))
+}
+
+/// `x · (1 + erf(x / √2)) / 2`.
+#[inline(always)]
+pub(crate) fn gelu(x: f32) -> f32 {
+    0.5 * x * (1.0 + candle_core::cpu::erf::erf_f32(x * std::f32::consts::FRAC_1_SQRT_2))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tanh_agrees_with_double_precision() {
+        let mut worst = 0.0_f64;
+        for i in -1_200_000..1_200_000 {
+            let x = i as f32 * 1e-5;
+            let exact = f64::from(x).tanh();
+            if exact != 0.0 {
+                worst = worst.max(((f64::from(tanh(x)) - exact) / exact).abs());
+            }
+        }
+        assert!(worst < 2.0 * f64::from(f32::EPSILON), "{worst:e}");
+        assert_eq!((tanh(0.0), tanh(1e30), tanh(f32::NEG_INFINITY)), (0.0, 1.0, -1.0));
+        assert!(tanh(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn gelu_tanh_agrees_with_double_precision() {
+        for i in -1000..1000 {
+            let x = f64::from(i) * 0.01;
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            let exact = 0.5 * x * (1.0 + inner.tanh());
+            approx::assert_abs_diff_eq!(f64::from(gelu_tanh(x as f32)), exact, epsilon = 4e-7 * x.abs());
+        }
+        assert!(gelu_tanh(f32::NAN).is_nan());
+    }
 
     #[test]
     fn exp_agrees_with_double_precision() {

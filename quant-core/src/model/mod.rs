@@ -26,8 +26,9 @@ mod tensor_values;
 mod tokens;
 
 pub use arch::{
-    Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, FoldGroup, LearnedPositions, Node, NodeId,
-    Op, OrderGroup, QueryKey, Reach,
+    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, EmbeddingScale, FoldGroup,
+    LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op, OrderGroup, PositionScale,
+    QueryKey, Reach,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
@@ -39,7 +40,7 @@ pub use load::Model;
 pub use norm::Norm;
 pub use positions::PositionTable;
 pub use preparation::Preparation;
-pub use rope::{Rope, RopeScaling, RopeTable, RopeTables};
+pub use rope::{LongRope, Rope, RopeLayout, RopeRequest, RopeScaling, RopeTable, RopeTables, Yarn};
 pub use segments::Segments;
 pub(crate) use tensor_values::with_values;
 pub use tokens::TokenRows;

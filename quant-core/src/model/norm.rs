@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// The parameters of a norm.
 #[derive(Debug, Clone)]
 pub struct Norm {
-    /// `[width]`.
+    /// `[width]`, as it is stored: [`Op::weight_offset`] is added to it when it is applied.
     pub weight: Tensor,
     /// `[width]`, if there is one.
     pub bias: Option<Tensor>,
@@ -35,10 +35,22 @@ impl Norm {
         let (batch, positions, features) = x.dims3()?;
         let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
         let y = match (op, &self.bias) {
-            (Op::RmsNorm { width, eps, .. }, None) => {
+            (Op::RmsNorm { width, eps, zero_centered: false, .. }, None) => {
                 candle_nn::ops::rms_norm(&rows(*width)?, &self.weight, *eps as f32)?
             }
-            (Op::LayerNorm { width, eps, .. }, Some(bias)) => {
+            (Op::RmsNorm { width, eps, zero_centered: true, .. }, None) => {
+                let weight = (&self.weight + f64::from(op.weight_offset()))?;
+                candle_nn::ops::rms_norm(&rows(*width)?, &weight, *eps as f32)?
+            }
+            (Op::LayerNorm { width, eps, .. }, bias) => {
+                let zeros;
+                let bias = match bias {
+                    Some(bias) => bias,
+                    None => {
+                        zeros = self.weight.zeros_like()?;
+                        &zeros
+                    }
+                };
                 rows(*width)?.apply_op3_no_bwd(&self.weight, bias, &LayerNorm { eps: *eps as f32 })?
             }
             (op, _) => return Err(Error::Internal(format!("{op:?} with the parameters of another norm"))),
@@ -115,11 +127,34 @@ fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::arch::LayerNormParameters::{self, WeightAndBias};
     use candle_core::Device;
+
+    fn rms(width: usize, zero_centered: bool) -> Op {
+        Op::RmsNorm { name: String::new(), width, eps: 1e-5, zero_centered }
+    }
+
+    /// A norm whose weight is centered at 0 multiplies by 1 + weight; a layer norm without a bias adds nothing.
+    #[test]
+    fn weights_centered_at_zero_and_missing_biases() {
+        let tensor = |v: &[f32]| Tensor::from_slice(v, v.len(), &Device::Cpu).unwrap();
+        let x = Tensor::from_slice(&[1.0_f32, -2.0, 3.0, 0.5], (1, 1, 4), &Device::Cpu).unwrap();
+        let flat = |y: Tensor| y.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let (stored, whole) = ([0.25_f32, -1.0, 0.0, -0.5], [1.25_f32, 0.0, 1.0, 0.5]);
+        let centered = Norm { weight: tensor(&stored), bias: None };
+        let plain = Norm { weight: tensor(&whole), bias: None };
+        let expected = flat(plain.apply(&rms(4, false), &x).unwrap());
+        assert_eq!(flat(centered.apply(&rms(4, true), &x).unwrap()), expected);
+        assert_ne!(flat(centered.apply(&rms(4, false), &x).unwrap()), expected);
+        let parameters = LayerNormParameters::Weight;
+        let layer = Op::LayerNorm { name: String::new(), width: 4, parameters, eps: 1e-5 };
+        let zeros = Norm { weight: tensor(&whole), bias: Some(tensor(&[0.0; 4])) };
+        assert_eq!(flat(plain.apply(&layer, &x).unwrap()), flat(zeros.apply(&layer, &x).unwrap()));
+    }
 
     fn normed(rows: usize, width: usize, x: Vec<f32>, norm: &Norm) -> Vec<f32> {
         let x = Tensor::from_vec(x, (1, rows, width), &Device::Cpu).unwrap();
-        let op = Op::LayerNorm { name: String::new(), width, affine: true, eps: 1e-5 };
+        let op = Op::LayerNorm { name: String::new(), width, parameters: WeightAndBias, eps: 1e-5 };
         norm.apply(&op, &x).unwrap().flatten_all().unwrap().to_vec1().unwrap()
     }
 
@@ -161,10 +196,11 @@ mod tests {
         assert!(found[..4].iter().all(|v| v.is_nan()));
         assert_eq!(found[4..], [0.0; 4]);
         let x = Tensor::zeros((1, 2, 8), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let layer = |width| Op::LayerNorm { name: String::new(), width, affine: false, eps: 1e-5 };
+        let parameters = LayerNormParameters::None;
+        let layer = |width| Op::LayerNorm { name: String::new(), width, parameters, eps: 1e-5 };
         assert!(plain.apply(&layer(4), &x).is_ok());
         assert!(plain.apply(&layer(8), &x).is_err());
-        assert!(plain.apply(&Op::RmsNorm { name: String::new(), width: 4, eps: 1e-5 }, &x).is_err());
-        assert!(plain.apply(&Op::Relu, &x).is_err());
+        assert!(plain.apply(&rms(4, false), &x).is_err());
+        assert!(plain.apply(&Op::Add, &x).is_err());
     }
 }

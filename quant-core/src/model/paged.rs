@@ -30,7 +30,10 @@ impl Paged {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
         let kv = kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are no heads of {d}")))?;
-        let heads = Heads { query: kv * shape.repeat, kv, scale: 1.0 / (d as f32).sqrt() };
+        if shape.softcap.is_some() {
+            return Err(Error::Internal("the kernels' attention has no soft cap".into()));
+        }
+        let heads = Heads { query: kv * shape.repeat, kv, scale: shape.scale() };
         let layout = KvLayout::new(kind, d).map_err(cache_error)?;
         let cache = KvCache::new(layout, heads, capacity).map_err(cache_error)?;
         Ok(Self { cache, words: Vec::new(), lse: Vec::new() })
@@ -184,7 +187,7 @@ mod tests {
     impl Case {
         fn all() -> Vec<Self> {
             let case = |repeat, head_dim, kv, batch, positions, window| Self {
-                shape: AttentionShape { kv_heads: kv, repeat, head_dim, window },
+                shape: AttentionShape { window, ..AttentionShape::new(kv, repeat, head_dim) },
                 kv,
                 batch,
                 positions,
@@ -239,7 +242,7 @@ mod tests {
                     let at = ((b * n + s) * case.kv + head / repeat) * d;
                     x[at..at + d].iter().map(|v| f64::from(*v)).collect()
                 };
-                let scale = 1.0 / (d as f64).sqrt();
+                let scale = f64::from(case.shape.scale());
                 let (step, _) = quantize_query(q, &mut vec![0; d]).unwrap();
                 let (mut total, mut delta) = (0.0, 0.0_f64);
                 let (mut sums, mut most) = (vec![0.0; d], vec![0.0_f64; d]);
@@ -304,7 +307,7 @@ mod tests {
     #[test]
     fn segments_do_not_see_each_other() {
         for window in [None, Some(7), Some(100)] {
-            let shape = AttentionShape { kv_heads: 2, repeat: 2, head_dim: 16, window };
+            let shape = AttentionShape { window, ..AttentionShape::new(2, 2, 16) };
             let case = Case { shape, kv: 2, batch: 2, positions: 130 };
             let [q, k, v] = case.inputs(9);
             let starts: Vec<u32> = [[1, 65, 2, 62], [130, 0, 0, 0]]
@@ -329,12 +332,7 @@ mod tests {
 
     #[test]
     fn misfits_are_errors() {
-        let case = Case {
-            shape: AttentionShape { kv_heads: 1, repeat: 2, head_dim: 16, window: None },
-            kv: 1,
-            batch: 1,
-            positions: 3,
-        };
+        let case = Case { shape: AttentionShape::new(1, 2, 16), kv: 1, batch: 1, positions: 3 };
         let [q, k, v] = case.inputs(1);
         let attend = |shape, tensors: [&Tensor; 3]| prefill(KvType::Kv4, shape, tensors, Segments::whole());
         let short = v.narrow(1, 0, 2).unwrap();

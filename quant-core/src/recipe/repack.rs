@@ -87,6 +87,7 @@ impl Plan {
             float_modules,
             parts_head: false,
             head: architecture.head.clone(),
+            head_alias: architecture.head_alias,
             embedding,
             fused: architecture.fused_modules(),
         };

@@ -169,7 +169,8 @@ fn chosen_scales(
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),
         unlisted_consumers: 0,
-        inspected: task.module(group.inspected),
+        // Where attention and MLP read one norm, their outputs meet in the block's own.
+        inspected: task.module(group.inspected).trim_end_matches('.').to_owned(),
         ratio,
         error_before,
         error_after,

@@ -9,7 +9,8 @@ use crate::{Error, Result};
 ///
 /// A norm's weight is stored in a narrow type, so `γ / s` is rounded there. The consumers are
 /// therefore multiplied not by `s` but by `γ / round(γ / s)`: the rewrite stays an identity however
-/// narrow the type. A norm's bias is divided by the same. Where a quotient underflows or overflows, the
+/// narrow the type. Where `γ = 1 + w` and `w` is stored (Gemma), `w' = (1 + w) / s − 1` is. A norm's bias is divided by
+/// the same. Where a quotient underflows or overflows, the
 /// channel keeps its scale of 1.
 ///
 /// # Errors
@@ -34,6 +35,7 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
                 (None, Some(bias)) => Some(bias.to_vec1::<f32>()?),
                 (None, None) => None,
             };
+            let offset = op.weight_offset();
             let fits = |channel: usize, scale: f32| {
                 bias.as_ref().is_none_or(|bias| dtype.round(bias[channel] / scale).is_finite())
             };
@@ -41,14 +43,24 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
                 .iter()
                 .zip(scales)
                 .enumerate()
-                .map(|(c, (&w, &s))| match dtype.round(w / s) {
-                    folded if w == 0.0 => folded,
-                    folded if folded.is_normal() && (w / folded).is_normal() && fits(c, w / folded) => folded,
-                    _ => w,
+                .map(|(c, (&w, &s))| {
+                    // `w + 0` would lose the sign of a zero.
+                    let gamma = if offset == 0.0 { w } else { w + offset };
+                    let folded = dtype.round(gamma / s - offset);
+                    let new = folded + offset;
+                    if gamma == 0.0 {
+                        // With an offset the stored number is not 0, and no scale changes it.
+                        return if offset == 0.0 { folded } else { w };
+                    }
+                    let holds = new.is_normal() && (gamma / new).is_normal() && fits(c, gamma / new);
+                    if holds { folded } else { w }
                 })
                 .collect();
-            let effective: Vec<f32> =
-                weight.iter().zip(&folded).map(|(&w, &f)| if f == 0.0 { 1.0 } else { w / f }).collect();
+            let effective = weight.iter().zip(&folded).map(|(&w, &f)| match f + offset {
+                0.0 => 1.0,
+                new => (w + offset) / new,
+            });
+            let effective: Vec<f32> = effective.collect();
             if let Some(mut bias) = bias {
                 bias.iter_mut().zip(&effective).for_each(|(b, s)| *b /= s);
                 rewrite.norm_biases.insert(node, bias);
@@ -56,8 +68,9 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
             rewrite.norms.insert(node, folded);
             effective
         }
-        Op::Linear { shape, .. } if shape[0] == scales.len() => {
-            multiply_into(rewrite.rows.entry(node).or_insert_with(|| vec![1.0; scales.len()]), scales);
+        Op::Linear { shape, .. } if group.rows.len() == scales.len() && group.rows.end <= shape[0] => {
+            let rows = rewrite.rows.entry(node).or_insert_with(|| vec![1.0; shape[0]]);
+            multiply_into(&mut rows[group.rows.clone()], scales);
             scales.to_vec()
         }
         op => return Err(Error::Internal(format!("{} scales do not fit {op:?}", scales.len()))),

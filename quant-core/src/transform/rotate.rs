@@ -120,6 +120,14 @@ impl Stream {
                     Op::Add => {
                         let other = node.inputs.iter().find(|i| **i != value);
                         let Some(&added) = other else { return Err(refuse("a value is added to itself")) };
+                        // A constant factor commutes with the rotation.
+                        let added = match graph.nodes()[added].op {
+                            Op::Scale(_) if graph.users(added).count() == 1 => graph.nodes()[added].inputs[0],
+                            _ => added,
+                        };
+                        if graph.nodes()[added].op.is_norm() {
+                            return Err(refuse(NORMED));
+                        }
                         if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
                             return Err(refuse("what is added to its hidden states is no linear's output"));
@@ -145,13 +153,15 @@ impl Stream {
     }
 }
 
+const NORMED: &str = "norms with weights of their own stand between its linears and the sum with its hidden states, and a rotation does not commute with these";
 const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is, and may add a bias that linears cannot take";
 
 /// What becomes of a tensor.
 #[derive(Debug, Clone)]
 enum Turn {
-    /// A norm's weight, which is folded into what reads it.
-    One,
+    /// A norm's weight, which is folded into what reads it, and is stored as this afterwards: 1, or 0 where it is
+    /// centered at 0.
+    Norm(f32),
     /// Rows are multiplied by a norm's weight, where there is one, and turned.
     Rows(Option<Arc<Vec<f32>>>),
     /// Columns, or a vector, are turned.
@@ -181,11 +191,20 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
     for name in source.names() {
         add(name.to_owned(), name.to_owned(), None)?;
     }
-    let gamma = |name: &str| source.read_f32(&format!("{name}.weight")).map(Arc::new);
+    let gamma = |name: &str, op: &Op| -> Result<Arc<Vec<f32>>> {
+        let mut weight = source.read_f32(&format!("{name}.weight"))?;
+        if op.weight_offset() != 0.0 {
+            weight.iter_mut().for_each(|w| *w += op.weight_offset());
+        }
+        Ok(Arc::new(weight))
+    };
     let head = format!("{}.weight", architecture.head);
     let embedding = model.embedding_name();
-    let last = architecture.final_norm.as_ref().map_or("", Op::name);
-    let last_gamma = gamma(last)?;
+    let Some(last_norm) = &architecture.final_norm else {
+        return Err(Error::Internal("a model without a last norm passed the check".into()));
+    };
+    let last = last_norm.name();
+    let last_gamma = gamma(last, last_norm)?;
     let parts = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
     if turns || parts {
         add(architecture.embedding.clone(), embedding.clone(), turns.then_some(Turn::Rows(None)))?;
@@ -194,16 +213,22 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
         let stored = if architecture.tied { embedding } else { head.clone() };
         add(head.clone(), stored, Some(Turn::Rows(Some(last_gamma))))?;
     }
-    add(format!("{last}.weight"), format!("{last}.weight"), Some(Turn::One))?;
+    add(
+        format!("{last}.weight"),
+        format!("{last}.weight"),
+        Some(Turn::Norm(1.0 - last_norm.weight_offset())),
+    )?;
     for layer in 0..architecture.layers {
         let graph = architecture.graph(layer);
         let stream = Stream::of(architecture, graph, by)?;
         let name = |node: NodeId| architecture.in_block(layer, graph.name(node));
-        let gammas = stream.norms.iter().map(|&norm| Ok((norm, gamma(&name(norm))?)));
+        let gammas =
+            stream.norms.iter().map(|&norm| Ok((norm, gamma(&name(norm), &graph.nodes()[norm].op)?)));
         let gammas: BTreeMap<NodeId, Arc<Vec<f32>>> = gammas.collect::<Result<_>>()?;
         for &norm in &stream.norms {
+            let stored = 1.0 - graph.nodes()[norm].op.weight_offset();
             let name = format!("{}.weight", name(norm));
-            add(name.clone(), name, Some(Turn::One))?;
+            add(name.clone(), name, Some(Turn::Norm(stored)))?;
         }
         for &(linear, norm) in &stream.reads {
             let gamma = gammas[&norm].clone();
@@ -336,8 +361,8 @@ impl TensorSource for Rotated {
         }
         let dtype = turned.info.dtype;
         match turn {
-            Turn::One => {
-                let one = dtype.narrow(&[1.0]);
+            Turn::Norm(stored) => {
+                let one = dtype.narrow(&[*stored]);
                 let from = (offset % one.len() as u64) as usize;
                 buffer.iter_mut().zip(one.iter().cycle().skip(from)).for_each(|(b, o)| *b = *o);
             }

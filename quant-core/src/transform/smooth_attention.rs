@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! λ_i = max |K_i|^α                                       i a channel of a key head, over the text
-//! λ_i = λ_{i + d/2} = max(max |K_i|, max |K_{i + d/2}|)^α where keys are turned, which mixes the two
+//! λ_i = λ_j = max(max |K_i|, max |K_j|)^α                 where keys are turned, and the rotation mixes i and j
 //! ```
 //!
 //! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, biases too; the query heads that share a
@@ -145,11 +145,12 @@ impl Seen {
                 largest.iter_mut().skip(channel).step_by(d).for_each(|m| *m = all);
             }
         }
-        if self.pair.is_turned {
+        if let Some(rope) = &self.pair.rope {
             for head in largest.chunks_exact_mut(d) {
-                let (low, high) = head.split_at_mut(d / 2);
-                for (a, b) in low.iter_mut().zip(high) {
-                    (*a, *b) = (a.max(*b), a.max(*b));
+                for channel in 0..d {
+                    let partner = rope.partner(channel);
+                    let both = head[channel].max(head[partner]);
+                    (head[channel], head[partner]) = (both, both);
                 }
             }
         }
@@ -191,7 +192,7 @@ impl Seen {
         let one_head = self.norm_width(task) == Some(d);
         for (at, scale) in scales.iter_mut().enumerate() {
             let (head, channel) = if one_head { (0, at % d) } else { (at / d * d, at % d) };
-            let twin = if self.pair.is_turned { (channel + d / 2) % d } else { channel };
+            let twin = self.pair.rope.as_ref().map_or(channel, |rope| rope.partner(channel));
             if !held[head + channel] || !held[head + twin] {
                 *scale = 1.0;
             }

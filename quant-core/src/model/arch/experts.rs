@@ -4,7 +4,7 @@
 //! statistics as all linears have, and a balance list that begins at a norm holds the router and the linears of every
 //! expert. What differs is that the values inside an expert have a row for its tokens alone.
 
-use super::{GraphBuilder, NodeId, Op, Routing};
+use super::{Activation, GraphBuilder, NodeId, Op, Routing};
 
 /// Experts with a gated product each, and where their weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -42,7 +42,7 @@ impl GatedExperts {
             let rows = g.add(Op::ExpertInput { expert, routing }, &[x, weights]);
             let gated = g.add(linear(gate, [intermediate, hidden]), &[rows]);
             let raised = g.add(linear(up, [intermediate, hidden]), &[rows]);
-            let product = g.add(Op::GatedSilu, &[gated, raised]);
+            let product = g.add(Op::Gated(Activation::Silu), &[gated, raised]);
             terms.push(g.add(linear(down, [hidden, intermediate]), &[product]));
         }
         g.add(Op::Experts { name: prefix.to_owned() }, &terms)

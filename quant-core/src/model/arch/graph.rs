@@ -8,7 +8,10 @@
 //! never typed by hand, and a consumer cannot be forgotten. Scales are positive: a rectifier lets no
 //! others through.
 
+use std::ops::Range;
+
 use super::op::{AttentionInput, AttentionShape, ChannelOrder, Op, Reach, Rows, ScalePass};
+use crate::model::rope::Rope;
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
 pub type NodeId = usize;
@@ -39,6 +42,8 @@ pub struct BlockGraph {
 pub struct FoldGroup {
     /// A norm or a linear; its output channels are divided by the scale.
     pub producer: NodeId,
+    /// Which of its output channels: all, or of a fused linear the rows of one value.
+    pub rows: Range<usize>,
     /// The balance list: every linear that reads these channels; their columns are multiplied.
     pub consumers: Vec<NodeId>,
     /// The node whose value all consumers read, experts the rows of their tokens.
@@ -91,7 +96,7 @@ pub struct OrderGroup {
 }
 
 /// The place of an attention and what turns, norms and makes its queries and keys.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct QueryKey {
     /// The attention.
     pub attention: NodeId,
@@ -101,8 +106,9 @@ pub struct QueryKey {
     pub repeat: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Whether both are turned to their positions, which mixes a head's channel with that half its width away.
-    pub is_turned: bool,
+    /// How both are turned to their positions, if they are: a channel that turns is mixed with its partner, and both must
+    /// have one scale.
+    pub rope: Option<Rope>,
 }
 
 /// Builds a [`BlockGraph`] in order of evaluation.
@@ -291,16 +297,39 @@ impl BlockGraph {
 
     /// Every producer that can be rescaled, in order of evaluation.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
-        (0..self.nodes.len()).filter_map(|id| self.fold_group(id)).collect()
+        (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)).collect()
     }
 
-    fn fold_group(&self, producer: NodeId) -> Option<FoldGroup> {
+    fn fold_groups_of(&self, producer: NodeId) -> Vec<FoldGroup> {
         let op = &self.nodes[producer].op;
-        if op.stored_norm().is_none() && !matches!(op, Op::Linear { .. }) {
-            return None;
+        let Some(width) = op.stored_norm().map(|(_, width, _)| width).or(op.linear_shape().map(|s| s[0]))
+        else {
+            return Vec::new();
+        };
+        // The rows that each value of a fused linear is made of.
+        let slice = |(user, _): (NodeId, usize)| match self.nodes[user].op {
+            Op::Slice { period, start, width: taken } if period == width => {
+                Some((user, start..start + taken))
+            }
+            _ => None,
+        };
+        let slices: Option<Vec<(NodeId, Range<usize>)>> = self.users(producer).map(slice).collect();
+        match slices.filter(|slices| !slices.is_empty() && op.linear_shape().is_some()) {
+            Some(slices) => {
+                let alone = |user: NodeId, rows: &Range<usize>| {
+                    slices.iter().all(|(u, r)| *u == user || r.end <= rows.start || rows.end <= r.start)
+                };
+                let own = slices.iter().filter(|(user, rows)| alone(*user, rows));
+                own.filter_map(|(user, rows)| self.fold_group(producer, *user, rows.clone())).collect()
+            }
+            None => self.fold_group(producer, producer, 0..width).into_iter().collect(),
         }
+    }
+
+    /// The group of some of a producer's channels, which are the value of the node `value`.
+    fn fold_group(&self, producer: NodeId, value: NodeId, rows: Range<usize>) -> Option<FoldGroup> {
         let mut walk = Walk::default();
-        self.follow(producer, 1, &mut walk)?;
+        self.follow(value, 1, &mut walk)?;
         let (input, repeat) = (walk.input?, walk.repeat);
         let run = walk.run.max(1);
         let inspected = match walk.consumers.as_slice() {
@@ -308,7 +337,7 @@ impl BlockGraph {
             [single] => *single,
             several => self.meeting_node(several)?,
         };
-        Some(FoldGroup { producer, consumers: walk.consumers, input, inspected, repeat, run })
+        Some(FoldGroup { producer, rows, consumers: walk.consumers, input, inspected, repeat, run })
     }
 
     /// All channels between linears that may be reordered, in order of evaluation of their consumers.
@@ -353,22 +382,32 @@ impl BlockGraph {
         let of = |(attention, node): (NodeId, &Node)| {
             let Op::Attention(AttentionShape { repeat, head_dim, .. }) = node.op else { return None };
             let [queries, keys] = [self.made_by(node.inputs[0])?, self.made_by(node.inputs[1])?];
-            let is_turned = queries.1;
+            let rope = queries.1;
             let producers = [queries.0, keys.0];
-            (keys.1 == is_turned).then_some(QueryKey { attention, producers, repeat, head_dim, is_turned })
+            // Norms of queries and keys are scaled only where powers of two are exact in what they store.
+            let exact = producers.iter().all(|&id| self.nodes[id].op.weight_offset() == 0.0);
+            (keys.1 == rope && exact).then(|| QueryKey {
+                attention,
+                producers,
+                repeat,
+                head_dim,
+                rope: rope.cloned(),
+            })
         };
         self.nodes.iter().enumerate().filter_map(of).collect()
     }
 
-    /// What can scale a query or key, and whether it is turned after that.
-    fn made_by(&self, value: NodeId) -> Option<(NodeId, bool)> {
+    /// What can scale a query or key, and how it is turned after that.
+    fn made_by(&self, value: NodeId) -> Option<(NodeId, Option<&Rope>)> {
         if self.users(value).count() != 1 {
             return None;
         }
         match &self.nodes[value].op {
-            Op::Rope(_) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, true)),
-            Op::Linear { .. } => Some((value, false)),
-            op if op.stored_norm().is_some() => Some((value, false)),
+            Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
+            // One factor for all channels of a token.
+            Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
+            Op::Linear { .. } => Some((value, None)),
+            op if op.stored_norm().is_some() => Some((value, None)),
             _ => None,
         }
     }

@@ -1,8 +1,10 @@
 //! Mixtral and Qwen3-MoE: blocks of the Llama family with experts in place of the MLP, in all layers or in some.
 
+use super::decoder::{Decoder, Defaults};
 use super::experts::GatedExperts;
-use super::llama::{BlockDetails, Details, Windows, describe};
-use super::{Architecture, Blocks, Family, Routing};
+use super::parts::{HeadNorms, Mlp};
+use super::windows::Windows;
+use super::{Architecture, AttentionShape, Blocks, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -51,13 +53,20 @@ impl Family for Mixtral {
         };
         // Unlike Mistral's, a window that is not named is none.
         let windows = match config.map().contains_key("sliding_window") {
-            true => Windows::uniform(config, true)?,
+            true => Windows::uniform(config, Some(4096), true)?,
             false => Windows::Never,
         };
         let (theta, norm_eps) = (1e6, 1e-5);
-        let experts = Some((experts, vec![true; Blocks::layers(config)?]));
-        let details = Details::new(self.name());
-        describe(config, &Details { kv_heads: Some(8), theta, norm_eps, windows, experts, ..details })
+        let d = Decoder::read(
+            config,
+            Defaults { kv_heads: Some(8), theta, norm_eps, ..Defaults::new(self.name()) },
+        )?;
+        let block = d.block(d.attention(Some(d.rope()?), [false; 2]), Mlp::Experts(experts));
+        d.architecture(|layer| {
+            let mut block = block.clone();
+            block.attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
+            block
+        })
     }
 }
 
@@ -79,19 +88,21 @@ impl Family for Qwen3Moe {
             routing: routing(config, normalized)?,
             intermediate: config.require_positive("moe_intermediate_size")?,
         };
-        let attention_bias = config.optional_bool("attention_bias")?.unwrap_or(false);
-        let block = BlockDetails {
-            qkv_bias: attention_bias,
-            o_bias: attention_bias,
-            head_norms: true,
-            ..BlockDetails::default()
-        };
+        let d = Decoder::read(config, Defaults { kv_heads: Some(4), ..Defaults::new(self.name()) })?;
+        let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
+        attention.head_norms = Some(HeadNorms::OF_HEADS);
         // Unlike Qwen3's, all blocks have one: `max_window_layers` is not looked at.
-        let on = config.optional_bool("use_sliding_window")?.unwrap_or(false);
-        let windows = Windows::uniform(config, on)?;
-        let experts = Some((experts, sparse_layers(config)?));
-        let details = Details::new(self.name());
-        describe(config, &Details { kv_heads: Some(4), block, windows, experts, ..details })
+        let windows = Windows::uniform(config, Some(4096), d.flag("use_sliding_window", false)?)?;
+        let sparse = sparse_layers(config)?;
+        let block = d.block(attention, d.mlp(false));
+        d.architecture(|layer| {
+            let mut block = block.clone();
+            block.attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
+            if sparse.get(layer) == Some(&true) {
+                block.mlp = Mlp::Experts(experts);
+            }
+            block
+        })
     }
 }
 

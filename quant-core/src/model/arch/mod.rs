@@ -1,12 +1,23 @@
 //! Families of models as data. No tensor name of an architecture stands outside this folder.
 
 mod blocks;
+mod cohere;
+mod decoder;
 mod experts;
+mod gemma;
+mod glm;
+mod gpt_neox;
 mod graph;
 mod llama;
+mod llama_variants;
 mod mixtral;
+mod olmo;
 mod op;
 mod opt;
+mod parts;
+mod phi;
+mod starcoder2;
+mod windows;
 
 pub use blocks::{BlockKind, Blocks};
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, QueryKey};
@@ -36,6 +47,10 @@ pub struct Architecture {
     /// Rows that are added to the embeddings by position, where the family has them. Others rotate queries and keys
     /// inside the blocks.
     pub learned_positions: Option<LearnedPositions>,
+    /// What embeddings are multiplied by before the first block, if by anything.
+    pub embedding_scale: Option<EmbeddingScale>,
+    /// What becomes of the head's output.
+    pub logits: LogitsTransform,
     /// Whether the output head is the embedding.
     pub tied: bool,
     /// Name of the embedding tensor.
@@ -44,6 +59,10 @@ pub struct Architecture {
     pub final_norm: Option<Op>,
     /// Module name of the head.
     pub head: String,
+    /// Another module name that readers may have for the head: a head that stays float is named by both.
+    pub head_alias: Option<&'static str>,
+    /// Whether the head has a bias.
+    pub head_bias: bool,
     /// Prefix of a block's tensors, with `{}` for its index.
     pub block_prefix: &'static str,
     /// What all names but the head's begin with, if checkpoints that were saved without the head may
@@ -54,6 +73,29 @@ pub struct Architecture {
     pub fused: &'static [(&'static str, &'static [&'static str])],
     /// The graph of each block.
     pub blocks: Blocks,
+}
+
+/// A factor of embeddings.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum EmbeddingScale {
+    /// As the configuration has it.
+    Exact(f64),
+    /// Rounded to the type that the embedding is stored in: Gemma's `√hidden` is 55.5 in bf16 for 3072.
+    Rounded(f64),
+}
+
+/// The head's output becomes logits: it is multiplied by `scale`, and then, with a soft cap `c`, becomes `c tanh(x / c)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LogitsTransform {
+    /// The factor.
+    pub scale: f32,
+    /// The bound of logits, if there is one.
+    pub softcap: Option<f32>,
+}
+
+impl LogitsTransform {
+    /// The head's output as it is.
+    pub const IDENTITY: Self = Self { scale: 1.0, softcap: None };
 }
 
 /// A table of positions: a model has as many positions as the table has rows.
@@ -86,8 +128,8 @@ impl Architecture {
     }
 
     /// The rotations of all blocks.
-    pub fn ropes(&self) -> impl Iterator<Item = Rope> {
-        self.blocks.kinds().flat_map(|kind| kind.graph.nodes()).filter_map(|node| match node.op {
+    pub fn ropes(&self) -> impl Iterator<Item = &Rope> {
+        self.blocks.kinds().flat_map(|kind| kind.graph.nodes()).filter_map(|node| match &node.op {
             Op::Rope(rope) => Some(rope),
             _ => None,
         })
@@ -152,6 +194,25 @@ pub static FAMILIES: &[&dyn Family] = &[
     &llama::Mistral,
     &llama::Qwen2,
     &llama::Qwen3,
+    &llama_variants::SmolLm3,
+    &llama_variants::Granite,
+    &llama_variants::Ministral3,
+    &llama_variants::SeedOss,
+    &llama_variants::Ernie45,
+    &llama_variants::HunYuanDenseV1,
+    &gemma::Gemma2,
+    &gemma::Gemma3Text,
+    &olmo::Olmo2,
+    &olmo::Olmo3,
+    &olmo::Exaone4,
+    &glm::Glm,
+    &glm::Glm4,
+    &phi::Phi3,
+    &phi::Phi,
+    &cohere::Cohere,
+    &cohere::Cohere2,
+    &starcoder2::Starcoder2,
+    &gpt_neox::GptNeoX,
     &mixtral::Mixtral,
     &mixtral::Qwen3Moe,
     &opt::Opt,

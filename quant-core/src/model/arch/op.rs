@@ -22,16 +22,18 @@ pub enum Op {
         width: usize,
         /// Added to the mean square.
         eps: f64,
+        /// Whether the stored weight is centered at 0: the norm multiplies by `1 + weight`.
+        zero_centered: bool,
     },
     /// Every `width` consecutive features brought to mean 0 and variance 1; times a weight and plus a
-    /// bias of `width`, if it is affine.
+    /// bias of `width`, where it has them.
     LayerNorm {
         /// Module name inside the block.
         name: String,
         /// Features that are normalized together.
         width: usize,
-        /// Whether it has a weight and a bias.
-        affine: bool,
+        /// What is stored of it.
+        parameters: LayerNormParameters,
         /// Added to the variance.
         eps: f64,
     },
@@ -66,14 +68,69 @@ pub enum Op {
     },
     /// Rotary position embedding of all heads of the input.
     Rope(Rope),
+    /// The input times a factor that depends on the position.
+    PositionScale(PositionScale),
     /// Causal attention of inputs `[queries, keys, values]`.
     Attention(AttentionShape),
-    /// `silu(gate) · up` of inputs `[gate, up]`.
-    GatedSilu,
-    /// `max(x, 0)`.
-    Relu,
+    /// `activation(gate) · up` of inputs `[gate, up]`.
+    Gated(Activation),
+    /// An elementwise function of the input.
+    Activation(Activation),
+    /// Of every `period` consecutive features, the `width` that begin at `start`: one of the values that a fused linear
+    /// computes together.
+    Slice {
+        /// Features after which the arrangement repeats; a multiple of it is the input's width.
+        period: usize,
+        /// The first feature of each period that is taken.
+        start: usize,
+        /// Consecutive features that are taken.
+        width: usize,
+    },
+    /// The input times a constant.
+    Scale(f32),
     /// The sum of its two inputs.
     Add,
+}
+
+/// The stored parameters of a layer norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerNormParameters {
+    /// Neither weight nor bias.
+    None,
+    /// A weight.
+    Weight,
+    /// A weight and a bias.
+    WeightAndBias,
+}
+
+/// An elementwise function between linears.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `max(x, 0)`.
+    Relu,
+    /// `x · σ(x)`.
+    Silu,
+    /// `x · Φ(x)`, with the error function.
+    Gelu,
+    /// `x · Φ(x)` with `Φ(x) ≈ (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2`.
+    GeluTanh,
+}
+
+/// `1 + beta · ln(1 + ⌊position / original_positions⌋)`, by which queries are multiplied so that attention stays sharp in
+/// contexts longer than the model was first trained on (Llama 4, Ministral 3).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PositionScale {
+    /// Weight of the logarithm.
+    pub beta: f32,
+    /// Positions up to which the factor is 1.
+    pub original_positions: usize,
+}
+
+impl PositionScale {
+    /// The factor at a position, rounded to `f32` after each operation.
+    pub fn at(&self, position: usize) -> f32 {
+        1.0 + self.beta * (1.0 + (position as f32 / self.original_positions as f32).floor()).ln()
+    }
 }
 
 /// How experts are chosen for a token.
@@ -87,8 +144,8 @@ pub struct Routing {
     pub normalized: bool,
 }
 
-/// The heads of an attention, and how far it sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// The heads of an attention, how far it sees, and how it scales its scores.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
     /// Key and value heads.
     pub kv_heads: usize,
@@ -98,12 +155,26 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Positions that a query sees, its own included; all before it without one.
     pub window: Option<usize>,
+    /// What products of queries and keys are multiplied by; `1 / √head_dim` without one.
+    pub score_scale: Option<f32>,
+    /// The bound `c` of scaled scores `s`, which become `c · tanh(s / c)` before the softmax.
+    pub softcap: Option<f32>,
 }
 
 impl AttentionShape {
+    /// Attention to all positions, with scores scaled by `1 / √head_dim`.
+    pub fn new(kv_heads: usize, repeat: usize, head_dim: usize) -> Self {
+        Self { kv_heads, repeat, head_dim, window: None, score_scale: None, softcap: None }
+    }
+
     /// Query heads.
     pub fn heads(&self) -> usize {
         self.kv_heads * self.repeat
+    }
+
+    /// What products of queries and keys are multiplied by.
+    pub fn scale(&self) -> f32 {
+        self.score_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
     }
 }
 
@@ -140,7 +211,7 @@ impl ScalePass {
 }
 
 /// What the channels of an output are made of, as far as they can be reordered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ChannelOrder {
     /// Rows of a weight: any order.
     OfRows,
@@ -205,9 +276,12 @@ impl Op {
             | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Rope(_)
+            | Self::PositionScale(_)
             | Self::Attention(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Scale(_)
             | Self::Add => "",
         }
     }
@@ -218,18 +292,24 @@ impl Op {
         let bias = |width: usize| Parameter { name: "bias", shape: vec![width] };
         match self {
             Self::RmsNorm { width, .. } => vec![weight(&[*width])],
-            Self::LayerNorm { width, affine: true, .. } => vec![weight(&[*width]), bias(*width)],
+            Self::LayerNorm { width, parameters, .. } => match parameters {
+                LayerNormParameters::None => Vec::new(),
+                LayerNormParameters::Weight => vec![weight(&[*width])],
+                LayerNormParameters::WeightAndBias => vec![weight(&[*width]), bias(*width)],
+            },
             Self::Linear { shape, bias: true, .. } => vec![weight(shape), bias(shape[0])],
             Self::Linear { shape, bias: false, .. } => vec![weight(shape)],
-            Self::LayerNorm { affine: false, .. }
-            | Self::Input { .. }
+            Self::Input { .. }
             | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Rope(_)
+            | Self::PositionScale(_)
             | Self::Attention(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Scale(_)
             | Self::Add => Vec::new(),
         }
     }
@@ -239,8 +319,20 @@ impl Op {
     pub fn stored_norm(&self) -> Option<(&str, usize, bool)> {
         match self {
             Self::RmsNorm { name, width, .. } => Some((name, *width, false)),
-            Self::LayerNorm { name, width, affine: true, .. } => Some((name, *width, true)),
+            Self::LayerNorm { name, width, parameters, .. } => match parameters {
+                LayerNormParameters::None => None,
+                LayerNormParameters::Weight => Some((name, *width, false)),
+                LayerNormParameters::WeightAndBias => Some((name, *width, true)),
+            },
             _ => None,
+        }
+    }
+
+    /// What a norm adds to its stored weight before it multiplies by it: 1 where the weight is centered at 0.
+    pub fn weight_offset(&self) -> f32 {
+        match self {
+            Self::RmsNorm { zero_centered: true, .. } => 1.0,
+            _ => 0.0,
         }
     }
 
@@ -274,9 +366,12 @@ impl Op {
             | Self::Linear { .. }
             | Self::Route(_)
             | Self::Rope(_)
+            | Self::PositionScale(_)
             | Self::Attention(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Scale(_)
             | Self::Add => Rows::OfInputs,
         }
     }
@@ -288,13 +383,16 @@ impl Op {
             Self::Linear { shape, .. } => shape[0],
             Self::Experts { .. } => inputs.last().copied().unwrap_or(0),
             Self::Attention(shape) => shape.heads() * shape.head_dim,
+            Self::Slice { period, width, .. } => inputs.first().map_or(0, |x| x / (*period).max(1) * width),
             Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
             | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Rope(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::PositionScale(_)
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Scale(_)
             | Self::Add => inputs.first().copied().unwrap_or(0),
         }
     }
@@ -303,7 +401,7 @@ impl Op {
     pub fn reach(&self) -> Reach {
         match self {
             Self::Attention(_) => Reach::Window,
-            Self::Rope(_) => Reach::Position,
+            Self::Rope(_) | Self::PositionScale(_) => Reach::Position,
             Self::Input { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
@@ -311,8 +409,10 @@ impl Op {
             | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Scale(_)
             | Self::Add => Reach::Token,
         }
     }
@@ -320,15 +420,19 @@ impl Op {
     /// What becomes of positive scales on the channels of input `port`.
     pub fn scale_pass(&self, port: usize) -> ScalePass {
         match self {
-            Self::GatedSilu if port == 1 => ScalePass::UNCHANGED,
-            Self::Relu => ScalePass::UNCHANGED,
+            Self::Gated(_) if port == 1 => ScalePass::UNCHANGED,
+            Self::Activation(Activation::Relu) | Self::Scale(_) => ScalePass::UNCHANGED,
             Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
             }
             // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. A sum would have to
-            // scale its other terms too.
-            Self::GatedSilu
+            // scale its other terms too. Other activations do not commute with a scale. A scale of some rows of a fused linear
+            // begins behind the slice.
+            Self::Gated(_)
+            | Self::Activation(Activation::Silu | Activation::Gelu | Activation::GeluTanh)
+            | Self::Slice { .. }
+            | Self::PositionScale(_)
             | Self::Attention(_)
             | Self::Input { .. }
             | Self::RmsNorm { .. }
@@ -346,7 +450,7 @@ impl Op {
     pub fn channel_order(&self) -> ChannelOrder {
         match self {
             Self::Linear { .. } => ChannelOrder::OfRows,
-            Self::Relu | Self::GatedSilu => ChannelOrder::OfInputs,
+            Self::Activation(_) | Self::Gated(_) | Self::Scale(_) => ChannelOrder::OfInputs,
             Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
             Self::Input { .. }
             | Self::RmsNorm { .. }
@@ -355,6 +459,8 @@ impl Op {
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Slice { .. }
             | Self::Add => ChannelOrder::Fixed,
         }
     }
@@ -373,15 +479,20 @@ impl Op {
     /// queries, keys or values that enter it.
     pub fn keeps_heads(&self) -> bool {
         match self {
-            Self::Rope(_) | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
+            Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Scale(_)
+            | Self::Slice { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. } => true,
             Self::Input { .. }
             | Self::Linear { .. }
             | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Attention(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::Gated(_)
+            | Self::Activation(_)
             | Self::Add => false,
         }
     }
@@ -398,8 +509,11 @@ impl Op {
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Rope(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::PositionScale(_)
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Scale(_)
             | Self::Add => None,
         }
     }
@@ -418,8 +532,11 @@ impl Op {
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Rope(_)
-            | Self::GatedSilu
-            | Self::Relu
+            | Self::PositionScale(_)
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Scale(_)
             | Self::Add => 0.0,
         }
     }

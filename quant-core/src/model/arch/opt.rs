@@ -3,7 +3,10 @@
 //! Not read: the post-norm variant (`do_layer_norm_before: false`), embeddings narrower than the hidden
 //! states (`word_embed_proj_dim`), both of which opt-350m alone has, and other activations than ReLU.
 
-use super::{Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, LearnedPositions, Op};
+use super::{
+    Activation, Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, LayerNormParameters,
+    LearnedPositions, LogitsTransform, Op,
+};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -59,12 +62,15 @@ impl Family for Opt {
             ffn: config.require_positive("ffn_dim")?,
             heads,
             bias: flag("enable_bias", true)?,
-            affine: flag("layer_norm_elementwise_affine", true)?,
+            parameters: match flag("layer_norm_elementwise_affine", true)? {
+                true => LayerNormParameters::WeightAndBias,
+                false => LayerNormParameters::None,
+            },
         };
         let final_norm = Op::LayerNorm {
             name: "model.decoder.final_layer_norm".into(),
             width: hidden,
-            affine: sizes.affine,
+            parameters: sizes.parameters,
             eps: NORM_EPS,
         };
         let layers = Blocks::layers(config)?;
@@ -79,10 +85,14 @@ impl Family for Opt {
                 table: "model.decoder.embed_positions.weight".into(),
                 offset: POSITION_OFFSET,
             }),
+            embedding_scale: None,
+            logits: LogitsTransform::IDENTITY,
             tied: flag("tie_word_embeddings", true)?,
             embedding: "model.decoder.embed_tokens.weight".into(),
             final_norm: (!flag("_remove_final_layer_norm", false)?).then_some(final_norm),
             head: "lm_head".into(),
+            head_alias: None,
+            head_bias: false,
             block_prefix: "model.decoder.layers.{}.",
             base: "model.",
             fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
@@ -96,13 +106,13 @@ struct Sizes {
     ffn: usize,
     heads: usize,
     bias: bool,
-    affine: bool,
+    parameters: LayerNormParameters,
 }
 
-fn block(&Sizes { hidden, ffn, heads, bias, affine }: &Sizes) -> BlockGraph {
+fn block(&Sizes { hidden, ffn, heads, bias, parameters }: &Sizes) -> BlockGraph {
     let linear =
         |name: &str, shape: [usize; 2]| Op::Linear { name: name.to_owned(), shape, bias, stays_float: false };
-    let norm = |name: &str| Op::LayerNorm { name: name.to_owned(), width: hidden, affine, eps: NORM_EPS };
+    let norm = |name: &str| Op::LayerNorm { name: name.to_owned(), width: hidden, parameters, eps: NORM_EPS };
     let mut g = GraphBuilder::default();
     let input = g.add(Op::Input { width: hidden }, &[]);
 
@@ -110,14 +120,14 @@ fn block(&Sizes { hidden, ffn, heads, bias, affine }: &Sizes) -> BlockGraph {
     let q = g.add(linear("self_attn.q_proj", [hidden, hidden]), &[x]);
     let k = g.add(linear("self_attn.k_proj", [hidden, hidden]), &[x]);
     let v = g.add(linear("self_attn.v_proj", [hidden, hidden]), &[x]);
-    let shape = AttentionShape { kv_heads: heads, repeat: 1, head_dim: hidden / heads, window: None };
+    let shape = AttentionShape::new(heads, 1, hidden / heads);
     let attended = g.add(Op::Attention(shape), &[q, k, v]);
     let out = g.add(linear("self_attn.out_proj", [hidden, hidden]), &[attended]);
     let middle = g.add(Op::Add, &[input, out]);
 
     let x = g.add(norm("final_layer_norm"), &[middle]);
     let fc1 = g.add(linear("fc1", [ffn, hidden]), &[x]);
-    let rectified = g.add(Op::Relu, &[fc1]);
+    let rectified = g.add(Op::Activation(Activation::Relu), &[fc1]);
     let fc2 = g.add(linear("fc2", [hidden, ffn]), &[rectified]);
     g.add(Op::Add, &[middle, fc2]);
     g.finish()

@@ -1,0 +1,197 @@
+//! What most families' configurations say under the same keys, and the architecture that follows from it.
+
+use super::parts::{Attention, DecoderBlock, Mlp, NormKind, Norms, Projections};
+use super::{Activation, Architecture, AttentionShape, Blocks, LogitsTransform};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+use crate::model::rope::{Rope, RopeRequest};
+
+/// What a family takes where its configuration is silent, and the keys that have other names.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Defaults {
+    pub(super) family: &'static str,
+    /// Key and value heads; `None` means as many as query heads.
+    pub(super) kv_heads: Option<usize>,
+    /// Width of a head; `None` means the hidden size's share.
+    pub(super) head_dim: Option<usize>,
+    /// Base of the rotary frequencies.
+    pub(super) theta: f64,
+    pub(super) norm: NormKind,
+    pub(super) norm_eps_key: &'static str,
+    pub(super) norm_eps: f64,
+    pub(super) activation_key: &'static str,
+    /// The activation that the family uses, and the names that it has in configurations.
+    pub(super) activation: (Activation, &'static [&'static str]),
+    pub(super) tied: bool,
+    /// SmoothQuant's exponent.
+    pub(super) smoothing: f32,
+}
+
+/// Names of the GELU with a hyperbolic tangent.
+pub(super) const GELU_TANH: &[&str] = &["gelu_pytorch_tanh", "gelu_new", "gelu_python_tanh", "gelu_fast"];
+
+impl Defaults {
+    /// Those of most families.
+    pub(super) fn new(family: &'static str) -> Self {
+        Self {
+            family,
+            kv_heads: None,
+            head_dim: None,
+            theta: 10_000.0,
+            norm: NormKind::Rms,
+            norm_eps_key: "rms_norm_eps",
+            norm_eps: 1e-6,
+            activation_key: "hidden_act",
+            activation: (Activation::Silu, &["silu", "swish"]),
+            tied: false,
+            smoothing: 0.8,
+        }
+    }
+}
+
+/// The sizes of a model, read and checked.
+#[derive(Debug, Clone)]
+pub(super) struct Decoder<'a> {
+    pub(super) config: &'a ConfigFields<'a>,
+    pub(super) defaults: Defaults,
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
+    pub(super) shape: AttentionShape,
+    pub(super) layers: usize,
+    pub(super) norm: Norms,
+}
+
+impl<'a> Decoder<'a> {
+    pub(super) fn read(config: &'a ConfigFields<'a>, defaults: Defaults) -> Result<Self> {
+        let hidden = config.require_positive("hidden_size")?;
+        let intermediate = config.require_positive("intermediate_size")?;
+        let heads = config.require_positive("num_attention_heads")?;
+        let kv_heads = match config.optional_positive("num_key_value_heads")? {
+            Some(kv_heads) => kv_heads,
+            // `null` means all of them in every family; only a missing key has a family's own default.
+            None if config.map().contains_key("num_key_value_heads") => heads,
+            None => defaults.kv_heads.unwrap_or(heads),
+        };
+        if heads % kv_heads != 0 {
+            return Err(config.error(
+                "num_key_value_heads",
+                format!("is {kv_heads}, which does not divide the {heads} heads"),
+            ));
+        }
+        let head_dim = match config.optional_positive("head_dim")?.or(defaults.head_dim) {
+            Some(width) => width,
+            None if hidden % heads == 0 => hidden / heads,
+            None => {
+                return Err(config.error(
+                    "num_attention_heads",
+                    format!(
+                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"
+                    ),
+                ));
+            }
+        };
+        let (activation_key, (_, names)) = (defaults.activation_key, defaults.activation);
+        if let Some(found) = config.optional_str(activation_key)?.filter(|found| !names.contains(found)) {
+            let reason = format!("is `{}`; this family uses `{}`", found.escape_default(), names[0]);
+            return Err(config.error(activation_key, reason));
+        }
+        let eps = config.optional_f64(defaults.norm_eps_key)?.unwrap_or(defaults.norm_eps);
+        if !(0.0..1.0).contains(&eps) {
+            let reason = format!("is {eps}; expected 0 or a small positive number");
+            return Err(config.error(defaults.norm_eps_key, reason));
+        }
+        Ok(Self {
+            config,
+            defaults,
+            hidden,
+            intermediate,
+            shape: AttentionShape::new(kv_heads, heads / kv_heads, head_dim),
+            layers: Blocks::layers(config)?,
+            norm: Norms { kind: defaults.norm, eps },
+        })
+    }
+
+    /// A flag, `default` where it is absent.
+    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool> {
+        Ok(self.config.optional_bool(key)?.unwrap_or(default))
+    }
+
+    /// A positive factor, if present.
+    pub(super) fn factor(&self, key: &str) -> Result<Option<f64>> {
+        match self.config.optional_f64(key)? {
+            Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(Some(value)),
+            Some(value) => Err(self.config.error(key, format!("is {value}; it must be positive"))),
+            None => Ok(None),
+        }
+    }
+
+    /// Refuses a flag that asks for what is not computed.
+    pub(super) fn refuse(&self, key: &str, reason: &str) -> Result<()> {
+        match self.flag(key, false)? {
+            true => Err(self.config.error(key, format!("is true: {reason}"))),
+            false => Ok(()),
+        }
+    }
+
+    /// The rotation of whole heads by halves that most families have.
+    pub(super) fn rope(&self) -> Result<Rope> {
+        self.rope_request().read(self.config)
+    }
+
+    /// What is asked of the configuration for it.
+    pub(super) fn rope_request(&self) -> RopeRequest<'static> {
+        RopeRequest::new(self.shape.head_dim, self.defaults.theta)
+    }
+
+    /// Attention with separate projections; `bias` of queries, keys and values, and of the output.
+    pub(super) fn attention(&self, rope: Option<Rope>, bias: [bool; 2]) -> Attention {
+        Attention {
+            shape: self.shape,
+            projections: Projections::Separate,
+            output: "self_attn.o_proj",
+            bias,
+            head_norms: None,
+            rope,
+            position_scale: None,
+        }
+    }
+
+    /// The gated MLP.
+    pub(super) fn mlp(&self, bias: bool) -> Mlp {
+        Mlp::Gated { activation: self.defaults.activation.0, intermediate: self.intermediate, bias }
+    }
+
+    /// A block with a norm before each of attention and MLP.
+    pub(super) fn block(&self, attention: Attention, mlp: Mlp) -> DecoderBlock {
+        DecoderBlock::new(self.hidden, self.norm, attention, mlp)
+    }
+
+    /// The architecture whose layers have these blocks.
+    pub(super) fn architecture(&self, block: impl Fn(usize) -> DecoderBlock) -> Result<Architecture> {
+        let (config, defaults) = (self.config, self.defaults);
+        Ok(Architecture {
+            family: defaults.family,
+            hidden: self.hidden,
+            vocab: config.require_positive("vocab_size")?,
+            layers: self.layers,
+            max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
+            smoothing: defaults.smoothing,
+            learned_positions: None,
+            embedding_scale: None,
+            logits: LogitsTransform::IDENTITY,
+            tied: self.flag("tie_word_embeddings", defaults.tied)?,
+            embedding: "model.embed_tokens.weight".into(),
+            final_norm: Some(self.norm.op("model.norm", self.hidden)),
+            head: "lm_head".into(),
+            head_alias: None,
+            head_bias: false,
+            block_prefix: "model.layers.{}.",
+            base: "",
+            fused: &[
+                ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+                ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
+            ],
+            blocks: Blocks::new(self.layers, block, DecoderBlock::graph),
+        })
+    }
+}

@@ -1,0 +1,277 @@
+//! A decoder block from its parts: where its norms stand, what attention and MLP are made of.
+//!
+//! Families differ in few things, and each difference is a field here. A family says which of them it has, per layer
+//! where layers differ; the graph follows.
+
+use super::experts::GatedExperts;
+use super::{
+    Activation, AttentionShape, BlockGraph, GraphBuilder, LayerNormParameters, NodeId, Op, PositionScale,
+};
+use crate::model::rope::Rope;
+
+/// A decoder block.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct DecoderBlock {
+    /// Width of the residual stream.
+    pub(super) hidden: usize,
+    /// What all its norms are.
+    pub(super) norm: Norms,
+    /// Where they stand.
+    pub(super) placement: Placement,
+    pub(super) attention: Attention,
+    pub(super) mlp: Mlp,
+    /// What the outputs of attention and MLP are multiplied by before they are added to the residual stream.
+    pub(super) residual_scale: Option<f32>,
+}
+
+/// Norms of one kind.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Norms {
+    pub(super) kind: NormKind,
+    /// Added to the mean square or the variance.
+    pub(super) eps: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NormKind {
+    /// Root mean square, times a weight.
+    Rms,
+    /// Root mean square, times 1 + weight.
+    RmsZeroCentered,
+    /// Mean subtracted, divided by the deviation, times a weight.
+    LayerNormWithoutBias,
+    /// The same plus a bias.
+    LayerNorm,
+}
+
+impl Norms {
+    pub(super) fn op(self, name: &str, width: usize) -> Op {
+        let (name, eps) = (name.to_owned(), self.eps);
+        let layer_norm = |parameters| Op::LayerNorm { name: name.clone(), width, parameters, eps };
+        match self.kind {
+            NormKind::Rms => Op::RmsNorm { name, width, eps, zero_centered: false },
+            NormKind::RmsZeroCentered => Op::RmsNorm { name, width, eps, zero_centered: true },
+            NormKind::LayerNormWithoutBias => layer_norm(LayerNormParameters::Weight),
+            NormKind::LayerNorm => layer_norm(LayerNormParameters::WeightAndBias),
+        }
+    }
+}
+
+/// Where the norms of a block stand: module names of those of attention and of the MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Placement {
+    /// `x + f(norm(x))`.
+    Pre([&'static str; 2]),
+    /// `x + norm(f(x))`.
+    Post([&'static str; 2]),
+    /// `x + after(f(before(x)))`: names before, then after.
+    Sandwich([&'static str; 2], [&'static str; 2]),
+    /// `x + attention(norm(x)) + mlp(norm(x))`, one norm for both.
+    Shared(&'static str),
+    /// `x + attention(first(x)) + mlp(second(x))`.
+    Parallel([&'static str; 2]),
+}
+
+/// The names that most families have.
+pub(super) const PRE: Placement = Placement::Pre(["input_layernorm", "post_attention_layernorm"]);
+
+/// The attention of a block.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Attention {
+    pub(super) shape: AttentionShape,
+    pub(super) projections: Projections,
+    /// Module name of the output projection.
+    pub(super) output: &'static str,
+    /// Whether queries, keys and values have biases, and whether the output has.
+    pub(super) bias: [bool; 2],
+    pub(super) head_norms: Option<HeadNorms>,
+    /// `None` where queries and keys are not turned.
+    pub(super) rope: Option<Rope>,
+    pub(super) position_scale: Option<PositionScale>,
+}
+
+/// The linears that make queries, keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Projections {
+    /// One each: `self_attn.{q,k,v}_proj`.
+    Separate,
+    /// One for all, with the rows of queries first, then those of keys and values.
+    Fused(&'static str),
+    /// One for all, with the rows of each head's query, key and value together; as many key heads as query heads.
+    FusedByHead(&'static str),
+}
+
+/// Norms of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HeadNorms {
+    pub(super) names: [&'static str; 2],
+    /// Whether one norm is over the whole projection; else each head is normed, all by one weight.
+    pub(super) whole_width: bool,
+    /// Whether they stand after the rotation.
+    pub(super) after_rope: bool,
+}
+
+impl HeadNorms {
+    /// Norms of heads before the rotation, under the names of most families.
+    pub(super) const OF_HEADS: Self =
+        Self { names: ["self_attn.q_norm", "self_attn.k_norm"], whole_width: false, after_rope: false };
+}
+
+/// What follows attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Mlp {
+    /// `down(activation(gate) · up)`.
+    Gated { activation: Activation, intermediate: usize, bias: bool },
+    /// The same with gate and up in one linear, gate first.
+    FusedGated { activation: Activation, intermediate: usize },
+    /// `down(activation(up))`, with module names of up and down.
+    Plain { names: [&'static str; 2], activation: Activation, intermediate: usize, bias: bool },
+    /// Experts.
+    Experts(GatedExperts),
+}
+
+impl DecoderBlock {
+    /// A norm before attention and one before the MLP, as most families have them.
+    pub(super) fn new(hidden: usize, norm: Norms, attention: Attention, mlp: Mlp) -> Self {
+        Self { hidden, norm, placement: PRE, attention, mlp, residual_scale: None }
+    }
+
+    /// The block's graph.
+    pub(super) fn graph(&self) -> BlockGraph {
+        let mut g = GraphBuilder::default();
+        let input = g.add(Op::Input { width: self.hidden }, &[]);
+        let side_by_side = match self.placement {
+            Placement::Shared(norm) => Some((norm, None)),
+            Placement::Parallel([first, second]) => Some((first, Some(second))),
+            Placement::Pre(_) | Placement::Post(_) | Placement::Sandwich(..) => None,
+        };
+        if let Some((first, second)) = side_by_side {
+            let x = g.add(self.norm.op(first, self.hidden), &[input]);
+            let y = second.map_or(x, |second| g.add(self.norm.op(second, self.hidden), &[input]));
+            let attended = self.attention.add(&mut g, x, self);
+            let out = self.mlp.add(&mut g, y, self.hidden);
+            // The two meet before the residual stream joins them, so that a search can watch their sum.
+            let both = g.add(Op::Add, &[attended, out]);
+            self.add_to(&mut g, input, both);
+            return g.finish();
+        }
+        let norm = |g: &mut GraphBuilder, name: Option<&str>, x: NodeId| match name {
+            Some(name) => g.add(self.norm.op(name, self.hidden), &[x]),
+            None => x,
+        };
+        let (before, after) = match self.placement {
+            Placement::Pre(names) => (names.map(Some), [None; 2]),
+            Placement::Post(names) => ([None; 2], names.map(Some)),
+            Placement::Sandwich(before, after) => (before.map(Some), after.map(Some)),
+            Placement::Shared(_) | Placement::Parallel(_) => ([None; 2], [None; 2]),
+        };
+        let x = norm(&mut g, before[0], input);
+        let attended = self.attention.add(&mut g, x, self);
+        let attended = norm(&mut g, after[0], attended);
+        let middle = self.add_to(&mut g, input, attended);
+        let x = norm(&mut g, before[1], middle);
+        let out = self.mlp.add(&mut g, x, self.hidden);
+        let out = norm(&mut g, after[1], out);
+        self.add_to(&mut g, middle, out);
+        g.finish()
+    }
+
+    /// Adds to the residual stream.
+    fn add_to(&self, g: &mut GraphBuilder, stream: NodeId, value: NodeId) -> NodeId {
+        let value = match self.residual_scale {
+            Some(scale) => g.add(Op::Scale(scale), &[value]),
+            None => value,
+        };
+        g.add(Op::Add, &[stream, value])
+    }
+}
+
+fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
+    Op::Linear { name: name.to_owned(), shape, bias, stays_float: false }
+}
+
+impl Attention {
+    /// Adds the attention that reads `x`; gives what its output projection puts out.
+    fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
+        let (hidden, head_dim, [bias, o_bias]) = (block.hidden, self.shape.head_dim, self.bias);
+        let (q_width, kv_width) = (self.shape.heads() * head_dim, self.shape.kv_heads * head_dim);
+        let [mut q, mut k, v] = match self.projections {
+            Projections::Separate => {
+                [("q", q_width), ("k", kv_width), ("v", kv_width)].map(|(letter, width)| {
+                    g.add(linear(&format!("self_attn.{letter}_proj"), [width, hidden], bias), &[x])
+                })
+            }
+            Projections::FusedByHead(name) => {
+                let all = g.add(linear(name, [q_width + 2 * kv_width, hidden], bias), &[x]);
+                [0, 1, 2].map(|part| {
+                    let slice = Op::Slice { period: 3 * head_dim, start: part * head_dim, width: head_dim };
+                    g.add(slice, &[all])
+                })
+            }
+            Projections::Fused(name) => {
+                let period = q_width + 2 * kv_width;
+                let all = g.add(linear(name, [period, hidden], bias), &[x]);
+                [(0, q_width), (q_width, kv_width), (q_width + kv_width, kv_width)]
+                    .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[all]))
+            }
+        };
+        if let Some(norms) = self.head_norms.filter(|norms| !norms.after_rope) {
+            [q, k] = norms.add(g, [q, k], self.shape, block.norm);
+        }
+        if let Some(rope) = &self.rope {
+            [q, k] = [q, k].map(|value| g.add(Op::Rope(rope.clone()), &[value]));
+        }
+        if let Some(norms) = self.head_norms.filter(|norms| norms.after_rope) {
+            [q, k] = norms.add(g, [q, k], self.shape, block.norm);
+        }
+        if let Some(scale) = self.position_scale {
+            q = g.add(Op::PositionScale(scale), &[q]);
+        }
+        let attended = g.add(Op::Attention(self.shape), &[q, k, v]);
+        g.add(linear(self.output, [hidden, q_width], o_bias), &[attended])
+    }
+}
+
+impl HeadNorms {
+    fn add(
+        self,
+        g: &mut GraphBuilder,
+        values: [NodeId; 2],
+        shape: AttentionShape,
+        norm: Norms,
+    ) -> [NodeId; 2] {
+        let widths = match self.whole_width {
+            true => [shape.heads(), shape.kv_heads].map(|heads| heads * shape.head_dim),
+            false => [shape.head_dim; 2],
+        };
+        [0, 1].map(|i| g.add(norm.op(self.names[i], widths[i]), &[values[i]]))
+    }
+}
+
+impl Mlp {
+    /// Adds what reads `x`; gives what it puts out.
+    fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
+        match *self {
+            Self::Gated { activation, intermediate, bias } => {
+                let gate = g.add(linear("mlp.gate_proj", [intermediate, hidden], bias), &[x]);
+                let up = g.add(linear("mlp.up_proj", [intermediate, hidden], bias), &[x]);
+                let product = g.add(Op::Gated(activation), &[gate, up]);
+                g.add(linear("mlp.down_proj", [hidden, intermediate], bias), &[product])
+            }
+            Self::FusedGated { activation, intermediate } => {
+                let period = 2 * intermediate;
+                let both = g.add(linear("mlp.gate_up_proj", [period, hidden], false), &[x]);
+                let [gate, up] = [0, intermediate]
+                    .map(|start| g.add(Op::Slice { period, start, width: intermediate }, &[both]));
+                let product = g.add(Op::Gated(activation), &[gate, up]);
+                g.add(linear("mlp.down_proj", [hidden, intermediate], false), &[product])
+            }
+            Self::Plain { names: [up, down], activation, intermediate, bias } => {
+                let up = g.add(linear(up, [intermediate, hidden], bias), &[x]);
+                let activated = g.add(Op::Activation(activation), &[up]);
+                g.add(linear(down, [hidden, intermediate], bias), &[activated])
+            }
+            Self::Experts(experts) => experts.add(g, x, hidden),
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The angle by which each pair of channels turns per position, and its change for contexts longer than the model was
+//! trained on.
+//!
+//! Everything is rounded to `f32` where transformers rounds it: at large positions the rounding of a frequency is
+//! visible in the angle.
+
+use std::sync::Arc;
+
+/// How the rotary frequencies are changed for contexts longer than the model was trained on.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// Every frequency divided by `factor` (position interpolation).
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3: long wavelengths divided by `factor`, short ones kept, a smooth step between.
+    Llama3 {
+        /// The divisor of long wavelengths.
+        factor: f64,
+        /// Wavelengths above `original_positions / low` are divided.
+        low: f64,
+        /// Wavelengths below `original_positions / high` are kept.
+        high: f64,
+        /// Positions the model was first trained on.
+        original_positions: f64,
+    },
+    /// Dynamic NTK scaling: in sequences longer than the model was trained on, the base grows with the length.
+    Dynamic {
+        /// How fast it grows.
+        factor: f64,
+        /// The longest sequence with plain frequencies.
+        positions: usize,
+    },
+    /// YaRN (Peng et al., 2023).
+    Yarn(Yarn),
+    /// LongRoPE (Ding et al., 2024).
+    LongRope(LongRope),
+    /// Gemma 4: whole heads are paired, but only the first pairs turn, by frequencies of the whole head's width.
+    Proportional {
+        /// The divisor of all frequencies.
+        factor: f64,
+        /// The pairs that turn.
+        pairs: usize,
+    },
+}
+
+/// Frequencies of short wavelengths are kept, those of long ones divided, with a linear ramp over the pairs between.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Yarn {
+    /// The divisor of long wavelengths.
+    pub factor: f64,
+    /// The pair with which the ramp begins.
+    pub low: f64,
+    /// The pair with which it ends.
+    pub high: f64,
+    /// What cosines and sines are multiplied by.
+    pub attention_factor: f64,
+}
+
+/// Every frequency divided by a factor of its own, of one list for short sequences and of another for long ones.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongRope {
+    /// Divisors for sequences up to `original_positions`, one for each pair.
+    pub short: Arc<[f32]>,
+    /// Divisors for longer sequences.
+    pub long: Arc<[f32]>,
+    /// Positions the model was first trained on.
+    pub original_positions: usize,
+    /// What cosines and sines are multiplied by.
+    pub attention_factor: f64,
+}
+
+impl RopeScaling {
+    /// The length above which frequencies are others, where they depend on the length of the sequence.
+    pub fn changes_above(&self) -> Option<usize> {
+        match self {
+            Self::Dynamic { positions, .. } => Some(*positions),
+            Self::LongRope(rope) => Some(rope.original_positions),
+            Self::None
+            | Self::Linear { .. }
+            | Self::Llama3 { .. }
+            | Self::Yarn(_)
+            | Self::Proportional { .. } => None,
+        }
+    }
+
+    /// The frequencies `[dim / 2]` of `dim` channels in a sequence of `length` tokens, and what cosines and sines are
+    /// multiplied by.
+    pub(super) fn frequencies(&self, theta: f64, dim: usize, length: usize) -> (Vec<f32>, f32) {
+        let powers = |theta: f32| (0..dim / 2).map(move |i| theta.powf((2 * i) as f32 / dim as f32));
+        let plain = || powers(theta as f32).map(|power| 1.0 / power);
+        let frequencies = match self {
+            Self::None => plain().collect(),
+            Self::Linear { factor } => plain().map(|f| f / *factor as f32).collect(),
+            Self::Llama3 { factor, low, high, original_positions } => {
+                let scaled = |f| llama3(f, *factor, *low, *high, *original_positions);
+                plain().map(scaled).collect()
+            }
+            Self::Dynamic { positions, .. } if length <= *positions => plain().collect(),
+            Self::Dynamic { factor, positions } => {
+                let stretch = *factor as f32 * length as f32 / *positions as f32 - (*factor - 1.0) as f32;
+                let exponent = dim as f64 / (dim as f64 - 2.0);
+                powers(theta as f32 * stretch.powf(exponent as f32)).map(|power| 1.0 / power).collect()
+            }
+            Self::Yarn(yarn) => {
+                let all = powers(theta as f32).enumerate();
+                return (
+                    all.map(|(i, power)| yarn.frequency(i, power)).collect(),
+                    yarn.attention_factor as f32,
+                );
+            }
+            Self::LongRope(rope) => {
+                let divisors = if length > rope.original_positions { &rope.long } else { &rope.short };
+                let all = powers(theta as f32).zip(divisors.iter());
+                return (all.map(|(power, d)| 1.0 / (d * power)).collect(), rope.attention_factor as f32);
+            }
+            Self::Proportional { factor, pairs } => {
+                let all = plain().enumerate();
+                all.map(|(i, f)| if i < *pairs { f / *factor as f32 } else { 0.0 }).collect()
+            }
+        };
+        (frequencies, 1.0)
+    }
+}
+
+fn llama3(f: f32, factor: f64, low: f64, high: f64, original_positions: f64) -> f32 {
+    let wavelength = std::f64::consts::TAU / f64::from(f);
+    if wavelength < original_positions / high {
+        f
+    } else if wavelength > original_positions / low {
+        f / factor as f32
+    } else {
+        let smooth = (original_positions / wavelength - low) / (high - low);
+        ((1.0 - smooth) * f64::from(f) / factor + smooth * f64::from(f)) as f32
+    }
+}
+
+impl Yarn {
+    /// The pair whose channels turn `rotations` times over `positions` positions, as a real number.
+    pub(super) fn pair_of(rotations: f64, theta: f64, dim: usize, positions: f64) -> f64 {
+        dim as f64 * (positions / (rotations * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
+    }
+
+    /// The attention factor that the paper recommends, weighted by `mscale`.
+    pub(super) fn recommended_factor(factor: f64, mscale: f64) -> f64 {
+        if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
+    }
+
+    fn frequency(&self, pair: usize, power: f32) -> f32 {
+        // The ramp must not be divided by 0.
+        let high = if self.low == self.high { self.high + 0.001 } else { self.high };
+        let ramp = ((pair as f32 - self.low as f32) / (high - self.low) as f32).clamp(0.0, 1.0);
+        let kept = 1.0 - ramp;
+        (1.0 / (self.factor as f32 * power)) * (1.0 - kept) + (1.0 / power) * kept
+    }
+}

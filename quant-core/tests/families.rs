@@ -1,0 +1,431 @@
+//! Every family on random weights: what may be folded, reordered or moved leaves the output unchanged, a cache gives what
+//! whole windows give, and the pipeline takes the model through.
+//!
+//! What the families compute is compared with transformers in `tests/interop`; here it is compared with itself.
+
+mod common;
+#[path = "families/configs.rs"]
+mod configs;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use common::{flat, logits, normal, recipe, relative_difference, run, windows};
+use configs::{Case, cases};
+use quant_core::CancelToken;
+use quant_core::checkpoint::{ConfigFields, Dtype};
+use quant_core::model::{Block, FoldGroup, KvCaching, Model, NoTap, NodeId, Op, Segments, arch};
+use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold, rotate};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde_json::{Map, Value, json};
+
+/// What the rounding of a few products in `f32` may move an output by, of its largest value.
+const BOUND: f64 = 2e-5;
+const LENGTH: usize = 40;
+
+/// A block of a model, with an input.
+struct Bench {
+    model: Model,
+    block: Block,
+    layer: usize,
+    x: Tensor,
+}
+
+/// The distinct blocks of a model.
+fn benches(case: &Case, norms: Dtype, seed: u64) -> Vec<Bench> {
+    let layers: Vec<usize> =
+        case.random(norms, seed).architecture().blocks.kinds().map(|k| k.first).collect();
+    let bench = |layer: usize| {
+        let model = case.random(norms, seed);
+        let block = model.block(layer, &model.rope(LENGTH).unwrap()).unwrap();
+        let hidden = model.architecture().hidden;
+        let mut rng = StdRng::seed_from_u64(seed);
+        let values: Vec<f32> = (0..2 * LENGTH * hidden).map(|_| normal(&mut rng)).collect();
+        let x = Tensor::from_vec(values, (2, LENGTH, hidden), &Device::Cpu).unwrap();
+        Bench { model, block, layer, x }
+    };
+    layers.into_iter().map(bench).collect()
+}
+
+impl Bench {
+    fn groups(&self) -> Vec<FoldGroup> {
+        self.block.graph().fold_groups()
+    }
+
+    fn name(&self, id: NodeId) -> &str {
+        self.block.graph().name(id)
+    }
+
+    fn channels(&self, group: &FoldGroup) -> usize {
+        self.block.graph().width(group.input) / group.repeat
+    }
+
+    fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, norms: Dtype, seed: u64) {
+        let prefix = self.model.architecture().in_block(self.layer, "");
+        let norm_dtypes = self.block.graph().norms().map(|(id, ..)| (id, norms)).collect();
+        let task = BlockTask {
+            prefix: &prefix,
+            block: &self.block,
+            grids: &BTreeMap::new(),
+            norm_dtypes: &norm_dtypes,
+            settings: &TransformSettings::default(),
+            smoothing: 0.5,
+            ranges: &BTreeMap::new(),
+            cancel: &CancelToken::new(),
+        };
+        fold(rewrite, &task, group, &scales(self.channels(group), seed)).unwrap();
+    }
+
+    fn output(&self, block: &Block) -> Vec<f32> {
+        // The residual stream would hide an error of the branches: it is taken away.
+        let y = block.forward(&self.x, 0, None, &mut NoTap).unwrap();
+        flat(&(y - &self.x).unwrap())
+    }
+
+    /// How far a rewrite moves the block's output, relative to its largest value.
+    fn change(&self, rewrite: &Rewrite) -> f64 {
+        relative_difference(&self.output(&rewrite.apply(&self.block).unwrap()), &self.output(&self.block))
+    }
+}
+
+/// Log-uniform over `2^±3`.
+fn scales(channels: usize, seed: u64) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..channels).map(|_| rng.random_range(-3.0_f32..3.0).exp2()).collect()
+}
+
+#[test]
+fn folding_every_group_leaves_the_output_unchanged() {
+    for case in cases() {
+        for norms in [Dtype::F32, Dtype::Bf16] {
+            for bench in benches(&case, norms, 3) {
+                let groups = bench.groups();
+                let producers: Vec<&str> = groups.iter().map(|g| bench.name(g.producer)).collect();
+                assert_eq!(producers, case.producers, "{}", case.name);
+                let mut rewrite = Rewrite::default();
+                for (i, group) in groups.iter().enumerate() {
+                    bench.fold(&mut rewrite, group, norms, 10 + i as u64);
+                }
+                let change = bench.change(&rewrite);
+                assert!(change <= BOUND, "{}, norms in {norms}: {change:e}", case.name);
+                for (node, weight) in &rewrite.norms {
+                    assert!(
+                        weight.iter().all(|&w| norms.round(w) == w),
+                        "{} {}",
+                        case.name,
+                        bench.name(*node)
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// What proves that the test above can fail: a consumer that is left out, and norms whose weights are taken for what
+/// they are not.
+#[test]
+fn a_wrong_fold_changes_the_output() {
+    for case in cases() {
+        let bench = benches(&case, Dtype::F32, 4).swap_remove(0);
+        for group in bench.groups() {
+            for i in 0..group.consumers.len() {
+                let mut wrong = group.clone();
+                let left_out = wrong.consumers.remove(i);
+                let mut rewrite = Rewrite::default();
+                bench.fold(&mut rewrite, &wrong, Dtype::F32, 5);
+                let change = bench.change(&rewrite);
+                assert!(change > 0.005, "{} without {}: {change:e}", case.name, bench.name(left_out));
+            }
+            let op = &bench.block.graph().nodes()[group.producer].op;
+            if op.weight_offset() != 0.0 {
+                let mut rewrite = Rewrite::default();
+                bench.fold(&mut rewrite, &group, Dtype::F32, 5);
+                // w / s, as for a norm that multiplies by w.
+                let stored: Vec<f32> = flat(bench.block.norm(group.producer));
+                let divided = stored.iter().zip(scales(bench.channels(&group), 5)).map(|(w, s)| w / s);
+                rewrite.norms.insert(group.producer, divided.collect());
+                let change = bench.change(&rewrite);
+                assert!(change > 0.05, "{}: {change:e}", case.name);
+            }
+        }
+    }
+}
+
+/// Scales of queries and keys cancel in the scores, and channels that a rotation mixes must share one.
+#[test]
+fn queries_and_keys_are_scaled_against_each_other() {
+    for case in cases() {
+        for bench in benches(&case, Dtype::F32, 6) {
+            let pairs = bench.block.graph().query_keys();
+            assert_eq!(pairs.len(), usize::from(case.has_pairs), "{}", case.name);
+            for pair in pairs {
+                let [queries, keys] = pair.producers;
+                let graph = bench.block.graph().clone();
+                let d = pair.head_dim;
+                let rows = |id: NodeId| match &graph.nodes()[id].op {
+                    Op::Linear { shape, .. } => shape[0],
+                    op => op.stored_norm().unwrap().1,
+                };
+                let kv_heads = rows(keys) / d;
+                let changed = |respects_partners: bool| {
+                    let mut lambda = scales(kv_heads * d, 8);
+                    if let Some(rope) = pair.rope.as_ref().filter(|_| respects_partners) {
+                        for head in lambda.chunks_exact_mut(d) {
+                            for channel in 0..d {
+                                head[rope.partner(channel)] = head[channel];
+                            }
+                        }
+                    }
+                    let mut rewrite = Rewrite::default();
+                    for id in [queries, keys] {
+                        let shared = if id == queries && rows(queries) != d { d * pair.repeat } else { d };
+                        let scale = |row: usize| {
+                            let by = lambda[row / shared * d % lambda.len() + row % d];
+                            if id == queries { by } else { 1.0 / by }
+                        };
+                        match &graph.nodes()[id].op {
+                            Op::Linear { .. } => {
+                                let divisors = (0..rows(id)).map(|row| 1.0 / scale(row)).collect();
+                                rewrite.rows.insert(id, divisors);
+                            }
+                            _ => {
+                                let scaled = |v: &Tensor| -> Vec<f32> {
+                                    flat(v).iter().enumerate().map(|(i, v)| v * scale(i)).collect()
+                                };
+                                rewrite.norms.insert(id, scaled(bench.block.norm(id)));
+                                if let Some(bias) = bench.block.norm_bias(id) {
+                                    rewrite.norm_biases.insert(id, scaled(bias));
+                                }
+                            }
+                        }
+                    }
+                    bench.change(&rewrite)
+                };
+                let change = changed(true);
+                assert!(change <= BOUND, "{}: {change:e}", case.name);
+                if pair.rope.is_some() {
+                    assert!(changed(false) > 10.0 * BOUND, "{}", case.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn channels_may_stand_in_any_order_that_the_graph_allows() {
+    for case in cases() {
+        for bench in benches(&case, Dtype::F32, 7) {
+            for group in bench.block.graph().order_groups() {
+                let columns = bench.block.linear(group.consumer).weight().shape()[1];
+                let channels = columns / group.repeat;
+                let unit = group.head.unwrap_or(channels);
+                let reversed = |i: usize| (i / unit * unit + unit - 1 - i % unit) as u32;
+                let mut rewrite = Rewrite::default();
+                for &producer in &group.producers {
+                    rewrite.row_order.insert(producer, (0..channels).map(reversed).collect());
+                }
+                rewrite.column_order.insert(group.consumer, (0..columns).map(reversed).collect());
+                let change = bench.change(&rewrite);
+                assert!(change <= BOUND, "{} {}: {change:e}", case.name, bench.name(group.consumer));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_gives_what_whole_windows_give() {
+    for case in cases() {
+        let model = case.random(Dtype::F32, 8);
+        let batch = windows(case.vocab(), 1, LENGTH, 9);
+        let tokens = batch.window(0);
+        let whole = logits(&model, &batch);
+        let vocab = case.vocab();
+        let decoder = common::decoder(&model);
+        let half = decoder.with_half_cache();
+        let paged = half.caching();
+        for (decoder, bound) in [(common::decoder(&model), 1e-5), (half, 2e-2)] {
+            let mut cache = decoder.cache();
+            let mut at = 0;
+            for piece in [5, 1, 1, 9, 1].into_iter().chain(std::iter::repeat_n(1, LENGTH - 17)) {
+                let step = flat(&decoder.step(&tokens[at..at + piece], &mut cache).unwrap());
+                at += piece;
+                // Where frequencies depend on the length, whole windows turn their first tokens otherwise.
+                if case.grows && at > case.positions {
+                    break;
+                }
+                let expected = match case.grows {
+                    true => logits(&model, &windows_of(&tokens[..at])),
+                    false => whole[..at * vocab].to_vec(),
+                };
+                let apart = relative_difference(&step, &expected[(at - 1) * vocab..]);
+                assert!(apart <= bound, "{} after {at} tokens: {apart:e}", case.name);
+            }
+        }
+        assert_eq!(matches!(paged, KvCaching::Kernels(_)), !case.has_softcap, "{}", case.name);
+    }
+}
+
+fn windows_of(tokens: &[u32]) -> quant_core::calibrate::TokenWindows {
+    quant_core::calibrate::TokenWindows::cut(tokens.to_vec(), tokens.len())
+}
+
+/// Documents that share a window are as they are alone, whatever turns or scales them.
+#[test]
+fn documents_in_one_window_do_not_see_each_other() {
+    for case in cases() {
+        for bench in benches(&case, Dtype::F32, 10) {
+            let lengths = [[1, 25, 14], [40, 0, 0]];
+            let starts: Vec<u32> = lengths
+                .iter()
+                .flat_map(|l| {
+                    (0..3).flat_map(move |i| std::iter::repeat_n(l[..i].iter().sum::<usize>() as u32, l[i]))
+                })
+                .collect();
+            let packed = bench.block.forward_packed(&bench.x, Segments::new(&starts), &mut NoTap).unwrap();
+            for (row, lengths) in lengths.iter().enumerate() {
+                let mut at = 0;
+                for &length in lengths.iter().filter(|l| **l > 0) {
+                    let part = |t: &Tensor| t.narrow(0, row, 1).unwrap().narrow(1, at, length).unwrap();
+                    let alone = bench.block.forward(&part(&bench.x), 0, None, &mut NoTap).unwrap();
+                    let apart = relative_difference(&flat(&part(&packed)), &flat(&alone));
+                    assert!(apart <= 1e-5, "{}: {apart:e}", case.name);
+                    at += length;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_method_takes_every_family_through() {
+    for case in cases() {
+        let model = case.random(Dtype::F32, 11);
+        let batch = windows(case.vocab(), 6, LENGTH, 12);
+        let exact = logits(&model, &batch);
+        for (method, scheme) in [
+            ("rtn", "w4a16-g32-sym"),
+            ("awq", "w4a16-g32-asym"),
+            ("gptq", "w4a16-g32-sym"),
+            ("smoothquant", "w8a8-channel-sym"),
+        ] {
+            println!("{} {method}", case.name);
+            let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
+            let found = logits(&quantized.model(), &batch);
+            let apart = relative_difference(&found, &exact);
+            assert!(apart < 0.6, "{} {method}: {apart}", case.name);
+            // 8 bits are 8 bits: an error in what is folded would be far larger than their rounding.
+            assert!(method != "smoothquant" || apart < 0.1, "{} {method}: {apart}", case.name);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_rotated_is_refused_with_the_reason() {
+    for case in cases() {
+        let model = case.random(Dtype::F32, 13);
+        match (rotate(&model), case.not_rotated_for) {
+            (Ok(rotated), None) => {
+                let batch = windows(case.vocab(), 1, LENGTH, 14);
+                let apart = relative_difference(&logits(&rotated, &batch), &logits(&model, &batch));
+                assert!(apart < 1e-4, "{}: {apart:e}", case.name);
+            }
+            (Err(error), Some(reason)) => {
+                let said = error.to_string();
+                assert!(said.contains(reason) && said.contains(case.family()), "{}: {said}", case.name);
+            }
+            (Ok(_), Some(_)) => panic!("{} was rotated", case.name),
+            (Err(error), None) => panic!("{}: {error}", case.name),
+        }
+    }
+}
+
+/// Fields that would make another model of it are refused by their names, and so are numbers that are none.
+#[test]
+fn what_is_not_computed_is_refused_by_its_field() {
+    let cases = cases();
+    for (name, field, value) in [
+        ("smollm3", "no_rope_layers", json!([1, 1])),
+        ("smollm3", "no_rope_layers", json!([1, 1, 2])),
+        ("smollm3", "no_rope_layer_interval", json!(0)),
+        ("granite", "residual_multiplier", json!(0.0)),
+        ("granite", "logits_scaling", json!(-1.0)),
+        ("granite", "attention_multiplier", json!("1")),
+        ("granite", "embedding_multiplier", json!(1e300)),
+        ("ministral3", "rope_parameters", Value::Null),
+        ("ministral3", "llama_4_scaling_beta", json!({ "rope_type": "default" })),
+        ("gemma2", "hidden_activation", json!("silu")),
+        ("gemma2", "use_bidirectional_attention", json!(true)),
+        ("gemma2", "attn_logit_softcapping", json!(-50.0)),
+        ("gemma2", "query_pre_attn_scalar", json!(0)),
+        ("gemma2", "sliding_window", Value::Null),
+        ("gemma3_text", "attn_logit_softcapping", json!(50.0)),
+        ("gemma3_text", "layer_types", json!(["full_attention"])),
+        ("gemma3_text", "sliding_window_pattern", json!(0)),
+        ("olmo2", "rms_norm_eps", json!(-1e-5)),
+        ("glm", "partial_rotary_factor", json!(1.5)),
+        ("phi3", "num_key_value_heads", json!(3)),
+        ("phi3", "hidden_act", json!("gelu")),
+        ("phi", "hidden_act", json!("relu")),
+        ("cohere", "use_qk_norm", json!(true)),
+        ("cohere2", "head_dim", json!(24)),
+        ("gpt_neox", "num_key_value_heads", json!(2)),
+        ("gpt_neox", "rotary_pct", json!(0.0)),
+        ("starcoder2", "use_bias", json!(1)),
+    ] {
+        let case = cases.iter().find(|case| case.name == name).unwrap();
+        let mut config = case.config.clone();
+        // A key of an object is refused inside it.
+        let key = if field == "llama_4_scaling_beta" { "rope_parameters" } else { field };
+        config.insert(key.into(), value.clone());
+        let fields = ConfigFields::new(Path::new("config.json"), &config);
+        let said = arch::describe(&fields).expect_err(field).to_string();
+        assert!(said.contains(&format!("{field}`")), "{name} {field} {value}: {said}");
+    }
+}
+
+/// Which layers slide a window and which are turned where the configuration does not list them.
+#[test]
+fn patterns_of_layers_are_those_of_the_family() {
+    let (slides, turns) = (Some(7), true);
+    let expected: [(&str, Vec<(Option<usize>, bool)>); 7] = [
+        ("smollm3", [(None, true), (None, true), (None, true), (None, false)].repeat(2)),
+        ("gemma2", [(slides, true), (None, true)].repeat(4)),
+        ("gemma3_text", [vec![(slides, true); 5], vec![(None, true)], vec![(slides, true); 2]].concat()),
+        ("olmo3", [vec![(slides, turns); 3], vec![(None, turns)]].concat().repeat(2)),
+        ("exaone4", [vec![(slides, turns); 3], vec![(None, false)]].concat().repeat(2)),
+        ("cohere2", [vec![(slides, turns); 3], vec![(None, false)]].concat().repeat(2)),
+        ("starcoder2", vec![(slides, turns); 8]),
+    ];
+    for (name, expected) in expected {
+        let case = cases().into_iter().find(|case| case.name == name).unwrap();
+        let mut config = case.config;
+        for key in ["layer_types", "no_rope_layer_interval", "sliding_window_pattern", "use_sliding_window"] {
+            config.remove(key);
+        }
+        config.insert("num_hidden_layers".into(), json!(8));
+        let architecture = arch::describe(&ConfigFields::new(Path::new("config.json"), &config)).unwrap();
+        let found = (0..8).map(|layer| {
+            let graph = architecture.graph(layer);
+            let turned = graph.nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
+            (graph.attentions().next().unwrap().window, turned)
+        });
+        assert_eq!(found.collect::<Vec<_>>(), expected, "{name}");
+    }
+}
+
+/// A family is known by both names that a configuration has for it.
+#[test]
+fn model_types_must_fit() {
+    for case in cases() {
+        let mut config = case.config.clone();
+        let describe = |config: &Map<String, Value>| {
+            arch::describe(&ConfigFields::new(Path::new("config.json"), config)).map(|a| a.family)
+        };
+        config.insert("model_type".into(), json!(case.family()));
+        assert_eq!(describe(&config).unwrap(), case.family());
+        config.insert("model_type".into(), json!("opt"));
+        assert!(describe(&config).unwrap_err().to_string().contains("model_type"));
+    }
+}

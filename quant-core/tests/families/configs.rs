@@ -1,0 +1,264 @@
+//! A configuration of every family with all that sets it apart switched on, and random checkpoints of it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource};
+use quant_core::model::{Architecture, Model, Op, arch};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use serde_json::{Map, Value, json};
+
+use crate::common::{model, normal};
+
+/// A family, what its graph must allow, and why it cannot be rotated.
+pub struct Case {
+    pub name: &'static str,
+    pub config: Map<String, Value>,
+    /// Names of what may be rescaled in each of its blocks, in order.
+    pub producers: Vec<&'static str>,
+    /// Whether queries and keys can be scaled against each other.
+    pub has_pairs: bool,
+    pub has_softcap: bool,
+    /// Whether frequencies depend on the length of the sequence.
+    pub grows: bool,
+    pub positions: usize,
+    pub not_rotated_for: Option<&'static str>,
+}
+
+const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
+const NORMED: &str = "stand between its linears and the sum";
+const UNNORMED: &str = "without a norm";
+const MEAN: &str = "subtract the mean";
+
+impl Case {
+    fn new(name: &'static str, architecture: &str, changes: Value) -> Self {
+        let mut config = json!({
+            "architectures": [architecture],
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 80, "max_position_embeddings": 256,
+            "tie_word_embeddings": false,
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        Self {
+            name,
+            config: config.as_object().unwrap().clone(),
+            producers: LLAMA.to_vec(),
+            has_pairs: true,
+            has_softcap: false,
+            grows: false,
+            positions: usize::MAX,
+            not_rotated_for: None,
+        }
+    }
+
+    pub fn family(&self) -> &'static str {
+        self.architecture().family
+    }
+
+    fn architecture(&self) -> Architecture {
+        arch::describe(&ConfigFields::new(Path::new("config.json"), &self.config)).expect("it is read")
+    }
+
+    pub fn vocab(&self) -> usize {
+        self.config["vocab_size"].as_u64().unwrap() as usize
+    }
+
+    /// Random weights everywhere, norms stored as `norms`.
+    pub fn random(&self, norms: Dtype, seed: u64) -> Model {
+        let architecture = self.architecture();
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut source = MemorySource::new();
+        let mut add = |name: String, shape: &[usize], dtype: Dtype, mean: f32, deviation: f32| {
+            let values: Vec<f32> =
+                (0..shape.iter().product()).map(|_| mean + deviation * normal(&mut rng)).collect();
+            source.insert_f32(&name, dtype, shape.to_vec(), &values).expect("shapes and names fit");
+        };
+        let mut of_op = |module: String, op: &Op| {
+            for parameter in op.parameters() {
+                let name = format!("{module}.{}", parameter.name);
+                let (dtype, mean, deviation) = match (op.is_norm(), parameter.name) {
+                    (true, "weight") => (norms, 1.0 - op.weight_offset(), 0.3),
+                    (true, _) => (norms, 0.0, 0.3),
+                    (false, "weight") => (Dtype::F32, 0.0, 1.0 / (parameter.shape[1] as f32).sqrt()),
+                    (false, _) => (Dtype::F32, 0.0, 0.3),
+                };
+                add(name, &parameter.shape, dtype, mean, deviation);
+            }
+        };
+        for layer in 0..architecture.layers {
+            for node in architecture.graph(layer).nodes() {
+                of_op(architecture.in_block(layer, node.op.name()), &node.op);
+            }
+        }
+        if let Some(norm) = &architecture.final_norm {
+            of_op(norm.name().to_owned(), norm);
+        }
+        let outer = [architecture.vocab, architecture.hidden];
+        add(architecture.embedding.clone(), &outer, Dtype::F32, 0.0, 1.0);
+        if !architecture.tied {
+            add(format!("{}.weight", architecture.head), &outer, Dtype::F32, 0.0, 0.25);
+        }
+        if architecture.head_bias {
+            add(format!("{}.bias", architecture.head), &outer[..1], Dtype::F32, 0.0, 0.3);
+        }
+        model(Arc::new(source), &self.config)
+    }
+}
+
+pub fn cases() -> Vec<Case> {
+    let post = || vec!["self_attn.v_proj", "mlp.up_proj"];
+    let gemma = || vec!["input_layernorm", "self_attn.v_proj", "pre_feedforward_layernorm", "mlp.up_proj"];
+    let shared = || vec!["input_layernorm", "self_attn.v_proj", "mlp.up_proj"];
+    let half_fused =
+        || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.gate_up_proj"];
+    let plain = || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
+    let yarn = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16 });
+    let longrope = json!({
+        "rope_type": "longrope", "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+    });
+    let by_type = json!({
+        "full_attention": { "rope_type": "linear", "factor": 2.0, "rope_theta": 5e4 },
+        "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 },
+    });
+    vec![
+        Case::new("llama, yarn", "LlamaForCausalLM", json!({ "rope_scaling": yarn })),
+        Case {
+            grows: true,
+            positions: 24,
+            ..Case::new(
+                "llama, dynamic",
+                "LlamaForCausalLM",
+                json!({
+                    "rope_scaling": { "rope_type": "dynamic", "factor": 2.0 }, "max_position_embeddings": 24,
+                }),
+            )
+        },
+        Case::new(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            json!({ "attention_bias": true, "use_sliding_window": true, "sliding_window": 7,
+                    "no_rope_layer_interval": 2 }),
+        ),
+        Case::new(
+            "granite",
+            "GraniteForCausalLM",
+            json!({ "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6,
+                    "logits_scaling": 2.5, "mlp_bias": true }),
+        ),
+        Case::new(
+            "ministral3",
+            "Ministral3ForCausalLM",
+            json!({ "rope_parameters": { "rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.7,
+                                         "original_max_position_embeddings": 8 } }),
+        ),
+        Case::new("seed_oss", "SeedOssForCausalLM", json!({ "attention_out_bias": true })),
+        Case::new("ernie4_5", "Ernie4_5ForCausalLM", json!({ "use_bias": true })),
+        Case::new(
+            "hunyuan_v1_dense",
+            "HunYuanDenseV1ForCausalLM",
+            json!({ "rope_scaling": { "type": "dynamic", "factor": 1.0, "alpha": 50.0 } }),
+        ),
+        Case {
+            producers: gemma(),
+            has_softcap: true,
+            not_rotated_for: Some(NORMED),
+            ..Case::new(
+                "gemma2",
+                "Gemma2ForCausalLM",
+                json!({ "sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+                        "query_pre_attn_scalar": 10 }),
+            )
+        },
+        Case {
+            producers: gemma(),
+            // Norms of heads whose weights are centered at 0 are not scaled.
+            has_pairs: false,
+            not_rotated_for: Some(NORMED),
+            ..Case::new(
+                "gemma3_text",
+                "Gemma3ForCausalLM",
+                json!({ "sliding_window": 7, "sliding_window_pattern": 2, "rope_parameters": by_type }),
+            )
+        },
+        Case {
+            producers: post(),
+            not_rotated_for: Some(UNNORMED),
+            ..Case::new("olmo2", "Olmo2ForCausalLM", json!({}))
+        },
+        Case {
+            producers: post(),
+            not_rotated_for: Some(UNNORMED),
+            ..Case::new(
+                "olmo3",
+                "Olmo3ForCausalLM",
+                json!({ "sliding_window": 7, "num_hidden_layers": 4, "rope_parameters": by_type }),
+            )
+        },
+        Case {
+            producers: post(),
+            not_rotated_for: Some(UNNORMED),
+            ..Case::new(
+                "exaone4",
+                "Exaone4ForCausalLM",
+                json!({ "sliding_window": 7, "sliding_window_pattern": 2 }),
+            )
+        },
+        Case { producers: half_fused(), ..Case::new("glm", "GlmForCausalLM", json!({})) },
+        Case {
+            producers: half_fused(),
+            not_rotated_for: Some(NORMED),
+            ..Case::new("glm4", "Glm4ForCausalLM", json!({ "partial_rotary_factor": 0.25 }))
+        },
+        Case {
+            producers: vec![
+                "input_layernorm",
+                "self_attn.qkv_proj",
+                "post_attention_layernorm",
+                "mlp.gate_up_proj",
+            ],
+            has_pairs: false,
+            grows: true,
+            positions: 16,
+            ..Case::new(
+                "phi3",
+                "Phi3ForCausalLM",
+                json!({ "rope_scaling": longrope, "partial_rotary_factor": 0.75, "sliding_window": 11,
+                        "original_max_position_embeddings": 16 }),
+            )
+        },
+        Case {
+            producers: vec!["input_layernorm", "self_attn.v_proj"],
+            not_rotated_for: Some(MEAN),
+            ..Case::new("phi", "PhiForCausalLM", json!({ "qk_layernorm": true }))
+        },
+        Case {
+            producers: shared(),
+            not_rotated_for: Some(MEAN),
+            ..Case::new("cohere", "CohereForCausalLM", json!({ "attention_bias": true, "logit_scale": 0.3 }))
+        },
+        Case {
+            producers: shared(),
+            not_rotated_for: Some(MEAN),
+            ..Case::new(
+                "cohere2",
+                "Cohere2ForCausalLM",
+                json!({ "sliding_window": 7, "sliding_window_pattern": 2 }),
+            )
+        },
+        Case {
+            producers: vec!["input_layernorm", "post_attention_layernorm"],
+            has_pairs: false,
+            not_rotated_for: Some(MEAN),
+            ..Case::new("gpt_neox", "GPTNeoXForCausalLM", json!({ "num_key_value_heads": 4 }))
+        },
+        Case {
+            producers: plain(),
+            not_rotated_for: Some(MEAN),
+            ..Case::new("starcoder2", "Starcoder2ForCausalLM", json!({ "sliding_window": 7 }))
+        },
+    ]
+}
