@@ -1,6 +1,6 @@
 """The checks of vision-language models: a part of check.py, which says what it compares.
 
-  float    logits of the text tower against those of transformers' class given text alone, at most 2e-6 of the largest
+  float    logits of the text tower against those of transformers' class given text alone, at most 5e-6 of the largest
   loads    as for other models, by transformers' own class
   carried  everything beside the text tower, and every file beside the weights, equal byte for byte; and the
            configuration, but for what quantization adds
@@ -13,7 +13,9 @@ import json
 from make_vision_language import VARIANTS
 from reference_model import module_name
 
-TOLERANCE = 2e-6
+# What remains of the logits of such models in f32, ours or theirs: transformers' own differ by up to 3e-6 from those that it
+# computes in f64.
+TOLERANCE = 5e-6
 QUICK = ["--samples", "4", "--seq-len", "64"]
 # Model, name of the case, options of `quant quantize`, whether transformers must dequantize. The first of each class is
 # part of every run, the others are run with --whole.
