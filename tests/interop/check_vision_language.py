@@ -34,7 +34,7 @@ MORE = [
     ("qwen2-vl", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], False),
     ("mistral3", "format-gptq-g32", ["--format", "gptq", "--method", "gptq", "--group-size", "32", *QUICK], False),
     ("mistral3-modules", "rtn-w4-g64", ["--method", "rtn", "--group-size", "64"], False),
-    ("llava-modules", "smoothquant-w8a8", ["--preset", "smoothquant-w8a8", *QUICK], False),
+    ("llava-modules", "awq-w8-channel", ["--scheme", "w8a16-channel", *QUICK], False),
     ("llava-mistral", "awq-w4-g32-asym", ["--scheme", "w4a16-g32-asym", *QUICK], True),
     ("llava-qwen2", "format-awq-g64", ["--format", "awq", "--group-size", "64", *QUICK], False),
 ]
