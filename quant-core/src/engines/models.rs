@@ -98,7 +98,7 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
 
 pub(super) const VLLM_CPU: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
-    // Version 0.32.0, benchmarks/record/vllm-cpu.md.
+    // Version 0.32.0, docs/formats/engines.md.
     fact(&["llama"], Has::Yes, Basis::Run),
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Read),
     fact(OPT, Has::With(head_of_opt), Basis::Read),
