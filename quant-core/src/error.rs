@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use crate::checkpoint::HeaderError;
+use crate::checkpoint::{HeaderError, printable};
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -167,14 +167,28 @@ pub enum Error {
         reason: String,
     },
     /// The model's family is not one we know.
-    #[error("{}: architecture `{found}` is not supported", path.display())]
+    #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
     UnknownArchitecture {
         /// The file.
         path: PathBuf,
         /// What it names.
         found: String,
+        /// The nearest architecture that is supported, if one is near.
+        nearest: Option<&'static str>,
+        /// What of the model is not supported, each fit for a line.
+        differences: Vec<String>,
         /// The families this version knows.
         known: Vec<&'static str>,
+    },
+    /// A checkpoint holds a model's tensors under names of two layouts.
+    #[error("{}: holds both `{one}` and `{other}`, which name the same part of the model in two layouts", path.display())]
+    AmbiguousNames {
+        /// The model directory.
+        path: PathBuf,
+        /// A tensor of one layout.
+        one: String,
+        /// A tensor of another.
+        other: String,
     },
     /// The input is quantized already.
     #[error("{} is already quantized ({method})", path.display())]
@@ -366,6 +380,13 @@ fn list_indivisible(offenders: &[Indivisible]) -> String {
         .collect()
 }
 
+fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {
+    let near = nearest.map(|name| format!("; the nearest that is: `{name}`")).unwrap_or_default();
+    let lines: String = differences.iter().map(|line| format!("\n  {line}")).collect();
+    let colon = if differences.is_empty() { "" } else { "; not supported of it:" };
+    format!("{near}{colon}{lines}")
+}
+
 impl Error {
     /// A usage error: what is wrong with the request, and what to ask for instead.
     pub fn usage(message: impl Into<String>, remedy: impl Into<String>) -> Self {
@@ -395,6 +416,7 @@ impl Error {
             | Self::TensorDtype { .. }
             | Self::Config { .. }
             | Self::UnknownArchitecture { .. }
+            | Self::AmbiguousNames { .. }
             | Self::AlreadyQuantized { .. }
             | Self::NameTaken { .. }
             | Self::UnsupportedQuantization { .. }
@@ -472,6 +494,10 @@ impl Error {
             Self::Config { .. } => "correct config.json, or fetch it again".into(),
             Self::UnknownArchitecture { known, .. } => {
                 format!("this version knows {}", known.join(", "))
+            }
+            Self::AmbiguousNames { .. } => {
+                "two saves of the model may be mixed in one directory: fetch the checkpoint again into an empty one"
+                    .into()
             }
             Self::AlreadyQuantized { .. } => {
                 "quantize from the original float checkpoint, or give nothing but --format to write the same \

@@ -12,6 +12,7 @@ Eight kinds of checks, each on its own line with what it measured:
   family    a tiny model of each family, float and quantized: see check_families.py
   chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
             what transformers makes of them
+  carried   of vision-language models: see check_vision_language.py
   profile   what `quant eval` measures by a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
@@ -38,7 +39,9 @@ import check_families
 import check_numbers
 import check_pages
 import check_profiles
+import check_vision_language
 import check_workflows
+import make_vision_language
 import numpy
 from safetensors.numpy import load_file
 
@@ -213,7 +216,8 @@ class Check:
             return None
         path = self.scratch / name
         if not path.exists():
-            self.script("make_tiny", path, "--variant", name, "--seed", 7)
+            maker = "make_vision_language" if name in make_vision_language.VARIANTS else "make_tiny"
+            self.script(maker, path, "--variant", name, "--seed", 7)
         return path
 
     def step(self, title, work):
@@ -248,14 +252,14 @@ class Check:
         compare = importlib.import_module("compare_logits").compare
         return compare, load_file(theirs)["logits"], load_file(ours)["logits"]
 
-    def float_model(self, name):
+    def float_model(self, name, tolerance=FLOAT_TOLERANCE):
         model = self.model(name)
         if model is None:
             return
 
         def work(*options):
             compare, theirs, ours = self.logits(model, name, options)
-            verdict = compare(theirs, ours, FLOAT_TOLERANCE)
+            verdict = compare(theirs, ours, tolerance)
             return verdict.get("ratio", verdict), verdict["ok"]
 
         self.step(f"float  {name}", work)
@@ -361,6 +365,7 @@ def main():
             if arguments.only in f"{name} {case}":
                 check.quantized_model(name, case, options, False, repack)
         check_families.run_all(check, arguments.families, arguments.only)
+        check_vision_language.run_all(check, arguments.only, arguments.whole)
         for style in CHAT:
             if arguments.only in f"chat {style}":
                 check.chat(style)

@@ -19,7 +19,7 @@ os.environ["TQDM_DISABLE"] = "1"
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
 
 class CheckpointError(Exception):
@@ -43,7 +43,9 @@ def load(model_dir, dequantize=False):
     dtype of the stored scales, so they are handed over in f32 to be as exact as the other way.
     """
     model_dir = Path(model_dir)
-    quantization = json.loads((model_dir / "config.json").read_text()).get("quantization_config")
+    config = json.loads((model_dir / "config.json").read_text())
+    quantization = config.get("quantization_config")
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     suffix = f".{packed_attribute(quantization)}"
     packed = {name.removesuffix(suffix)
               for name in tensor_names(model_dir) if name.endswith(suffix)}
@@ -54,7 +56,7 @@ def load(model_dir, dequantize=False):
         try:
             # gptqmodel greets on stdout, which is for results.
             with contextlib.redirect_stdout(sys.stderr):
-                model, report = AutoModelForCausalLM.from_pretrained(
+                model, report = kind.from_pretrained(
                     source, dtype=torch.float32, attn_implementation="eager",
                     output_loading_info=True)
         except (RuntimeError, ValueError) as error:
@@ -111,6 +113,19 @@ def tensor_names(model_dir):
     return names
 
 
+def module_name(name):
+    """What transformers calls the module of a tensor that it saves under `name`; other names are modules' already."""
+    for saved, module in (("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head"),
+                          ("vision_tower.", "model.vision_tower."), ("visual.", "model.visual."),
+                          ("multi_modal_projector.", "model.multi_modal_projector."),
+                          ("model.layers.", "model.language_model.layers."),
+                          ("model.norm.", "model.language_model.norm."),
+                          ("model.embed_tokens.", "model.language_model.embed_tokens.")):
+        if name.startswith(saved):
+            return module + name.removeprefix(saved)
+    return name
+
+
 def write_for_dequantizing(model_dir, directory):
     """Writes the checkpoint anew with `dequantize` set and the scales in f32."""
     config = json.loads((model_dir / "config.json").read_text())
@@ -154,6 +169,8 @@ def check_modules(model, packed, attribute, dequantize):
     all of them were read is checked by the loading report, and that they were read well by the logits.
     """
     modules = dict(model.named_modules())
+    if "vision_config" in model.config.to_dict():
+        packed = {module_name(name) for name in packed}
     held = {name for name, module in modules.items() if hasattr(module, attribute)}
     fused = {name for name in packed if name not in modules and re.search(r"\.experts\.\d+\.", name)}
     expected = set() if dequantize else packed - fused

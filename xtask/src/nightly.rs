@@ -8,7 +8,7 @@ use crate::{bench_awq_memory, bench_rtn, ci, cuda, dist, fuzz, interop};
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, proptest, aarch64, cuda-variants, cuda-candle, interop, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: advisories, proptest, aarch64, cuda-variants, cuda-candle, interop, vllm, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases of each property test
@@ -33,6 +33,7 @@ pub fn run(args: &Args) -> Result<()> {
         interop::run(&["--whole", "--only", "profile"])?;
         interop::run(&["--families", "all", "--only", "family"])
     });
+    steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));
     steps.step("bench-rtn", || {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use quant_core::Result;
 use quant_core::format::container_of;
-use quant_core::model::KvScheme;
+use quant_core::model::{Carried, KvScheme};
 use quant_core::pipeline::QuantReport;
 use quant_core::scheme::LinearScheme;
 use serde::Serialize;
@@ -46,6 +46,9 @@ struct Report {
     /// Whether scales have two levels.
     keeps_levels: bool,
     bytes: u64,
+    /// What a vision-language model has beside its text tower; absent for other models.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    carried: Option<Carried>,
     linears: Vec<LinearReport>,
     tensors: Vec<TensorReport>,
 }
@@ -121,6 +124,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             .any(|l| model.module_scheme(&l.module).is_some_and(|s| s.is_progressive())),
         loses,
         bytes: tensors.iter().map(|t| t.bytes).sum(),
+        carried: model.carried(),
         linears,
         tensors,
     };
@@ -171,6 +175,12 @@ fn show(report: &Report) -> String {
     let sliding = report.windows.iter().flatten().count();
     if let Some(window) = report.windows.iter().flatten().next() {
         text.push_str(&format!("sliding window of {window} in {sliding} of {} blocks\n", report.layers));
+    }
+    if let Some(Carried { class, tensors, bytes: size }) = &report.carried {
+        text.push_str(&format!(
+            "text tower of {class}; beside it {tensors} tensors, {}, which quantize carries along\n",
+            bytes(*size)
+        ));
     }
     match &report.quant_method {
         Some(method) => text.push_str(&format!("quantized: {method}\n")),

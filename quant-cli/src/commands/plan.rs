@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 use quant_core::engines::{ENGINES, Engine, Outline, RANKS, READ};
+use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::{Error, Result};
 use serde::Serialize;
@@ -40,6 +41,9 @@ struct PlanJson<'a> {
     method: &'a str,
     input_bytes: u64,
     peak_memory_bytes: u64,
+    /// What a vision-language model has beside its text tower; absent for other models.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    carried: Option<Carried>,
     selectors: Vec<SelectorJson<'a>>,
     formats: Vec<FormatJson<'a>>,
 }
@@ -115,7 +119,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     // The time rests on a measurement, so it is told to people and kept out of what machines compare.
     let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
     let needs = Needs { memory: peak, seconds };
-    args.json.emit(&json(&plans, &outlines, peak), || text(&plans, &outlines, needs, args.all))
+    let carried = opened.model.carried();
+    args.json.emit(&json(&plans, &outlines, peak, carried.clone()), || {
+        text(&plans, &outlines, needs, carried.as_ref(), args.all)
+    })
 }
 
 /// What a run will need, about.
@@ -135,7 +142,12 @@ fn outcome(entry: &PlanEntry) -> String {
     }
 }
 
-fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> PlanJson<'a> {
+fn json<'a>(
+    plans: &'a [Plan],
+    outlines: &[Outline],
+    peak_memory_bytes: u64,
+    carried: Option<Carried>,
+) -> PlanJson<'a> {
     let first = plans.first();
     let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: s.option,
@@ -148,6 +160,7 @@ fn json<'a>(plans: &'a [Plan], outlines: &[Outline], peak_memory_bytes: u64) -> 
         method: first.map_or("", |plan| &plan.method.name),
         input_bytes: first.map_or(0, Plan::input_bytes),
         peak_memory_bytes,
+        carried,
         selectors: selectors.collect(),
         formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline)).collect(),
     }
@@ -187,8 +200,14 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
     EngineJson { engine: engine.name, version: engine.version, read: READ, ranks }
 }
 
-fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, all: bool) -> String {
+fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, carried: Option<&Carried>, all: bool) -> String {
     let mut text = String::new();
+    if let Some(Carried { class, tensors, bytes: size }) = carried {
+        text.push_str(&format!(
+            "text tower of {class}; the {tensors} tensors beside it, {}, are carried along as they are\n\n",
+            bytes(*size)
+        ));
+    }
     for (plan, outline) in plans.iter().zip(outlines) {
         if plans.len() > 1 {
             text.push_str(&format!("{}:\n\n", plan.container.name()));
@@ -238,11 +257,13 @@ fn engines_text(outline: &Outline) -> String {
             }
             last = reason;
         }
+        row.push(engine.basis(outline).word().to_owned());
         rows.push(row);
     }
     let header: Vec<String> =
         RANKS.iter().map(|ranks| if *ranks == 1 { "1 rank".to_owned() } else { ranks.to_string() }).collect();
-    let header: Vec<&str> = std::iter::once("loads in").chain(header.iter().map(String::as_str)).collect();
+    let header: Vec<&str> =
+        std::iter::once("loads in").chain(header.iter().map(String::as_str)).chain(["checked"]).collect();
     let mut text = table(&header, &rows);
     for (reason, ranks, engines) in reasons {
         let from = if ranks == 1 { String::new() } else { format!(", {ranks} ranks") };

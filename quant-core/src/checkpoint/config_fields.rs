@@ -28,6 +28,11 @@ impl<'a> ConfigFields<'a> {
         Self { path, map, prefix: String::new() }
     }
 
+    /// The fields of `map` in place of the object `key` inside this one: the same, with some of them changed.
+    pub(crate) fn nested<'b>(&'b self, key: &str, map: &'b Map<String, Value>) -> ConfigFields<'b> {
+        ConfigFields { path: self.path, map, prefix: format!("{}{key}.", self.prefix) }
+    }
+
     /// The file, for messages.
     pub fn path(&self) -> &'a Path {
         self.path
@@ -43,9 +48,14 @@ impl<'a> ConfigFields<'a> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
+    /// A key with those of the objects around it: `rope_scaling.factor`.
+    pub(crate) fn name_of(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
     /// [`Error::Config`] about a key; `reason` ends the sentence that the key begins.
     pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
-        let field = format!("{}{key}", self.prefix);
+        let field = self.name_of(key);
         Error::Config { path: self.path.to_owned(), field, reason: reason.into() }
     }
 

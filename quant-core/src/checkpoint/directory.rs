@@ -21,17 +21,20 @@ const TOKENIZER: &str = "tokenizer.json";
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
 /// Files that go with a model and hold no weights and no code.
-const SIDECARS: [&str; 12] = [
+const SIDECARS: [&str; 15] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
     "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
+    "tekken.json",
     TOKENIZER,
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
     "vocab.txt",
 ];

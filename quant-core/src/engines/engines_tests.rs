@@ -26,6 +26,7 @@ fn outline(
     Outline {
         container,
         family: "llama",
+        wrapper: None,
         attentions: vec![AttentionShape::new(kv_heads, heads / kv_heads, head_dim)],
         experts: Default::default(),
         layers: vec![
@@ -161,7 +162,14 @@ fn activations_of_8_bits() {
     assert_eq!((words("vLLM, CPU", &fixed), words("SGLang", &fixed)), (vec!["yes"; 4], vec!["unsure"; 4]));
     let packed = outline("compressed-tensors", LLAMA_8B, "w4a8-g128");
     assert!(reason("vLLM, CUDA", &packed, 1).contains("compiled at start"));
-    assert_eq!((words("vLLM, CPU", &packed), words("SGLang", &packed)), (vec!["no"; 4], vec!["unsure"; 4]));
+    assert_eq!((words("vLLM, CPU", &packed), words("SGLang", &packed)), (vec!["yes"; 4], vec!["unsure"; 4]));
+    for scheme in ["w8a8-g64", "w4a8-g128-asym"] {
+        assert_eq!(
+            words("vLLM, CPU", &outline("compressed-tensors", LLAMA_8B, scheme)),
+            ["no"; 4],
+            "{scheme}"
+        );
+    }
     for model in [&bytes, &fixed, &packed] {
         for name in ["LMDeploy", "mlx-lm"] {
             assert_eq!(words(name, model)[0], "no", "{name}");
@@ -312,6 +320,43 @@ fn a_family_that_was_not_checked_gets_no_plain_yes() {
                     assert!(reason.contains(family) && reason.contains("not checked"), "{reason}");
                 }
             }
+        }
+    }
+}
+
+/// Families and classes that no line of an engine names are not given a yes.
+#[test]
+fn what_nobody_checked_is_unsure() {
+    let named = |family, wrapper| Outline {
+        family,
+        wrapper,
+        ..outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym")
+    };
+    let unheard = named("unheard", None);
+    for engine in ENGINES.iter().filter(|engine| engine.reads.contains(&"compressed-tensors")) {
+        let verdict = engine.loads(&unheard, 1).unwrap();
+        let what = "how it runs unheard was not checked";
+        assert_eq!((verdict.word(), verdict.reason()), ("unsure", Some(what)), "{}", engine.name);
+        assert_eq!(engine.basis(&unheard), Basis::NotChecked);
+    }
+    // What the rules refuse stays refused.
+    let three = Outline { family: "unheard", ..outline("compressed-tensors", LLAMA_8B, "w3a16-g64-sym") };
+    assert_eq!(words("SGLang", &three), ["no"; 4]);
+    // A class counts, and not the family of its text model.
+    let class = named("llama", Some("LlavaForConditionalGeneration"));
+    assert_eq!(engine("transformers").basis(&class), Basis::Run);
+    assert_eq!(words("vLLM, CUDA", &class), ["yes"; 4]);
+    assert_eq!(words("SGLang", &class), ["unsure"; 4]);
+    assert_eq!(words("SGLang", &named("llama", Some("UnheardForConditionalGeneration"))), ["unsure"; 4]);
+}
+
+/// A fact about a model that cannot be read would never be looked at.
+#[test]
+fn facts_name_models_that_are_read() {
+    use crate::model::arch::supported;
+    for fact in ENGINES.iter().flat_map(|engine| engine.models) {
+        for model in fact.models {
+            assert!(supported().any(|known| known == *model), "{model}");
         }
     }
 }

@@ -3,15 +3,17 @@
 //! Each engine is a file of rules that were read from its sources at one version, on the day
 //! [`READ`]; `docs/formats/engines.md` says what they rest on, and what of it was run. A rule
 //! looks at an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate
-//! and up) fused, and split over ranks (`sharding`).
+//! and up) fused, and split over ranks (`sharding`). Which models an engine has is a table (`models`).
 
 mod experts;
+mod models;
 mod others;
 mod outline;
 mod sglang;
 mod sharding;
 mod vllm;
 
+pub use models::Basis;
 pub use outline::{FusedLayer, LayerKind, Outline, Part};
 
 /// The day on which the engines' sources were read.
@@ -74,6 +76,8 @@ pub struct Engine {
     pub is_common: bool,
     /// Whether it splits linears over ranks.
     tensor_parallel: bool,
+    /// The models that it has.
+    models: &'static [models::Fact],
     /// The containers that it has a reader for; `loads` looks at these.
     reads: &'static [&'static str],
     loads: fn(&Outline, usize) -> Verdict,
@@ -85,28 +89,21 @@ impl Engine {
     /// Whether it loads a checkpoint on so many ranks; `None` where it knows only one.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
         (ranks == 1 || self.tensor_parallel).then(|| match self.reads.contains(&outline.container) {
-            true if !outline.experts.is_empty() => {
-                (self.loads)(outline, ranks).and(self.knows(outline)).and((self.experts)(outline))
-            }
-            true => (self.loads)(outline, ranks).and(self.knows(outline)),
+            true => models::verdict(self.models, outline, || match outline.experts.is_empty() {
+                true => (self.loads)(outline, ranks),
+                false => (self.loads)(outline, ranks).and((self.experts)(outline)),
+            }),
             false => Verdict::No(format!("it does not read the {} container", outline.container)),
         })
     }
-
-    /// Rules about linears say nothing of how an engine runs a family: for families whose models were not looked at in
-    /// its sources, and not run, there is no plain yes.
-    fn knows(&self, outline: &Outline) -> Verdict {
-        let run_here = self.name == "transformers" && outline.container == "compressed-tensors";
-        match run_here || CHECKED_FAMILIES.contains(&outline.family) {
-            true => Verdict::Yes,
-            false => Verdict::Unsure(format!("how it runs the family {} was not checked", outline.family)),
-        }
-    }
 }
 
-/// The families that were looked at in the engines' sources. transformers has run compressed-tensors checkpoints of all
-/// families that this version writes.
-const CHECKED_FAMILIES: &[&str] = &["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "opt"];
+impl Engine {
+    /// How it is known whether the engine has the model at all.
+    pub fn basis(&self, outline: &Outline) -> Basis {
+        models::basis(self.models, outline)
+    }
+}
 
 /// What most engines read.
 const USUAL: &[&str] = &["compressed-tensors", "awq", "gptq"];
@@ -119,6 +116,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: true,
         tensor_parallel: true,
         reads: USUAL,
+        models: models::VLLM_CUDA,
         loads: vllm::cuda,
         experts: experts::not_followed,
     },
@@ -128,6 +126,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: false,
         tensor_parallel: true,
         reads: USUAL,
+        models: models::VLLM_CPU,
         loads: vllm::cpu,
         experts: experts::not_followed,
     },
@@ -137,6 +136,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: true,
         tensor_parallel: true,
         reads: USUAL,
+        models: models::SGLANG,
         loads: sglang::cuda,
         experts: experts::not_followed,
     },
@@ -146,6 +146,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: true,
         tensor_parallel: false,
         reads: USUAL,
+        models: models::TRANSFORMERS,
         loads: others::transformers,
         experts: experts::transformers,
     },
@@ -155,6 +156,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: false,
         tensor_parallel: true,
         reads: USUAL,
+        models: models::TURBOMIND,
         loads: others::turbomind,
         experts: experts::not_followed,
     },
@@ -164,6 +166,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: false,
         tensor_parallel: false,
         reads: &["awq"],
+        models: models::MLX,
         loads: others::mlx,
         experts: experts::not_followed,
     },
@@ -173,6 +176,7 @@ pub static ENGINES: &[Engine] = &[
         is_common: false,
         tensor_parallel: false,
         reads: &["compressed-tensors", "gptq"],
+        models: models::LLAMA_CPP,
         loads: others::llama_cpp,
         experts: experts::not_followed,
     },

@@ -74,12 +74,6 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
 
 /// LMDeploy's TurboMind.
 pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
-    if outline.family == "mistral" {
-        return No("Mistral is not among its models".into());
-    }
-    if outline.family == "opt" {
-        return No("OPT is not among its models".into());
-    }
     if outline.embedding.is_some() {
         return No("a quantized embedding is not read".into());
     }
@@ -125,9 +119,6 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
 
 /// mlx-lm on Apple silicon.
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
-    if outline.family == "opt" {
-        return Unsure("whether OPT is among its models".into());
-    }
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
         _ => No("it has groups of 32, 64 and 128".into()),
@@ -137,9 +128,6 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
 /// llama.cpp's converter to GGUF. Of weights under activations of 8 bits it takes the weights, and leaves activations
 /// float; scales of static ones it does not know.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
-    if outline.family == "opt" {
-        return No("OPT is not among the models that it converts".into());
-    }
     let schemes = all_schemes(outline);
     if schemes.iter().any(LinearScheme::has_static_activations) {
         return No("it reads no scales of activations".into());

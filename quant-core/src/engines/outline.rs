@@ -60,6 +60,8 @@ pub struct Outline {
     pub container: &'static str,
     /// The model's family.
     pub family: &'static str,
+    /// The class of vision-language models whose text tower it is, if it is one.
+    pub wrapper: Option<&'static str>,
     /// The distinct attentions of all blocks.
     pub attentions: Vec<AttentionShape>,
     /// The different schemes of the linears of experts, `None` of those that stay float; empty without experts.
@@ -111,6 +113,7 @@ impl Outline {
         Self {
             container: plan.container.name(),
             family: architecture.family,
+            wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.class),
             attentions: architecture.attentions(),
             experts,
             layers,

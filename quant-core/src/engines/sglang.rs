@@ -10,19 +10,16 @@ pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
         return No("a quantized embedding is not read, and stays as it was initialized".into());
     }
-    opt(outline).and(linears(outline, ranks, |share| match outline.container {
+    linears(outline, ranks, |share| match outline.container {
         "awq" => awq(share),
         "gptq" => gptq(share),
         _ => compressed_tensors(share),
-    }))
+    })
 }
 
 /// Its OPT calls `self_attn.out_proj` `o_proj`, and leaves `decoder` out of the names of blocks: nothing
 /// that a checkpoint says of single modules is found.
-fn opt(outline: &Outline) -> Verdict {
-    if outline.family != "opt" {
-        return Yes;
-    }
+pub(super) fn opt(outline: &Outline) -> Verdict {
     if outline.head.is_some() {
         return No("the head of its OPT has no quantization".into());
     }

@@ -18,16 +18,7 @@ pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
         }
         _ => Yes,
     };
-    embedding.and(around_opt(outline)).and(linears(outline, ranks, |share| cuda_kernel(outline, share)))
-}
-
-/// OPT's head and embedding are made without a quantization in the sources that were seen, which are
-/// older than this version.
-fn around_opt(outline: &Outline) -> Verdict {
-    match outline.family == "opt" && (outline.head.is_some() || outline.embedding.is_some()) {
-        true => Unsure("whether its OPT reads a quantized head or embedding".into()),
-        false => Yes,
-    }
+    embedding.and(linears(outline, ranks, |share| cuda_kernel(outline, share)))
 }
 
 /// On x86-64 CPUs.
@@ -43,7 +34,7 @@ pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
         Some(scheme) => No(format!("of the gptq format it reads symmetric grids, not {scheme}")),
         None => Yes,
     };
-    outside.and(format).and(around_opt(outline)).and(linears(outline, ranks, cpu_kernel))
+    outside.and(format).and(linears(outline, ranks, cpu_kernel))
 }
 
 /// Products of activations of 8 bits: CUTLASS for bytes, in multiples of 16, and a kernel that is compiled at start for
@@ -111,11 +102,12 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
 
 fn cpu_kernel(share: &Share<'_>) -> Verdict {
     let (n, k) = (share.n(), share.k);
-    if share.scheme.activations != ActivationScheme::Float {
-        return match share.scheme.is_stored_as_bytes() {
-            true => Yes,
-            false => No(share.fault(format!("no CPU kernel for {}", share.scheme))),
-        };
+    match share.scheme.activations {
+        ActivationScheme::Float => {}
+        _ if share.scheme.is_stored_as_bytes() => return Yes,
+        // Run on the kernel of 4-bit weights.
+        ActivationScheme::Token if share.scheme.bits() == 4 && share.scheme.is_symmetric() => {}
+        _ => return No(share.fault(format!("no CPU kernel for {}", share.scheme))),
     }
     if share.scheme.float_format().is_some() {
         return No(share.fault("no CPU kernel for FP8 weights with float activations"));

@@ -33,6 +33,24 @@ pub struct FusedLinears {
     pub parts: Vec<String>,
 }
 
+/// What of a larger model a decoder is a part of, as far as configurations must name it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WrapperNames {
+    /// Outermost modules beside the decoder that may hold linears, all float: `visual`, `multi_modal_projector`.
+    pub outside: Vec<String>,
+    /// What names of the decoder's modules begin with in the file, and what in the modules of readers that have
+    /// others: `("language_model.model.", "model.language_model.")`.
+    pub renamed: Vec<(&'static str, &'static str)>,
+}
+
+impl WrapperNames {
+    /// Expressions for all modules beside the decoder, for readers that match from the start of a name. Some readers
+    /// have them below `model.`.
+    pub fn outside_patterns(&self) -> impl Iterator<Item = String> {
+        self.outside.iter().map(|module| format!(r"(model\.)?{}\..*", regex::escape(module)))
+    }
+}
+
 /// What a checkpoint's configuration must say: which modules are quantized how.
 #[derive(Debug, Clone, Default)]
 pub struct ModuleSchemes<'a> {
@@ -50,9 +68,30 @@ pub struct ModuleSchemes<'a> {
     pub shapes: BTreeMap<&'a str, [usize; 2]>,
     /// The types of tensors that are not quantized, each once.
     pub float_dtypes: Vec<Dtype>,
+    /// What the decoder is a part of, where it is not the whole model.
+    pub wrapper: Option<&'a WrapperNames>,
 }
 
 impl ModuleSchemes<'_> {
+    /// All names that readers may have for these modules: their own, those of fused linears of which they are the
+    /// parts, and those in the modules of readers that are called otherwise than the tensors of the file.
+    pub fn all_names(&self, modules: &[&str]) -> Vec<String> {
+        let mut names: Vec<String> =
+            modules.iter().copied().chain(self.fused_of(modules)).map(str::to_owned).collect();
+        let renamed = self.wrapper.iter().flat_map(|wrapper| &wrapper.renamed);
+        let others = renamed.flat_map(|(stored, module)| {
+            names.iter().filter_map(move |name| Some(format!("{module}{}", name.strip_prefix(stored)?)))
+        });
+        let others: Vec<String> = others.collect();
+        names.extend(others);
+        names
+    }
+
+    /// The modules beside the decoder.
+    pub fn outside(&self) -> &[String] {
+        self.wrapper.map_or(&[], |wrapper| &wrapper.outside)
+    }
+
     /// The names that engines give to fused linears of which all parts are among `modules`. Engines
     /// that do not know which parts a fused name stands for look for that name itself.
     pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Preparation;
@@ -32,6 +33,30 @@ pub struct Model {
     kv: Option<KvScheme>,
 }
 
+/// The `quantization_config`: of the model, or of its text tower, which some exporters write it into.
+fn quantization_settings<'a>(config: &ConfigFields<'a>) -> Result<Option<&'a Value>> {
+    const KEY: &str = "quantization_config";
+    let nested = config.get(arch::TEXT_CONFIG).and_then(Value::as_object);
+    let nested = nested.and_then(|text| text.get(KEY)).filter(|settings| !settings.is_null());
+    match (config.get(KEY), nested) {
+        (Some(outer), Some(inner)) if outer != inner => {
+            Err(config.error(KEY, format!("differs from the one in `{}`", arch::TEXT_CONFIG)))
+        }
+        (outer, inner) => Ok(outer.or(inner)),
+    }
+}
+
+/// What of a vision-language model is no part of its text tower: vision tower, projector and the like.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Carried {
+    /// The class of the model, as `architectures` has it.
+    pub class: String,
+    /// Tensors, each written byte for byte as it was read.
+    pub tensors: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
 struct Quantization {
     method: String,
     reader: Box<dyn PackedReader>,
@@ -53,10 +78,10 @@ impl Model {
     /// As [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
         let fields = ConfigFields::new(path, config);
-        let architecture = arch::describe(&fields)?;
+        let architecture = arch::describe(&fields, source.as_ref())?;
         let kv = KvScheme::from_config(&fields)?;
         let source = names::with_base(source, &architecture);
-        let quantization = match config.get("quantization_config").filter(|v| !v.is_null()) {
+        let quantization = match quantization_settings(&fields)? {
             None => None,
             Some(settings) => Some(Quantization {
                 method: settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown").to_owned(),
@@ -293,6 +318,15 @@ impl Model {
         });
         let embedding = (None, a.embedding_module(), [a.vocab, a.hidden]);
         in_blocks.chain(head).chain([embedding]).collect()
+    }
+
+    /// What of the checkpoint lies outside the decoder and is carried along, where a larger model wraps it.
+    pub fn carried(&self) -> Option<Carried> {
+        let wrapper = self.architecture.wrapper.as_ref()?;
+        let names = self.source.names().into_iter().filter(|name| self.architecture.is_carried(name));
+        let bytes: Vec<u64> = names.filter_map(|name| Some(self.source.info(name)?.byte_len())).collect();
+        let (tensors, bytes) = (bytes.len() as u64, bytes.iter().sum());
+        Some(Carried { class: wrapper.class.to_owned(), tensors, bytes })
     }
 
     /// A quantized weight and who reads it.

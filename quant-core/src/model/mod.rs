@@ -28,7 +28,7 @@ mod tokens;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, EmbeddingScale, FoldGroup,
     LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op, OrderGroup, PositionScale,
-    QueryKey, Reach,
+    QueryKey, Reach, Wrapper,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
@@ -36,7 +36,7 @@ pub use decoder::Decoder;
 pub(crate) use experts::add_expert;
 pub use kv::{KvCaching, KvScheme};
 pub use linear::{CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply};
-pub use load::Model;
+pub use load::{Carried, Model};
 pub use norm::Norm;
 pub use positions::PositionTable;
 pub use preparation::Preparation;

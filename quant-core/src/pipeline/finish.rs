@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use super::{Job, Program, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
+use crate::model::arch::TEXT_CONFIG;
 use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::transform::SmoothSettings;
@@ -22,6 +23,13 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let mut config = directory.config().clone();
     let settings = plan.container.quantization_config(&plan.module_schemes());
     config.insert("quantization_config".into(), settings);
+    let text = config.get_mut(TEXT_CONFIG).and_then(Value::as_object_mut);
+    if let Some(text) = text.filter(|_| plan.is_wrapped()) {
+        text.shift_remove("quantization_config");
+        if plan.unties() {
+            text.insert("tie_word_embeddings".into(), Value::Bool(false));
+        }
+    }
     match plan.settings.kv {
         Some(kv) => drop(config.insert(KV_CONFIG_KEY.into(), kv.config_value())),
         // Where numbers stay, so does what was said of the cache.

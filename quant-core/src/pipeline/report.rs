@@ -11,7 +11,7 @@ use super::{GptqRecord, Job, REPORT};
 use crate::calibrate::{Mask, Packing, TokenWindows};
 use crate::checkpoint::{TensorInfo, parse_strictly, read_capped};
 use crate::digest::sha256_hex;
-use crate::model::{KvScheme, Model};
+use crate::model::{Carried, KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Action, PlanEntry, Rounding};
@@ -53,6 +53,9 @@ pub struct QuantReport {
     pub bytes_after: u64,
     /// Bits that a quantized weight takes on average, scales and zeros included.
     pub bits_per_quantized_weight: f64,
+    /// What a vision-language model has beside its text tower; absent for other models.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub carried: Option<Carried>,
     /// SHA-256 over the names and hashes of all tensors of the input.
     pub source: SourceDigest,
     /// Every tensor of the input, in the order of the plan.
@@ -292,6 +295,7 @@ impl QuantReport {
             bytes_before: job.plan.input_bytes(),
             bytes_after: job.plan.output_bytes(),
             bits_per_quantized_weight: job.plan.bits_per_quantized_weight(),
+            carried: job.model.carried(),
             source: SourceDigest::default(),
             tensors: Vec::new(),
         })

@@ -10,7 +10,7 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::digest::sha256_hex;
 use crate::error::Indivisible;
 use crate::format::FusedLinears;
-use crate::format::{Container, ModuleSchemes};
+use crate::format::{Container, ModuleSchemes, WrapperNames};
 use crate::model::{Architecture, Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
@@ -217,6 +217,8 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines run as one.
     pub(super) fused: Vec<FusedLinears>,
+    /// What the decoder is a part of, where it is not the whole model.
+    pub(super) wrapper: Option<WrapperNames>,
 }
 
 impl Plan {
@@ -342,6 +344,7 @@ impl Plan {
             head_alias: architecture.head_alias,
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
+            wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.check_activations()?;
         plan.check_maxima(architecture)?;
@@ -512,6 +515,7 @@ impl Plan {
             embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),
             shapes: self.entries.iter().filter_map(PlanEntry::quantized_shape).collect(),
             float_dtypes,
+            wrapper: self.wrapper.as_ref(),
         }
     }
 
@@ -538,6 +542,11 @@ impl Plan {
     /// Whether the head is written apart from the embedding that it is in the input.
     pub fn unties(&self) -> bool {
         self.parts_head || self.quantizes(&self.head)
+    }
+
+    /// Whether the decoder is a part of a larger model.
+    pub fn is_wrapped(&self) -> bool {
+        self.wrapper.is_some()
     }
 
     /// The names of what is done before weights are rounded, in order.

@@ -90,6 +90,7 @@ impl Plan {
             head_alias: architecture.head_alias,
             embedding,
             fused: architecture.fused_modules(),
+            wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;
         plan.complete(model, &FoldedNodes::default())

@@ -99,6 +99,12 @@ struct Stream {
 /// Fails where what lies outside the blocks does not allow it.
 fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     let refuse = |reason: &str| Err(refused(architecture, by, reason));
+    if let Some(wrapper) = architecture.wrapper.as_ref().filter(|_| by == Preparation::Rotate) {
+        let class = wrapper.class;
+        return refuse(&format!(
+            "the projector of {class} writes into its hidden states, and is not rotated"
+        ));
+    }
     if architecture.learned_positions.is_some() {
         return refuse("it adds learned positions to the embeddings");
     }

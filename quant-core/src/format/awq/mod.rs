@@ -70,7 +70,21 @@ impl Container for AutoAwq {
     /// One scheme for all: the configuration has room for no second. The head stays float: readers
     /// look for no other.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
-        let head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
+        let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
+        let head = schemes.head.or(named_head);
+        if let Some(outside) = schemes
+            .outside()
+            .iter()
+            .find(|outside| schemes.quantized.iter().any(|(module, _)| module.contains(outside.as_str())))
+        {
+            return Err(Error::usage(
+                format!(
+                    "`{outside}`, which stays float, is a part of the names of linears that are to be quantized, and \
+                     readers of the {METHOD} format match it anywhere in a name"
+                ),
+                "write --format compressed-tensors",
+            ));
+        }
         if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
             return Err(Error::usage(
                 format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
@@ -94,8 +108,9 @@ impl Container for AutoAwq {
             Some(Granularity::Group(size)) => json!(size),
             _ => json!(-1),
         };
-        let float: Vec<&str> =
-            schemes.float.iter().copied().chain(schemes.fused_of(&schemes.float)).collect();
+        let mut float = schemes.all_names(&schemes.float);
+        // Some readers match from the start of a name, and have these modules below `model.`.
+        float.extend(schemes.outside().iter().flat_map(|module| [module.clone(), format!("model.{module}")]));
         json!({
             "quant_method": METHOD,
             "bits": BITS,

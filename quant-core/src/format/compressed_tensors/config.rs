@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 use super::layout::Storage;
-use super::{EMBEDDING, LINEAR, METHOD, MIXED, STATUS};
+use super::{EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
 use crate::format::ModuleSchemes;
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
 
@@ -40,17 +40,18 @@ fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
 ///
 /// `group_0` targets every `Linear`, the other groups their modules by name, which readers prefer
 /// to the class; a quantized head is always named, since some readers do not count it among the
-/// linears. `ignore` names every linear that stays float. Where all parts of what engines fuse are
+/// linears. `ignore` names every linear that stays float, and by expressions all that stands beside the decoder. Where all parts of what engines fuse are
 /// named, so is the fused linear. A quantized embedding has a group of its own, by its class: not
 /// all readers know it by a name.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
-    let named = |modules: &[&str]| -> Value {
-        modules.iter().copied().chain(schemes.fused_of(modules)).collect::<Vec<_>>().into()
-    };
+    let named = |modules: &[&str]| -> Value { schemes.all_names(modules).into() };
+    let outside = schemes.wrapper.into_iter().flat_map(|wrapper| wrapper.outside_patterns());
+    let ignored = schemes.all_names(&schemes.float).into_iter().chain(outside.map(|p| format!("{REGEX}{p}")));
     let of_linears = groups(schemes).into_iter().enumerate().map(|(i, group)| {
         let targets = if i == 0 {
             let head = schemes.head.filter(|head| group.modules.contains(head));
-            json!([LINEAR].into_iter().chain(head).collect::<Vec<_>>())
+            let head = head.map(|head| schemes.all_names(&[head])).unwrap_or_default();
+            json!([LINEAR.to_owned()].into_iter().chain(head).collect::<Vec<_>>())
         } else {
             named(&group.modules)
         };
@@ -87,7 +88,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
         // Without it, transformers loads the file without complaint and computes garbage.
         "quantization_status": STATUS,
         "config_groups": config_groups,
-        "ignore": named(&schemes.float),
+        "ignore": ignored.collect::<Vec<_>>(),
     })
 }
 

@@ -106,9 +106,11 @@ impl Container for GptqV1 {
             "pack_dtype": "int32",
         });
         let float: Vec<&str> = schemes.float.iter().copied().filter(|m| *m != HEAD).collect();
-        if !float.is_empty() {
-            let names = float.iter().copied().chain(schemes.fused_of(&float));
-            let excluded: Map<String, Value> = names.map(|m| (excluding(m), json!({}))).collect();
+        let names = schemes.all_names(&float).into_iter().map(|module| excluding(&module));
+        let outside = schemes.wrapper.into_iter().flat_map(|wrapper| wrapper.outside_patterns());
+        let excluded: Map<String, Value> =
+            names.chain(outside.map(|p| format!("{EXCLUDED}{p}"))).map(|key| (key, json!({}))).collect();
+        if !excluded.is_empty() {
             config["dynamic"] = excluded.into();
         }
         config

@@ -85,6 +85,12 @@ impl Container for QServe {
 
     /// One scheme for all: loaders are told it once. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
+        if schemes.wrapper.is_some() {
+            return Err(Error::usage(
+                format!("the {METHOD} format is read for text models alone"),
+                "write --format compressed-tensors",
+            ));
+        }
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head).or(schemes.embedding.map(|_| "the embedding"));
         if let Some(module) = head {

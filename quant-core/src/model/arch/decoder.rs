@@ -191,6 +191,7 @@ impl<'a> Decoder<'a> {
                 ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
                 ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
             ],
+            wrapper: None,
             blocks: Blocks::new(self.layers, block, DecoderBlock::graph),
         })
     }

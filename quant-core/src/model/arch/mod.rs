@@ -11,22 +11,26 @@ mod graph;
 mod llama;
 mod llama_variants;
 mod mixtral;
+mod multimodal;
 mod olmo;
 mod op;
 mod opt;
 mod parts;
 mod phi;
 mod starcoder2;
+mod unknown;
 mod windows;
 
 pub use blocks::{BlockKind, Blocks};
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, QueryKey};
+pub(crate) use multimodal::TEXT as TEXT_CONFIG;
+pub use multimodal::Wrapper;
 pub use op::*;
 
-use crate::checkpoint::ConfigFields;
+use crate::Result;
+use crate::checkpoint::{ConfigFields, TensorSource};
 use crate::format::FusedLinears;
 use crate::model::rope::Rope;
-use crate::{Error, Result};
 
 /// Everything the pipeline must know of a model's family and sizes.
 #[derive(Debug, Clone)]
@@ -71,6 +75,8 @@ pub struct Architecture {
     /// Linears inside a block that engines run as one matrix: the name they give it, and its parts
     /// in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
+    /// The model that the decoder is a part of, if it is not the whole of it.
+    pub wrapper: Option<Wrapper>,
     /// The graph of each block.
     pub blocks: Blocks,
 }
@@ -184,7 +190,7 @@ pub trait Family: Send + Sync {
     /// The graph and sizes that a configuration implies.
     ///
     /// # Errors
-    /// [`Error::Config`] with the field that is missing, malformed, absurd or not supported.
+    /// [`Error::Config`](crate::Error::Config) with the field that is missing, malformed, absurd or not supported.
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture>;
 }
 
@@ -218,32 +224,40 @@ pub static FAMILIES: &[&dyn Family] = &[
     &opt::Opt,
 ];
 
-/// Reads the family and sizes from a configuration.
+/// Reads the family and sizes from a configuration. Where the decoder is a part of a larger model, its names are
+/// those that `tensors` has for it.
 ///
 /// # Errors
-/// [`Error::UnknownArchitecture`] listing the known ones, or as [`Family::describe`].
-pub fn describe(config: &ConfigFields<'_>) -> Result<Architecture> {
+/// [`Error::UnknownArchitecture`](crate::Error::UnknownArchitecture) listing the known ones, or as [`Family::describe`]; [`Error::AmbiguousNames`](crate::Error::AmbiguousNames).
+pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result<Architecture> {
     let found = match config.optional_str_list("architectures")?.as_deref() {
-        Some([first, ..]) => (*first).to_owned(),
+        Some([first, ..]) => *first,
         Some([]) => return Err(config.error("architectures", "is empty")),
         None => return Err(config.error("architectures", "is missing")),
     };
-    let family = FAMILIES.iter().find(|f| f.architectures().contains(&found.as_str()));
-    match family {
-        Some(family) => {
-            // Readers go by either; where the two disagree, they would not run the same model.
-            match config.optional_str("model_type")? {
-                Some(kind) if kind != family.name() => Err(config.error(
-                    "model_type",
-                    format!("is `{kind}`, and `architectures` says `{found}`, which is `{}`", family.name()),
-                )),
-                _ => family.describe(config),
-            }
-        }
-        None => Err(Error::UnknownArchitecture {
-            path: config.path().to_owned(),
-            found,
-            known: FAMILIES.iter().flat_map(|f| f.architectures()).copied().collect(),
-        }),
+    if let Some(family) = FAMILIES.iter().find(|f| f.architectures().contains(&found)) {
+        // Readers go by either; where the two disagree, they would not run the same model.
+        return match config.optional_str("model_type")? {
+            Some(kind) if kind != family.name() => Err(config.error(
+                "model_type",
+                format!("is `{kind}`, and `architectures` says `{found}`, which is `{}`", family.name()),
+            )),
+            _ => family.describe(config),
+        };
     }
+    match multimodal::describe(found, config, tensors)? {
+        Some(architecture) => Ok(architecture),
+        None => Err(unknown::refuse(config, found)),
+    }
+}
+
+/// The values of `architectures` that are read.
+fn known() -> Vec<&'static str> {
+    let families = FAMILIES.iter().flat_map(|family| family.architectures()).copied();
+    families.chain(multimodal::classes().map(|(name, _)| name)).collect()
+}
+
+/// What engines may be asked about: the names of families, and the classes of vision-language models.
+pub fn supported() -> impl Iterator<Item = &'static str> {
+    FAMILIES.iter().map(|family| family.name()).chain(multimodal::classes().map(|(name, _)| name))
 }

@@ -96,6 +96,7 @@ impl Family for Opt {
             block_prefix: "model.decoder.layers.{}.",
             base: "model.",
             fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
+            wrapper: None,
             blocks: Blocks::uniform(layers, block(&sizes)),
         })
     }

@@ -1,0 +1,377 @@
+//! Vision-language models: classes that hold a decoder of a known family, their *text tower*, beside a vision tower
+//! and what projects its features into the residual stream.
+//!
+//! The text tower is described by its family from the nested `text_config`, and read, calibrated and quantized as the
+//! family is. Everything else is carried along byte for byte. A class is an entry of [`CLASSES`]: the text models that
+//! it may hold, and the names that its tensors are published under.
+
+use serde_json::{Map, Value, json};
+
+use super::{Architecture, FAMILIES, Family, Op};
+use crate::checkpoint::{ConfigFields, TensorSource};
+use crate::format::WrapperNames;
+use crate::{Error, Result};
+
+/// The key of the text model's fields.
+pub(crate) const TEXT: &str = "text_config";
+/// Where transformers' own modules have the text tower, whatever the names in the file.
+const MODULES: Layout =
+    Layout { base: "model.language_model.", blocks: "model.language_model.layers.{}.", heads: &["lm_head"] };
+/// The names of Llava and of the classes after it.
+const TOWER_FIRST: Layout = Layout {
+    base: "language_model.model.",
+    blocks: "language_model.model.layers.{}.",
+    heads: &["language_model.lm_head"],
+};
+/// Those of a text model, with the vision tower beside it.
+const PLAIN: Layout = Layout { base: BASE, blocks: BLOCKS, heads: &["lm_head"] };
+
+/// What the names of a text family begin with.
+const BASE: &str = "model.";
+/// The prefix of its blocks.
+const BLOCKS: &str = "model.layers.{}.";
+/// What stands directly below the base of a text tower.
+const PARTS: [&str; 3] = ["embed_tokens.", "layers.", "norm."];
+
+/// The model that a decoder is the text tower of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wrapper {
+    /// Its class, as `architectures` has it.
+    pub class: &'static str,
+    /// What the names of the text tower begin with, but for those of the head.
+    base: &'static str,
+    /// Names for the configuration of what is written.
+    pub(crate) names: WrapperNames,
+}
+
+impl Wrapper {
+    /// Whether a tensor lies outside the text tower, so that it is carried along; `head` is the module name of the
+    /// text tower's head.
+    fn carries(&self, tensor: &str, head: &str) -> bool {
+        !in_tower(tensor, self.base) && !in_module(tensor, head)
+    }
+}
+
+impl Architecture {
+    /// Whether a tensor lies outside the decoder, in the model that wraps it.
+    pub fn is_carried(&self, tensor: &str) -> bool {
+        self.wrapper.as_ref().is_some_and(|wrapper| wrapper.carries(tensor, &self.head))
+    }
+}
+
+/// Names of a text tower in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Layout {
+    /// What the names begin with.
+    base: &'static str,
+    /// The same with the blocks, as [`Architecture::block_prefix`] has it.
+    blocks: &'static str,
+    /// The modules that the head may be.
+    heads: &'static [&'static str],
+}
+
+/// A class of vision-language models.
+struct Class {
+    /// The value of `architectures`.
+    name: &'static str,
+    /// The value of `model_type`.
+    model_type: &'static str,
+    /// What its text model may be; the first one where `text_config` does not say.
+    texts: &'static [Text],
+    /// Whether files without a `text_config` have its fields at the top level.
+    may_be_flat: bool,
+    /// Whether the head is the embedding where the configuration is silent.
+    tied: bool,
+    /// How names may begin, the published ones first.
+    layouts: &'static [Layout],
+}
+
+/// A text model of a class.
+struct Text {
+    /// The value of `text_config.model_type`.
+    model_type: &'static str,
+    /// The family that it is.
+    family: &'static str,
+    /// Values of keys that the configuration may lack, where the family has others.
+    defaults: fn() -> Value,
+}
+
+impl Text {
+    fn family(&self) -> Option<&'static dyn Family> {
+        FAMILIES.iter().copied().find(|family| family.name() == self.family)
+    }
+}
+
+/// Qwen2-VL and Qwen2.5-VL.
+fn qwen2_vl() -> Value {
+    json!({
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80,
+        "max_position_embeddings": 32768,
+    })
+}
+
+fn qwen3_vl() -> Value {
+    json!({ "rope_theta": 5e5, "max_position_embeddings": 128_000 })
+}
+
+// Published configurations name only what departs from the class.
+fn llama() -> Value {
+    json!({
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 2048,
+    })
+}
+
+fn mistral() -> Value {
+    json!({
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 131_072,
+    })
+}
+
+fn qwen2() -> Value {
+    json!({
+        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 151_936, "max_position_embeddings": 32768,
+    })
+}
+
+const LLAMA: Text = Text { model_type: "llama", family: "llama", defaults: llama };
+const MISTRAL: Text = Text { model_type: "mistral", family: "mistral", defaults: mistral };
+const QWEN2: Text = Text { model_type: "qwen2", family: "qwen2", defaults: qwen2 };
+
+static CLASSES: &[Class] = &[
+    Class {
+        name: "Qwen2VLForConditionalGeneration",
+        model_type: "qwen2_vl",
+        texts: &[Text { model_type: "qwen2_vl_text", family: "qwen2", defaults: qwen2_vl }],
+        may_be_flat: true,
+        tied: false,
+        layouts: &[PLAIN, MODULES],
+    },
+    Class {
+        name: "Qwen2_5_VLForConditionalGeneration",
+        model_type: "qwen2_5_vl",
+        texts: &[Text { model_type: "qwen2_5_vl_text", family: "qwen2", defaults: qwen2_vl }],
+        may_be_flat: true,
+        tied: false,
+        layouts: &[PLAIN, MODULES],
+    },
+    Class {
+        name: "Qwen3VLForConditionalGeneration",
+        model_type: "qwen3_vl",
+        texts: &[Text { model_type: "qwen3_vl_text", family: "qwen3", defaults: qwen3_vl }],
+        may_be_flat: false,
+        tied: false,
+        layouts: &[MODULES],
+    },
+    Class {
+        name: "Mistral3ForConditionalGeneration",
+        model_type: "mistral3",
+        texts: &[MISTRAL],
+        may_be_flat: false,
+        tied: true,
+        layouts: &[TOWER_FIRST, MODULES],
+    },
+    Class {
+        name: "LlavaForConditionalGeneration",
+        model_type: "llava",
+        texts: &[LLAMA, MISTRAL, QWEN2],
+        may_be_flat: false,
+        tied: false,
+        layouts: &[TOWER_FIRST, MODULES],
+    },
+];
+
+/// The classes that are read, and the families of their text models.
+pub(super) fn classes() -> impl Iterator<Item = (&'static str, Vec<&'static str>)> {
+    CLASSES.iter().map(|class| (class.name, class.texts.iter().map(|text| text.family).collect()))
+}
+
+/// The architecture of the text tower of a class, with the names that `tensors` has for it; `None` where `class` is
+/// not the name of one.
+///
+/// # Errors
+/// [`Error::Config`] as a family's own description, and when the text model is not known, is missing, or stands twice;
+/// [`Error::AmbiguousNames`] when names of several layouts are mixed.
+pub(super) fn describe(
+    class: &str,
+    config: &ConfigFields<'_>,
+    tensors: &dyn TensorSource,
+) -> Result<Option<Architecture>> {
+    let Some(class) = CLASSES.iter().find(|known| known.name == class) else { return Ok(None) };
+    if let Some(kind) = config.optional_str("model_type")?.filter(|kind| *kind != class.model_type) {
+        return Err(config.error(
+            "model_type",
+            format!(
+                "is `{kind}`, and `architectures` says `{}`, which is `{}`",
+                class.name, class.model_type
+            ),
+        ));
+    }
+    let nested = config.optional_object(TEXT)?;
+    let (text, map) = match &nested {
+        Some(fields) if fields.get(TEXT).is_some() => {
+            return Err(fields.error(TEXT, "is nested in another one"));
+        }
+        Some(fields) => (text_of(class, fields)?, fields.map()),
+        None if class.may_be_flat => (&class.texts[0], config.map()),
+        None => return Err(config.error(TEXT, format!("is missing, and `{}` needs it", class.name))),
+    };
+    let family = text.family().ok_or_else(|| {
+        Error::Internal(format!("the text family `{}` of `{}` is not registered", text.family, class.name))
+    })?;
+    let mut map = with_defaults(map, text);
+    let sections = take_sections(&mut map);
+    let fields = match &nested {
+        Some(_) => config.nested(TEXT, &map),
+        None => ConfigFields::new(config.path(), &map),
+    };
+    let mut architecture = family.describe(&fields)?;
+    check_sections(&fields, sections.as_ref(), &architecture)?;
+
+    // Either level may say so. A head of its own in the file is looked for by the reader of the tensors.
+    let tied_here = |fields: &ConfigFields<'_>| fields.optional_bool("tie_word_embeddings");
+    let inside = nested.as_ref().map(tied_here).transpose()?.flatten().unwrap_or(false);
+    architecture.tied = tied_here(config)?.unwrap_or(class.tied) || inside;
+    rename(&mut architecture, class, config, tensors)?;
+    Ok(Some(architecture))
+}
+
+/// The text model that the nested fields name.
+fn text_of(class: &'static Class, fields: &ConfigFields<'_>) -> Result<&'static Text> {
+    let Some(kind) = fields.optional_str("model_type")? else { return Ok(&class.texts[0]) };
+    class.texts.iter().find(|text| text.model_type == kind).ok_or_else(|| {
+        let known: Vec<_> = class.texts.iter().map(|text| text.model_type).collect();
+        let reason =
+            format!("is `{kind}`; text models of {} that can be read: {}", class.name, known.join(", "));
+        fields.error("model_type", reason)
+    })
+}
+
+/// The fields of a text model with what its class fills in.
+fn with_defaults(map: &Map<String, Value>, text: &Text) -> Map<String, Value> {
+    let mut map = map.clone();
+    if let Value::Object(defaults) = (text.defaults)() {
+        for (key, value) in defaults {
+            map.entry(key).or_insert(value);
+        }
+    }
+    map
+}
+
+/// Takes what multimodal rotation (mrope) adds out of the rotary settings. All three positions of a text token are the
+/// same, so that text is rotated as if there were one: the settings that remain are those of a plain rotation.
+fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> {
+    let mut found = None;
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(Value::Object(rope)) = map.get_mut(key) else { continue };
+        for kind in ["rope_type", "type"] {
+            if rope.get(kind).and_then(Value::as_str) == Some("mrope") {
+                rope.insert(kind.to_owned(), "default".into());
+            }
+        }
+        rope.remove("mrope_interleaved");
+        if let Some(sections) = rope.remove("mrope_section") {
+            found = Some((key, sections));
+        }
+    }
+    found
+}
+
+/// Every frequency of a head must belong to one of the sections, or there is an angle that no position turns.
+fn check_sections(
+    fields: &ConfigFields<'_>,
+    sections: Option<&(&'static str, Value)>,
+    architecture: &Architecture,
+) -> Result<()> {
+    let Some((key, sections)) = sections else { return Ok(()) };
+    let numbers = sections.as_array().map(|list| list.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+    let sum = numbers.flatten().and_then(|list| list.iter().try_fold(0u64, |sum, n| sum.checked_add(*n)));
+    for head_dim in architecture.attentions().iter().map(|shape| shape.head_dim as u64) {
+        if sum != Some(head_dim / 2) {
+            return Err(fields.error(
+                &format!("{key}.mrope_section"),
+                format!(
+                    "is not a list of integers that add up to half the width of a head, {}",
+                    head_dim / 2
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn in_module(tensor: &str, module: &str) -> bool {
+    tensor.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
+}
+
+fn in_tower(tensor: &str, base: &str) -> bool {
+    tensor.strip_prefix(base).is_some_and(|rest| PARTS.iter().any(|part| rest.starts_with(part)))
+}
+
+/// Gives the text tower the names that it has in the checkpoint.
+fn rename(
+    architecture: &mut Architecture,
+    class: &'static Class,
+    config: &ConfigFields<'_>,
+    tensors: &dyn TensorSource,
+) -> Result<()> {
+    let names = tensors.names();
+    let only = |found: Vec<(&'static str, String)>| match &found[..] {
+        [(_, one), (_, other), ..] => Err(Error::AmbiguousNames {
+            path: config.path().parent().unwrap_or(config.path()).to_owned(),
+            one: one.clone(),
+            other: other.clone(),
+        }),
+        _ => Ok(found.first().map(|(key, _)| *key)),
+    };
+    let example = |test: &dyn Fn(&str) -> bool| names.iter().find(|name| test(name)).map(|n| (*n).to_owned());
+    let bases = class
+        .layouts
+        .iter()
+        .filter_map(|layout| Some((layout.base, example(&|name| in_tower(name, layout.base))?)));
+    let base = only(bases.collect())?;
+    let layout = class.layouts.iter().find(|layout| Some(layout.base) == base).unwrap_or(&class.layouts[0]);
+    let mut heads: Vec<&'static str> =
+        class.layouts.iter().flat_map(|layout| layout.heads).copied().collect();
+    heads.sort_unstable();
+    heads.dedup();
+    let heads = heads.iter().filter_map(|head| Some((*head, example(&|name| in_module(name, head))?)));
+    let head = only(heads.collect())?.unwrap_or(layout.heads[0]);
+
+    let unexpected = || Error::Internal(format!("the family `{}` has names of its own", architecture.family));
+    let rebased = |name: &str| Some(format!("{}{}", layout.base, name.strip_prefix(BASE)?));
+    let embedding = rebased(&architecture.embedding).ok_or_else(unexpected)?;
+    if architecture.block_prefix != BLOCKS || architecture.learned_positions.is_some() {
+        return Err(unexpected());
+    }
+    if let Some(Op::RmsNorm { name, .. } | Op::LayerNorm { name, .. }) = &mut architecture.final_norm {
+        *name = rebased(name).ok_or_else(|| Error::Internal(format!("`{name}` has a name of its own")))?;
+    }
+    architecture.embedding = embedding;
+    architecture.block_prefix = layout.blocks;
+    architecture.head = head.to_owned();
+    // Readers' modules are called as in their class, and not as in the file.
+    let renamed = [(layout.base, MODULES.base), (head, MODULES.heads[0])];
+    let renamed = renamed.into_iter().filter(|(stored, module)| stored != module).collect();
+    let mut wrapper = Wrapper { class: class.name, base: layout.base, names: WrapperNames::default() };
+    let outside = names.iter().filter(|name| wrapper.carries(name, head));
+    let matrices = outside.filter(|name| tensors.info(name).is_some_and(|info| info.shape.len() > 1));
+    let mut roots: Vec<String> = matrices.filter_map(|name| root(name, layout.base, head)).collect();
+    roots.sort_unstable();
+    roots.dedup();
+    wrapper.names = WrapperNames { outside: roots, renamed };
+    architecture.wrapper = Some(wrapper);
+    Ok(())
+}
+
+/// The outermost module of a tensor that holds nothing of the text tower, without the `model.` that readers' modules
+/// have before it.
+fn root(tensor: &str, base: &str, head: &str) -> Option<String> {
+    let module = tensor.strip_suffix(".weight")?;
+    let holds_tower = |outer: &str| [base, head].iter().any(|inner| in_module(inner, outer));
+    let ends = module.match_indices('.').map(|(at, _)| at).chain([module.len()]);
+    let root = ends.map(|end| &module[..end]).find(|outer| !holds_tower(outer))?;
+    Some(root.strip_prefix(BASE).unwrap_or(root).to_owned())
+}

@@ -1,0 +1,136 @@
+"""The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
+
+Perplexity of a text by vLLM in bfloat16 against `quant eval`, at most 0.5 % apart; and what `quant plan` says of this
+engine: what it calls a "no" must fail to load, what it calls a "yes" must not. Exits with 1 if one fails.
+
+Not part of check.py: the environment takes some gigabytes, and every start of the engine about half a minute. Run by
+`cargo xtask nightly`, or by tests/interop/run_vllm.sh.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+TOLERANCE = 5e-3
+ENGINE = "vLLM, CPU"
+QUICK = ["--samples", "16", "--seq-len", "256"]
+GROUP_32 = ["--method", "rtn", "--group-size", "32"]
+CASES = [
+    ("books-7m", "w4a16-g128", ["--method", "rtn"]),
+    ("books-7m", "w4a16-g128-asym", ["--method", "rtn", "--scheme", "w4a16-g128-asym"]),
+    ("books-7m", "awq", ["--format", "awq", *QUICK]),
+    ("books-7m", "gptq", ["--method", "gptq", "--format", "gptq", *QUICK]),
+    ("books-7m", "w8a8", ["--method", "rtn", "--scheme", "w8a8"]),
+    ("books-7m", "w4a8-g128", ["--method", "rtn", "--scheme", "w4a8-g128"]),
+    ("books-7m", "w8a16-g128", ["--method", "rtn", "--scheme", "w8a16-g128"]),
+    ("books-7m", "fused-parts", ["--method", "rtn", "--ignore", "*.layers.1.*"]),
+    ("qwen2-vl", "w4a16-g32", GROUP_32),
+    ("qwen2.5-vl-flat", "w4a16-g32", GROUP_32),
+    ("qwen3-vl", "w4a16-g32", GROUP_32),
+    ("mistral3", "w4a16-g32", GROUP_32),
+    ("llava-llama", "w4a16-g32", GROUP_32),
+    ("llava-modules", "awq", ["--format", "awq", *GROUP_32]),
+]
+
+
+class Vllm:
+    def __init__(self, arguments, scratch):
+        self.arguments, self.scratch = arguments, scratch
+        self.count = self.failures = 0
+
+    def run(self, program, *options):
+        command = [str(program), *map(str, options)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} exits with {done.returncode}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def quant(self, *options):
+        return self.run(self.arguments.programs / "quant", *options)
+
+    def model(self, name):
+        published = self.arguments.data / "models" / name
+        if published.exists():
+            return published
+        if name == "books-7m":
+            return None
+        made = self.scratch / name
+        if not made.exists():
+            self.run(sys.executable, HERE / "make_vision_language.py", made, "--variant", name, "--seed", 7)
+        return made
+
+    def measured(self, model, tokens):
+        """Perplexity by vLLM, or why it does not load the model."""
+        out = self.scratch / "logprobs.json"
+        python = self.arguments.vllm / "bin" / "python"
+        environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+        done = subprocess.run([python, HERE / "reference_vllm.py", model, tokens, out], capture_output=True, text=True,
+                              env=environment, check=False)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()[-1:]
+            return None, lines[-1].strip() if lines else "no message"
+        scored = [value for window in json.loads(out.read_text()) for value in window]
+        return math.exp(-sum(scored) / len(scored)), len(scored)
+
+    def case(self, name, case, options):
+        model = self.model(name)
+        if model is None:
+            print(f"SKIPPED: {name} is not in {self.arguments.data}", flush=True)
+            return
+        started = time.monotonic()
+        try:
+            measured, ok = self.compare(model, self.scratch / f"{name}-{case}", options)
+        except Exception as error:  # a check that cannot run has failed
+            measured, ok = f"{type(error).__name__}: {error}", False
+        self.count += 1
+        self.failures += not ok
+        took = time.monotonic() - started
+        print(f"{'ok    ' if ok else 'FAILED'} vllm {name} {case}: {measured} ({took:.0f} s)", flush=True)
+
+    def compare(self, model, out, options):
+        plan = json.loads(self.quant("plan", model, *options, "--json"))
+        [engine] = [e for e in plan["formats"][0]["engines"] if e["engine"] == ENGINE]
+        says = engine["ranks"][0]["loads"]
+        self.quant("quantize", model, "-o", out, "--quiet", *options)
+        text, tokens = ROOT / "calibration-data/heldout/narrative.txt", self.scratch / "tokens.json"
+        window = ["--text", text, "--window", 256, "--windows", 10]
+        self.run(self.arguments.programs / "interop-dump", "tokens", out, text, 256, 10, tokens)
+        theirs, detail = self.measured(out, tokens)
+        if theirs is None:
+            return f"does not load, plan says {says}: {detail}", says == "no"
+        ours = json.loads(self.quant("eval", out, *window, "--quiet", "--json"))["perplexity"]["mean"]
+        apart = abs(theirs / ours - 1)
+        return (f"perplexity {theirs:.3f} by vLLM, {ours:.3f} by quant eval, {apart:.1e} apart, {detail} tokens; "
+                f"plan says {says}"), apart <= TOLERANCE and says != "no"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, required=True, metavar="DIR",
+                        help="where `quant` and `interop-dump` are")
+    parser.add_argument("--vllm", type=Path, required=True, metavar="DIR", help="what setup_vllm.sh made")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="real models; may be missing")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
+    arguments = parser.parse_args()
+    arguments.programs, arguments.vllm = arguments.programs.resolve(), arguments.vllm.absolute()
+
+    with tempfile.TemporaryDirectory() as directory:
+        check = Vllm(arguments, Path(directory))
+        for name, case, options in CASES:
+            if arguments.only in f"vllm {name} {case}":
+                check.case(name, case, options)
+    print(f"{check.count - check.failures} passed, {check.failures} failed")
+    sys.exit(check.failures > 0 or check.count == 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Makes a tiny random vision-language model, to compare the text tower of each class with transformers'.
+
+As make_tiny.py, of which it has the vocabulary and the tokenizer. Names are those that transformers saves; a variant
+with `modules` has the names of transformers' modules instead, and one with `flat` the fields of the text model at the top
+level of config.json, as the published Qwen2-VL models have them.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import make_tiny
+import torch
+from reference_model import module_name
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.utils import logging
+
+TEXT = {"vocab_size": make_tiny.VOCABULARY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0,
+        "eos_token_id": 1}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
+# Beyond what the tokenizer gives.
+QWEN_TOKENS = {"image_token_id": 268, "video_token_id": 269, "vision_start_token_id": 270, "vision_end_token_id": 271}
+QWEN2_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2}
+QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
+                  "fullatt_block_indexes": [1]}
+QWEN3_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
+                "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+         "patch_size": 14}
+CLIP = TOWER | {"model_type": "clip_vision_model", "projection_dim": 16}
+PIXTRAL = TOWER | {"model_type": "pixtral", "head_dim": 16}
+
+QWEN2_VL = {"model_type": "qwen2_vl", "text_config": MROPE, "vision_config": QWEN2_VISION} | QWEN_TOKENS
+QWEN2_5_VL = {"model_type": "qwen2_5_vl", "text_config": MROPE, "vision_config": QWEN2_5_VISION} | QWEN_TOKENS
+QWEN3_VL = {"model_type": "qwen3_vl", "vision_config": QWEN3_VISION,
+            "text_config": {"head_dim": 64, "rope_parameters": ROPE | {"mrope_section": [12, 10, 10],
+                                                                      "mrope_interleaved": True}}} | QWEN_TOKENS
+MISTRAL3 = {"model_type": "mistral3", "vision_config": PIXTRAL, "image_token_index": 268, "tie_word_embeddings": False,
+            "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 64}}
+
+
+def llava(text):
+    return {"model_type": "llava", "vision_config": CLIP, "image_token_index": 268, "image_seq_length": 4,
+            "text_config": text}
+
+
+VARIANTS = {
+    "qwen2-vl": QWEN2_VL,
+    "qwen2-vl-flat": QWEN2_VL | {"tie_word_embeddings": True},
+    "qwen2-vl-modules": QWEN2_VL,
+    "qwen2.5-vl": QWEN2_5_VL,
+    "qwen2.5-vl-flat": QWEN2_5_VL,
+    "qwen3-vl": QWEN3_VL,
+    "qwen3-vl-tied": QWEN3_VL | {"tie_word_embeddings": True},
+    "mistral3": MISTRAL3,
+    "mistral3-modules": MISTRAL3,
+    "llava-llama": llava({"model_type": "llama"}),
+    "llava-modules": llava({"model_type": "llama"}),
+    "llava-mistral": llava({"model_type": "mistral", "sliding_window": 48}),
+    "llava-qwen2": llava({"model_type": "qwen2"}),
+}
+
+
+def make_model(variant, seed):
+    options = json.loads(json.dumps(VARIANTS[variant]))
+    text = TEXT | options.pop("text_config")
+    config = AutoConfig.for_model(options.pop("model_type"), text_config=text, **options)
+    model = AutoModelForImageTextToText.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith(".bias"):
+                parameter.copy_(0.3 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * noise)
+            else:
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def use_module_names(directory):
+    path = directory / "model.safetensors"
+    tensors = {module_name(name): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def flatten(config):
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {key: value for key, value in text.items() if key != "model_type"}
+    config["rope_theta"] = rope["rope_theta"]
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT_DIR", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", choices=VARIANTS, default="qwen2-vl")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+
+    make_model(arguments.variant, arguments.seed).save_pretrained(arguments.out)
+    make_tiny.make_tokenizer().save(str(arguments.out / "tokenizer.json"))
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        (arguments.out / name).write_text('{"of": "the vision tower"}')
+    if arguments.variant.endswith("-modules"):
+        use_module_names(arguments.out)
+    if arguments.variant.endswith("-flat"):
+        make_tiny.edit_config(arguments.out / "config.json", flatten)
+
+
+if __name__ == "__main__":
+    main()
