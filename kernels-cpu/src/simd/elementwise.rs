@@ -162,7 +162,9 @@ macro_rules! dispatched {
                     #[cfg(target_arch = "x86_64")]
                     $crate::Isa::Avx2 | $crate::Isa::AvxVnni => avx2::<$($e)? $($const)?>($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 => avx512::<$($e)? $($const)?>($($arg),*),
+                    $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => {
+                        avx512::<$($e)? $($const)?>($($arg),*)
+                    }
                     #[cfg(target_arch = "aarch64")]
                     $crate::Isa::Neon | $crate::Isa::NeonDotprod | $crate::Isa::NeonI8mm => {
                         neon::<$($e)? $($const)?>($($arg),*)
