@@ -271,7 +271,10 @@ fn tiles_do_not_depend_on_the_split() {
             for parallel in [&Serial as &dyn Parallel, &Backwards, &Threads(2), &Threads(3)] {
                 let mut out = vec![f32::NAN; m * n];
                 packed.view().multiply(token, &rows, bias, &mut out, parallel).unwrap();
-                assert!(out.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?} {m} {n}");
+                assert!(
+                    out.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{isa:?} {m} {n}"
+                );
                 out.fill(f32::NAN);
                 packed.view().multiply_float(&float_rows, bias, &mut out, parallel).unwrap();
                 for (got, (exact, magnitude)) in out.iter().zip(&exact) {

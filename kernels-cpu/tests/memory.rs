@@ -5,9 +5,7 @@ use std::cell::Cell;
 
 use half::f16;
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
-use quant_kernels_cpu::{
-    FloatRows, Int8Rows, Isa, KernelError, PackedLinear, RowLayout, Serial, WeightView,
-};
+use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, KernelError, PackedLinear, RowLayout, Serial, WeightView};
 
 thread_local! {
     /// Allocations that this thread still gets; none are counted at first.

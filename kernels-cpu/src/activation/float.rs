@@ -7,6 +7,7 @@ use super::tiles::{TILE_ROWS, Tiling, resize_lines};
 use super::{RowLayout, dispatch, resize, strip, strips};
 use crate::layout::{LINE, Line, STEP};
 use crate::parallel::Disjoint;
+use crate::simd::elementwise::RowLanes;
 use crate::{IsaToken, KernelError, Parallel};
 
 /// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
@@ -213,8 +214,11 @@ impl FloatRows {
 }
 
 /// Packs row `r` of a tile.
+///
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
-pub(super) fn pack_tiles<const PARTS: usize>(
+pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
     row: &[f32],
     layout: RowLayout,
     tiling: Tiling,
@@ -223,27 +227,38 @@ pub(super) fn pack_tiles<const PARTS: usize>(
     sums: &mut [f32],
 ) {
     const WORDS: usize = STEP / 2;
-    let padded = tiling.blocks * tiling.steps;
-    let mut places = tiling.places(r);
+    let Tiling { rows, blocks, steps, .. } = tiling;
+    // Words of a row of a tile, and of a tile.
+    let (row_words, part) = (steps * WORDS, rows * steps * WORDS);
+    assert!(r < rows && words.len() == tiling.groups * blocks * PARTS * part);
     for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
         let mut sum = [0.0_f32; STEP];
-        let mut steps = group.chunks(STEP);
-        for place in (&mut places).take(padded) {
-            let mut values = [0.0; STEP];
-            if let Some(step) = steps.next() {
-                values[..step.len()].copy_from_slice(step);
+        for block in 0..blocks {
+            let to = &mut words[((g * blocks + block) * PARTS * rows + r) * row_words..];
+            // Blocks begin within their group, and the last one may end beyond it.
+            let x = &group[block * steps * STEP..];
+            let whole = (x.len() / STEP).min(steps);
+            // SAFETY: the caller has the instructions. `x` has as many steps, and each of the parts, which are `part` words
+            // apart, has as many in the row's place, which the assertion above bounds.
+            unsafe { L::split_steps::<PARTS>(x.as_ptr(), whole, to.as_mut_ptr(), part, &mut sum) };
+            for step in whole..steps {
+                let mut values = [0.0; STEP];
+                let left = x.get(step * STEP..).unwrap_or_default();
+                values[..left.len()].copy_from_slice(left);
                 sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
-            }
-            let mut at = place * WORDS;
-            for part in split::<PARTS>(values) {
-                for (word, &i) in words[at..at + WORDS].iter_mut().zip(&PAIRS) {
-                    *word = part[i] >> 16 | part[i + 2];
+                for (p, words) in split_in_pairs::<PARTS>(values).into_iter().enumerate() {
+                    to[p * part + step * WORDS..][..WORDS].copy_from_slice(&words);
                 }
-                at += tiling.rows * tiling.steps * WORDS;
             }
         }
-        sums[g * tiling.rows + r] = sum.iter().sum();
+        sums[g * rows + r] = sum.iter().sum();
     }
+}
+
+/// The parts of a step's values, each in pairs.
+#[inline(always)]
+pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP / 2]; PARTS] {
+    split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
 }
 
 /// Values as sums of so many bf16, each what those before it left over, rounded; only the upper half of the bits is set.
@@ -359,11 +374,15 @@ mod tests {
             if !value.is_finite() || value.abs() < 1e-30 {
                 continue;
             }
-            let sum = |parts: &[[u32; STEP]]| parts.iter().map(|p| f64::from(f32::from_bits(p[3]))).sum::<f64>();
+            let sum =
+                |parts: &[[u32; STEP]]| parts.iter().map(|p| f64::from(f32::from_bits(p[3]))).sum::<f64>();
             let [one, two, three] = [1, 2, 3].map(|parts| {
                 (sum(&split::<3>([value; STEP])[..parts]) - f64::from(value)).abs() / f64::from(value.abs())
             });
-            assert!(one <= 2.0_f64.powi(-8) && two <= 2.0_f64.powi(-16) && three <= 2.0_f64.powi(-24), "{value}");
+            assert!(
+                one <= 2.0_f64.powi(-8) && two <= 2.0_f64.powi(-16) && three <= 2.0_f64.powi(-24),
+                "{value}"
+            );
         }
         let parts = split::<3>([f32::NEG_INFINITY; STEP]).map(|part| part[0]);
         assert_eq!(parts, [0xff80_0000, 0, 0]);

@@ -133,7 +133,20 @@ impl Int8Rows {
         let (codes, scales, made) = (Vec::new(), Vec::new(), Vec::new());
         let (sums, eights) = (Vec::new(), Vec::new());
         let (tiling, tiles, tile_sums) = (None, Vec::new(), Vec::new());
-        Self { token, m: 0, layout: None, codes, sums, eights, scales, zero: 0, tiling, tiles, tile_sums, made }
+        Self {
+            token,
+            m: 0,
+            layout: None,
+            codes,
+            sums,
+            eights,
+            scales,
+            zero: 0,
+            tiling,
+            tiles,
+            tile_sums,
+            made,
+        }
     }
 
     /// Rows.

@@ -292,7 +292,7 @@ pub(super) unsafe fn pack_row<L: RowLanes, const SPLIT: bool>(
     super::float::pack_row::<SPLIT>(row, layout, place, words, sums);
 }
 
-/// Packs a row of floats into its tiles, see [`tiles`](super::tiles): plain code, compiled for the instructions of `L`.
+/// Packs a row of floats into its tiles, see [`tiles`](super::tiles).
 #[inline(always)]
 pub(super) unsafe fn pack_tiles<L: RowLanes>(
     row: &[f32],
@@ -302,9 +302,12 @@ pub(super) unsafe fn pack_tiles<L: RowLanes>(
     words: &mut [u32],
     sums: &mut [f32],
 ) {
-    match tiling.parts {
-        1 => super::float::pack_tiles::<1>(row, layout, tiling, r, words, sums),
-        2 => super::float::pack_tiles::<2>(row, layout, tiling, r, words, sums),
-        _ => super::float::pack_tiles::<3>(row, layout, tiling, r, words, sums),
+    // SAFETY: the caller has the instructions of `L`.
+    unsafe {
+        match tiling.parts {
+            1 => super::float::pack_tiles::<L, 1>(row, layout, tiling, r, words, sums),
+            2 => super::float::pack_tiles::<L, 2>(row, layout, tiling, r, words, sums),
+            _ => super::float::pack_tiles::<L, 3>(row, layout, tiling, r, words, sums),
+        }
     }
 }

@@ -73,15 +73,6 @@ impl Tiling {
     pub(crate) fn sums(self, m: usize) -> Option<usize> {
         self.groups.checked_mul(self.rows)?.checked_mul(self.tiles(m))
     }
-
-    /// Where the steps of row `r` of a tile begin, in steps from where its first tile begins: of each group and each of
-    /// the `blocks · steps` steps, fillers included, in order. The part comes on top, `rows · steps` for each.
-    pub(crate) fn places(self, r: usize) -> impl Iterator<Item = usize> {
-        (0..self.groups * self.blocks).flat_map(move |block| {
-            let at = (block * self.parts * self.rows + r) * self.steps;
-            at..at + self.steps
-        })
-    }
 }
 
 /// So many bytes in whole lines, of which those that were there stay.
@@ -102,18 +93,25 @@ pub(super) unsafe fn copy_row(
     tile_row: usize,
     to: *mut i8,
 ) {
-    let padded = tiling.blocks * tiling.steps;
-    for (i, place) in tiling.places(tile_row).enumerate() {
-        let (g, step) = (i / padded, i % padded);
-        let values = match step < layout.steps {
-            true => {
-                let at = ((g * layout.steps + step) * rows + r) * STEP;
-                codes[at..at + STEP].try_into().unwrap_or([0; STEP])
+    let Tiling { blocks, steps, .. } = tiling;
+    let row_bytes = tiling.row_bytes();
+    assert!(tile_row < tiling.rows && r < rows && codes.len() == rows * layout.padded());
+    for (g, block) in (0..tiling.groups).flat_map(|g| (0..blocks).map(move |block| (g, block))) {
+        // SAFETY: the row's place in the tile of this block; that tile is within the tiles.
+        let mut to = unsafe { to.add(((g * blocks + block) * tiling.rows + tile_row) * row_bytes) };
+        let first = block * steps;
+        let whole = steps.min(layout.steps - first);
+        let mut from = ((g * layout.steps + first) * rows + r) * STEP;
+        for _ in 0..whole {
+            // SAFETY: a step of the row, within the strip, for both are of as many steps; and within the row's place.
+            unsafe {
+                codes.as_ptr().add(from).copy_to_nonoverlapping(to, STEP);
+                to = to.add(STEP);
             }
-            false => [0; STEP],
-        };
-        // SAFETY: places are steps of row `r` within the tiles; arrays of bytes have no alignment.
-        unsafe { to.add(place * STEP).cast::<[i8; STEP]>().write(values) };
+            from += rows * STEP;
+        }
+        // SAFETY: what is left of the row's place.
+        unsafe { to.write_bytes(0, (steps - whole) * STEP) };
     }
 }
 
@@ -123,9 +121,15 @@ mod tests {
 
     #[test]
     fn groups_are_cut_into_equal_blocks() {
-        for (steps, step_bytes, blocks, each) in
-            [(1, 8, 1, 1), (4, 8, 1, 4), (8, 8, 1, 8), (9, 8, 2, 5), (16, 8, 2, 8), (16, 16, 4, 4), (5, 16, 2, 3)]
-        {
+        for (steps, step_bytes, blocks, each) in [
+            (1, 8, 1, 1),
+            (4, 8, 1, 4),
+            (8, 8, 1, 8),
+            (9, 8, 2, 5),
+            (16, 8, 2, 8),
+            (16, 16, 4, 4),
+            (5, 16, 2, 3),
+        ] {
             let layout = RowLayout { k: 3 * steps * STEP, group_size: steps * STEP, steps };
             let tiling = Tiling::new(40, layout, step_bytes, 1);
             assert_eq!((tiling.blocks, tiling.steps, tiling.rows, tiling.tiles(40)), (blocks, each, 16, 3));
@@ -133,23 +137,33 @@ mod tests {
         }
     }
 
-    /// Every step of every row and part has a place of its own, and together they fill the tiles.
+    /// Rows of a strip come to lie in their tiles, step by step, with zeros at the end of a group.
     #[test]
-    fn places_fill_the_tiles_once() {
-        for (m, parts) in [(1, 1), (5, 2), (16, 3), (30, 2)] {
-            let layout = RowLayout { k: 2 * 72, group_size: 72, steps: 9 };
-            let tiling = Tiling::new(m, layout, 16, parts);
-            let all = tiling.bytes_across().unwrap() / 16;
-            let mut taken = vec![false; all];
-            for r in 0..tiling.rows {
-                for place in tiling.places(r) {
-                    for part in 0..parts {
-                        let place = place + part * tiling.rows * tiling.steps;
-                        assert!(!std::mem::replace(&mut taken[place], true));
-                    }
-                }
+    #[allow(unsafe_code, reason = "the tiles are as large as the tiling says")]
+    fn rows_are_copied_to_their_places() {
+        for (m, size) in [(16, 72), (16, 36), (17, 128)] {
+            let steps = size_of_steps(size);
+            let layout = RowLayout { k: 2 * size, group_size: size, steps };
+            let tiling = Tiling::new(m, layout, STEP, 1);
+            let codes: Vec<i8> = (0..m * layout.padded()).map(|i| (i % 127) as i8 + 1).collect();
+            let mut tiles = vec![-1_i8; tiling.bytes(16).unwrap()];
+            for r in 0..16 {
+                // SAFETY: tiles of 16 rows, and a strip of `m`.
+                unsafe { copy_row(tiling, layout, &codes, [r, m], r, tiles.as_mut_ptr()) };
             }
-            assert!(taken.into_iter().all(|taken| taken));
+            let padded = tiling.blocks * tiling.steps;
+            for (i, step) in tiles.chunks_exact(STEP).enumerate() {
+                let (within, r) = (i % tiling.steps, i / tiling.steps % 16);
+                let block = i / tiling.steps / 16;
+                let (g, s) = (block / tiling.blocks, block % tiling.blocks * tiling.steps + within);
+                let from = ((g * steps + s) * m + r) * STEP;
+                let expected = if s < steps { &codes[from..from + STEP] } else { &[0; STEP] };
+                assert!(s < padded && step == expected, "{m} {size} {i}");
+            }
         }
+    }
+
+    fn size_of_steps(size: usize) -> usize {
+        size.div_ceil(STEP)
     }
 }

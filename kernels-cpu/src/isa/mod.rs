@@ -155,7 +155,8 @@ impl Isa {
     /// Whether dense products in bf16 by `vdpbf16ps` may be used: the processor has them, and `QUANT_ISA` names no path
     /// without. That does not depend on which path is the fastest for linear layers.
     pub(crate) fn dense_bf16() -> bool {
-        let unnamed = std::env::var_os("QUANT_ISA").is_none_or(|name| name.to_string_lossy().trim().is_empty());
+        let unnamed =
+            std::env::var_os("QUANT_ISA").is_none_or(|name| name.to_string_lossy().trim().is_empty());
         let named = matches!(Self::detect(), Self::Avx512Bf16 | Self::Amx);
         Self::Avx512Bf16.is_available() && (unnamed || named)
     }

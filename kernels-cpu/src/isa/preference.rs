@@ -36,7 +36,8 @@ const KNOWN: [Known; 0] = [];
 /// The fastest path of this processor, by what is known of it.
 pub(super) fn fastest() -> Isa {
     let vendor = vendor();
-    let slow = |isa: Isa| KNOWN.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)());
+    let slow =
+        |isa: Isa| KNOWN.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)());
     Isa::available().filter(|&isa| !slow(isa)).last().unwrap_or(Isa::Scalar)
 }
 

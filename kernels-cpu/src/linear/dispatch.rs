@@ -7,7 +7,7 @@ use self::arm::{neon_tile, neondot_tile, neoni8mm_tile};
 #[cfg(target_arch = "x86_64")]
 use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
 use super::tile::Tile;
-use super::tiled::{self, Tiled};
+use super::tiled::{self, BF16, SIGNED, Steps, Tiled, UNSIGNED};
 use super::{float_tile, tile};
 use crate::layout::ScaleType;
 use crate::simd::FloatLanes;
@@ -57,23 +57,37 @@ impl Path {
         Self { isa: token.isa(), bits: layout.code_bits(), kind: FLOAT }
     }
 
-    /// What multiplies tiles, where there is a tile unit.
-    pub(super) fn tiled(self) -> Option<TiledFn> {
+    /// What multiplies tiles, and what is done beside, where there is a tile unit.
+    pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
         match (self.bits, self.kind) {
-            (4, CENTRED | ZEROS) => self.choose_tiled::<4, ZEROS>(),
-            (4, FLOAT) => self.choose_tiled::<4, FLOAT>(),
-            (4, _) => self.choose_tiled::<4, PROGRESSIVE>(),
-            (_, FLOAT) => self.choose_tiled::<8, FLOAT>(),
-            (_, PROGRESSIVE) => self.choose_tiled::<8, PROGRESSIVE>(),
-            _ => self.choose_tiled::<8, ZEROS>(),
+            (4, CENTRED | ZEROS) => self.choose_tiled::<4, ZEROS, SIGNED>(),
+            (4, FLOAT) => self.choose_tiled::<4, FLOAT, BF16>(),
+            (4, _) => self.choose_tiled::<4, PROGRESSIVE, SIGNED>(),
+            (_, FLOAT) => self.choose_tiled::<8, FLOAT, BF16>(),
+            (_, PROGRESSIVE) => self.choose_tiled::<8, PROGRESSIVE, UNSIGNED>(),
+            _ => self.choose_tiled::<8, ZEROS, UNSIGNED>(),
         }
     }
 
-    fn choose_tiled<const BITS: usize, const KIND: usize>(self) -> Option<TiledFn> {
+    fn choose_tiled<const BITS: usize, const KIND: usize, const OF: usize>(self) -> Option<(TiledFn, Steps)> {
         match self.isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => Some(x86::amx_tiled::<BITS, KIND>),
-            Isa::AmxEmulated => Some(tiled::multiply::<Emulated, BITS, KIND>),
+            Isa::Amx => {
+                let steps = Steps {
+                    expand: x86::amx_expand::<BITS, KIND>,
+                    join: x86::amx_join::<BITS, KIND>,
+                    finish: x86::amx_finish::<KIND>,
+                };
+                Some((x86::amx_tiled::<OF>, steps))
+            }
+            Isa::AmxEmulated => {
+                let steps = Steps {
+                    expand: tiled::expand::<Emulated, BITS, KIND>,
+                    join: tiled::join::<Scalar, BITS, KIND>,
+                    finish: tiled::finish::<Scalar, KIND>,
+                };
+                Some((tiled::multiply::<Emulated, OF>, steps))
+            }
             _ => None,
         }
     }
@@ -201,6 +215,7 @@ compiled!(scalar, Scalar);
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::*;
+    use crate::simd::tiles::amx::Amx;
     use crate::simd::{avx2, avx512};
 
     compiled!(avx2_tile, avx2::Avx2, "avx2,fma,f16c");
@@ -212,17 +227,39 @@ mod x86 {
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16"
     );
 
-    /// # Safety
-    /// As [`tiled::multiply`].
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
-    pub(super) unsafe fn amx_tiled<const BITS: usize, const KIND: usize>(
-        t: &Tiled<'_>,
-        tiles: Range<usize>,
-        panels: Range<usize>,
-    ) {
-        // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the unit and the rest.
-        unsafe { tiled::multiply::<crate::simd::tiles::amx::Amx, BITS, KIND>(t, tiles, panels) }
+    macro_rules! for_amx {
+        ($(#[$doc:meta])* $name:ident [$($const:ident),*] ($($arg:ident: $ty:ty),*), $of:expr) => {
+            $(#[$doc])*
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
+            pub(in crate::linear) unsafe fn $name<$(const $const: usize),*>(t: &Tiled<'_>, $($arg: $ty),*) {
+                // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the unit and the rest.
+                unsafe { $of(t, $($arg),*) }
+            }
+        };
     }
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::multiply`].
+        amx_tiled[OF](tiles: Range<usize>, panels: Range<usize>), tiled::multiply::<Amx, OF>
+    );
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::expand`].
+        amx_expand[BITS, KIND](weights: *const u8, count: usize, blocks: Range<usize>, to: *mut u8, to_panel: usize),
+        tiled::expand::<Amx, BITS, KIND>
+    );
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::join`].
+        amx_join[BITS, KIND](panel: *const u8, tile: usize, g: usize, sums: *const u8, totals: *mut f32),
+        tiled::join::<avx512::Avx512Vnni, BITS, KIND>
+    );
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::finish`].
+        amx_finish[KIND](panel: *const u8, number: usize, tile: usize, totals: *const f32),
+        tiled::finish::<avx512::Avx512Vnni, KIND>
+    );
 }
 
 #[cfg(target_arch = "aarch64")]

@@ -34,8 +34,8 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP};
-pub(crate) use self::tiled::TILED_ROWS;
 pub use self::product::{Product, multiply_each, multiply_float_each};
+pub(crate) use self::tiled::TILED_ROWS;
 use crate::layout::{LINE, Line, PANEL_ROWS};
 use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};

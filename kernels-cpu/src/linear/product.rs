@@ -7,7 +7,7 @@ use super::PackedView;
 use super::dispatch::{MAX_ROWS, Path};
 use super::float_tile::FLOAT_STEP;
 use super::tile::Tile;
-use super::tiled::{SLOTS, Tiled};
+use super::tiled::{self, SLOTS, Tiled};
 use crate::activation::tiles::Tiling;
 use crate::activation::{RowLayout, strip, strips};
 use crate::layout::{PANEL_ROWS, STEP};
@@ -185,7 +185,7 @@ impl<'a> Pieces<'a> {
             // activations.
             let blocks = x.strips().div_ceil(SLOTS / 2);
             let block = x.strips().div_ceil(blocks);
-            let chunk = (layout.panels() * blocks).div_ceil(shares).next_multiple_of(4).min(CHUNK);
+            let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
             let (blocks, chunks) = (x.strips().div_ceil(block), layout.panels().div_ceil(chunk));
             let out = Disjoint::new(product.out);
             return Self { weight, path, bias, out, first, block, blocks, chunk, chunks };
@@ -295,7 +295,7 @@ impl PackedView<'_> {
         out: &Disjoint<'_, f32>,
     ) {
         let layout = &self.layout;
-        if let (Some(rows), Some(multiply)) = (x.tiled, path.tiled()) {
+        if let (Some(rows), Some((multiply, steps))) = (x.tiled, path.tiled()) {
             let tiled = Tiled {
                 layout,
                 weights: self.bytes.as_ptr(),
@@ -307,6 +307,7 @@ impl PackedView<'_> {
                 zero: x.zero,
                 bias: bias.map_or(core::ptr::null(), <[f32]>::as_ptr),
                 out: out.pointer(),
+                steps,
             };
             // SAFETY: lengths follow from the layout and the tiling, and were checked; the caller vouches for the rest.
             return unsafe { multiply(&tiled, strips, panels) };

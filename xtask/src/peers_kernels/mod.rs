@@ -207,7 +207,8 @@ fn measure(
             let error = workers[*i].tokens(name, tokens, tokens <= ROTATED_TOKENS).map_err(|e| (*i, e))?;
             let most = ERRORS[usize::from(8 * bytes > 6 * n * k)];
             if error > most {
-                let text = format!("{name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {most}");
+                let text =
+                    format!("{name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {most}");
                 return Err((*i, anyhow::Error::msg(text)));
             }
         }

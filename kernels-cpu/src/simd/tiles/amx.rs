@@ -124,7 +124,10 @@ impl TileUnit for Amx {
         unsafe {
             for part in 0..Avx512Bf16::PARTS {
                 let pairs = Avx512Bf16::weights::<BITS>(step, part, table);
-                _mm512_storeu_si512(to.add(64 * part).cast(), core::mem::transmute::<__m512bh, __m512i>(pairs));
+                _mm512_storeu_si512(
+                    to.add(64 * part).cast(),
+                    core::mem::transmute::<__m512bh, __m512i>(pairs),
+                );
             }
         }
     }

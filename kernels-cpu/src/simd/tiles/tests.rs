@@ -117,7 +117,8 @@ fn the_emulated_unit_multiplies_bf16() {
             let (r, n) = (i / 16, i % 16);
             let start = f64::from(f32::from_le_bytes(case.sum[4 * i..4 * i + 4].try_into().unwrap()));
             let products = (0..2 * shape.depth).map(|k| {
-                2.0 * half(&case.left, r * 2 * shape.depth + k) * half(&case.right, k / 2 * 32 + 2 * n + k % 2)
+                2.0 * half(&case.left, r * 2 * shape.depth + k)
+                    * half(&case.right, k / 2 * 32 + 2 * n + k % 2)
             });
             let (sum, size) = products.fold((start, start.abs()), |(s, a), p| (s + p, a + p.abs()));
             let bound = (2.0 * shape.depth as f64 + 6.0) * 2.0_f64.powi(-24) * size + 1e-37;
@@ -191,7 +192,12 @@ mod hardware {
     use crate::Isa;
 
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
-    unsafe fn expand<const BITS: usize>(step: &[u8; 128], zero: i32, signed: &mut [u8; 128], floats: &mut [u8; 256]) {
+    unsafe fn expand<const BITS: usize>(
+        step: &[u8; 128],
+        zero: i32,
+        signed: &mut [u8; 128],
+        floats: &mut [u8; 256],
+    ) {
         // SAFETY: compiled for the instructions; the arrays are as long as what is read and written.
         unsafe {
             type L = <Amx as TileUnit>::Lanes;

@@ -18,25 +18,27 @@
 //! `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
 #![allow(clippy::too_many_arguments, reason = "a product is what they all say")]
 
+mod steps;
+
 use core::mem::MaybeUninit;
 use core::ops::Range;
 
-use super::ahead::Ahead;
-use super::dispatch::{FLOAT, PROGRESSIVE};
-use super::tile::{Tile, finish, scales_of};
+pub(super) use self::steps::{expand, finish, join};
 use crate::activation::tiles::Tiling;
-use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
+use crate::layout::{LINE, Layout, PANEL_ROWS, STEP};
 use crate::simd::Lanes;
 use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 
 /// So many rows are multiplied by tiles if activations are integers: fewer wait for memory on any path.
 pub(crate) const TILED_ROWS: usize = 16;
 /// Tiles of sums that a piece of work keeps, row tiles times panels.
-pub(crate) const SLOTS: usize = 16;
+pub(crate) const SLOTS: usize = 32;
+/// Panels that a piece of work takes, at most: what a stretch leaves in `out` stays in the second cache, too.
+pub(crate) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations of a stretch.
-const STRETCH: usize = 1 << 20;
+const STRETCH: usize = 512 << 10;
 /// Bytes ahead within a panel that codes are asked for.
 const AHEAD: usize = 4096;
 
@@ -58,6 +60,31 @@ pub(super) struct Tiled<'a> {
     pub(super) bias: *const f32,
     /// `[m, n]`
     pub(super) out: *mut f32,
+    pub(super) steps: Steps,
+}
+
+impl Tiled<'_> {
+    /// Rows of a row tile that are there.
+    fn rows_of(&self, tile: usize) -> usize {
+        self.tiling.rows.min(self.m - tile * self.tiling.rows)
+    }
+}
+
+/// What is multiplied with what.
+pub(super) const SIGNED: usize = 0;
+pub(super) const UNSIGNED: usize = 1;
+pub(super) const BF16: usize = 2;
+
+/// What is done beside products of tiles, compiled for the path's instructions: once for each, and not in the loops over
+/// tiles, of which there are many.
+#[derive(Clone, Copy)]
+pub(super) struct Steps {
+    /// [`expand`].
+    pub(super) expand: unsafe fn(&Tiled<'_>, *const u8, usize, Range<usize>, *mut u8, usize),
+    /// [`join`].
+    pub(super) join: unsafe fn(&Tiled<'_>, *const u8, usize, usize, *const u8, *mut f32),
+    /// [`finish`].
+    pub(super) finish: unsafe fn(&Tiled<'_>, *const u8, usize, usize, *const f32),
 }
 
 /// Where intermediate results lie, on the stack: what is multiplied allocates nothing.
@@ -69,6 +96,8 @@ struct Scratch {
     sums: [MaybeUninit<u8>; SLOTS * TILE],
     /// Totals, the same; of progressive weights the bits of integers.
     totals: [MaybeUninit<u8>; SLOTS * TILE],
+    /// Sums of the last two groups that were complete at once, `[2][4][16][16]`.
+    stages: [MaybeUninit<u8>; 8 * TILE],
 }
 
 /// Multiplies some row tiles, at most [`SLOTS`] / 2, with some panels.
@@ -77,7 +106,7 @@ struct Scratch {
 /// The processor must have what `U` and its lanes need. All pointers must be valid for what their fields say, the ranges
 /// within them, and nothing else may write to these rows and columns of `out` meanwhile.
 #[inline(always)]
-pub(super) unsafe fn multiply<U: TileUnit, const BITS: usize, const KIND: usize>(
+pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     t: &Tiled<'_>,
     tiles: Range<usize>,
     panels: Range<usize>,
@@ -101,9 +130,9 @@ pub(super) unsafe fn multiply<U: TileUnit, const BITS: usize, const KIND: usize>
                     _ => 1,
                 };
                 match count {
-                    4 => stretch_of::<U, BITS, KIND, 4>(&mut unit, t, scratch, panel, tiles, stretch),
-                    2 => stretch_of::<U, BITS, KIND, 2>(&mut unit, t, scratch, panel, tiles, stretch),
-                    _ => stretch_of::<U, BITS, KIND, 1>(&mut unit, t, scratch, panel, tiles, stretch),
+                    4 => stretch_of::<U, OF, 4>(&mut unit, t, scratch, panel, tiles, stretch),
+                    2 => stretch_of::<U, OF, 2>(&mut unit, t, scratch, panel, tiles, stretch),
+                    _ => stretch_of::<U, OF, 1>(&mut unit, t, scratch, panel, tiles, stretch),
                 }
                 panel += count;
             }
@@ -136,12 +165,19 @@ unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     }
 }
 
+/// The sums of a group that is complete at once, tile `t` of four.
+#[inline(always)]
+unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
+    // SAFETY: the caller vouches for the scratch; there are two stages of four tiles.
+    unsafe { (&raw mut (*scratch).stages).cast::<u8>().add((g % 2 * 4 + t) * TILE) }
+}
+
 /// One stretch of `NP` panels from `panel` on.
 ///
 /// # Safety
 /// As [`multiply`].
 #[inline(always)]
-unsafe fn stretch_of<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usize>(
+unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     unit: &mut U,
     t: &Tiled<'_>,
     scratch: *mut Scratch,
@@ -153,13 +189,13 @@ unsafe fn stretch_of<U: TileUnit, const BITS: usize, const KIND: usize, const NP
     let (blocks, all) = (tiling.blocks, tiling.groups * tiling.blocks);
     // Bytes of a right operand, and of one that is as deep in the packed matrix.
     let right_bytes = ROW * tiling.row_bytes() / 4;
-    let direct = KIND != FLOAT && BITS == 8 && layout.steps() == blocks * tiling.steps;
+    let direct = OF == UNSIGNED && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
     // SAFETY: as the caller vouches: panels, tiles and blocks are below their numbers, and so are slots.
     unsafe {
         let weights = t.weights.add(panel * layout.panel_bytes());
         if stretch.start > 0 {
-            exchange::<U::Lanes, NP, false>(t, scratch, panel, tiles.clone());
+            exchange::<NP, false>(t, scratch, panel, tiles.clone());
         }
         let mut at = stretch.start;
         while at < stretch.end {
@@ -173,28 +209,49 @@ unsafe fn stretch_of<U: TileUnit, const BITS: usize, const KIND: usize, const NP
                 false => {
                     let to = (&raw mut (*scratch).right).cast::<u8>();
                     let right = Right { at: to, panel: chunk * right_bytes };
-                    expand::<U, BITS, KIND, NP>(t, weights, at..end, to, right.panel);
+                    (t.steps.expand)(t, weights, NP, at..end, to, right.panel);
                     right
                 }
+            };
+            // What comes next is asked for bit by bit, while row tiles pass.
+            let next = weights.wrapping_add(match direct {
+                true => end * right_bytes,
+                false => (end / blocks * layout.steps() + end % blocks * tiling.steps) * layout.step_bytes(),
+            });
+            let bytes = (end - at) * tiling.steps * layout.step_bytes();
+            let mut next =
+                Next { at: next, panel: layout.panel_bytes(), lines: bytes.div_ceil(LINE), each: 0 };
+            next.each = match tiles.len() {
+                1 => 0,
+                count => next.lines.div_ceil(count.div_ceil(2) * (end - at)),
             };
             let mut tile = tiles.start;
             while tile < tiles.end {
                 let (slot, blocks) = ((tile - tiles.start) * NP, at..end);
+                let next = &mut next;
                 if NP <= 2 && tile + 1 < tiles.end {
-                    products::<U, BITS, KIND, NP, 2>(unit, t, scratch, weights, right, tile, slot, blocks);
+                    products::<U, OF, NP, 2>(unit, t, scratch, weights, right, next, tile, slot, blocks);
                     tile += 2;
                 } else {
-                    products::<U, BITS, KIND, NP, 1>(unit, t, scratch, weights, right, tile, slot, blocks);
+                    products::<U, OF, NP, 1>(unit, t, scratch, weights, right, next, tile, slot, blocks);
                     tile += 1;
                 }
             }
             at = end;
         }
         if stretch.end < all {
-            return exchange::<U::Lanes, NP, true>(t, scratch, panel, tiles);
+            return exchange::<NP, true>(t, scratch, panel, tiles);
         }
         for (tile, slot) in tiles.zip((0..).step_by(NP)) {
-            finish_tile::<U::Lanes, KIND, NP>(t, scratch, weights, panel, tile, slot);
+            for p in 0..NP {
+                (t.steps.finish)(
+                    t,
+                    weights.add(p * layout.panel_bytes()),
+                    panel + p,
+                    tile,
+                    slots(scratch, slot + p).1,
+                );
+            }
         }
     }
 }
@@ -206,58 +263,30 @@ struct Right {
     panel: usize,
 }
 
-/// Expands the codes of some blocks of `NP` panels.
-///
-/// # Safety
-/// As [`multiply`]; `to` must be valid for all blocks of `NP` panels that are `to_panel` bytes apart.
-#[inline(always)]
-unsafe fn expand<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usize>(
-    t: &Tiled<'_>,
-    weights: *const u8,
-    blocks: Range<usize>,
-    to: *mut u8,
-    to_panel: usize,
-) {
-    let (layout, tiling) = (t.layout, t.tiling);
-    let (steps, step_bytes) = (layout.steps(), layout.step_bytes());
-    let expanded = if KIND == FLOAT { 256 } else { 128 };
-    let ahead = Ahead::new(layout, NP, AHEAD);
-    let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
-    // SAFETY: as the caller vouches: steps are below those of a group, and groups below their number.
-    unsafe {
-        let table = U::table(centre);
-        for (i, block) in blocks.enumerate() {
-            let (g, first) = (block / tiling.blocks, block % tiling.blocks * tiling.steps);
-            let count = tiling.steps.min(steps - first);
+/// Lines of codes that are needed soon.
+struct Next {
+    at: *const u8,
+    panel: usize,
+    /// Of each panel, in all and for each block.
+    lines: usize,
+    each: usize,
+}
+
+impl Next {
+    /// Asks for the next of them.
+    ///
+    /// # Safety
+    /// The processor must have `L`'s instructions. Addresses need not be valid.
+    #[inline(always)]
+    unsafe fn ask<L: Lanes, const NP: usize>(&mut self) {
+        let count = self.each.min(self.lines);
+        self.lines -= count;
+        for _ in 0..count {
             for p in 0..NP {
-                let panel = weights.add(p * layout.panel_bytes());
-                let byte = (g * steps + first) * step_bytes;
-                let to = to.add(p * to_panel + i * tiling.steps * expanded);
-                let minus = match layout.middle() {
-                    Some(middle) => U::Lanes::splat(i32::from(middle)),
-                    None => {
-                        let zeros = panel.add(layout.zeros_at() + g * PANEL_ROWS * BITS / 8);
-                        if BITS == 4 { U::Lanes::load_u4(zeros) } else { U::Lanes::load_u8(zeros) }
-                    }
-                };
-                // Four equal bytes.
-                let minus = U::Lanes::mul(minus, U::Lanes::splat(0x0101_0101));
-                for step in 0..count {
-                    let (byte, to) = (byte + step * step_bytes, to.add(step * expanded));
-                    let from = panel.add(byte);
-                    let next = from.wrapping_add(ahead.of(byte));
-                    U::Lanes::prefetch(next);
-                    if BITS == 8 {
-                        U::Lanes::prefetch(next.wrapping_add(64));
-                    }
-                    match (KIND, BITS) {
-                        (FLOAT, _) => U::expand_bf16::<BITS>(from, table, to),
-                        (_, 4) => U::expand_signed(from, minus, to),
-                        _ => from.copy_to_nonoverlapping(to, expanded),
-                    }
-                }
-                to.add(count * expanded).write_bytes(0, (tiling.steps - count) * expanded);
+                // SAFETY: a prefetch of any address does nothing else.
+                unsafe { L::prefetch(self.at.wrapping_add(p * self.panel)) };
             }
+            self.at = self.at.wrapping_add(LINE);
         }
     }
 }
@@ -292,17 +321,18 @@ macro_rules! each_sum {
 /// # Safety
 /// As [`multiply`]; `right` must hold these blocks.
 #[inline(always)]
-unsafe fn products<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usize, const MT: usize>(
+unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     unit: &mut U,
     t: &Tiled<'_>,
     scratch: *mut Scratch,
     weights: *const u8,
     right: Right,
+    next: &mut Next,
     tile: usize,
     slot: usize,
     blocks: Range<usize>,
 ) {
-    let tiling = t.tiling;
+    let (tiling, panel_bytes) = (t.tiling, t.layout.panel_bytes());
     let (row_bytes, parts) = (tiling.row_bytes(), tiling.parts);
     let left_bytes = tiling.rows * row_bytes;
     let across = tiling.groups * tiling.blocks * parts * left_bytes;
@@ -311,37 +341,64 @@ unsafe fn products<U: TileUnit, const BITS: usize, const KIND: usize, const NP: 
         let mut left = t.tiles.add(tile * across + blocks.start * parts * left_bytes);
         let mut right_at = right.at;
         let mut at = blocks.start;
+        // A group that is complete in its stage joins the totals while the products of the next one are under way.
+        let mut complete: Option<usize> = None;
         while at < blocks.end {
             let g = at / tiling.blocks;
             let end = blocks.end.min((g + 1) * tiling.blocks);
             let (begins, ends) = (at == g * tiling.blocks, end == (g + 1) * tiling.blocks);
-            // The sums of whole groups are needed no longer than this, and stay in the first cache.
-            let slot_of = |i: usize, p: usize| i * NP + p + if begins && ends { 0 } else { slot };
             if begins {
                 each_sum!(|_i, _p, T| unit.zero::<T>());
             } else {
-                each_sum!(|i, p, T| unit.load::<T>(slots(scratch, slot_of(i, p)).0, ROW));
+                each_sum!(|i, p, T| unit.load::<T>(slots(scratch, slot + i * NP + p).0, ROW));
             }
             for _ in at..end {
-                block::<U, BITS, KIND, NP, MT>(unit, left, across, left_bytes, row_bytes, parts, right_at, right.panel);
+                block::<U, OF, NP, MT>(
+                    unit,
+                    left,
+                    across,
+                    left_bytes,
+                    row_bytes,
+                    parts,
+                    right_at,
+                    right.panel,
+                );
                 left = left.add(parts * left_bytes);
                 right_at = right_at.wrapping_add(ROW * row_bytes / 4);
+                next.ask::<U::Lanes, NP>();
             }
-            each_sum!(|i, p, T| unit.store::<T>(slots(scratch, slot_of(i, p)).0));
-            if ends {
-                for i in 0..MT {
-                    for p in 0..NP {
-                        let sums = slots(scratch, slot_of(i, p)).0;
-                        let totals = slots(scratch, slot + i * NP + p).1;
-                        let panel = weights.add(p * t.layout.panel_bytes());
-                        match KIND {
-                            FLOAT => join_floats::<U::Lanes, BITS>(t, panel, tile + i, g, sums, totals),
-                            _ => join_integers::<U::Lanes, BITS, KIND>(t, panel, tile + i, g, sums, totals),
-                        }
-                    }
-                }
+            if let Some(g) = complete.take() {
+                each_sum!(|i, p, T| {
+                    let totals = slots(scratch, slot + i * NP + p).1;
+                    (t.steps.join)(
+                        t,
+                        weights.add(p * panel_bytes),
+                        tile + i,
+                        g,
+                        stage(scratch, g, T),
+                        totals,
+                    );
+                });
+            }
+            if begins && ends {
+                each_sum!(|_i, _p, T| unit.store::<T>(stage(scratch, g, T)));
+                complete = Some(g);
+            } else {
+                each_sum!(|i, p, T| unit.store::<T>(slots(scratch, slot + i * NP + p).0));
+            }
+            if ends && !begins {
+                each_sum!(|i, p, _T| {
+                    let (sums, totals) = slots(scratch, slot + i * NP + p);
+                    (t.steps.join)(t, weights.add(p * panel_bytes), tile + i, g, sums, totals);
+                });
             }
             at = end;
+        }
+        if let Some(g) = complete {
+            each_sum!(|i, p, T| {
+                let totals = slots(scratch, slot + i * NP + p).1;
+                (t.steps.join)(t, weights.add(p * panel_bytes), tile + i, g, stage(scratch, g, T), totals);
+            });
         }
     }
 }
@@ -351,7 +408,7 @@ unsafe fn products<U: TileUnit, const BITS: usize, const KIND: usize, const NP: 
 /// # Safety
 /// As [`products`].
 #[inline(always)]
-unsafe fn block<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usize, const MT: usize>(
+unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     unit: &mut U,
     left: *const u8,
     across: usize,
@@ -375,9 +432,9 @@ unsafe fn block<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usi
                 macro_rules! panel {
                     ($p:literal, $right:literal) => {
                         unit.load::<$right>(right.add($p * panel), ROW);
-                        add::<U, BITS, KIND, $p, 6, $right>(unit);
+                        add::<U, OF, $p, 6, $right>(unit);
                         if two {
-                            add::<U, BITS, KIND, $p, 7, $right>(unit);
+                            add::<U, OF, $p, 7, $right>(unit);
                         }
                     };
                 }
@@ -396,15 +453,15 @@ unsafe fn block<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usi
         for part in 0..parts {
             let left = left.add(part * left_bytes);
             unit.load::<6>(left, row_bytes);
-            add::<U, BITS, KIND, 0, 6, 4>(unit);
+            add::<U, OF, 0, 6, 4>(unit);
             if NP > 1 {
-                add::<U, BITS, KIND, 1, 6, 5>(unit);
+                add::<U, OF, 1, 6, 5>(unit);
             }
             if MT > 1 {
                 unit.load::<7>(left.add(across), row_bytes);
-                add::<U, BITS, KIND, 2, 7, 4>(unit);
+                add::<U, OF, 2, 7, 4>(unit);
                 if NP > 1 {
-                    add::<U, BITS, KIND, 3, 7, 5>(unit);
+                    add::<U, OF, 3, 7, 5>(unit);
                 }
             }
         }
@@ -416,161 +473,15 @@ unsafe fn block<U: TileUnit, const BITS: usize, const KIND: usize, const NP: usi
 /// # Safety
 /// As [`TileUnit`].
 #[inline(always)]
-unsafe fn add<
-    U: TileUnit,
-    const BITS: usize,
-    const KIND: usize,
-    const SUM: usize,
-    const LEFT: usize,
-    const RIGHT: usize,
->(
+unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize, const RIGHT: usize>(
     unit: &mut U,
 ) {
     // SAFETY: as the caller vouches.
     unsafe {
-        match (KIND, BITS) {
-            (FLOAT, _) => unit.add_bf16::<SUM, LEFT, RIGHT>(),
-            (_, 4) => unit.add_signed::<SUM, LEFT, RIGHT>(),
+        match OF {
+            BF16 => unit.add_bf16::<SUM, LEFT, RIGHT>(),
+            SIGNED => unit.add_signed::<SUM, LEFT, RIGHT>(),
             _ => unit.add_unsigned::<SUM, LEFT, RIGHT>(),
-        }
-    }
-}
-
-/// Rows of a row tile that are there.
-fn rows_of(t: &Tiled<'_>, tile: usize) -> usize {
-    t.tiling.rows.min(t.m - tile * t.tiling.rows)
-}
-
-/// Adds a group's sums of integers to the totals, times its scale.
-///
-/// # Safety
-/// As [`multiply`]; `sums` and `totals` must be slots, and the group one of the panel's.
-#[inline(always)]
-unsafe fn join_integers<L: Lanes, const BITS: usize, const KIND: usize>(
-    t: &Tiled<'_>,
-    panel: *const u8,
-    tile: usize,
-    g: usize,
-    sums: *const u8,
-    totals: *mut f32,
-) {
-    let layout = t.layout;
-    // SAFETY: as the caller vouches: rows of a slot are 64 bytes.
-    unsafe {
-        let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
-        // What the zero of activations counts too much.
-        let mut shift = L::splat(0);
-        if t.zero != 0 {
-            let sums = L::load_i32(panel.add(layout.sums_at() + 4 * g * PANEL_ROWS));
-            shift = L::mul(sums, L::splat(t.zero));
-        }
-        let zeros = match layout.middle() {
-            Some(middle) => L::splat(i32::from(middle)),
-            None if BITS == 8 => L::load_u8(panel.add(layout.zeros_at() + g * PANEL_ROWS)),
-            // Codes of 4 bits were expanded less theirs.
-            None => L::splat(0),
-        };
-        let row_sums = t.sums.cast::<i32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
-        for r in 0..rows_of(t, tile) {
-            let mut sum = L::sub(L::load_i32(sums.add(r * ROW)), shift);
-            if BITS == 8 {
-                sum = L::sub(sum, L::mul(zeros, L::splat(*row_sums.add(r))));
-            }
-            let at = totals.add(r * PANEL_ROWS);
-            let total = if g == 0 { L::zero() } else { L::load_f32(at.cast()) };
-            let total = if KIND == PROGRESSIVE {
-                L::as_f32(L::add(L::as_i32(total), L::mul(sum, L::as_i32(scales))))
-            } else {
-                L::fma(L::to_f32(sum), scales, total)
-            };
-            L::store_f32(at, total);
-        }
-    }
-}
-
-/// The same of floats; what zeros differ from the centre is multiplied with the sums of activations.
-///
-/// # Safety
-/// As [`join_integers`].
-#[inline(always)]
-unsafe fn join_floats<L: Lanes, const BITS: usize>(
-    t: &Tiled<'_>,
-    panel: *const u8,
-    tile: usize,
-    g: usize,
-    sums: *const u8,
-    totals: *mut f32,
-) {
-    let layout = t.layout;
-    // SAFETY: as the caller vouches: rows of a slot are 64 bytes.
-    unsafe {
-        let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
-        let progressive = layout.scales() == ScaleType::Progressive;
-        let scales = if progressive { L::to_f32(L::as_i32(scales)) } else { scales };
-        let mut zeros = L::zero();
-        if layout.middle().is_none() {
-            let at = panel.add(layout.zeros_at() + g * PANEL_ROWS * BITS / 8);
-            let stored = if BITS == 4 { L::load_u4(at) } else { L::load_u8(at) };
-            zeros = L::to_f32(L::sub(L::splat(1 << (BITS - 1)), stored));
-        }
-        let row_sums = t.sums.cast::<f32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
-        for r in 0..rows_of(t, tile) {
-            let mut sum = L::load_f32(sums.add(r * ROW));
-            if layout.middle().is_none() {
-                sum = L::fma(zeros, L::splat_f32(*row_sums.add(r)), sum);
-            }
-            let at = totals.add(r * PANEL_ROWS);
-            let total = if g == 0 { L::zero() } else { L::load_f32(at.cast()) };
-            L::store_f32(at, L::fma(sum, scales, total));
-        }
-    }
-}
-
-/// One row of `NP` panels as [`finish`] takes it.
-fn out_of<'a>(t: &Tiled<'a>, weights: *const u8, panel: usize, row: usize) -> Tile<'a> {
-    let (n, column) = (t.layout.n(), panel * PANEL_ROWS);
-    Tile {
-        layout: t.layout,
-        weights,
-        strip: 1,
-        activations: core::ptr::null(),
-        sums: core::ptr::null(),
-        eights: core::ptr::null(),
-        scales: if t.scales.is_null() { t.scales } else { t.scales.wrapping_add(row) },
-        zero: t.zero,
-        rest: false,
-        bias: if t.bias.is_null() { t.bias } else { t.bias.wrapping_add(column) },
-        out: t.out.wrapping_add(row * n + column),
-        stride: n,
-        columns: n - column,
-    }
-}
-
-/// Multiplies the totals of a row tile with what is left to multiply with, and writes them.
-///
-/// # Safety
-/// As [`multiply`].
-#[inline(always)]
-unsafe fn finish_tile<L: Lanes, const KIND: usize, const NP: usize>(
-    t: &Tiled<'_>,
-    scratch: *mut Scratch,
-    weights: *const u8,
-    panel: usize,
-    tile: usize,
-    slot: usize,
-) {
-    for r in 0..rows_of(t, tile) {
-        // SAFETY: as the caller vouches: all groups have joined the totals of these slots.
-        unsafe {
-            let mut totals = [L::zero(); NP];
-            for (p, total) in totals.iter_mut().enumerate() {
-                *total = L::load_f32(slots(scratch, slot + p).1.add(r * PANEL_ROWS).cast());
-            }
-            let out = out_of(t, weights, panel, tile * t.tiling.rows + r);
-            if KIND == PROGRESSIVE {
-                totals = totals.map(|total| L::to_f32(L::as_i32(total)));
-            }
-            finish::<L, 1, NP>(&out, [totals]);
         }
     }
 }
@@ -581,7 +492,7 @@ unsafe fn finish_tile<L: Lanes, const KIND: usize, const NP: usize>(
 /// # Safety
 /// As [`multiply`].
 #[inline(always)]
-unsafe fn exchange<L: Lanes, const NP: usize, const KEEP: bool>(
+unsafe fn exchange<const NP: usize, const KEEP: bool>(
     t: &Tiled<'_>,
     scratch: *mut Scratch,
     panel: usize,
@@ -590,14 +501,16 @@ unsafe fn exchange<L: Lanes, const NP: usize, const KEEP: bool>(
     let n = t.layout.n();
     for (tile, slot) in tiles.zip((0..).step_by(NP)) {
         // Rows that are not there are read with the others, and must hold something.
-        let missing = if KEEP { 0 } else { t.tiling.rows - rows_of(t, tile) };
+        let missing = if KEEP { 0 } else { t.tiling.rows - t.rows_of(tile) };
         if missing > 0 {
             for p in 0..NP {
                 // SAFETY: as the caller vouches: a slot has 16 rows of 64 bytes.
-                unsafe { slots(scratch, slot + p).0.add(rows_of(t, tile) * ROW).write_bytes(0, missing * ROW) };
+                unsafe {
+                    slots(scratch, slot + p).0.add(t.rows_of(tile) * ROW).write_bytes(0, missing * ROW)
+                };
             }
         }
-        for (r, p) in (0..rows_of(t, tile)).flat_map(|r| (0..NP).map(move |p| (r, p))) {
+        for (r, p) in (0..t.rows_of(tile)).flat_map(|r| (0..NP).map(move |p| (r, p))) {
             let column = (panel + p) * PANEL_ROWS;
             let count = PANEL_ROWS.min(n - column);
             // SAFETY: as the caller vouches: these are rows and columns of `out`, and a slot's row has 16 values.
@@ -606,11 +519,9 @@ unsafe fn exchange<L: Lanes, const NP: usize, const KEEP: bool>(
                 let kept = if t.tiling.groups == 1 { sums.cast::<f32>() } else { totals };
                 let (kept, out) =
                     (kept.add(r * PANEL_ROWS), t.out.add((tile * t.tiling.rows + r) * n + column));
-                match (KEEP, count) {
-                    (true, PANEL_ROWS) => L::store_f32(out, L::load_f32(kept.cast())),
-                    (false, PANEL_ROWS) => L::store_f32(kept, L::load_f32(out.cast())),
-                    (true, _) => kept.copy_to_nonoverlapping(out, count),
-                    (false, _) => out.copy_to_nonoverlapping(kept, count),
+                match KEEP {
+                    true => kept.copy_to_nonoverlapping(out, count),
+                    false => out.copy_to_nonoverlapping(kept, count),
                 }
             }
         }
