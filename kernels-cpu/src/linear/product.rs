@@ -7,7 +7,7 @@ use super::PackedView;
 use super::dispatch::{MAX_ROWS, Path};
 use super::float_tile::FLOAT_STEP;
 use super::tile::Tile;
-use super::tiled::{self, SLOTS, Tiled};
+use super::tiled::{self, Tiled};
 use crate::activation::tiles::Tiling;
 use crate::activation::{RowLayout, strip, strips};
 use crate::layout::{PANEL_ROWS, STEP};
@@ -180,10 +180,10 @@ impl<'a> Pieces<'a> {
         let layout = &product.weight.layout;
         let (weight, bias) = (product.weight, product.bias);
         let shares = parallel.threads().max(1).saturating_mul(SHARES);
-        if x.tiled.is_some() {
+        if let Some(rows) = x.tiled {
             // As many row tiles as a piece keeps sums of, of like number; and many panels, for each piece reads all of its
             // activations.
-            let blocks = x.strips().div_ceil(SLOTS / 2);
+            let blocks = x.strips().div_ceil(tiled::most_tiles(rows.tiling));
             let block = x.strips().div_ceil(blocks);
             let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
             let (blocks, chunks) = (x.strips().div_ceil(block), layout.panels().div_ceil(chunk));

@@ -1,6 +1,6 @@
 //! Products on a tile unit: 16 rows of activations times 16 output features, for as many input features as a tile holds.
 //!
-//! A piece of work is up to [`SLOTS`] / 2 row tiles times some panels. Its input features are walked in
+//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`most_tiles`]) times some panels. Its input features are walked in
 //!
 //! - stretches, whose activations stay in the second cache while all panels pass. Between stretches the totals are kept in
 //!   `out`;
@@ -32,13 +32,13 @@ use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 /// So many rows are multiplied by tiles if activations are integers: fewer wait for memory on any path.
 pub(crate) const TILED_ROWS: usize = 16;
 /// Tiles of sums that a piece of work keeps, row tiles times panels.
-pub(crate) const SLOTS: usize = 32;
+const SLOTS: usize = 32;
 /// Panels that a piece of work takes, at most: what a stretch leaves in `out` stays in the second cache, too.
-pub(crate) const CHUNK: usize = 64;
+pub(super) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations of a stretch.
-const STRETCH: usize = 512 << 10;
+const STRETCH: usize = 1 << 20;
 /// Bytes ahead within a panel that codes are asked for.
 const AHEAD: usize = 4096;
 
@@ -111,7 +111,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     tiles: Range<usize>,
     panels: Range<usize>,
 ) {
-    debug_assert!(2 * tiles.len() <= SLOTS);
+    debug_assert!(tiles.len() <= most_tiles(t.tiling));
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
     let tiling = t.tiling;
@@ -138,6 +138,16 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
             }
         }
     }
+}
+
+/// Row tiles of a piece of work, at most: as many as there are slots for, but where rows are wide no more than are walked in
+/// two stretches, down to half of that. Floats take more bytes, and half as many rows.
+pub(super) fn most_tiles(tiling: Tiling) -> usize {
+    if tiling.step_bytes > STEP {
+        return SLOTS / 4;
+    }
+    let across = tiling.bytes_across().unwrap_or(usize::MAX).max(1);
+    (2 * STRETCH / across).clamp(SLOTS / 4, SLOTS / 2)
 }
 
 /// The blocks of all groups, cut so that the activations of a stretch fit the second cache. Groups are cut only where
@@ -213,7 +223,7 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
                     right
                 }
             };
-            // What comes next is asked for bit by bit, while row tiles pass.
+            // Of two panels what comes next is asked for bit by bit, while row tiles pass.
             let next = weights.wrapping_add(match direct {
                 true => end * right_bytes,
                 false => (end / blocks * layout.steps() + end % blocks * tiling.steps) * layout.step_bytes(),
@@ -221,10 +231,9 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
             let bytes = (end - at) * tiling.steps * layout.step_bytes();
             let mut next =
                 Next { at: next, panel: layout.panel_bytes(), lines: bytes.div_ceil(LINE), each: 0 };
-            next.each = match tiles.len() {
-                1 => 0,
-                count => next.lines.div_ceil(count.div_ceil(2) * (end - at)),
-            };
+            if NP <= 2 {
+                next.each = next.lines.div_ceil(tiles.len().div_ceil(2) * (end - at));
+            }
             let mut tile = tiles.start;
             while tile < tiles.end {
                 let (slot, blocks) = ((tile - tiles.start) * NP, at..end);
@@ -519,9 +528,12 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
                 let kept = if t.tiling.groups == 1 { sums.cast::<f32>() } else { totals };
                 let (kept, out) =
                     (kept.add(r * PANEL_ROWS), t.out.add((tile * t.tiling.rows + r) * n + column));
-                match KEEP {
-                    true => kept.copy_to_nonoverlapping(out, count),
-                    false => out.copy_to_nonoverlapping(kept, count),
+                match (KEEP, count) {
+                    // Of a known size, which takes no call.
+                    (true, PANEL_ROWS) => kept.copy_to_nonoverlapping(out, PANEL_ROWS),
+                    (false, PANEL_ROWS) => out.copy_to_nonoverlapping(kept, PANEL_ROWS),
+                    (true, _) => kept.copy_to_nonoverlapping(out, count),
+                    (false, _) => out.copy_to_nonoverlapping(kept, count),
                 }
             }
         }
