@@ -160,8 +160,8 @@ impl Worker {
         let mut line = String::new();
         self.replies.read_line(&mut line)?;
         if line.is_empty() {
-            let ended = self.ended();
-            bail!("{} {ended} after `{request}`; {}", self.name, self.said());
+            let (ended, said) = (self.ended(), self.said());
+            bail!("{} {ended} after `{request}`; {said}", self.name);
         }
         let reply: Value =
             serde_json::from_str(&line).with_context(|| format!("{} says `{}`", self.name, line.trim()))?;
