@@ -6,7 +6,7 @@
 #![allow(unsafe_code, reason = "CPUID, XGETBV and a system call")]
 
 /// Whether tiles of 8-bit integers and of bf16 may be used by all threads of this process.
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 pub(super) fn is_usable() -> bool {
     use std::sync::LazyLock;
     static USABLE: LazyLock<bool> =
@@ -15,12 +15,12 @@ pub(super) fn is_usable() -> bool {
 }
 
 /// Other systems are not asked.
-#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+#[cfg(not(target_os = "linux"))]
 pub(super) fn is_usable() -> bool {
     false
 }
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 mod linux {
     use core::arch::asm;
     use core::arch::x86_64::{__cpuid, __cpuid_count};

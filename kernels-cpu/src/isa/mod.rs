@@ -9,6 +9,7 @@
 //!
 //! The default is the fastest path of the processor, which is the widest except where `preference` knows better.
 
+#[cfg(target_arch = "x86_64")]
 mod amx;
 mod preference;
 

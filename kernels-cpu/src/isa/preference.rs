@@ -7,6 +7,7 @@
 use super::Isa;
 
 /// A path that is not the fastest on some processors.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "there is a row for x86-64 only"))]
 struct Known {
     /// The vendor as CPUID spells it.
     vendor: &'static str,

@@ -19,7 +19,10 @@ impl Emulated {
         match tile {
             t if super::RIGHT.contains(&t) => [self.shape.depth, ROW],
             t if super::LEFT.contains(&t) => [self.shape.rows, 4 * self.shape.depth],
-            _ => [self.shape.rows, ROW],
+            t => {
+                debug_assert!(super::SUMS.contains(&t));
+                [self.shape.rows, ROW]
+            }
         }
     }
 
