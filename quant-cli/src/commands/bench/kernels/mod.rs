@@ -57,8 +57,9 @@ impl From<&limits::Peak> for Peak {
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     /// Machines are shared: less than this is no difference.
     const MORE: f64 = 1.3;
+    type Rate = fn(&limits::Peak) -> f64;
     let Some(own) = peaks.iter().find(|peak| peak.isa == default) else { return Vec::new() };
-    let rates: [(&str, fn(&limits::Peak) -> f64); 2] =
+    let rates: [(&str, Rate); 2] =
         [("8-bit integers", |peak| peak.integers), ("floats", limits::Peak::floats_of_f32)];
     let mut warnings = Vec::new();
     for (what, rate) in rates {
