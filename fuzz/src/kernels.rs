@@ -80,9 +80,8 @@ impl Matrix {
 }
 
 /// Rows of activations of 8 bits, per token or static.
-fn rows(input: &mut Input<'_>, layout: &Layout, x: &[f32]) -> Int8Rows {
-    let mut rows = Int8Rows::default();
-    let by = StaticScale { scale: f32::from(1 + input.byte() / 2) / 64.0, zero: input.byte() as i8 };
+fn rows(isa: Isa, by: StaticScale, layout: &Layout, x: &[f32]) -> Int8Rows {
+    let mut rows = Int8Rows::new(isa.token().expect("it is available"));
     let row_layout = RowLayout::of(layout);
     if layout.has_sums() {
         rows.quantize_static(x, row_layout, by, &Serial).expect("whole rows and a good scale");
@@ -90,6 +89,11 @@ fn rows(input: &mut Input<'_>, layout: &Layout, x: &[f32]) -> Int8Rows {
         rows.quantize(x, row_layout, &Serial).expect("whole rows");
     }
     rows
+}
+
+/// One scale and zero for all tokens.
+fn static_scale(input: &mut Input<'_>) -> StaticScale {
+    StaticScale { scale: f32::from(1 + input.byte() / 2) / 64.0, zero: input.byte() as i8 }
 }
 
 /// Views of anything: they are refused with an error, or packed and unpacked to what they were.
@@ -140,7 +144,7 @@ pub fn packed(data: &[u8]) {
     let Some(view) = matrix.view() else { return };
     let Ok(layout) = Layout::of(&view, input.flag()) else { return };
     let mut bytes = input.bytes(layout.bytes());
-    let (n, k, m) = (layout.n(), layout.k(), input.below(15));
+    let (n, k, m) = (layout.n(), layout.k(), input.below(20));
     // Bytes of another length or layout are refused.
     let cut = input.below(bytes.len());
     assert!(PackedView::new(layout, layout.id(), &bytes[cut + 1..]).is_err());
@@ -160,10 +164,11 @@ pub fn packed(data: &[u8]) {
     );
 
     let x = input.floats(m * k);
-    let rows = rows(&mut input, &layout, &x);
+    let by = static_scale(&mut input);
     let bias = input.flag().then(|| input.floats(n));
     let (mut whole, mut float) = (None, None);
-    for isa in Isa::available() {
+    for isa in Isa::runnable() {
+        let rows = rows(isa, by, &layout, &x);
         let token = isa.token().expect("it is available");
         let mut out = vec![0.0; m * n];
         packed.multiply(token, &rows, bias.as_deref(), &mut out, &Serial).expect("all fits");
@@ -171,7 +176,7 @@ pub fn packed(data: &[u8]) {
         let mut rows = FloatRows::new(token);
         rows.pack(&x, RowLayout::of(&layout), &Serial).expect("whole rows");
         packed.multiply_float(&rows, bias.as_deref(), &mut out, &Serial).expect("all fits");
-        if isa != Isa::Avx512Bf16 {
+        if !isa.splits_floats() {
             assert_eq!(&bits(&out), float.get_or_insert_with(|| bits(&out)), "{isa:?} on floats");
         }
         let mut short = vec![0.0; input.below(m * n + 2)];
@@ -195,12 +200,14 @@ pub fn round_trip(data: &[u8]) {
     reference::dequantize_rows(&view, 0..n, &mut floats[1]);
     assert_eq!(bits(&floats[0]), bits(&floats[1]));
 
-    let m = input.size(14);
+    let m = input.size(20);
     let x = input.floats(m * k);
-    let rows = rows(&mut input, packed.layout(), &x);
+    let by = static_scale(&mut input);
     let bias = input.flag().then(|| input.floats(n));
-    let expected = bits(&reference::int8_linear(&view, &rows, bias.as_deref()));
-    for isa in Isa::available() {
+    let plain = rows(Isa::Scalar, by, packed.layout(), &x);
+    let expected = bits(&reference::int8_linear(&view, &plain, bias.as_deref()));
+    for isa in Isa::runnable() {
+        let rows = rows(isa, by, packed.layout(), &x);
         let mut out = vec![0.0; m * n];
         let token = isa.token().expect("it is available");
         packed.view().multiply(token, &rows, bias.as_deref(), &mut out, &Serial).expect("all fits");

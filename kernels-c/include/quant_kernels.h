@@ -25,7 +25,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-// The widest instructions that there are, or those that the environment variable `QUANT_ISA` names.
+// The fastest instructions of the processor, or those that the environment variable `QUANT_ISA` names.
 #define QZ1_ISA_DETECT 0
 
 // Portable code, the definition of every result.
@@ -51,6 +51,9 @@
 
 // The same and i8mm.
 #define QZ1_ISA_NEONI8MM 8
+
+// AVX-512 as `QZ1_ISA_AVX512BF16`, and AMX: tiles of 8-bit integers and of bf16, where the system permits them.
+#define QZ1_ISA_AMX 9
 
 // Weights of 2 to 8 bits, activations of 8.
 #define QZ1_FEATURE_INT8 1

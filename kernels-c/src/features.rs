@@ -6,7 +6,7 @@ use quant_kernels_cpu::{Isa, IsaToken};
 
 use crate::status::Fault;
 
-/// The widest instructions that there are, or those that the environment variable `QUANT_ISA` names.
+/// The fastest instructions of the processor, or those that the environment variable `QUANT_ISA` names.
 pub const QZ1_ISA_DETECT: u32 = 0;
 /// Portable code, the definition of every result.
 pub const QZ1_ISA_SCALAR: u32 = 1;
@@ -24,6 +24,8 @@ pub const QZ1_ISA_NEON: u32 = 6;
 pub const QZ1_ISA_NEONDOT: u32 = 7;
 /// The same and i8mm.
 pub const QZ1_ISA_NEONI8MM: u32 = 8;
+/// AVX-512 as `QZ1_ISA_AVX512BF16`, and AMX: tiles of 8-bit integers and of bf16, where the system permits them.
+pub const QZ1_ISA_AMX: u32 = 9;
 
 /// Weights of 2 to 8 bits, activations of 8.
 pub const QZ1_FEATURE_INT8: u32 = 1;
@@ -43,7 +45,7 @@ pub const QZ1_FEATURE_ATTENTION: u32 = 7;
 pub const QZ1_FEATURE_CUDA: u32 = 8;
 
 /// Names of instruction sets by number.
-const NAMES: [(u32, &str, &core::ffi::CStr); 8] = [
+const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_SCALAR, "scalar", c"scalar"),
     (QZ1_ISA_AVX2, "avx2", c"avx2"),
     (QZ1_ISA_AVXVNNI, "avxvnni", c"avxvnni"),
@@ -52,6 +54,7 @@ const NAMES: [(u32, &str, &core::ffi::CStr); 8] = [
     (QZ1_ISA_NEON, "neon", c"neon"),
     (QZ1_ISA_NEONDOT, "neondot", c"neondot"),
     (QZ1_ISA_NEONI8MM, "neoni8mm", c"neoni8mm"),
+    (QZ1_ISA_AMX, "amx", c"amx"),
 ];
 
 /// The instructions that a number asks for.

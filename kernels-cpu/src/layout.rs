@@ -35,6 +35,17 @@ pub const STEP: usize = 8;
 /// Bytes of a cache line, and what panels are aligned to.
 pub const LINE: usize = 64;
 
+/// A cache line.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line(pub(crate) [u8; LINE]);
+
+impl Default for Line {
+    fn default() -> Self {
+        Self([0; LINE])
+    }
+}
+
 /// How the scales of groups are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleType {

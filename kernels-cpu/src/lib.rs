@@ -29,7 +29,8 @@ mod simd;
 mod weight_view;
 
 pub use activation::{
-    Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, narrow, rms_norm, silu_mul,
+    Bf16Parts, Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, narrow, rms_norm,
+    silu_mul,
 };
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;

@@ -5,11 +5,13 @@
 #![allow(unsafe_code, reason = "loops compiled for instructions that a token proves")]
 
 use core::hint::black_box;
+use core::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::parallel::Parallel;
-use crate::simd::Lanes;
 use crate::simd::scalar::Scalar;
+use crate::simd::tiles::{Shape, TileUnit, emulated::Emulated};
+use crate::simd::{FloatLanes, Lanes};
 use crate::{Isa, IsaToken, PANEL_ROWS, STEP};
 
 /// A limit that was reached.
@@ -44,18 +46,60 @@ pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn
     best
 }
 
-/// Operations a second (a multiplication and an addition are two) of whole numbers in registers.
+/// Operations a second (a multiplication and an addition are two) of integers in registers.
 pub fn dot_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
-    const STEPS: usize = 200_000;
+    limit(rounds, parallel, &|| dots(token, black_box(STEPS)))
+}
+
+/// The same of floats, or of the bf16 that stand for them on this path: every product counts.
+pub fn float_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
+    limit(rounds, parallel, &|| floats(token, black_box(STEPS)))
+}
+
+/// What the paths of this processor reach in registers, portable code left out.
+pub fn peaks(rounds: usize, parallel: &dyn Parallel) -> Vec<Peak> {
+    let paths = Isa::available().filter(|isa| *isa != Isa::Scalar);
+    paths
+        .filter_map(|isa| {
+            let token = isa.token().ok()?;
+            let integers = dot_limit(token, rounds, parallel);
+            Some(Peak { isa, integers, floats: float_limit(token, rounds, parallel) })
+        })
+        .collect()
+}
+
+/// What a path reaches in registers, operations a second of all threads together.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Peak {
+    /// Which path.
+    pub isa: Isa,
+    /// Of 8-bit integers.
+    pub integers: f64,
+    /// Of `f32`, or of bf16 where the path multiplies these: every product counts.
+    pub floats: f64,
+}
+
+impl Peak {
+    /// What is left of [`floats`](Self::floats) for activations of `f32`, which are two bf16 on some paths.
+    pub fn floats_of_f32(&self) -> f64 {
+        if self.isa.splits_floats() { self.floats / 2.0 } else { self.floats }
+    }
+}
+
+/// Rounds of the loops in registers.
+const STEPS: usize = 50_000;
+
+/// Operations a second of what says how many operations it did; the best of some rounds.
+fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync)) -> f64 {
     let threads = parallel.threads().max(1);
-    let operations = (2 * PANEL_ROWS * STEP * CHAINS * STEPS * threads) as f64;
     (0..rounds)
         .map(|_| {
+            let operations = AtomicUsize::new(0);
             let started = Instant::now();
             parallel.for_each(threads, &|_| {
-                black_box(dots(token, black_box(STEPS)));
+                operations.fetch_add(run(), Ordering::Relaxed);
             });
-            operations / started.elapsed().as_secs_f64()
+            operations.into_inner() as f64 / started.elapsed().as_secs_f64()
         })
         .fold(0.0, f64::max)
 }
@@ -80,8 +124,9 @@ fn sum(words: &[u64], streams: usize) -> u64 {
     sums.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
+/// Products of integers; says how many operations there were.
 #[inline(always)]
-unsafe fn dot<L: Lanes>(steps: usize) -> i32 {
+unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));
     // SAFETY: the caller has the instructions; the arrays are as long as what is read of them.
     unsafe {
@@ -92,23 +137,80 @@ unsafe fn dot<L: Lanes>(steps: usize) -> i32 {
                 *sum = L::dot4(*sum, codes, x);
             }
         }
-        let mut out = [0.0; PANEL_ROWS];
-        let all = sums.into_iter().reduce(|a, b| L::add(a, b));
-        L::store_f32(out.as_mut_ptr(), L::to_f32(all.unwrap_or(L::splat(0))));
-        out[0] as i32
+        keep::<L>(sums.map(|sum| L::to_f32(sum)));
+    }
+    2 * PANEL_ROWS * STEP * CHAINS * steps
+}
+
+/// The same of floats, each with what rounding it to bf16 leaves over where that is done.
+#[inline(always)]
+unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
+    let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
+    // SAFETY: the caller has the instructions; the arrays are as long as what is read of them.
+    unsafe {
+        let weights = L::weights::<4>(codes.as_ptr(), 0, L::centre(8));
+        let mut sums = [L::zero(); CHAINS];
+        for _ in 0..steps {
+            for sum in &mut sums {
+                *sum = L::dot_float::<true>(*sum, weights, x.as_ptr(), 0);
+            }
+        }
+        keep::<L>(sums);
+    }
+    // A part of a step has one feature, or two in two bf16 each.
+    let features = if L::PARTS == STEP { 1 } else { 4 };
+    2 * PANEL_ROWS * features * CHAINS * steps
+}
+
+/// Lets nobody leave sums out.
+#[inline(always)]
+unsafe fn keep<L: Lanes>(sums: [L::F; CHAINS]) {
+    let mut out = [0.0_f32; PANEL_ROWS];
+    for sum in sums {
+        // SAFETY: the caller has the instructions; the array has sixteen values.
+        unsafe { L::store_f32(out.as_mut_ptr(), sum) };
+        black_box(&out);
     }
 }
 
+/// Products of whole tiles, of integers or of bf16.
+#[inline(always)]
+unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
+    // SAFETY: the caller has the unit.
+    unsafe {
+        let mut unit = U::configure(Shape { rows: 16, depth: 16 });
+        for _ in 0..steps {
+            if BF16 {
+                unit.add_bf16::<0, 6, 4>();
+                unit.add_bf16::<1, 6, 5>();
+                unit.add_bf16::<2, 7, 4>();
+                unit.add_bf16::<3, 7, 5>();
+            } else {
+                unit.add_signed::<0, 6, 4>();
+                unit.add_signed::<1, 6, 5>();
+                unit.add_signed::<2, 7, 4>();
+                unit.add_signed::<3, 7, 5>();
+            }
+        }
+    }
+    2 * 4 * 16 * 16 * if BF16 { 32 } else { 64 } * steps
+}
+
 macro_rules! compiled {
-    ($sum:ident, $dot:ident, $lanes:ty, $features:literal) => {
+    ($sum:ident, $dot:ident, $float:ident, $lanes:ty, $features:literal) => {
         #[target_feature(enable = $features)]
         unsafe fn $sum(words: &[u64], streams: usize) -> u64 {
             sum(words, streams)
         }
         #[target_feature(enable = $features)]
-        unsafe fn $dot(steps: usize) -> i32 {
+        unsafe fn $dot(steps: usize) -> usize {
             // SAFETY: compiled for the instructions that the lanes ask for.
             unsafe { dot::<$lanes>(steps) }
+        }
+        #[target_feature(enable = $features)]
+        unsafe fn $float(steps: usize) -> usize {
+            // SAFETY: as above.
+            unsafe { float::<$lanes>(steps) }
         }
     };
 }
@@ -116,11 +218,24 @@ macro_rules! compiled {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::*;
-    use crate::simd::{avx2::Avx2, avx2::AvxVnni, avx512::Avx512Vnni};
+    use crate::simd::avx2::{Avx2, AvxVnni};
+    use crate::simd::avx512::{Avx512Bf16, Avx512Vnni};
+    use crate::simd::tiles::amx::Amx;
 
-    compiled!(sum_avx2, dot_avx2, Avx2, "avx2,fma,f16c");
-    compiled!(sum_avxvnni, dot_avxvnni, AvxVnni, "avx2,fma,f16c,avxvnni");
-    compiled!(sum_avx512, dot_avx512, Avx512Vnni, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
+    compiled!(sum_avx2, dot_avx2, float_avx2, Avx2, "avx2,fma,f16c");
+    compiled!(sum_avxvnni, dot_avxvnni, float_avxvnni, AvxVnni, "avx2,fma,f16c,avxvnni");
+    compiled!(
+        sum_avx512,
+        dot_avx512,
+        float_avx512,
+        Avx512Vnni,
+        "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
+    );
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
+    unsafe fn float_bf16(steps: usize) -> usize {
+        // SAFETY: compiled for the instructions that the lanes ask for.
+        unsafe { float::<Avx512Bf16>(steps) }
+    }
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
         // SAFETY: the token proves the instructions.
@@ -128,35 +243,52 @@ mod x86 {
             match token.isa() {
                 Isa::Avx2 => sum_avx2(words, streams),
                 Isa::AvxVnni => sum_avxvnni(words, streams),
-                Isa::Avx512Vnni | Isa::Avx512Bf16 => sum_avx512(words, streams),
+                Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => sum_avx512(words, streams),
                 _ => sum(words, streams),
             }
         }
     }
 
-    pub(super) fn dots(token: IsaToken, steps: usize) -> i32 {
+    pub(super) fn dots(token: IsaToken, steps: usize) -> usize {
         // SAFETY: the token proves the instructions.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => dot_avx2(steps),
                 Isa::AvxVnni => dot_avxvnni(steps),
                 Isa::Avx512Vnni | Isa::Avx512Bf16 => dot_avx512(steps),
+                Isa::Amx => tiles::<Amx, false>(steps),
+                Isa::AmxEmulated => tiles::<Emulated, false>(steps / 1000),
                 _ => dot::<Scalar>(steps),
+            }
+        }
+    }
+
+    pub(super) fn floats(token: IsaToken, steps: usize) -> usize {
+        // SAFETY: the token proves the instructions.
+        unsafe {
+            match token.isa() {
+                Isa::Avx2 => float_avx2(steps),
+                Isa::AvxVnni => float_avxvnni(steps),
+                Isa::Avx512Vnni => float_avx512(steps),
+                Isa::Avx512Bf16 => float_bf16(steps),
+                Isa::Amx => tiles::<Amx, true>(steps),
+                Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),
+                _ => float::<Scalar>(steps),
             }
         }
     }
 }
 #[cfg(target_arch = "x86_64")]
-use x86::{dots, read};
+use x86::{dots, floats, read};
 
 #[cfg(target_arch = "aarch64")]
 mod arm {
     use super::*;
     use crate::simd::neon::{Neon, NeonDotprod, NeonI8mm};
 
-    compiled!(sum_neon, dot_neon, Neon, "neon");
-    compiled!(sum_neondot, dot_neondot, NeonDotprod, "neon,dotprod");
-    compiled!(sum_neoni8mm, dot_neoni8mm, NeonI8mm, "neon,dotprod,i8mm");
+    compiled!(sum_neon, dot_neon, float_neon, Neon, "neon");
+    compiled!(sum_neondot, dot_neondot, float_neondot, NeonDotprod, "neon,dotprod");
+    compiled!(sum_neoni8mm, dot_neoni8mm, float_neoni8mm, NeonI8mm, "neon,dotprod,i8mm");
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
         // SAFETY: the token proves the instructions.
@@ -170,20 +302,34 @@ mod arm {
         }
     }
 
-    pub(super) fn dots(token: IsaToken, steps: usize) -> i32 {
+    pub(super) fn dots(token: IsaToken, steps: usize) -> usize {
         // SAFETY: the token proves the instructions.
         unsafe {
             match token.isa() {
                 Isa::Neon => dot_neon(steps),
                 Isa::NeonDotprod => dot_neondot(steps),
                 Isa::NeonI8mm => dot_neoni8mm(steps),
+                Isa::AmxEmulated => tiles::<Emulated, false>(steps / 1000),
                 _ => dot::<Scalar>(steps),
+            }
+        }
+    }
+
+    pub(super) fn floats(token: IsaToken, steps: usize) -> usize {
+        // SAFETY: the token proves the instructions.
+        unsafe {
+            match token.isa() {
+                Isa::Neon => float_neon(steps),
+                Isa::NeonDotprod => float_neondot(steps),
+                Isa::NeonI8mm => float_neoni8mm(steps),
+                Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),
+                _ => float::<Scalar>(steps),
             }
         }
     }
 }
 #[cfg(target_arch = "aarch64")]
-use arm::{dots, read};
+use arm::{dots, floats, read};
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn read(_: IsaToken, words: &[u64], streams: usize) -> u64 {
@@ -191,9 +337,25 @@ fn read(_: IsaToken, words: &[u64], streams: usize) -> u64 {
 }
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn dots(_: IsaToken, steps: usize) -> i32 {
+fn dots(token: IsaToken, steps: usize) -> usize {
     // SAFETY: portable.
-    unsafe { dot::<Scalar>(steps) }
+    unsafe {
+        match token.isa() {
+            Isa::AmxEmulated => tiles::<Emulated, false>(steps / 1000),
+            _ => dot::<Scalar>(steps),
+        }
+    }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn floats(token: IsaToken, steps: usize) -> usize {
+    // SAFETY: portable.
+    unsafe {
+        match token.isa() {
+            Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),
+            _ => float::<Scalar>(steps),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -204,12 +366,12 @@ mod tests {
     #[test]
     fn all_words_are_read() {
         let words: Vec<u64> = (0..8 * 48).collect();
-        for isa in Isa::available() {
+        for isa in Isa::runnable() {
             let token = isa.token().unwrap();
             for streams in [1, 2, 4, 8, 16] {
                 assert_eq!(read(token, &words, streams), words.iter().sum::<u64>(), "{isa:?}");
             }
-            assert!(dot_limit(token, 1, &Serial) > 0.0);
+            assert!(dot_limit(token, 1, &Serial) > 0.0 && float_limit(token, 1, &Serial) > 0.0);
             assert!(read_limit(token, &words, 1, &Serial).bytes_per_second > 0.0);
         }
     }

@@ -92,7 +92,7 @@ fn rows_are_the_same_in_every_batch() {
         let k = groups[0] * groups[1];
         let mut s = Stream(9);
         let x: Vec<f32> = (0..MOST * k).map(|_| s.float()).collect();
-        for isa in Isa::available() {
+        for isa in Isa::runnable() {
             let token = isa.token().unwrap();
             for (i, product) in PRODUCTS.into_iter().enumerate() {
                 let each: Vec<u32> =

@@ -175,17 +175,17 @@ impl Case {
         packed.dequantize_rows(first..last, &mut floats).unwrap();
         quant_kernels_cpu::dequantize_rows(&view, first..last, &mut floats).unwrap();
 
-        let mut rows = Int8Rows::default();
-        match self.fixed {
-            true => {
-                let by = StaticScale { scale: 0.07, zero: 3 };
-                rows.quantize_static(&x, RowLayout::of(&layout), by, &Serial).unwrap();
-            }
-            false => rows.quantize(&x, RowLayout::of(&layout), &Serial).unwrap(),
-        }
         let mut expected: Option<Vec<f32>> = None;
-        for isa in Isa::available() {
+        for isa in Isa::runnable() {
             let token = isa.token().unwrap();
+            let mut rows = Int8Rows::new(token);
+            match self.fixed {
+                true => {
+                    let by = StaticScale { scale: 0.07, zero: 3 };
+                    rows.quantize_static(&x, RowLayout::of(&layout), by, &Serial).unwrap();
+                }
+                false => rows.quantize(&x, RowLayout::of(&layout), &Serial).unwrap(),
+            }
             let mut out = vec![f32::NAN; m * n];
             packed.multiply(token, &rows, bias.as_deref(), &mut out, &Serial).unwrap();
             assert_eq!(expected.get_or_insert_with(|| out.clone()), &out, "{isa:?}");
@@ -267,20 +267,22 @@ fn planted_fault() {
     let planted = std::env::var(FAULT).unwrap();
     let [fault, isa, side] = planted.split(' ').collect::<Vec<_>>()[..] else { panic!("{planted}") };
     let side = if side == "fence" { Side::After } else { Side::Off };
-    let isa = Isa::available().find(|i| i.name() == isa).unwrap();
+    let isa = Isa::runnable().find(|i| i.name() == isa).unwrap();
     let (n, k) = (32, 64);
     let (codes, scales) = (vec![7; n * k], vec![1.000_000_1; n]);
     let view = WeightView::new([n, k], 4, k, &codes, &scales, None).unwrap();
     let layout = Layout::of(&view, false).unwrap();
     let mut bytes = vec![0; layout.bytes()];
     layout.pack(&view, 0..layout.panels(), &mut bytes).unwrap();
-    let mut rows = Int8Rows::default();
-    rows.quantize(&vec![1.0; k], RowLayout::of(&layout), &Serial).unwrap();
+    // Rows enough for tiles.
+    let m = 16;
+    let mut rows = Int8Rows::new(isa.token().unwrap());
+    rows.quantize(&vec![1.0; m * k], RowLayout::of(&layout), &Serial).unwrap();
     fenced(side, || {
         let short = |by: usize, what: &str| if fault == what { by } else { 0 };
         let mut weights = bytes[..bytes.len() - short(1, "weights")].to_vec();
         let bias = vec![0.0_f32; n - short(1, "bias")];
-        let mut out = vec![0.0_f32; n - short(1, "out")];
+        let mut out = vec![0.0_f32; m * n - short(1, "out")];
         let (at, len) = (weights.as_ptr(), bytes.len());
         if fault == "freed" {
             drop(std::mem::take(&mut weights));
@@ -290,7 +292,7 @@ fn planted_fault() {
             (
                 std::slice::from_raw_parts(at, len),
                 std::slice::from_raw_parts(bias.as_ptr(), n),
-                std::slice::from_raw_parts_mut(out.as_mut_ptr(), n),
+                std::slice::from_raw_parts_mut(out.as_mut_ptr(), m * n),
             )
         };
         let packed = PackedView::new(layout, layout.id(), weights).unwrap();
@@ -318,7 +320,7 @@ fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
 /// The test above can fail: a byte or a float too far, and memory that was freed, end the process on every path.
 #[test]
 fn the_fence_holds() {
-    for isa in Isa::available() {
+    for isa in Isa::runnable() {
         let (status, told) = plant("none", isa, "fence");
         assert!(status.success(), "{isa:?}: {told}");
         for fault in FAULTS {
@@ -336,7 +338,7 @@ fn the_sanitizer_sees() {
     if std::env::var("QUANT_SANITIZER").as_deref() != Ok("address") {
         return;
     }
-    for isa in Isa::available() {
+    for isa in Isa::runnable() {
         let (status, told) = plant("none", isa, "heap");
         assert!(status.success(), "{isa:?}: {told}");
         for fault in FAULTS {

@@ -5,8 +5,8 @@ mod common;
 use common::{Backwards, Stream, Threads};
 use proptest::prelude::*;
 use quant_kernels_cpu::{
-    FloatRows, Int8Rows, Isa, KernelError, Layout, PackedLinear, PackedView, Parallel, RowLayout, Scales,
-    Serial, StaticScale, WeightView, reference,
+    Bf16Parts, FloatRows, Int8Rows, Isa, IsaToken, KernelError, Layout, PackedLinear, PackedView, Parallel,
+    RowLayout, Scales, Serial, StaticScale, WeightView, reference,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -93,7 +93,12 @@ impl Case {
     }
 
     fn rows(&self, layout: &Layout) -> Int8Rows {
-        let mut rows = Int8Rows::default();
+        self.rows_for(IsaToken::detect(), layout)
+    }
+
+    /// The rows as a path wants them: of a tile unit they have its order, too.
+    fn rows_for(&self, token: IsaToken, layout: &Layout) -> Int8Rows {
+        let mut rows = Int8Rows::new(token);
         match self.fixed {
             Some(fixed) => rows.quantize_static(&self.x, RowLayout::of(layout), fixed, &Backwards),
             None => rows.quantize(&self.x, RowLayout::of(layout), &Backwards),
@@ -102,27 +107,39 @@ impl Case {
         rows
     }
 
-    /// Floats: all paths but that of bf16 give the same bits, and all are within the bound.
+    /// Floats: all paths but those of bf16 give the same bits, the emulated tile unit gives those of the real one, and all
+    /// are within the bound.
     fn check_float(&self) {
         let view = self.view();
         let packed = PackedLinear::pack(&view, None, false, &Backwards).unwrap();
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
         let k = self.shape[2];
-        let mut first: Option<Vec<u32>> = None;
-        for isa in Isa::available() {
-            let mut rows = FloatRows::new(isa.token().unwrap());
+        let (mut first, mut tiled): (Option<Vec<u32>>, Option<Vec<u32>>) = (None, None);
+        for (isa, parts) in in_parts() {
+            let mut rows = FloatRows::in_parts(isa.token().unwrap(), parts);
             rows.pack(&self.x, RowLayout::of(packed.layout()), &Backwards).unwrap();
+            // All that others do with values in parts is two of them.
+            let off = match parts {
+                Bf16Parts::One => -8,
+                Bf16Parts::Two => -16,
+                Bf16Parts::Three => -24,
+            };
             for parallel in [&Serial as &dyn Parallel, &Backwards] {
                 let mut out = vec![f32::NAN; expected.len()];
                 packed.view().multiply_float(&rows, self.bias.as_deref(), &mut out, parallel).unwrap();
                 for (got, (exact, magnitude)) in out.iter().zip(&expected) {
-                    let bound = (2.0_f64.powi(-16) + (k as f64 + 4.0) * 2.0_f64.powi(-23)) * magnitude;
+                    let bound = (2.0_f64.powi(off) + (k as f64 + 4.0) * 2.0_f64.powi(-23)) * magnitude;
                     let off = (f64::from(*got) - exact).abs();
                     assert!(off <= bound + 1e-30, "{isa:?}: {got}, not {exact}: {off:e} of {bound:e}");
                 }
                 let bits: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
-                if isa != Isa::Avx512Bf16 {
-                    assert_eq!(first.get_or_insert_with(|| bits.clone()), &bits, "{isa:?}");
+                match isa {
+                    Isa::Avx512Bf16 => {}
+                    Isa::Amx | Isa::AmxEmulated if parts == Bf16Parts::Two => {
+                        assert_eq!(tiled.get_or_insert_with(|| bits.clone()), &bits, "{isa:?}");
+                    }
+                    Isa::Amx | Isa::AmxEmulated => {}
+                    _ => assert_eq!(first.get_or_insert_with(|| bits.clone()), &bits, "{isa:?}"),
                 }
             }
         }
@@ -134,10 +151,11 @@ impl Case {
         let rows = self.rows(packed.layout());
         let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         let expected = bits(&reference::int8_linear(&view, &rows, self.bias.as_deref()));
-        for isa in Isa::available() {
+        for isa in Isa::runnable() {
+            let token = isa.token().unwrap();
+            let rows = self.rows_for(token, packed.layout());
             for parallel in [&Serial as &dyn Parallel, &Backwards] {
                 let mut out = vec![f32::NAN; expected.len()];
-                let token = isa.token().unwrap();
                 packed.view().multiply(token, &rows, self.bias.as_deref(), &mut out, parallel).unwrap();
                 assert_eq!(bits(&out), expected, "{isa:?} {:?} g{}", self.shape, self.group_size);
             }
@@ -145,9 +163,20 @@ impl Case {
     }
 }
 
+/// Every path, those with tiles in each number of parts.
+fn in_parts() -> impl Iterator<Item = (Isa, Bf16Parts)> {
+    let all = [Bf16Parts::One, Bf16Parts::Two, Bf16Parts::Three];
+    let of = move |isa| match isa {
+        Isa::Amx | Isa::AmxEmulated => all.to_vec(),
+        _ => vec![Bf16Parts::Two],
+    };
+    Isa::runnable().flat_map(move |isa| of(isa).into_iter().map(move |parts| (isa, parts)))
+}
+
 fn cases() -> impl Strategy<Value = Case> {
     let kind = prop_oneof![Just(Kind::Float), Just(Kind::Wide), Just(Kind::Progressive)];
-    let shape = (1usize..30, 1usize..100, 1usize..5);
+    // More rows than two tiles have.
+    let shape = (prop_oneof![1usize..30, 14usize..40], 1usize..100, 1usize..5);
     let group = prop_oneof![1usize..40, Just(32), Just(64), Just(128)];
     (shape, group, 2u8..=8, kind, any::<[bool; 3]>(), any::<u64>()).prop_map(
         |((m, n, groups), group, bits, kind, [asymmetric, bias, fixed], seed)| {
@@ -210,6 +239,52 @@ fn large_shapes_do_not_depend_on_the_split() {
             let mut out = vec![f32::NAN; m * n];
             packed.multiply(&rows, &mut out, parallel).unwrap();
             assert!(out.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{m} {n}");
+        }
+    }
+}
+
+/// Row tiles that fill a piece of work and one more, panels that are left over, groups that are wider than what is
+/// expanded at once, and rows wide enough to be walked in stretches.
+#[test]
+fn tiles_do_not_depend_on_the_split() {
+    for (m, n, groups, size, bits, kind) in [
+        (1, 100, 3, 128, 4, Kind::Float),
+        (16, 16 * 7, 2, 72, 8, Kind::Float),
+        (17, 33, 5, 100, 4, Kind::Progressive),
+        (129, 40, 1, 1000, 8, Kind::Float),
+        (145, 24, 2, 1040, 4, Kind::Float),
+        (130, 16, 1, 9000, 8, Kind::Wide),
+        (40, 50, 66, 128, 4, Kind::Float),
+    ] {
+        let asymmetric = m % 2 == 0;
+        let case = Case::new([m, n, groups], size, bits, kind, asymmetric, true, m == 40, 11);
+        let (view, bias) = (case.view(), case.bias.as_deref());
+        let packed = PackedLinear::pack(&view, None, case.fixed.is_some(), &Serial).unwrap();
+        let expected = reference::int8_linear(&view, &case.rows(packed.layout()), bias);
+        let exact = reference::float_linear(&view, &case.x, bias);
+        let mut floats: Option<Vec<u32>> = None;
+        for isa in [Isa::Amx, Isa::AmxEmulated].into_iter().filter(|isa| isa.is_available()) {
+            let token = isa.token().unwrap();
+            let rows = case.rows_for(token, packed.layout());
+            let mut float_rows = FloatRows::new(token);
+            float_rows.pack(&case.x, RowLayout::of(packed.layout()), &Threads(2)).unwrap();
+            for parallel in [&Serial as &dyn Parallel, &Backwards, &Threads(2), &Threads(3)] {
+                let mut out = vec![f32::NAN; m * n];
+                packed.view().multiply(token, &rows, bias, &mut out, parallel).unwrap();
+                assert!(
+                    out.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{isa:?} {m} {n}"
+                );
+                out.fill(f32::NAN);
+                packed.view().multiply_float(&float_rows, bias, &mut out, parallel).unwrap();
+                for (got, (exact, magnitude)) in out.iter().zip(&exact) {
+                    let k = (groups * size) as f64;
+                    let bound = (2.0_f64.powi(-16) + (k + 4.0) * 2.0_f64.powi(-23)) * magnitude + 1e-30;
+                    assert!((f64::from(*got) - exact).abs() <= bound, "{isa:?} {m} {n}: {got}, not {exact}");
+                }
+                let bits: Vec<u32> = out.iter().map(|v| v.to_bits()).collect();
+                assert!(floats.get_or_insert_with(|| bits.clone()) == &bits, "{isa:?} {m} {n} on floats");
+            }
         }
     }
 }

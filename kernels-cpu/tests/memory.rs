@@ -5,9 +5,7 @@ use std::cell::Cell;
 
 use half::f16;
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
-use quant_kernels_cpu::{
-    FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, RowLayout, Serial, WeightView,
-};
+use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, KernelError, PackedLinear, RowLayout, Serial, WeightView};
 
 thread_local! {
     /// Allocations that this thread still gets; none are counted at first.
@@ -66,26 +64,36 @@ fn short<T>(mut call: impl FnMut() -> Result<T, KernelError>) -> usize {
 
 #[test]
 fn weights_and_rows_need_memory() {
-    let (n, k, m) = (32, 64, 30);
+    let (n, k) = (32, 64);
     let (codes, scales, zeros) = (vec![3; n * k], vec![0.5; n * 2], vec![7; n * 2]);
     let view = WeightView::new([n, k], 4, 32, &codes, &scales, Some(&zeros)).unwrap();
     assert_eq!(short(|| PackedLinear::pack(&view, Some(&[1.0; 32]), false, &Serial)), 2);
     let packed = PackedLinear::pack(&view, None, false, &Serial).unwrap();
     assert_eq!(short(|| packed.layout().unpack(packed.view().bytes())), 3);
-    let (layout, token) = (RowLayout::of(packed.layout()), IsaToken::detect());
+    for isa in [Isa::Scalar, Isa::detect(), Isa::AmxEmulated] {
+        rows_need_memory(&packed, isa);
+    }
+}
+
+/// Rows ask for memory where there are more than before, and products for none.
+fn rows_need_memory(packed: &PackedLinear, isa: Isa) {
+    let (n, k, m) = (packed.layout().n(), packed.layout().k(), 30);
+    let (layout, token) = (RowLayout::of(packed.layout()), isa.token().unwrap());
+    // Codes and sums in the order of a tile unit.
+    let tiled = 2 * usize::from(matches!(isa, Isa::Amx | Isa::AmxEmulated));
     let (x, more) = (vec![f16::ONE; m * k], vec![f16::ONE; 2 * m * k]);
     let mut out = vec![0.0; m * n];
     let (mut whole, mut float) = (Int8Rows::new(token), FloatRows::new(token));
-    assert_eq!(short(|| Int8Rows::new(token).quantize(&x, layout, &Serial)), 5);
+    assert_eq!(short(|| Int8Rows::new(token).quantize(&x, layout, &Serial)), 5 + tiled);
     assert_eq!(short(|| FloatRows::new(token).pack(&x, layout, &Serial)), 3);
     // What is held is used again; more is asked for, and refused, and no rows are left.
-    for count in 0..5 {
+    for count in 0..5 + tiled {
         whole.quantize(&x, layout, &Serial).unwrap();
         float.pack(&x, layout, &Serial).unwrap();
         LEFT.set(Some(0));
         whole.quantize(&x, layout, &Serial).unwrap();
         float.pack(&x, layout, &Serial).unwrap();
-        packed.multiply(&whole, &mut out, &Serial).unwrap();
+        packed.view().multiply(token, &whole, None, &mut out, &Serial).unwrap();
         packed.multiply_float(&float, &mut out, &Serial).unwrap();
         let mut whole = Int8Rows::new(token);
         LEFT.set(Some(count));

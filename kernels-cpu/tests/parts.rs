@@ -30,7 +30,7 @@ fn parts_are_those_of_the_whole() {
     let bias: Vec<f32> = (0..N).map(|_| s.float()).collect();
     for m in [1, 3, 17] {
         let x: Vec<f32> = (0..m * K).map(|_| s.float()).collect();
-        for (isa, width) in Isa::available().flat_map(|isa| [(isa, 4), (isa, 8)]) {
+        for (isa, width) in Isa::runnable().flat_map(|isa| [(isa, 4), (isa, 8)]) {
             let (packed, token) = (weights(width), isa.token().unwrap());
             let layout = RowLayout::of(packed.layout());
             let (mut whole, mut float) = (Int8Rows::new(token), FloatRows::new(token));

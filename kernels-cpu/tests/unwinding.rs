@@ -30,7 +30,7 @@ fn whole_numbers_are_none_until_they_are_all_there() {
     let layout = RowLayout::of(packed.layout());
     let x: Vec<f32> = (0..M * K).map(|i| i as f32).collect();
     let by = StaticScale { scale: 1.0, zero: 3 };
-    for isa in Isa::available() {
+    for isa in Isa::runnable() {
         let token = isa.token().unwrap();
         for pieces in 0..3 {
             // Nothing before, fewer rows before, and more.
@@ -58,7 +58,7 @@ fn floats_are_none_until_they_are_all_there() {
     let packed = weights();
     let layout = RowLayout::of(packed.layout());
     let x: Vec<f32> = (0..M * K).map(|i| i as f32).collect();
-    for isa in Isa::available() {
+    for isa in Isa::runnable() {
         for pieces in 0..3 {
             let mut rows = FloatRows::new(isa.token().unwrap());
             rows.pack(&[1.0; K], layout, &Serial).unwrap();

@@ -374,7 +374,7 @@ fn results_for_machines() {
         (args!["inspect", &model], "quant-inspect/3"),
         (args!["eval", &model].into_iter().chain(short).collect(), "quant-eval/4"),
         (args!["bench", &model, "--prefill", "8", "--decode", "4"], "quant-bench/2"),
-        (args!["bench", "kernels", "--only", "w8a8-channel 2048"], "quant-bench-kernels/3"),
+        (args!["bench", "kernels", "--only", "w8a8-channel 2048"], "quant-bench-kernels/4"),
         (
             args![
                 "quantize",

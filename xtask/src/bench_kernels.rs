@@ -75,17 +75,34 @@ fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String>
     let header: Vec<&str> =
         ["kernel", "n × k", "bits"].into_iter().chain(names.iter().map(String::as_str)).collect();
     Some(format!(
-        "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams a thread (at best {:.1}), dot products in \
-         registers {:.2} TOPS: medians of looks between the cases, each the best of its patterns. Medians; per cent \
-         are of the looks just before and after.\n\n{}\n{}\n",
+        "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams per thread (at best {:.1}), products of integers in \
+         registers {:.2} TOPS, of floats {:.2}: medians of looks between the cases, each the best of its patterns. \
+         Medians; percentages are of the looks just before and after, those of float kernels with every product \
+         counted that an `f32` activation takes.\n\n{}\n{}\n{}\n",
         report["isa"].as_str()?,
         report["memory"]["gb_per_second"].as_f64()?,
         report["memory"]["streams"].as_u64()?,
         report["memory"]["best_gb_per_second"].as_f64()?,
         report["dot_tops"].as_f64()?,
+        report["float_tops"].as_f64()?,
+        peaks(report)?,
         table(&header, &rows),
         attention(threads, report, csv)?
     ))
+}
+
+/// What every path of the processor reaches in registers, and what is wrong with the choice among them.
+fn peaks(report: &Value) -> Option<String> {
+    let rows = report["peaks"].as_array()?.iter().map(|peak| {
+        let tops = |key: &str| Some(format!("{:.2}", peak[key].as_f64()?));
+        let name = peak["isa"].as_str()?.to_owned();
+        Some(vec![name, tops("integer_tops")?, tops("float_tops")?, tops("float_tops_of_f32")?])
+    });
+    let rows: Vec<_> = rows.collect::<Option<_>>()?;
+    let header = ["path, in registers", "integers, TOPS", "floats, TOPS", "of `f32` activations"];
+    let warnings = report["warnings"].as_array()?.iter().filter_map(Value::as_str);
+    let warnings: String = warnings.map(|warning| format!("\nWarning: {warning}\n")).collect();
+    Some(format!("{}{warnings}", table(&header, &rows)))
 }
 
 /// The caches: decoding beside memory and f16, prefill, and what appending takes.

@@ -3,6 +3,7 @@
 use super::RowLayout;
 use super::element::Element;
 use super::rows::{self, Grid, Place};
+use super::tiles::Tiling;
 use crate::simd::elementwise::dispatched;
 use crate::{Isa, IsaToken};
 
@@ -21,6 +22,10 @@ dispatched! { rows,
     fn quantize[][STATIC](row: &[f32], grid: Grid, to: Place<'_>);
     /// Packs a row of floats, in two halves with `SPLIT`.
     fn pack_row[][SPLIT](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
+    /// Packs a row of floats into its tiles, in as many parts as the tiling says.
+    fn pack_tiles[][](
+        row: &[f32], layout: RowLayout, tiling: Tiling, r: usize, words: &mut [u32], sums: &mut [f32],
+    );
 }
 
 /// Packs a row of floats as these instructions take it.

@@ -3,39 +3,66 @@
 
 use super::element::{Element, sealed::Kind};
 use super::source::{GateUp, Gated, Norm, Plain, RmsNorm, Source};
+use super::tiles::{TILE_ROWS, Tiling, resize_lines};
 use super::{RowLayout, dispatch, resize, strip, strips};
-use crate::layout::STEP;
+use crate::layout::{LINE, Line, STEP};
 use crate::parallel::Disjoint;
+use crate::simd::elementwise::RowLanes;
 use crate::{IsaToken, KernelError, Parallel};
 
 /// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
-const PAIRS: [usize; 4] = [0, 4, 1, 5];
+pub(crate) const PAIRS: [usize; 4] = [0, 4, 1, 5];
+
+/// How many bf16 stand for an activation where a path multiplies bf16: the value rounded, what that left over rounded, and
+/// so on. More parts take as many more products.
+///
+/// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen. [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always takes
+/// two, and all other paths multiply the `f32` itself. Activations whose type is bf16 are one part everywhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Bf16Parts {
+    /// Within `2⁻⁸` of the value.
+    One,
+    /// Within `2⁻¹⁶`; exact for f16.
+    #[default]
+    Two,
+    /// Within `2⁻²⁴`: as good as `f32`.
+    Three,
+}
 
 /// Rows `[m, k]` of floats, packed for one instruction set.
 ///
-/// Where that has dot products of bf16, each value is two of them, the value rounded and what that left over,
-/// together within `2⁻¹⁶` of it; elsewhere it is itself. Of bf16 activations nothing is left over; f16 has 11
-/// significant bits, 8 and 3, so that two halves are exact.
+/// Where that multiplies bf16, each value is the sum of several, see [`Bf16Parts`]; elsewhere it is itself.
 #[derive(Debug, Clone)]
 pub struct FloatRows {
     pub(crate) m: usize,
     pub(crate) layout: Option<RowLayout>,
     pub(crate) token: IsaToken,
-    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16.
+    parts: Bf16Parts,
+    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16. Empty where the
+    /// token has a tile unit.
     pub(crate) words: Vec<u32>,
-    /// `[strips][groups][rows of the strip]`
+    /// `[strips][groups][rows of the strip]`; of a tile unit `[row tiles][groups][rows]`.
     pub(crate) sums: Vec<f32>,
+    /// The order of a tile unit, where the token has one.
+    pub(crate) tiling: Option<Tiling>,
+    pub(crate) tiles: Vec<Line>,
     /// Whether all values are of bf16 by their type: every second half is zero.
     pub(crate) exact_in_bf16: bool,
-    /// `[strips][k]`, where rows are made before they are packed.
+    /// `[strips][k]` or `[row tiles][k]`, where rows are made before they are packed.
     made: Vec<f32>,
 }
 
 impl FloatRows {
-    /// No rows yet, for these instructions.
+    /// No rows yet, for these instructions, in two parts where they multiply bf16.
     pub fn new(token: IsaToken) -> Self {
+        Self::in_parts(token, Bf16Parts::default())
+    }
+
+    /// The same with a chosen number of parts.
+    pub fn in_parts(token: IsaToken, parts: Bf16Parts) -> Self {
         let (words, sums, made) = (Vec::new(), Vec::new(), Vec::new());
-        Self { m: 0, layout: None, token, words, sums, exact_in_bf16: false, made }
+        let (tiling, tiles) = (None, Vec::new());
+        Self { m: 0, layout: None, token, parts, words, sums, tiling, tiles, exact_in_bf16: false, made }
     }
 
     /// Rows.
@@ -104,7 +131,10 @@ impl FloatRows {
         let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
         let lent = if source.is_made() { k } else { 0 };
         // No rows until all are there: threads of the caller may unwind.
-        (self.m, self.layout) = (0, None);
+        (self.m, self.layout, self.tiling) = (0, None, None);
+        if self.token.has_tiles() {
+            return self.fill_tiles(source, in_bf16, layout, parallel);
+        }
         // All that stays is overwritten.
         resize(&mut self.words, m.checked_mul(padded))?;
         resize(&mut self.sums, m.checked_mul(groups))?;
@@ -132,6 +162,119 @@ impl FloatRows {
         (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
         Ok(())
     }
+
+    /// Packs rows in the order of a tile unit.
+    fn fill_tiles(
+        &mut self,
+        source: &dyn Source,
+        in_bf16: bool,
+        layout: RowLayout,
+        parallel: &dyn Parallel,
+    ) -> Result<(), KernelError> {
+        let (k, m) = (layout.k, source.m());
+        let lent = if source.is_made() { k } else { 0 };
+        let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
+        let tiling = Tiling::new(m, layout, 2 * STEP, parts);
+        let count = tiling.tiles(m);
+        // Tiles are 32-bit words, at most `lines` times as many as a line holds.
+        resize_lines(&mut self.tiles, tiling.bytes(m))?;
+        resize(&mut self.sums, tiling.sums(m))?;
+        let made = count.checked_mul(lent).map(|made| made.max(self.made.len()));
+        resize(&mut self.made, made)?;
+        let across = tiling.bytes_across().ok_or(KernelError::TooLarge("the activations"))? / 4;
+        let sums_across = tiling.groups * tiling.rows;
+        let lines = &mut self.tiles[..];
+        let words = lines.len() * (LINE / 4);
+        // SAFETY: lines are 64 bytes without gaps, aligned for words, and borrowed as long as these.
+        let words = unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), words) };
+        let (words, sums) = (Disjoint::new(words), Disjoint::new(&mut self.sums));
+        let (made, token) = (Disjoint::new(&mut self.made), self.token);
+        let pack = |tile: usize| {
+            // SAFETY: tiles are disjoint, and each is asked for once.
+            let (words, sums, made) = unsafe {
+                (
+                    words.part(tile * across..(tile + 1) * across),
+                    sums.part(tile * sums_across..(tile + 1) * sums_across),
+                    made.part(tile * lent..(tile + 1) * lent),
+                )
+            };
+            for (r, row) in (tile * TILE_ROWS..m).take(tiling.rows).enumerate() {
+                // SAFETY: each row is in one tile.
+                let (row, _) = unsafe { source.row(row, made) };
+                dispatch::pack_tiles(token, row, layout, tiling, r, words, sums);
+            }
+        };
+        if m > 0 {
+            parallel.for_each(count, &pack);
+        }
+        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
+        self.tiling = Some(tiling);
+        Ok(())
+    }
+}
+
+/// Packs row `r` of a tile.
+///
+/// # Safety
+/// The processor must have the instructions of `L`.
+#[inline(always)]
+pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
+    row: &[f32],
+    layout: RowLayout,
+    tiling: Tiling,
+    r: usize,
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    const WORDS: usize = STEP / 2;
+    let Tiling { rows, blocks, steps, .. } = tiling;
+    // Words of a row of a tile, and of a tile.
+    let (row_words, part) = (steps * WORDS, rows * steps * WORDS);
+    assert!(r < rows && words.len() == tiling.groups * blocks * PARTS * part);
+    for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
+        let mut sum = [0.0_f32; STEP];
+        for block in 0..blocks {
+            let to = &mut words[((g * blocks + block) * PARTS * rows + r) * row_words..];
+            // Blocks begin within their group, and the last one may end beyond it.
+            let x = &group[block * steps * STEP..];
+            let whole = (x.len() / STEP).min(steps);
+            // SAFETY: the caller has the instructions. `x` has as many steps, and each of the parts, which are `part` words
+            // apart, has as many in the row's place, which the assertion above bounds.
+            unsafe { L::split_steps::<PARTS>(x.as_ptr(), whole, to.as_mut_ptr(), part, &mut sum) };
+            for step in whole..steps {
+                let mut values = [0.0; STEP];
+                let left = x.get(step * STEP..).unwrap_or_default();
+                values[..left.len()].copy_from_slice(left);
+                sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+                for (p, words) in split_in_pairs::<PARTS>(values).into_iter().enumerate() {
+                    to[p * part + step * WORDS..][..WORDS].copy_from_slice(&words);
+                }
+            }
+        }
+        sums[g * rows + r] = sum.iter().sum();
+    }
+}
+
+/// The parts of a step's values, each in pairs.
+#[inline(always)]
+pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP / 2]; PARTS] {
+    split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
+}
+
+/// Values as sums of so many bf16, each what those before it left over, rounded; only the upper half of the bits is set.
+#[inline(always)]
+fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
+    let mut parts = [[0; STEP]; PARTS];
+    parts[0] = values.map(round_within);
+    let mut left = values;
+    for p in 1..PARTS {
+        for i in 0..STEP {
+            // The difference is exact, and what is infinite leaves nothing.
+            left[i] -= f32::from_bits(parts[p - 1][i]);
+            parts[p][i] = if values[i].is_infinite() { 0 } else { round(left[i]) };
+        }
+    }
+    parts
 }
 
 /// Packs row `r` of a strip of `rows`.
@@ -164,13 +307,7 @@ pub(super) fn pack_row<const SPLIT: bool>(
 /// Each pair rounded, then what is left over of it.
 #[inline(always)]
 fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
-    let high = values.map(round_within);
-    let mut low = [0; STEP];
-    for i in 0..STEP {
-        // What is infinite has no rest.
-        let rest = values[i] - f32::from_bits(high[i]);
-        low[i] = if values[i].is_infinite() { 0 } else { round(rest) };
-    }
+    let [high, low] = split(values);
     for (pair, &i) in words.chunks_exact_mut(2).zip(&PAIRS) {
         pair[0] = high[i] >> 16 | high[i + 2];
         pair[1] = low[i] >> 16 | low[i + 2];
@@ -197,7 +334,7 @@ fn round_within(value: f32) -> u32 {
 mod tests {
     use super::*;
 
-    fn split(value: f32) -> [f64; 2] {
+    fn halves(value: f32) -> [f64; 2] {
         let mut words = [0; STEP];
         in_pairs([0.0, value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], &mut words);
         [words[4], words[5]].map(|w| f64::from(f32::from_bits(w << 16)))
@@ -212,14 +349,14 @@ mod tests {
             if !value.is_finite() || value.abs() < 1e-30 {
                 continue;
             }
-            let [high, low] = split(value);
+            let [high, low] = halves(value);
             let off = (high + low - f64::from(value)).abs();
             assert!(off <= f64::from(value).abs() * 2.0_f64.powi(-16), "{value}");
         }
-        let [high, low] = split(f32::MAX);
+        let [high, low] = halves(f32::MAX);
         assert!(high.is_finite() && (high + low) / f64::from(f32::MAX) > 0.999_98);
-        assert_eq!(split(f32::INFINITY)[0], f64::INFINITY);
-        assert!(split(f32::NAN)[0].is_nan());
+        assert_eq!(halves(f32::INFINITY)[0], f64::INFINITY);
+        assert!(halves(f32::NAN)[0].is_nan());
         for (value, bits) in
             [(1.0_f32, 0x3f80), (f32::from_bits(0x3f80_8000), 0x3f80), (f32::from_bits(0x3f81_8000), 0x3f82)]
         {
@@ -227,12 +364,68 @@ mod tests {
         }
     }
 
+    /// Three parts hold all 24 bits of a float whose third part is not subnormal.
+    #[test]
+    fn three_parts_are_exact() {
+        let mut bits = 1_u32;
+        for _ in 0..20_000 {
+            bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+            let value = f32::from_bits(bits);
+            if !value.is_finite() || value.abs() < 1e-30 {
+                continue;
+            }
+            let sum =
+                |parts: &[[u32; STEP]]| parts.iter().map(|p| f64::from(f32::from_bits(p[3]))).sum::<f64>();
+            let [one, two, three] = [1, 2, 3].map(|parts| {
+                (sum(&split::<3>([value; STEP])[..parts]) - f64::from(value)).abs() / f64::from(value.abs())
+            });
+            assert!(
+                one <= 2.0_f64.powi(-8) && two <= 2.0_f64.powi(-16) && three <= 2.0_f64.powi(-24),
+                "{value}"
+            );
+        }
+        let parts = split::<3>([f32::NEG_INFINITY; STEP]).map(|part| part[0]);
+        assert_eq!(parts, [0xff80_0000, 0, 0]);
+    }
+
+    /// A row of a tile has the parts of each block side by side with those of the other rows.
+    #[test]
+    fn rows_lie_in_tiles() {
+        // Two groups of five steps, the last of four features: two blocks of three steps each.
+        let layout = RowLayout { k: 72, group_size: 36, steps: 5 };
+        let x: Vec<f32> = (0..3 * 72).map(|i| i as f32 / 7.0).collect();
+        let mut rows = FloatRows::new(crate::Isa::AmxEmulated.token().unwrap());
+        rows.pack(&x, layout, &crate::Serial).unwrap();
+        let tiling = rows.tiling.unwrap();
+        assert_eq!((tiling.rows, tiling.blocks, tiling.steps, tiling.parts), (3, 2, 3, 2));
+        let half = |at: usize| {
+            let bytes = &rows.tiles[at / 32].0[2 * (at % 32)..][..2];
+            f64::from(half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32())
+        };
+        for (r, g, i) in (0..3).flat_map(|r| (0..2).flat_map(move |g| (0..48).map(move |i| (r, g, i)))) {
+            let (step, feature) = (i / STEP, i % STEP);
+            let (block, step) = (step / 3, step % 3);
+            let pair = PAIRS.iter().position(|p| *p == feature || *p + 2 == feature).unwrap();
+            let within = step * STEP + 2 * pair + usize::from(PAIRS[pair] != feature);
+            let at = |part: usize| (((g * 2 + block) * 2 + part) * 3 + r) * 3 * STEP + within;
+            let expected = if i < 36 { f64::from(x[r * 72 + g * 36 + i]) } else { 0.0 };
+            let got = half(at(0)) + half(at(1));
+            assert!((got - expected).abs() <= expected * 2.0_f64.powi(-16), "{r} {g} {i}: {got} {expected}");
+        }
+        for (r, row) in x.chunks(72).enumerate() {
+            for g in 0..2 {
+                let sum: f32 = row[36 * g..36 * (g + 1)].iter().sum();
+                assert!((rows.sums[g * 3 + r] - sum).abs() <= 1e-3);
+            }
+        }
+    }
+
     #[test]
     fn pairs_lie_in_their_order() {
         let mut words = [0; STEP];
         in_pairs([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], &mut words);
-        let halves = |w: u32| [f32::from_bits(w << 16), f32::from_bits(w & 0xffff_0000)];
-        let order = [words[0], words[2], words[4], words[6]].map(halves);
+        let pair = |w: u32| [f32::from_bits(w << 16), f32::from_bits(w & 0xffff_0000)];
+        let order = [words[0], words[2], words[4], words[6]].map(pair);
         assert_eq!(order, [[0.0, 2.0], [4.0, 6.0], [1.0, 3.0], [5.0, 7.0]]);
         assert_eq!([words[1], words[3], words[5], words[7]], [0; 4]);
     }

@@ -15,24 +15,26 @@
 //! number of threads gives the same bits.
 //!
 //! Rows lie in strips of as many as a tile takes, up to twelve or, where that is all, sixteen; of a strip step by step the eight codes of
-//! every row: a kernel reads from beginning to end.
+//! every row: a kernel reads from beginning to end. For a tile unit they lie in [`tiles`] as well.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
 mod dispatch;
 mod element;
-mod float;
+pub(crate) mod float;
 mod forms;
 mod rows;
 mod source;
+pub(crate) mod tiles;
 
 pub use self::element::Element;
-pub use self::float::FloatRows;
+pub use self::float::{Bf16Parts, FloatRows};
 pub use self::forms::{narrow, rms_norm, silu_mul};
 use self::rows::{Grid, Place};
 pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};
-use crate::layout::STEP;
-use crate::linear::{MAX_ROWS, ONE_STRIP};
+use self::tiles::{TILE_ROWS, Tiling, resize_lines};
+use crate::layout::{Line, STEP};
+use crate::linear::{MAX_ROWS, ONE_STRIP, TILED_ROWS};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Layout, Parallel};
 
@@ -90,6 +92,10 @@ pub struct Int8Rows {
     /// `[m]`
     pub(crate) scales: Vec<f32>,
     pub(crate) zero: i32,
+    /// The same in the order of a tile unit, where the token has one and there are rows enough for it.
+    pub(crate) tiling: Option<Tiling>,
+    pub(crate) tiles: Vec<Line>,
+    pub(crate) tile_sums: Vec<i32>,
     /// `[strips][k]`, where rows are made before they are rounded.
     made: Vec<f32>,
 }
@@ -126,7 +132,21 @@ impl Int8Rows {
     pub fn new(token: IsaToken) -> Self {
         let (codes, scales, made) = (Vec::new(), Vec::new(), Vec::new());
         let (sums, eights) = (Vec::new(), Vec::new());
-        Self { token, m: 0, layout: None, codes, sums, eights, scales, zero: 0, made }
+        let (tiling, tiles, tile_sums) = (None, Vec::new(), Vec::new());
+        Self {
+            token,
+            m: 0,
+            layout: None,
+            codes,
+            sums,
+            eights,
+            scales,
+            zero: 0,
+            tiling,
+            tiles,
+            tile_sums,
+            made,
+        }
     }
 
     /// Rows.
@@ -219,8 +239,13 @@ impl Int8Rows {
         let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
         let lent = if source.is_made() { k } else { 0 };
         // No rows until all are there: threads of the caller may unwind.
-        (self.m, self.layout) = (0, None);
+        (self.m, self.layout, self.tiling) = (0, None, None);
         self.scales.clear();
+        let tiling = (self.token.has_tiles() && m >= TILED_ROWS).then(|| Tiling::new(m, layout, STEP, 1));
+        if let Some(tiling) = tiling {
+            resize_lines(&mut self.tiles, tiling.bytes(m))?;
+            resize(&mut self.tile_sums, tiling.sums(m))?;
+        }
         // All that stays is overwritten.
         resize(&mut self.codes, m.checked_mul(padded))?;
         resize(&mut self.sums, m.checked_mul(groups))?;
@@ -231,6 +256,7 @@ impl Int8Rows {
         let (codes, sums) = (Disjoint::new(&mut self.codes), Disjoint::new(&mut self.sums));
         let (eights, scales) = (Disjoint::new(&mut self.eights), Disjoint::new(&mut self.scales));
         let (made, token) = (Disjoint::new(&mut self.made), self.token);
+        let (tiles, tile_sums) = (Disjoint::new(&mut self.tiles), Disjoint::new(&mut self.tile_sums));
         let quantize = |i| {
             let strip = strip(m, i);
             let at = strip.start * groups..strip.end * groups;
@@ -254,6 +280,20 @@ impl Int8Rows {
                     Some(_) => dispatch::quantize::<true>(token, row, grid, place),
                     None => dispatch::quantize::<false>(token, row, grid, place),
                 }
+                if let Some(tiling) = tiling {
+                    let (tile, at) = ((strip.start + r) / TILE_ROWS, (strip.start + r) % TILE_ROWS);
+                    // SAFETY: the vectors were resized for all rows of this tiling; each row is in one strip, and writes
+                    // to its own places only.
+                    unsafe {
+                        let across = tiling.rows * tiling.groups * tiling.blocks * tiling.row_bytes();
+                        let to = tiles.pointer().cast::<i8>().add(tile * across);
+                        tiles::copy_row(tiling, layout, codes, [r, rows], at, to);
+                        for g in 0..groups {
+                            let sum = (tile * groups + g) * tiling.rows + at;
+                            tile_sums.pointer().add(sum).write(sums[g * rows + r]);
+                        }
+                    }
+                }
             }
             eights.iter_mut().zip(sums).for_each(|(eight, sum)| *eight = -8 * *sum);
         };
@@ -261,6 +301,7 @@ impl Int8Rows {
             parallel.for_each(strips(m), &quantize);
         }
         (self.m, self.layout, self.zero) = (m, Some(layout), by.map_or(0, |by| i32::from(by.zero)));
+        self.tiling = tiling;
         Ok(())
     }
 

@@ -5,6 +5,7 @@
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
+use super::tiles::Tiling;
 use crate::layout::STEP;
 use crate::simd::elementwise::RowLanes;
 
@@ -289,4 +290,24 @@ pub(super) unsafe fn pack_row<L: RowLanes, const SPLIT: bool>(
     sums: &mut [f32],
 ) {
     super::float::pack_row::<SPLIT>(row, layout, place, words, sums);
+}
+
+/// Packs a row of floats into its tiles, see [`tiles`](super::tiles).
+#[inline(always)]
+pub(super) unsafe fn pack_tiles<L: RowLanes>(
+    row: &[f32],
+    layout: RowLayout,
+    tiling: Tiling,
+    r: usize,
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    // SAFETY: the caller has the instructions of `L`.
+    unsafe {
+        match tiling.parts {
+            1 => super::float::pack_tiles::<L, 1>(row, layout, tiling, r, words, sums),
+            2 => super::float::pack_tiles::<L, 2>(row, layout, tiling, r, words, sums),
+            _ => super::float::pack_tiles::<L, 3>(row, layout, tiling, r, words, sums),
+        }
+    }
 }

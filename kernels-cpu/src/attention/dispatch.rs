@@ -46,6 +46,9 @@ impl Path {
             Isa::AvxVnni => path!(avxvnni, avxvnni_join),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => path!(avx512vnni, avx512vnni_join),
+            // There are no tiles for attention, and `f32` is the faster of the two where there are tiles.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => path!(avx512vnni, avx512vnni_join),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => path!(avx512bf16, avx512bf16_join),
             #[cfg(target_arch = "aarch64")]

@@ -30,21 +30,11 @@ pub const RIGHT_ROWS: usize = 32;
 pub struct Avx512Bf16(());
 
 impl Avx512Bf16 {
-    /// The token, where the processor has the instructions and `QUANT_ISA`, if it is set, does not ask
-    /// for another path.
+    /// The token, where the processor has the instructions and `QUANT_ISA`, if it is set, does not name a path
+    /// without them.
     pub fn detect() -> Option<Self> {
-        (available() && Isa::detect() == Isa::Avx512Bf16).then_some(Self(()))
+        Isa::dense_bf16().then_some(Self(()))
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn available() -> bool {
-    is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn available() -> bool {
-    false
 }
 
 /// The left operand `[m, k]`, packed.

@@ -1,14 +1,18 @@
 //! Which tile an instruction set uses for how many rows.
 
+use core::ops::Range;
+
 #[cfg(target_arch = "aarch64")]
 use self::arm::{neon_tile, neondot_tile, neoni8mm_tile};
 #[cfg(target_arch = "x86_64")]
 use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
 use super::tile::Tile;
+use super::tiled::{self, BF16, SIGNED, Steps, Tiled, UNSIGNED};
 use super::{float_tile, tile};
 use crate::layout::ScaleType;
 use crate::simd::FloatLanes;
 use crate::simd::scalar::Scalar;
+use crate::simd::tiles::emulated::Emulated;
 use crate::{Isa, IsaToken, Layout};
 
 /// Rows of a strip of activations, where there are several.
@@ -22,10 +26,12 @@ pub(crate) const ONE_STRIP: usize = 16;
 /// floats.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
-const PROGRESSIVE: usize = 2;
-const FLOAT: usize = 3;
+pub(super) const PROGRESSIVE: usize = 2;
+pub(super) const FLOAT: usize = 3;
 
 type TileFn = unsafe fn(&Tile<'_>);
+/// Multiplies some row tiles with some panels.
+type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a width of codes, and what activations are.
 #[derive(Clone, Copy)]
@@ -51,10 +57,45 @@ impl Path {
         Self { isa: token.isa(), bits: layout.code_bits(), kind: FLOAT }
     }
 
+    /// What multiplies tiles, and what is done beside, where there is a tile unit.
+    pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
+        match (self.bits, self.kind) {
+            (4, CENTRED | ZEROS) => self.choose_tiled::<4, ZEROS, SIGNED>(),
+            (4, FLOAT) => self.choose_tiled::<4, FLOAT, BF16>(),
+            (4, _) => self.choose_tiled::<4, PROGRESSIVE, SIGNED>(),
+            (_, FLOAT) => self.choose_tiled::<8, FLOAT, BF16>(),
+            (_, PROGRESSIVE) => self.choose_tiled::<8, PROGRESSIVE, UNSIGNED>(),
+            _ => self.choose_tiled::<8, ZEROS, UNSIGNED>(),
+        }
+    }
+
+    fn choose_tiled<const BITS: usize, const KIND: usize, const OF: usize>(self) -> Option<(TiledFn, Steps)> {
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => {
+                let steps = Steps {
+                    expand: x86::amx_expand::<BITS, KIND>,
+                    join: x86::amx_join::<BITS, KIND>,
+                    finish: x86::amx_finish::<KIND>,
+                };
+                Some((x86::amx_tiled::<OF>, steps))
+            }
+            Isa::AmxEmulated => {
+                let steps = Steps {
+                    expand: tiled::expand::<Emulated, BITS, KIND>,
+                    join: tiled::join::<Scalar, BITS, KIND>,
+                    finish: tiled::finish::<Scalar, KIND>,
+                };
+                Some((tiled::multiply::<Emulated, OF>, steps))
+            }
+            _ => None,
+        }
+    }
+
     /// How many of so many rows a tile takes.
     pub(super) fn rows(self, left: usize) -> usize {
         match self.isa {
-            Isa::Scalar => left.min(2),
+            Isa::Scalar | Isa::AmxEmulated => left.min(2),
             // Sixteen registers hold the sums of four rows, two each, and what they are made of.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
             // Thirty-two hold the sums of four rows, four each, and a step of codes.
@@ -71,11 +112,11 @@ impl Path {
             (Isa::Avx2 | Isa::AvxVnni, 1 | 2) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, 1) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, _) => 1,
-            (Isa::Scalar | Isa::Avx2 | Isa::AvxVnni, _) => 1,
+            (Isa::Scalar | Isa::AmxEmulated | Isa::Avx2 | Isa::AvxVnni, _) => 1,
             // Few rows wait for memory: four panels are four streams. Many fill the registers.
-            (Isa::Avx512Vnni | Isa::Avx512Bf16, ..=4) => 4,
-            (Isa::Avx512Vnni | Isa::Avx512Bf16, ..=MAX_ROWS) => 2,
-            (Isa::Avx512Vnni | Isa::Avx512Bf16, _) => 1,
+            (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=4) => 4,
+            (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=MAX_ROWS) => 2,
+            (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, _) => 1,
         }
     }
 
@@ -110,7 +151,7 @@ impl Path {
             }};
         }
         match self.isa {
-            Isa::Scalar => {}
+            Isa::Scalar | Isa::AmxEmulated => {}
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => {
                 tiles!(avx2_tile, [1 2], [1 2]);
@@ -127,7 +168,7 @@ impl Path {
                 tiles!(avx512bf16_tile, [1 2], [5 6 7 8 9 10 11 12]);
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni | Isa::Avx512Bf16 => {
+            Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => {
                 tiles!(avx512vnni_tile, [1 4], [1 2 3 4]);
                 tiles!(avx512vnni_tile, [1 2], [5 6 7 8 9 10 11 12]);
                 tiles!(avx512vnni_tile, [1], [13 14 15 16]);
@@ -142,7 +183,7 @@ impl Path {
             _ => {}
         }
         // Only the portable path is left: `rows` and `panels` give every other a tile of its own.
-        debug_assert!(self.isa == Isa::Scalar && rows <= 2 && panels == 1);
+        debug_assert!(matches!(self.isa, Isa::Scalar | Isa::AmxEmulated) && rows <= 2 && panels == 1);
         if rows == 1 { scalar::<BITS, KIND, 1, 1> } else { scalar::<BITS, KIND, 2, 1> }
     }
 }
@@ -174,6 +215,7 @@ compiled!(scalar, Scalar);
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::*;
+    use crate::simd::tiles::amx::Amx;
     use crate::simd::{avx2, avx512};
 
     compiled!(avx2_tile, avx2::Avx2, "avx2,fma,f16c");
@@ -183,6 +225,40 @@ mod x86 {
         avx512bf16_tile,
         avx512::Avx512Bf16,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16"
+    );
+
+    macro_rules! for_amx {
+        ($(#[$doc:meta])* $name:ident [$($const:ident),*] ($($arg:ident: $ty:ty),*), $of:expr) => {
+            $(#[$doc])*
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
+            pub(in crate::linear) unsafe fn $name<$(const $const: usize),*>(t: &Tiled<'_>, $($arg: $ty),*) {
+                // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the unit and the rest.
+                unsafe { $of(t, $($arg),*) }
+            }
+        };
+    }
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::multiply`].
+        amx_tiled[OF](tiles: Range<usize>, panels: Range<usize>), tiled::multiply::<Amx, OF>
+    );
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::expand`].
+        amx_expand[BITS, KIND](weights: *const u8, count: usize, blocks: Range<usize>, to: *mut u8, to_panel: usize),
+        tiled::expand::<Amx, BITS, KIND>
+    );
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::join`].
+        amx_join[BITS, KIND](panel: *const u8, tile: usize, g: usize, sums: *const u8, totals: *mut f32),
+        tiled::join::<avx512::Avx512Vnni, BITS, KIND>
+    );
+    for_amx!(
+        /// # Safety
+        /// As [`tiled::finish`].
+        amx_finish[KIND](panel: *const u8, number: usize, tile: usize, totals: *const f32),
+        tiled::finish::<avx512::Avx512Vnni, KIND>
     );
 }
 

@@ -15,22 +15,28 @@
 //! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero of a symmetric grid, else
 //! 8 or 128, the middle of the 4 or 8 bits that codes are stored in: each
 //! group's products are added in order of `k` by fused multiply-adds, and so are groups. All paths give the
-//! same bits but that of `avx512bf16`: there a value of `x` is two bf16, `2⁻¹⁶` off at most, and pairs of products
-//! are added in `f32`. All are within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| +
-//! |c − z|` in place of `|q − z|`; split values take subnormals for zero.
+//! same bits but `avx512bf16` and `amx`: there a value of `x` is the sum of several bf16
+//! ([`Bf16Parts`](crate::Bf16Parts), two by default, `2⁻¹⁶` off at most), and their products are added in `f32` in an
+//! order of their own. All are within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| +
+//! |c − z|` in place of `|q − z|`; with one part `2⁻⁸` stands for `2⁻¹⁶`, with three `2⁻²⁴`. Split values take subnormals
+//! for zero.
+//!
+//! On every path a row's result depends on the row, the weights and the path alone, not on the number of rows.
 
 mod ahead;
 mod dispatch;
 mod float_tile;
 mod product;
 mod tile;
+mod tiled;
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP};
 pub use self::product::{Product, multiply_each, multiply_float_each};
-use crate::layout::{LINE, PANEL_ROWS};
+pub(crate) use self::tiled::TILED_ROWS;
+use crate::layout::{LINE, Line, PANEL_ROWS};
 use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
 
@@ -126,11 +132,6 @@ impl<'a> PackedView<'a> {
         self.layout.dequantize(self.bytes, rows, out)
     }
 }
-
-/// A cache line.
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; LINE]);
 
 /// So many lines of zeros, which the system makes where they are first touched: by the threads that pack.
 fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {

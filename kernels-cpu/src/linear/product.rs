@@ -7,6 +7,8 @@ use super::PackedView;
 use super::dispatch::{MAX_ROWS, Path};
 use super::float_tile::FLOAT_STEP;
 use super::tile::Tile;
+use super::tiled::{self, Tiled};
+use crate::activation::tiles::Tiling;
 use crate::activation::{RowLayout, strip, strips};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::parallel::Disjoint;
@@ -55,6 +57,11 @@ pub fn multiply_each(
         scales: Some(&x.scales),
         rest: false,
         zero: x.zero,
+        tiled: x.tiling.filter(|_| token.has_tiles()).map(|tiling| TiledRows {
+            tiling,
+            tiles: Bytes::of(&x.tiles),
+            sums: Bytes::of(&x.tile_sums),
+        }),
     };
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
@@ -78,6 +85,11 @@ pub fn multiply_float_each(
         scales: None,
         rest: !x.exact_in_bf16,
         zero: 0,
+        tiled: x.tiling.map(|tiling| TiledRows {
+            tiling,
+            tiles: Bytes::of(&x.tiles),
+            sums: Bytes::of(&x.sums),
+        }),
     };
     run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
 }
@@ -110,7 +122,7 @@ fn run(
             let piece = piece - own.first;
             let (b, c) = (piece / own.chunks, piece % own.chunks);
             let panels = own.weight.layout.panels();
-            let strips = b * own.block..((b + 1) * own.block).min(strips(x.m));
+            let strips = b * own.block..((b + 1) * own.block).min(x.strips());
             let panels = c * own.chunk..((c + 1) * own.chunk).min(panels);
             // SAFETY: lengths were checked above; pieces are disjoint in products, strips or panels, and so in what
             // they write, if each is asked for once, as `Parallel` demands; the token proves the instructions.
@@ -166,6 +178,18 @@ impl<'a> Pieces<'a> {
         parallel: &dyn Parallel,
     ) -> Self {
         let layout = &product.weight.layout;
+        let (weight, bias) = (product.weight, product.bias);
+        let shares = parallel.threads().max(1).saturating_mul(SHARES);
+        if let Some(rows) = x.tiled {
+            // As many row tiles as a piece keeps sums of, of like number; and many panels, for each piece reads all of its
+            // activations.
+            let blocks = x.strips().div_ceil(tiled::most_tiles(rows.tiling));
+            let block = x.strips().div_ceil(blocks);
+            let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
+            let (blocks, chunks) = (x.strips().div_ceil(block), layout.panels().div_ceil(chunk));
+            let out = Disjoint::new(product.out);
+            return Self { weight, path, bias, out, first, block, blocks, chunk, chunks };
+        }
         // Strips whose activations stay in the second cache while panels pass.
         let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(x.m));
@@ -174,10 +198,8 @@ impl<'a> Pieces<'a> {
         let block = strips(x.m).div_ceil(blocks);
         let blocks = strips(x.m).div_ceil(block);
         // As many pieces as keep the threads busy to the end.
-        let shares = parallel.threads().max(1).saturating_mul(SHARES);
         let chunk = layout.panels().div_ceil(shares).next_multiple_of(4).min(CHUNK);
         let chunks = layout.panels().div_ceil(chunk);
-        let (weight, bias) = (product.weight, product.bias);
         Self { weight, path, bias, out: Disjoint::new(product.out), first, block, blocks, chunk, chunks }
     }
 }
@@ -209,13 +231,40 @@ struct Rows<'a> {
     scales: Option<&'a [f32]>,
     rest: bool,
     zero: i32,
+    /// In the order of a tile unit, where that multiplies them.
+    tiled: Option<TiledRows<'a>>,
 }
+
+/// Rows in the order of a tile unit, and their sums over groups.
+#[derive(Clone, Copy)]
+struct TiledRows<'a> {
+    tiling: Tiling,
+    tiles: Bytes<'a>,
+    sums: Bytes<'a>,
+}
+
 // SAFETY: threads only read what the pointers point to, and the rows outlive the call.
 unsafe impl Sync for Rows<'_> {}
 
 impl Rows<'_> {
+    /// Strips, or row tiles where a tile unit multiplies.
+    fn strips(&self) -> usize {
+        self.tiled.map_or(strips(self.m), |tiled| tiled.tiling.tiles(self.m))
+    }
+
     /// Whether everything is as long as so many rows are: what kernels read is not checked again.
     fn check(&self, layout: &Layout) -> Result<(), KernelError> {
+        if let Some(TiledRows { tiling, tiles, sums }) = self.tiled {
+            let enough = |what, expected: Option<usize>, got: usize| match expected {
+                Some(expected) if expected <= got => Ok(()),
+                Some(expected) => Err(KernelError::Length { what, expected, got }),
+                None => Err(KernelError::TooLarge(what)),
+            };
+            // Both come from the same steps and groups, so what is left to check are lengths.
+            enough("bytes of activations", tiling.bytes(self.m), tiles.len)?;
+            enough("bytes of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
+            return self.scales.map_or(Ok(()), |s| KernelError::length("scales", self.m, s.len()));
+        }
         let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
         let length = |what, expected: Option<usize>, got| match expected {
             Some(expected) => KernelError::length(what, expected, got),
@@ -246,6 +295,23 @@ impl PackedView<'_> {
         out: &Disjoint<'_, f32>,
     ) {
         let layout = &self.layout;
+        if let (Some(rows), Some((multiply, steps))) = (x.tiled, path.tiled()) {
+            let tiled = Tiled {
+                layout,
+                weights: self.bytes.as_ptr(),
+                m: x.m,
+                tiling: rows.tiling,
+                tiles: rows.tiles.at,
+                sums: rows.sums.at,
+                scales: x.scales.map_or(core::ptr::null(), <[f32]>::as_ptr),
+                zero: x.zero,
+                bias: bias.map_or(core::ptr::null(), <[f32]>::as_ptr),
+                out: out.pointer(),
+                steps,
+            };
+            // SAFETY: lengths follow from the layout and the tiling, and were checked; the caller vouches for the rest.
+            return unsafe { multiply(&tiled, strips, panels) };
+        }
         let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
         let wide = path.panels(path.rows(strip(x.m, strips.start).len()));
         let mut panel = panels.start;

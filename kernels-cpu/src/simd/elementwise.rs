@@ -9,6 +9,7 @@ use half::{bf16, f16};
 
 use super::Lanes;
 use super::scalar::Scalar;
+use crate::activation::float::split_in_pairs;
 
 /// Lanes that work along rows.
 ///
@@ -48,6 +49,28 @@ pub(crate) trait RowLanes: Lanes {
     unsafe fn total(a: Self::I) -> i32;
     /// The largest lane.
     unsafe fn largest(a: Self::I) -> i32;
+
+    /// Packs steps of eight floats in parts of bf16 and adds them to `sum`, see [`float`](crate::activation::float): part
+    /// `p` of step `s` goes to the four words from `p · part + 4 s` on.
+    #[inline(always)]
+    unsafe fn split_steps<const PARTS: usize>(
+        x: *const f32,
+        steps: usize,
+        to: *mut u32,
+        part: usize,
+        sum: &mut [f32; 8],
+    ) {
+        for step in 0..steps {
+            // SAFETY: the caller vouches for the steps and the words of all parts.
+            unsafe {
+                let values = x.add(8 * step).cast::<[f32; 8]>().read_unaligned();
+                sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+                for (p, words) in split_in_pairs::<PARTS>(values).into_iter().enumerate() {
+                    to.add(p * part + 4 * step).cast::<[u32; 4]>().write_unaligned(words);
+                }
+            }
+        }
+    }
 }
 
 impl RowLanes for Scalar {
@@ -162,7 +185,9 @@ macro_rules! dispatched {
                     #[cfg(target_arch = "x86_64")]
                     $crate::Isa::Avx2 | $crate::Isa::AvxVnni => avx2::<$($e)? $($const)?>($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 => avx512::<$($e)? $($const)?>($($arg),*),
+                    $crate::Isa::Avx512Vnni | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx => {
+                        avx512::<$($e)? $($const)?>($($arg),*)
+                    }
                     #[cfg(target_arch = "aarch64")]
                     $crate::Isa::Neon | $crate::Isa::NeonDotprod | $crate::Isa::NeonI8mm => {
                         neon::<$($e)? $($const)?>($($arg),*)

@@ -16,6 +16,7 @@ mod elementwise_x86;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 pub(crate) mod scalar;
+pub(crate) mod tiles;
 
 /// Sixteen lanes of 32 bits, one a row.
 ///

@@ -26,7 +26,7 @@ use crate::support::shell::target_dir;
 const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
 /// Up to so many tokens every product reads weights that no cache holds.
 const ROTATED_TOKENS: usize = 16;
-/// Bytes of all copies of a matrix, or four times the last cache where that is more.
+/// Bytes of all copies of a matrix, or four times the last cache where that is more and memory allows.
 const ROTATED: usize = 192 << 20;
 /// So long nobody works between two turns: threads that wait for more work by looking for it have gone to sleep then.
 const SETTLE: Duration = Duration::from_millis(8);
@@ -60,9 +60,10 @@ pub struct Args {
 }
 
 /// Measures and writes the record.
+/// A peer that cannot be started, fails, or multiplies to something else is reported and left out.
 ///
 /// # Errors
-/// When a peer cannot be made, fails, or multiplies to something else.
+/// When a peer cannot be made, or our own kernels fail.
 pub fn run(args: &Args) -> Result<()> {
     let mut args = args.clone();
     if args.quick {
@@ -77,10 +78,27 @@ pub fn run(args: &Args) -> Result<()> {
     let mut measured = Measured::default();
     for &threads in &args.threads {
         let cpus = worker::cpus(threads)?;
-        let started = programs.iter().map(|p| Worker::start(p, threads, &cpus));
-        let mut workers = started.collect::<Result<Vec<_>>>()?;
+        let mut workers = Vec::new();
+        for (i, program) in programs.iter().enumerate() {
+            match Worker::start(program, threads, &cpus) {
+                Ok(worker) => workers.push(worker),
+                Err(error) if i > 0 => leave_out(&mut measured, threads, &program.command.join(" "), &error),
+                Err(error) => return Err(error),
+            }
+        }
         for &shape in &shapes {
-            measure(&args, threads, shape, &mut workers, &mut measured)?;
+            // Again without the peer that failed, from the beginning of the shape.
+            while let Err((i, error)) = measure(&args, threads, shape, &mut workers, &mut measured) {
+                if i == 0 {
+                    return Err(error);
+                }
+                let failed = workers.remove(i);
+                leave_out(&mut measured, threads, &failed.name, &error);
+                measured.turns.retain(|t| (t.threads, t.shape) != (threads, shape));
+                for worker in &mut workers {
+                    worker.release_all();
+                }
+            }
             println!("{}", measured.page_of(threads, shape));
         }
         measured.versions = workers.iter().map(|w| format!("{} {}", w.name, w.version)).collect();
@@ -94,7 +112,7 @@ pub fn run(args: &Args) -> Result<()> {
         println!("not recorded: the working tree is not that of a commit");
         return Ok(());
     }
-    let (body, csv) = (measured.page(&notes(&args)), measured.csv());
+    let (body, csv) = (measured.page(&notes(&args, measured.rotated)), measured.csv());
     let record = Record {
         benchmark: "peers-kernels",
         title: "Linear kernels, ours and others'".into(),
@@ -104,6 +122,12 @@ pub fn run(args: &Args) -> Result<()> {
     };
     println!("recorded in {}", record.write()?.display());
     Ok(())
+}
+
+/// Notes that a peer failed, with what it said; what it measured with this number of threads does not count.
+fn leave_out(measured: &mut Measured, threads: usize, peer: &str, error: &anyhow::Error) {
+    eprintln!("left out, {threads} thread(s): {peer}: {error:#}");
+    measured.leave_out(threads, peer, &format!("{error:#}"));
 }
 
 fn shape(text: &str) -> Result<[usize; 2]> {
@@ -116,7 +140,7 @@ fn shape(text: &str) -> Result<[usize; 2]> {
     Ok(shape)
 }
 
-fn notes(args: &Args) -> String {
+fn notes(args: &Args, rotated: usize) -> String {
     format!(
         "Each peer is a process on the first cores of the machine, as many as threads, and every variable that sets a \
          number of threads is set to it. Every contestant takes `f32` activations and gives `f32`; quantizing the \
@@ -130,57 +154,73 @@ fn notes(args: &Args) -> String {
          most {} % at 4 bits and {} % at 8, root mean square.\n",
         args.rounds,
         args.milliseconds,
-        rotated() >> 20,
+        rotated >> 20,
         100.0 * ERRORS[0],
         100.0 * ERRORS[1],
     )
 }
 
-/// Bytes of all copies of a matrix.
-fn rotated() -> usize {
+/// Bytes of all copies of a matrix that each of so many contestants keeps: more than the last cache holds, but together
+/// at most half of the memory that is free.
+fn rotated(contestants: usize) -> usize {
     let size = |index: usize| {
         let path = PathBuf::from(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size"));
         let text = std::fs::read_to_string(path).ok()?;
         Some(text.trim().strip_suffix('K')?.parse::<usize>().ok()? << 10)
     };
-    (0..5).filter_map(size).max().map_or(ROTATED, |last| ROTATED.max(4 * last))
+    let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| free_memory(&text));
+    bounded((0..5).filter_map(size).max().unwrap_or(0), free, contestants)
 }
 
+fn bounded(last_cache: usize, free: Option<usize>, contestants: usize) -> usize {
+    let wanted = ROTATED.max(4 * last_cache);
+    free.map_or(wanted, |free| wanted.min(free / 2 / contestants.max(1)))
+}
+
+/// Bytes that `/proc/meminfo` calls available.
+fn free_memory(meminfo: &str) -> Option<usize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1 << 10)
+}
+
+/// Measures a shape; an error comes with the number of the worker that failed.
 fn measure(
     args: &Args,
     threads: usize,
     [n, k]: [usize; 2],
     workers: &mut [Worker],
     measured: &mut Measured,
-) -> Result<()> {
+) -> Result<(), (usize, anyhow::Error)> {
     // Who, by number, with which contestant.
     let mut contestants = Vec::new();
+    let rotated = rotated(workers.iter().map(|w| w.contestants.len()).sum());
+    measured.rotated = measured.rotated.max(rotated);
     for (i, worker) in workers.iter_mut().enumerate() {
         for name in worker.contestants.clone() {
-            let made = worker.prepare(&name, [n, k], rotated())?;
+            let made = worker.prepare(&name, [n, k], rotated).map_err(|e| (i, e))?;
             measured.note(&worker.name, &name, &made.note);
             contestants.push((i, name, made.bytes));
         }
     }
     for &tokens in &args.tokens {
         for (i, name, bytes) in &contestants {
-            let error = workers[*i].tokens(name, tokens, tokens <= ROTATED_TOKENS)?;
+            let error = workers[*i].tokens(name, tokens, tokens <= ROTATED_TOKENS).map_err(|e| (*i, e))?;
             let most = ERRORS[usize::from(8 * bytes > 6 * n * k)];
-            let who = &workers[*i].name;
-            ensure!(
-                error <= most,
-                "{who} {name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {most}"
-            );
+            if error > most {
+                let text =
+                    format!("{name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {most}");
+                return Err((*i, anyhow::Error::msg(text)));
+            }
         }
         for round in 0..args.rounds {
-            let limits = workers[0].limits()?;
+            let limits = workers[0].limits().map_err(|e| (0, e))?;
             let mut order: Vec<_> = contestants.iter().collect();
             if round % 2 == 1 {
                 order.reverse();
             }
             for (i, name, bytes) in order {
                 std::thread::sleep(SETTLE);
-                let seconds = workers[*i].run(name, args.milliseconds)?;
+                let seconds = workers[*i].run(name, args.milliseconds).map_err(|e| (*i, e))?;
                 measured.turns.push(Turn {
                     threads,
                     shape: [n, k],
@@ -197,7 +237,23 @@ fn measure(
         }
     }
     for (i, name, _) in &contestants {
-        workers[*i].release(name)?;
+        workers[*i].release(name).map_err(|e| (*i, e))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotation_is_bounded_by_free_memory() {
+        assert_eq!(free_memory("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
+        assert_eq!(free_memory("MemTotal: 9 kB\n"), None);
+        // A small cache, one that reports 480 MB, and a machine that says nothing of its memory.
+        assert_eq!(bounded(32 << 20, Some(64 << 30), 16), ROTATED);
+        assert_eq!(bounded(480 << 20, Some(64 << 30), 16), 1920 << 20);
+        assert_eq!(bounded(480 << 20, Some(16 << 30), 16), 512 << 20);
+        assert_eq!(bounded(480 << 20, None, 16), 1920 << 20);
+    }
 }

@@ -83,7 +83,11 @@ pub struct Measured {
     pub turns: Vec<Turn>,
     /// Names with versions.
     pub versions: Vec<String>,
+    /// Bytes of all copies of a matrix that a contestant keeps, at most.
+    pub rotated: usize,
     notes: BTreeMap<String, String>,
+    /// Peers that failed, with what they said.
+    left_out: Vec<String>,
 }
 
 impl Measured {
@@ -92,6 +96,14 @@ impl Measured {
         if !note.is_empty() {
             self.notes.insert(format!("{peer} {contestant}"), note.to_owned());
         }
+    }
+
+    /// Notes that a peer failed; its turns with this number of threads do not count.
+    pub fn leave_out(&mut self, threads: usize, peer: &str, why: &str) {
+        self.turns.retain(|t| (t.threads, t.peer.as_str()) != (threads, peer));
+        // A line of a list, whatever the lines of the error.
+        let why = why.split_whitespace().collect::<Vec<_>>().join(" ");
+        self.left_out.push(format!("{peer}, {threads} thread(s): {why}"));
     }
 
     /// Adds what earlier runs of the same commit measured of other cases, and keeps all of it.
@@ -117,6 +129,9 @@ impl Measured {
         let mut page = format!("Versions: {}.\n\n{notes}\n", self.versions.join("; "));
         for (who, note) in &self.notes {
             page += &format!("- {who}: {note}\n");
+        }
+        for who in &self.left_out {
+            page += &format!("- left out: {who}\n");
         }
         page += &format!("\n{}", self.comparison());
         for threads in self.threads() {

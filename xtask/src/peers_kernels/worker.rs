@@ -1,6 +1,7 @@
 //! A peer's process, and what is said to it: see `benchmarks/kernels-worker`.
 
-use std::io::{BufRead, BufReader, Write};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -35,6 +36,8 @@ pub struct Worker {
     child: Child,
     requests: Option<ChildStdin>,
     replies: BufReader<ChildStdout>,
+    /// What it writes to its standard error.
+    errors: File,
 }
 
 /// Weights that are ready.
@@ -62,13 +65,14 @@ impl Worker {
         command.env_clear().envs(THREADS.map(|name| (name, threads.to_string())));
         command.envs(["PATH", "HOME"].iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
         command.envs([("OMP_DYNAMIC", "false"), ("MKL_DYNAMIC", "false"), ("PYTHONDONTWRITEBYTECODE", "1")]);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let errors = tempfile::tempfile().context("no file for what the peer says")?;
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors.try_clone()?);
         let mut child = command.spawn().context("cannot start `taskset`")?;
         let requests = child.stdin.take();
         let replies = BufReader::new(child.stdout.take().context("no output")?);
         let name = program.command.join(" ");
         let mut worker =
-            Self { name, version: String::new(), contestants: Vec::new(), child, requests, replies };
+            Self { name, version: String::new(), contestants: Vec::new(), child, requests, replies, errors };
         let hello = worker.reply("start")?;
         let text = |value: &Value| value.as_str().map(str::to_owned).context("a greeting of another form");
         (worker.name, worker.version) = (text(&hello["name"])?, text(&hello["version"])?);
@@ -113,21 +117,57 @@ impl Worker {
         self.ask(&format!("drop {contestant}")).map(|_| ())
     }
 
+    /// Lets go of all weights there may be; a worker that has ended has none.
+    pub fn release_all(&mut self) {
+        for name in self.contestants.clone() {
+            let _ = self.release(&name);
+        }
+    }
+
     fn ask(&mut self, request: &str) -> Result<Value> {
         let requests = self.requests.as_mut().context("no input")?;
-        writeln!(requests, "{request}").with_context(|| format!("{} has ended", self.name))?;
-        requests.flush()?;
+        // Where it has ended there is no reply either, and that says more.
+        let _ = writeln!(requests, "{request}").and_then(|()| requests.flush());
         self.reply(request)
+    }
+
+    /// How it ended, once it has closed its output.
+    fn ended(&mut self) -> String {
+        drop(self.requests.take());
+        for _ in 0..200 {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return format!("ended with {status}");
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        "closed its output".into()
+    }
+
+    /// The end of what it wrote to its standard error.
+    fn said(&mut self) -> String {
+        const MOST: u64 = 2000;
+        let mut end = Vec::new();
+        let length = self.errors.seek(SeekFrom::End(0)).unwrap_or(0);
+        let read = self.errors.seek(SeekFrom::Start(length.saturating_sub(MOST)));
+        let _ = read.and_then(|_| self.errors.read_to_end(&mut end));
+        match String::from_utf8_lossy(&end).trim() {
+            "" => "nothing on its standard error".into(),
+            text => format!("its standard error ends with: {text}"),
+        }
     }
 
     fn reply(&mut self, request: &str) -> Result<Value> {
         let mut line = String::new();
         self.replies.read_line(&mut line)?;
-        ensure!(!line.is_empty(), "{} has ended after `{request}`", self.name);
+        if line.is_empty() {
+            let (ended, said) = (self.ended(), self.said());
+            bail!("{} {ended} after `{request}`; {said}", self.name);
+        }
         let reply: Value =
             serde_json::from_str(&line).with_context(|| format!("{} says `{}`", self.name, line.trim()))?;
         if let Some(reason) = reply.get("failed") {
-            bail!("{} fails at `{request}`: {}", self.name, reason.as_str().unwrap_or("?"));
+            let said = self.said();
+            bail!("{} fails at `{request}`: {}; {said}", self.name, reason.as_str().unwrap_or("?"));
         }
         Ok(reply)
     }
@@ -193,5 +233,16 @@ mod tests {
         assert_eq!(worker.tokens("q", 1, true).unwrap(), 0.125);
         assert_eq!(worker.run("q", 1).unwrap(), [0.5, 0.25]);
         assert!(worker.limits().unwrap_err().to_string().contains("why"));
+    }
+
+    /// One that ends is reported with how it ended and what it wrote last.
+    #[test]
+    fn a_worker_that_ends_is_reported_with_its_errors() {
+        let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'; read line; echo 'no memory' >&2; exit 3"#;
+        let command = ["bash", "-c", script].map(str::to_owned).to_vec();
+        let mut worker = Worker::start(&Program { command }, 1, &cpus(1).unwrap()).unwrap();
+        let error = worker.limits().unwrap_err().to_string();
+        assert!(error.contains("exit status: 3") && error.contains("no memory"), "{error}");
+        worker.release_all();
     }
 }

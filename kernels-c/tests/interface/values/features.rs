@@ -38,14 +38,14 @@ fn the_installed_library_has_the_version_of_the_interface() {
 #[test]
 fn instruction_sets_have_numbers_and_names() {
     let names: Vec<_> = (0..12).map(|isa| text(qz1_isa_name(isa))).collect();
-    let all = ["scalar", "avx2", "avxvnni", "avx512vnni", "avx512bf16", "neon", "neondot", "neoni8mm"];
-    assert_eq!(names[1..9], all.map(Some));
-    assert_eq!([names[0], names[9], names[11]], [None; 3]);
+    let all = ["scalar", "avx2", "avxvnni", "avx512vnni", "avx512bf16", "neon", "neondot", "neoni8mm", "amx"];
+    assert_eq!(names[1..10], all.map(Some));
+    assert_eq!([names[0], names[10], names[11]], [None; 3]);
     assert_eq!(Isa::ALL.len(), all.len());
     for isa in Isa::ALL {
         assert_eq!(qz1_isa_available(number(isa)), u32::from(isa.token().is_ok()), "{isa:?}");
     }
-    let there = [0, QZ1_ISA_SCALAR, 9, u32::MAX].map(|isa| qz1_isa_available(isa));
+    let there = [0, QZ1_ISA_SCALAR, 10, u32::MAX].map(|isa| qz1_isa_available(isa));
     assert_eq!(there, [1, 1, 0, 0]);
     assert_eq!(qz1_isa_detect(), number(IsaToken::detect().isa()));
 }

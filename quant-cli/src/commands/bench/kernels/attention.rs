@@ -59,7 +59,7 @@ pub(super) struct Case {
 impl Case {
     /// The share of what memory gave.
     pub(super) fn judge(&mut self, limits: &Limits) {
-        let [gb_per_second, _] = limits.during(&self.looks);
+        let [gb_per_second, ..] = limits.during(&self.looks);
         self.memory_share = self.gb_per_second / gb_per_second;
     }
 }

@@ -54,8 +54,11 @@ pub(super) struct Case {
     /// Of what memory gave just before and after.
     memory_share: f64,
     tops: f64,
-    /// Of what dot products in registers gave just before and after.
+    /// Of what products in registers gave just before and after: of integers, or of floats with every product that an
+    /// `f32` activation takes on this path.
     dot_share: f64,
+    #[serde(skip)]
+    products: Option<f64>,
     #[serde(skip)]
     looks: RangeInclusive<usize>,
 }
@@ -63,8 +66,12 @@ pub(super) struct Case {
 impl Case {
     /// Shares of what the machine gave.
     pub(super) fn judge(&mut self, limits: &Limits) {
-        let [gb_per_second, tops] = limits.during(&self.looks);
-        (self.memory_share, self.dot_share) = (self.gb_per_second / gb_per_second, self.tops / tops);
+        let [gb_per_second, integers, floats] = limits.during(&self.looks);
+        self.memory_share = self.gb_per_second / gb_per_second;
+        self.dot_share = match self.products {
+            None => self.tops / integers,
+            Some(products) => self.tops * products / floats,
+        };
     }
 }
 
@@ -131,7 +138,7 @@ fn time(
     let layout = *copies[0].layout();
     let (n, k) = (layout.n(), layout.k());
     let x: Vec<f32> = (0..tokens * k).map(|i| ((i * 7919) % 997) as f32 - 498.0).collect();
-    let (mut whole, mut floats) = (Int8Rows::default(), FloatRows::new(token));
+    let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
     whole.quantize(&x, RowLayout::of(&layout), &Rayon)?;
     floats.pack(&x, RowLayout::of(&layout), &Rayon)?;
     // Not zeros, which the system would only make when they are written.
@@ -163,6 +170,7 @@ fn time(
         memory_share: 0.0,
         tops: operations / usual / 1e12,
         dot_share: 0.0,
+        products: (!scheme.int8).then(|| if token.isa().splits_floats() { 2.0 } else { 1.0 }),
         looks: 0..=0,
         seconds,
     })

@@ -7,13 +7,13 @@ mod linear;
 use std::ops::RangeInclusive;
 
 use quant_core::{Error, Result};
-use quant_kernels_cpu::limits::{MemoryLimit, dot_limit, read_limit};
+use quant_kernels_cpu::limits::{self, MemoryLimit, dot_limit, float_limit, read_limit};
 use quant_kernels_cpu::{Isa, IsaToken, KernelError, Rayon};
 use serde::Serialize;
 
 use super::Session;
 use crate::device::Device;
-use crate::output::JsonOption;
+use crate::output::{JsonOption, table};
 
 #[derive(Serialize)]
 struct Report {
@@ -22,8 +22,60 @@ struct Report {
     threads: usize,
     memory: Memory,
     dot_tops: f64,
+    /// Of floats in registers, or of the bf16 that stand for them on this path, every product counted.
+    float_tops: f64,
+    /// Of every path of this processor, before the cases.
+    peaks: Vec<Peak>,
+    /// Where another path than the default one of this processor multiplies faster in registers.
+    warnings: Vec<String>,
     linear: Vec<linear::Case>,
     attention: Vec<attention::Case>,
+}
+
+/// What a path reaches in registers.
+#[derive(Serialize)]
+struct Peak {
+    isa: &'static str,
+    integer_tops: f64,
+    float_tops: f64,
+    /// The same over the products that an `f32` activation takes.
+    float_tops_of_f32: f64,
+}
+
+impl From<&limits::Peak> for Peak {
+    fn from(peak: &limits::Peak) -> Self {
+        Self {
+            isa: peak.isa.name(),
+            integer_tops: peak.integers / 1e12,
+            float_tops: peak.floats / 1e12,
+            float_tops_of_f32: peak.floats_of_f32() / 1e12,
+        }
+    }
+}
+
+/// Paths that multiply faster than the one that this processor takes by default.
+fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
+    /// Machines are shared: less than this is no difference.
+    const MORE: f64 = 1.3;
+    type Rate = fn(&limits::Peak) -> f64;
+    let Some(own) = peaks.iter().find(|peak| peak.isa == default) else { return Vec::new() };
+    let rates: [(&str, Rate); 2] =
+        [("8-bit integers", |peak| peak.integers), ("floats", limits::Peak::floats_of_f32)];
+    let mut warnings = Vec::new();
+    for (what, rate) in rates {
+        let fastest = peaks.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
+        if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MORE * rate(own)) {
+            warnings.push(format!(
+                "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}:                  what is known of this processor is wrong, please report it, and set QUANT_ISA={} meanwhile",
+                fastest.isa.name(),
+                rate(fastest) / 1e12,
+                default.name(),
+                rate(own) / 1e12,
+                fastest.isa.name()
+            ));
+        }
+    }
+    warnings
 }
 
 /// A part of what kernels and shapes are called, or all.
@@ -62,6 +114,7 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
     }
     only.check(linear::taken(&only) + usize::from(only.takes(attention::NAME)))?;
     let token = IsaToken::detect();
+    let peaks = limits::peaks(3, &Rayon);
     let mut limits = Limits::new(token);
     let mut linear = linear::measure(&mut limits, token, &only, session)?;
     let mut attention = match only.takes(attention::NAME) {
@@ -70,13 +123,16 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
     };
     linear.iter_mut().for_each(|case| case.judge(&limits));
     attention.iter_mut().for_each(|case| case.judge(&limits));
-    let (memory, dot_tops) = limits.usual();
+    let (memory, [dot_tops, float_tops]) = limits.usual();
     let report = Report {
-        schema: "quant-bench-kernels/3",
+        schema: "quant-bench-kernels/4",
         isa: token.isa().name(),
         threads: rayon::current_num_threads(),
         memory,
         dot_tops,
+        float_tops,
+        peaks: peaks.iter().map(Peak::from).collect(),
+        warnings: warnings(&peaks, Isa::fastest()),
         linear,
         attention,
     };
@@ -95,6 +151,7 @@ struct Limits {
 struct Look {
     memory: MemoryLimit,
     dot: f64,
+    float: f64,
 }
 
 impl Limits {
@@ -105,20 +162,22 @@ impl Limits {
     /// Looks, and says how many looks there were before.
     fn look(&mut self) -> usize {
         let memory = read_limit(self.token, &self.words, 1, &Rayon);
-        self.looks.push(Look { memory, dot: dot_limit(self.token, 1, &Rayon) });
+        let (dot, float) = (dot_limit(self.token, 1, &Rayon), float_limit(self.token, 1, &Rayon));
+        self.looks.push(Look { memory, dot, float });
         self.looks.len() - 1
     }
 
-    /// The middle of what memory gave in these looks, in GB/s, and of dot products, in TOPS.
-    fn during(&self, looks: &RangeInclusive<usize>) -> [f64; 2] {
+    /// The median of what memory gave in these looks, in GB/s, and of products of integers and of floats, in TOPS.
+    fn during(&self, looks: &RangeInclusive<usize>) -> [f64; 3] {
         let looks = self.looks.get(looks.clone()).unwrap_or_default();
         let middle = |of: fn(&Look) -> f64| median(&looks.iter().map(of).collect::<Vec<_>>());
-        [middle(|look| look.memory.bytes_per_second) / 1e9, middle(|look| look.dot) / 1e12]
+        let [dot, float] = [middle(|look| look.dot), middle(|look| look.float)];
+        [middle(|look| look.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
     }
 
     /// The median look.
-    fn usual(mut self) -> (Memory, f64) {
-        let dot = self.during(&(0..=self.looks.len() - 1))[1];
+    fn usual(mut self) -> (Memory, [f64; 2]) {
+        let [_, dot, float] = self.during(&(0..=self.looks.len() - 1));
         self.looks.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
         let (usual, best) =
             (self.looks[self.looks.len() / 2].memory, self.looks[self.looks.len() - 1].memory);
@@ -127,7 +186,7 @@ impl Limits {
             best_gb_per_second: best.bytes_per_second / 1e9,
             streams: usual.streams,
         };
-        (memory, dot)
+        (memory, [dot, float])
     }
 }
 
@@ -145,19 +204,46 @@ fn refused(error: KernelError) -> Error {
 
 fn show(report: &Report) -> String {
     let tables = [linear::show(&report.linear), attention::show(&report.attention)];
-    let tables: Vec<String> = tables.into_iter().flatten().collect();
+    let mut tables: Vec<String> = tables.into_iter().flatten().collect();
+    let peaks = report.peaks.iter().map(|peak| {
+        let of_f32 = format!("{:.2}", peak.float_tops_of_f32);
+        vec![peak.isa.into(), format!("{:.2}", peak.integer_tops), format!("{:.2}", peak.float_tops), of_f32]
+    });
+    let header = ["path, in registers", "integers: TOPS", "floats: TOPS", "of f32 activations"];
+    tables.push(table(&header, &peaks.collect::<Vec<_>>()));
+    tables.extend(report.warnings.iter().map(|warning| format!("warning: {warning}\n")));
     format!(
-        "{}\nmemory {:.1} GB/s in {} stream(s) a thread (at best {:.1}), dot products {:.2} TOPS, which change: per cent are \
-         of what there was just before and after; {} thread(s), {}\n",
+        "{}\nmemory {:.1} GB/s in {} stream(s) per thread (at best {:.1}), products of integers in registers {:.2} TOPS, of \
+         floats {:.2}, which change: percentages are of what there was just before and after, float kernels of floats with \
+         every product counted; {} thread(s), {}\n",
         tables.join("\n"),
         report.memory.gb_per_second,
         report.memory.streams,
         report.memory.best_gb_per_second,
         report.dot_tops,
+        report.float_tops,
         report.threads,
         match Isa::detect() {
             Isa::Scalar => "portable code",
             isa => isa.name(),
         }
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_faster_path_than_the_default_is_reported() {
+        let peak = |isa, integers, floats| limits::Peak { isa, integers, floats };
+        let narrow = peak(Isa::Avx512Vnni, 1e12, 4e11);
+        let all = |floats| [narrow, peak(Isa::Avx512Bf16, 1e12, floats)];
+        assert!(warnings(&all(1e12), Isa::Avx512Bf16).is_empty());
+        assert!(warnings(&all(2e11), Isa::Avx512Vnni).is_empty());
+        // Half the rate of f32, and twice the products.
+        let slow = warnings(&all(2e11), Isa::Avx512Bf16);
+        assert!(slow.len() == 1 && slow[0].contains("QUANT_ISA=avx512vnni"), "{slow:?}");
+        assert!(warnings(&[], Isa::Scalar).is_empty());
+    }
 }

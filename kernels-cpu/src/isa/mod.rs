@@ -1,10 +1,17 @@
-//! Instruction sets, found once, and tokens that prove them.
+//! Instruction sets, detected once, and tokens that prove them.
 //!
-//! `QUANT_ISA` forces a path: `scalar`, on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, on AArch64 `neon`,
-//! `neondot`, `neoni8mm`, or `f32`, the widest that rounds no float to bf16; blanks around a name and capitals do not
-//! matter. A name that is none, or that the processor lacks, is an error of [`Isa::detect_checked`], which a program
-//! should ask when it starts. [`Isa::detect`] cannot fail, and never takes a slow path for a slip of the pen: of what the
-//! processor lacks it takes the widest that is not wider, and for what is no name the widest there is.
+//! `QUANT_ISA` forces a path: `scalar`, on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, `amx`, on AArch64 `neon`,
+//! `neondot`, `neoni8mm`, anywhere `amxemulated`, or `f32`, the widest that splits no float into bf16; surrounding blanks
+//! and capitals do not matter. An unknown name, or a path that the processor lacks, is an error of
+//! [`Isa::detect_checked`], which a program should call when it starts. [`Isa::detect`] cannot fail, and a typing error
+//! never selects a slow path: for a path that the processor lacks it takes the widest that is not wider, for an unknown
+//! name the default.
+//!
+//! The default is the fastest path of the processor, which is the widest except where `preference` knows better.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod preference;
 
 #[cfg(target_arch = "aarch64")]
 use std::arch::is_aarch64_feature_detected;
@@ -12,8 +19,8 @@ use std::sync::LazyLock;
 
 use crate::KernelError;
 
-/// A path through the kernels. Whole numbers give the same bits on all; floats do on all but `avx512bf16`, which
-/// splits them into two bf16.
+/// A path through the kernels. Integer products give the same bits on all of them. Float products do on all but those
+/// that split floats into bf16, see [`splits_floats`](Self::splits_floats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Isa {
@@ -27,22 +34,30 @@ pub enum Isa {
     Avx512Vnni,
     /// The same and BF16: `vdpbf16ps` for float activations.
     Avx512Bf16,
+    /// The same and AMX: products of tiles of 8-bit integers and of bf16. Linux only, and only where the system permits
+    /// this process to use tiles.
+    Amx,
     /// AArch64's Advanced SIMD: products in 16 bits, added in pairs.
     Neon,
     /// The same with `sdot` (dotprod).
     NeonDotprod,
     /// The same with `usdot` (i8mm).
     NeonI8mm,
+    /// [`Amx`](Self::Amx) with the tile unit in portable code, to the bit: for tests, on any processor. Slow, and never
+    /// chosen unless named.
+    AmxEmulated,
 }
 
 impl Isa {
-    /// From the plainest to the widest of each kind of processor.
-    pub const ALL: [Self; 8] = [
+    /// All paths that a processor may have, from the narrowest to the widest of each kind of processor. The emulated path
+    /// is not one of them.
+    pub const ALL: [Self; 9] = [
         Self::Scalar,
         Self::Avx2,
         Self::AvxVnni,
         Self::Avx512Vnni,
         Self::Avx512Bf16,
+        Self::Amx,
         Self::Neon,
         Self::NeonDotprod,
         Self::NeonI8mm,
@@ -56,16 +71,18 @@ impl Isa {
             Self::AvxVnni => "avxvnni",
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
             Self::Neon => "neon",
             Self::NeonDotprod => "neondot",
             Self::NeonI8mm => "neoni8mm",
+            Self::AmxEmulated => "amxemulated",
         }
     }
 
-    /// Whether this processor has it.
+    /// Whether this processor has it, and the system permits it. The emulated path can always be taken.
     pub fn is_available(self) -> bool {
         match self {
-            Self::Scalar => true,
+            Self::Scalar | Self::AmxEmulated => true,
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => {
                 is_x86_feature_detected!("avx2")
@@ -84,6 +101,8 @@ impl Isa {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => Self::Avx512Vnni.is_available() && is_x86_feature_detected!("avx512bf16"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512Bf16.is_available() && amx::is_usable(),
             // Vectors are read as memory has them.
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::Neon => is_aarch64_feature_detected!("neon"),
@@ -97,45 +116,72 @@ impl Isa {
         }
     }
 
-    /// All that this processor has.
+    /// All that this processor has, the narrowest first.
     pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The widest that this processor has, or the one that `QUANT_ISA` names; found once. What
-    /// [`detect_checked`](Self::detect_checked) refuses gives the widest, or of the paths of a name that the
-    /// processor lacks the widest that is not wider.
+    /// All that can be run here: what is available, and the emulated path. For tests of linear layers; other kernels run
+    /// portable code on the emulated path.
+    pub fn runnable() -> impl Iterator<Item = Self> {
+        Self::available().chain([Self::AmxEmulated])
+    }
+
+    /// Whether products of float activations split these into several bf16, so that results differ from those of other
+    /// paths within the documented bound.
+    pub fn splits_floats(self) -> bool {
+        matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
+    }
+
+    /// The path that is taken where `QUANT_ISA` names none: the fastest of this processor, by what is known of it.
+    pub fn fastest() -> Self {
+        preference::fastest()
+    }
+
+    /// The fastest that this processor has, or the one that `QUANT_ISA` names; detected once. Where
+    /// [`detect_checked`](Self::detect_checked) fails, it is the widest that is not wider than the path named, or the
+    /// fastest if there is no such name.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }
 
-    /// The same, for programs that tell a wrong `QUANT_ISA` when they start.
+    /// The same, for programs that report a wrong `QUANT_ISA` when they start.
     ///
     /// # Errors
-    /// [`KernelError::IsaName`] when `QUANT_ISA` names a path that is none, or that this processor lacks.
+    /// [`KernelError::IsaName`] when `QUANT_ISA` is an unknown name, or that of a path which this processor lacks.
     pub fn detect_checked() -> Result<Self, KernelError> {
         FOUND.as_ref().copied().map_err(|(_, error)| error.clone())
+    }
+
+    /// Whether dense products in bf16 by `vdpbf16ps` may be used: the processor has them, and `QUANT_ISA` names no path
+    /// without. That does not depend on which path is the fastest for linear layers.
+    pub(crate) fn dense_bf16() -> bool {
+        let unnamed =
+            std::env::var_os("QUANT_ISA").is_none_or(|name| name.to_string_lossy().trim().is_empty());
+        let named = matches!(Self::detect(), Self::Avx512Bf16 | Self::Amx);
+        Self::Avx512Bf16.is_available() && (unnamed || named)
     }
 
     /// What a value of `QUANT_ISA` means here; if it cannot be had, what is taken instead, and the error.
     fn named(value: &str) -> Result<Self, (Self, KernelError)> {
         let name = value.trim();
-        let widest = |most: Self| Self::available().filter(|isa| *isa <= most).last().unwrap_or(Self::Scalar);
-        let Some(last) = Self::available().last().filter(|_| !name.is_empty()) else {
-            return Ok(widest(Self::NeonI8mm));
-        };
+        let fastest = preference::fastest();
+        if name.is_empty() {
+            return Ok(fastest);
+        }
         if name.eq_ignore_ascii_case("f32") {
-            let exact = Self::available().filter(|isa| *isa != Self::Avx512Bf16);
+            let exact = Self::available().filter(|isa| !isa.splits_floats());
             return Ok(exact.last().unwrap_or(Self::Scalar));
         }
-        match Self::ALL.into_iter().find(|isa| name.eq_ignore_ascii_case(isa.name())) {
+        let found = Self::ALL.into_iter().chain([Self::AmxEmulated]);
+        match found.into_iter().find(|isa| name.eq_ignore_ascii_case(isa.name())) {
             Some(isa) if isa.is_available() => Ok(isa),
             found => {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
-                // Another kind of processor's name says nothing about this one's.
-                let instead = found.map_or(last, widest);
-                let instead = if instead == Self::Scalar { last } else { instead };
+                let narrower = |most: Self| Self::available().filter(|isa| *isa <= most).last();
+                // The name of another kind of processor says nothing about this one.
+                let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))
             }
         }
@@ -170,6 +216,11 @@ impl IsaToken {
     pub fn isa(self) -> Isa {
         self.0
     }
+
+    /// Whether linear layers may run on a tile unit, real or emulated.
+    pub(crate) fn has_tiles(self) -> bool {
+        matches!(self.0, Isa::Amx | Isa::AmxEmulated)
+    }
 }
 
 #[cfg(test)]
@@ -190,35 +241,35 @@ mod tests {
 
     #[test]
     fn names_are_taken_as_people_write_them() {
-        let widest = Isa::available().last().unwrap();
-        for isa in Isa::available() {
+        let fastest = preference::fastest();
+        for isa in Isa::runnable() {
             for name in [isa.name().to_owned(), format!(" {}\n", isa.name()), isa.name().to_uppercase()] {
                 assert_eq!(Isa::named(&name), Ok(isa));
             }
         }
-        assert_eq!([Isa::named(""), Isa::named("  ")], [Ok(widest), Ok(widest)]);
-        assert_ne!(Isa::named("F32"), Ok(Isa::Avx512Bf16));
-        assert!(Isa::named("f32").is_ok_and(|isa| widest == Isa::Scalar || isa != Isa::Scalar));
+        assert_eq!([Isa::named(""), Isa::named("  ")], [Ok(fastest), Ok(fastest)]);
+        assert!(Isa::named("F32").is_ok_and(|isa| !isa.splits_floats()));
+        assert!(Isa::named("f32").is_ok_and(|isa| fastest == Isa::Scalar || isa != Isa::Scalar));
     }
 
-    /// What cannot be had is told, and nothing slow is taken for it.
+    /// What cannot be had is reported, and nothing slow is taken for it.
     #[test]
     fn other_names_are_errors() {
-        let widest = Isa::available().last().unwrap();
+        let fastest = preference::fastest();
         for name in ["avx512", "avx-2", "auto", "no", "\u{fffd}"] {
             let (instead, error) = Isa::named(name).unwrap_err();
-            assert_eq!((instead, error.code()), (widest, 6));
+            assert_eq!((instead, error.code()), (fastest, 6));
             let text = error.to_string();
             assert!(
-                text.contains("QUANT_ISA") && text.contains(name) && text.contains(widest.name()),
+                text.contains("QUANT_ISA") && text.contains(name) && text.contains(fastest.name()),
                 "{text}"
             );
             assert!(text.contains("f32") && text.contains("scalar"), "{text}");
         }
         for isa in Isa::ALL.into_iter().filter(|isa| !isa.is_available()) {
             let (instead, error) = Isa::named(isa.name()).unwrap_err();
-            assert!(instead.is_available() && (instead <= isa || instead == widest), "{isa:?}");
-            assert!(instead != Isa::Scalar || widest == Isa::Scalar);
+            assert!(instead.is_available() && (instead <= isa || instead == fastest), "{isa:?}");
+            assert!(instead != Isa::Scalar || fastest == Isa::Scalar);
             assert!(error.to_string().contains(isa.name()));
         }
     }

@@ -1,0 +1,127 @@
+//! Compares the paths of linear layers with each other, in turns within one process, on one thread.
+//!
+//! `paths SHAPES TOKENS [KERNEL] [PATHS]`, such as `paths 4096x4096 1,16,512 w4a8 avx512vnni,amx`. Times are those that the
+//! thread ran (CPU time), so that other work on the machine disturbs them less: it still takes caches and memory.
+//! Weights are read in turn from copies of 256 MiB together. Rates are of medians; the products alone, then what
+//! making the rows takes beside them.
+
+#[cfg(target_os = "linux")]
+fn main() {
+    linux::main();
+}
+
+#[cfg(not(target_os = "linux"))]
+fn main() {
+    eprintln!("the CPU time of a thread is read on Linux only");
+}
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::hint::black_box;
+
+    use quant_kernels_cpu::limits::peaks;
+    use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, Serial, WeightView};
+    use rustix::time::{ClockId, clock_gettime};
+
+    const COPIES: usize = 256 << 20;
+    /// Name, bits, group size (0: the row), integer activations.
+    const KERNELS: [(&str, u8, usize, bool); 5] = [
+        ("w4a8-g128", 4, 128, true),
+        ("w4a8-g32", 4, 32, true),
+        ("w8a8-channel", 8, 0, true),
+        ("w4a16-g128", 4, 128, false),
+        ("w8a16-channel", 8, 0, false),
+    ];
+
+    /// Seconds that this thread ran.
+    fn cpu_time(run: impl FnOnce()) -> f64 {
+        let now = || {
+            let time = clock_gettime(ClockId::ThreadCPUTime);
+            time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+        };
+        let started = now();
+        run();
+        now() - started
+    }
+
+    fn median(values: &mut [f64]) -> f64 {
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    }
+
+    fn list<T>(text: &str, of: impl Fn(&str) -> Option<T>) -> Vec<T> {
+        text.split(',').map(|word| of(word).unwrap_or_else(|| panic!("`{word}` is not understood"))).collect()
+    }
+
+    pub fn main() {
+        let args: Vec<String> = std::env::args().skip(1).collect();
+        let arg = |i: usize, default: &str| args.get(i).cloned().unwrap_or(default.to_owned());
+        let shapes = list(&arg(0, "4096x4096"), |word| {
+            let (n, k) = word.split_once('x')?;
+            Some([n.parse::<usize>().ok()?, k.parse::<usize>().ok()?])
+        });
+        let tokens = list(&arg(1, "1,16,64,512"), |word| word.parse::<usize>().ok());
+        let only = arg(2, "");
+        let all: Vec<_> = Isa::available().filter(|isa| *isa != Isa::Scalar).map(Isa::name).collect();
+        let paths = list(&arg(3, &all.join(",")), |word| Isa::available().find(|isa| isa.name() == word));
+        for peak in peaks(5, &Serial) {
+            let [integers, floats] = [peak.integers, peak.floats].map(|rate| rate / 1e12);
+            println!(
+                "{}: in registers {integers:.2} TOPS of integers, {floats:.2} of floats",
+                peak.isa.name()
+            );
+        }
+        for [n, k] in shapes {
+            for (name, bits, group_size, integers) in
+                KERNELS.into_iter().filter(|(name, ..)| name.contains(&only))
+            {
+                let group_size = if group_size == 0 { k } else { group_size };
+                let mask = u8::MAX >> (8 - bits);
+                let code = |i: usize| (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[2] & mask;
+                let codes: Vec<u8> = (0..n * k).map(code).collect();
+                let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
+                let view = WeightView::new([n, k], bits, group_size, &codes, &scales, None).expect("a shape");
+                let packed = PackedLinear::pack(&view, None, false, &Serial).expect("weights");
+                let (layout, bytes) = (RowLayout::of(packed.layout()), packed.layout().bytes());
+                let copies = vec![packed; COPIES.div_ceil(bytes)];
+                for &m in &tokens {
+                    let x: Vec<f32> = (0..m * k).map(|i| ((i * 7919) % 997) as f32 - 498.0).collect();
+                    let mut out = vec![1.0_f32; m * n];
+                    let mut times = vec![(Vec::new(), Vec::new()); paths.len()];
+                    for round in 0..if m <= 16 { 24 } else { 7 } {
+                        for (i, (isa, times)) in paths.iter().zip(&mut times).enumerate() {
+                            let token = isa.token().expect("it is available");
+                            let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
+                            let mut rows = || match integers {
+                                true => whole.quantize(&x, layout, &Serial).expect("rows"),
+                                false => floats.pack(&x, layout, &Serial).expect("rows"),
+                            };
+                            // Memory is taken in the first call.
+                            rows();
+                            times.1.push(cpu_time(&mut rows));
+                            let weight = copies[(round * paths.len() + i) % copies.len()].view();
+                            times.0.push(cpu_time(|| {
+                                match integers {
+                                    true => weight.multiply(token, &whole, None, &mut out, &Serial),
+                                    false => weight.multiply_float(&floats, None, &mut out, &Serial),
+                                }
+                                .expect("a product");
+                            }));
+                            black_box(&out);
+                        }
+                    }
+                    for (isa, (products, rows)) in paths.iter().zip(&mut times) {
+                        let (product, rows) = (median(products), median(rows));
+                        println!(
+                            "{name} {n} x {k}, {m} token(s), {}: {:.3} TOPS, {:.1} GB/s; rows take {:.1} % on top",
+                            isa.name(),
+                            2.0 * (m * n * k) as f64 / product / 1e12,
+                            bytes as f64 / product / 1e9,
+                            100.0 * rows / product
+                        );
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Whether this process may use the tile unit (AMX): the processor has it, the system saves its state, and permits it.
+//!
+//! Tiles are 8 KiB of state per thread, which Linux saves only for processes that asked. The request is made once, when
+//! somebody first looks for the instruction set. Where it is refused (an old kernel, a filter of system calls, signal
+//! stacks that are too small for the larger frames) the path counts as absent, and the next one is taken.
+#![allow(unsafe_code, reason = "CPUID, XGETBV and a system call")]
+
+/// Whether tiles of 8-bit integers and of bf16 may be used by all threads of this process.
+#[cfg(target_os = "linux")]
+pub(super) fn is_usable() -> bool {
+    use std::sync::LazyLock;
+    static USABLE: LazyLock<bool> =
+        LazyLock::new(|| linux::processor_has_it() && linux::system_saves_it() && linux::permitted());
+    *USABLE
+}
+
+/// Other systems are not asked.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn is_usable() -> bool {
+    false
+}
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use core::arch::asm;
+    use core::arch::x86_64::{__cpuid, __cpuid_count};
+
+    /// The components of the extended state: the configuration of tiles, and their data.
+    const TILE_CONFIG: u64 = 1 << 17;
+    const TILE_DATA: u64 = 1 << 18;
+
+    /// `arch_prctl` and its request to use a component that is off by default.
+    const ARCH_PRCTL: usize = 158;
+    const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+
+    /// Leaf 7 has the flags; leaf 0x1d describes palette 1, whose sizes the kernels are written for.
+    #[allow(unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
+    pub(super) fn processor_has_it() -> bool {
+        // SAFETY: every x86-64 processor has CPUID, and leaves are read up to the largest it names.
+        unsafe {
+            if __cpuid(0).eax < 0x1d {
+                return false;
+            }
+            let (flags, palette) = (__cpuid_count(7, 0).edx, __cpuid_count(0x1d, 1));
+            let [bf16, tile, int8] = [22, 24, 25].map(|bit| flags >> bit & 1 == 1);
+            // 8 tiles of 1024 bytes, 16 rows of 64.
+            let sizes = [palette.eax, palette.ebx, palette.ecx & 0xffff];
+            tile && int8 && bf16 && sizes == [1024 << 16 | 8192, 8 << 16 | 64, 16]
+        }
+    }
+
+    /// XCR0 names the components that the system saves.
+    #[allow(unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
+    pub(super) fn system_saves_it() -> bool {
+        // SAFETY: CPUID as above; XGETBV is there where CPUID says that the system uses XSAVE (bit 27).
+        unsafe {
+            if __cpuid(1).ecx >> 27 & 1 == 0 {
+                return false;
+            }
+            let (low, high): (u32, u32);
+            asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") high,
+                 options(nomem, nostack, preserves_flags));
+            let saved = u64::from(high) << 32 | u64::from(low);
+            saved & (TILE_CONFIG | TILE_DATA) == TILE_CONFIG | TILE_DATA
+        }
+    }
+
+    /// Asks the system, for all threads of the process.
+    pub(super) fn permitted() -> bool {
+        let refused: isize;
+        // SAFETY: the request reads and writes no memory of ours; a system call changes rax, rcx and r11 only.
+        unsafe {
+            asm!("syscall", inlateout("rax") ARCH_PRCTL => refused, in("rdi") ARCH_REQ_XCOMP_PERM,
+                 in("rsi") TILE_DATA.trailing_zeros() as usize, lateout("rcx") _, lateout("r11") _,
+                 options(nostack));
+        }
+        refused == 0
+    }
+}

@@ -1,0 +1,79 @@
+//! Which of the paths that a processor has is its fastest.
+//!
+//! Mostly it is the widest. Where an instruction exists but is slow, a row of [`KNOWN`] says so, and how that is known;
+//! `quant bench kernels` measures every path and warns where a row is wrong. Only the path that is chosen unasked depends
+//! on this: `QUANT_ISA` and tokens take any path that the processor has.
+
+use super::Isa;
+
+/// A path that is not the fastest on some processors.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "there is a row for x86-64 only"))]
+struct Known {
+    /// The vendor as CPUID spells it.
+    vendor: &'static str,
+    /// What tells the processors apart. Family and model do not: virtual machines make them up.
+    applies: fn() -> bool,
+    /// The path to leave out.
+    slow: Isa,
+}
+
+#[cfg(target_arch = "x86_64")]
+const KNOWN: [Known; 1] = [
+    // Intel's server cores since Sapphire Rapids, which AVX512-FP16 identifies: `vdpbf16ps` on 512 bits runs at half
+    // the operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels,
+    // 2026-11-24). Where tiles are available they are preferred to both, so this matters where they are not permitted.
+    Known {
+        vendor: "GenuineIntel",
+        applies: || is_x86_feature_detected!("avx512fp16"),
+        slow: Isa::Avx512Bf16,
+    },
+    // No row for AMD: on Zen 4 and Zen 5 `vdpbf16ps` runs at twice the operations of f32 FMA (0.5 against 0.25 TFLOP/s
+    // per core on Zen 5, benchmarks/record/kernels, 2026-11-23), so the widest path is the fastest.
+    // No row for Intel's Cooper Lake, the only other one with AVX512-BF16: it was not measured.
+];
+#[cfg(not(target_arch = "x86_64"))]
+const KNOWN: [Known; 0] = [];
+
+/// The fastest path of this processor, by what is known of it.
+pub(super) fn fastest() -> Isa {
+    let vendor = vendor();
+    let slow =
+        |isa: Isa| KNOWN.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)());
+    Isa::available().filter(|&isa| !slow(isa)).last().unwrap_or(Isa::Scalar)
+}
+
+/// The vendor that CPUID names.
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code, unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
+fn vendor() -> [u8; 12] {
+    // SAFETY: every x86-64 processor has CPUID and its leaf 0.
+    let leaf = unsafe { core::arch::x86_64::__cpuid(0) };
+    let mut name = [0; 12];
+    for (part, word) in name.chunks_exact_mut(4).zip([leaf.ebx, leaf.edx, leaf.ecx]) {
+        part.copy_from_slice(&word.to_le_bytes());
+    }
+    name
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn vendor() -> [u8; 12] {
+    [0; 12]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fastest_path_is_available_and_not_known_to_be_slow() {
+        let fastest = fastest();
+        assert!(fastest.is_available());
+        let widest = Isa::available().last().unwrap();
+        // Nothing else than a row of the table may prefer a narrower one.
+        assert!(fastest == widest || KNOWN.iter().any(|k| k.slow == widest), "{fastest:?} {widest:?}");
+        #[cfg(target_arch = "x86_64")]
+        if vendor() == *b"GenuineIntel" && is_x86_feature_detected!("avx512fp16") {
+            assert_ne!(fastest, Isa::Avx512Bf16);
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! What is done with tiles beside their products: codes are expanded before them, and their sums join the totals of rows,
+//! which are scaled and written in the end.
+
+use core::ops::Range;
+
+use super::{AHEAD, Tiled};
+use crate::layout::{LINE, PANEL_ROWS, ScaleType};
+use crate::linear::ahead::Ahead;
+use crate::linear::dispatch::{FLOAT, PROGRESSIVE};
+use crate::linear::tile::{self, Tile, scales_of};
+use crate::simd::Lanes;
+use crate::simd::tiles::{ROW, TileUnit};
+
+/// Expands the codes of some blocks of `count` panels from `weights` on.
+///
+/// # Safety
+/// As [`multiply`](super::multiply); `to` must be valid for all blocks of as many panels that are `to_panel` bytes apart.
+#[inline(always)]
+pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIND: usize>(
+    t: &Tiled<'_>,
+    weights: *const u8,
+    count: usize,
+    blocks: Range<usize>,
+    to: *mut u8,
+    to_panel: usize,
+) {
+    let (layout, tiling) = (t.layout, t.tiling);
+    let (steps, step_bytes) = (layout.steps(), layout.step_bytes());
+    let expanded = if KIND == FLOAT { 256 } else { 128 };
+    // Of two panels what comes next is asked for by the products.
+    let (panels, waits) = (count, count > 2);
+    let ahead = Ahead::new(layout, panels, AHEAD);
+    let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
+    // SAFETY: as the caller vouches: steps are below those of a group, and groups below their number.
+    unsafe {
+        let table = U::table(centre);
+        for (i, block) in blocks.enumerate() {
+            let (g, first) = (block / tiling.blocks, block % tiling.blocks * tiling.steps);
+            let count = tiling.steps.min(steps - first);
+            for p in 0..panels {
+                let panel = weights.add(p * layout.panel_bytes());
+                let byte = (g * steps + first) * step_bytes;
+                let to = to.add(p * to_panel + i * tiling.steps * expanded);
+                let minus = match layout.middle() {
+                    Some(middle) => U::Lanes::splat(i32::from(middle)),
+                    None => {
+                        let zeros = panel.add(layout.zeros_at() + g * PANEL_ROWS * BITS / 8);
+                        if BITS == 4 { U::Lanes::load_u4(zeros) } else { U::Lanes::load_u8(zeros) }
+                    }
+                };
+                // Four equal bytes.
+                let minus = U::Lanes::mul(minus, U::Lanes::splat(0x0101_0101));
+                for step in 0..count {
+                    let (byte, to) = (byte + step * step_bytes, to.add(step * expanded));
+                    let from = panel.add(byte);
+                    if waits {
+                        let next = from.wrapping_add(ahead.of(byte));
+                        U::Lanes::prefetch(next);
+                        if BITS == 8 {
+                            U::Lanes::prefetch(next.wrapping_add(LINE));
+                        }
+                    }
+                    match (KIND, BITS) {
+                        (FLOAT, _) => U::expand_bf16::<BITS>(from, table, to),
+                        (_, 4) => U::expand_signed(from, minus, to),
+                        _ => from.copy_to_nonoverlapping(to, expanded),
+                    }
+                }
+                to.add(count * expanded).write_bytes(0, (tiling.steps - count) * expanded);
+            }
+        }
+    }
+}
+
+/// Adds the sums of a group to the totals of a tile.
+///
+/// # Safety
+/// As [`multiply`](super::multiply); `sums` and `totals` must be tiles of the scratch, and the group one of the panel's.
+#[inline(always)]
+pub(in crate::linear) unsafe fn join<L: Lanes, const BITS: usize, const KIND: usize>(
+    t: &Tiled<'_>,
+    panel: *const u8,
+    tile: usize,
+    g: usize,
+    sums: *const u8,
+    totals: *mut f32,
+) {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        match (KIND, g) {
+            (FLOAT, 0) => join_floats::<L, BITS, true>(t, panel, tile, g, sums, totals),
+            (FLOAT, _) => join_floats::<L, BITS, false>(t, panel, tile, g, sums, totals),
+            _ if BITS == 4 && t.zero == 0 => {
+                if g == 0 {
+                    join_integers::<L, BITS, KIND, true, true>(t, panel, tile, g, sums, totals);
+                } else {
+                    join_integers::<L, BITS, KIND, false, true>(t, panel, tile, g, sums, totals);
+                }
+            }
+            (_, 0) => join_integers::<L, BITS, KIND, true, false>(t, panel, tile, g, sums, totals),
+            _ => join_integers::<L, BITS, KIND, false, false>(t, panel, tile, g, sums, totals),
+        }
+    }
+}
+
+/// Adds a group's sums of integers to the totals, times its scale. With `PLAIN` nothing is to be taken off the sums.
+///
+/// # Safety
+/// As [`join`].
+#[inline(always)]
+unsafe fn join_integers<
+    L: Lanes,
+    const BITS: usize,
+    const KIND: usize,
+    const FIRST: bool,
+    const PLAIN: bool,
+>(
+    t: &Tiled<'_>,
+    panel: *const u8,
+    tile: usize,
+    g: usize,
+    sums: *const u8,
+    totals: *mut f32,
+) {
+    let layout = t.layout;
+    // SAFETY: as the caller vouches: rows of a slot are 64 bytes.
+    unsafe {
+        let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
+        // What the zero of activations counts too much.
+        let mut shift = L::splat(0);
+        if !PLAIN && t.zero != 0 {
+            let sums = L::load_i32(panel.add(layout.sums_at() + 4 * g * PANEL_ROWS));
+            shift = L::mul(sums, L::splat(t.zero));
+        }
+        let zeros = match layout.middle() {
+            Some(middle) => L::splat(i32::from(middle)),
+            None if BITS == 8 => L::load_u8(panel.add(layout.zeros_at() + g * PANEL_ROWS)),
+            // Codes of 4 bits were expanded less theirs.
+            None => L::splat(0),
+        };
+        let row_sums = t.sums.cast::<i32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
+        for r in 0..t.rows_of(tile) {
+            let mut sum = L::load_i32(sums.add(r * ROW));
+            if !PLAIN {
+                sum = L::sub(sum, shift);
+            }
+            if BITS == 8 {
+                sum = L::sub(sum, L::mul(zeros, L::splat(*row_sums.add(r))));
+            }
+            let at = totals.add(r * PANEL_ROWS);
+            let total = if FIRST { L::zero() } else { L::load_f32(at.cast()) };
+            let total = if KIND == PROGRESSIVE {
+                L::as_f32(L::add(L::as_i32(total), L::mul(sum, L::as_i32(scales))))
+            } else {
+                L::fma(L::to_f32(sum), scales, total)
+            };
+            L::store_f32(at, total);
+        }
+    }
+}
+
+/// The same of floats; what zeros differ from the centre is multiplied with the sums of activations.
+///
+/// # Safety
+/// As [`join`].
+#[inline(always)]
+unsafe fn join_floats<L: Lanes, const BITS: usize, const FIRST: bool>(
+    t: &Tiled<'_>,
+    panel: *const u8,
+    tile: usize,
+    g: usize,
+    sums: *const u8,
+    totals: *mut f32,
+) {
+    let layout = t.layout;
+    // SAFETY: as the caller vouches: rows of a slot are 64 bytes.
+    unsafe {
+        let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
+        let progressive = layout.scales() == ScaleType::Progressive;
+        let scales = if progressive { L::to_f32(L::as_i32(scales)) } else { scales };
+        let mut zeros = L::zero();
+        if layout.middle().is_none() {
+            let at = panel.add(layout.zeros_at() + g * PANEL_ROWS * BITS / 8);
+            let stored = if BITS == 4 { L::load_u4(at) } else { L::load_u8(at) };
+            zeros = L::to_f32(L::sub(L::splat(1 << (BITS - 1)), stored));
+        }
+        let row_sums = t.sums.cast::<f32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
+        for r in 0..t.rows_of(tile) {
+            let mut sum = L::load_f32(sums.add(r * ROW));
+            if layout.middle().is_none() {
+                sum = L::fma(zeros, L::splat_f32(*row_sums.add(r)), sum);
+            }
+            let at = totals.add(r * PANEL_ROWS);
+            let total = if FIRST { L::zero() } else { L::load_f32(at.cast()) };
+            L::store_f32(at, L::fma(sum, scales, total));
+        }
+    }
+}
+
+/// Multiplies the totals of a tile with what is left to multiply with, and writes them to the columns of panel `number`.
+///
+/// # Safety
+/// As [`multiply`](super::multiply); all groups must have joined the totals.
+#[inline(always)]
+pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
+    t: &Tiled<'_>,
+    panel: *const u8,
+    number: usize,
+    tile: usize,
+    totals: *const f32,
+) {
+    let (n, column) = (t.layout.n(), number * PANEL_ROWS);
+    for r in 0..t.rows_of(tile) {
+        let row = tile * t.tiling.rows + r;
+        let out = Tile {
+            layout: t.layout,
+            weights: panel,
+            strip: 1,
+            activations: core::ptr::null(),
+            sums: core::ptr::null(),
+            eights: core::ptr::null(),
+            scales: if t.scales.is_null() { t.scales } else { t.scales.wrapping_add(row) },
+            zero: t.zero,
+            rest: false,
+            bias: if t.bias.is_null() { t.bias } else { t.bias.wrapping_add(column) },
+            out: t.out.wrapping_add(row * n + column),
+            stride: n,
+            columns: n - column,
+        };
+        // SAFETY: as the caller vouches: rows of totals are 16 values, and rows and columns those of `out`.
+        unsafe {
+            let total = L::load_f32(totals.add(r * PANEL_ROWS).cast());
+            let total = if KIND == PROGRESSIVE { L::to_f32(L::as_i32(total)) } else { total };
+            tile::finish::<L, 1, 1>(&out, [[total]]);
+        }
+    }
+}

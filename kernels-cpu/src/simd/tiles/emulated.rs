@@ -1,0 +1,143 @@
+//! The tile unit in portable code, to the bit: what the hardware is compared with, and what tests run on without it.
+
+use half::bf16;
+
+use super::{ROW, Shape, TileUnit};
+use crate::activation::float::PAIRS;
+use crate::simd::Lanes;
+use crate::simd::scalar::Scalar;
+
+/// Tiles in memory.
+pub(crate) struct Emulated {
+    shape: Shape,
+    tiles: [[[u8; ROW]; 16]; 8],
+}
+
+impl Emulated {
+    /// Rows of a tile, and bytes of each.
+    fn size(&self, tile: usize) -> [usize; 2] {
+        match tile {
+            t if super::RIGHT.contains(&t) => [self.shape.depth, ROW],
+            t if super::LEFT.contains(&t) => [self.shape.rows, 4 * self.shape.depth],
+            t => {
+                debug_assert!(super::SUMS.contains(&t));
+                [self.shape.rows, ROW]
+            }
+        }
+    }
+
+    /// The 32 bits of a tile at `[row, column]`.
+    fn word(&self, tile: usize, row: usize, column: usize) -> [u8; 4] {
+        let bytes = &self.tiles[tile][row][4 * column..][..4];
+        [bytes[0], bytes[1], bytes[2], bytes[3]]
+    }
+
+    /// Replaces each sum by what becomes of it, its row of the left operand and its column of the right one.
+    fn each(&mut self, [sum, left, right]: [usize; 3], of: impl Fn([u8; 4], &[[[u8; 4]; 2]]) -> [u8; 4]) {
+        for row in 0..self.shape.rows {
+            for column in 0..16 {
+                let mut terms = [[[0; 4]; 2]; 16];
+                for (k, term) in terms.iter_mut().enumerate().take(self.shape.depth) {
+                    *term = [self.word(left, row, k), self.word(right, k, column)];
+                }
+                let new = of(self.word(sum, row, column), &terms[..self.shape.depth]);
+                self.tiles[sum][row][4 * column..][..4].copy_from_slice(&new);
+            }
+        }
+    }
+}
+
+/// `sum + Σ left · right` over four bytes of each pair.
+fn integers(sum: [u8; 4], terms: &[[[u8; 4]; 2]], right: fn(u8) -> i32) -> [u8; 4] {
+    let products = terms.iter().flat_map(|[l, r]| (0..4).map(move |i| i32::from(l[i] as i8) * right(r[i])));
+    products.fold(i32::from_le_bytes(sum), i32::wrapping_add).to_le_bytes()
+}
+
+/// Zero of the same sign for what is subnormal.
+fn flush(value: f32) -> f32 {
+    if value.is_subnormal() { 0.0_f32.copysign(value) } else { value }
+}
+
+/// The `f32` of two bytes of bf16.
+fn widen(bytes: [u8; 2]) -> f32 {
+    flush(bf16::from_le_bytes(bytes).to_f32())
+}
+
+/// `sum + (Σ even + Σ odd)`, as the instruction rounds it.
+fn floats(sum: [u8; 4], terms: &[[[u8; 4]; 2]]) -> [u8; 4] {
+    let mut parts = [0.0_f32; 2];
+    for [l, r] in terms {
+        for (i, part) in parts.iter_mut().enumerate() {
+            let (l, r) = (widen([l[2 * i], l[2 * i + 1]]), widen([r[2 * i], r[2 * i + 1]]));
+            *part = flush(l.mul_add(r, *part));
+        }
+    }
+    let both = flush(parts[0] + parts[1]);
+    flush(flush(f32::from_le_bytes(sum)) + both).to_le_bytes()
+}
+
+#[allow(unsafe_code, reason = "reads and writes where the caller says")]
+impl TileUnit for Emulated {
+    type Lanes = Scalar;
+    /// What is taken off every code.
+    type Table = i32;
+
+    unsafe fn configure(shape: Shape) -> Self {
+        assert!((1..=16).contains(&shape.rows) && (1..=16).contains(&shape.depth));
+        Self { shape, tiles: [[[0; ROW]; 16]; 8] }
+    }
+    unsafe fn zero<const T: usize>(&mut self) {
+        self.tiles[T] = [[0; ROW]; 16];
+    }
+    unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize) {
+        let [rows, bytes] = self.size(T);
+        self.tiles[T] = [[0; ROW]; 16];
+        for (r, row) in self.tiles[T].iter_mut().enumerate().take(rows) {
+            // SAFETY: the caller vouches for the tile's rows, `stride` apart; a row of the tile has room for as many bytes.
+            unsafe { at.add(r * stride).copy_to_nonoverlapping(row.as_mut_ptr(), bytes) };
+        }
+    }
+    unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
+        for (r, row) in self.tiles[SUM].iter().enumerate().take(self.shape.rows) {
+            // SAFETY: the caller vouches for the tile's rows.
+            unsafe { at.add(r * ROW).copy_from_nonoverlapping(row.as_ptr(), ROW) };
+        }
+    }
+    unsafe fn add_signed<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self) {
+        self.each([SUM, LEFT, RIGHT], |sum, terms| integers(sum, terms, |byte| i32::from(byte as i8)));
+    }
+    unsafe fn add_unsigned<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self) {
+        self.each([SUM, LEFT, RIGHT], |sum, terms| integers(sum, terms, i32::from));
+    }
+    unsafe fn add_bf16<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self) {
+        self.each([SUM, LEFT, RIGHT], floats);
+    }
+
+    unsafe fn expand_signed(step: *const u8, minus: [i32; 16], to: *mut u8) {
+        // SAFETY: the caller vouches for the step.
+        let codes = unsafe { Scalar::codes4(step) };
+        for (half, codes) in codes.into_iter().enumerate() {
+            for (i, code) in codes.into_iter().enumerate() {
+                let code = code.wrapping_sub(minus[i / 4].to_le_bytes()[i % 4]);
+                // SAFETY: the caller vouches for 128 bytes.
+                unsafe { to.add(64 * half + i).write(code) };
+            }
+        }
+    }
+    unsafe fn table(centre: i32) -> i32 {
+        centre
+    }
+    unsafe fn expand_bf16<const BITS: usize>(step: *const u8, centre: i32, to: *mut u8) {
+        for (part, first) in PAIRS.into_iter().enumerate() {
+            for (half, feature) in [first, first + 2].into_iter().enumerate() {
+                // SAFETY: the caller vouches for the step.
+                let codes = unsafe { Scalar::code::<BITS>(step, feature) };
+                for (r, code) in codes.into_iter().enumerate() {
+                    let value = bf16::from_f32((code - centre) as f32).to_le_bytes();
+                    // SAFETY: the caller vouches for 256 bytes.
+                    unsafe { to.add(64 * part + 4 * r + 2 * half).cast::<[u8; 2]>().write(value) };
+                }
+            }
+        }
+    }
+}

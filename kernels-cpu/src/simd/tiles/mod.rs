@@ -1,0 +1,76 @@
+//! A tile unit: eight registers of up to 16 rows of 64 bytes, and products of two of them added to a third.
+//!
+//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] computes the same bits in
+//! portable code, so that tests run everywhere, and is compared with the hardware where there is one.
+//!
+//! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of the left one's
+//! rows: of 16 output features four neighbouring codes each, or two neighbouring bf16. That is the order of a panel's
+//! steps ([`layout`](crate::layout)), so codes of 8 bits are multiplied where they are, and others are expanded step by
+//! step.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+pub(crate) mod emulated;
+
+use super::Lanes;
+
+/// Bytes of a row of a tile.
+pub(crate) const ROW: usize = 64;
+/// Bytes of a tile.
+pub(crate) const TILE: usize = 16 * ROW;
+
+/// Sums, `[rows, 16]` of 32 bits each.
+pub(crate) const SUMS: core::ops::Range<usize> = 0..4;
+/// Right operands, `[depth, 64 bytes]`.
+pub(crate) const RIGHT: core::ops::Range<usize> = 4..6;
+/// Left operands, `[rows, 4 · depth bytes]`.
+pub(crate) const LEFT: core::ops::Range<usize> = 6..8;
+
+/// The sizes of all tiles during a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shape {
+    /// Rows of left operands and sums: 1 to 16.
+    pub(crate) rows: usize,
+    /// Rows of right operands, a quarter of the bytes in a row of the left ones: 1 to 16.
+    pub(crate) depth: usize,
+}
+
+/// What multiplies tiles. A value is the unit in its configured state, on one thread; dropping it releases the unit,
+/// whichever way that comes.
+///
+/// # Safety
+/// Every method may be called only where the processor has what the implementation needs. `SUM`, `LEFT` and `RIGHT` are
+/// tiles of the ranges of these names; pointers must be valid for the rows that the shape gives the tile, `stride` bytes
+/// apart, at any alignment.
+pub(crate) trait TileUnit: Sized {
+    /// For what is not a product of tiles.
+    type Lanes: Lanes;
+    /// What turns codes into pairs of bf16.
+    type Table: Copy;
+
+    /// Configures the unit, all tiles zero. Whatever state it had is lost.
+    unsafe fn configure(shape: Shape) -> Self;
+
+    unsafe fn zero<const T: usize>(&mut self);
+    unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize);
+    /// Writes sums, [`ROW`] bytes for every row.
+    unsafe fn store<const SUM: usize>(&mut self, at: *mut u8);
+    /// Adds the products of signed bytes with signed bytes; sums are modulo `2³²`.
+    unsafe fn add_signed<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
+    /// The same with unsigned bytes on the right.
+    unsafe fn add_unsigned<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
+    /// Adds the products of bf16 in `f32`. Of each output, even and odd positions are summed from zero in order, each
+    /// product added in one rounding; then the two are added, and their sum to the output. Subnormal operands and results
+    /// count as zero.
+    unsafe fn add_bf16<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
+
+    /// Expands a step of 64 bytes of codes of 4 bits, less `minus` (of every row four equal bytes), to 128 bytes at `to`.
+    unsafe fn expand_signed(step: *const u8, minus: <Self::Lanes as Lanes>::I, to: *mut u8);
+    /// What [`expand_bf16`](Self::expand_bf16) needs to take `centre` off every code.
+    unsafe fn table(centre: i32) -> Self::Table;
+    /// Expands a step of codes of 4 or 8 bits, less the centre, to 256 bytes of pairs of bf16 at `to`.
+    unsafe fn expand_bf16<const BITS: usize>(step: *const u8, table: Self::Table, to: *mut u8);
+}
+
+#[cfg(test)]
+mod tests;
