@@ -116,11 +116,10 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>
         let global = tensor.global.ok_or_else(|| inconsistent("it has no global scale"))?;
         bytes.push(global.to_le_bytes().to_vec());
     }
-    match (tensor.scheme.activations, tensor.input) {
-        (ActivationScheme::Fp8Static | ActivationScheme::Nvfp4, Some(input)) => {
-            bytes.push(input.scale.to_le_bytes().to_vec());
-        }
-        _ => {}
+    if let (ActivationScheme::Fp8Static | ActivationScheme::Nvfp4, Some(input)) =
+        (tensor.scheme.activations, tensor.input)
+    {
+        bytes.push(input.scale.to_le_bytes().to_vec());
     }
     Ok(bytes)
 }
