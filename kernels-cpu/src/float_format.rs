@@ -1,4 +1,4 @@
-//! Floating-point formats of one byte that weights are stored in: what every code means, and how values are rounded.
+//! Floating-point formats that weights are stored in: what every code means, and how values are rounded.
 //!
 //! E4M3 has a sign, four bits of exponent with bias 7 and three of mantissa; no infinity, and one NaN of each sign:
 //!
@@ -11,23 +11,31 @@
 //!
 //! A value becomes the nearest code, halves to even; beyond ±448 it saturates, as torch 2.12 and later does. No value
 //! becomes a NaN code. The sign of a zero is kept, and a negative value that rounds to zero becomes `0x80`, as in torch.
+//!
+//! E2M1 has four bits, a code per byte here: the sign is bit 3, and the codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+//! There is no infinity and no NaN. Rounding is the same: nearest, halves to the even code, saturating at ±6.
+//!
+//! Scales may be powers of two, E8M0: [`e8m0_value`]. E5M2 is read, and no scheme writes it: [`e5m2_value`].
 
-/// A floating-point format of one byte.
+/// A floating-point format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum FloatFormat {
     /// E4M3 without infinities (`float8_e4m3fn`).
     E4m3,
+    /// E2M1, four bits (`float4_e2m1fn`).
+    E2m1,
 }
 
 impl FloatFormat {
     /// All of them.
-    pub const ALL: [Self; 1] = [Self::E4m3];
+    pub const ALL: [Self; 2] = [Self::E4m3, Self::E2m1];
 
-    /// Its name in schemes: `f8` for E4M3.
+    /// Its name in schemes: `f8` for E4M3, `f4` for E2M1.
     pub const fn name(self) -> &'static str {
         match self {
             Self::E4m3 => "f8",
+            Self::E2m1 => "f4",
         }
     }
 
@@ -35,6 +43,7 @@ impl FloatFormat {
     pub const fn bits(self) -> u8 {
         match self {
             Self::E4m3 => 8,
+            Self::E2m1 => 4,
         }
     }
 
@@ -42,14 +51,16 @@ impl FloatFormat {
     pub const fn largest(self) -> f32 {
         match self {
             Self::E4m3 => 448.0,
+            Self::E2m1 => 6.0,
         }
     }
 
-    /// What every code means; NaN where it means no number.
+    /// What every code means; NaN where it means no number, or has more bits than the format.
     #[inline]
     pub fn values(self) -> &'static [f32; 256] {
         match self {
             Self::E4m3 => &E4M3_VALUES,
+            Self::E2m1 => &E2M1_VALUES,
         }
     }
 
@@ -69,6 +80,7 @@ impl FloatFormat {
     pub fn round(self, x: f32) -> f32 {
         match self {
             Self::E4m3 => e4m3_round(x),
+            Self::E2m1 => e2m1_round(x),
         }
     }
 
@@ -78,6 +90,7 @@ impl FloatFormat {
     pub fn code(self, x: f32) -> u8 {
         match self {
             Self::E4m3 => e4m3_code(x),
+            Self::E2m1 => e2m1_code(x),
         }
     }
 }
@@ -145,6 +158,65 @@ fn e4m3_code(x: f32) -> u8 {
     code as u8 | (x.to_bits() >> 24) as u8 & 0x80
 }
 
+/// The values of E2M1; what has more than four bits means nothing.
+static E2M1_VALUES: [f32; 256] = {
+    let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let mut values = [f32::NAN; 256];
+    let mut code = 0;
+    while code < 8 {
+        values[code] = magnitudes[code];
+        values[code | 8] = -magnitudes[code];
+        code += 1;
+    }
+    values
+};
+
+/// The magnitude of `x`, at most 6 (which NaN becomes), and the distance between the values of E2M1 around it.
+#[inline(always)]
+fn e2m1_step(x: f32) -> (f32, f32) {
+    let magnitude = x.abs();
+    let magnitude = if magnitude < 6.0 { magnitude } else { 6.0 };
+    let step = if magnitude < 4.0 { 1.0 } else { 2.0 };
+    (magnitude, if magnitude < 2.0 { 0.5 } else { step })
+}
+
+/// `1.5 · 2²³`: times a power of two, adding it rounds to multiples of that power, halves to even.
+const MULTIPLES: f32 = 12_582_912.0;
+
+#[inline(always)]
+fn e2m1_round(x: f32) -> f32 {
+    let (magnitude, step) = e2m1_step(x);
+    let magic = step * MULTIPLES;
+    let rounded = (magnitude + magic) - magic;
+    f32::from_bits(rounded.to_bits() | x.to_bits() & 1 << 31)
+}
+
+#[inline(always)]
+fn e2m1_code(x: f32) -> u8 {
+    let (magnitude, step) = e2m1_step(x);
+    // In the sum the lowest bits count steps. Two more codes lie below each wider range than it has steps below it.
+    let steps = (magnitude + step * MULTIPLES).to_bits() & 15;
+    let below = if magnitude < 4.0 { 2 } else { 4 };
+    let below = if magnitude < 2.0 { 0 } else { below };
+    (steps + below) as u8 | (x.to_bits() >> 28) as u8 & 8
+}
+
+/// What a code of E8M0 means, `2^(code − 127)`; NaN of 255. Every value is exact in `f32` (2⁻¹²⁷ is subnormal there).
+#[inline]
+pub const fn e8m0_value(code: u8) -> f32 {
+    match code {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        _ => f32::from_bits((code as u32) << 23),
+    }
+}
+
+/// What a code of E5M2 means: it is the high byte of an IEEE half. `0x7C` is infinity, `0x7D` to `0x7F` are NaN.
+#[inline]
+pub fn e5m2_value(code: u8) -> f32 {
+    half::f16::from_bits(u16::from(code) << 8).to_f32()
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -152,6 +224,7 @@ mod tests {
     use super::*;
 
     const E4M3: FloatFormat = FloatFormat::E4m3;
+    const E2M1: FloatFormat = FloatFormat::E2m1;
 
     /// Sign, exponent and mantissa, in f64 and without a table.
     fn definition(code: u8) -> Option<f64> {
@@ -221,5 +294,71 @@ mod tests {
                 prop_assert_eq!(distance(code), least, "{} became {}", x, E4M3.value(code));
             }
         }
+
+        #[test]
+        fn the_nearest_value_of_four_bits_is_found(bits in any::<u32>(), small in -8.0_f32..8.0) {
+            for x in [f32::from_bits(bits), small] {
+                if !x.is_finite() {
+                    continue;
+                }
+                let code = E2M1.code(x);
+                prop_assert!(code < 16);
+                prop_assert_eq!(E2M1.value(code).to_bits(), E2M1.round(x).to_bits());
+                let distance = |code: u8| (f64::from(E2M1.value(code)) - f64::from(x)).abs();
+                let least = (0..16).map(distance).fold(f64::MAX, f64::min);
+                prop_assert_eq!(distance(code), least, "{} became {}", x, E2M1.value(code));
+            }
+        }
+    }
+
+    #[test]
+    fn four_bits() {
+        for code in 0..=255_u8 {
+            assert_eq!(E2M1.is_number(code), code < 16);
+        }
+        for code in 0..16 {
+            // A sign, two bits of exponent with bias 1, one of mantissa.
+            let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
+            let magnitude = match exponent {
+                0 => mantissa / 2.0,
+                _ => (1.0 + mantissa / 2.0) * 2.0_f32.powi(exponent - 1),
+            };
+            let value = if code & 8 != 0 { -magnitude } else { magnitude };
+            assert_eq!(E2M1.value(code).to_bits(), value.to_bits(), "{code}");
+            assert_eq!(E2M1.code(value), code);
+            assert_eq!(E2M1.round(value).to_bits(), value.to_bits());
+        }
+        for (x, code) in [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)] {
+            let x: f32 = x;
+            assert_eq!((E2M1.code(x), E2M1.code(-x)), (code, code | 8), "{x}");
+            let [below, above] = [x.next_down(), x.next_up()].map(|x| E2M1.code(x));
+            assert_eq!(above - below, 1, "{x} lies between two codes");
+        }
+        for x in [6.0, 7.0, 1e30, f32::INFINITY] {
+            assert_eq!((E2M1.code(x), E2M1.code(-x), E2M1.round(-x)), (7, 15, -6.0));
+        }
+        assert_eq!((E2M1.code(-0.0), E2M1.code(-1e-9), E2M1.code(0.0)), (8, 8, 0));
+        assert!(E2M1.is_number(E2M1.code(f32::NAN)));
+    }
+
+    #[test]
+    fn powers_of_two_and_the_other_format_of_eight_bits() {
+        for code in 0..255 {
+            assert_eq!(f64::from(e8m0_value(code)), 2.0_f64.powi(i32::from(code) - 127));
+        }
+        assert!(e8m0_value(255).is_nan());
+        for code in 0..=255_u8 {
+            let (exponent, mantissa) = (i32::from(code >> 2 & 31), f64::from(code & 3));
+            let magnitude = match exponent {
+                31 if mantissa == 0.0 => f64::INFINITY,
+                31 => f64::NAN,
+                0 => mantissa / 4.0 * 2.0_f64.powi(-14),
+                _ => (1.0 + mantissa / 4.0) * 2.0_f64.powi(exponent - 15),
+            };
+            let value = f64::from(e5m2_value(code));
+            let expected = if code & 0x80 != 0 { -magnitude } else { magnitude };
+            assert!(value == expected || value.is_nan() && expected.is_nan(), "{code:#x}");
+        }
+        assert_eq!(e5m2_value(0x7b), 57344.0);
     }
 }

@@ -34,7 +34,7 @@ pub use activation::{
 };
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;
-pub use float_format::FloatFormat;
+pub use float_format::{FloatFormat, e5m2_value, e8m0_value};
 pub use hadamard::{Construction, Hadamard};
 pub use isa::{Isa, IsaToken};
 pub use layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, Unpacked};

@@ -153,6 +153,7 @@ impl<'a> WeightView<'a> {
         match self.float {
             None => Ok(()),
             Some(FloatFormat::E4m3) => Err(KernelError::Scheme("a matrix of FP8 (E4M3) weights")),
+            Some(FloatFormat::E2m1) => Err(KernelError::Scheme("a matrix of FP4 (E2M1) weights")),
         }
     }
 

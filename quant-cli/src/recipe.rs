@@ -25,7 +25,9 @@ pub struct RecipeOptions {
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
     /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally kv4 or kv8, optionally with -g128, -channel, -sym,
-    /// -asym, -progressive (two levels of scales), and after a8 with -static or -static-asym
+    /// -asym, -progressive (two levels of scales), and after a8 with -static or -static-asym; or floating-point weights:
+    /// wf8af8-channel, wf8af8-tensor-static, wf8af8-b128, wf4a16-g16-nv (NVFP4), wf4a16-g32-mx (MXFP4) and others, see
+    /// docs/naming.md; fp8, nvfp4 and mxfp8 are understood too
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
     /// Container to write [default: compressed-tensors]; several go into OUT/FORMAT each
@@ -88,6 +90,14 @@ pub struct RecipeOptions {
     /// model [default: quantized; of qoq float]
     #[arg(long, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
+    /// NVFP4: how the scale of a group is chosen: amax (the largest weight gets the largest code), four-over-six (or the
+    /// code of 4, whichever leaves the smaller error) or sweep (the best of 13 neighbouring scales) [default: sweep]
+    #[arg(long, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
+    pub scale_search: Option<String>,
+    /// MODEL is quantized: take what its codes stand for as weights. What its quantization lost stays lost, and rounding
+    /// loses more; start from the float checkpoint where there is one
+    #[arg(long, help_heading = "Recipe")]
+    pub requantize: bool,
     /// Calibration windows [default: 64]
     #[arg(long, value_name = "N", help_heading = "Calibration")]
     pub samples: Option<usize>,
@@ -207,6 +217,15 @@ impl RecipeOptions {
         if let Some(search) = &self.search {
             recipe.settings.search = search.parse()?;
         }
+        if let Some(search) = &self.scale_search {
+            if !recipe.searches_scales() {
+                return Err(Error::usage(
+                    "--scale-search has no effect: only the scales of NVFP4 are searched for",
+                    "leave it out, or choose a scheme such as wf4a16-g16-nv",
+                ));
+            }
+            recipe.settings.scale_search = search.parse()?;
+        }
         let gptq = &mut recipe.gptq;
         *gptq = GptqSettings {
             damping: self.damping.unwrap_or(gptq.damping),
@@ -246,7 +265,9 @@ impl RecipeOptions {
         let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, asymmetric, .. } =
             self;
         let Self { ignore, overrides, search, samples, seq_len, seed, packing, mask, .. } = self;
-        let other = [preset, method, scheme, group_size, search, packing, mask].iter().any(|o| o.is_some())
+        let other = [preset, method, scheme, group_size, search, packing, mask, &self.scale_search]
+            .iter()
+            .any(|o| o.is_some())
             || [symmetric, asymmetric].iter().any(|flag| **flag)
             || !(ignore.is_empty() && overrides.is_empty())
             || [samples, seq_len].iter().any(|o| o.is_some())

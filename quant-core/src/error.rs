@@ -501,11 +501,11 @@ impl Error {
             }
             Self::AlreadyQuantized { .. } => {
                 "quantize from the original float checkpoint, or give nothing but --format to write the same \
-                 numbers in another container"
+                 numbers in another container; --requantize takes what the codes stand for as weights, and loses twice"
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
-                "compressed-tensors pack-quantized and int-quantized, AWQ gemm, GPTQ and QServe checkpoints can be read; \
+                "compressed-tensors, AWQ gemm, GPTQ, QServe and FP8 (quant_method fp8) checkpoints can be read; \
                  `quant quantize` also starts from the original float checkpoint"
                     .into()
             }

@@ -1,8 +1,11 @@
 //! Numeric formats of linears, and the short names they are asked for by.
 
+mod float;
+
 use std::fmt;
 use std::str::FromStr;
 
+pub use float::{BLOCK, FLOAT_SCHEMES, MX_GROUP, NV_GROUP};
 pub use quant_kernels_cpu::FloatFormat;
 
 use crate::checkpoint::Dtype;
@@ -19,14 +22,20 @@ pub enum Granularity {
     Group(usize),
     /// The whole row: one scale an output channel.
     Channel,
+    /// Blocks of [`BLOCK`] rows and columns; those at the edges may be smaller.
+    Block,
+    /// The whole weight.
+    Tensor,
 }
 
 impl Granularity {
-    /// The group size for rows of width `columns`.
+    /// The group size for rows of width `columns`: the longest runs of equal length in which all weights of a row have
+    /// one scale. In memory every row and group has a scale of its own, also where several share one.
     pub fn group_size(self, columns: usize) -> usize {
         match self {
             Self::Group(size) => size,
-            Self::Channel => columns,
+            Self::Channel | Self::Tensor => columns,
+            Self::Block => float::common_divisor(BLOCK, columns),
         }
     }
 }
@@ -44,6 +53,39 @@ pub enum ActivationScheme {
         /// Whether zero is the middle of the grid; otherwise it is where the text has it (`-static-asym`).
         symmetric: bool,
     },
+    /// E4M3 with a scale for every token, found when the token comes (`af8`).
+    Fp8Token,
+    /// E4M3 with one scale for all tokens, found on a calibration text (`af8`, `-static`).
+    Fp8Static,
+    /// E4M3 with a scale for every token and 128 inputs, found when the token comes (`af8` of `-b128`).
+    Fp8Group,
+    /// E4M3 with a power of two for every token and 32 inputs, found when the token comes (`af8` of `-mx`).
+    Mxfp8,
+    /// E2M1 with an E4M3 scale for every token and 16 inputs, found when the token comes, below one F32 for all tokens,
+    /// found on a calibration text (`af4`).
+    Nvfp4,
+}
+
+impl ActivationScheme {
+    /// Whether a scale is found on a calibration text.
+    pub fn is_static(self) -> bool {
+        matches!(self, Self::Static { .. } | Self::Fp8Static | Self::Nvfp4)
+    }
+
+    /// Whether inputs are rounded to floating-point numbers.
+    pub fn is_float(self) -> bool {
+        matches!(self, Self::Fp8Token | Self::Fp8Static | Self::Fp8Group | Self::Mxfp8 | Self::Nvfp4)
+    }
+
+    /// What stands after the `a` of a scheme.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Float => "16",
+            Self::Token | Self::Static { .. } => "8",
+            Self::Fp8Token | Self::Fp8Static | Self::Fp8Group | Self::Mxfp8 => "f8",
+            Self::Nvfp4 => "f4",
+        }
+    }
 }
 
 /// The format of a scale.
@@ -66,12 +108,14 @@ impl ScaleFormat {
     /// The format of scales that are stored in this type.
     ///
     /// # Errors
-    /// [`Error::Usage`] for other types, and for formats that no scheme of this version has.
+    /// [`Error::Usage`] for other types.
     pub fn of(dtype: Dtype) -> Result<Self> {
         match dtype {
             Dtype::F16 => Ok(Self::F16),
             Dtype::Bf16 => Ok(Self::Bf16),
             Dtype::F32 => Ok(Self::F32),
+            Dtype::F8E8M0 => Ok(Self::E8m0),
+            Dtype::F8E4M3 => Ok(Self::E4m3),
             _ => Err(Error::usage(
                 format!("scales cannot be stored as {dtype}"),
                 "store them as F16, BF16 or F32",
@@ -121,8 +165,9 @@ impl WeightFormat {
 
 /// How a linear is quantized: the format of its weight, and the grid of its input.
 ///
-/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3), bits of the activations, granularity (`g32`, `g64`,
-/// `g128` … or `channel`), of integers symmetry (`sym` or `asym`), `progressive` where scales have two levels; with
+/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3, `f4` E2M1), bits of the activations, granularity (`g32`,
+/// `g64`, `g128` … or `channel`; of floating-point weights also `b128` and `tensor`), of integers symmetry (`sym` or
+/// `asym`), `progressive` where scales have two levels; of floating-point groups the kind of scales (`nv` or `mx`); with
 /// activations of 8 bits, `-static` or `-static-asym` where their scale is not found per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinearScheme {
@@ -207,9 +252,9 @@ impl LinearScheme {
         is_w8a8 && self.granularity == Granularity::Channel && self.is_symmetric()
     }
 
-    /// Whether the input's scale is found on a calibration text.
+    /// Whether the input's scale, or one of its two, is found on a calibration text.
     pub fn has_static_activations(&self) -> bool {
-        matches!(self.activations, ActivationScheme::Static { .. })
+        self.activations.is_static()
     }
 }
 
@@ -280,21 +325,39 @@ pub struct SchemeRequest {
 
 impl SchemeRequest {
     /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`; what it leaves out comes
-    /// from `self`, but for `w8a8` and `wf8a16`, which mean one scale per row unless `self` is such a scheme
-    /// itself. Two levels of scales have to be asked for.
+    /// from `self`, but for `w8a8` and floating-point weights, which have one scale per row unless `self` is such a
+    /// scheme itself. Two levels of scales have to be asked for. `fp8`, `nvfp4` and the like are understood too.
     ///
     /// # Errors
     /// When a part is not understood; the message lists what is.
     pub fn refine(self, text: &str) -> Result<Self> {
+        let text = float::alias(text).unwrap_or(text);
         let mut parts = text.split('-');
         let head = parts.next().unwrap_or_default();
         let mut scheme = self.with_head(head).ok_or_else(|| not_understood(text, head))?;
         let (mut symmetry, mut granularity, mut progressive) = (false, false, false);
+        let mut suffix = None;
         while let Some(part) = parts.next() {
             let unknown = || not_understood(text, part);
+            if part == "static" && scheme.activations == ActivationScheme::Fp8Token {
+                scheme.activations = ActivationScheme::Fp8Static;
+                if let Some(more) = parts.next() {
+                    return Err(not_understood(text, more));
+                }
+                break;
+            }
             if part == "static" && scheme.activations != ActivationScheme::Float {
                 scheme.activations = static_activations(text, &mut parts)?;
                 break;
+            }
+            if let (Some(group), WeightRequest::Float(_), None) =
+                (float::group_of(part), scheme.weight, suffix)
+            {
+                suffix = Some(part);
+                if !granularity {
+                    scheme.granularity = Granularity::Group(group);
+                }
+                continue;
             }
             let said = match part {
                 "sym" | "asym" => &mut symmetry,
@@ -308,11 +371,16 @@ impl SchemeRequest {
                 ("progressive", WeightRequest::Int { bits: 4, two_level, .. }) => *two_level = true,
                 ("sym" | "asym", WeightRequest::Int { symmetric, .. }) => *symmetric = Some(part == "sym"),
                 ("channel", _) => scheme.granularity = Granularity::Channel,
+                ("b128", WeightRequest::Float(_)) => scheme.granularity = Granularity::Block,
+                ("tensor", WeightRequest::Float(_)) => scheme.granularity = Granularity::Tensor,
                 _ => {
                     let size = part.strip_prefix('g').and_then(|s| s.parse().ok()).filter(|s| *s >= 1);
                     scheme.granularity = Granularity::Group(size.ok_or_else(unknown)?);
                 }
             }
+        }
+        if let WeightRequest::Float(format) = scheme.weight {
+            scheme.settle_float(format, suffix)?;
         }
         scheme.check()?;
         Ok(scheme)
@@ -322,9 +390,10 @@ impl SchemeRequest {
     fn with_head(self, head: &str) -> Option<Self> {
         let (weight, activations) = head.strip_prefix('w')?.split_once('a')?;
         let mut weight = WeightRequest::named(weight)?;
-        let activations = match activations {
-            "16" => ActivationScheme::Float,
-            "8" => ActivationScheme::Token,
+        let activations = match (activations, weight) {
+            ("16", _) => ActivationScheme::Float,
+            ("8", _) => ActivationScheme::Token,
+            (name, WeightRequest::Float(_)) => float::activations(name)?,
             _ => return None,
         };
         if let (WeightRequest::Int { symmetric, .. }, WeightRequest::Int { symmetric: of_base, .. }) =
@@ -333,8 +402,13 @@ impl SchemeRequest {
             *symmetric = of_base;
         }
         let mut scheme = Self { weight, activations, ..self };
-        if (scheme.is_w8a8() && !self.is_w8a8()) || (scheme.is_float() && !self.is_float()) {
+        let is_other_float = scheme.is_float() && scheme.weight != self.weight;
+        let is_of_floats = matches!(scheme.granularity, Granularity::Block | Granularity::Tensor);
+        if (scheme.is_w8a8() && !self.is_w8a8()) || is_other_float || (is_of_floats && !scheme.is_float()) {
             scheme.granularity = Granularity::Channel;
+        }
+        if activations == ActivationScheme::Nvfp4 {
+            scheme.granularity = Granularity::Group(NV_GROUP);
         }
         Some(scheme)
     }
@@ -342,8 +416,8 @@ impl SchemeRequest {
     /// Fails when its parts contradict each other, or this version has no such scheme.
     ///
     /// # Errors
-    /// [`Error::Usage`] for two levels of scales where a row has one scale, and for floating-point weights in groups or
-    /// under rounded activations.
+    /// [`Error::Usage`] for two levels of scales where a row has one scale, and for floating-point weights with scales or
+    /// activations that no scheme of this version has.
     pub fn check(&self) -> Result<()> {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
@@ -353,15 +427,10 @@ impl SchemeRequest {
                      -g128-progressive",
                 ))
             }
-            WeightRequest::Float(_) if self.activations != ActivationScheme::Float => Err(Error::usage(
-                format!(
-                    "scheme `{self}`: floating-point weights are not combined with 8-bit integer activations"
-                ),
-                "choose wf8a16-channel, or w8a8",
-            )),
-            WeightRequest::Float(_) if self.granularity != Granularity::Channel => Err(Error::usage(
-                format!("scheme `{self}`: FP8 weights have one scale per row"),
-                "choose wf8a16-channel",
+            WeightRequest::Float(format) => self.check_float(format),
+            WeightRequest::Int { .. } if self.activations.is_float() => Err(Error::usage(
+                format!("scheme `{self}`: integer weights are not combined with floating-point activations"),
+                "choose a16 or a8, or floating-point weights, such as wf8af8-channel",
             )),
             _ => Ok(()),
         }
@@ -434,8 +503,9 @@ fn not_understood(text: &str, part: &str) -> Error {
         format!("scheme `{text}`: `{part}` is not understood"),
         format!(
             "a scheme is {integers}, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
-         then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; or wf8a16-channel; for \
-         example w4a16-g64-asym, w8a8, w4a8-g128-progressive"
+         then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
+         example w4a16-g64-asym, w8a8, w4a8-g128-progressive; or one of {}",
+            FLOAT_SCHEMES.join(", ")
         ),
     )
 }
@@ -484,7 +554,7 @@ impl FromStr for SchemeRequest {
 
 impl fmt::Display for SchemeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let activations = if self.activations == ActivationScheme::Float { 16 } else { 8 };
+        let activations = self.activations.name();
         match self.weight {
             WeightRequest::Int { bits, .. } => write!(f, "w{bits}a{activations}-")?,
             WeightRequest::Float(format) => write!(f, "w{}a{activations}-", format.name())?,
@@ -492,6 +562,12 @@ impl fmt::Display for SchemeRequest {
         match self.granularity {
             Granularity::Group(size) => write!(f, "g{size}")?,
             Granularity::Channel => f.write_str("channel")?,
+            Granularity::Block => write!(f, "b{BLOCK}")?,
+            Granularity::Tensor => f.write_str("tensor")?,
+        }
+        if let WeightRequest::Float(format) = self.weight {
+            let (scales, activations) = float::ending(format, self.granularity, self.activations);
+            return write!(f, "{scales}{activations}");
         }
         if let WeightRequest::Int { symmetric, two_level, .. } = self.weight {
             f.write_str(match symmetric {
@@ -502,109 +578,12 @@ impl fmt::Display for SchemeRequest {
             f.write_str(if two_level { "-progressive" } else { "" })?;
         }
         f.write_str(match self.activations {
-            ActivationScheme::Float | ActivationScheme::Token => "",
             ActivationScheme::Static { symmetric: true } => "-static",
             ActivationScheme::Static { symmetric: false } => "-static-asym",
+            _ => "",
         })
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_read_back_as_they_are_written() {
-        for text in [
-            "w4a16-g128-sym",
-            "w3a16-channel-asym",
-            "w8a16-g32-sym",
-            "w5a16-g64-asym",
-            "w6a16-g128-sym",
-            "w7a16-channel-sym",
-            "w8a8-channel-sym",
-            "w4a8-g128-asym",
-            "w8a8-channel-sym-static",
-            "w8a8-channel-sym-static-asym",
-            "w4a8-g128-sym-progressive",
-            "w4a8-g64-asym-progressive-static-asym",
-            "wf8a16-channel",
-        ] {
-            assert_eq!(text.parse::<LinearScheme>().unwrap().to_string(), text);
-        }
-        let base: SchemeRequest = "w4a16-g64-asym".parse().unwrap();
-        assert_eq!(base.refine("w8a16-channel").unwrap().to_string(), "w8a16-channel-asym");
-    }
-
-    #[test]
-    fn symmetry_may_be_left_open() {
-        let open: SchemeRequest = "w4a16-g64".parse().unwrap();
-        assert_eq!(open.to_string(), "w4a16-g64");
-        assert_eq!(open.refine("w8a16-sym").unwrap().to_string(), "w8a16-g64-sym");
-        assert_eq!(open.with_default_symmetry(false).to_string(), "w4a16-g64-asym");
-        let said: SchemeRequest = "w4a16-g64-sym".parse().unwrap();
-        assert_eq!(said.with_default_symmetry(false).to_string(), "w4a16-g64-sym");
-        assert_eq!("w4a16".parse::<LinearScheme>().unwrap().to_string(), "w4a16-g128-sym");
-    }
-
-    #[test]
-    fn activations_of_8_bits() {
-        let scheme = |text: &str| text.parse::<LinearScheme>().unwrap();
-        assert_eq!(scheme("w8a8").to_string(), "w8a8-channel-sym");
-        assert_eq!(scheme("w4a8").to_string(), "w4a8-g128-sym");
-        assert_eq!(scheme("w8a8-g64-static-sym").to_string(), "w8a8-g64-sym-static");
-        assert_eq!(scheme("w8a8-static-asym").activations, ActivationScheme::Static { symmetric: false });
-        // Of the scheme that it refines, only granularity and symmetry are left.
-        let base: SchemeRequest = "w8a8-g64-static".parse().unwrap();
-        assert_eq!(base.refine("w8a8").unwrap().to_string(), "w8a8-g64");
-        assert_eq!(base.refine("w8a16").unwrap().to_string(), "w8a16-g64");
-    }
-
-    #[test]
-    fn what_is_not_understood_or_said_twice_is_refused() {
-        for text in [
-            "",
-            "w1a16",
-            "w9a16",
-            "w4a4",
-            "w4a16-static",
-            "w8a8-static-channel",
-            "w8a8-static-sym-asym",
-            "w8a8-static-static",
-            "w8",
-            "4a16",
-            "w4a16-",
-            "w4a16-g0",
-            "w4a16-gx",
-            "w4a16-g64-channel",
-            "w4a16-sym-asym",
-            "w8a8-g128-progressive",
-            "w4a8-channel-progressive",
-            "w4a8-progressive-progressive",
-            "wf8a8",
-            "wf8a16-g128",
-            "wf8a16-sym",
-            "wf8a16-asym",
-            "wf8a16-progressive",
-            "wf4a16",
-            "wf8",
-        ] {
-            assert!(text.parse::<LinearScheme>().is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn floating_point_weights() {
-        let scheme: LinearScheme = "wf8a16".parse().unwrap();
-        assert_eq!(scheme.to_string(), "wf8a16-channel", "one scale per row unless groups are asked for");
-        assert_eq!(scheme.float_format(), Some(FloatFormat::E4m3));
-        assert_eq!((scheme.bits(), scheme.int_bits(), scheme.max_code()), (8, None, 255));
-        assert!(scheme.is_symmetric() && !scheme.is_progressive() && !scheme.is_stored_as_bytes());
-        assert_eq!(scheme.with_symmetry(false), scheme);
-        let mut request = SchemeRequest::from(scheme);
-        assert!(request.set_symmetric(true).is_ok());
-        assert!(matches!(request.set_symmetric(false), Err(Error::Usage { .. })));
-        // Back to integers, the granularity stays and symmetry is open.
-        assert_eq!(request.refine("w8a16").unwrap().to_string(), "w8a16-channel");
-    }
-}
+mod tests;

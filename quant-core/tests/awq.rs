@@ -60,7 +60,7 @@ impl Search {
         let block = model.block(0, &model.rope(windows.length()).unwrap()).unwrap();
         let embed = || HiddenStates::embed(&model, windows).unwrap();
         let mut hidden = embed();
-        let grid = Grid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype };
+        let grid = Grid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
         let task = BlockTask {

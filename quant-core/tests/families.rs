@@ -14,7 +14,7 @@ use candle_core::{Device, Tensor};
 use common::{flat, logits, normal, recipe, relative_difference, run, windows};
 use configs::{Case, cases};
 use quant_core::CancelToken;
-use quant_core::checkpoint::{ConfigFields, Dtype};
+use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource};
 use quant_core::model::{Block, FoldGroup, KvCaching, Model, NoTap, NodeId, Op, Segments, arch};
 use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold, rotate};
 use rand::rngs::StdRng;
@@ -380,7 +380,7 @@ fn what_is_not_computed_is_refused_by_its_field() {
         let key = if field == "llama_4_scaling_beta" { "rope_parameters" } else { field };
         config.insert(key.into(), value.clone());
         let fields = ConfigFields::new(Path::new("config.json"), &config);
-        let said = arch::describe(&fields).expect_err(field).to_string();
+        let said = arch::describe(&fields, &MemorySource::new()).expect_err(field).to_string();
         assert!(said.contains(&format!("{field}`")), "{name} {field} {value}: {said}");
     }
 }
@@ -405,7 +405,9 @@ fn patterns_of_layers_are_those_of_the_family() {
             config.remove(key);
         }
         config.insert("num_hidden_layers".into(), json!(8));
-        let architecture = arch::describe(&ConfigFields::new(Path::new("config.json"), &config)).unwrap();
+        let architecture =
+            arch::describe(&ConfigFields::new(Path::new("config.json"), &config), &MemorySource::new())
+                .unwrap();
         let found = (0..8).map(|layer| {
             let graph = architecture.graph(layer);
             let turned = graph.nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
@@ -421,7 +423,8 @@ fn model_types_must_fit() {
     for case in cases() {
         let mut config = case.config.clone();
         let describe = |config: &Map<String, Value>| {
-            arch::describe(&ConfigFields::new(Path::new("config.json"), config)).map(|a| a.family)
+            arch::describe(&ConfigFields::new(Path::new("config.json"), config), &MemorySource::new())
+                .map(|a| a.family)
         };
         config.insert("model_type".into(), json!(case.family()));
         assert_eq!(describe(&config).unwrap(), case.family());

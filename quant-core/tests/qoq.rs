@@ -227,7 +227,7 @@ impl Bench {
         hidden.watch(&block, &CancelToken::new(), &mut ranges).unwrap();
         let ranges = ranges.1;
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, tiny.norm_dtype)).collect();
-        let grid = Grid { scheme: "w4a8-g16-asym".parse().unwrap(), scale_dtype: Dtype::F16 };
+        let grid = Grid { scheme: "w4a8-g16-asym".parse().unwrap(), scale_dtype: Dtype::F16, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         Self { model, block, hidden, ranges, norm_dtypes, grids, settings }
     }

@@ -36,6 +36,7 @@ from pathlib import Path
 from unittest import mock
 
 import check_families
+import check_floats
 import check_numbers
 import check_pages
 import check_profiles
@@ -370,6 +371,7 @@ def main():
             if arguments.only in f"chat {style}":
                 check.chat(style)
         check_numbers.run_all(check, arguments.only)
+        check_floats.run_all(check, arguments.only)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)

@@ -9,7 +9,7 @@ import shutil
 
 import numpy
 import torch
-from independent_pack import e4m3_numbers
+from independent_floats import e4m3_numbers
 from safetensors.torch import load_file, save_file
 
 TYPE = torch.float8_e4m3fn

@@ -8,7 +8,9 @@
 //!   tensor name;
 //! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, tokens and the assistant's part of every
 //!   conversation;
-//! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text.
+//! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
+//! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as the inputs of a linear are: `fp8-token`,
+//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -18,6 +20,7 @@ use std::process::ExitCode;
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
 use quant_core::model::{Decoder, Model};
+use quant_core::quantize::InputGrid;
 use quant_core::{CancelToken, Silent};
 use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
 
@@ -32,6 +35,11 @@ fn main() -> ExitCode {
         ["weights", model, out] => weights(model, out),
         ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
+        ["inputs", rule, from, out] => inputs(rule, None, from, out),
+        ["inputs", rule, from, out, scale] => match scale.parse() {
+            Ok(scale) => inputs(rule, Some(scale), from, out),
+            Err(error) => Err(format!("scale {scale}: {error}").into()),
+        },
         _ => Err("usage: interop-dump logits|decoded|weights|tokens|chats ...; see the source".into()),
     };
     match outcome {
@@ -57,6 +65,25 @@ fn save(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>, out: &str) -> Result
         .map(|(name, shape, bytes)| Ok((name, TensorView::new(Stored::F32, (*shape).clone(), bytes)?)))
         .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
     Ok(serialize_to_file(views, None, Path::new(out))?)
+}
+
+fn inputs(rule: &str, scale: Option<f32>, from: &str, out: &str) -> Result<(), Failure> {
+    let grid = match (rule, scale) {
+        ("fp8-token", None) => InputGrid::Fp8Token,
+        ("fp8-group", None) => InputGrid::Fp8Group,
+        ("mxfp8", None) => InputGrid::Mxfp8,
+        ("fp8-static", Some(scale)) => InputGrid::Fp8Static { scale },
+        ("nvfp4", Some(global)) => InputGrid::Nvfp4 { global },
+        _ => return Err(format!("no rule {rule} with scale {scale:?}").into()),
+    };
+    let bytes = std::fs::read(from)?;
+    let tensors = safetensors::SafeTensors::deserialize(&bytes)?;
+    let x = tensors.tensor("x")?;
+    let &[tokens, k] = x.shape() else { return Err("x is not a matrix".into()) };
+    let mut values = vec![0.0; tokens * k];
+    Dtype::F32.widen(x.data(), &mut values);
+    grid.round(&mut values, k);
+    save(&BTreeMap::from([("x".to_owned(), (vec![tokens, k], values))]), out)
 }
 
 fn logits(model: &str, tokens: &str, out: &str) -> Result<(), Failure> {

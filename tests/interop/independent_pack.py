@@ -1,4 +1,4 @@
-"""Reads compressed-tensors `pack-quantized`, `int-quantized` and `float-quantized` checkpoints with numpy alone.
+"""Reads compressed-tensors checkpoints with numpy alone.
 
 Written from the description of the format, so that it shares no code with the program under test
 or with compressed-tensors. For a linear layer X of shape [out, in] with b-bit weights:
@@ -17,12 +17,8 @@ or, `int-quantized`,
   X.input_zero_point   int8 [1]                       asymmetric static activations only
 
 and w = (q - z) * scale, computed in f32 with one rounding. Values whose width does not divide 32
-straddle words, as compressed-tensors has written them since 0.18. Or, `float-quantized`,
-
-  X.weight             F8_E4M3 [out, in]              sign, 4 bits of exponent (bias 7), 3 of mantissa
-  X.weight_scale       float [out, 1]
-
-and w = number * scale, computed in f32 with one rounding.
+straddle words, as compressed-tensors has written them since 0.18. Floating-point weights are read by
+independent_floats.py.
 
 Prints one line of JSON a packed tensor: its scheme and, given the float original, the relative RMS
 error (plain rounding only: a method that folds scales changes the original weights too).
@@ -34,10 +30,11 @@ import re
 import shutil
 from pathlib import Path
 
+import independent_floats
 import numpy
 from safetensors.numpy import save_file
 
-DTYPES = {"F8_E4M3": "<u1", "I8": "<i1", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8"}
+DTYPES = {"F8_E4M3": "<u1", "U8": "<u1", "I8": "<i1", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8"}
 
 
 class Checkpoint:
@@ -112,16 +109,6 @@ def unpack(words, bits, columns):
     return digits @ (1 << numpy.arange(bits, dtype=numpy.int32)) - (1 << (bits - 1))
 
 
-def e4m3_numbers():
-    """f32 [256]: what each code of F8_E4M3 stands for; it has no infinity, and NaN is all ones."""
-    codes = numpy.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    magnitude = numpy.where(exponent == 0, mantissa / 8 * 2.0 ** -6,
-                            (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    magnitude[(codes & 0x7F) == 0x7F] = numpy.nan
-    return numpy.where(codes >> 7 == 1, -magnitude, magnitude).astype(numpy.float32)
-
-
 def expect(what, found, wanted):
     if tuple(found) != tuple(wanted):
         raise ValueError(f"{what} is {tuple(found)}, expected {tuple(wanted)}")
@@ -129,6 +116,9 @@ def expect(what, found, wanted):
 
 def check_input(checkpoint, module, activations):
     """What is stored of the input must be what the group says of it."""
+    if activations is not None and activations["type"] == "float":
+        independent_floats.check_input(checkpoint, module, activations)
+        return
     static = activations is not None and not activations["dynamic"]
     stored = {"input_scale": static, "input_zero_point": static and not activations["symmetric"]}
     for suffix, wanted in stored.items():
@@ -144,19 +134,10 @@ def check_input(checkpoint, module, activations):
 def dequantize(checkpoint, module, scheme, form):
     """f32 [out, in]"""
     bits = scheme["num_bits"]
-    if (form == "float-quantized") != (scheme["type"] == "float"):
+    if (form in independent_floats.FORMATS) != (scheme["type"] == "float"):
         raise ValueError(f"{module} is {form} as {scheme}")
-    if form == "float-quantized":
-        if (bits, scheme["strategy"], scheme["symmetric"]) != (8, "channel", True):
-            raise ValueError(f"{module} is float-quantized as {scheme}")
-        expect(f"type of {module}.weight", (checkpoint.places[f"{module}.weight"][2]["dtype"],), ("F8_E4M3",))
-        scale = checkpoint.read(f"{module}.weight_scale")
-        codes = checkpoint.read(f"{module}.weight")
-        expect(f"shape of {module}.weight_scale", scale.shape, (len(codes), 1))
-        numbers = e4m3_numbers()[codes]
-        if not numpy.isfinite(numbers).all():
-            raise ValueError(f"{module}.weight holds NaN")
-        return numbers * scale
+    if form in independent_floats.FORMATS:
+        return independent_floats.dequantize(checkpoint, module, scheme, form)
     if form == "int-quantized":
         if (bits, scheme["strategy"], scheme["symmetric"]) != (8, "channel", True):
             raise ValueError(f"{module} is int-quantized as {scheme}")

@@ -93,11 +93,174 @@ fn containers_refuse_what_they_cannot_hold() {
         ("wf8a8", "not combined with 8-bit integer activations"),
         ("wf8a16-g128", "one scale per row"),
         ("wf8a16-channel-asym", "`asym` is not understood"),
-        ("wf4a16", "`wf4a16` is not understood"),
+        ("wf4a16", "FP4 weights are in groups: -g16-nv or -g32-mx"),
+        ("wf4a16-g16-mx", "its scales are not -mx"),
+        ("w4af8", "`w4af8` is not understood"),
     ] {
         let run = quant(args!["plan", &model, "--scheme", scheme]);
         check_message(scheme, &run, 2, &[expected]);
     }
+}
+
+/// A model whose widths are those that blocks and groups ask for.
+fn wide(directory: &Path) {
+    let tiny = TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() };
+    tiny.write(directory);
+}
+
+#[test]
+fn every_floating_point_scheme_is_written_and_evaluated() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    wide(&model);
+    let batch = ["--samples", "2", "--seq-len", "32"];
+    for (scheme, method, format, expected) in [
+        ("wf8a16-tensor", "rtn", "float-quantized", ["weight F8_E4M3", "weight_scale BF16", ""]),
+        ("fp8", "gptq", "float-quantized", ["weight F8_E4M3", "weight_scale BF16", ""]),
+        ("fp8-static", "rtn", "float-quantized", ["weight F8_E4M3", "weight_scale BF16", "input_scale F32"]),
+        (
+            "wf8af8-channel-static",
+            "awq",
+            "float-quantized",
+            ["weight F8_E4M3", "weight_scale BF16", "input_scale F32"],
+        ),
+        ("fp8-block", "awq-gptq", "float-quantized", ["weight F8_E4M3", "weight_scale BF16", ""]),
+        (
+            "nvfp4a16",
+            "rtn",
+            "nvfp4-pack-quantized",
+            ["weight_packed U8", "weight_scale F8_E4M3", "weight_global_scale F32"],
+        ),
+        (
+            "nvfp4",
+            "gptq",
+            "nvfp4-pack-quantized",
+            ["weight_packed U8", "weight_scale F8_E4M3", "input_global_scale F32"],
+        ),
+        ("mxfp4a16", "awq", "mxfp4-pack-quantized", ["weight_packed U8", "weight_scale U8", ""]),
+        ("mxfp8a16", "gptq", "mxfp8-quantized", ["weight F8_E4M3", "weight_scale U8", ""]),
+        ("mxfp8", "rtn", "mxfp8-quantized", ["weight F8_E4M3", "weight_scale U8", ""]),
+    ] {
+        let out = scratch.path().join(scheme);
+        let needs_text = method != "rtn" || scheme.ends_with("static");
+        let batch: &[&str] = if needs_text { &batch } else { &[] };
+        quantize(&model, &out, scheme, &[&["--method", method], batch].concat()).succeeded();
+        let written = config(&out);
+        assert_eq!(written["quantization_config"]["format"], format, "{scheme}");
+        let tensors = read_safetensors(&out.join("model.safetensors"));
+        for what in expected.iter().filter(|what| !what.is_empty()) {
+            let (name, dtype) = what.split_once(' ').unwrap();
+            assert_eq!(
+                tensor(&tensors, &format!("model.layers.0.mlp.up_proj.{name}")).dtype,
+                dtype,
+                "{scheme} {name}"
+            );
+        }
+        // One scale for what engines run as one.
+        for scale in ["weight_scale", "weight_global_scale", "input_scale", "input_global_scale"] {
+            let of = |part: &str| {
+                let name = format!("model.layers.1.{part}.{scale}");
+                tensors.iter().find(|t| t.name == name).filter(|t| t.shape == [1]).map(|t| t.data.clone())
+            };
+            assert_eq!(of("self_attn.q_proj"), of("self_attn.k_proj"), "{scheme} {scale}");
+            assert_eq!(of("self_attn.q_proj"), of("self_attn.v_proj"), "{scheme} {scale}");
+            assert_eq!(of("mlp.gate_proj"), of("mlp.up_proj"), "{scheme} {scale}");
+        }
+        let text = quant_tests::workspace_root().join(TEXT);
+        let eval =
+            args!["eval", &out, "--text", &text, "--window", "32", "--windows", "2", "--quiet", "--json"];
+        assert!(quant(eval).json()["perplexity"]["mean"].as_f64().is_some_and(|p| p > 1.0), "{scheme}");
+        let kernels = args!["eval", &out, "--text", &text, "--execution", "kernels", "--window", "32"];
+        check_message(scheme, &quant(kernels), 2, &["the kernels do not multiply"]);
+        let shown = quant(args!["inspect", &out]).succeeded().stdout;
+        let whole = written_scheme(scheme);
+        assert!(shown.contains(whole), "{whole} is not in {shown}");
+    }
+}
+
+/// The whole name of a scheme.
+fn written_scheme(name: &str) -> &str {
+    match name {
+        "fp8" => "wf8af8-channel",
+        "fp8-static" => "wf8af8-tensor-static",
+        "fp8-block" => "wf8af8-b128",
+        "nvfp4a16" => "wf4a16-g16-nv",
+        "nvfp4" => "wf4af4-g16-nv",
+        "mxfp4a16" => "wf4a16-g32-mx",
+        "mxfp8a16" => "wf8a16-g32-mx",
+        "mxfp8" => "wf8af8-g32-mx",
+        name => name,
+    }
+}
+
+#[test]
+fn what_makes_no_sense_for_floating_point_weights_is_refused() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    wide(&model);
+    let refused = |options: &[&str], expected: &[&str]| {
+        let mut arguments = args!["plan", &model];
+        arguments.extend(options.iter().map(Into::into));
+        check_message(&options.join(" "), &quant(arguments), 2, expected);
+    };
+    refused(
+        &["--method", "smoothquant", "--scheme", "nvfp4"],
+        &["`smoothquant` does not help wf4af4-g16-nv"],
+    );
+    refused(&["--method", "clip", "--scheme", "mxfp4a16"], &["`clip` has no effect on wf4a16-g32-mx"]);
+    refused(
+        &["--method", "rtn", "--scheme", "fp8", "--scale-search", "amax"],
+        &["--scale-search has no effect"],
+    );
+    refused(
+        &["--method", "rtn", "--scheme", "nvfp4", "--scale-search", "best"],
+        &["`best` is not known", "sweep"],
+    );
+    refused(&["--method", "rtn", "--scheme", "nvfp4a16", "--asymmetric"], &["contradicts"]);
+    refused(
+        &["--method", "rtn", "--scheme", "nvfp4", "--override", "lm_head=wf4af4-g16-nv"],
+        &["`lm_head` cannot be wf4af4-g16-nv"],
+    );
+    let narrow = scratch.path().join("narrow");
+    TinyLlama { hidden: 24, intermediate: 40, heads: 3, kv_heads: 3, head_dim: 8, ..TinyLlama::default() }
+        .write(&narrow);
+    for (scheme, expected) in [("nvfp4a16", "16"), ("mxfp4a16", "32"), ("fp8-block", "128")] {
+        let out = scratch.path().join("narrow-out");
+        let run = quantize(&narrow, &out, scheme, &["--method", "rtn"]);
+        check_message(scheme, &run, 2, &["down_proj.weight", expected]);
+        assert!(!out.exists(), "{scheme} was begun");
+    }
+    // Weights alone may end inside a block.
+    quantize(&narrow, &scratch.path().join("blocks"), "wf8a16-b128", &["--method", "rtn"]).succeeded();
+}
+
+#[test]
+fn runs_of_scale_searches_differ_and_are_not_resumed_as_another() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    wide(&model);
+    let mut written = Vec::new();
+    for search in ["amax", "four-over-six", "sweep"] {
+        let out = scratch.path().join(search);
+        quantize(&model, &out, "nvfp4a16", &["--method", "rtn", "--scale-search", search]).succeeded();
+        let report: Value =
+            serde_json::from_slice(&std::fs::read(out.join("quant_report.json")).unwrap()).unwrap();
+        let errors = report["tensors"].as_array().unwrap().iter();
+        let errors: Vec<f64> = errors.filter_map(|t| t["weight_error"]["relative_rms"].as_f64()).collect();
+        assert!(!errors.is_empty(), "{report}");
+        written.push(errors.iter().sum::<f64>());
+    }
+    assert!(written[2] < written[0] && written[1] < written[0], "{written:?}");
+    let out = scratch.path().join("default");
+    quantize(&model, &out, "nvfp4a16", &["--method", "rtn"]).succeeded();
+    let of = |name: &str| std::fs::read(scratch.path().join(name).join("model.safetensors")).unwrap();
+    assert_eq!(of("default"), of("sweep"));
+    // What a recipe prints, it reads.
+    let recipe = scratch.path().join("recipe.toml");
+    std::fs::write(&recipe, "[quantize]\nscheme = \"nvfp4a16\"\nscale_search = \"four-over-six\"\n").unwrap();
+    let out = scratch.path().join("by-recipe");
+    quant(args!["quantize", &model, "-o", &out, "--recipe", &recipe, "--quiet"]).succeeded();
+    assert_eq!(of("by-recipe"), of("four-over-six"));
 }
 
 #[test]

@@ -112,7 +112,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
     let recipe = args.recipe.recipe()?;
-    let opened = super::quantize::prepared(inputs::open(model, session)?, &recipe)?;
+    let opened = super::quantize::prepared(inputs::open(model, session)?, &recipe, &args.recipe, session)?;
     let plans = args.recipe.plans(&opened.model, &recipe)?;
     let peak = Plan::peak_memory(&plans, &opened.model);
     let outlines: Vec<Outline> = plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect();

@@ -135,7 +135,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if hub::is_named(&args.model) {
         refuse_existing(&outputs, args)?;
     }
-    let opened = prepared(inputs::open(&args.model, session)?, &recipe)?;
+    let opened = prepared(inputs::open(&args.model, session)?, &recipe, &args.recipe, session)?;
     if opened.directory.tokenizer_path().is_none() {
         session.progress.note("warning: the model has no tokenizer.json, and so the result will have none");
     }
@@ -164,8 +164,26 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 }
 
 /// What was opened, with the model that the recipe works on.
-pub fn prepared(opened: Opened, recipe: &Recipe) -> Result<Opened> {
-    Ok(Opened { model: recipe.prepared(opened.model)?, ..opened })
+pub fn prepared(
+    opened: Opened,
+    recipe: &Recipe,
+    options: &RecipeOptions,
+    session: &Session,
+) -> Result<Opened> {
+    let mut model = opened.model;
+    if options.requantize {
+        let Some(method) = model.quant_method() else {
+            return Err(Error::usage(
+                "--requantize has no effect: the model is not quantized",
+                "leave it out",
+            ));
+        };
+        session.progress.note(&format!(
+            "note: the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
+        ));
+        model = model.dequantized()?;
+    }
+    Ok(Opened { model: recipe.prepared(model)?, ..opened })
 }
 
 /// Where each container of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.

@@ -360,3 +360,40 @@ fn facts_name_models_that_are_read() {
         }
     }
 }
+
+#[test]
+fn floating_point_weights() {
+    let of = |scheme| outline("compressed-tensors", LLAMA_8B, scheme);
+    for scheme in ["wf8af8-channel", "wf8af8-tensor-static", "wf8af8-b128"] {
+        for name in ["vLLM, CUDA", "SGLang"] {
+            assert_eq!(words(name, &of(scheme)), ["yes, but"; 4], "{name} {scheme}");
+            assert!(reason(name, &of(scheme), 1).contains("compute capability 8.9"));
+        }
+        assert!(reason("vLLM, CPU", &of(scheme), 1).contains("AMX"), "{scheme}");
+        assert!(reason("transformers", &of(scheme), 1).contains("multiplied as floats"));
+    }
+    assert_eq!(words("vLLM, CPU", &of("wf8a16-channel"))[0], "no");
+    for (scheme, vllm, sglang, transformers, llama_cpp) in [
+        ("wf8a16-channel", "unsure", "unsure", "yes", "yes"),
+        ("wf8a16-tensor", "unsure", "unsure", "yes", "no"),
+        ("wf8af8-b128", "yes, but", "yes, but", "yes, but", "yes, but"),
+        ("wf8af8-tensor-static", "yes, but", "yes, but", "yes, but", "no"),
+        ("wf4a16-g16-nv", "yes", "unsure", "yes, but", "yes"),
+        ("wf4af4-g16-nv", "yes, but", "yes, but", "yes, but", "yes, but"),
+        ("wf4a16-g32-mx", "yes, but", "no", "yes, but", "no"),
+        ("wf8af8-g32-mx", "unsure", "unsure", "yes, but", "no"),
+    ] {
+        let first = |name| words(name, &of(scheme))[0];
+        assert_eq!(first("vLLM, CUDA"), vllm, "{scheme}");
+        assert_eq!(first("SGLang"), sglang, "{scheme}");
+        assert_eq!(first("transformers"), transformers, "{scheme}");
+        assert_eq!(first("llama.cpp"), llama_cpp, "{scheme}");
+    }
+    // Blocks limit the ranks: 29568 / 8 = 28 blocks and a part of one.
+    let blocks = outline("compressed-tensors", QWEN_72B, "wf8af8-b128");
+    assert_eq!(words("vLLM, CUDA", &blocks), ["yes, but", "no", "no", "no"]);
+    assert!(reason("vLLM, CUDA", &blocks, 2).contains("no multiple of the blocks' 128"));
+    assert_eq!(words("vLLM, CUDA", &of("wf8af8-b128")), ["yes, but"; 4]);
+    let narrow = outline("compressed-tensors", [4, 4, 12, 48, 96], "wf4a16-g16-nv");
+    assert!(reason("llama.cpp", &narrow, 1).contains("48 inputs are no multiple of its blocks' 64"));
+}

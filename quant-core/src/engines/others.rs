@@ -2,7 +2,7 @@
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
-use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
 
 fn is_awq(outline: &Outline) -> bool {
     outline.container == "awq"
@@ -58,6 +58,9 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
             _ => Yes,
         };
     }
+    if schemes.iter().any(|s| s.fixed_scales().is_some()) {
+        return With("loads in BF16 (dtype=torch.bfloat16), not in F32".into());
+    }
     if schemes.iter().any(|s| s.activations != ActivationScheme::Float)
         && schemes.iter().all(|s| s.is_symmetric())
     {
@@ -96,7 +99,7 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     }
     let group = match scheme.granularity {
         Granularity::Group(size) => size,
-        Granularity::Channel => return No("it reads no scale a channel".into()),
+        _ => return No("it reads no scale a channel".into()),
     };
     if is_gptq(outline) && !scheme.is_symmetric() {
         return No("of the gptq format it reads symmetric grids only".into());
@@ -125,17 +128,35 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     }
 }
 
+/// Of floating-point weights it takes FP8 per row and block, and NVFP4 in blocks of 64 inputs.
+fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
+    match (scheme.fixed_scales(), scheme.granularity) {
+        (None, Granularity::Channel | Granularity::Block) => Yes,
+        (Some(ScaleFormat::E4m3), _) => match outline.layers.iter().find(|l| !l.k.is_multiple_of(64)) {
+            None => Yes,
+            Some(layer) => No(format!(
+                "`{}`: {} inputs are no multiple of its blocks' 64",
+                layer.parts.first().map_or("", |part| &part.module),
+                layer.k
+            )),
+        },
+        _ => No(format!("it reads no {scheme}")),
+    }
+}
+
 /// llama.cpp's converter to GGUF. Of weights under activations of 8 bits it takes the weights, and leaves activations
 /// float; scales of static ones it does not know.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     let schemes = all_schemes(outline);
-    if schemes.iter().any(LinearScheme::has_static_activations) {
+    // Of NVFP4 it knows the input's scale.
+    if schemes.iter().any(|s| s.has_static_activations() && !s.has_global_scale()) {
         return No("it reads no scales of activations".into());
     }
     let is_one = outline.head.is_none() && outline.embedding.is_none();
     let verdict = match schemes[..] {
         [scheme] if is_gptq(outline) && matches!(scheme.bits(), 2 | 4 | 8) => Yes,
-        [scheme] if is_one && (scheme.is_stored_as_bytes() || scheme.float_format().is_some()) => Yes,
+        [scheme] if is_one && scheme.float_format().is_some() => llama_cpp_floats(outline, scheme),
+        [scheme] if is_one && scheme.is_stored_as_bytes() => Yes,
         [scheme @ LinearScheme { granularity: Granularity::Group(_), .. }]
             if is_one && matches!(scheme.bits(), 2 | 4 | 8) =>
         {

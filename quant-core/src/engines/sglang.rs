@@ -3,7 +3,7 @@
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
-use crate::scheme::ActivationScheme;
+use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 
 /// On NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -38,9 +38,30 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
     matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
+/// Floating-point weights: their own products on recent devices, and float activations on Marlin on others.
+fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+    let rounds = share.scheme.activations != ActivationScheme::Float;
+    match (format, share.scheme.fixed_scales()) {
+        (_, Some(ScaleFormat::E4m3)) if rounds => {
+            With("FP4 products need compute capability 10.0; before, activations stay float".into())
+        }
+        (FloatFormat::E2m1, Some(ScaleFormat::E8m0)) => No(share.fault("it reads MXFP4 for experts only")),
+        (_, None) if rounds => {
+            With("FP8 products need compute capability 8.9; before, activations stay float".into())
+        }
+        (_, None) => Unsure(share.fault(
+            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
+        )),
+        _ => Unsure(share.fault(format!("whether it reads {}", share.scheme))),
+    }
+}
+
 fn compressed_tensors(share: &Share<'_>) -> Verdict {
     let scheme = share.scheme;
     let (n, k) = (share.n(), share.k);
+    if let Some(format) = scheme.float_format() {
+        return float_kernel(share, format);
+    }
     match scheme.activations {
         ActivationScheme::Float => {}
         ActivationScheme::Token if scheme.is_stored_as_bytes() => {
@@ -52,11 +73,6 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
             };
         }
         _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),
-    }
-    if scheme.float_format().is_some() {
-        return Unsure(share.fault(
-            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
-        ));
     }
     if !matches!(scheme.bits(), 4 | 8) {
         return No(share.fault(format!("{} bits are not supported", scheme.bits())));

@@ -2,7 +2,7 @@
 
 use super::Verdict::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
-use crate::scheme::{Granularity, LinearScheme};
+use crate::scheme::{BLOCK, Granularity, LinearScheme};
 
 /// A rank's share of a quantized linear.
 #[derive(Debug, Clone)]
@@ -15,6 +15,8 @@ pub(super) struct Share<'a> {
     pub(super) k: usize,
     /// Whether the inputs are split.
     pub(super) split_inputs: bool,
+    /// Whether the outputs are.
+    pub(super) split_outputs: bool,
     pub(super) scheme: LinearScheme,
 }
 
@@ -28,7 +30,7 @@ impl Share<'_> {
     pub(super) fn group(&self) -> Option<usize> {
         match self.scheme.granularity {
             Granularity::Group(size) => Some(size),
-            Granularity::Channel => None,
+            Granularity::Channel | Granularity::Tensor | Granularity::Block => None,
         }
     }
 
@@ -61,7 +63,8 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
         let share = share(layer, ranks)?;
         if let (Some((module, parts, k)), Some(scheme)) = (share, scheme) {
             let split_inputs = layer.kind == LayerKind::Row && ranks > 1;
-            shares.push(Share { module, parts, k, split_inputs, scheme });
+            let split_outputs = layer.kind != LayerKind::Row && ranks > 1;
+            shares.push(Share { module, parts, k, split_inputs, split_outputs, scheme });
         }
     }
     Ok(shares)
@@ -122,7 +125,7 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
         }
     }
     if share.scheme.float_format().is_some() {
-        return Ok(());
+        return aligned_blocks(share);
     }
     if share.split_inputs && !(k * bits).is_multiple_of(32) {
         return Err(share.fault(format!("{k} codes of {bits} bits a rank are no whole words")));
@@ -132,6 +135,22 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     match share.parts.iter().find(|n| !symmetric && !n.is_multiple_of(along)) {
         Some(n) => Err(share.fault(format!("zeros of {n} outputs a rank are no whole words"))),
         None => Ok(()),
+    }
+}
+
+/// Whether blocks of 128 × 128 begin where a rank's share and the parts of a fused linear do.
+fn aligned_blocks(share: &Share<'_>) -> Result<(), String> {
+    if share.scheme.granularity != Granularity::Block {
+        return Ok(());
+    }
+    // What comes last may end inside a block, where it is not cut.
+    let ends = share.parts.len() - usize::from(!share.split_outputs);
+    if let Some(n) = share.parts[..ends].iter().find(|n| !n.is_multiple_of(BLOCK)) {
+        return Err(share.fault(format!("{n} outputs a rank are no multiple of the blocks' {BLOCK}")));
+    }
+    match share.split_inputs && !share.k.is_multiple_of(BLOCK) {
+        true => Err(share.fault(format!("{} inputs a rank are no multiple of the blocks' {BLOCK}", share.k))),
+        false => Ok(()),
     }
 }
 

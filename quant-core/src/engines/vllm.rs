@@ -4,7 +4,7 @@
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
-use crate::scheme::ActivationScheme;
+use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
 /// On NVIDIA devices.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -58,14 +58,35 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
     }
 }
 
+/// Floating-point weights: their own products on recent devices, and float activations on Marlin on others.
+fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+    let rounds = share.scheme.activations != ActivationScheme::Float;
+    match (format, share.scheme.fixed_scales()) {
+        (_, Some(ScaleFormat::E4m3)) if rounds => {
+            With("FP4 products need compute capability 10.0; before, activations stay float".into())
+        }
+        (_, Some(ScaleFormat::E4m3)) => Yes,
+        (FloatFormat::E2m1, _) => With(
+            "activations are rounded to FP4 on compute capability 10.0 and later, whatever the file says; before, they \
+             stay float"
+                .into(),
+        ),
+        (_, Some(_)) => Unsure(share.fault(format!("which kernel takes {}", share.scheme))),
+        (_, None) if rounds => {
+            With("FP8 products need compute capability 8.9; before, activations stay float".into())
+        }
+        (_, None) => Unsure(share.fault(
+            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
+        )),
+    }
+}
+
 fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
+    if let Some(format) = share.scheme.float_format() {
+        return cuda_float_kernel(share, format);
+    }
     if share.scheme.activations != ActivationScheme::Float {
         return cuda_int8_kernel(share);
-    }
-    if share.scheme.float_format().is_some() {
-        return Unsure(share.fault(
-            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
-        ));
     }
     let (bits, symmetric, group) = (share.scheme.bits(), share.scheme.is_symmetric(), share.group());
     let (n, k) = (share.n(), share.k);
@@ -100,17 +121,31 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
     }
 }
 
+fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+    let rounds = share.scheme.activations != ActivationScheme::Float;
+    match (format, share.scheme.fixed_scales(), share.scheme.granularity) {
+        (FloatFormat::E2m1, ..) => No(share.fault("no CPU kernel for FP4 weights")),
+        (_, Some(_), _) => Unsure(share.fault(format!("whether a CPU kernel takes {}", share.scheme))),
+        _ if !rounds => No(share.fault("no CPU kernel for FP8 weights with float activations")),
+        (.., Granularity::Block) if !share.n().is_multiple_of(32) => {
+            No(share.fault(format!("{} outputs a rank: the CPU kernel takes multiples of 32", share.n())))
+        }
+        (.., Granularity::Block) => With("its kernel needs a CPU with AMX".into()),
+        _ => With("a fast kernel needs a CPU with AMX; elsewhere torch multiplies".into()),
+    }
+}
+
 fn cpu_kernel(share: &Share<'_>) -> Verdict {
     let (n, k) = (share.n(), share.k);
+    if let Some(format) = share.scheme.float_format() {
+        return cpu_float_kernel(share, format);
+    }
     match share.scheme.activations {
         ActivationScheme::Float => {}
         _ if share.scheme.is_stored_as_bytes() => return Yes,
         // Run on the kernel of 4-bit weights.
         ActivationScheme::Token if share.scheme.bits() == 4 && share.scheme.is_symmetric() => {}
         _ => return No(share.fault(format!("no CPU kernel for {}", share.scheme))),
-    }
-    if share.scheme.float_format().is_some() {
-        return No(share.fault("no CPU kernel for FP8 weights with float activations"));
     }
     if share.scheme.bits() != 4 {
         return No(share.fault(format!("the CPU kernel has 4 bits, not {}", share.scheme.bits())));

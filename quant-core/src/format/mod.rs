@@ -7,6 +7,8 @@ mod awq;
 mod bits;
 mod compressed_tensors;
 mod gptq;
+mod native_fp8;
+mod numbers;
 mod qserve;
 
 use std::collections::BTreeMap;
@@ -119,9 +121,9 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         true
     }
 
-    /// The type that scales of a weight of some type are stored in.
-    fn scale_dtype(&self, weight: Dtype) -> Dtype {
-        weight
+    /// The type that scales are stored in, of weights of some type that are quantized to this scheme.
+    fn scale_dtype(&self, scheme: LinearScheme, weight: Dtype) -> Dtype {
+        scheme.scale_dtype(weight)
     }
 
     /// Whether the two levels of scales of a progressive scheme are written apart; in other containers their products
@@ -230,6 +232,15 @@ pub struct PackedWeight<'a> {
 
 /// Reads quantized weights of one checkpoint back into logical order.
 pub trait PackedReader: Send + Sync {
+    /// Looks at the tensors, where the configuration alone does not say which modules are quantized and how. Called
+    /// once, before anything else.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    fn survey(&mut self, _source: &dyn TensorSource) -> Result<()> {
+        Ok(())
+    }
+
     /// The scheme of a linear, or `None` if it is stored float.
     fn scheme(&self, module: &str) -> Option<LinearScheme>;
 
@@ -308,6 +319,9 @@ pub fn reader(quantization_config: &Value) -> Result<Box<dyn PackedReader>, Stri
         if let Some(reader) = container.reader(quantization_config)? {
             return Ok(reader);
         }
+    }
+    if let Some(reader) = native_fp8::reader(quantization_config)? {
+        return Ok(Box::new(reader));
     }
     let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");
     Err(format!("`quantization_config.quant_method` is {method}"))

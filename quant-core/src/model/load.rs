@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
+use super::dequantized::Dequantized;
 use super::names;
 use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, StoredWeight, WeightBody};
 use crate::checkpoint::{
@@ -31,6 +32,8 @@ pub struct Model {
     prepared: Option<(Preparation, BTreeSet<String>)>,
     parts_head: bool,
     kv: Option<KvScheme>,
+    /// The `quant_method` of the checkpoint whose codes are seen as floats.
+    source_method: Option<String>,
 }
 
 /// The `quantization_config`: of the model, or of its text tower, which some exporters write it into.
@@ -83,15 +86,18 @@ impl Model {
         let source = names::with_base(source, &architecture);
         let quantization = match quantization_settings(&fields)? {
             None => None,
-            Some(settings) => Some(Quantization {
-                method: settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown").to_owned(),
-                reader: format::reader(settings)
-                    .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?,
-            }),
+            Some(settings) => {
+                let mut reader = format::reader(settings)
+                    .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?;
+                reader.survey(source.as_ref())?;
+                let method = settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
+                Some(Quantization { method: method.to_owned(), reader })
+            }
         };
         let path = path.to_owned();
-        let (prepared, parts_head) = (None, false);
-        let mut model = Self { architecture, source, path, quantization, prepared, parts_head, kv };
+        let (prepared, parts_head, source_method) = (None, false, None);
+        let mut model =
+            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
@@ -108,11 +114,34 @@ impl Model {
     ) -> Result<Self> {
         let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let (prepared, parts_head, kv) = (Some((by, turned)), false, self.kv);
-        let mut model = Self { architecture, source, path, quantization: None, prepared, parts_head, kv };
+        let (quantization, source_method) = (None, self.source_method.clone());
+        let mut model =
+            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
         model.architecture.tied = model.shares_head()?;
         model.parts_head = self.architecture.tied && !model.architecture.tied;
         model.check()?;
         Ok(model)
+    }
+
+    /// A quantized model as a float one: its weights are what its codes stand for, in F32. A float model stays as it is.
+    ///
+    /// # Errors
+    /// When a tensor that should hold a quantized weight is missing.
+    pub fn dequantized(self) -> Result<Self> {
+        let Some(method) = self.quantization.as_ref().map(|q| q.method.clone()) else { return Ok(self) };
+        let (architecture, path, kv) = (self.architecture.clone(), self.path.clone(), self.kv);
+        let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
+        let (quantization, prepared, parts_head, source_method) = (None, None, false, Some(method));
+        let mut model =
+            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        model.architecture.tied = model.shares_head()?;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// The `quant_method` of the checkpoint, where its codes are seen as floats.
+    pub fn dequantized_from(&self) -> Option<&str> {
+        self.source_method.as_deref()
     }
 
     /// Whether a tensor is another one than in the checkpoint.

@@ -10,6 +10,7 @@ mod attention;
 mod block;
 mod cache;
 mod decoder;
+mod dequantized;
 mod experts;
 mod kv;
 mod linear;

@@ -120,7 +120,8 @@ impl Batch {
             None => BTreeMap::new(),
         };
         let norm_dtypes = norm_dtypes(job.model, layer)?;
-        let grids: Vec<_> = open.iter().map(|&i| grids(conveyors[i].entries(span))).collect();
+        let grids: Vec<_> =
+            open.iter().map(|&i| grids(conveyors[i].job().plan, conveyors[i].entries(span))).collect();
         let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
         let rewrites = self.search(&context, &block, &grids)?;
         let mut decisions = BTreeMap::new();
@@ -230,6 +231,7 @@ impl Batch {
             rewrite: &decision.rewrite,
             inputs: &decision.inputs,
             settings: job.plan.gptq,
+            scale_search: job.plan.settings.scale_search,
             container: job.plan.container,
             cancel: job.cancel,
         };

@@ -10,7 +10,7 @@ use super::Job;
 use super::decision::{Decision, Rounded, StageRounded};
 use super::report::{QuantReport, TensorReport};
 use super::source::{Held, Source, copy, recalled, remembered};
-use super::tensor::{Finished, apply_rewrite};
+use super::tensor::{Finished, apply_rewrite, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
@@ -55,6 +55,8 @@ pub(super) struct Conveyor<'a, 'j> {
     ahead: Option<(usize, Result<Source>)>,
     behind: Option<Behind>,
     spare: Vec<u8>,
+    /// The largest magnitudes of linears that have a scale in common, by the first of them.
+    shared: BTreeMap<String, f32>,
 }
 
 /// A tensor to be written, and the end of the span after it, if it is the last.
@@ -75,8 +77,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let report = QuantReport::new(job)?;
         let spans = spans(job.plan, job.model.architecture().layers);
         let tensors = BTreeMap::new();
-        let (ahead, behind, spare) = (None, None, Vec::new());
-        Ok(Self { job, sink, spans, among_others, report, tensors, ahead, behind, spare })
+        let (ahead, behind, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
+        Ok(Self { job, sink, spans, among_others, report, tensors, ahead, behind, spare, shared })
     }
 
     pub(super) fn job(&self) -> &'a Job<'j> {
@@ -162,11 +164,12 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             Some((ahead, source)) if ahead == index => source?,
             _ => Source::read(job, entry, &work.held, std::mem::take(&mut self.spare))?,
         };
+        let amax = self.shared_amax(entry, work)?;
         let next = next.filter(|&i| entries[i].action != Action::Copy && !self.is_written(&entries[i]));
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(
-            || apply_rewrite(job, entry, source, work.decision, work.rounded(entry)),
+            || apply_rewrite(job, entry, source, (work.decision, amax), work.rounded(entry)),
             || {
                 rayon::join(
                     || next.map(|i| (i, Source::read(job, &entries[i], &work.held, spare))),
@@ -180,6 +183,30 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.ahead = ahead;
         self.spare = std::mem::take(&mut done.spare);
         Ok(done)
+    }
+
+    /// The largest magnitude of the linears that have a scale in common with this one, if it is still to be rounded and
+    /// there are others. They are looked at once, when the first of them is due.
+    fn shared_amax(&mut self, entry: &PlanEntry, work: &Work<'_>) -> Result<Option<f32>> {
+        let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
+        if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
+            return Ok(None);
+        }
+        let Some(parts) = self.job.plan.fused_with(module) else { return Ok(None) };
+        let key = format!("{} {scheme}", parts[0]);
+        if let Some(&known) = self.shared.get(&key) {
+            return Ok(Some(known));
+        }
+        let shares = |other: &&PlanEntry| match &other.action {
+            Action::Quantize { module, scheme: its, .. } => its == scheme && parts.contains(module),
+            _ => false,
+        };
+        let mut amax = 0.0_f32;
+        for other in self.job.plan.entries.iter().filter(|e| e.layer == entry.layer).filter(shares) {
+            amax = amax.max(largest_magnitude(self.job, other, work.decision, &work.held)?);
+        }
+        self.shared.insert(key, amax);
+        Ok(Some(amax))
     }
 
     /// Notes that all entries of a span were taken: what was written is committed with the last of them.

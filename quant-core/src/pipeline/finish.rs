@@ -114,6 +114,8 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
         "outputs": job.plan.settings.outputs,
         "attention": job.plan.settings.attention,
         "kv": job.plan.settings.kv,
+        "requantized_from": job.model.dequantized_from(),
+        "scale_search": job.plan.searches_scales().then_some(job.plan.settings.scale_search),
     })
 }
 

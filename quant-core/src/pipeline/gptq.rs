@@ -15,7 +15,8 @@ use super::decision::{GptqRecord, Rounded, StageRounded, stored};
 use crate::calibrate::{ExpertStates, HiddenStates, StatisticsPass};
 use crate::format::Container;
 use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
-use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve};
+use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve_within};
+use crate::quantize::{RowsError, ScaleContext, ScaleSearch, SharedExtents};
 use crate::recipe::States;
 use crate::transform::{Grid, Rewrite};
 use crate::{CancelToken, Error, Result};
@@ -33,6 +34,8 @@ pub(super) struct GptqTask<'a> {
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
+    /// How the E4M3 scales of NVFP4 are chosen.
+    pub(super) scale_search: ScaleSearch,
     /// Where the quantized linears are going to stand.
     pub(super) container: &'static dyn Container,
     pub(super) cancel: &'a CancelToken,
@@ -208,6 +211,24 @@ impl GptqTask<'_> {
         Ok(factor)
     }
 
+    /// What the scales of a weight depend on beside it: the float weights of those that engines run as one with it.
+    fn context(&self, node: NodeId) -> Result<ScaleContext> {
+        let grid = self.grids[&node];
+        let mut context = ScaleContext { search: self.scale_search, amax: None };
+        for (&other, _) in self.grids.iter().filter(|(id, other)| **id != node && other.shares_with(&grid)) {
+            // They read the same value, so none of the stage is rounded yet.
+            let weight = self.block.linear(other).weight().read()?;
+            let load = |at: usize, row: &mut [f32]| {
+                weight.copy_rows(at..at + 1, row).map_err(|e| RowsError::Layout(e.to_string()))
+            };
+            let extents = SharedExtents::of(grid.scheme, weight.shape(), load)
+                .map_err(|e| e.within(&format!("{}{}", self.prefix, self.block.graph().name(other)), None))?;
+            let amax = extents.map_or(0.0, |extents| extents.amax());
+            context.amax = Some(amax.max(context.amax.unwrap_or(0.0)));
+        }
+        Ok(context)
+    }
+
     /// Rounds linears that read the same value.
     fn solve_stage(&self, hessian: &Hessian, linears: &[NodeId]) -> Result<StageRounded> {
         let mut rounded = StageRounded::new();
@@ -216,7 +237,8 @@ impl GptqTask<'_> {
         for &node in linears {
             self.cancel.check()?;
             let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
-            let Grid { scheme, scale_dtype } = self.grids[&node];
+            let Grid { scheme, scale_dtype, .. } = self.grids[&node];
+            let context = self.context(node)?;
             let weight = self.block.linear(node).weight().read()?;
             let shape = weight.shape();
             let columns = self.settings.act_order.columns(&diagonal, scheme.granularity.group_size(shape[1]));
@@ -228,7 +250,7 @@ impl GptqTask<'_> {
             let rows = rows.ok_or_else(|| Error::Internal(format!("`{tensor}` is quantized already")))?;
             let clip = self.rewrite.clips.get(&node).map(Vec::as_slice);
             let Solved { tensor: mut quantized, loss } =
-                solve(rows, shape, scheme, scale_dtype, clip, &factor, self.settings)
+                solve_within(rows, shape, (scheme, scale_dtype), (clip, context), &factor, self.settings)
                     .map_err(|e| e.within(&tensor, None))?;
             quantized.input = self.inputs.get(&node).copied();
             let quantized = stored(quantized, self.container, scale_dtype, &tensor)?;

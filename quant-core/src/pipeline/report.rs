@@ -15,7 +15,7 @@ use crate::model::{Carried, KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Action, PlanEntry, Rounding};
-use crate::scheme::LinearScheme;
+use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
@@ -42,6 +42,9 @@ pub struct QuantReport {
     pub kv: Option<KvScheme>,
     /// The container.
     pub format: String,
+    /// The `quant_method` of the input, where that was quantized and its codes were taken for the weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requantized_from: Option<String>,
     /// The calibration batch, if the method used one.
     pub calibration: Option<CalibrationReport>,
     /// How GPTQ was run, if it was.
@@ -221,7 +224,10 @@ impl TensorReport {
             scheme: scheme.map(|s| s.to_string()),
             rounded_to: None,
             bits: scheme.map(|s| s.bits()),
-            group_size: scheme.map(|s| s.granularity.group_size(columns)),
+            group_size: scheme.map(|s| match s.granularity {
+                Granularity::Block => BLOCK,
+                granularity => granularity.group_size(columns),
+            }),
             ratio: None,
             weight_error: None,
             scale_search: None,
@@ -290,6 +296,7 @@ impl QuantReport {
             steps: job.plan.steps().into_iter().map(str::to_owned).collect(),
             kv: job.plan.settings.kv,
             format: job.plan.container.name().into(),
+            requantized_from: job.model.dequantized_from().map(str::to_owned),
             calibration: job.windows.filter(|_| job.plan.needs_text()).map(|w| calibration(job, w)),
             gptq: (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq),
             bytes_before: job.plan.input_bytes(),

@@ -10,7 +10,7 @@ use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
 use crate::progress::timed;
-use crate::recipe::{Action, PlanEntry};
+use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, Grid, Rewrite, Transform};
 
 /// What the tasks of a block have in common.
@@ -90,9 +90,19 @@ pub(super) fn search_rewrites(
 }
 
 /// The grids of a block's linears that will be quantized.
-pub(super) fn grids(entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
-    let of = |entry: &PlanEntry| match entry.action {
-        Action::Quantize { node, scheme, scale_dtype, .. } => Some((node?, Grid { scheme, scale_dtype })),
+pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
+    let node_of = |name: &String| {
+        entries.iter().find_map(|entry| match &entry.action {
+            Action::Quantize { node, module, .. } if module == name => *node,
+            _ => None,
+        })
+    };
+    let of = |entry: &PlanEntry| match &entry.action {
+        Action::Quantize { node, module, scheme, scale_dtype } => {
+            let fused = Some(module).filter(|_| scheme.shares_over_tensor()).and_then(|m| plan.fused_with(m));
+            let fused = fused.and_then(|parts| parts.iter().find_map(node_of));
+            Some(((*node)?, Grid { scheme: *scheme, scale_dtype: *scale_dtype, fused }))
+        }
         _ => None,
     };
     entries.iter().filter_map(of).collect()

@@ -34,6 +34,11 @@ impl<'b> Held<'b> {
         Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared }
     }
 
+    /// The bytes of a tensor, if they are at hand, which stay there.
+    pub(super) fn peek(&self, name: &str) -> Option<Bytes> {
+        self.weights.get(name)?.held().map(Bytes::Held)
+    }
+
     /// The bytes of a tensor, if they are at hand. Unless they are needed again, nobody else has them any more.
     fn take(&self, name: &str) -> Option<Bytes> {
         let weight = self.weights.get(name)?;
@@ -122,7 +127,7 @@ impl Source {
     }
 }
 
-fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
+pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
     let len = usize::try_from(entry.info.byte_len())
         .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
     bytes.resize(len, 0);

@@ -5,10 +5,10 @@ use quant_kernels_cpu::StaticScale;
 use super::Job;
 use super::decision::{Decision, Rounded, stored};
 use super::report::{InputReport, Searched, TensorReport, WeightError};
-use super::source::{Bytes, Source};
+use super::source::{Bytes, Held, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, Op, WeightRows};
-use crate::quantize::{ErrorStats, QuantizedTensor, Rows, quantize_tensor};
+use crate::quantize::{ErrorStats, QuantizedTensor, Rows, ScaleContext, SharedExtents, quantize_within};
 use crate::recipe::{Action, PlanEntry};
 use crate::scheme::LinearScheme;
 use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
@@ -30,12 +30,13 @@ impl Finished {
     }
 }
 
-/// Applies what was decided to a tensor, and rounds it if it is to be quantized and is not yet.
+/// Applies what was decided to a tensor, and rounds it if it is to be quantized and is not yet; with `amax` as the
+/// largest magnitude of all that have a scale in common with it.
 pub(super) fn apply_rewrite(
     job: &Job<'_>,
     entry: &PlanEntry,
     source: Source,
-    decision: &Decision,
+    (decision, amax): (&Decision, Option<f32>),
     rounded: Option<&Rounded>,
 ) -> Result<Finished> {
     match &entry.action {
@@ -63,10 +64,40 @@ pub(super) fn apply_rewrite(
                 scheme: *scheme,
                 scale_dtype: *scale_dtype,
                 input,
+                context: ScaleContext { search: job.plan.settings.scale_search, amax },
             };
             linear.quantize(source, &decision.rewrite, rounded)
         }
     }
+}
+
+/// The largest magnitude of a weight as the rewrite leaves it.
+pub(super) fn largest_magnitude(
+    job: &Job<'_>,
+    entry: &PlanEntry,
+    decision: &Decision,
+    held: &Held<'_>,
+) -> Result<f32> {
+    let bytes = match held.peek(&entry.stored) {
+        Some(bytes) => bytes,
+        None => Bytes::Own(read_into(job, entry, Vec::new())?),
+    };
+    let (Action::Quantize { node, scheme, .. }, &[n, k]) = (&entry.action, &entry.info.shape[..]) else {
+        return Err(Error::Internal(format!("`{}` is no weight to be rounded", entry.tensor)));
+    };
+    let rows = Rows::Bytes(&bytes, entry.info.dtype);
+    let weight = WeightRows::float([n, k], rows)?;
+    let values = match node.filter(|node| decision.rewrite.changes(*node)) {
+        Some(node) => Some(decision.rewrite.weight(node, &weight)?),
+        None => None,
+    };
+    let rows = values.as_ref().map_or(rows, |values| Rows::Floats(values));
+    let load = |at: usize, row: &mut [f32]| {
+        rows.load(at, row);
+        Ok(())
+    };
+    let extents = SharedExtents::of(*scheme, [n, k], load).map_err(|e| e.within(&entry.tensor, None))?;
+    Ok(extents.map_or(0.0, |extents| extents.amax()))
 }
 
 /// The tensors of the container that hold a quantized weight.
@@ -136,8 +167,10 @@ struct Linear<'a> {
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
-    /// The grid of its input, where it is the same for all tokens.
+    /// What is calibrated of its input.
     input: Option<StaticScale>,
+    /// What its scales depend on beside it.
+    context: ScaleContext,
 }
 
 impl Linear<'_> {
@@ -179,7 +212,8 @@ impl Linear<'_> {
     }
 
     fn round_values(&self, values: &[f32], clip: Option<&[f32]>) -> Result<(QuantizedTensor, ErrorStats)> {
-        let rounded = quantize_tensor(Rows::Floats(values), self.shape, self.scheme, self.scale_dtype, clip);
+        let target = (self.scheme, self.scale_dtype);
+        let rounded = quantize_within(Rows::Floats(values), self.shape, target, clip, self.context);
         let (tensor, error) = rounded.map_err(|e| e.within(&self.entry.tensor, None))?;
         let (tensor, is_other) = self.as_stored(tensor)?;
         let error = if is_other { ErrorStats::of(values, &tensor)? } else { error };
@@ -189,9 +223,14 @@ impl Linear<'_> {
     fn round_bytes(&self, bytes: &[u8]) -> Result<(QuantizedTensor, ErrorStats)> {
         let Self { entry, shape, scheme, scale_dtype, .. } = *self;
         let path = self.job.model.source().location(&entry.stored);
-        let (tensor, error) =
-            quantize_tensor(Rows::Bytes(bytes, entry.info.dtype), shape, scheme, scale_dtype, None)
-                .map_err(|e| e.within(&entry.tensor, Some(path)))?;
+        let (tensor, error) = quantize_within(
+            Rows::Bytes(bytes, entry.info.dtype),
+            shape,
+            (scheme, scale_dtype),
+            None,
+            self.context,
+        )
+        .map_err(|e| e.within(&entry.tensor, Some(path)))?;
         let (tensor, is_other) = self.as_stored(tensor)?;
         let error = if is_other { ErrorStats::of(&self.rows(bytes)?.to_f32()?, &tensor)? } else { error };
         Ok((tensor, error))

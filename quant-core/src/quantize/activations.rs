@@ -1,11 +1,25 @@
-//! Inputs of linears on their integer grids: what `a8` schemes do to them before they are multiplied.
+//! Inputs of linears on their grids: what `a8`, `af8` and `af4` schemes do to them before they are multiplied.
 //!
-//! Per token, and with one scale and zero for all tokens, as
-//! [`Int8Rows`](quant_kernels_cpu::Int8Rows) defines them: the integers here are those that the kernels multiply.
+//! Integers are per token, or have one scale and zero for all tokens, as [`Int8Rows`](quant_kernels_cpu::Int8Rows)
+//! defines them: the integers here are those that the kernels multiply.
+//!
+//! Floating-point numbers are those of compressed-tensors, bit for bit: `a` is the largest magnitude of the token or of
+//! the group of its inputs, and every operation one in `f32`:
+//!
+//! | grid | scale | value |
+//! |---|---|---|
+//! | [`Fp8Token`](InputGrid::Fp8Token), [`Fp8Group`](InputGrid::Fp8Group) | `s = a / 448`; where that is 0, 2⁻²³ | `E4M3(x / s) · s` |
+//! | [`Fp8Static`](InputGrid::Fp8Static) | `s`, calibrated | the same |
+//! | [`Mxfp8`](InputGrid::Mxfp8) | `s = 2^(⌊log₂ a⌋ − 8)`, twice that where the mantissa of `a` is at least 1.75 | the same |
+//! | [`Nvfp4`](InputGrid::Nvfp4) | `s = E4M3(g · (a / 6)) / g`, `g` calibrated; 0.125 where the E4M3 is 0 | `E2M1(x / s) · s` |
 
-use quant_kernels_cpu::StaticScale;
 use quant_kernels_cpu::activation::SMALLEST;
+use quant_kernels_cpu::{StaticScale, e8m0_value};
 use rayon::prelude::*;
+
+use super::grid::ROUND_UP_FROM_1_75;
+use super::shared::SMALLEST_SCALE;
+use crate::scheme::{BLOCK, FloatFormat, MX_GROUP, NV_GROUP};
 
 /// Values that one task rounds, about.
 const TASK: usize = 1 << 14;
@@ -17,16 +31,49 @@ pub enum InputGrid {
     Token,
     /// The same for all tokens.
     Static(StaticScale),
+    /// E4M3, `max |x| / 448` of every token.
+    Fp8Token,
+    /// E4M3, `max |x| / 448` of every token and 128 inputs.
+    Fp8Group,
+    /// E4M3, the same scale for all tokens.
+    Fp8Static {
+        /// Positive and finite.
+        scale: f32,
+    },
+    /// E4M3, a power of two for every token and 32 inputs.
+    Mxfp8,
+    /// E2M1, an E4M3 scale for every token and 16 inputs.
+    Nvfp4 {
+        /// What scales are divided by: positive and finite.
+        global: f32,
+    },
 }
 
 impl InputGrid {
     /// Replaces rows `x` `[tokens, k]` by the values that their integers stand for. A row that holds NaN or an
-    /// infinity becomes NaN where its scale is its own.
+    /// infinity becomes NaN where its scale is its own; of floating-point groups that holds of the group. Groups at the
+    /// end of a row may be smaller.
     pub fn round(self, x: &mut [f32], k: usize) {
         let k = k.max(1);
         let rows = (TASK / k).max(1);
         x.par_chunks_mut(rows * k).for_each(|part| match self {
             Self::Token => part.chunks_mut(k).for_each(round_token),
+            Self::Fp8Token => part.chunks_mut(k).for_each(|row| round_fp8(row, fp8_scale(largest(row)))),
+            Self::Fp8Group => {
+                let groups = part.chunks_mut(k).flat_map(|row| row.chunks_mut(BLOCK));
+                groups.for_each(|group| round_fp8(group, fp8_scale(largest(group))));
+            }
+            Self::Fp8Static { scale } => round_fp8(part, scale),
+            Self::Mxfp8 => {
+                let groups = part.chunks_mut(k).flat_map(|row| row.chunks_mut(MX_GROUP));
+                groups.for_each(|group| round_fp8(group, mxfp8_scale(largest(group))));
+            }
+            Self::Nvfp4 { global } => {
+                let groups = part.chunks_mut(k).flat_map(|row| row.chunks_mut(NV_GROUP));
+                groups.for_each(|group| {
+                    round_floats(group, nvfp4_scale(largest(group), global), FloatFormat::E2m1)
+                });
+            }
             Self::Static(by) => {
                 let (inverse, zero) = (1.0 / by.scale, f32::from(by.zero));
                 for x in part {
@@ -35,6 +82,51 @@ impl InputGrid {
                 }
             }
         });
+    }
+}
+
+/// The largest magnitude; NaN where a value is NaN.
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0_f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max })
+}
+
+fn fp8_scale(amax: f32) -> f32 {
+    match amax / FloatFormat::E4m3.largest() {
+        0.0 => f32::EPSILON,
+        scale => scale,
+    }
+}
+
+fn mxfp8_scale(amax: f32) -> f32 {
+    if !amax.is_finite() {
+        return amax;
+    }
+    let exponent = ((amax.to_bits() + ROUND_UP_FROM_1_75) >> 23) as i32 - 8;
+    e8m0_value(exponent.clamp(0, 254) as u8)
+}
+
+fn nvfp4_scale(amax: f32, global: f32) -> f32 {
+    if !amax.is_finite() {
+        return amax;
+    }
+    match FloatFormat::E4m3.round(global * (amax / FloatFormat::E2m1.largest())) {
+        0.0 => SMALLEST_SCALE / global,
+        scale => scale / global,
+    }
+}
+
+fn round_fp8(values: &mut [f32], scale: f32) {
+    round_floats(values, scale, FloatFormat::E4m3);
+}
+
+/// Rounds values to multiples of the numbers of a format; NaN stays NaN, and so becomes what has no finite scale.
+fn round_floats(values: &mut [f32], scale: f32, format: FloatFormat) {
+    if !scale.is_finite() {
+        return values.fill(f32::NAN);
+    }
+    for x in values {
+        let number = *x / scale;
+        *x = if number.is_nan() { number } else { format.round(number) * scale };
     }
 }
 
@@ -73,6 +165,21 @@ pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale 
     StaticScale { scale, zero: zero as i8 }
 }
 
+/// The scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every reader holds
+/// exactly; 1 for an input that was always 0.
+pub fn fp8_static_scale([lowest, highest]: [f32; 2]) -> f32 {
+    let exact = highest.max(-lowest) / FloatFormat::E4m3.largest();
+    let scale = half::bf16::from_f32(exact).to_f32();
+    // The inverse, too, has to be a number.
+    if scale < SMALLEST || !scale.is_finite() { 1.0 } else { scale }
+}
+
+/// The global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 for an input that was
+/// always 0.
+pub fn nvfp4_input_scale([lowest, highest]: [f32; 2]) -> f32 {
+    super::ScaleSearch::Amax.global_scale(highest.max(-lowest))
+}
+
 #[cfg(test)]
 mod tests {
     use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, Serial, WeightView};
@@ -88,6 +195,7 @@ mod tests {
         match grid {
             InputGrid::Token => rows.quantize(x, layout, &Serial).unwrap(),
             InputGrid::Static(by) => rows.quantize_static(x, layout, by, &Serial).unwrap(),
+            other => panic!("{other:?} is no grid of integers"),
         }
         let zero = rows.zero();
         (0..rows.m())
@@ -141,5 +249,97 @@ mod tests {
         assert_eq!(static_grid([0.0, 0.0], true), StaticScale { scale: 1.0, zero: 0 });
         assert_eq!(static_grid([0.0, 255.0], false), StaticScale { scale: 1.0, zero: -128 });
         assert_eq!(static_grid([-127.0, 5.0], true), StaticScale { scale: 1.0, zero: 0 });
+    }
+
+    /// The values of E4M3 that are not negative, from the definition.
+    fn e4m3() -> Vec<f64> {
+        (0..0x7f)
+            .map(|code| match (code >> 3, f64::from(code & 7)) {
+                (0, mantissa) => mantissa / 512.0,
+                (exponent, mantissa) => (1.0 + mantissa / 8.0) * 2.0_f64.powi(exponent - 7),
+            })
+            .collect()
+    }
+
+    /// Whether every value is the multiple of `scale` nearest to what it was.
+    fn is_nearest(x: &[f32], rounded: &[f32], scale: f64, numbers: &[f64]) -> bool {
+        x.iter().zip(rounded).all(|(x, got)| {
+            let exact = f64::from(*x).abs() / scale;
+            let distance = numbers.iter().map(|n| (n - exact).abs()).fold(f64::MAX, f64::min);
+            let same_sign = x.is_sign_negative() == got.is_sign_negative();
+            let got = f64::from(*got).abs() / scale;
+            same_sign && (got - exact).abs() <= distance + 1e-6 * exact
+        })
+    }
+
+    #[test]
+    fn floating_point_inputs_are_the_nearest_numbers_of_their_grids() {
+        let (m, k) = (5, 256);
+        let mut x: Vec<f32> = (0..m * k).map(|i| ((i * i) as f32 * 0.013).sin() * (i % 29) as f32).collect();
+        x[k..2 * k].fill(0.0);
+        x[2 * k] = 3e4;
+        let numbers = e4m3();
+        let fours = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        let amax = |part: &[f32]| part.iter().fold(0.0_f64, |max, x| max.max(f64::from(*x).abs()));
+        for (grid, width) in [(InputGrid::Fp8Token, k), (InputGrid::Fp8Group, 128), (InputGrid::Mxfp8, 32)] {
+            let mut rounded = x.clone();
+            grid.round(&mut rounded, k);
+            for (x, rounded) in x.chunks(width).zip(rounded.chunks(width)) {
+                let amax = amax(x);
+                if amax == 0.0 {
+                    assert!(rounded.iter().all(|x| *x == 0.0));
+                    continue;
+                }
+                let scale = match grid {
+                    InputGrid::Mxfp8 => {
+                        let mut exponent = amax.log2().floor();
+                        exponent += f64::from(u8::from(amax / exponent.exp2() >= 1.75));
+                        (exponent - 8.0).exp2()
+                    }
+                    _ => f64::from((amax / 448.0) as f32),
+                };
+                assert!(is_nearest(x, rounded, scale, &numbers), "{grid:?}");
+            }
+        }
+        let global = nvfp4_input_scale([-20.0, 28.0]);
+        assert_eq!(global, 96.0);
+        let mut rounded = x.clone();
+        InputGrid::Nvfp4 { global }.round(&mut rounded, k);
+        for (x, rounded) in x.chunks(16).zip(rounded.chunks(16)) {
+            let exact = (96.0 * amax(x) / 6.0).min(448.0);
+            let nearest =
+                numbers.iter().copied().min_by(|a, b| (a - exact).abs().total_cmp(&(b - exact).abs()));
+            let scale = nearest.unwrap().max(1.0 / 512.0) / 96.0;
+            assert!(is_nearest(x, rounded, f64::from(scale as f32), &fours) || amax(x) == 0.0);
+        }
+    }
+
+    #[test]
+    fn a_calibrated_scale_saturates_and_is_exact_in_bf16() {
+        let scale = fp8_static_scale([-3.0, 5.0]);
+        assert_eq!(scale, half::bf16::from_f32(5.0 / 448.0).to_f32());
+        let mut x = [5.0, 1e6, -1e6, 0.0, -0.0, f32::NAN];
+        InputGrid::Fp8Static { scale }.round(&mut x, 6);
+        assert_eq!(x[..4], [448.0 * scale, 448.0 * scale, -448.0 * scale, 0.0]);
+        assert!(x[5].is_nan());
+        assert_eq!((fp8_static_scale([0.0, 0.0]), nvfp4_input_scale([0.0, 0.0])), (1.0, 1.0));
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_within_its_group() {
+        for (grid, width) in [
+            (InputGrid::Fp8Token, 256),
+            (InputGrid::Fp8Group, 128),
+            (InputGrid::Mxfp8, 32),
+            (InputGrid::Nvfp4 { global: 10.0 }, 16),
+        ] {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = vec![1.0; 512];
+                x[3] = bad;
+                grid.round(&mut x, 256);
+                assert!(x[..width].iter().all(|x| x.is_nan()), "{grid:?} {bad}");
+                assert!(x[width..].iter().all(|x| x.is_finite()), "{grid:?} {bad}");
+            }
+        }
     }
 }

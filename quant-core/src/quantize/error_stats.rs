@@ -129,6 +129,7 @@ mod tests {
             scale_dtype: Dtype::F32,
             zeros: None,
             levels: None,
+            global: None,
             input: None,
         };
         let stats = ErrorStats::of(&weights, &tensor).unwrap();

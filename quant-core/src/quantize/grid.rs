@@ -14,7 +14,10 @@
 //! | value | `(code − z) · s` | the same |
 //!
 //! A grid of floating-point numbers is symmetric: `s = round_to_dtype(a / largest)`, `code = nearest(w / s)` and
-//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`].
+//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Scales that are
+//! powers of two (the MX formats) follow from the bits of `a`: of E4M3 the smallest with `a / s ≤ 448`, of E2M1 that of
+//! `⌊log₂ a⌋ − 2`, one more where the mantissa of `a` is at least 1.75, as in compressed-tensors. Scales that several
+//! rows share are those of [`shared`](super::shared).
 //!
 //! `round` is to the nearest integer, halves to even. The scale is rounded to the type it is
 //! stored in *before* anything is computed with it, so what is evaluated is what is stored. `w / s`
@@ -32,6 +35,8 @@
 //! * **A scale or value that overflows** its type is an error ([`GridError::Overflow`]): a reader
 //!   that computes in that type would see infinity.
 //! * **NaN and infinity** have no grid; [`Extent::of`] tells.
+
+use quant_kernels_cpu::e8m0_value;
 
 use crate::checkpoint::Dtype;
 use crate::scheme::{FloatFormat, Granularity, LinearScheme, ScaleFormat, WeightFormat};
@@ -159,10 +164,13 @@ pub struct GridRule {
     /// Where codes are floating-point numbers.
     pub(super) float: Option<FloatFormat>,
     scale_dtype: Dtype,
+    /// Whether scales are powers of two.
+    powers_of_two: bool,
 }
 
 impl GridRule {
-    /// The rule of a scheme with integers of 2 to 8 bits or floating-point numbers, and scales in F16, BF16 or F32.
+    /// The rule of a scheme with integers of 2 to 8 bits or floating-point numbers, and scales in F16, BF16 or F32, or
+    /// in the format that the scheme prescribes.
     ///
     /// # Errors
     /// [`Error::Usage`] for other bits or scale formats.
@@ -181,10 +189,14 @@ impl GridRule {
                 "two levels of scales are for groups of 4 bits",
             ));
         }
-        if !matches!(scale, ScaleFormat::F16 | ScaleFormat::Bf16 | ScaleFormat::F32) {
+        let is_wide = matches!(scale, ScaleFormat::F16 | ScaleFormat::Bf16 | ScaleFormat::F32);
+        if scheme.fixed_scales().map_or(!is_wide, |fixed| fixed != scale) {
             return Err(Error::usage(
-                format!("grids with {} scales are not supported", scale.dtype()),
-                "store scales as F16, BF16 or F32",
+                format!("{scheme} cannot have {} scales", scale.dtype()),
+                match scheme.fixed_scales() {
+                    Some(fixed) => format!("store scales as {}", fixed.dtype()),
+                    None => "store scales as F16, BF16 or F32".to_owned(),
+                },
             ));
         }
         Ok(Self {
@@ -192,7 +204,9 @@ impl GridRule {
             symmetric: scheme.is_symmetric(),
             progressive,
             float: scheme.float_format(),
-            scale_dtype: scale.dtype(),
+            // Scales below a global one are not bounded by the type that they are stored in.
+            scale_dtype: if is_wide { scale.dtype() } else { Dtype::F32 },
+            powers_of_two: scale == ScaleFormat::E8m0,
         })
     }
 
@@ -236,13 +250,30 @@ impl GridRule {
 
     /// The grid of floating-point numbers for weights of this finite range.
     fn fit_float(self, extent: Extent, format: FloatFormat) -> Result<Grid, GridError> {
-        let grid = |scale| Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: Some(format) };
+        let grid = |scale| self.at_scale(scale);
+        if self.powers_of_two {
+            return Ok(grid(power_of_two(extent.abs_max(), format)));
+        }
         if extent.abs_max() == 0.0 {
             return Ok(grid(1.0));
         }
         let exact = extent.abs_max() / format.largest();
         let scale = self.scale(exact, extent)?;
         self.holding(grid(scale), format.largest(), exact, extent)
+    }
+
+    /// The grid of floating-point numbers with this scale.
+    #[inline(always)]
+    pub(super) fn at_scale(self, scale: f32) -> Grid {
+        Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: self.float }
+    }
+
+    /// The grid for weights from `−amax` to `amax`.
+    ///
+    /// # Errors
+    /// As [`fit`](Self::fit).
+    pub(super) fn fit_amax(self, amax: f32) -> Result<Grid, GridError> {
+        self.fit(Extent { min: -amax, max: amax })
     }
 
     /// The scale as it is stored.
@@ -278,6 +309,22 @@ impl GridRule {
         self.fit(Extent::of(weights).ok_or(GridError::NonFinite)?)
     }
 }
+
+/// The scale of a group of an MX format whose largest magnitude is `amax`: a power of two from 2⁻¹²⁷, which zeros get.
+pub(super) fn power_of_two(amax: f32, format: FloatFormat) -> f32 {
+    // Of a subnormal the exponent is that of the smallest scale in any case.
+    let exponent = match format {
+        FloatFormat::E4m3 => (amax.to_bits() + ROUND_UP_BEYOND_1_75) >> 23,
+        _ => (amax.to_bits() + ROUND_UP_FROM_1_75) >> 23,
+    };
+    let largest = (format.largest().to_bits() >> 23) as i32 - 127;
+    e8m0_value((exponent as i32 - largest).clamp(0, 254) as u8)
+}
+
+/// What raises the exponent of an f32 whose mantissa is at least 1.75.
+pub(super) const ROUND_UP_FROM_1_75: u32 = 1 << 21;
+/// What raises the exponent of an f32 whose mantissa is greater than 1.75: 448 is 1.75 · 2⁸.
+const ROUND_UP_BEYOND_1_75: u32 = (1 << 21) - 1;
 
 /// The smallest positive value of a scale type.
 pub(super) fn smallest_positive(dtype: Dtype) -> f32 {
@@ -388,6 +435,18 @@ impl Grid {
         for (value, &code) in values.iter_mut().zip(codes) {
             *value = (i32::from(code) - i32::from(self.zero)) as f32 * self.scale;
         }
+    }
+
+    /// The squared error of weights that are rounded to a grid of floating-point numbers.
+    #[inline(always)]
+    pub(super) fn squared_error(self, weights: &[f32]) -> f64 {
+        let Some(format) = self.float else { return f64::INFINITY };
+        let mut sum = 0.0;
+        for &w in weights {
+            let error = f64::from(w - format.round(w / self.scale) * self.scale);
+            sum += error * error;
+        }
+        sum
     }
 
     /// Replaces every weight by the value of its code.

@@ -11,10 +11,11 @@ use super::error_stats::ErrorStats;
 use super::grid::{self, Extent, GridRule};
 use super::progressive::Levels;
 use super::rows::{Rows, RowsError, group_size};
+use super::shared::{ScaleContext, SharedScales};
 use super::tensor::QuantizedTensor;
 use crate::Result;
 use crate::checkpoint::Dtype;
-use crate::scheme::{Granularity, LinearScheme, ScaleFormat};
+use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
 /// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
@@ -68,6 +69,20 @@ pub fn quantize_tensor(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<(QuantizedTensor, ErrorStats), RowsError> {
+    quantize_within(rows, shape, (scheme, scale_dtype), clip, ScaleContext::default())
+}
+
+/// The same for a weight that shares a scale with others, or whose scales are chosen in another way.
+///
+/// # Errors
+/// As [`quantize_rows`].
+pub fn quantize_within(
+    rows: Rows<'_>,
+    shape: [usize; 2],
+    (scheme, scale_dtype): (LinearScheme, Dtype),
+    clip: Option<&[f32]>,
+    context: ScaleContext,
+) -> Result<(QuantizedTensor, ErrorStats), RowsError> {
     let [n, k] = shape;
     let groups = n * (k / group_size(scheme, k)?);
     let mut tensor = QuantizedTensor {
@@ -78,8 +93,11 @@ pub fn quantize_tensor(
         scale_dtype,
         zeros: (!scheme.is_symmetric()).then(|| vec![0; groups]),
         levels: None,
+        global: None,
         input: None,
     };
+    let shared = SharedScales::of(rows, k, (scheme, scale_dtype), context)?;
+    tensor.global = shared.global();
     let mut row_scales = scheme.is_progressive().then(|| vec![0.0; n]);
     let out = QuantizedRows {
         codes: &mut tensor.codes,
@@ -87,14 +105,15 @@ pub fn quantize_tensor(
         zeros: tensor.zeros.as_deref_mut(),
         rows: row_scales.as_deref_mut(),
     };
-    let stats = quantize_rows(rows, k, scheme, scale_dtype, clip, out)?;
+    let work = Work::new(k, scheme, scale_dtype, clip, rows.count(k)?)?.sharing(&shared, 0);
+    let stats = quantize_with(&work, rows, out)?;
     tensor.levels = row_scales.map(|rows| Levels::of(&tensor.scales, rows));
     Ok((tensor, stats))
 }
 
 /// Quantizes rows of width `columns` into the caller's slices: [`quantize_tensor`] for a weight that
 /// is taken in parts. What comes back is the error of these rows, against the weights before
-/// clipping.
+/// clipping. Of a scheme whose rows share scales, these must be all rows.
 ///
 /// # Errors
 /// As [`quantize_rtn`]; also [`RowsError::Layout`] when slices do not fit each other. Of several
@@ -108,20 +127,25 @@ pub fn quantize_rows(
     clip: Option<&[f32]>,
     out: QuantizedRows<'_>,
 ) -> Result<ErrorStats, RowsError> {
-    let work = Work::new(columns, scheme, scale_dtype, clip, rows.count(columns)?)?;
+    let shared = SharedScales::of(rows, columns, (scheme, scale_dtype), ScaleContext::default())?;
+    let work = Work::new(columns, scheme, scale_dtype, clip, rows.count(columns)?)?.sharing(&shared, 0);
+    quantize_with(&work, rows, out)
+}
+
+fn quantize_with(work: &Work<'_>, rows: Rows<'_>, out: QuantizedRows<'_>) -> Result<ErrorStats, RowsError> {
+    let columns = work.columns;
     let groups = work.rows * work.groups();
     check_len("codes", out.codes.len(), work.rows * columns)?;
     check_len("scales", out.scales.len(), groups)?;
     check_len(
         "zeros",
         out.zeros.as_ref().map_or(0, |z| z.len()),
-        if scheme.is_symmetric() { 0 } else { groups },
+        if work.rule.symmetric { 0 } else { groups },
     )?;
-
     check_len(
         "row scales",
         out.rows.as_ref().map_or(0, |r| r.len()),
-        if scheme.is_progressive() { work.rows } else { 0 },
+        if work.rule.progressive { work.rows } else { 0 },
     )?;
     let codes = out.codes.chunks_mut(work.task_rows() * columns);
     let scales = out.scales.chunks_mut(work.task_rows() * work.groups());
@@ -181,8 +205,24 @@ pub fn fake_quantize(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<(), RowsError> {
+    let shared =
+        SharedScales::of(Rows::Floats(weights), columns, (scheme, scale_dtype), ScaleContext::default())?;
+    fake_quantize_within(weights, columns, (scheme, scale_dtype), clip, (&shared, 0))
+}
+
+/// The same for rows of a weight of which these begin at the row `first`, with the scales that its rows share.
+///
+/// # Errors
+/// As [`fake_quantize`].
+pub fn fake_quantize_within(
+    weights: &mut [f32],
+    columns: usize,
+    (scheme, scale_dtype): (LinearScheme, Dtype),
+    clip: Option<&[f32]>,
+    (shared, first): (&SharedScales, usize),
+) -> Result<(), RowsError> {
     let count = Rows::Floats(weights).count(columns)?;
-    let work = Work::new(columns, scheme, scale_dtype, clip, count)?;
+    let work = Work::new(columns, scheme, scale_dtype, clip, count)?.sharing(shared, first);
     let outcomes: Vec<Faults> = weights
         .par_chunks_mut(work.task_rows() * columns)
         .enumerate()
@@ -242,9 +282,9 @@ pub fn fake_quantize_group(
     bounds: &[f32],
     row_scales: Option<&[f32]>,
 ) -> Result<(), RowsError> {
-    let scheme = LinearScheme { granularity: Granularity::Group(group_size), ..scheme };
     let count = Rows::Floats(weights).count(group_size)?;
-    let work = Work::new(group_size, scheme, scale_dtype, Some(bounds), count)?;
+    let rule = rule(scheme, scale_dtype)?;
+    let work = Work::of(group_size, group_size, rule, Some(bounds), count)?;
     check_len(
         "row scales",
         row_scales.map_or(0, <[f32]>::len),
@@ -271,6 +311,9 @@ struct Work<'a> {
     group_size: usize,
     rule: GridRule,
     clip: Option<&'a [f32]>,
+    /// What rows share, and the place of the first of these in the weight.
+    shared: &'a SharedScales,
+    first: usize,
 }
 
 impl<'a> Work<'a> {
@@ -281,16 +324,29 @@ impl<'a> Work<'a> {
         clip: Option<&'a [f32]>,
         rows: usize,
     ) -> Result<Self, RowsError> {
-        let rule = ScaleFormat::of(scale_dtype).and_then(|scale| GridRule::new(scheme, scale));
-        let rule = rule.map_err(|e| RowsError::Scheme(e.to_string()))?;
-        let group_size = group_size(scheme, columns)?;
+        Self::of(columns, group_size(scheme, columns)?, rule(scheme, scale_dtype)?, clip, rows)
+    }
+
+    /// Of rows that are cut into groups of this size, which divides them, whatever the scheme's own is.
+    fn of(
+        columns: usize,
+        group_size: usize,
+        rule: GridRule,
+        clip: Option<&'a [f32]>,
+        rows: usize,
+    ) -> Result<Self, RowsError> {
         if let Some(clip) = clip {
             check_len("clip bounds", clip.len(), rows * (columns / group_size))?;
             if let Some(m) = clip.iter().find(|m| m.is_nan() || **m < 0.0) {
                 return Err(RowsError::Layout(format!("clip bound {m} is not a magnitude")));
             }
         }
-        Ok(Self { rows, columns, group_size, rule, clip })
+        Ok(Self { rows, columns, group_size, rule, clip, shared: &SharedScales::None, first: 0 })
+    }
+
+    /// The same for rows that share scales and begin at the row `first`.
+    fn sharing(self, shared: &'a SharedScales, first: usize) -> Self {
+        Self { shared, first, ..self }
     }
 
     fn groups(&self) -> usize {
@@ -372,8 +428,23 @@ impl<'a> Work<'a> {
             grid::clip(part, bound);
             extent = Extent { min: extent.min.max(-bound), max: extent.max.min(bound) };
         }
-        self.rule.fit_in_row(extent, scale).map_err(|source| faults.grid(at, source)).ok()
+        let fitted = match self.shared {
+            SharedScales::None => self.rule.fit_in_row(extent, scale),
+            SharedScales::Global { scale, search } => {
+                self.rule.fit_below(extent.abs_max(), part, *scale, *search)
+            }
+            SharedScales::Blocks { .. } => {
+                return self.shared.at(self.first + at.0, at.1).map(|scale| self.rule.at_scale(scale));
+            }
+        };
+        fitted.map_err(|source| faults.grid(at, source)).ok()
     }
+}
+
+/// The rule of a scheme with scales of this type.
+fn rule(scheme: LinearScheme, scale_dtype: Dtype) -> Result<GridRule, RowsError> {
+    let rule = ScaleFormat::of(scale_dtype).and_then(|scale| GridRule::new(scheme, scale));
+    rule.map_err(|e| RowsError::Scheme(e.to_string()))
 }
 
 fn check_len(what: &str, got: usize, expected: usize) -> Result<(), RowsError> {

@@ -1,11 +1,11 @@
 //! A quantized linear in logical order: what every method produces and every format packs.
 
-use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows};
+use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows, e8m0_value};
 
 use super::grid::smallest_positive;
 use super::{InputGrid, Levels};
 use crate::checkpoint::Dtype;
-use crate::scheme::{ActivationScheme, LinearScheme, WeightFormat};
+use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// Codes, scales and zeros of a linear's weight `[n, k]`, unpacked.
@@ -23,13 +23,17 @@ pub struct QuantizedTensor {
     pub codes: Vec<u8>,
     /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels`.
     pub scales: Vec<f32>,
-    /// The type that scales are stored in where they have one level: F16, BF16 or F32.
+    /// The type that scales are stored in where they have one level: F16, BF16 or F32, F8_E8M0 (powers of two), or
+    /// F8_E4M3 below a `global` scale.
     pub scale_dtype: Dtype,
     /// The two levels whose products, exact in `f32`, `scales` are; of progressive schemes.
     pub levels: Option<Levels>,
     /// `[n, k / group_size]` row-major, for asymmetric schemes.
     pub zeros: Option<Vec<u8>>,
-    /// The grid of the input, where the scheme has the same for all tokens.
+    /// NVFP4's global scale, a divisor: `scales` are `f32(s / global)` of E4M3 values `s`.
+    pub global: Option<f32>,
+    /// What was calibrated of the input: its grid where that is the same for all tokens. Of NVFP4, `scale` is the
+    /// input's global scale, a divisor.
     pub input: Option<StaticScale>,
 }
 
@@ -91,6 +95,15 @@ impl QuantizedTensor {
         match (self.scheme.activations, self.input) {
             (ActivationScheme::Float, None) => Ok(None),
             (ActivationScheme::Token, None) => Ok(Some(InputGrid::Token)),
+            (ActivationScheme::Fp8Token, None) => Ok(Some(InputGrid::Fp8Token)),
+            (ActivationScheme::Fp8Group, None) => Ok(Some(InputGrid::Fp8Group)),
+            (ActivationScheme::Mxfp8, None) => Ok(Some(InputGrid::Mxfp8)),
+            (ActivationScheme::Fp8Static, Some(StaticScale { scale, zero: 0 })) => {
+                Ok(Some(InputGrid::Fp8Static { scale }))
+            }
+            (ActivationScheme::Nvfp4, Some(StaticScale { scale: global, zero: 0 })) => {
+                Ok(Some(InputGrid::Nvfp4 { global }))
+            }
             (ActivationScheme::Static { symmetric }, Some(by)) if !symmetric || by.zero == 0 => {
                 Ok(Some(InputGrid::Static(by)))
             }
@@ -117,10 +130,74 @@ impl QuantizedTensor {
         if self.scheme.float_format().is_some_and(|format| self.codes.iter().any(|&c| !format.is_number(c))) {
             return Err(inconsistent("a code is not a number"));
         }
-        if self.levels.is_none() && self.scales.iter().any(|&s| self.scale_dtype.round(s) != s) {
+        if self.levels.is_none() && !self.scales_are_exact() {
             return Err(inconsistent("a scale is not exact in the type it is stored in"));
         }
         Ok(())
+    }
+
+    fn scales_are_exact(&self) -> bool {
+        match (self.scale_dtype, self.global) {
+            (Dtype::F8E4M3, Some(_)) | (Dtype::F8E8M0, None) => self.scale_codes().is_some(),
+            (dtype, None) if dtype.is_weight_float() => self.scales.iter().all(|&s| dtype.round(s) == s),
+            _ => false,
+        }
+    }
+
+    /// The codes of scales that have one byte: E8M0, or E4M3 below the global scale; `None` where a scale is no such
+    /// number.
+    pub(crate) fn scale_codes(&self) -> Option<Vec<u8>> {
+        let code = |scale: f32| match self.global {
+            None => {
+                let code = if scale == e8m0_value(0) { 0 } else { (scale.to_bits() >> 23) as u8 };
+                (e8m0_value(code).to_bits() == scale.to_bits()).then_some(code)
+            }
+            Some(global) => {
+                let code = FloatFormat::E4m3.code(scale * global);
+                (FloatFormat::E4m3.value(code) / global == scale).then_some(code)
+            }
+        };
+        self.scales.iter().map(|&scale| code(scale)).collect()
+    }
+
+    /// Every scale that is stored, once: of a tensor one, of blocks `[⌈n / 128⌉, ⌈k / 128⌉]`, else `[n, groups]`;
+    /// `None` where rows differ that should have one in common.
+    pub(crate) fn stored_scales(&self) -> Option<Vec<f32>> {
+        let [n, k] = self.shape;
+        let size = self.scheme.granularity.group_size(k);
+        let (height, width) = match self.scheme.granularity {
+            Granularity::Tensor => (n.max(1), 1),
+            Granularity::Block => (BLOCK, BLOCK / size.max(1)),
+            _ => return Some(self.scales.clone()),
+        };
+        let groups = k / size.max(1);
+        let mut stored: Vec<f32> = Vec::with_capacity(n.div_ceil(height) * groups.div_ceil(width));
+        for row in (0..n).step_by(height) {
+            stored.extend(self.scales[row * groups..(row + 1) * groups].iter().step_by(width));
+        }
+        let across = groups.div_ceil(width);
+        let same = |(i, scale): (usize, &f32)| {
+            stored[i / groups / height * across + i % groups / width].to_bits() == scale.to_bits()
+        };
+        let all_same = self.scales.iter().enumerate().all(same);
+        if stored.is_empty() && self.scheme.granularity == Granularity::Tensor {
+            stored.push(1.0);
+        }
+        all_same.then_some(stored)
+    }
+
+    /// A scale for every row and group from [`stored_scales`](Self::stored_scales), whose number was checked.
+    pub(crate) fn spread_scales(stored: &[f32], [n, k]: [usize; 2], granularity: Granularity) -> Vec<f32> {
+        let size = granularity.group_size(k).max(1);
+        let groups = k / size;
+        let (height, width) = match granularity {
+            Granularity::Tensor => (n.max(1), 1),
+            Granularity::Block => (BLOCK, BLOCK / size),
+            _ => return stored.to_vec(),
+        };
+        let across = groups.div_ceil(width);
+        let scale = |i: usize| stored[i / groups / height * across + i % groups / width];
+        (0..n * groups).map(scale).collect()
     }
 
     /// The same matrix on a grid that says the same in other words: symmetric or with the middle
@@ -134,7 +211,8 @@ impl QuantizedTensor {
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
         let left_float = scheme.activations == ActivationScheme::Float
-            && self.scheme.activations == ActivationScheme::Token;
+            && self.scheme.activations != ActivationScheme::Float
+            && !self.scheme.has_static_activations();
         let same_input = scheme.activations == self.scheme.activations || left_float;
         // Two levels are not found again where there is one.
         let same_input = same_input && (self.scheme.is_progressive() || !scheme.is_progressive());
@@ -156,6 +234,14 @@ impl QuantizedTensor {
         }
         if !scheme.is_progressive() {
             self.levels = None;
+        }
+        if self.scheme.fixed_scales().is_some() {
+            return match scheme.fixed_scales() == self.scheme.fixed_scales()
+                && scale_dtype == self.scale_dtype
+            {
+                true => Ok(Self { scheme, ..self }),
+                false => Err(format!("its scales are {}, not {scale_dtype}", self.scale_dtype)),
+            };
         }
         let scales = if self.levels.is_none() { &self.scales[..] } else { &[] };
         if let Some(scale) = scales.iter().find(|&&s| scale_dtype.round(s) != s) {

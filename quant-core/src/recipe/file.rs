@@ -47,6 +47,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Method, Pattern, Recipe, Rounding, kv, schema};
 use crate::calibrate::{Mask, Packing, Sampling};
+use crate::quantize::ScaleSearch;
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::scheme::SchemeRequest;
 use crate::transform::{Alpha, Producers, Search, SmoothSettings, TransformSettings};
@@ -151,6 +152,9 @@ struct QuantizeEntry {
     /// Bits, granularity and symmetry; without `-sym` or `-asym` the container's symmetry.
     #[schemars(schema_with = "schema::scheme")]
     scheme: String,
+    /// NVFP4: how the E4M3 scale of a group is chosen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    scale_search: Option<ScaleSearch>,
     /// Linears that stay float: names, globs, or `re:` and a regular expression.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     ignore: Vec<String>,
@@ -289,6 +293,7 @@ impl Recipe {
         let (scheme, kv) = kv::split(&file.quantize.scheme)?;
         let scheme: SchemeRequest = scheme.parse()?;
         settings.kv = kv;
+        settings.scale_search = file.quantize.scale_search.unwrap_or_default();
         let pattern = |text: &String| Pattern::new(text);
         let overrides = file.quantize.overrides.iter();
         let usual = Sampling::default();
@@ -341,6 +346,7 @@ impl Recipe {
                 method: Some(self.method.rounding.name().into()),
                 gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
                 scheme: kv::joined(&self.scheme.to_string(), self.settings.kv),
+                scale_search: self.searches_scales().then_some(self.settings.scale_search),
                 ignore: self.ignore.iter().map(|p| p.text().to_owned()).collect(),
                 overrides: (self.overrides.iter())
                     .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })

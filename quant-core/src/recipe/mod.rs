@@ -97,8 +97,13 @@ impl Recipe {
     pub fn needs_text(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         let mut activations = schemes.map(|s| s.activations);
-        self.method.needs_text(&self.settings)
-            || activations.any(|a| matches!(a, ActivationScheme::Static { .. }))
+        self.method.needs_text(&self.settings) || activations.any(ActivationScheme::is_static)
+    }
+
+    /// Whether some scheme has scales that are searched for: those of NVFP4.
+    pub fn searches_scales(&self) -> bool {
+        let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
+        schemes.into_iter().any(|s| s.with_default_symmetry(true).has_global_scale())
     }
 
     /// The recipe of a preset.

@@ -26,7 +26,46 @@ impl Plan {
     }
 
     fn has_static_activations(&self) -> bool {
-        self.entries.iter().any(|e| e.quantized().is_some_and(|(_, s)| s.has_static_activations()))
+        // Of weights that are quantized already, scales of inputs are there.
+        self.entries
+            .iter()
+            .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations()))
+    }
+
+    /// Whether scales of groups are searched for: those of NVFP4.
+    pub(crate) fn searches_scales(&self) -> bool {
+        self.entries
+            .iter()
+            .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_global_scale()))
+    }
+
+    /// Fails where a step makes no sense for floating-point weights.
+    pub(super) fn check_floats(&self) -> Result<()> {
+        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized);
+        let smooth = ["smoothquant", "smooth-outputs"].into_iter().find(|step| self.method.has(step));
+        if let (Some(step), Some((_, scheme))) =
+            (smooth, quantized().find(|(_, s)| s.fixed_scales().is_some()))
+        {
+            return Err(Error::usage(
+                format!(
+                    "`{step}` does not help {scheme}: every {} inputs have a scale of their own, which follows outliers, \
+                     and larger weights round worse",
+                    scheme.granularity.group_size(0)
+                ),
+                "choose --method rtn, gptq or awq, or a scheme such as wf8af8-channel",
+            ));
+        }
+        if self.method.has("clip") && !quantized().any(|(_, scheme)| scheme.takes_clip_bounds()) {
+            let scheme = quantized().next().map(|(_, scheme)| scheme.to_string()).unwrap_or_default();
+            return Err(Error::usage(
+                format!(
+                    "`clip` has no effect on {scheme}: rows share its scales, or they are powers of two or searched for \
+                     when weights are rounded"
+                ),
+                "leave the step out",
+            ));
+        }
+        Ok(())
     }
 
     /// Fails where activations and method do not go together, or two steps do the same.
@@ -69,7 +108,7 @@ impl Plan {
             if entry.layer.is_none() && scheme.has_static_activations() {
                 return Err(Error::usage(
                     format!("`{module}` cannot be {scheme}: static activations are found for the blocks"),
-                    "choose a scheme without -static for it",
+                    "choose a scheme without -static for it, or with a16",
                 ));
             }
         }

@@ -172,11 +172,11 @@ impl Draft {
             })));
         };
         let scheme = request.resolve(|bits| container.symmetric_by_default(bits));
-        let (columns, group_size) = (shape[1], scheme.granularity.group_size(shape[1]));
+        let (columns, group_size) = (shape[1], scheme.needed_divisor(shape[1]));
         if !columns.is_multiple_of(group_size) {
             return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));
         }
-        let scale_dtype = container.scale_dtype(info.dtype);
+        let scale_dtype = container.scale_dtype(scheme, info.dtype);
         let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
         let entry = PlanEntry { tensor, stored, layer, info, turned: false, action, outputs };
@@ -347,6 +347,7 @@ impl Plan {
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.check_activations()?;
+        plan.check_floats()?;
         plan.check_maxima(architecture)?;
         if plan.needs_text() {
             plan.sampling.check()?;
@@ -532,6 +533,12 @@ impl Plan {
             losses.extend(new.into_iter().filter(|said| !losses.contains(said)).collect::<Vec<_>>());
         }
         losses
+    }
+
+    /// The linears that engines run as one with this one, itself among them; `None` where it runs alone.
+    pub(crate) fn fused_with(&self, module: &str) -> Option<&[String]> {
+        let parts = |fused: &&FusedLinears| fused.parts.iter().any(|part| part == module);
+        self.fused.iter().find(parts).map(|fused| &fused.parts[..])
     }
 
     /// Whether a module is stored quantized.

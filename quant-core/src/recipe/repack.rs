@@ -59,7 +59,12 @@ impl Plan {
             let stored_dtype = model.packed_scale_dtype(&module)?;
             // Products of two levels of scales have more digits than either.
             let flattens = from.is_progressive() && !scheme.is_progressive();
-            let scale_dtype = container.scale_dtype(if flattens { Dtype::F32 } else { stored_dtype });
+            let stored = if flattens { Dtype::F32 } else { stored_dtype };
+            // Scales that are of no weight's type stay as they are.
+            let scale_dtype = match scheme.float_format() {
+                Some(_) => stored_dtype,
+                None => container.scale_dtype(scheme, stored),
+            };
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
                 turned: false,

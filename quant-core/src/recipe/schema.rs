@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::file::RecipeFile;
 use super::{METHODS, Recipe, Rounding, steps};
 use crate::format::CONTAINERS;
-use crate::scheme::WeightFormat;
+use crate::scheme::{FLOAT_SCHEMES, WeightFormat};
 
 impl Recipe {
     /// The JSON schema of recipe files, with a final newline.
@@ -57,11 +57,25 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
     let (kv, progressive) = ("(kv(4|8|16))?", "(-progressive)?");
     let weights = format!("{kv}{weights}{progressive}");
-    let pattern = format!(
-        "^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$|^wf8a16{kv}(-channel)?$",
-        bits.join("|")
-    );
-    json_schema!({ "type": "string", "pattern": pattern, "examples": ["w4a16-g128", "w8a16-channel-sym", "w8a8", "wf8a16-channel"] })
+    let pattern =
+        format!("^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$|{}", bits.join("|"), floats(kv));
+    json_schema!({
+        "type": "string",
+        "pattern": pattern,
+        "examples": ["w4a16-g128", "w8a16-channel-sym", "w8a8", "wf8af8-channel", "wf4a16-g16-nv"],
+    })
+}
+
+/// The names of schemes of floating-point weights, with `kv` where that of the cache may stand.
+fn floats(kv: &str) -> String {
+    let heads = ["wf8a16", "wf8af8", "wf4a16", "wf4af4"];
+    let of_head = |head: &str| {
+        let tails: Vec<&str> = FLOAT_SCHEMES.iter().filter_map(|name| name.strip_prefix(head)).collect();
+        // Where a row has one scale, nothing need be said of it.
+        let whole = if tails.contains(&"-channel") { "?" } else { "" };
+        format!("^{head}{kv}({}){whole}$", tails.join("|"))
+    };
+    heads.map(of_head).join("|")
 }
 
 #[cfg(test)]

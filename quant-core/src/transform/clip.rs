@@ -66,7 +66,8 @@ pub(super) fn clipped(
 ) -> Result<Rewrite> {
     let graph = task.block.graph().clone();
     for (&node, &grid) in task.grids {
-        if graph.feeds_queries_or_keys(node) {
+        // Scales that rows share, or that are searched for when weights are rounded, have no bounds of their own.
+        if graph.feeds_queries_or_keys(node) || !grid.scheme.takes_clip_bounds() {
             continue;
         }
         task.cancel.check()?;

@@ -17,6 +17,7 @@ use rayon::prelude::*;
 use super::BlockTask;
 use super::objective::round_scaled;
 use super::rows::Rows;
+use super::shared::shared_scales;
 use crate::model::{CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
 
@@ -155,9 +156,10 @@ impl<'a> Differences<'a> {
         let difference = |&node: &NodeId| -> Result<Option<RightBf16>> {
             let Some(&grid) = task.grids.get(&node) else { return Ok(None) };
             let module = task.module(node);
-            let packed = pack_right(task.block.linear(node).weight(), |rows| {
+            let shared = shared_scales(task, node, scales)?;
+            let packed = pack_right(task.block.linear(node).weight(), |first, rows| {
                 let exact = rows.to_vec();
-                round_scaled(rows, scales, grid, &module)?;
+                round_scaled(rows, scales, grid, (&shared, first), &module)?;
                 rows.iter_mut().zip(exact).for_each(|(d, w)| *d -= w);
                 Ok(())
             })?;
@@ -172,7 +174,7 @@ pub(super) fn watched_weight(task: &BlockTask<'_>, group: &FoldGroup) -> Result<
     if group.consumers.len() == 1 {
         return Ok(None);
     }
-    pack_right(task.block.linear(group.inspected).weight(), |_| Ok(())).map(Some)
+    pack_right(task.block.linear(group.inspected).weight(), |_, _| Ok(())).map(Some)
 }
 
 fn pack_left(values: &[f32], k: usize) -> LeftBf16 {
@@ -183,8 +185,11 @@ fn pack_left(values: &[f32], k: usize) -> LeftBf16 {
     packed
 }
 
-/// Packs a weight whose rows `change` has turned into what is wanted of them.
-fn pack_right(weight: &WeightBody, change: impl Fn(&mut [f32]) -> Result<()> + Sync) -> Result<RightBf16> {
+/// Packs a weight whose rows `change` has turned into what is wanted of them, given the place of the first.
+fn pack_right(
+    weight: &WeightBody,
+    change: impl Fn(usize, &mut [f32]) -> Result<()> + Sync,
+) -> Result<RightBf16> {
     let weight = weight.read()?;
     let [n, k] = weight.shape();
     let mut packed = RightBf16::zeros(n, k);
@@ -194,8 +199,9 @@ fn pack_right(weight: &WeightBody, change: impl Fn(&mut [f32]) -> Result<()> + S
         .enumerate()
         .map_init(Vec::new, |scratch, (i, strip)| {
             let rows = i * RIGHT_ROWS..((i + 1) * RIGHT_ROWS).min(n);
+            let first = rows.start;
             let mut values = weight.rows(rows, scratch)?.to_vec();
-            change(&mut values)?;
+            change(first, &mut values)?;
             RightBf16::pack_rows(&values, k, strip);
             Ok(())
         })

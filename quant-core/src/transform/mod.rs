@@ -21,6 +21,7 @@ mod rotate;
 mod rows;
 mod sample;
 mod settings;
+mod shared;
 mod smooth;
 mod smooth_attention;
 mod statistics;
@@ -60,6 +61,19 @@ pub struct Grid {
     pub scheme: LinearScheme,
     /// The type scales are stored in.
     pub scale_dtype: Dtype,
+    /// The first of the linears that engines run as one with it, where there are several: their weights may need a scale
+    /// in common.
+    pub fused: Option<NodeId>,
+}
+
+impl Grid {
+    /// Whether two linears have a scale in common.
+    pub(crate) fn shares_with(&self, other: &Self) -> bool {
+        self.fused.is_some()
+            && self.fused == other.fused
+            && self.scheme == other.scheme
+            && self.scheme.shares_over_tensor()
+    }
 }
 
 /// One block, as a [`Transform`] sees it.

@@ -13,10 +13,11 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
+use super::shared::shared_scales;
 use super::{BlockTask, Grid};
 use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
 use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
-use crate::quantize::fake_quantize;
+use crate::quantize::{SharedScales, fake_quantize_within};
 use crate::{Error, Result};
 
 /// Rows of a weight that one task handles.
@@ -164,15 +165,18 @@ impl Objective {
                 let weight = task.block.linear(*node).weight().read()?;
                 let [n, k] = weight.shape();
                 let grid = task.grids[node];
+                let shared = shared_scales(task, *node, scales)?;
                 let tiles: Vec<Result<f64>> = (0..n.div_ceil(ROW_TILE))
                     .into_par_iter()
                     .map_init(
                         || (Vec::new(), Vec::new()),
                         |(scratch, sums), tile| {
                             let rows = tile * ROW_TILE..((tile + 1) * ROW_TILE).min(n);
+                            let first = rows.start;
                             let exact = weight.rows(rows, scratch)?;
                             let mut difference = exact.to_vec();
-                            round_scaled(&mut difference, scales, grid, &task.module(*node))?;
+                            let within = (&shared, first);
+                            round_scaled(&mut difference, scales, grid, within, &task.module(*node))?;
                             for (d, w) in difference.iter_mut().zip(exact) {
                                 *d -= w;
                             }
@@ -235,7 +239,8 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
         let Some(&grid) = task.grids.get(&node) else { continue };
         let linear = task.block.linear(node);
         let mut values = linear.weight().to_f32()?;
-        round_scaled(&mut values, scales, grid, &task.module(node))?;
+        let shared = shared_scales(task, node, scales)?;
+        round_scaled(&mut values, scales, grid, (&shared, 0), &task.module(node))?;
         block.replace_linear(
             node,
             linear.with_weight(WeightBody::F32 { shape: linear.weight().shape(), values }),
@@ -244,15 +249,22 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
     Ok(block)
 }
 
-/// `w ← Q(w · s) / s` for rows `[rows, k]`.
-pub(super) fn round_scaled(rows: &mut [f32], scales: &[f32], grid: Grid, module: &str) -> Result<()> {
+/// `w ← Q(w · s) / s` for rows `[rows, k]`, which begin at a row of a weight whose rows may share scales.
+pub(super) fn round_scaled(
+    rows: &mut [f32],
+    scales: &[f32],
+    grid: Grid,
+    shared: (&SharedScales, usize),
+    module: &str,
+) -> Result<()> {
     let k = scales.len();
     rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
         for row in tile.chunks_exact_mut(k) {
             row.iter_mut().zip(scales).for_each(|(w, s)| *w *= s);
         }
     });
-    fake_quantize(rows, k, grid.scheme, grid.scale_dtype, None).map_err(|e| e.within(module, None))?;
+    fake_quantize_within(rows, k, (grid.scheme, grid.scale_dtype), None, shared)
+        .map_err(|e| e.within(module, None))?;
     rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
         for row in tile.chunks_exact_mut(k) {
             row.iter_mut().zip(scales).for_each(|(w, s)| *w /= s);

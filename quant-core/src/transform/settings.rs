@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::Search;
 use crate::calibrate::ChannelMaxima;
 use crate::model::KvScheme;
+use crate::quantize::ScaleSearch;
 use crate::{Error, Result};
 
 /// How transforms are run; each looks at its own part.
@@ -23,6 +24,8 @@ pub struct TransformSettings {
     pub attention: Option<Alpha>,
     /// How keys and values are going to be cached, where not as floats.
     pub kv: Option<KvScheme>,
+    /// How the E4M3 scales of NVFP4 are chosen.
+    pub scale_search: ScaleSearch,
 }
 
 /// How SmoothQuant is run.

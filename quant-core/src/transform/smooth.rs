@@ -32,9 +32,12 @@ use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates, InputRows};
 use crate::model::{
     Architecture, Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values,
 };
-use crate::quantize::{Rows, quantize_tensor, static_grid};
+use crate::quantize::{
+    Rows, ScaleContext, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
+};
 use crate::scheme::{ActivationScheme, Granularity};
 use crate::{Error, Result};
+use quant_kernels_cpu::StaticScale;
 
 /// The least that a maximum counts for.
 const LEAST: f32 = 1e-5;
@@ -415,9 +418,11 @@ impl<'a> BlockSearch<'a> {
             let shape = linear.weight().shape();
             let values = linear.weight().to_f32()?;
             let tensor = format!("{}.weight", task.module(node));
-            let (mut quantized, _) =
-                quantize_tensor(Rows::Floats(&values), shape, grid.scheme, grid.scale_dtype, None)
-                    .map_err(|e| e.within(&tensor, None))?;
+            // Alone: what it shares with others changes little, and the search compares like with like.
+            let context = ScaleContext { search: task.settings.scale_search, amax: None };
+            let target = (grid.scheme, grid.scale_dtype);
+            let (mut quantized, _) = quantize_within(Rows::Floats(&values), shape, target, None, context)
+                .map_err(|e| e.within(&tensor, None))?;
             quantized.input = task.input_grid(node, &ranges)?;
             let linear = linear.with_weight(WeightBody::Quantized(quantized));
             self.rounded.insert(node, (key, linear.clone()));
@@ -457,8 +462,8 @@ fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
 }
 
 impl BlockTask<'_> {
-    /// The grid of a linear's input, where it is the same for all tokens, from the ranges of what linears read once
-    /// everything is rewritten.
+    /// What is calibrated of a linear's input: its grid, where that is the same for all tokens, or of NVFP4 its global
+    /// scale; from the ranges of what linears read once everything is rewritten.
     ///
     /// # Errors
     /// When the input was not looked at.
@@ -466,9 +471,8 @@ impl BlockTask<'_> {
         &self,
         node: NodeId,
         ranges: &BTreeMap<NodeId, ChannelRanges>,
-    ) -> Result<Option<quant_kernels_cpu::StaticScale>> {
-        let Some(ActivationScheme::Static { symmetric }) =
-            self.grids.get(&node).map(|g| g.scheme.activations)
+    ) -> Result<Option<StaticScale>> {
+        let Some(activations) = self.grids.get(&node).map(|g| g.scheme.activations).filter(|a| a.is_static())
         else {
             return Ok(None);
         };
@@ -476,6 +480,12 @@ impl BlockTask<'_> {
         let ranges = ranges.get(&value);
         let ranges =
             ranges.ok_or_else(|| Error::Internal("a static grid of what was not looked at".into()))?;
-        Ok(Some(static_grid(ranges.whole(), symmetric)))
+        let whole = ranges.whole();
+        let scaled = |scale| StaticScale { scale, zero: 0 };
+        Ok(Some(match activations {
+            ActivationScheme::Fp8Static => scaled(fp8_static_scale(whole)),
+            ActivationScheme::Nvfp4 => scaled(nvfp4_input_scale(whole)),
+            activations => static_grid(whole, activations == ActivationScheme::Static { symmetric: true }),
+        }))
     }
 }

@@ -59,7 +59,8 @@ impl Case {
     }
 
     fn architecture(&self) -> Architecture {
-        arch::describe(&ConfigFields::new(Path::new("config.json"), &self.config)).expect("it is read")
+        arch::describe(&ConfigFields::new(Path::new("config.json"), &self.config), &MemorySource::new())
+            .expect("it is read")
     }
 
     pub fn vocab(&self) -> usize {

@@ -45,7 +45,7 @@ impl Container for AutoAwq {
         false
     }
 
-    fn scale_dtype(&self, _weight: Dtype) -> Dtype {
+    fn scale_dtype(&self, _scheme: LinearScheme, _weight: Dtype) -> Dtype {
         Dtype::F16
     }
 

@@ -124,6 +124,7 @@ impl PackedReader for Reader {
             scale_dtype: Dtype::F16,
             zeros: self.zeros(source, weight)?,
             levels: None,
+            global: None,
             input: None,
         };
         tensor.view()?;

@@ -1,17 +1,19 @@
 //! The `quantization_config` of `config.json`.
 //!
 //! Readers forbid keys that they do not know, and three versions of them are in use at once, so
-//! this writes the smallest set that means the same to all: no `scale_dtype`, `zp_dtype`,
-//! `actorder`, `observer` or `version`.
+//! this writes the smallest set that means the same to all: no `zp_dtype`, `actorder`, `observer` or
+//! `version`, and `scale_dtype` only where readers need it.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
 use super::layout::Storage;
-use super::{EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
+use super::{E4M3_SCALES, E8M0_SCALES, EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
 use crate::format::ModuleSchemes;
-use crate::scheme::{ActivationScheme, Granularity, LinearScheme};
+use crate::scheme::{
+    ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, MX_GROUP, NV_GROUP, ScaleFormat,
+};
 
 /// The modules of one scheme.
 struct Group<'a> {
@@ -97,18 +99,56 @@ fn weights(scheme: LinearScheme) -> Value {
         "num_bits": scheme.bits(),
         "type": if scheme.float_format().is_some() { "float" } else { "int" },
         "symmetric": scheme.is_symmetric(),
-        "strategy": match scheme.granularity { Granularity::Group(_) => "group", Granularity::Channel => "channel" },
+        "strategy": match scheme.granularity {
+            Granularity::Group(_) if scheme.has_global_scale() => "tensor_group",
+            Granularity::Group(_) => "group",
+            Granularity::Channel => "channel",
+            Granularity::Block => "block",
+            Granularity::Tensor => "tensor",
+        },
     });
     if let Granularity::Group(size) = scheme.granularity {
         weights["group_size"] = json!(size);
     }
+    if scheme.granularity == Granularity::Block {
+        weights["block_structure"] = json!([BLOCK, BLOCK]);
+    }
     weights["dynamic"] = json!(false);
+    if let Some(dtype) = scale_dtype(scheme) {
+        weights["scale_dtype"] = json!(dtype);
+    }
     weights
 }
 
+/// The type of scales, where it must be said: of the MX formats readers know them by it, and of NVFP4 they round the
+/// scales of activations to it only then. With float activations it says nothing, and readers before 0.13 refuse it.
+fn scale_dtype(scheme: LinearScheme) -> Option<&'static str> {
+    match scheme.fixed_scales()? {
+        ScaleFormat::E4m3 => (scheme.activations != ActivationScheme::Float).then_some(E4M3_SCALES),
+        _ => Some(E8M0_SCALES),
+    }
+}
+
 fn input_activations(scheme: ActivationScheme) -> Value {
+    let float = |bits: u8, strategy: &str, dynamic: Value| json!({ "num_bits": bits, "type": "float", "symmetric": true, "strategy": strategy, "dynamic": dynamic });
+    let grouped = |mut value: Value, size: usize, scales: Option<&str>| {
+        value["group_size"] = json!(size);
+        if let Some(dtype) = scales {
+            value["scale_dtype"] = json!(dtype);
+        }
+        value
+    };
     let (symmetric, strategy, dynamic) = match scheme {
         ActivationScheme::Float => return Value::Null,
+        ActivationScheme::Fp8Token => return float(8, "token", json!(true)),
+        ActivationScheme::Fp8Static => return float(8, "tensor", json!(false)),
+        ActivationScheme::Fp8Group => return grouped(float(8, "group", json!(true)), BLOCK, None),
+        ActivationScheme::Mxfp8 => {
+            return grouped(float(8, "group", json!(true)), MX_GROUP, Some(E8M0_SCALES));
+        }
+        ActivationScheme::Nvfp4 => {
+            return grouped(float(4, "tensor_group", json!("local")), NV_GROUP, Some(E4M3_SCALES));
+        }
         ActivationScheme::Token => (true, "token", true),
         ActivationScheme::Static { symmetric } => (symmetric, "tensor", false),
     };
@@ -127,6 +167,7 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
                 .to_owned(),
         );
     }
+    notes.extend(float_notes(schemes));
     let bits: BTreeSet<u8> = groups.iter().map(|g| g.scheme.bits()).collect();
     notes.extend(bits.into_iter().filter(|bits| !bits.is_power_of_two()).map(|bits| {
         format!(
@@ -136,19 +177,66 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     }));
     let mut note = |applies, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
     note(
-        any(|s| s.float_format().is_some()),
-        "FP8 weights with float activations load in transformers; whether vLLM and SGLang take them without FP8 \
-         activations was not seen",
-    );
-    note(
         any(|s| s.granularity == Granularity::Channel && Storage::of(s) == Storage::Packed),
         "llama.cpp's converter reads scales per group, not per channel",
     );
     note(
-        any(|s| s.has_static_activations()),
+        any(|s| s.has_static_activations() && s.float_format().is_none()),
         "llama.cpp's converter does not read static scales of activations",
     );
     note(groups.len() > 1, "llama.cpp's converter does not read checkpoints that mix several schemes");
+    notes
+}
+
+/// Notes on floating-point weights. What is said of engines rests on their sources; see `docs/formats/engines.md`.
+fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+    let all = || schemes.quantized.iter().map(|(module, scheme)| (*module, *scheme));
+    let any = |test: fn(LinearScheme) -> bool| all().any(|(_, scheme)| test(scheme));
+    let is_fp8 = |s: LinearScheme| s.float_format() == Some(FloatFormat::E4m3) && s.fixed_scales().is_none();
+    let mut notes = Vec::new();
+    let mut note = |applies: bool, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
+    note(
+        all().any(|(_, s)| is_fp8(s) && s.activations == ActivationScheme::Float),
+        "FP8 weights with float activations load in transformers; whether vLLM and SGLang take them without FP8 \
+         activations was not seen",
+    );
+    note(
+        all().any(|(_, s)| is_fp8(s) && s.activations != ActivationScheme::Float),
+        "FP8 activations need an NVIDIA GPU of compute capability 8.9 or later in vLLM 0.33 and SGLang 0.5; older ones \
+         run the weights alone, with float activations",
+    );
+    note(
+        any(|s| s.granularity == Granularity::Tensor),
+        "llama.cpp's converter reads FP8 with one scale per row or block, not per tensor",
+    );
+    note(
+        any(|s| s.activations == ActivationScheme::Nvfp4),
+        "FP4 activations need an NVIDIA GPU of compute capability 10.0 or later in vLLM 0.33 and SGLang 0.5; older ones \
+         run the weights alone, with float activations",
+    );
+    note(
+        any(|s| s.has_global_scale()),
+        "NVFP4 loads in transformers 5.23 in BF16 (dtype=torch.bfloat16); in F32 it does not load",
+    );
+    note(
+        any(|s| s.fixed_scales() == Some(ScaleFormat::E8m0)),
+        "the MX formats load in transformers 5.23 in BF16 (dtype=torch.bfloat16), or with \
+         CompressedTensorsConfig(dequantize=True); llama.cpp's converter does not read them",
+    );
+    note(
+        any(|s| Storage::of(s) == Storage::Mxfp4),
+        "vLLM 0.33 runs MXFP4 with FP4 activations where the GPU has them (compute capability 10.0 or later), whatever \
+         the file says; SGLang 0.5 reads it for experts only",
+    );
+    let ragged = all().find(|(module, s)| {
+        s.has_global_scale() && schemes.shapes.get(module).is_some_and(|[_, k]| !k.is_multiple_of(64))
+    });
+    if let Some((module, _)) = ragged {
+        notes.push(format!(
+            "llama.cpp stores NVFP4 in blocks of 64 inputs, and `{module}` has {}, which is no multiple",
+            schemes.shapes[module][1]
+        ));
+    }
     notes
 }
 

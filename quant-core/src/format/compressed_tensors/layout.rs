@@ -18,21 +18,18 @@
 //! | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
 //! | `X.input_zero_point` | I8 | `[1]` | its zero; asymmetric static activations only |
 //!
-//! and `float-quantized`, for floating-point weights with one scale per row:
-//!
-//! | tensor | type | shape | holds |
-//! |---|---|---|---|
-//! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
-//! | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]` | scales |
+//! Floating-point weights are those of [`floats`](super::floats).
 //!
 //! The format speaks of signed integers from `−2^(b−1)` stored with `2^(b−1)` added: these are the
 //! unsigned codes and zeros of [`QuantizedTensor`] as they are. `int-quantized` stores them without.
 
+use super::floats;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows, words_for};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, WeightFormat};
+use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, ScaleFormat, WeightFormat};
+
 use crate::{Error, Result};
 
 /// How a linear's weight is stored: the `format` of its group.
@@ -44,16 +41,28 @@ pub(super) enum Storage {
     Int8,
     /// `float-quantized`
     Float,
+    /// `nvfp4-pack-quantized`
+    Nvfp4,
+    /// `mxfp4-pack-quantized`
+    Mxfp4,
+    /// `mxfp8-quantized`
+    Mxfp8,
 }
 
 impl Storage {
     /// All of them.
-    pub(super) const ALL: [Self; 3] = [Self::Packed, Self::Int8, Self::Float];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Packed, Self::Int8, Self::Float, Self::Nvfp4, Self::Mxfp4, Self::Mxfp8];
 
     /// What we store a scheme as. Engines take W8A8 from `int-quantized`, and other integers packed.
     pub(super) fn of(scheme: LinearScheme) -> Self {
         match scheme.weight {
-            WeightFormat::Float(_) => Self::Float,
+            WeightFormat::Float(format) => match (scheme.fixed_scales(), format) {
+                (None, _) => Self::Float,
+                (Some(ScaleFormat::E4m3), _) => Self::Nvfp4,
+                (Some(_), FloatFormat::E2m1) => Self::Mxfp4,
+                (Some(_), _) => Self::Mxfp8,
+            },
             WeightFormat::Int { .. } if scheme.is_stored_as_bytes() => Self::Int8,
             WeightFormat::Int { .. } => Self::Packed,
         }
@@ -65,7 +74,15 @@ impl Storage {
             Self::Packed => "pack-quantized",
             Self::Int8 => "int-quantized",
             Self::Float => "float-quantized",
+            Self::Nvfp4 => "nvfp4-pack-quantized",
+            Self::Mxfp4 => "mxfp4-pack-quantized",
+            Self::Mxfp8 => "mxfp8-quantized",
         }
+    }
+
+    /// Whether it holds floating-point codes.
+    pub(super) fn is_float(self) -> bool {
+        !matches!(self, Self::Packed | Self::Int8)
     }
 }
 
@@ -131,12 +148,15 @@ pub(super) fn layout_as(
     if !(2..=8).contains(&bits) {
         return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {bits}")));
     }
-    if !scale_dtype.is_weight_float() {
-        return Err(unusable(format!("scales cannot be stored as {scale_dtype}")));
-    }
     // Every count below is at most 8 bytes a weight.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
         return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+    }
+    if scheme.float_format().is_some() {
+        return floats::layout(storage, module, shape, scheme, scale_dtype);
+    }
+    if !scale_dtype.is_weight_float() {
+        return Err(unusable(format!("scales cannot be stored as {scale_dtype}")));
     }
     let group_size = scheme.granularity.group_size(k);
     if group_size == 0 || !k.is_multiple_of(group_size) {
@@ -144,20 +164,8 @@ pub(super) fn layout_as(
         return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
     }
     let groups = k / group_size;
-    if let Some(FloatFormat::E4m3) = scheme.float_format() {
-        if storage != Storage::Float || groups != 1 || scheme.activations != ActivationScheme::Float {
-            let name = storage.name();
-            return Err(unusable(format!(
-                "{name} weights cannot be {scheme}; wf8a16-channel can be written"
-            )));
-        }
-        return Ok(vec![
-            TensorSpec::new(weight_name(module), Dtype::F8E4M3, [n, k]),
-            TensorSpec::new(scale_name(module), scale_dtype, [n, groups]),
-        ]);
-    }
-    if storage == Storage::Float {
-        return Err(unusable(format!("float-quantized weights cannot be {scheme}")));
+    if storage.is_float() {
+        return Err(unusable(format!("{} weights cannot be {scheme}", storage.name())));
     }
     if storage == Storage::Int8 {
         if !scheme.is_symmetric() {
@@ -197,9 +205,11 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let bits = tensor.scheme.bits();
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
     tensor.require_storable(module)?;
+    if tensor.scheme.float_format().is_some() {
+        return Ok(specs.into_iter().zip(floats::pack(module, tensor)?).collect());
+    }
     let scales = tensor.scale_dtype.narrow(&tensor.scales);
     let bytes = match Storage::of(tensor.scheme) {
-        Storage::Float => vec![tensor.codes.clone(), scales],
         Storage::Int8 => {
             let codes = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
             let input = tensor.input.into_iter();
@@ -208,7 +218,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
             // There is no zero where the input's grid is symmetric.
             [codes, scales].into_iter().chain(input).take(specs.len()).collect()
         }
-        Storage::Packed => {
+        _ => {
             let mut bytes = vec![pack_rows(&tensor.codes, k, bits), scales];
             if let Some(zeros) = &tensor.zeros {
                 bytes.push(pack_zeros(zeros, n, bits));

@@ -2,6 +2,8 @@
 
 use super::*;
 
+use quant_kernels_cpu::StaticScale;
+
 use crate::format::{CompressedTensors, Container};
 
 fn tensor(
@@ -19,6 +21,7 @@ fn tensor(
         scale_dtype: Dtype::F16,
         zeros: zeros.map(<[u8]>::to_vec),
         levels: None,
+        global: None,
         input: None,
     }
 }
@@ -217,7 +220,40 @@ fn floating_point_weights() {
             ("m.up_proj.weight_scale".into(), Dtype::F16, vec![2, 1], vec![0x00, 0x3c, 0x00, 0x38]),
         ]
     );
-    let mut broken = tensor.clone();
+    let mut broken = tensor;
     broken.codes[2] = 0x7f;
     assert!(matches!(CompressedTensors.pack("m", &broken), Err(Error::Internal(_))));
+}
+
+/// Two nibbles a byte, the even column in the low bits; E4M3 scales, a divisor above them; exponents as bytes.
+#[test]
+fn four_bit_floats_by_hand() {
+    let codes: Vec<u8> = (0..16).collect();
+    let mut nv = tensor([1, 16], "wf4af4-g16-nv", &codes, &[1.5 / 4.0], None);
+    (nv.scale_dtype, nv.global) = (Dtype::F8E4M3, Some(4.0));
+    nv.input = Some(StaticScale { scale: 96.0, zero: 0 });
+    let nibbles = vec![0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe];
+    assert_eq!(
+        packed(&nv),
+        [
+            ("m.up_proj.weight_packed".into(), Dtype::U8, vec![1, 8], nibbles.clone()),
+            ("m.up_proj.weight_scale".into(), Dtype::F8E4M3, vec![1, 1], vec![0x3c]),
+            ("m.up_proj.weight_global_scale".into(), Dtype::F32, vec![1], vec![0, 0, 0x80, 0x40]),
+            ("m.up_proj.input_global_scale".into(), Dtype::F32, vec![1], vec![0, 0, 0xc0, 0x42]),
+        ]
+    );
+    nv.scales[0] = 1.6 / 4.0;
+    assert!(matches!(CompressedTensors.pack("m", &nv), Err(Error::Internal(_))), "no E4M3");
+    let codes: Vec<u8> = (0..16).chain(0..16).collect();
+    let mut mx = tensor([1, 32], "wf4a16-g32-mx", &codes, &[0.25], None);
+    mx.scale_dtype = Dtype::F8E8M0;
+    assert_eq!(
+        packed(&mx),
+        [
+            ("m.up_proj.weight_packed".into(), Dtype::U8, vec![1, 16], nibbles.repeat(2)),
+            ("m.up_proj.weight_scale".into(), Dtype::U8, vec![1, 1], vec![125]),
+        ]
+    );
+    mx.scales[0] = 0.3;
+    assert!(matches!(CompressedTensors.pack("m", &mx), Err(Error::Internal(_))), "no power of two");
 }

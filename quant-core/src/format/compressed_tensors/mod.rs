@@ -1,10 +1,15 @@
-//! compressed-tensors, `pack-quantized`, `int-quantized` and `float-quantized`: the container that vLLM, SGLang and transformers read.
+//! compressed-tensors: the container that vLLM, SGLang and transformers read; integers as `pack-quantized` and
+//! `int-quantized`, floating-point numbers as `float-quantized`, `nvfp4-pack-quantized`, `mxfp4-pack-quantized` and
+//! `mxfp8-quantized`.
 //!
-//! [`layout`] says which tensors a linear becomes and packs them, [`config`] writes the
-//! `quantization_config` that describes them, [`reader`] takes both apart again.
+//! [`layout`] says which tensors a linear becomes and packs them ([`floats`] those of floating-point numbers), [`config`] writes the
+//! `quantization_config` that describes them, [`reader`] takes both apart again, with what [`group`]
+//! reads of a group.
 //! `docs/formats/compressed-tensors.md` draws the bytes.
 
 mod config;
+mod floats;
+mod group;
 mod layout;
 mod object;
 mod reader;
@@ -27,6 +32,10 @@ const STATUS: &str = "compressed";
 const LINEAR: &str = "Linear";
 /// The class that readers build quantized embeddings for.
 const EMBEDDING: &str = "Embedding";
+/// The `scale_dtype` of scales that are E4M3.
+const E4M3_SCALES: &str = "torch.float8_e4m3fn";
+/// The `scale_dtype` of scales that are exponents.
+const E8M0_SCALES: &str = "torch.uint8";
 /// What a target or ignored name begins with when it is a regular expression.
 const REGEX: &str = "re:";
 

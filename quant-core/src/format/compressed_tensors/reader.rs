@@ -1,4 +1,4 @@
-//! Reads `pack-quantized`, `int-quantized` and `float-quantized` checkpoints back, ours or others', into logical order.
+//! Reads checkpoints of the formats that are written back, ours or others', into logical order.
 //!
 //! Strict: what the configuration says and this does not implement is refused with the key's path,
 //! because a reader that ignores such a key computes garbage without a sign of it.
@@ -9,17 +9,18 @@ use quant_kernels_cpu::StaticScale;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
+use super::group::{activations, kind_of, reject_padded_words, scheme, storage};
 use super::layout::{
     self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
     scale_name, shape_name, unpack_zeros, weight_name, zero_point_name,
 };
 use super::object::Object;
-use super::{EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
+use super::{EMBEDDING, LINEAR, METHOD, REGEX, STATUS, floats};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, WeightFormat};
+use crate::scheme::{ActivationScheme, LinearScheme, SchemeRequest};
 use crate::{Error, Result};
 
 /// Regular expressions a configuration may hold; real ones hold a handful.
@@ -131,17 +132,22 @@ impl Reader {
                 own.ok_or_else(|| group.refuse("format", "is missing, and the formats are mixed"))?;
             let weights = group.object("weights")?;
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
+            if let Err(error) = SchemeRequest::from(scheme).check() {
+                return Err(group.refuse("weights", &format!("and the activations beside them: {error}")));
+            }
             if storage == Storage::Packed && !scheme.bits().is_power_of_two() {
                 reject_padded_words(&root)?;
             }
-            if (storage == Storage::Float) != scheme.float_format().is_some() {
+            let is_float = scheme.float_format().is_some();
+            if storage.is_float() != is_float || (is_float && storage != Storage::of(scheme)) {
                 return Err(group.refuse(
                     "format",
-                    &format!("is {}, which {} weights do not have", storage.name(), kind_of(scheme)),
+                    &format!(
+                        "is {}, which {} weights ({scheme}) do not have",
+                        storage.name(),
+                        kind_of(scheme)
+                    ),
                 ));
-            }
-            if storage == Storage::Float && scheme.activations != ActivationScheme::Float {
-                return Err(group.refuse("input_activations", "are set beside float weights: not supported"));
             }
             if storage == Storage::Int8 && !(scheme.bits() == 8 && scheme.is_symmetric()) {
                 return Err(group.refuse(
@@ -149,7 +155,7 @@ impl Reader {
                     &format!("is {}: of it 8 bits, symmetric, can be read", storage.name()),
                 ));
             }
-            if storage == Storage::Packed && scheme.has_static_activations() {
+            if storage == Storage::Packed && scheme.activations.is_static() {
                 return Err(
                     group.refuse("input_activations", "are static, and weights packed: not supported")
                 );
@@ -166,155 +172,6 @@ impl Reader {
             }
         }
         Ok(Some(Self { targets, ignored }))
-    }
-}
-
-/// The `format` of a configuration or one of its groups; `None` where the groups have theirs.
-fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Storage>, String> {
-    match of.get("format").and_then(Value::as_str) {
-        Some(MIXED) if may_be_mixed => Ok(None),
-        Some(name) => match Storage::ALL.into_iter().find(|s| s.name() == name) {
-            Some(storage) => Ok(Some(storage)),
-            None => {
-                let known: Vec<_> = Storage::ALL.iter().map(|s| s.name()).collect();
-                Err(of.refuse("format", &format!("is \"{name}\"; only {} can be read", known.join(", "))))
-            }
-        },
-        None => of.require("format", Storage::Packed.name()).map(|()| None),
-    }
-}
-
-/// The `input_activations` of a group.
-fn activations(group: &Object<'_>) -> Result<ActivationScheme, String> {
-    if group.get("input_activations").is_none() {
-        return Ok(ActivationScheme::Float);
-    }
-    let input = group.object("input_activations")?;
-    input.allow_only(QUANTIZATION_ARGUMENTS)?;
-    if input.get("type").is_some() {
-        input.require("type", "int")?;
-    }
-    if input.get("num_bits").and_then(Value::as_u64) != Some(8) {
-        return Err(input.refuse("num_bits", "is not 8"));
-    }
-    for key in ["group_size", "block_structure", "actorder"] {
-        input.require_absent(key)?;
-    }
-    let flag = |key, default| match input.get(key) {
-        None => Ok(default),
-        Some(value) => value.as_bool().ok_or_else(|| input.refuse(key, "is neither true nor false")),
-    };
-    let (symmetric, dynamic) = (flag("symmetric", true)?, flag("dynamic", false)?);
-    match (input.get("strategy").and_then(Value::as_str), dynamic, symmetric) {
-        (Some("token"), true, true) => Ok(ActivationScheme::Token),
-        (Some("tensor"), false, symmetric) => Ok(ActivationScheme::Static { symmetric }),
-        _ => Err(input.refuse(
-            "strategy",
-            "can be read where it is token, dynamic and symmetric, or tensor and not dynamic",
-        )),
-    }
-}
-
-/// What the values of a scheme's weights are, for messages.
-fn kind_of(scheme: LinearScheme) -> &'static str {
-    if scheme.float_format().is_some() { "float" } else { "int" }
-}
-
-/// Keys that say how something is quantized.
-const QUANTIZATION_ARGUMENTS: &[&str] = &[
-    "num_bits",
-    "type",
-    "symmetric",
-    "strategy",
-    "group_size",
-    "block_structure",
-    "dynamic",
-    "actorder",
-    "observer",
-    "observer_kwargs",
-    "scale_dtype",
-    "zp_dtype",
-];
-
-/// The scheme of a `weights` object; that of the activations stands beside it.
-fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
-    weights.allow_only(QUANTIZATION_ARGUMENTS)?;
-    let bits = weights
-        .get("num_bits")
-        .and_then(Value::as_u64)
-        .and_then(|b| u8::try_from(b).ok())
-        .filter(|b| (2..=8).contains(b))
-        .ok_or_else(|| weights.refuse("num_bits", "is not a number from 2 to 8"))?;
-    let is_float = match weights.get("type").map(Value::as_str) {
-        None | Some(Some("int")) => false,
-        Some(Some("float")) => true,
-        Some(_) => return Err(weights.refuse("type", "is neither int nor float")),
-    };
-    let flag = |key, default| match weights.get(key) {
-        None => Ok(default),
-        Some(value) => value.as_bool().ok_or_else(|| weights.refuse(key, "is neither true nor false")),
-    };
-    let symmetric = flag("symmetric", true)?;
-    if flag("dynamic", false)? {
-        return Err(weights.refuse("dynamic", "is true: weights have no stored scales"));
-    }
-    // Static ordering leaves groups in natural order; the other kind needs an index a column.
-    match weights.get("actorder").map(|a| a.as_str()) {
-        None | Some(Some("static" | "weight")) => {}
-        Some(_) => return Err(weights.refuse("actorder", "permutes columns across groups")),
-    }
-    weights.require_absent("block_structure")?;
-
-    let group_size = match weights.get("group_size") {
-        None => None,
-        Some(value) => {
-            let size = value.as_i64().ok_or_else(|| weights.refuse("group_size", "is not an integer"))?;
-            (size != -1).then_some(size)
-        }
-    };
-    let positive = group_size.and_then(|g| usize::try_from(g).ok()).filter(|g| *g > 0);
-    let strategy = match weights.get("strategy") {
-        Some(value) => value.as_str().ok_or_else(|| weights.refuse("strategy", "is not a string"))?,
-        // What the format's reference fills in.
-        None if group_size.is_some() => "group",
-        None if weights.get("group_size").is_some() => "channel",
-        None => "tensor",
-    };
-    let granularity = match (strategy, group_size, positive) {
-        ("group", _, Some(size)) => Granularity::Group(size),
-        ("group", ..) => return Err(weights.refuse("group_size", "is not a positive number")),
-        ("channel", None, _) => Granularity::Channel,
-        ("channel", ..) => {
-            return Err(weights.refuse("group_size", "contradicts `strategy`, which is channel"));
-        }
-        (other, ..) => {
-            return Err(weights.refuse("strategy", &format!("is {other}; group and channel can be read")));
-        }
-    };
-    if !is_float {
-        return Ok(LinearScheme::weight_only(WeightFormat::int(bits, symmetric), granularity));
-    }
-    if bits != 8 {
-        return Err(weights.refuse("num_bits", "is not 8, and the type is float"));
-    }
-    if !symmetric {
-        return Err(weights.refuse("symmetric", "is false, and the type is float"));
-    }
-    if granularity != Granularity::Channel {
-        return Err(weights.refuse("strategy", "is group, and the type is float: channel can be read"));
-    }
-    Ok(LinearScheme::weight_only(WeightFormat::Float(FloatFormat::E4m3), granularity))
-}
-
-/// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
-fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
-    let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
-    let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());
-    match (numbers.next().flatten(), numbers.next().flatten()) {
-        (Some(0), Some(minor)) if minor < 18 => {
-            Err(root.refuse("version", &format!("is {version}, which packed such widths in another way")))
-        }
-        _ => Ok(()),
     }
 }
 
@@ -347,15 +204,25 @@ impl PackedReader for Reader {
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
-        Ok(source.require(&scale_name(module))?.dtype)
+        // Exponents are stored as plain bytes.
+        match source.require(&scale_name(module))?.dtype {
+            Dtype::U8 => Ok(Dtype::F8E8M0),
+            dtype => Ok(dtype),
+        }
     }
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
         let PackedWeight { module, shape, scheme } = weight;
         let storage = self.storage(weight);
         let scale_name = scale_name(module);
-        let scale_dtype = source.require(&scale_name)?.dtype;
-        require_weight_float(source.location(&scale_name), &scale_name, scale_dtype)?;
+        let stored_dtype = source.require(&scale_name)?.dtype;
+        let scale_dtype = match scheme.fixed_scales() {
+            Some(fixed) => fixed.dtype(),
+            None => {
+                require_weight_float(source.location(&scale_name), &scale_name, stored_dtype)?;
+                stored_dtype
+            }
+        };
 
         // What the file must hold follows from what we would write.
         let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
@@ -394,6 +261,9 @@ impl PackedReader for Reader {
 
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
         self.tensors(source, weight)?;
+        if weight.scheme.float_format().is_some() {
+            return floats::read(source, weight);
+        }
         let PackedWeight { module, shape, scheme } = weight;
         let [n, k] = shape;
         let scale_name = scale_name(module);
@@ -404,35 +274,27 @@ impl PackedReader for Reader {
         require_finite(source.location(&scale_name), &scale_name, &scales)?;
         let zeros = self.zeros(source, weight)?;
         let codes = match self.storage(weight) {
-            Storage::Packed => read_codes(source, &packed_name(module), shape, scheme.bits())?,
             Storage::Int8 => {
                 let mut codes = source.read(&weight_name(module))?;
                 codes.iter_mut().for_each(|code| *code ^= MIDDLE);
                 codes
             }
-            Storage::Float => read_numbers(source, &weight_name(module), scheme)?,
+            _ => read_codes(source, &packed_name(module), shape, scheme.bits())?,
         };
         let input = read_input(source, module, scheme)?;
-        let tensor =
-            QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels: None, input };
+        let tensor = QuantizedTensor {
+            shape,
+            scheme,
+            codes,
+            scales,
+            scale_dtype,
+            zeros,
+            levels: None,
+            global: None,
+            input,
+        };
         tensor.view()?;
         Ok(tensor)
-    }
-}
-
-/// Codes of floating-point numbers, all of which are numbers.
-fn read_numbers(source: &dyn TensorSource, name: &str, scheme: LinearScheme) -> Result<Vec<u8>> {
-    let codes = source.read(name)?;
-    let is_bad = |code: &&u8| scheme.float_format().is_none_or(|format| !format.is_number(**code));
-    let bad = codes.iter().filter(is_bad).count() as u64;
-    match codes.iter().position(|code| is_bad(&code)) {
-        None => Ok(codes),
-        Some(first) => Err(Error::NonFinite {
-            path: source.location(name),
-            tensor: name.to_owned(),
-            count: bad,
-            first_index: first as u64,
-        }),
     }
 }
 
@@ -471,7 +333,8 @@ fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Res
     // Written as I64, but I32 is met in the wild and means the same; so are scales in the model's type.
     let accepted = *dtype == spec.info.dtype
         || (spec.name == shape_name(module) && *dtype == Dtype::I32)
-        || (spec.name == input_scale_name(module) && dtype.is_weight_float());
+        || (spec.name == input_scale_name(module) && dtype.is_weight_float())
+        || (spec.name == scale_name(module) && spec.info.dtype == Dtype::U8 && *dtype == Dtype::F8E8M0);
     if !accepted {
         return Err(Error::TensorDtype {
             path: source.location(&spec.name),

@@ -9,6 +9,7 @@ use super::*;
 
 use crate::format::{CompressedTensors, Container, ModuleSchemes};
 use crate::quantize::quantize_rtn;
+use crate::scheme::{FLOAT_SCHEMES, Granularity, WeightFormat};
 
 /// Tensors in memory.
 #[derive(Default, Clone)]
@@ -233,7 +234,11 @@ fn what_is_not_understood_is_refused_by_its_path() {
             json!({"num_bits": 4, "strategy": "token"}),
             "input_activations.num_bits` is not 8",
         ),
-        ("input_activations", json!({"num_bits": 8, "type": "float"}), "input_activations.type` is"),
+        (
+            "input_activations",
+            json!({"num_bits": 8, "type": "float"}),
+            "input_activations.strategy` and the keys beside it",
+        ),
         (
             "input_activations",
             json!({"num_bits": 8, "strategy": "token", "dynamic": true, "symmetric": false}),
@@ -257,7 +262,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("weights/num_bits", json!(16), "weights.num_bits` is not a number from 2 to 8"),
         ("weights/num_bits", json!("4"), "weights.num_bits` is not a number"),
         ("weights/num_bits", json!(null), "weights.num_bits` is not a number"),
-        ("weights/type", json!("float"), "weights.num_bits` is not 8, and the type is float"),
+        ("weights/type", json!("float"), "FP4 weights are in groups"),
         ("weights/type", json!("uint"), "weights.type` is neither int nor float"),
         ("weights/symmetric", json!(1), "weights.symmetric` is neither"),
         ("weights/dynamic", json!(true), "weights.dynamic` is true"),
@@ -443,15 +448,21 @@ fn floating_point_weights_come_back() {
 #[test]
 fn floating_point_weights_that_cannot_be_read() {
     for (key, value, expected) in [
-        ("weights/num_bits", json!(4), "weights.num_bits` is not 8"),
-        ("weights/type", json!("int"), "group_0.format` is float-quantized, which int weights do not have"),
+        ("weights/num_bits", json!(4), "FP4 weights are in groups"),
+        ("weights/num_bits", json!(6), "weights.num_bits` is neither 8 nor 4"),
+        (
+            "weights/type",
+            json!("int"),
+            "group_0.format` is float-quantized, which int weights (w8a16-channel-sym) do not",
+        ),
         ("weights/symmetric", json!(false), "weights.symmetric` is false"),
-        ("weights/strategy", json!("tensor"), "weights.strategy` is tensor"),
+        ("weights/strategy", json!("block"), "weights.block_structure` is not [128, 128]"),
         ("format", json!("pack-quantized"), "group_0.format` is pack-quantized, which float weights"),
+        ("format", json!("mxfp8-quantized"), "group_0.format` is mxfp8-quantized, which float weights"),
         (
             "input_activations",
             json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true}),
-            "input_activations` are set beside float weights",
+            "floating-point weights are not combined with 8-bit integer activations",
         ),
     ] {
         let mut config = config_for("wf8a16-channel".parse().unwrap());
@@ -465,5 +476,8 @@ fn floating_point_weights_that_cannot_be_read() {
     let weights = config.pointer_mut("/config_groups/group_0/weights").unwrap();
     (weights["strategy"], weights["group_size"]) = (json!("group"), json!(128));
     let reason = CompressedTensors.reader(&config).map(|_| ()).unwrap_err();
-    assert!(reason.contains("weights.strategy` is group, and the type is float"), "{reason}");
+    assert!(reason.contains("FP8 weights have one scale per row, tensor or block"), "{reason}");
 }
+
+#[path = "reader_float_tests.rs"]
+mod floats;

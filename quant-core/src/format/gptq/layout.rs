@@ -220,6 +220,7 @@ mod tests {
             scale_dtype: Dtype::F16,
             zeros,
             levels: None,
+            global: None,
             input: None,
         }
     }

@@ -42,7 +42,7 @@ impl Container for GptqV1 {
         "GPTQ v1 for vLLM, SGLang, transformers and llama.cpp's converter: 2, 3, 4 or 8 bits, one scheme"
     }
 
-    fn scale_dtype(&self, _weight: Dtype) -> Dtype {
+    fn scale_dtype(&self, _scheme: LinearScheme, _weight: Dtype) -> Dtype {
         Dtype::F16
     }
 
@@ -93,7 +93,7 @@ impl Container for GptqV1 {
         let scheme = schemes.quantized.first().map(|(_, scheme)| *scheme).unwrap_or_default();
         let group_size = match scheme.granularity {
             Granularity::Group(size) => json!(size),
-            Granularity::Channel => json!(-1),
+            _ => json!(-1),
         };
         let mut config = json!({
             "quant_method": METHOD,

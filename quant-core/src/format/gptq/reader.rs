@@ -188,6 +188,7 @@ impl PackedReader for Reader {
             scale_dtype,
             zeros: self.zeros(source, weight)?,
             levels: None,
+            global: None,
             input: None,
         };
         tensor.view()?;

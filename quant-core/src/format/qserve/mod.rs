@@ -50,7 +50,7 @@ impl Container for QServe {
         bits == Kind::Bytes.bits()
     }
 
-    fn scale_dtype(&self, _weight: Dtype) -> Dtype {
+    fn scale_dtype(&self, _scheme: LinearScheme, _weight: Dtype) -> Dtype {
         Dtype::F16
     }
 

@@ -271,8 +271,17 @@ impl PackedReader for Reader {
             }
         };
         let scale_dtype = Dtype::F16;
-        let tensor =
-            QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels, input: None };
+        let tensor = QuantizedTensor {
+            shape,
+            scheme,
+            codes,
+            scales,
+            scale_dtype,
+            zeros,
+            levels,
+            global: None,
+            input: None,
+        };
         tensor.view()?;
         Ok(tensor)
     }

@@ -47,6 +47,7 @@ impl WeightBody {
             None => (Activations::Float, false),
             Some(InputGrid::Token) => (Activations::PerToken, false),
             Some(InputGrid::Static(by)) => (Activations::Static(by), by.zero != 0),
+            Some(_) => return Err(no_integers(tensor)),
         };
         let packed = PackedLinear::pack(&tensor.view()?, None, sums, &Rayon).map_err(kernel_error)?;
         let linear = QuantizedLinear::new(Arc::new(packed), activations, runner);
@@ -119,11 +120,16 @@ impl WeightBody {
 fn require_multiplied(tensor: &QuantizedTensor) -> Result<()> {
     match tensor.scheme.float_format() {
         None => Ok(()),
-        Some(_) => Err(Error::usage(
-            format!("the kernels do not multiply {} weights", tensor.scheme),
-            "evaluate it as it is by default: dequantized",
-        )),
+        Some(_) => Err(no_integers(tensor)),
     }
+}
+
+/// What a request for kernels is told that have integers only.
+pub(super) fn no_integers(tensor: &QuantizedTensor) -> Error {
+    Error::usage(
+        format!("the kernels do not multiply {} weights", tensor.scheme),
+        "evaluate it as it is by default: dequantized",
+    )
 }
 
 /// Shapes were checked when the weight was read, so a kernel that refuses one is our mistake.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
 
+use super::body::no_integers;
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
 
@@ -46,6 +47,7 @@ impl CudaRunner {
             None => Activations::Float,
             Some(InputGrid::Token) => Activations::PerToken,
             Some(InputGrid::Static(by)) => Activations::Static(by),
+            Some(_) => return Err(no_integers(tensor)),
         };
         Linear::new(&tensor.view()?, activations, &self.0).map_err(|e| failed(&e))
     }

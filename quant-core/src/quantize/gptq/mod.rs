@@ -28,4 +28,4 @@ mod tests;
 pub use factor::{Factor, FactorError};
 pub use hessian::Hessian;
 pub use settings::{ActOrder, GptqSettings, LayerInputs};
-pub use solve::{Solved, solve};
+pub use solve::{Solved, solve, solve_within};

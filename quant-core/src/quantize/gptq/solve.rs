@@ -13,6 +13,8 @@ use rayon::prelude::*;
 use super::super::grid::{Extent, GridError, GridRule, nearest};
 use super::super::progressive::Levels;
 use super::super::rows::{Rows, RowsError, group_size};
+use super::super::rtn::quantize_within;
+use super::super::shared::ScaleContext;
 use super::super::tensor::QuantizedTensor;
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
@@ -63,6 +65,21 @@ pub fn solve(
     factor: &Factor,
     settings: GptqSettings,
 ) -> Result<Solved, RowsError> {
+    solve_within(rows, shape, (scheme, scale_dtype), (clip, ScaleContext::default()), factor, settings)
+}
+
+/// The same for a weight that shares a scale with others, or whose scales are chosen in another way.
+///
+/// # Errors
+/// As [`solve`].
+pub fn solve_within(
+    rows: Rows<'_>,
+    shape: [usize; 2],
+    (scheme, scale_dtype): (LinearScheme, Dtype),
+    (clip, context): (Option<&[f32]>, ScaleContext),
+    factor: &Factor,
+    settings: GptqSettings,
+) -> Result<Solved, RowsError> {
     let [n, k] = shape;
     let rule = ScaleFormat::of(scale_dtype).and_then(|scale| GridRule::new(scheme, scale));
     let rule = rule.map_err(|e| RowsError::Scheme(e.to_string()))?;
@@ -75,6 +92,12 @@ pub fn solve(
     if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
         return layout("clip bounds are not a magnitude a group");
     }
+    // Grids of floating-point numbers are those of the float weights, as if each were rounded to nearest: a scale that
+    // rows share, or that was searched for, is settled before the first column.
+    let settled = match rule.float {
+        Some(_) => Some(quantize_within(rows, shape, (scheme, scale_dtype), clip, context)?.0),
+        None => None,
+    };
     let work = Work {
         rows,
         k,
@@ -83,7 +106,8 @@ pub fn solve(
         clip,
         factor,
         block: settings.block_size.max(1),
-        is_static: settings.act_order == ActOrder::StaticGroups,
+        is_static: settings.act_order == ActOrder::StaticGroups || settled.is_some(),
+        settled: settled.as_ref().map(|tensor| &tensor.scales[..]),
     };
     let mut tensor = QuantizedTensor {
         shape,
@@ -93,6 +117,7 @@ pub fn solve(
         scale_dtype,
         zeros: (!scheme.is_symmetric()).then(|| vec![0; n * groups]),
         levels: None,
+        global: settled.as_ref().and_then(|tensor| tensor.global),
         input: None,
     };
     let codes = tensor.codes.par_chunks_mut(TILE * k);
@@ -136,6 +161,8 @@ struct Work<'a> {
     block: usize,
     /// Whether grids come from the float weights.
     is_static: bool,
+    /// The scales `[n, groups]`, where they are settled before.
+    settled: Option<&'a [f32]>,
 }
 
 impl Work<'_> {
@@ -220,7 +247,14 @@ impl Tile {
 
     fn solve(&mut self, work: &Work<'_>) -> Result<(), RowsError> {
         let k = work.k;
-        if work.is_static {
+        if let Some(scales) = work.settled {
+            let (r, groups) = (self.r, work.groups());
+            for (i, row) in scales[self.first * groups..].chunks_exact(groups).take(r).enumerate() {
+                for (group, scale) in row.iter().enumerate() {
+                    self.scales[group * r + i] = *scale;
+                }
+            }
+        } else if work.is_static {
             let columns = work.factor.columns();
             let mut places = vec![0; k];
             for (at, &column) in columns.iter().enumerate() {

@@ -392,23 +392,29 @@ proptest! {
 /// Floating-point codes: without correlations GPTQ rounds to nearest, and with them it does better than that.
 #[test]
 fn floating_point_codes() {
-    let (n, k) = (24, 96);
-    let scheme: LinearScheme = "wf8a16-channel".parse().unwrap();
-    let w = weights(n, k, 5);
-    let nearest = quantize_rtn("w", &w, [n, k], scheme, Dtype::Bf16, None).unwrap();
-    for act_order in ORDERS {
+    let schemes =
+        ["wf8a16-channel", "wf8a16-tensor", "wf8a16-b128", "wf4a16-g16-nv", "wf4a16-g32-mx", "wf8a16-g32-mx"];
+    for (scheme, act_order) in schemes.iter().flat_map(|scheme| ORDERS.map(|order| (scheme, order))) {
+        // Rows that share scales lie in several tiles.
+        let (n, k) = (if scheme.ends_with("b128") { 200 } else { 24 }, 96);
+        let w = weights(n, k, 5);
+        let scheme: LinearScheme = scheme.parse().unwrap();
+        let dtype = scheme.scale_dtype(Dtype::Bf16);
+        let nearest = quantize_rtn("w", &w, [n, k], scheme, dtype, None).unwrap();
+        let size = scheme.granularity.group_size(k);
         let settings = GptqSettings { act_order, ..Default::default() };
         let solved = |h: &Hessian| {
-            let factor = factor(h, settings, k);
-            solve(Rows::Floats(&w), [n, k], scheme, Dtype::Bf16, None, &factor, settings).unwrap()
+            let factor = factor(h, settings, size);
+            solve(Rows::Floats(&w), [n, k], scheme, dtype, None, &factor, settings).unwrap()
         };
         let mut identity = vec![0.0; k * k];
         (0..k).for_each(|i| identity[i * k + i] = 1.0);
         let plain = solved(&hessian(&identity, k)).tensor;
-        assert_eq!(plain.dequantize().unwrap(), nearest.dequantize().unwrap(), "{act_order:?}");
+        assert_eq!(plain.dequantize().unwrap(), nearest.dequantize().unwrap(), "{scheme} {act_order:?}");
         let h = hessian(&inputs(3 * k, k, 5, &[7]), k);
         let solved = solved(&h).tensor;
         solved.require_storable("w").unwrap();
+        assert_eq!((&solved.scales, solved.global), (&nearest.scales, nearest.global), "settled beforehand");
         let loss = |tensor: &QuantizedTensor| {
             let rounded = tensor.dequantize().unwrap();
             let mut total = 0.0;
@@ -421,6 +427,6 @@ fn floating_point_codes() {
             total
         };
         let (gained, before) = (loss(&solved), loss(&nearest));
-        assert!(gained < 0.8 * before, "{act_order:?}: {gained} of {before}");
+        assert!(gained < 0.8 * before, "{scheme} {act_order:?}: {gained} of {before}");
     }
 }

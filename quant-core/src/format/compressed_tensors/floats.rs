@@ -1,0 +1,188 @@
+//! Floating-point weights: their tensors, their bytes, and back.
+//!
+//! For a module `X` with weight `[n, k]`:
+//!
+//! | format | tensor | type | shape | holds |
+//! |---|---|---|---|---|
+//! | `float-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |
+//! | | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]`; `[1]` of a tensor; `[⌈n/128⌉, ⌈k/128⌉]` of blocks | scales |
+//! | | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
+//! | `nvfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | two codes a byte, that of the even column in the low bits |
+//! | | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | scales of groups |
+//! | | `X.weight_global_scale` | F32 | `[1]` | what those are divided by |
+//! | | `X.input_global_scale` | F32 | `[1]` | the same of the input; rounded activations only |
+//! | `mxfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | as above |
+//! | | `X.weight_scale` | U8 | `[n, k/32]` | exponents: `2^(byte − 127)` |
+//! | `mxfp8-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |
+//! | | `X.weight_scale` | U8 | `[n, k/32]` | exponents |
+//!
+//! A value is the code's number times its scale, in `f32`; of NVFP4 the scale is `f32(scale / global)`, divided first.
+
+use quant_kernels_cpu::{StaticScale, e8m0_value};
+
+use super::layout::{Storage, input_scale_name, packed_name, scale_name, weight_name};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::error::Indivisible;
+use crate::format::PackedWeight;
+use crate::format::numbers::{read_numbers, read_positive};
+use crate::quantize::QuantizedTensor;
+use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme};
+use crate::{Error, Result};
+
+pub(super) fn global_scale_name(module: &str) -> String {
+    format!("{module}.weight_global_scale")
+}
+
+pub(super) fn input_global_scale_name(module: &str) -> String {
+    format!("{module}.input_global_scale")
+}
+
+/// The tensors of a linear of a scheme of floating-point weights. The caller has checked that its product of sizes fits
+/// in memory.
+pub(super) fn layout(
+    storage: Storage,
+    module: &str,
+    [n, k]: [usize; 2],
+    scheme: LinearScheme,
+    scale_dtype: Dtype,
+) -> Result<Vec<TensorSpec>> {
+    let unusable = |what: String| {
+        Error::usage(
+            format!("`{module}.weight`: {what}"),
+            "leave it float with --ignore, or choose another scheme",
+        )
+    };
+    if storage != Storage::of(scheme) {
+        return Err(unusable(format!("{} weights cannot be {scheme}", storage.name())));
+    }
+    let is_fit = match scheme.fixed_scales() {
+        Some(fixed) => fixed.dtype() == scale_dtype,
+        None => scale_dtype.is_weight_float(),
+    };
+    if !is_fit {
+        return Err(unusable(format!("scales of {scheme} cannot be stored as {scale_dtype}")));
+    }
+    let group_size = scheme.needed_divisor(k);
+    if group_size == 0 || !k.is_multiple_of(group_size) {
+        let tensor = format!("{module}.weight");
+        return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
+    }
+    let codes = match scheme.float_format() {
+        Some(FloatFormat::E2m1) => TensorSpec::new(packed_name(module), Dtype::U8, [n, k / 2]),
+        _ => TensorSpec::new(weight_name(module), Dtype::F8E4M3, [n, k]),
+    };
+    // Exponents are U8 there, not the type that safetensors has for them.
+    let stored_dtype = if scale_dtype == Dtype::F8E8M0 { Dtype::U8 } else { scale_dtype };
+    let scale = match scheme.granularity {
+        Granularity::Tensor => TensorSpec::new(scale_name(module), stored_dtype, [1]),
+        Granularity::Block => {
+            TensorSpec::new(scale_name(module), stored_dtype, [n.div_ceil(BLOCK), k.div_ceil(BLOCK)])
+        }
+        _ => TensorSpec::new(scale_name(module), stored_dtype, [n, k / group_size]),
+    };
+    let mut specs = vec![codes, scale];
+    if scheme.has_global_scale() {
+        specs.push(TensorSpec::new(global_scale_name(module), Dtype::F32, [1]));
+    }
+    match scheme.activations {
+        ActivationScheme::Fp8Static => {
+            specs.push(TensorSpec::new(input_scale_name(module), Dtype::F32, [1]));
+        }
+        ActivationScheme::Nvfp4 => {
+            specs.push(TensorSpec::new(input_global_scale_name(module), Dtype::F32, [1]));
+        }
+        _ => {}
+    }
+    Ok(specs)
+}
+
+/// The bytes of those tensors, in the same order, of a tensor that can be stored.
+pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>>> {
+    let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
+    let codes = match tensor.scheme.float_format() {
+        Some(FloatFormat::E2m1) => pack_nibbles(&tensor.codes),
+        _ => tensor.codes.clone(),
+    };
+    let scales = match tensor.scheme.fixed_scales() {
+        Some(_) => tensor.scale_codes().ok_or_else(|| inconsistent("a scale is not exact in its type"))?,
+        None => {
+            let scales =
+                tensor.stored_scales().ok_or_else(|| inconsistent("rows of a block differ in scale"))?;
+            tensor.scale_dtype.narrow(&scales)
+        }
+    };
+    let mut bytes = vec![codes, scales];
+    if tensor.scheme.has_global_scale() {
+        let global = tensor.global.ok_or_else(|| inconsistent("it has no global scale"))?;
+        bytes.push(global.to_le_bytes().to_vec());
+    }
+    if let (ActivationScheme::Fp8Static | ActivationScheme::Nvfp4, Some(input)) =
+        (tensor.scheme.activations, tensor.input)
+    {
+        bytes.push(input.scale.to_le_bytes().to_vec());
+    }
+    Ok(bytes)
+}
+
+/// Two codes a byte, the first in the low bits.
+fn pack_nibbles(codes: &[u8]) -> Vec<u8> {
+    codes.chunks(2).map(|pair| pair[0] | pair.get(1).map_or(0, |high| high << 4)).collect()
+}
+
+/// The codes of such bytes.
+pub(super) fn unpack_nibbles(bytes: &[u8]) -> Vec<u8> {
+    bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect()
+}
+
+/// A weight whose tensors were checked against [`layout`].
+pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+    let PackedWeight { module, shape, scheme } = weight;
+    let codes = match scheme.float_format() {
+        Some(FloatFormat::E2m1) => unpack_nibbles(&source.read(&packed_name(module))?),
+        _ => read_numbers(source, &weight_name(module), FloatFormat::E4m3)?,
+    };
+    let name = scale_name(module);
+    let global = match scheme.has_global_scale() {
+        true => Some(read_positive(source, &global_scale_name(module))?),
+        false => None,
+    };
+    let (scales, scale_dtype) = match scheme.fixed_scales() {
+        Some(fixed) => {
+            let number = |code: u8| match global {
+                Some(global) => FloatFormat::E4m3.value(code) / global,
+                None => e8m0_value(code),
+            };
+            let scales: Vec<f32> = source.read(&name)?.into_iter().map(number).collect();
+            require_finite(source.location(&name), &name, &scales)?;
+            if let Some(negative) = scales.iter().position(|s| s.is_sign_negative()) {
+                return Err(Error::UnsupportedQuantization {
+                    path: source.location(&name),
+                    reason: format!(
+                        "tensor `{name}` has the negative scale {} at {negative}",
+                        scales[negative]
+                    ),
+                });
+            }
+            (scales, fixed.dtype())
+        }
+        None => {
+            let scale_dtype = source.require(&name)?.dtype;
+            let stored = source.read_f32(&name)?;
+            require_finite(source.location(&name), &name, &stored)?;
+            (QuantizedTensor::spread_scales(&stored, shape, scheme.granularity), scale_dtype)
+        }
+    };
+    let input = match scheme.activations {
+        ActivationScheme::Fp8Static => Some(input_scale_name(module)),
+        ActivationScheme::Nvfp4 => Some(input_global_scale_name(module)),
+        _ => None,
+    };
+    let input = match input {
+        Some(name) => Some(StaticScale { scale: read_positive(source, &name)?, zero: 0 }),
+        None => None,
+    };
+    let (zeros, levels) = (None, None);
+    let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels, global, input };
+    tensor.view()?;
+    Ok(tensor)
+}

@@ -1,0 +1,219 @@
+//! What a group of a `quantization_config` says of weights and activations, read strictly.
+
+use serde_json::{Value, json};
+
+use super::layout::Storage;
+use super::object::Object;
+use super::{E4M3_SCALES, E8M0_SCALES, MIXED};
+use crate::scheme::{
+    ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, NV_GROUP, ScaleFormat, WeightFormat,
+};
+
+/// The `format` of a configuration or one of its groups; `None` where the groups have theirs.
+pub(super) fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Storage>, String> {
+    match of.get("format").and_then(Value::as_str) {
+        Some(MIXED) if may_be_mixed => Ok(None),
+        // What compressed-tensors itself calls FP8 weights under float activations.
+        Some("naive-quantized") => Ok(Some(Storage::Float)),
+        Some(name) => match Storage::ALL.into_iter().find(|s| s.name() == name) {
+            Some(storage) => Ok(Some(storage)),
+            None => {
+                let known: Vec<_> = Storage::ALL.iter().map(|s| s.name()).collect();
+                Err(of.refuse("format", &format!("is \"{name}\"; only {} can be read", known.join(", "))))
+            }
+        },
+        None => of.require("format", Storage::Packed.name()).map(|()| None),
+    }
+}
+
+/// The `input_activations` of a group.
+pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String> {
+    if group.get("input_activations").is_none() {
+        return Ok(ActivationScheme::Float);
+    }
+    let input = group.object("input_activations")?;
+    input.allow_only(QUANTIZATION_ARGUMENTS)?;
+    if input.get("type").and_then(Value::as_str) == Some("float") {
+        return float_activations(&input);
+    }
+    if input.get("type").is_some() {
+        input.require("type", "int")?;
+    }
+    if input.get("num_bits").and_then(Value::as_u64) != Some(8) {
+        return Err(input.refuse("num_bits", "is not 8"));
+    }
+    for key in ["group_size", "block_structure", "actorder"] {
+        input.require_absent(key)?;
+    }
+    let flag = |key, default| match input.get(key) {
+        None => Ok(default),
+        Some(value) => value.as_bool().ok_or_else(|| input.refuse(key, "is neither true nor false")),
+    };
+    let (symmetric, dynamic) = (flag("symmetric", true)?, flag("dynamic", false)?);
+    match (input.get("strategy").and_then(Value::as_str), dynamic, symmetric) {
+        (Some("token"), true, true) => Ok(ActivationScheme::Token),
+        (Some("tensor"), false, symmetric) => Ok(ActivationScheme::Static { symmetric }),
+        _ => Err(input.refuse(
+            "strategy",
+            "can be read where it is token, dynamic and symmetric, or tensor and not dynamic",
+        )),
+    }
+}
+
+/// The `input_activations` of a group, where they are floating-point numbers.
+fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
+    for key in ["block_structure", "actorder"] {
+        input.require_absent(key)?;
+    }
+    if input.get("symmetric").is_some_and(|symmetric| *symmetric != Value::Bool(true)) {
+        return Err(input.refuse("symmetric", "is not true, and the type is float"));
+    }
+    let text = |key| input.get(key).and_then(Value::as_str);
+    let number = |key| input.get(key).and_then(Value::as_u64);
+    let (scales, local) = (text("scale_dtype"), text("dynamic") == Some("local"));
+    let dynamic = input.get("dynamic").and_then(Value::as_bool);
+    match (number("num_bits"), text("strategy"), number("group_size"), dynamic) {
+        (Some(8), Some("token"), None, Some(true)) => Ok(ActivationScheme::Fp8Token),
+        (Some(8), Some("tensor"), None, None | Some(false)) if !local => Ok(ActivationScheme::Fp8Static),
+        (Some(8), Some("group"), Some(128), Some(true)) => Ok(ActivationScheme::Fp8Group),
+        (Some(8), Some("group"), Some(32), Some(true)) if scales == Some(E8M0_SCALES) => {
+            Ok(ActivationScheme::Mxfp8)
+        }
+        (Some(4), Some("tensor_group"), Some(16), None)
+            if local && scales.is_none_or(|s| s == E4M3_SCALES) =>
+        {
+            Ok(ActivationScheme::Nvfp4)
+        }
+        _ => Err(input.refuse(
+            "strategy",
+            "and the keys beside it are none of FP8 per token, tensor or 128 inputs, MXFP8 and NVFP4",
+        )),
+    }
+}
+
+/// What the values of a scheme's weights are, for messages.
+pub(super) fn kind_of(scheme: LinearScheme) -> &'static str {
+    if scheme.float_format().is_some() { "float" } else { "int" }
+}
+
+/// Keys that say how something is quantized.
+const QUANTIZATION_ARGUMENTS: &[&str] = &[
+    "num_bits",
+    "type",
+    "symmetric",
+    "strategy",
+    "group_size",
+    "block_structure",
+    "dynamic",
+    "actorder",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+];
+
+/// The scheme of a `weights` object; that of the activations stands beside it.
+pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
+    weights.allow_only(QUANTIZATION_ARGUMENTS)?;
+    let bits = weights
+        .get("num_bits")
+        .and_then(Value::as_u64)
+        .and_then(|b| u8::try_from(b).ok())
+        .filter(|b| (2..=8).contains(b))
+        .ok_or_else(|| weights.refuse("num_bits", "is not a number from 2 to 8"))?;
+    let is_float = match weights.get("type").map(Value::as_str) {
+        None | Some(Some("int")) => false,
+        Some(Some("float")) => true,
+        Some(_) => return Err(weights.refuse("type", "is neither int nor float")),
+    };
+    let flag = |key, default| match weights.get(key) {
+        None => Ok(default),
+        Some(value) => value.as_bool().ok_or_else(|| weights.refuse(key, "is neither true nor false")),
+    };
+    let symmetric = flag("symmetric", true)?;
+    if flag("dynamic", false)? {
+        return Err(weights.refuse("dynamic", "is true: weights have no stored scales"));
+    }
+    // Static ordering leaves groups in natural order; the other kind needs an index a column.
+    match weights.get("actorder").map(|a| a.as_str()) {
+        None | Some(Some("static" | "weight")) => {}
+        Some(_) => return Err(weights.refuse("actorder", "permutes columns across groups")),
+    }
+    let group_size = match weights.get("group_size") {
+        None => None,
+        Some(value) => {
+            let size = value.as_i64().ok_or_else(|| weights.refuse("group_size", "is not an integer"))?;
+            (size != -1).then_some(size)
+        }
+    };
+    let positive = group_size.and_then(|g| usize::try_from(g).ok()).filter(|g| *g > 0);
+    let strategy = match weights.get("strategy") {
+        Some(value) => value.as_str().ok_or_else(|| weights.refuse("strategy", "is not a string"))?,
+        // What the format's reference fills in.
+        None if group_size.is_some() => "group",
+        None if weights.get("group_size").is_some() => "channel",
+        None => "tensor",
+    };
+    let block = weights.get("block_structure");
+    if strategy != "block" {
+        weights.require_absent("block_structure")?;
+    }
+    let granularity = match (strategy, group_size, positive) {
+        ("tensor", None, _) if is_float => Granularity::Tensor,
+        ("block", None, _) if is_float => match block {
+            // Files of old versions have the string.
+            Some(size) if *size == json!([BLOCK, BLOCK]) || *size == json!("128x128") => Granularity::Block,
+            _ => return Err(weights.refuse("block_structure", "is not [128, 128]")),
+        },
+        ("tensor_group", _, Some(NV_GROUP)) if is_float && bits == 4 => Granularity::Group(NV_GROUP),
+        ("group", _, Some(size)) => Granularity::Group(size),
+        ("group", ..) => return Err(weights.refuse("group_size", "is not a positive number")),
+        ("channel", None, _) => Granularity::Channel,
+        ("channel", ..) => {
+            return Err(weights.refuse("group_size", "contradicts `strategy`, which is channel"));
+        }
+        (other, ..) => {
+            let known =
+                if is_float { "tensor, channel, block, group and tensor_group" } else { "group and channel" };
+            return Err(weights.refuse("strategy", &format!("is {other}; {known} can be read")));
+        }
+    };
+    if !is_float {
+        return Ok(LinearScheme::weight_only(WeightFormat::int(bits, symmetric), granularity));
+    }
+    let format = match bits {
+        8 => FloatFormat::E4m3,
+        4 => FloatFormat::E2m1,
+        _ => return Err(weights.refuse("num_bits", "is neither 8 nor 4, and the type is float")),
+    };
+    if !symmetric {
+        return Err(weights.refuse("symmetric", "is false, and the type is float"));
+    }
+    if granularity == Granularity::Group(NV_GROUP) && strategy != "tensor_group" {
+        return Err(weights.refuse("strategy", "is group, and groups of 16 are tensor_group"));
+    }
+    let scheme = LinearScheme::weight_only(WeightFormat::Float(format), granularity);
+    let implied = match scheme.fixed_scales() {
+        Some(ScaleFormat::E4m3) => Some(E4M3_SCALES),
+        Some(_) => Some(E8M0_SCALES),
+        None => None,
+    };
+    match (weights.get("scale_dtype").and_then(Value::as_str), implied) {
+        (Some(said), Some(implied)) if said != implied => {
+            Err(weights.refuse("scale_dtype", &format!("is {said}, not {implied}")))
+        }
+        _ => Ok(scheme),
+    }
+}
+
+/// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
+pub(super) fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
+    let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
+    let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());
+    match (numbers.next().flatten(), numbers.next().flatten()) {
+        (Some(0), Some(minor)) if minor < 18 => {
+            Err(root.refuse("version", &format!("is {version}, which packed such widths in another way")))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,199 @@
+//! FP8 checkpoints as they are published with `quant_method: "fp8"`: DeepSeek's, Qwen's and others' own layout. Read, not
+//! written: compressed-tensors says the same, and its readers get blocks right that end at an edge.
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
+//! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, or one number | scales |
+//! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, where it is static |
+//!
+//! Whatever its name says, a scale is multiplied with. Those of one byte are exponents, `2^(byte − 127)`. Which linears
+//! are quantized is told by the types of tensors: configurations leave some out without naming them.
+
+use std::collections::BTreeMap;
+
+use quant_kernels_cpu::{StaticScale, e8m0_value};
+use serde_json::Value;
+
+use super::numbers::{read_numbers, read_positive};
+use super::{PackedReader, PackedWeight};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::quantize::QuantizedTensor;
+use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
+use crate::{Error, Result};
+
+/// `quant_method`.
+const METHOD: &str = "fp8";
+/// What scales are called, in the order in which they are looked for.
+const SCALES: [&str; 4] = ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"];
+/// What scales of inputs are called.
+const INPUT_SCALES: [&str; 3] = ["input_scale", "activation_scale", "qscale_act"];
+
+/// Reads such a checkpoint.
+#[derive(Debug)]
+pub(super) struct NativeFp8 {
+    /// Whether inputs have calibrated scales.
+    static_inputs: bool,
+    modules: BTreeMap<String, Module>,
+}
+
+#[derive(Debug)]
+struct Module {
+    scheme: LinearScheme,
+    scale: String,
+    input: Option<String>,
+}
+
+/// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+///
+/// # Errors
+/// A reason that names the key, when it says what this reader does not implement.
+pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
+    if config.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
+        return Ok(None);
+    }
+    let refuse = |key: &str, why: String| Err(format!("`quantization_config.{key}` {why}"));
+    let text = |key: &str| config.get(key).filter(|v| !v.is_null());
+    match text("fmt") {
+        None => {}
+        Some(Value::String(fmt)) if fmt == "e4m3" => {}
+        Some(other) => return refuse("fmt", format!("is {other}; only e4m3 can be read")),
+    }
+    match text("weight_block_size") {
+        None => {}
+        Some(size) if *size == serde_json::json!([BLOCK, BLOCK]) => {}
+        Some(size) => return refuse("weight_block_size", format!("is {size}; only [128, 128] can be read")),
+    }
+    let static_inputs = match text("activation_scheme").map(Value::as_str) {
+        None | Some(Some("dynamic")) => false,
+        Some(Some("static")) => true,
+        Some(_) => return refuse("activation_scheme", "is neither dynamic nor static".into()),
+    };
+    Ok(Some(NativeFp8 { static_inputs, modules: BTreeMap::new() }))
+}
+
+impl NativeFp8 {
+    fn module(&self, name: &str) -> Result<&Module> {
+        let missing = || Error::Internal(format!("module `{name}` is not quantized"));
+        self.modules.get(name).ok_or_else(missing)
+    }
+
+    /// What a module's tensors say of it.
+    fn survey_module(&self, source: &dyn TensorSource, module: &str, shape: &[usize]) -> Result<Module> {
+        let weight = format!("{module}.weight");
+        let unsupported =
+            |reason: String| Error::UnsupportedQuantization { path: source.location(&weight), reason };
+        let &[n, k] = shape else {
+            return Err(unsupported(format!("tensor `{weight}` is FP8, and no matrix")));
+        };
+        let find = |names: &[&str]| {
+            names.iter().map(|name| format!("{module}.{name}")).find(|name| source.info(name).is_some())
+        };
+        let Some(scale) = find(&SCALES) else {
+            return Err(unsupported(format!("tensor `{weight}` is FP8, and has no scale beside it")));
+        };
+        let info = source.require(&scale)?;
+        let granularity = match info.shape[..] {
+            [] | [1] => Granularity::Tensor,
+            [rows, columns] if [rows, columns] == [n.div_ceil(BLOCK), k.div_ceil(BLOCK)] => {
+                Granularity::Block
+            }
+            [rows] | [rows, 1] if rows == n => Granularity::Channel,
+            [1, 1] => Granularity::Tensor,
+            _ => {
+                return Err(unsupported(format!(
+                    "tensor `{scale}` is {:?}, where a weight of [{n}, {k}] has one scale, one per row, or one per block \
+                     of 128 × 128",
+                    info.shape
+                )));
+            }
+        };
+        if !(info.dtype.is_weight_float() || matches!(info.dtype, Dtype::F8E8M0 | Dtype::U8)) {
+            return Err(unsupported(format!("tensor `{scale}` is {}, which scales are not", info.dtype)));
+        }
+        let input = find(&INPUT_SCALES).filter(|_| self.static_inputs && granularity != Granularity::Block);
+        let activations = match granularity {
+            Granularity::Block if k.is_multiple_of(BLOCK) => ActivationScheme::Fp8Group,
+            Granularity::Block => ActivationScheme::Float,
+            _ if input.is_some() => ActivationScheme::Fp8Static,
+            _ => ActivationScheme::Fp8Token,
+        };
+        let weight = WeightFormat::Float(FloatFormat::E4m3);
+        Ok(Module { scheme: LinearScheme { weight, granularity, activations }, scale, input })
+    }
+}
+
+impl PackedReader for NativeFp8 {
+    fn survey(&mut self, source: &dyn TensorSource) -> Result<()> {
+        let mut modules = BTreeMap::new();
+        for name in source.names() {
+            let Some(module) = name.strip_suffix(".weight") else { continue };
+            let info = source.require(name)?;
+            if info.dtype == Dtype::F8E4M3 {
+                modules.insert(module.to_owned(), self.survey_module(source, module, &info.shape)?);
+            }
+        }
+        self.modules = modules;
+        Ok(())
+    }
+
+    fn scheme(&self, module: &str) -> Option<LinearScheme> {
+        self.modules.get(module).map(|module| module.scheme)
+    }
+
+    fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        // Exponents are numbers of any wider type.
+        let dtype = source.require(&self.module(module)?.scale)?.dtype;
+        Ok(if dtype.is_weight_float() { dtype } else { Dtype::Bf16 })
+    }
+
+    fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        let module = self.module(weight.module)?;
+        let name = format!("{}.weight", weight.module);
+        let info = source.require(&name)?;
+        if info.shape != weight.shape {
+            return Err(Error::TensorShape {
+                path: source.location(&name),
+                tensor: name,
+                expected: weight.shape.to_vec(),
+                got: info.shape.clone(),
+            });
+        }
+        let names = [Some(&name), Some(&module.scale), module.input.as_ref()];
+        let spec = |name: &String| Ok(TensorSpec { name: name.clone(), info: source.require(name)?.clone() });
+        names.into_iter().flatten().map(spec).collect()
+    }
+
+    fn zeros(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
+    fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        self.tensors(source, weight)?;
+        let module = self.module(weight.module)?;
+        let codes = read_numbers(source, &format!("{}.weight", weight.module), FloatFormat::E4m3)?;
+        let stored = match source.require(&module.scale)?.dtype {
+            Dtype::F8E8M0 | Dtype::U8 => source.read(&module.scale)?.into_iter().map(e8m0_value).collect(),
+            _ => source.read_f32(&module.scale)?,
+        };
+        require_finite(source.location(&module.scale), &module.scale, &stored)?;
+        let scales = QuantizedTensor::spread_scales(&stored, weight.shape, module.scheme.granularity);
+        let input = match &module.input {
+            Some(name) => Some(StaticScale { scale: read_positive(source, name)?, zero: 0 }),
+            None => None,
+        };
+        let tensor = QuantizedTensor {
+            shape: weight.shape,
+            scheme: module.scheme,
+            codes,
+            scales,
+            scale_dtype: self.scale_dtype(source, weight.module)?,
+            zeros: None,
+            levels: None,
+            global: None,
+            input,
+        };
+        tensor.view()?;
+        Ok(tensor)
+    }
+}

@@ -1,0 +1,114 @@
+//! A quantized checkpoint seen as a float one: what its codes stand for, under the names of float weights.
+//!
+//! Every container that can be read is a source: linears that are quantized appear as F32 weights, exactly what their
+//! codes stand for, and the tensors that hold them disappear, with what stands beside them and means nothing without
+//! them: scales of inputs and of cached keys and values. A weight is dequantized when it is read, and the last one is
+//! kept, since it is read in pieces.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::Model;
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
+use crate::{Error, Result};
+
+/// What tensors beside quantized weights are called, after the module's name.
+const BESIDE: [&str; 12] = [
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+    "output_scale",
+    "qscale_act",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "k_zero_point",
+    "v_zero_point",
+    "weight_zero_point",
+];
+
+/// The tensors of a quantized model as floats.
+pub(super) struct Dequantized {
+    model: Model,
+    /// Every tensor there is, with its description.
+    tensors: BTreeMap<String, TensorInfo>,
+    /// The modules behind those that are dequantized, by the names of their weights.
+    modules: BTreeMap<String, (String, [usize; 2])>,
+    last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
+}
+
+impl Dequantized {
+    /// The view of a quantized model.
+    ///
+    /// # Errors
+    /// When a tensor that should hold a quantized weight is missing.
+    pub(super) fn new(model: Model) -> Result<Self> {
+        let (mut modules, mut hidden) = (BTreeMap::new(), std::collections::BTreeSet::new());
+        for (_, module, shape) in model.weight_modules() {
+            if model.module_scheme(&module).is_none() {
+                continue;
+            }
+            hidden.extend(model.packed_tensors(&module, shape)?.into_iter().map(|spec| spec.name));
+            modules.insert(format!("{module}.weight"), (module, shape));
+        }
+        let is_beside = |name: &str| name.rsplit_once('.').is_some_and(|(_, last)| BESIDE.contains(&last));
+        let source = model.source();
+        let mut tensors = BTreeMap::new();
+        for name in source.names() {
+            if !hidden.contains(name) && !is_beside(name) {
+                tensors.insert(name.to_owned(), source.require(name)?.clone());
+            }
+        }
+        for (name, (_, shape)) in &modules {
+            tensors.insert(name.clone(), TensorInfo { dtype: Dtype::F32, shape: shape.to_vec() });
+        }
+        Ok(Self { model, tensors, modules, last: Mutex::new(None) })
+    }
+
+    /// The bytes of a weight that is dequantized.
+    fn weight(&self, name: &str, module: &str, shape: [usize; 2]) -> Result<Arc<Vec<u8>>> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known, bytes)) = &*last
+            && known == name
+        {
+            return Ok(bytes.clone());
+        }
+        *last = None;
+        let values = self.model.packed(module, shape)?.dequantize()?;
+        let bytes = Arc::new(Dtype::F32.narrow(&values));
+        *last = Some((name.to_owned(), bytes.clone()));
+        Ok(bytes)
+    }
+}
+
+impl TensorSource for Dequantized {
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let Some((module, shape)) = self.modules.get(name) else {
+            return match self.tensors.contains_key(name) {
+                true => self.model.source().read_range(name, offset, buffer),
+                false => Err(Error::MissingTensor { path: self.location(name), tensor: name.to_owned() }),
+            };
+        };
+        let bytes = self.weight(name, module, *shape)?;
+        let start = usize::try_from(offset).ok();
+        let part = start.and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
+        buffer.copy_from_slice(part.ok_or_else(|| {
+            Error::Internal(format!("a range of tensor `{name}` that leaves its {} bytes", bytes.len()))
+        })?);
+        Ok(())
+    }
+
+    fn location(&self, name: &str) -> PathBuf {
+        self.model.source().location(name)
+    }
+}

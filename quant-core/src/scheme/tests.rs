@@ -1,0 +1,98 @@
+//! Names of schemes of integers, and what is refused.
+
+use super::*;
+
+#[test]
+fn names_are_read_back_as_they_are_written() {
+    for text in [
+        "w4a16-g128-sym",
+        "w3a16-channel-asym",
+        "w8a16-g32-sym",
+        "w5a16-g64-asym",
+        "w6a16-g128-sym",
+        "w7a16-channel-sym",
+        "w8a8-channel-sym",
+        "w4a8-g128-asym",
+        "w8a8-channel-sym-static",
+        "w8a8-channel-sym-static-asym",
+        "w4a8-g128-sym-progressive",
+        "w4a8-g64-asym-progressive-static-asym",
+        "wf8a16-channel",
+    ] {
+        assert_eq!(text.parse::<LinearScheme>().unwrap().to_string(), text);
+    }
+    let base: SchemeRequest = "w4a16-g64-asym".parse().unwrap();
+    assert_eq!(base.refine("w8a16-channel").unwrap().to_string(), "w8a16-channel-asym");
+}
+
+#[test]
+fn symmetry_may_be_left_open() {
+    let open: SchemeRequest = "w4a16-g64".parse().unwrap();
+    assert_eq!(open.to_string(), "w4a16-g64");
+    assert_eq!(open.refine("w8a16-sym").unwrap().to_string(), "w8a16-g64-sym");
+    assert_eq!(open.with_default_symmetry(false).to_string(), "w4a16-g64-asym");
+    let said: SchemeRequest = "w4a16-g64-sym".parse().unwrap();
+    assert_eq!(said.with_default_symmetry(false).to_string(), "w4a16-g64-sym");
+    assert_eq!("w4a16".parse::<LinearScheme>().unwrap().to_string(), "w4a16-g128-sym");
+}
+
+#[test]
+fn activations_of_8_bits() {
+    let scheme = |text: &str| text.parse::<LinearScheme>().unwrap();
+    assert_eq!(scheme("w8a8").to_string(), "w8a8-channel-sym");
+    assert_eq!(scheme("w4a8").to_string(), "w4a8-g128-sym");
+    assert_eq!(scheme("w8a8-g64-static-sym").to_string(), "w8a8-g64-sym-static");
+    assert_eq!(scheme("w8a8-static-asym").activations, ActivationScheme::Static { symmetric: false });
+    // Of the scheme that it refines, only granularity and symmetry are left.
+    let base: SchemeRequest = "w8a8-g64-static".parse().unwrap();
+    assert_eq!(base.refine("w8a8").unwrap().to_string(), "w8a8-g64");
+    assert_eq!(base.refine("w8a16").unwrap().to_string(), "w8a16-g64");
+}
+
+#[test]
+fn what_is_not_understood_or_said_twice_is_refused() {
+    for text in [
+        "",
+        "w1a16",
+        "w9a16",
+        "w4a4",
+        "w4a16-static",
+        "w8a8-static-channel",
+        "w8a8-static-sym-asym",
+        "w8a8-static-static",
+        "w8",
+        "4a16",
+        "w4a16-",
+        "w4a16-g0",
+        "w4a16-gx",
+        "w4a16-g64-channel",
+        "w4a16-sym-asym",
+        "w8a8-g128-progressive",
+        "w4a8-channel-progressive",
+        "w4a8-progressive-progressive",
+        "wf8a8",
+        "wf8a16-g128",
+        "wf8a16-sym",
+        "wf8a16-asym",
+        "wf8a16-progressive",
+        "wf4a16",
+        "wf8",
+    ] {
+        assert!(text.parse::<LinearScheme>().is_err(), "{text}");
+    }
+}
+
+#[test]
+fn floating_point_weights() {
+    let scheme: LinearScheme = "wf8a16".parse().unwrap();
+    assert_eq!(scheme.to_string(), "wf8a16-channel", "one scale per row unless groups are asked for");
+    assert_eq!(scheme.float_format(), Some(FloatFormat::E4m3));
+    assert_eq!((scheme.bits(), scheme.int_bits(), scheme.max_code()), (8, None, 255));
+    assert!(scheme.is_symmetric() && !scheme.is_progressive() && !scheme.is_stored_as_bytes());
+    assert_eq!(scheme.with_symmetry(false), scheme);
+    let mut request = SchemeRequest::from(scheme);
+    assert!(request.set_symmetric(true).is_ok());
+    assert!(matches!(request.set_symmetric(false), Err(Error::Usage { .. })));
+    // Back to integers, the granularity stays and symmetry is open.
+    assert_eq!(request.refine("w8a16").unwrap().to_string(), "w8a16-channel");
+}

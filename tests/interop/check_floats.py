@@ -1,0 +1,209 @@
+"""Floating-point formats against torch, transformers and compressed-tensors.
+
+  numbers  what every code stands for, in the tables of the independent reader and in torch
+  floats   a checkpoint that `quant quantize` wrote: the weights that we read from it, those of the independent reader
+           (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
+           in), without a missing, unexpected or mismatched key; linears that engines run as one have one global scale
+  inputs   activations on tensors, ours and compressed-tensors' own simulation of them, equal bit for bit
+  source   FP8 blocks as they are published (`quant_method: fp8`), made by torch: the weights that we read
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+
+import numpy
+import torch
+from independent_floats import dequantize, e2m1_numbers, e4m3_numbers, e5m2_numbers, e8m0_numbers
+from independent_pack import Checkpoint, scheme_of
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
+from transformers import AutoModelForCausalLM
+
+QUICK = ["--samples", "4", "--seq-len", "64"]
+# Model, scheme, options. FP8 is loaded in f32; what has groups of four bits or powers of two loads in bf16 only.
+CASES = [
+    ("demo", "wf8a16-tensor", ["--method", "rtn"]),
+    ("demo", "wf8af8-channel", ["--method", "gptq", *QUICK]),
+    ("qwen2", "wf8af8-tensor-static", ["--method", "rtn", *QUICK]),
+    ("demo", "wf8af8-channel-static", ["--method", "awq", *QUICK]),
+    ("demo", "wf8af8-b128", ["--method", "rtn"]),
+    ("tied", "wf8a16-b128", ["--method", "awq", *QUICK]),
+    ("demo", "wf4a16-g16-nv", ["--method", "rtn"]),
+    ("demo", "wf4a16-g16-nv", ["--method", "awq-gptq", *QUICK]),
+    ("qwen2", "wf4af4-g16-nv", ["--method", "gptq", *QUICK]),
+    ("sharded-bf16", "wf4a16-g16-nv", ["--method", "rtn", "--scale-search", "four-over-six"]),
+    ("demo", "wf4a16-g32-mx", ["--method", "awq", *QUICK]),
+    ("demo", "wf8a16-g32-mx", ["--method", "rtn"]),
+    ("qwen2", "wf8af8-g32-mx", ["--method", "rtn"]),
+]
+FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
+
+
+def tables():
+    def bytes_of(dtype):
+        return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    nibbles = torch.tensor([low | high << 4 for low, high in zip(range(0, 16, 2), range(1, 16, 2))], dtype=torch.uint8)
+    fours = unpack_fp4_from_uint8(nibbles.reshape(1, 8), 1, 16).float().numpy()[0]
+    pairs = [("E4M3", e4m3_numbers(), bytes_of(torch.float8_e4m3fn)),
+             ("E5M2", e5m2_numbers(), bytes_of(torch.float8_e5m2)),
+             ("E8M0", e8m0_numbers(), bytes_of(torch.float8_e8m0fnu)), ("E2M1", e2m1_numbers(), fours)]
+    different = [name for name, ours, theirs in pairs
+                 if not numpy.array_equal(ours, theirs, equal_nan=True)]
+    return different or f"{sum(len(ours) for _, ours, _ in pairs)} codes", not different
+
+
+def transformers_weights(path, dtype):
+    """The weights that transformers multiplies with, by name."""
+    with contextlib.redirect_stdout(sys.stderr):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", output_loading_info=True)
+    problems = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
+    if problems:
+        raise ValueError(f"loading reports {json.dumps(problems)}")
+    with torch.inference_mode():
+        output = model(input_ids=torch.tensor([[1, 5, 9, 13]]), use_cache=False).logits
+    if not torch.isfinite(output).all():
+        raise ValueError("a logit is not finite")
+    return {f"{name}.weight": module.weight.detach() for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)}
+
+
+def shares(written):
+    """Whether linears that engines run as one have one scale in common, where there is one for the tensor."""
+    for parts in FUSED:
+        for name in written:
+            found = re.fullmatch(rf"(.*)\.{parts[0]}\.(weight_global_scale|weight_scale|input_scale|input_global_scale)", name)
+            if found is None or written[name].shape != (1,):
+                continue
+            others = [written[f"{found[1]}.{part}.{found[2]}"] for part in parts]
+            if any(not torch.equal(others[0], other) for other in others):
+                return name
+    return None
+
+
+def floats(check, name, scheme, options):
+    out = check.scratch / f"floats-{name}-{scheme}-{len(options)}-{options[1]}"
+    check.program("quant", "quantize", check.model(name), "-o", out, "--quiet", "--scheme", scheme, *options)
+    ours = check.scratch / "weights.safetensors"
+    check.program("interop-dump", "weights", out, ours)
+    ours = load_file(ours)
+    checkpoint = Checkpoint(out)
+    quantization = checkpoint.config["quantization_config"]
+    written = {}
+    for path in sorted(out.glob("*.safetensors")):
+        written |= load_torch(path)
+    apart = shares(written)
+    if apart:
+        return f"{apart} is not that of the linears beside it", False
+    dtype = torch.float32 if scheme.startswith("wf8") and not scheme.endswith("mx") else torch.bfloat16
+    theirs = transformers_weights(out, dtype)
+    modules = checkpoint.packed_modules()
+    for module in modules:
+        group = scheme_of(module, quantization)
+        weight = dequantize(checkpoint, module, group["weights"], group["format"])
+        key = f"{module}.weight"
+        if not numpy.array_equal(ours[key], weight):
+            return f"{key}: the independent reader finds other weights", False
+        if not torch.equal(torch.from_numpy(weight).to(dtype), theirs[key].to(dtype)):
+            return f"{key}: transformers multiplies with other weights", False
+    return f"{len(modules)} linears", len(modules) > 0
+
+
+def inputs(check):
+    """Every rule for activations, on values of many sizes, with groups and rows of zeros and of few values."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(64, 512, generator=generator) * torch.logspace(-9, 5, 64)[:, None]
+    values *= torch.rand(64, 512, generator=generator).lt(0.02).float() * 30 + 1
+    values[3] = 0
+    values[5, 17:] = 0
+    values[7, 128:256] = 0
+    values[9] = 448 * 2.0 ** torch.randint(-6, 6, (512,), generator=generator)
+    values[10] = 1.75 * 2.0 ** torch.randint(-6, 6, (512,), generator=generator)
+    values[11] = -1e-30
+    amax = values[:48].abs().max()
+    scale = (amax / 448).bfloat16().float().reshape(1)
+    divisor = (2688 / amax).float().reshape(1)
+    rules = [
+        ("fp8-token", {"num_bits": 8, "strategy": "token", "dynamic": True}, None),
+        ("fp8-group", {"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}, None),
+        ("mxfp8", {"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True,
+                   "scale_dtype": torch.uint8}, None),
+        ("fp8-static", {"num_bits": 8, "strategy": "tensor", "dynamic": False}, scale),
+        ("nvfp4", {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local",
+                   "scale_dtype": torch.float8_e4m3fn}, divisor),
+    ]
+    stored, rounded = check.scratch / "inputs.safetensors", check.scratch / "rounded.safetensors"
+    save_file({"x": values.numpy()}, stored)
+    different = []
+    for name, arguments, constant in rules:
+        args = QuantizationArgs(type="float", symmetric=True, **arguments)
+        # A batch of one: tokens are its second dimension.
+        x = values.unsqueeze(0)
+        if name == "fp8-static":
+            expected = fake_quantize(x, constant, None, args)
+        else:
+            found, zero = compute_dynamic_scales_and_zp(x, args, None, global_scale=constant)
+            expected = fake_quantize(x, found, zero, args, global_scale=constant)
+        given = [] if constant is None else [repr(float(constant))]
+        check.program("interop-dump", "inputs", name, stored, rounded, *given)
+        ours = torch.from_numpy(load_file(rounded)["x"])
+        if not torch.equal(ours, expected[0]):
+            places = (ours != expected[0]).nonzero()
+            row, column = places[0].tolist()
+            different.append(f"{name}: {len(places)} values, the first at {row}, {column}: {values[row, column]} becomes "
+                             f"{ours[row, column]}, not {expected[0][row, column]}")
+    return different or f"{len(rules)} rules, {values.numel()} values", not different
+
+
+def source(check):
+    """Native FP8 blocks made by torch, some of which end inside a block: what we read of them."""
+    model, out = check.model("demo"), check.scratch / "native-fp8"
+    shutil.copytree(model, out)
+    weights = load_torch(out / "model.safetensors")
+    expected, stored = {}, {}
+    for name, weight in weights.items():
+        if not re.search(r"_proj\.weight$", name):
+            stored[name] = weight
+            continue
+        rows, columns = weight.shape
+        padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+        blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = blocks.abs().amax((1, 3)) / 448
+        wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        codes = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        expected[name] = (codes.float() * wide).numpy()
+        stored[name] = codes
+        stored[name.replace(".weight", ".weight_scale_inv")] = scale
+    save_torch(stored, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                     "weight_block_size": [128, 128]}
+    (out / "config.json").write_text(json.dumps(config))
+    dump = check.scratch / "weights.safetensors"
+    check.program("interop-dump", "weights", out, dump)
+    ours = load_file(dump)
+    different = [name for name, weight in expected.items() if not numpy.array_equal(ours[name], weight)]
+    return different or f"{len(expected)} linears", bool(expected) and not different
+
+
+def run_all(check, only):
+    if only in "numbers all tables":
+        check.step("numbers all tables", tables)
+    if only in "inputs floats":
+        check.step("inputs floats", lambda: inputs(check))
+    if only in "source native fp8":
+        check.step("source native fp8", lambda: source(check))
+    for name, scheme, options in CASES:
+        title = f"floats {name} {options[1]} {scheme}"
+        if only in title:
+            check.step(title, lambda name=name, scheme=scheme, options=options: floats(check, name, scheme, options))

@@ -1,0 +1,258 @@
+//! Quantized checkpoints as sources: read, restated in another container, and rounded once more on request.
+
+use std::path::Path;
+
+use quant_tests::args;
+use quant_tests::models::{RawTensor, TinyLlama, edit_config, read_safetensors};
+use quant_tests::program::quant;
+use quant_tests::refusal::check_message;
+use serde_json::{Value, json};
+
+const TEXT: &str = "calibration-data/heldout/narrative.txt";
+
+/// What a code of E4M3 stands for.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let magnitude = match exponent {
+        0 => mantissa / 512.0,
+        _ => (1.0 + mantissa / 8.0) * 2.0_f32.powi(exponent - 7),
+    };
+    if code & 0x80 != 0 { -magnitude } else { magnitude }
+}
+
+/// How scales are stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Scales {
+    Blocks(&'static str, &'static str),
+    Tensor(&'static str),
+}
+
+/// A model of which every linear of the blocks is FP8, some sizes no multiples of 128; and the same in F32.
+fn fp8_models(native: &Path, float: &Path, scales: Scales) {
+    let tiny = TinyLlama { hidden: 192, intermediate: 320, heads: 6, kv_heads: 3, ..TinyLlama::default() };
+    let (mut stored, mut wide) = (Vec::new(), Vec::new());
+    let mut state = 0x1234_5678_u64;
+    let mut random = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32
+    };
+    for tensor in tiny.tensors() {
+        let Some(module) = tensor.name.strip_suffix("_proj.weight").map(|m| format!("{m}_proj")) else {
+            stored.push(tensor.clone());
+            wide.push(tensor);
+            continue;
+        };
+        let [n, k] = [tensor.shape[0] as usize, tensor.shape[1] as usize];
+        // Every code but the two that are no numbers, the small exponents more often.
+        let codes: Vec<u8> = (0..n * k)
+            .map(|_| match random() {
+                r if r % 7 == 0 => (r >> 8) as u8,
+                r => (r >> 8) as u8 & 0xbf,
+            })
+            .map(|code| if code & 0x7f == 0x7f { 0x38 } else { code })
+            .collect();
+        let (height, width) = match scales {
+            Scales::Blocks(..) => (n.div_ceil(128), k.div_ceil(128)),
+            Scales::Tensor(_) => (1, 1),
+        };
+        let exponents: Vec<u8> = (0..height * width).map(|_| 119 - (random() % 4) as u8).collect();
+        let (name, dtype) = match scales {
+            Scales::Blocks(name, dtype) => (name, dtype),
+            Scales::Tensor(dtype) => ("weight_scale", dtype),
+        };
+        // Odd numbers where the type holds them.
+        let values: Vec<f32> = (exponents.iter().enumerate())
+            .map(|(i, e)| {
+                let power = 2.0_f32.powi(i32::from(*e) - 127);
+                if matches!(dtype, "F8_E8M0" | "U8") { power } else { power * (1.0 + i as f32 / 8.0 % 1.0) }
+            })
+            .collect();
+        let data = match dtype {
+            "F32" => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            "BF16" => values.iter().flat_map(|v| ((v.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+            _ => exponents.clone(),
+        };
+        let shape = match scales {
+            Scales::Blocks(..) => vec![height as u64, width as u64],
+            Scales::Tensor(_) => vec![],
+        };
+        let scale = |i: usize| match scales {
+            Scales::Blocks(..) => values[i / k / 128 * width + i % k / 128],
+            Scales::Tensor(_) => values[0],
+        };
+        let weights = codes.iter().enumerate().flat_map(|(i, code)| (e4m3(*code) * scale(i)).to_le_bytes());
+        let of = |name: String, dtype: &str, shape: &[u64], data: Vec<u8>| RawTensor {
+            name,
+            dtype: dtype.into(),
+            shape: shape.to_vec(),
+            data,
+        };
+        wide.push(of(tensor.name.clone(), "F32", &tensor.shape, weights.collect()));
+        stored.push(of(tensor.name.clone(), "F8_E4M3", &tensor.shape, codes));
+        stored.push(of(format!("{module}.{name}"), dtype, &shape, data));
+        if let Scales::Tensor(_) = scales {
+            let one = 0.5_f32.to_le_bytes().to_vec();
+            stored.push(of(format!("{module}.input_scale"), "F32", &[], one));
+        }
+    }
+    tiny.write_with(float, &wide);
+    tiny.write_with(native, &stored);
+    let config = match scales {
+        Scales::Blocks(..) => json!({ "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                      "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"] }),
+        Scales::Tensor(_) => json!({ "quant_method": "fp8", "activation_scheme": "static" }),
+    };
+    edit_config(native, &json!({ "quantization_config": config }));
+}
+
+const ALL: [Scales; 5] = [
+    Scales::Blocks("weight_scale_inv", "F32"),
+    Scales::Blocks("weight_scale_inv", "BF16"),
+    Scales::Blocks("weight_scale", "F8_E8M0"),
+    Scales::Blocks("scale", "U8"),
+    Scales::Tensor("F32"),
+];
+
+#[test]
+fn fp8_is_rounded_once_more_from_what_its_codes_stand_for() {
+    for scales in ALL {
+        let scratch = tempfile::tempdir().unwrap();
+        let at = |name: &str| scratch.path().join(name);
+        fp8_models(&at("native"), &at("float"), scales);
+        let options = ["--scheme", "w4a16-g32", "--method", "rtn", "--quiet"];
+        let quantize = |from: &str, to: &str, more: &[&str]| {
+            let mut arguments = args!["quantize", at(from), "-o", at(to)];
+            arguments.extend(options.iter().chain(more).map(Into::into));
+            quant(arguments)
+        };
+        check_message("asked", &quantize("native", "out", &[]), 4, &["is already quantized", "--requantize"]);
+        quantize("native", "out", &["--requantize"]).succeeded();
+        quantize("float", "expected", &[]).succeeded();
+        let read = |name: &str| std::fs::read(at(name).join("model.safetensors")).unwrap();
+        assert!(read("out") == read("expected"), "{scales:?}");
+        let report: Value =
+            serde_json::from_slice(&std::fs::read(at("out").join("quant_report.json")).unwrap()).unwrap();
+        assert_eq!(report["requantized_from"], json!("fp8"));
+        let useless = quantize("float", "useless", &["--requantize"]);
+        check_message("float", &useless, 2, &["--requantize has no effect"]);
+    }
+}
+
+#[test]
+fn fp8_is_evaluated_and_restated_without_loss() {
+    for scales in ALL {
+        let scratch = tempfile::tempdir().unwrap();
+        let at = |name: &str| scratch.path().join(name);
+        fp8_models(&at("native"), &at("float"), scales);
+        let text = quant_tests::workspace_root().join(TEXT);
+        let mean = |name: &str| {
+            let eval = args![
+                "eval",
+                at(name),
+                "--text",
+                &text,
+                "--window",
+                "32",
+                "--windows",
+                "2",
+                "--quiet",
+                "--json"
+            ];
+            quant(eval).json()["perplexity"]["mean"].as_f64().unwrap()
+        };
+        let native = mean("native");
+        assert!(native > 1.0);
+        quant(args!["quantize", at("native"), "-o", at("out"), "--format", "compressed-tensors", "--quiet"])
+            .succeeded();
+        assert_eq!(mean("out"), native, "{scales:?}");
+        let tensors = read_safetensors(&at("out").join("model.safetensors"));
+        let codes = |tensors: &[RawTensor]| {
+            let name = "model.layers.1.mlp.down_proj.weight";
+            tensors.iter().find(|t| t.name == name).map(|t| (t.dtype.clone(), t.data.clone())).unwrap()
+        };
+        assert_eq!(codes(&tensors), codes(&read_safetensors(&at("native").join("model.safetensors"))));
+    }
+}
+
+#[test]
+fn damaged_fp8_is_refused() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    fp8_models(&at("native"), &at("float"), ALL[0]);
+    let tensors = read_safetensors(&at("native").join("model.safetensors"));
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(at("native").join("config.json")).unwrap()).unwrap();
+    let up = "model.layers.0.mlp.up_proj";
+    let cases: [(&str, i32, &str, &dyn Fn(&mut Vec<RawTensor>)); 4] = [
+        ("no scale", 4, "has no scale beside it", &|t| {
+            t.retain(|t| t.name != format!("{up}.weight_scale_inv"))
+        }),
+        ("another grid", 4, "one per block of 128 × 128", &|t| {
+            let scale = t.iter_mut().find(|t| t.name == format!("{up}.weight_scale_inv")).unwrap();
+            scale.shape.reverse();
+        }),
+        ("a NaN code", 6, "non-finite", &|t| {
+            t.iter_mut().find(|t| t.name == format!("{up}.weight")).unwrap().data[9] = 0x7f;
+        }),
+        ("an infinite scale", 6, "non-finite", &|t| {
+            let scale = t.iter_mut().find(|t| t.name == format!("{up}.weight_scale_inv")).unwrap();
+            scale.data[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+        }),
+    ];
+    for (case, code, expected, change) in cases {
+        let mut changed = tensors.clone();
+        change(&mut changed);
+        let model = at(case);
+        quant_tests::models::write_model(&model, &config, &changed);
+        let out = at("out");
+        let options = ["--requantize", "--scheme", "w4a16-g32", "--method", "rtn", "--quiet"];
+        let mut arguments = args!["quantize", &model, "-o", &out];
+        arguments.extend(options.iter().map(Into::into));
+        check_message(case, &quant(arguments), code, &[up, expected]);
+        assert!(!out.exists());
+    }
+    for (key, value, expected) in [
+        ("weight_block_size", json!([64, 64]), "only [128, 128]"),
+        ("fmt", json!("e5m2"), "only e4m3"),
+        ("activation_scheme", json!("some"), "neither dynamic nor static"),
+    ] {
+        let mut config = config.clone();
+        config["quantization_config"][key] = value;
+        let model = at(key);
+        quant_tests::models::write_model(&model, &config, &tensors);
+        check_message(key, &quant(args!["inspect", &model]), 4, &[key, expected]);
+    }
+}
+
+#[test]
+fn every_container_can_be_rounded_once_more() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
+        .write(&at("model"));
+    // Powers of two are found again; another scale of the tensor moves all numbers a little.
+    for (scheme, format, most) in [
+        ("nvfp4a16", "compressed-tensors", 0.09),
+        ("mxfp4a16", "compressed-tensors", 0.0),
+        ("fp8-block", "compressed-tensors", 0.03),
+        ("w8a16-g32", "gptq", 0.01),
+        ("w4a16-g32", "awq", 0.1),
+    ] {
+        let (first, second) = (at(&format!("{scheme}-{format}")), at(&format!("{scheme}-{format}-again")));
+        let options = ["--method", "rtn", "--quiet"];
+        let mut arguments =
+            args!["quantize", at("model"), "-o", &first, "--scheme", scheme, "--format", format];
+        arguments.extend(options.iter().map(Into::into));
+        quant(arguments).succeeded();
+        let mut arguments = args!["quantize", &first, "-o", &second, "--scheme", scheme, "--format", format];
+        arguments.extend(options.iter().chain(&["--requantize"]).map(Into::into));
+        quant(arguments).succeeded();
+        let report: Value =
+            serde_json::from_slice(&std::fs::read(second.join("quant_report.json")).unwrap()).unwrap();
+        for tensor in report["tensors"].as_array().unwrap() {
+            if let Some(error) = tensor["weight_error"]["relative_rms"].as_f64() {
+                assert!(error <= most, "{scheme} {format}: {} is {error} off", tensor["tensor"]);
+            }
+        }
+    }
+}
