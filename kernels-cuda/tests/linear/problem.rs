@@ -27,7 +27,7 @@ pub struct Problem {
 
 enum Values {
     Float(Vec<f32>),
-    Int8(Int8Rows),
+    Int8(Box<Int8Rows>),
 }
 
 /// How activations are drawn.
@@ -100,7 +100,7 @@ impl Problem {
         }
         let layout = WeightLayout::of(&view, Order::Int8, zero.is_some()).unwrap();
         let activation = Activation::Int8 { zero: zero.is_some() };
-        let mut problem = Self::of(case, layout, activation, output, m, seed, Values::Int8(rows));
+        let mut problem = Self::of(case, layout, activation, output, m, seed, Values::Int8(Box::new(rows)));
         problem.fill_rows();
         problem
     }
