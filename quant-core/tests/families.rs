@@ -389,7 +389,8 @@ fn what_is_not_computed_is_refused_by_its_field() {
 #[test]
 fn patterns_of_layers_are_those_of_the_family() {
     let (slides, turns) = (Some(7), true);
-    let expected: [(&str, Vec<(Option<usize>, bool)>); 7] = [
+    type Layers = Vec<(Option<usize>, bool)>;
+    let expected: [(&str, Layers); 7] = [
         ("smollm3", [(None, true), (None, true), (None, true), (None, false)].repeat(2)),
         ("gemma2", [(slides, true), (None, true)].repeat(4)),
         ("gemma3_text", [vec![(slides, true); 5], vec![(None, true)], vec![(slides, true); 2]].concat()),

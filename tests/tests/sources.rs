@@ -183,7 +183,8 @@ fn damaged_fp8_is_refused() {
     let config: Value =
         serde_json::from_slice(&std::fs::read(at("native").join("config.json")).unwrap()).unwrap();
     let up = "model.layers.0.mlp.up_proj";
-    let cases: [(&str, i32, &str, &dyn Fn(&mut Vec<RawTensor>)); 4] = [
+    type Damage<'a> = &'a dyn Fn(&mut Vec<RawTensor>);
+    let cases: [(&str, i32, &str, Damage<'_>); 4] = [
         ("no scale", 4, "has no scale beside it", &|t| {
             t.retain(|t| t.name != format!("{up}.weight_scale_inv"))
         }),

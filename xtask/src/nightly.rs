@@ -31,6 +31,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("cuda-candle", cuda::candle);
     steps.step("interop", || {
         interop::run(&["--whole", "--only", "profile"])?;
+        interop::run(&["--whole", "--only", "vision-language"])?;
         interop::run(&["--families", "all", "--only", "family"])
     });
     steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));

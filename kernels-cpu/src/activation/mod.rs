@@ -15,7 +15,7 @@
 //! number of threads gives the same bits.
 //!
 //! Rows lie in strips of as many as a tile takes, up to twelve or, where that is all, sixteen; of a strip step by step the eight codes of
-//! every row: a kernel reads from beginning to end. For a tile unit they lie in [`tiles`] as well.
+//! every row: a kernel reads from beginning to end. For a tile unit they lie in tiles as well.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
 mod dispatch;

@@ -17,7 +17,7 @@
 //! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Scales that are
 //! powers of two (the MX formats) follow from the bits of `a`: of E4M3 the smallest with `a / s ≤ 448`, of E2M1 that of
 //! `⌊log₂ a⌋ − 2`, one more where the mantissa of `a` is at least 1.75, as in compressed-tensors. Scales that several
-//! rows share are those of [`shared`](super::shared).
+//! rows share are those of `shared.rs`.
 //!
 //! `round` is to the nearest integer, halves to even. The scale is rounded to the type it is
 //! stored in *before* anything is computed with it, so what is evaluated is what is stored. `w / s`

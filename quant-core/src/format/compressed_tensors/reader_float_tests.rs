@@ -72,7 +72,8 @@ fn floating_point_configurations_of_others_are_accepted() {
 
 #[test]
 fn floating_point_tensors_are_checked() {
-    let cases: [(&str, fn(&mut Memory), &str); 9] = [
+    type Damage = fn(&mut Memory);
+    let cases: [(&str, Damage, &str); 9] = [
         (
             "wf4a16-g16-nv",
             |m| m.put("m.weight_global_scale", Dtype::F32, &[1], vec![0; 4]),
