@@ -25,6 +25,7 @@ QUANTIZED = [
     ("qwen3-vl", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
     ("mistral3", "rtn-w4-g32-ignored",
      ["--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.self_attn.*"], False),
+    ("gemma3-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("llava-llama", "rtn-w4-and-w8",
      ["--method", "rtn", "--override", "down_proj=w8a16-g64", "--override", "lm_head=w8a16"], False),
 ]
@@ -34,6 +35,7 @@ MORE = [
     ("qwen2-vl", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], False),
     ("mistral3", "format-gptq-g32", ["--format", "gptq", "--method", "gptq", "--group-size", "32", *QUICK], False),
     ("mistral3-modules", "rtn-w4-g64", ["--method", "rtn", "--group-size", "64"], False),
+    ("mistral3-ministral3", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
     ("llava-modules", "awq-w8-channel", ["--scheme", "w8a16-channel", *QUICK], False),
     ("llava-mistral", "awq-w4-g32-asym", ["--scheme", "w4a16-g32-asym", *QUICK], True),
     ("llava-qwen2", "format-awq-g64", ["--format", "awq", "--group-size", "64", *QUICK], False),

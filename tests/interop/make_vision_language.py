@@ -42,6 +42,17 @@ MISTRAL3 = {"model_type": "mistral3", "vision_config": PIXTRAL, "image_token_ind
             "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 64}}
 
 
+# Published configurations leave most fields of the text model to the class, but for these widths.
+GEMMA3 = {"model_type": "gemma3", "vision_config": TOWER | {"model_type": "siglip_vision_model"}, "image_token_index": 268,
+          "boi_token_index": 269, "eoi_token_index": 270, "mm_tokens_per_image": 4,
+          "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 40, "sliding_window": 48,
+                          "query_pre_attn_scalar": 24, "sliding_window_pattern": 3}}
+MINISTRAL3 = MISTRAL3 | {"text_config": {
+    "model_type": "ministral3", "head_dim": 64, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}}
+
+
 def llava(text):
     return {"model_type": "llava", "vision_config": CLIP, "image_token_index": 268, "image_seq_length": 4,
             "text_config": text}
@@ -57,6 +68,9 @@ VARIANTS = {
     "qwen3-vl-tied": QWEN3_VL | {"tie_word_embeddings": True},
     "mistral3": MISTRAL3,
     "mistral3-modules": MISTRAL3,
+    "mistral3-ministral3": MINISTRAL3,
+    "gemma3-vl": GEMMA3,
+    "gemma3-vl-modules": GEMMA3,
     "llava-llama": llava({"model_type": "llama"}),
     "llava-modules": llava({"model_type": "llama"}),
     "llava-mistral": llava({"model_type": "mistral", "sliding_window": 48}),
@@ -76,7 +90,9 @@ def make_model(variant, seed):
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * noise)
+                # Weights of Gemma's norms are what is added to 1.
+                center = 0 if variant.startswith("gemma") and "vision_tower" not in name else 1
+                parameter.copy_(center + 0.3 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
     return model

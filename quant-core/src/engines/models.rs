@@ -88,6 +88,9 @@ const VISION_LANGUAGE: &[&str] = &[
     "LlavaForConditionalGeneration",
 ];
 
+/// Those whose other readers were not looked at.
+const GEMMA3: &[&str] = &["Gemma3ForConditionalGeneration"];
+
 pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(LLAMAS, Has::Yes, Basis::Read),
@@ -117,6 +120,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
+    fact(GEMMA3, Has::Yes, Basis::Run),
 ];
 
 pub(super) const TURBOMIND: &[Fact] = &[

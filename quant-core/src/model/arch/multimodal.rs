@@ -136,9 +136,26 @@ fn qwen2() -> Value {
     })
 }
 
+fn ministral3() -> Value {
+    json!({
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34, "num_attention_heads": 32,
+        "vocab_size": 131_072, "max_position_embeddings": 262_144,
+    })
+}
+
+// Published configurations leave out even the number of heads.
+fn gemma3() -> Value {
+    json!({
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    })
+}
+
 const LLAMA: Text = Text { model_type: "llama", family: "llama", defaults: llama };
 const MISTRAL: Text = Text { model_type: "mistral", family: "mistral", defaults: mistral };
+const MINISTRAL3: Text = Text { model_type: "ministral3", family: "ministral3", defaults: ministral3 };
 const QWEN2: Text = Text { model_type: "qwen2", family: "qwen2", defaults: qwen2 };
+const GEMMA3: Text = Text { model_type: "gemma3_text", family: "gemma3_text", defaults: gemma3 };
 
 static CLASSES: &[Class] = &[
     Class {
@@ -168,7 +185,7 @@ static CLASSES: &[Class] = &[
     Class {
         name: "Mistral3ForConditionalGeneration",
         model_type: "mistral3",
-        texts: &[MISTRAL],
+        texts: &[MISTRAL, MINISTRAL3],
         may_be_flat: false,
         tied: true,
         layouts: &[TOWER_FIRST, MODULES],
@@ -179,6 +196,14 @@ static CLASSES: &[Class] = &[
         texts: &[LLAMA, MISTRAL, QWEN2],
         may_be_flat: false,
         tied: false,
+        layouts: &[TOWER_FIRST, MODULES],
+    },
+    Class {
+        name: "Gemma3ForConditionalGeneration",
+        model_type: "gemma3",
+        texts: &[GEMMA3],
+        may_be_flat: false,
+        tied: true,
         layouts: &[TOWER_FIRST, MODULES],
     },
 ];
