@@ -262,14 +262,19 @@ fn engines_text(outline: &Outline) -> String {
     }
     let header: Vec<String> =
         RANKS.iter().map(|ranks| if *ranks == 1 { "1 rank".to_owned() } else { ranks.to_string() }).collect();
-    let header: Vec<&str> =
-        std::iter::once("loads in").chain(header.iter().map(String::as_str)).chain(["checked"]).collect();
+    let header: Vec<&str> = std::iter::once("loads in")
+        .chain(header.iter().map(String::as_str))
+        .chain(["model family"])
+        .collect();
     let mut text = table(&header, &rows);
     for (reason, ranks, engines) in reasons {
         let from = if ranks == 1 { String::new() } else { format!(", {ranks} ranks") };
         text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
     }
-    text.push_str(&format!("as read in the sources of these versions on {READ}: docs/formats/engines.md\n"));
+    text.push_str(&format!(
+        "model family: how it is known that the engine supports the family. Formats: as read in the sources of these \
+         versions on {READ}: docs/formats/engines.md\n"
+    ));
     text
 }
 
