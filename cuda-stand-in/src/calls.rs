@@ -10,7 +10,7 @@ use crate::device::{Code, Device, MEMORY, SHARED_MOST, device};
 const CONTEXT: usize = 0x10;
 /// CUDA 13.0, whose compiler the tests take.
 const VERSION: c_int = 13_000;
-/// Bytes of the second cache: few, so that measuring beyond it stays short.
+/// Bytes of the L2 cache: few, so that measuring beyond it stays short.
 const CACHE: usize = 16 << 10;
 
 thread_local! {
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Code {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> Code {
     initialised(|_| {
-        // By their numbers: multiprocessors, the second cache, compute capability, shared memory of a multiprocessor and of a block.
+        // By their numbers: multiprocessors, the L2 cache, compute capability, shared memory of a multiprocessor and of a block.
         let found = match attribute {
             16 => 2,
             38 => CACHE as c_int,

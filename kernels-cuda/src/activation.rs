@@ -7,7 +7,7 @@
 //!
 //! A block takes a row, and `k` alone decides which of its threads takes which values: a row's result is the same, bit for
 //! bit, whatever stands beside it. A row is read once, up to [`HELD_WIDTH`] values; wider ones are read again for each
-//! pass, from the second cache where that holds them.
+//! pass, from the L2 cache where that holds them.
 //!
 //! Planning is host arithmetic: it needs no device and no CUDA.
 

@@ -8,7 +8,7 @@ use super::query::{LARGEST_QUERY, largest, quantize};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// Rows of queries of one key-value head that pass over a chunk while it is in the second cache.
+/// Rows of queries of one key-value head that pass over a chunk while it is in the L2 cache.
 const BLOCK_ROWS: usize = 64;
 /// The most query heads.
 pub const MAX_HEADS: usize = 1 << 16;

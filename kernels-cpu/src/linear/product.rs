@@ -14,7 +14,7 @@ use crate::layout::{PANEL_ROWS, STEP};
 use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel};
 
-/// Bytes of activations that stay in the second cache while panels pass.
+/// Bytes of activations that stay in the L2 cache while panels pass.
 const BLOCK: usize = 1024 << 10;
 /// Panels that one piece of work takes, at most: more cost no less.
 const CHUNK: usize = 16;
@@ -190,7 +190,7 @@ impl<'a> Pieces<'a> {
             let out = Disjoint::new(product.out);
             return Self { weight, path, bias, out, first, block, blocks, chunk, chunks };
         }
-        // Strips whose activations stay in the second cache while panels pass.
+        // Strips whose activations stay in the L2 cache while panels pass.
         let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(x.m));
         // Blocks of like size, for each reads all weights: none for what is left over.

@@ -61,7 +61,7 @@ pub(crate) trait RowLanes: Lanes {
         sum: &mut [f32; 8],
     ) {
         for step in 0..steps {
-            // SAFETY: the caller vouches for the steps and the words of all parts.
+            // SAFETY: the safety contract of this function covers the steps and the words of all parts.
             unsafe {
                 let values = x.add(8 * step).cast::<[f32; 8]>().read_unaligned();
                 sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
@@ -127,7 +127,7 @@ impl RowLanes for Scalar {
     #[inline(always)]
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
         let codes = a.map(|v| v as i8);
-        // SAFETY: the caller vouches for eight bytes at each.
+        // SAFETY: the safety contract of this function covers eight bytes at each.
         unsafe {
             codes.as_ptr().copy_to_nonoverlapping(low, 8);
             codes.as_ptr().add(8).copy_to_nonoverlapping(high, 8);
@@ -135,12 +135,12 @@ impl RowLanes for Scalar {
     }
     #[inline(always)]
     unsafe fn store_bf16(at: *mut bf16, a: Self::F) {
-        // SAFETY: the caller vouches for 16 values.
+        // SAFETY: the safety contract of this function covers 16 values.
         unsafe { at.cast::<[bf16; 16]>().write_unaligned(a.map(bf16::from_f32)) }
     }
     #[inline(always)]
     unsafe fn store_f16(at: *mut f16, a: Self::F) {
-        // SAFETY: the caller vouches for 16 values.
+        // SAFETY: the safety contract of this function covers 16 values.
         unsafe { at.cast::<[f16; 16]>().write_unaligned(a.map(f16::from_f32)) }
     }
     #[inline(always)]

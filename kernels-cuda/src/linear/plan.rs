@@ -55,11 +55,11 @@ pub struct LinearArguments {
 pub struct LinearTraffic {
     /// Of the packed matrix, fillers included; read once.
     pub weights: usize,
-    /// Activations and their scales, read once from memory; every block reads its part again, from the second cache.
+    /// Activations and their scales, read once from memory; every block reads its part again, from the L2 cache.
     pub activations: usize,
     /// Written once; with the bias.
     pub results: usize,
-    /// Sums of chunks, written once and read once, which a device's second cache holds if it has room. All blocks of a tile
+    /// Sums of chunks, written once and read once, which a device's L2 cache holds if it has room. All blocks of a tile
     /// leave theirs but the last, and only those of tokens that are there. Tickets, 8 bytes a tile of results, are left out.
     pub workspace: usize,
 }

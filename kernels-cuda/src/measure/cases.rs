@@ -55,7 +55,7 @@ type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
 pub(super) struct Buffer {
     pub(super) bytes: usize,
     pub(super) fill: Fill,
-    /// Whether launches in turn have one each, so that the second cache does not help.
+    /// Whether launches in turn have one each, so that the L2 cache does not help.
     pub(super) turns: bool,
 }
 

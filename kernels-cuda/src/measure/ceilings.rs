@@ -13,7 +13,7 @@ static SOURCE: Source =
 const THREADS: u32 = 512;
 const FLIGHT: usize = 8;
 const CHAINS: u32 = 8;
-/// Times the second cache that is read: what it holds of that does not count.
+/// Times the L2 cache that is read: what it holds of that does not count.
 const CACHES: usize = 32;
 /// Rounds of products: from the first on eight times as many, until a launch takes a time beside which its own does not
 /// count.

@@ -26,7 +26,7 @@ const LEAST: f64 = 0.05;
 const REPEATS: usize = 5;
 /// Launches of a measurement, at most.
 const MOST_LAUNCHES: usize = 20_000;
-/// Times the second cache that buffers used in turn are large, and how many of a kind there are at most.
+/// Times the L2 cache that buffers used in turn are large, and how many of a kind there are at most.
 const TURNS_OVER_CACHE: usize = 10;
 const MOST_TURNS: usize = 64;
 /// Bytes of random numbers that are repeated.
@@ -59,7 +59,7 @@ impl Times {
 pub struct Meter {
     gpu: &'static Gpu,
     kernels: Kernels,
-    /// Of the second cache.
+    /// Of the L2 cache.
     cache_bytes: usize,
     random: Vec<u8>,
 }

@@ -66,7 +66,7 @@ impl Gpu {
         Ok(u32::try_from(version).unwrap_or(0))
     }
 
-    /// Bytes of the device's second cache.
+    /// Bytes of the device's L2 cache.
     ///
     /// # Errors
     /// When the driver does not say.

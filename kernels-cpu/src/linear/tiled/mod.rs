@@ -2,7 +2,7 @@
 //!
 //! A piece of work is up to [`SLOTS`] / 2 row tiles ([`most_tiles`]) times some panels. Its input features are walked in
 //!
-//! - stretches, whose activations stay in the second cache while all panels pass. Between stretches the totals are kept in
+//! - stretches, whose activations stay in the L2 cache while all panels pass. Between stretches the totals are kept in
 //!   `out`;
 //! - chunks, of which two panels' codes (four where there is one row tile) are expanded into the first cache, once for
 //!   all rows;
@@ -33,7 +33,7 @@ use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 pub(crate) const TILED_ROWS: usize = 16;
 /// Tiles of sums that a piece of work keeps, row tiles times panels.
 const SLOTS: usize = 32;
-/// Panels that a piece of work takes, at most: what a stretch leaves in `out` stays in the second cache, too.
+/// Panels that a piece of work takes, at most: what a stretch leaves in `out` stays in the L2 cache, too.
 pub(super) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
@@ -117,7 +117,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     let tiling = t.tiling;
     // One row tile waits for memory, and for the last product on the same sums: four panels are four of each.
     let wide = if tiles.len() == 1 { 4 } else { 2 };
-    // SAFETY: the caller vouches for everything; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
+    // SAFETY: the safety contract of this function covers every pointer; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
     unsafe {
         let mut unit = U::configure(Shape { rows: tiling.rows, depth: tiling.row_bytes() / 4 });
         for stretch in stretches(tiling, tiles.len()) {
@@ -150,7 +150,7 @@ pub(super) fn most_tiles(tiling: Tiling) -> usize {
     (2 * STRETCH / across).clamp(SLOTS / 4, SLOTS / 2)
 }
 
-/// The blocks of all groups, cut so that the activations of a stretch fit the second cache. Groups are cut only where
+/// The blocks of all groups, cut so that the activations of a stretch fit the L2 cache. Groups are cut only where
 /// there is one.
 fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>> {
     let all = tiling.groups * tiling.blocks;
@@ -168,7 +168,7 @@ fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>>
 #[inline(always)]
 unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     debug_assert!(slot < SLOTS);
-    // SAFETY: the caller vouches for the scratch; slots are below their number.
+    // SAFETY: the safety contract of this function covers the scratch; slots are below their number.
     unsafe {
         let (sums, totals) = (&raw mut (*scratch).sums, &raw mut (*scratch).totals);
         (sums.cast::<u8>().add(slot * TILE), totals.cast::<u8>().add(slot * TILE).cast())
@@ -178,7 +178,7 @@ unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
 /// The sums of a group that is complete at once, tile `t` of four.
 #[inline(always)]
 unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
-    // SAFETY: the caller vouches for the scratch; there are two stages of four tiles.
+    // SAFETY: the safety contract of this function covers the scratch; there are two stages of four tiles.
     unsafe { (&raw mut (*scratch).stages).cast::<u8>().add((g % 2 * 4 + t) * TILE) }
 }
 
@@ -201,7 +201,7 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     let right_bytes = ROW * tiling.row_bytes() / 4;
     let direct = OF == UNSIGNED && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
-    // SAFETY: as the caller vouches: panels, tiles and blocks are below their numbers, and so are slots.
+    // SAFETY: by the safety contract of this function: panels, tiles and blocks are below their numbers, and so are slots.
     unsafe {
         let weights = t.weights.add(panel * layout.panel_bytes());
         if stretch.start > 0 {
@@ -345,7 +345,7 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
     let (row_bytes, parts) = (tiling.row_bytes(), tiling.parts);
     let left_bytes = tiling.rows * row_bytes;
     let across = tiling.groups * tiling.blocks * parts * left_bytes;
-    // SAFETY: as the caller vouches.
+    // SAFETY: by the safety contract of this function.
     unsafe {
         let mut left = t.tiles.add(tile * across + blocks.start * parts * left_bytes);
         let mut right_at = right.at;
@@ -427,7 +427,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     right: *const u8,
     panel: usize,
 ) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: by the safety contract of this function.
     unsafe {
         if NP > 2 {
             // Two parts share a right operand.
@@ -485,7 +485,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
 unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize, const RIGHT: usize>(
     unit: &mut U,
 ) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: by the safety contract of this function.
     unsafe {
         match OF {
             BF16 => unit.add_bf16::<SUM, LEFT, RIGHT>(),
@@ -513,7 +513,7 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
         let missing = if KEEP { 0 } else { t.tiling.rows - t.rows_of(tile) };
         if missing > 0 {
             for p in 0..NP {
-                // SAFETY: as the caller vouches: a slot has 16 rows of 64 bytes.
+                // SAFETY: by the safety contract of this function: a slot has 16 rows of 64 bytes.
                 unsafe {
                     slots(scratch, slot + p).0.add(t.rows_of(tile) * ROW).write_bytes(0, missing * ROW)
                 };
@@ -522,7 +522,7 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
         for (r, p) in (0..t.rows_of(tile)).flat_map(|r| (0..NP).map(move |p| (r, p))) {
             let column = (panel + p) * PANEL_ROWS;
             let count = PANEL_ROWS.min(n - column);
-            // SAFETY: as the caller vouches: these are rows and columns of `out`, and a slot's row has 16 values.
+            // SAFETY: by the safety contract of this function: these are rows and columns of `out`, and a slot's row has 16 values.
             unsafe {
                 let (sums, totals) = slots(scratch, slot + p);
                 let kept = if t.tiling.groups == 1 { sums.cast::<f32>() } else { totals };

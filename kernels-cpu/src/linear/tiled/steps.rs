@@ -31,7 +31,7 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIN
     let (panels, waits) = (count, count > 2);
     let ahead = Ahead::new(layout, panels, AHEAD);
     let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
-    // SAFETY: as the caller vouches: steps are below those of a group, and groups below their number.
+    // SAFETY: by the safety contract of this function: steps are below those of a group, and groups below their number.
     unsafe {
         let table = U::table(centre);
         for (i, block) in blocks.enumerate() {
@@ -85,7 +85,7 @@ pub(in crate::linear) unsafe fn join<L: Lanes, const BITS: usize, const KIND: us
     sums: *const u8,
     totals: *mut f32,
 ) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: by the safety contract of this function.
     unsafe {
         match (KIND, g) {
             (FLOAT, 0) => join_floats::<L, BITS, true>(t, panel, tile, g, sums, totals),
@@ -123,7 +123,7 @@ unsafe fn join_integers<
     totals: *mut f32,
 ) {
     let layout = t.layout;
-    // SAFETY: as the caller vouches: rows of a slot are 64 bytes.
+    // SAFETY: by the safety contract of this function: rows of a slot are 64 bytes.
     unsafe {
         let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
         // What the zero of activations counts too much.
@@ -173,7 +173,7 @@ unsafe fn join_floats<L: Lanes, const BITS: usize, const FIRST: bool>(
     totals: *mut f32,
 ) {
     let layout = t.layout;
-    // SAFETY: as the caller vouches: rows of a slot are 64 bytes.
+    // SAFETY: by the safety contract of this function: rows of a slot are 64 bytes.
     unsafe {
         let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
         let progressive = layout.scales() == ScaleType::Progressive;
@@ -227,7 +227,7 @@ pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
             stride: n,
             columns: n - column,
         };
-        // SAFETY: as the caller vouches: rows of totals are 16 values, and rows and columns those of `out`.
+        // SAFETY: by the safety contract of this function: rows of totals are 16 values, and rows and columns those of `out`.
         unsafe {
             let total = L::load_f32(totals.add(r * PANEL_ROWS).cast());
             let total = if KIND == PROGRESSIVE { L::to_f32(L::as_i32(total)) } else { total };

@@ -77,7 +77,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize) {
-        // SAFETY: as above; the caller vouches for the rows.
+        // SAFETY: as above; the safety contract of this function covers the rows.
         unsafe {
             asm!("tileloadd tmm{t}, [{at} + {stride}*1]", t = const T, at = in(reg) at, stride = in(reg) stride,
                  options(readonly, nostack, preserves_flags))
@@ -85,7 +85,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
-        // SAFETY: as above; the caller vouches for the rows.
+        // SAFETY: as above; the safety contract of this function covers the rows.
         unsafe {
             asm!("tilestored [{at} + {stride}*1], tmm{t}", t = const SUM, at = in(reg) at,
                  stride = in(reg) super::ROW, options(nostack, preserves_flags))

@@ -93,13 +93,13 @@ impl TileUnit for Emulated {
         let [rows, bytes] = self.size(T);
         self.tiles[T] = [[0; ROW]; 16];
         for (r, row) in self.tiles[T].iter_mut().enumerate().take(rows) {
-            // SAFETY: the caller vouches for the tile's rows, `stride` apart; a row of the tile has room for as many bytes.
+            // SAFETY: the safety contract of this function covers the tile's rows, `stride` apart; a row of the tile has room for as many bytes.
             unsafe { at.add(r * stride).copy_to_nonoverlapping(row.as_mut_ptr(), bytes) };
         }
     }
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
         for (r, row) in self.tiles[SUM].iter().enumerate().take(self.shape.rows) {
-            // SAFETY: the caller vouches for the tile's rows.
+            // SAFETY: the safety contract of this function covers the tile's rows.
             unsafe { at.add(r * ROW).copy_from_nonoverlapping(row.as_ptr(), ROW) };
         }
     }
@@ -114,12 +114,12 @@ impl TileUnit for Emulated {
     }
 
     unsafe fn expand_signed(step: *const u8, minus: [i32; 16], to: *mut u8) {
-        // SAFETY: the caller vouches for the step.
+        // SAFETY: the safety contract of this function covers the step.
         let codes = unsafe { Scalar::codes4(step) };
         for (half, codes) in codes.into_iter().enumerate() {
             for (i, code) in codes.into_iter().enumerate() {
                 let code = code.wrapping_sub(minus[i / 4].to_le_bytes()[i % 4]);
-                // SAFETY: the caller vouches for 128 bytes.
+                // SAFETY: the safety contract of this function covers 128 bytes.
                 unsafe { to.add(64 * half + i).write(code) };
             }
         }
@@ -130,11 +130,11 @@ impl TileUnit for Emulated {
     unsafe fn expand_bf16<const BITS: usize>(step: *const u8, centre: i32, to: *mut u8) {
         for (part, first) in PAIRS.into_iter().enumerate() {
             for (half, feature) in [first, first + 2].into_iter().enumerate() {
-                // SAFETY: the caller vouches for the step.
+                // SAFETY: the safety contract of this function covers the step.
                 let codes = unsafe { Scalar::code::<BITS>(step, feature) };
                 for (r, code) in codes.into_iter().enumerate() {
                     let value = bf16::from_f32((code - centre) as f32).to_le_bytes();
-                    // SAFETY: the caller vouches for 256 bytes.
+                    // SAFETY: the safety contract of this function covers 256 bytes.
                     unsafe { to.add(64 * part + 4 * r + 2 * half).cast::<[u8; 2]>().write(value) };
                 }
             }
