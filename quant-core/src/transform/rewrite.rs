@@ -340,4 +340,25 @@ mod tests {
         assert_eq!(ChannelOutlier::new(&[0.0, 0.0, 3.0], None), None);
         assert_eq!(ChannelOutlier::new(&[], None), None);
     }
+    #[test]
+    fn the_report_of_a_tensor_lists_few_consumers() {
+        let record = |consumers: usize| FoldRecord {
+            producer: "norm".into(),
+            consumers: (0..consumers).map(|expert| format!("experts.{expert}.gate_proj")).collect(),
+            unlisted_consumers: 0,
+            inspected: "experts".into(),
+            ratio: None,
+            error_before: 1.0,
+            error_after: 1.0,
+            tokens: 1,
+            tried: Vec::new(),
+            outlier: None,
+        };
+        let long = record(513).shortened();
+        assert_eq!((long.consumers.len(), long.unlisted_consumers), (MAX_LISTED_CONSUMERS, 505));
+        assert_eq!(long.clone().shortened(), long);
+        let json = serde_json::to_value(record(3).shortened()).unwrap();
+        assert_eq!(json["consumers"].as_array().map(Vec::len), Some(3));
+        assert!(json.get("unlisted_consumers").is_none());
+    }
 }
