@@ -74,8 +74,12 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
         let row = Row { weights: row, rule, group_size, order, columns, upper: &upper };
         let outcome = row.quantize(Some(prescribed));
         // Between two codes the distance is off by an error of the weight over the scale. Weights carry at most k
-        // rounded updates, codes at most 2^bits steps.
-        let bound = 4.0 * k as f64 * f64::from(f32::EPSILON) * f64::from(scheme.max_code());
+        // rounded updates, codes at most 2^bits steps. A group whose weights the updates cancel has a small scale, and
+        // errors of the size that its weights had before.
+        let largest = row.weights.iter().fold(0.0_f32, |max, w| max.max(w.abs()));
+        let narrowest = prescribed.1.iter().fold(f32::INFINITY, |min, s| min.min(*s));
+        let cancelled = (2.0 * largest / (narrowest * f32::from(scheme.max_code()))).max(1.0);
+        let bound = 4.0 * k as f64 * f64::from(f32::EPSILON) * f64::from(scheme.max_code()) * f64::from(cancelled);
         assert!(outcome.beyond <= bound, "{scheme} {settings:?}: {} steps", outcome.beyond);
         assert!(outcome.scale_off <= bound, "{scheme} {settings:?}: scale off by {}", outcome.scale_off);
         exact += outcome.loss / n as f64;
