@@ -16,6 +16,7 @@ use quant_core::checkpoint::Dtype;
 use quant_core::engines::{LayerKind, Outline};
 use quant_core::model::Model;
 use quant_core::pipeline::TensorReport;
+use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
 
 /// Groups of 32 divide all widths.
@@ -275,4 +276,26 @@ fn a_router_that_overflows_is_named() {
     checkpoint.values("model.layers.1.block_sparse_moe.gate.weight").iter_mut().for_each(|w| *w = 3e38);
     let error = decoder(&checkpoint.model()).hidden(&[&[1, 2, 3, 4]]).unwrap_err().to_string();
     assert!(error.contains("block_sparse_moe.gate.weight") && error.contains("not finite"), "{error}");
+}
+
+/// GPTQ on the inputs of the quantized model takes one expert at a time, and the plan counts one; on float inputs all
+/// experts of a block are there together.
+#[test]
+fn the_plan_counts_the_experts_that_are_there_together() {
+    for family in [Kind::Mixtral, Kind::Qwen3Moe(true)] {
+        let checkpoint = Tiny { hidden: 256, intermediate: 1024, ..tiny(family) }.random(3);
+        let model = checkpoint.model();
+        let peak = |inputs: LayerInputs| {
+            let recipe = recipe("gptq", "w4a16-g32-sym");
+            let recipe = Recipe { gptq: GptqSettings { inputs, ..recipe.gptq }, ..recipe };
+            Plan::peak_memory(&[Plan::new(&model, &recipe, recipe.containers[0]).unwrap()], &model)
+        };
+        let of_expert = |name: &&str| name.contains("layers.0.") && name.contains("experts.0.");
+        let source = model.source();
+        let expert: u64 =
+            source.names().into_iter().filter(of_expert).map(|name| source.info(name).unwrap().byte_len()).sum();
+        assert!(expert > 1 << 20, "{expert}");
+        let (one, all) = (peak(LayerInputs::Quantized), peak(LayerInputs::Float));
+        assert!(one + (EXPERTS as u64 - 1) * expert <= all, "{family:?}: {one} and {all}, {expert} each");
+    }
 }

@@ -160,7 +160,7 @@ fn another_program_or_instruction_set_does_not_resume() {
     let copy = bench.at("quant");
     std::fs::copy(program(), &copy).unwrap();
     std::fs::OpenOptions::new().append(true).open(&copy).unwrap().write_all(b"\n").unwrap();
-    for (program, field) in [(narrow, "instruction_set"), (Command::new(&copy), "executable_sha256")] {
+    for (program, field) in [(narrow, "instruction_set"), (Command::new(&copy), "executable_blake3")] {
         let (code, message) = resume(program);
         assert_eq!(code, Some(2), "{message}");
         let parts = [&*format!("fingerprint.program.{field}: was "), "another build", "QUANT_ISA"];

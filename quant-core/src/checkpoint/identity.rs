@@ -38,15 +38,30 @@ impl ModelDirectory {
 /// # Errors
 /// When it cannot be read, or the token pulls.
 pub fn file_sha256(path: &Path, cancel: &CancelToken) -> Result<String> {
+    let mut hash = Sha256::new();
+    each_piece(path, cancel, |piece| hash.update(piece))?;
+    Ok(hex(&hash.finalize()))
+}
+
+/// The BLAKE3 of a file in hexadecimal digits.
+pub(crate) fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
+    let mut hash = blake3::Hasher::new();
+    each_piece(path, cancel, |piece| {
+        hash.update(piece);
+    })?;
+    Ok(hex(hash.finalize().as_bytes()))
+}
+
+/// Reads a file to its end in pieces.
+fn each_piece(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
     let fault = |e| Error::io("read", path, e);
     let mut file = std::fs::File::open(path).map_err(fault)?;
-    let mut hash = Sha256::new();
     let mut piece = vec![0; PIECE];
     loop {
         cancel.check()?;
         match file.read(&mut piece).map_err(fault)? {
-            0 => return Ok(hex(&hash.finalize())),
-            read => hash.update(&piece[..read]),
+            0 => return Ok(()),
+            read => take(&piece[..read]),
         }
     }
 }

@@ -37,6 +37,7 @@ pub use config_fields::ConfigFields;
 pub use directory::{ModelDirectory, Sidecar};
 pub use dtype::{Dtype, OpaqueDtype};
 pub use header_error::HeaderError;
+pub(crate) use identity::file_blake3;
 pub use identity::file_sha256;
 pub(crate) use input_file::read_capped;
 pub(crate) use job::differences;
