@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, completions, demo, eval, gate, inspect, plan, quantize};
+use crate::commands::{bench, chat, completions, demo, eval, gate, generate, inspect, plan, quantize};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -47,6 +47,10 @@ pub enum Command {
     Gate(gate::Args),
     /// Show what a checkpoint holds
     Inspect(inspect::Args),
+    /// Write text after a prompt
+    Generate(generate::Args),
+    /// Talk to a chat model
+    Chat(chat::Args),
     /// Measure how many tokens a second a model reads and writes
     Bench(bench::Args),
     /// Print a completion script for a shell

@@ -5,6 +5,7 @@
 mod cli;
 mod commands;
 mod device;
+mod generation;
 mod hub;
 mod inputs;
 mod kv;

@@ -22,6 +22,7 @@ pub mod digest;
 pub mod engines;
 mod error;
 pub mod format;
+pub mod generate;
 pub mod model;
 pub mod pipeline;
 mod progress;

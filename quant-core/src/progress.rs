@@ -83,6 +83,11 @@ impl CancelToken {
         self.0.store(true, Ordering::SeqCst);
     }
 
+    /// Withdraws the request, for a host that goes on with something else, such as the next turn of a chat.
+    pub fn reset(&self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+
     /// Whether the stop was asked for.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::SeqCst)

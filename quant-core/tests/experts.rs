@@ -292,8 +292,12 @@ fn the_plan_counts_the_experts_that_are_there_together() {
         };
         let of_expert = |name: &&str| name.contains("layers.0.") && name.contains("experts.0.");
         let source = model.source();
-        let expert: u64 =
-            source.names().into_iter().filter(of_expert).map(|name| source.info(name).unwrap().byte_len()).sum();
+        let expert: u64 = source
+            .names()
+            .into_iter()
+            .filter(of_expert)
+            .map(|name| source.info(name).unwrap().byte_len())
+            .sum();
         assert!(expert > 1 << 20, "{expert}");
         let (one, all) = (peak(LayerInputs::Quantized), peak(LayerInputs::Float));
         assert!(one + (EXPERTS as u64 - 1) * expert <= all, "{family:?}: {one} and {all}, {expert} each");

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it.
-const STAGES: [&str; 10] = [
+const STAGES: [&str; 11] = [
     "checkpoint",
     "scheme",
     "quantize",
     "format",
     "model",
     "calibrate",
+    "generate",
     "transform",
     "recipe",
     "pipeline",

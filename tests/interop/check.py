@@ -37,6 +37,7 @@ from unittest import mock
 
 import check_families
 import check_floats
+import check_generate
 import check_numbers
 import check_pages
 import check_profiles
@@ -372,6 +373,7 @@ def main():
                 check.chat(style)
         check_numbers.run_all(check, arguments.only)
         check_floats.run_all(check, arguments.only)
+        check_generate.run_all(check, arguments.only)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)

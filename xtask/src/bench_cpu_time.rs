@@ -50,7 +50,7 @@ struct Method {
 }
 
 const METHODS: [Method; 3] = [
-    Method { name: "rtn", layers: 6, hidden: 2048, intermediate: 8192, options: &["--method", "rtn"] },
+    Method { name: "rtn", layers: 12, hidden: 2048, intermediate: 8192, options: &["--method", "rtn"] },
     Method {
         name: "awq",
         layers: 1,

@@ -2,10 +2,12 @@
 
 mod ablation;
 pub mod bench;
+pub mod chat;
 pub mod completions;
 pub mod demo;
 pub mod eval;
 pub mod gate;
+pub mod generate;
 pub mod inspect;
 pub mod plan;
 pub mod quantize;
@@ -34,6 +36,8 @@ pub fn run(command: &Command, session: &Session) -> Result<ExitCode> {
         Command::Quantize(args) => quantize::run(args, session),
         Command::Eval(args) => eval::run(args, session),
         Command::Inspect(args) => inspect::run(args, session),
+        Command::Generate(args) => generate::run(args, session),
+        Command::Chat(args) => chat::run(args, session),
         Command::Bench(args) => bench::run(args, session),
         Command::Completions(args) => completions::run(args),
     };

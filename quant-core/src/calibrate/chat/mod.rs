@@ -59,6 +59,14 @@ impl Conversation {
         Ok(Self { line, messages, tools })
     }
 
+    /// From messages that a program holds, each with a string `role`; errors name line 1.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_messages(messages: &[Value]) -> Result<Self, String> {
+        Self::new(1, serde_json::json!({ "messages": messages }))
+    }
+
     /// Its line in the file, counted from 1.
     pub fn line(&self) -> usize {
         self.line

@@ -44,6 +44,17 @@ impl ChatTemplate {
     }
 }
 
+impl ChatTemplate {
+    /// The text of a conversation and the beginning of the assistant's answer to it: the prompt of the next answer.
+    /// `origin` says in messages where the conversation comes from.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn prompt(&self, conversation: &Conversation, origin: &Path) -> Result<String> {
+        One { template: self, conversation, origin }.text(PLAIN, &conversation.messages, true)
+    }
+}
+
 /// One conversation on its way through a template.
 struct One<'a> {
     template: &'a ChatTemplate,

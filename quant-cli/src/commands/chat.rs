@@ -1,0 +1,226 @@
+//! `quant chat MODEL`: a conversation on the terminal.
+
+use std::io::{BufRead, IsTerminal};
+use std::path::{Path, PathBuf};
+
+use quant_core::calibrate::{ChatTemplate, Conversation};
+use quant_core::generate::{End, Generator};
+use quant_core::{Error, Result};
+use rustyline::DefaultEditor;
+use rustyline::error::ReadlineError;
+use serde_json::{Value, json};
+
+use super::Session;
+use crate::generation::{self, DecodingOptions};
+use crate::inputs;
+use crate::output;
+
+/// Positions that a model is loaded for, if it has as many and no other number is given.
+const DEFAULT_CONTEXT: usize = 8192;
+/// Longer lines of standard input are refused.
+const LONGEST_LINE: usize = 1 << 20;
+/// New tokens of an answer, where neither the user nor the model says.
+const DEFAULT_ANSWER: usize = 1024;
+
+const COMMANDS: &str = "\
+/new           forget the conversation
+/system TEXT   forget it, and begin with this message of the system; without TEXT, with none
+/retry         write the last answer anew, with another seed
+/help          show this
+/exit          leave, as Ctrl-D does; Ctrl-C ends an answer";
+
+/// Whom to talk to.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Model directory with a chat template, float or quantized, or org/name or org/name@revision on a hub
+    pub model: PathBuf,
+    /// A message of the system before the conversation
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Tokens that the conversation may have [default: 8192, or what the model has]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    #[command(flatten)]
+    decoding: DecodingOptions,
+}
+
+/// The messages so far.
+struct Talk {
+    messages: Vec<Value>,
+}
+
+impl Talk {
+    fn new(system: Option<&str>) -> Self {
+        let system = system.filter(|text| !text.is_empty());
+        Self {
+            messages: system.map(|text| json!({ "role": "system", "content": text })).into_iter().collect(),
+        }
+    }
+
+    fn say(&mut self, role: &str, content: &str) {
+        self.messages.push(json!({ "role": role, "content": content }));
+    }
+
+    /// Takes back the last message if it is of this role.
+    fn take_back(&mut self, role: &str) -> bool {
+        let is_last = self.messages.last().is_some_and(|message| message["role"] == role);
+        if is_last {
+            self.messages.pop();
+        }
+        is_last
+    }
+}
+
+/// Talks until the input ends.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let opened = inputs::open(&args.model, session)?;
+    let template = ChatTemplate::open(&opened.directory)?;
+    let tokenizer = generation::tokenizer(&opened)?;
+    let mut settings = args.decoding.settings(&opened, &tokenizer, session)?;
+    if !args.decoding.bounds_answers() && settings.max_new_tokens < DEFAULT_ANSWER {
+        settings.max_new_tokens = DEFAULT_ANSWER;
+    }
+    let positions = opened.model.architecture().max_positions;
+    let context = args.context.unwrap_or_else(|| positions.min(DEFAULT_CONTEXT));
+    if context == 0 {
+        return Err(Error::usage("--context is 0", "give at least 1"));
+    }
+    let decoder = args.decoding.load(&opened, context, session)?;
+    let mut generator = Generator::new(&decoder);
+    let mut input = Input::new()?;
+    let mut talk = Talk::new(args.system.as_deref());
+    session.progress.note("/help lists the commands");
+    while let Some(line) = input.line()? {
+        let line = line.trim();
+        let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+        match command {
+            "" => continue,
+            "/exit" | "/quit" => break,
+            "/help" => {
+                output::print(&format!("{COMMANDS}\n"))?;
+                continue;
+            }
+            "/new" => {
+                talk = Talk::new(args.system.as_deref());
+                continue;
+            }
+            "/system" => {
+                talk = Talk::new(Some(rest.trim()));
+                continue;
+            }
+            "/retry" => {
+                if !talk.take_back("assistant") {
+                    output::tell("there is no answer to write anew");
+                    continue;
+                }
+                settings.seed = settings.seed.wrapping_add(1);
+            }
+            _ if command.starts_with('/') && !command[1..].contains('/') => {
+                output::tell(&format!("there is no command {command}; /help lists them"));
+                continue;
+            }
+            _ => talk.say("user", line),
+        }
+        let conversation = Conversation::of_messages(&talk.messages).map_err(|reason| {
+            Error::usage(format!("the conversation {reason}"), "begin a new one with /new")
+        })?;
+        let prompt = template.prompt(&conversation, Path::new("the conversation"))?;
+        let tokens = tokenizer.encode_rendered(&prompt)?.into_iter().map(|(token, _)| token).collect();
+        let tokens = generation::checked_tokens(&opened, tokens)?;
+        if tokens.len() >= context {
+            output::tell(&format!(
+                "the conversation has {} tokens, and the context {context}; begin a new one with /new, or start with a \
+                 larger --context",
+                tokens.len()
+            ));
+            talk.take_back("user");
+            continue;
+        }
+        let mut answer = String::new();
+        let mut show = |text: &str| {
+            answer.push_str(text);
+            output::print(text)
+        };
+        let (stop, cancel) = (args.decoding.stop(), &session.cancel);
+        let written =
+            generation::write(&mut generator, &tokenizer, &tokens, &settings, stop, cancel, &mut show);
+        if !answer.ends_with('\n') {
+            output::print("\n")?;
+        }
+        match written {
+            Ok(written) => {
+                session.progress.note(&format!("[{}]", written.rates()));
+                match written.end {
+                    End::MaxNewTokens => session.progress.note("[cut off: --max-new-tokens allows more]"),
+                    End::Context => session.progress.note("[cut off: the context is full]"),
+                    End::EndOfSequence | End::Stopped => {}
+                }
+            }
+            // The user has read enough; what was written stays in the conversation.
+            Err(Error::Interrupted) if input.is_terminal() => {
+                session.cancel.reset();
+                session.progress.note("[interrupted]");
+            }
+            Err(error) => return Err(error),
+        }
+        talk.say("assistant", answer.trim_end());
+    }
+    Ok(())
+}
+
+/// Where the user's messages come from.
+enum Input {
+    Terminal(Box<DefaultEditor>),
+    Lines(usize),
+}
+
+impl Input {
+    fn new() -> Result<Self> {
+        if !(std::io::stdin().is_terminal() && std::io::stdout().is_terminal()) {
+            return Ok(Self::Lines(0));
+        }
+        let editor = DefaultEditor::new().map_err(failed)?;
+        Ok(Self::Terminal(Box::new(editor)))
+    }
+
+    fn is_terminal(&self) -> bool {
+        matches!(self, Self::Terminal(_))
+    }
+
+    /// The next message; nothing at the end, which Ctrl-C and Ctrl-D are on a terminal.
+    fn line(&mut self) -> Result<Option<String>> {
+        match self {
+            Self::Terminal(editor) => match editor.readline("> ") {
+                Ok(line) => {
+                    // A history that is full or off is no reason to stop.
+                    let _ = editor.add_history_entry(&line);
+                    Ok(Some(line))
+                }
+                Err(ReadlineError::Eof | ReadlineError::Interrupted) => Ok(None),
+                Err(error) => Err(failed(error)),
+            },
+            Self::Lines(number) => {
+                *number += 1;
+                let path = || PathBuf::from("standard input");
+                let mut bytes = Vec::new();
+                let mut bounded = std::io::Read::take(std::io::stdin().lock(), LONGEST_LINE as u64 + 1);
+                bounded.read_until(b'\n', &mut bytes).map_err(|e| Error::io("read", path(), e))?;
+                let fault = |reason: &str| Error::InputFile {
+                    path: path(),
+                    line: Some(*number),
+                    reason: reason.into(),
+                    remedy: "write one message of UTF-8 text per line".into(),
+                };
+                match bytes.len() {
+                    0 => Ok(None),
+                    len if len > LONGEST_LINE => Err(fault("is too long")),
+                    _ => String::from_utf8(bytes).map(Some).map_err(|_| fault("is not UTF-8")),
+                }
+            }
+        }
+    }
+}
+
+fn failed(error: ReadlineError) -> Error {
+    Error::io("read", "the terminal", std::io::Error::other(error))
+}

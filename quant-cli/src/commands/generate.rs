@@ -1,0 +1,174 @@
+//! `quant generate MODEL --prompt TEXT`: text after a prompt.
+
+use std::io::{IsTerminal, Read};
+use std::path::{Path, PathBuf};
+
+use quant_core::calibrate::{ChatTemplate, Conversation};
+use quant_core::generate::Generator;
+use quant_core::model::kernels;
+use quant_core::{Error, Result};
+use serde::Serialize;
+use serde_json::json;
+
+use super::Session;
+use crate::generation::{self, DecodingOptions};
+use crate::inputs;
+use crate::output::{self, JsonOption};
+
+/// Longer prompts are refused before they are tokenized.
+const LONGEST_PROMPT: u64 = 16 << 20;
+
+/// What to write.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
+    pub model: PathBuf,
+    /// The text to go on from; without it and --prompt-file, standard input
+    #[arg(long, short, value_name = "TEXT", conflicts_with = "prompt_file")]
+    prompt: Option<String>,
+    /// A file with the text to go on from; - is standard input
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+    /// Put the prompt to the model as a user's message, by its chat template
+    #[arg(long)]
+    chat: bool,
+    /// With --chat, a message of the system before it
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
+    #[command(flatten)]
+    decoding: DecodingOptions,
+    #[command(flatten)]
+    json: JsonOption,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    schema: &'static str,
+    model: String,
+    /// The path that quantized weights are multiplied by.
+    kernels: &'static str,
+    settings: serde_json::Value,
+    prompt_tokens: &'a [u32],
+    text: &'a str,
+    /// Why it ended: `eos`, `length`, `context` or `stop`.
+    end: &'static str,
+    tokens: Vec<Token>,
+    prompt_seconds: f64,
+    seconds: f64,
+}
+
+#[derive(Serialize)]
+struct Token {
+    id: u32,
+    /// Of the model's own distribution.
+    logprob: f64,
+    /// Of the distribution that it was drawn from.
+    sampling_logprob: f64,
+}
+
+/// Writes.
+pub fn run(args: &Args, session: &Session) -> Result<()> {
+    args.json.check()?;
+    let (prompt, origin) = prompt(args)?;
+    let opened = inputs::open(&args.model, session)?;
+    let tokenizer = generation::tokenizer(&opened)?;
+    let settings = args.decoding.settings(&opened, &tokenizer, session)?;
+    let tokens = match args.chat {
+        false => tokenizer.encode(&prompt)?,
+        true => {
+            let system = args.system.as_ref().map(|text| json!({ "role": "system", "content": text }));
+            let user = json!({ "role": "user", "content": prompt });
+            let messages: Vec<_> = system.into_iter().chain([user]).collect();
+            let conversation = Conversation::of_messages(&messages).map_err(Error::Internal)?;
+            let text = ChatTemplate::open(&opened.directory)?.prompt(&conversation, &origin)?;
+            tokenizer.encode_rendered(&text)?.into_iter().map(|(token, _)| token).collect()
+        }
+    };
+    let tokens = generation::checked_tokens(&opened, tokens)?;
+    let positions = tokens.len().saturating_add(settings.max_new_tokens);
+    let decoder = args.decoding.load(&opened, positions, session)?;
+    let to_stdout = args.json.json.as_deref() == Some(Path::new("-"));
+    let mut show = |text: &str| if to_stdout { Ok(()) } else { output::print(text) };
+    let mut generator = Generator::new(&decoder);
+    let written = generation::write(
+        &mut generator,
+        &tokenizer,
+        &tokens,
+        &settings,
+        args.decoding.stop(),
+        &session.cancel,
+        &mut show,
+    )?;
+    if !to_stdout && !written.text.ends_with('\n') {
+        output::print("\n")?;
+    }
+    session.progress.note(&written.rates());
+    let token = |choice: &quant_core::generate::Choice| Token {
+        id: choice.token,
+        logprob: choice.logprob,
+        sampling_logprob: choice.sampling_logprob,
+    };
+    let report = Report {
+        schema: "quant-generate/1",
+        model: args.model.display().to_string(),
+        kernels: kernels(),
+        settings: json!({
+            "max_new_tokens": settings.max_new_tokens,
+            "do_sample": settings.do_sample,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "repetition_penalty": settings.repetition_penalty,
+            "no_repeat_ngram_size": settings.no_repeat_ngram_size,
+            "eos_token_id": settings.eos_token_ids,
+            "seed": settings.seed,
+        }),
+        prompt_tokens: &tokens,
+        text: &written.text,
+        end: written.end.name(),
+        tokens: written.choices.iter().map(token).collect(),
+        prompt_seconds: written.prompt_seconds,
+        seconds: written.seconds,
+    };
+    match &args.json.json {
+        None => Ok(()),
+        Some(_) => args.json.emit(&report, String::new),
+    }
+}
+
+/// The prompt, and where it comes from.
+fn prompt(args: &Args) -> Result<(String, PathBuf)> {
+    let standard = || PathBuf::from("standard input");
+    let (text, origin) = match (&args.prompt, args.prompt_file.as_deref()) {
+        (Some(text), _) => return Ok((text.clone(), PathBuf::from("--prompt"))),
+        (None, Some(path)) if path != Path::new("-") => {
+            let mut file = std::fs::File::open(path).map_err(|e| Error::io("open", path, e))?;
+            (bounded(&mut file, path)?, path.to_owned())
+        }
+        (None, None) if std::io::stdin().is_terminal() => {
+            return Err(Error::usage("there is no prompt", "give --prompt TEXT, or use `quant chat`"));
+        }
+        (None, _) => (bounded(&mut std::io::stdin().lock(), &standard())?, standard()),
+    };
+    // The end of the last line is the editor's, not the prompt's.
+    let text =
+        text.strip_suffix('\n').map_or(text.as_str(), |t| t.strip_suffix('\r').unwrap_or(t)).to_owned();
+    Ok((text, origin))
+}
+
+fn bounded(from: &mut dyn Read, path: &Path) -> Result<String> {
+    let mut bytes = Vec::new();
+    from.take(LONGEST_PROMPT + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    let fault = |reason| Error::InputFile {
+        path: path.to_owned(),
+        line: None,
+        reason,
+        remedy: "give a prompt of UTF-8 text".into(),
+    };
+    if bytes.len() as u64 > LONGEST_PROMPT {
+        return Err(fault(format!("is longer than {LONGEST_PROMPT} bytes")));
+    }
+    String::from_utf8(bytes)
+        .map_err(|e| fault(format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
+}

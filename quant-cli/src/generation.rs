@@ -1,0 +1,226 @@
+//! What `generate` and `chat` share: the options of decoding, and a model that is ready for it.
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
+use quant_core::generate::{Choice, End, GenerationSettings, Generator, TextStream};
+use quant_core::model::{CudaRunner, Decoder, KvCaching};
+use quant_core::{CancelToken, Error, Result};
+
+use crate::commands::Session;
+use crate::device::Device;
+use crate::inputs::{self, Opened};
+use crate::kv::KvBits;
+
+/// More positions than any model has: tables and the cache grow with them.
+const MAX_CONTEXT: usize = 1 << 20;
+
+/// How tokens are chosen. What is not given is taken from the model's generation_config.json.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Decoding (default: the model's generation_config.json)")]
+pub struct DecodingOptions {
+    /// Write at most N tokens
+    #[arg(long, value_name = "N")]
+    max_new_tokens: Option<usize>,
+    /// Take the most probable token each time instead of drawing one
+    #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p", "seed"])]
+    greedy: bool,
+    /// Draw tokens, with logits divided by T; 0 means --greedy
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    temperature: Option<f32>,
+    /// Draw from the K most probable tokens; 0 means all
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Draw from the fewest tokens that have the probability P together
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Draw no token with less than P times the probability of the most probable one
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// Draw with this seed: the same seed gives the same text [default: 0]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Divide positive logits of tokens that have occurred by X, and multiply negative ones
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
+    /// End before TEXT is written; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Go on after the tokens that end a text
+    #[arg(long)]
+    ignore_eos: bool,
+    /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
+    #[arg(long, value_enum, default_value_t, value_name = "BITS")]
+    kv: KvBits,
+    /// Where quantized linears are computed: cuda is the first NVIDIA GPU
+    #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
+    device: Device,
+}
+
+impl DecodingOptions {
+    /// The settings for a model: its own, with what was given in their place.
+    pub fn settings(
+        &self,
+        opened: &Opened,
+        tokenizer: &TextTokenizer,
+        session: &Session,
+    ) -> Result<GenerationSettings> {
+        let (mut settings, notes) = GenerationSettings::open(&opened.directory)?;
+        notes.iter().for_each(|note| session.progress.note(&format!("note: {note}")));
+        if settings.eos_token_ids.is_empty() {
+            let special = TokenizerSettings::open(&opened.directory)?.special_tokens()?;
+            let eos = special.iter().find(|(name, _)| *name == "eos_token");
+            settings.eos_token_ids.extend(eos.and_then(|(_, token)| tokenizer.token_id(token)));
+        }
+        let draws = self.temperature.is_some()
+            || self.top_k.is_some()
+            || self.top_p.is_some()
+            || self.min_p.is_some()
+            || self.seed.is_some();
+        settings.do_sample = (settings.do_sample || draws) && !self.greedy && self.temperature != Some(0.0);
+        settings.max_new_tokens = self.max_new_tokens.unwrap_or(settings.max_new_tokens);
+        settings.temperature = self.temperature.filter(|t| *t != 0.0).unwrap_or(settings.temperature);
+        settings.top_k = self.top_k.unwrap_or(settings.top_k);
+        settings.top_p = self.top_p.unwrap_or(settings.top_p);
+        settings.min_p = self.min_p.unwrap_or(settings.min_p);
+        settings.repetition_penalty = self.repetition_penalty.unwrap_or(settings.repetition_penalty);
+        settings.seed = self.seed.unwrap_or(settings.seed);
+        if self.ignore_eos {
+            settings.eos_token_ids.clear();
+        }
+        settings.check()?;
+        if settings.max_new_tokens == 0 {
+            return Err(Error::usage("--max-new-tokens is 0: there is nothing to write", "give at least 1"));
+        }
+        Ok(settings)
+    }
+
+    /// Whether the user said how many tokens are written at most.
+    pub fn bounds_answers(&self) -> bool {
+        self.max_new_tokens.is_some()
+    }
+
+    /// The strings before which the text ends.
+    pub fn stop(&self) -> &[String] {
+        &self.stop
+    }
+
+    /// Loads the model for `positions` tokens, its quantized linears packed for the kernels.
+    pub fn load(&self, opened: &Opened, positions: usize, session: &Session) -> Result<Decoder> {
+        let most = opened.model.architecture().max_positions.min(MAX_CONTEXT);
+        if positions > most {
+            return Err(Error::usage(
+                format!("the prompt and the new tokens take {positions} positions, and the model has {most}"),
+                "shorten the prompt, or ask for fewer tokens (--max-new-tokens)",
+            ));
+        }
+        let gpu = (self.device == Device::Cuda).then(CudaRunner::new).transpose()?;
+        let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
+            .with_kv(self.kv.scheme(&opened.model));
+        let decoder = match &gpu {
+            Some(gpu) => decoder.on_cuda(gpu)?,
+            None => decoder.packed()?,
+        }
+        .with_half_cache();
+        if let KvCaching::Simulated(kv) = decoder.caching() {
+            let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
+            session.progress.note(&format!("note: the cache of keys and values is simulated: {reason}"));
+        }
+        Ok(decoder)
+    }
+}
+
+/// The same tokens, if the model has them all.
+pub fn checked_tokens(opened: &Opened, tokens: Vec<u32>) -> Result<Vec<u32>> {
+    if let Some(largest) = tokens.iter().max() {
+        opened.model.check_token(*largest)?;
+    }
+    Ok(tokens)
+}
+
+/// The tokenizer beside a model.
+pub fn tokenizer(opened: &Opened) -> Result<TextTokenizer> {
+    inputs::tokenizer(&opened.directory)
+}
+
+/// What was written after a prompt.
+pub struct Written {
+    /// The text.
+    pub text: String,
+    /// The tokens, without one that ended the text.
+    pub choices: Vec<Choice>,
+    /// Why it ended.
+    pub end: End,
+    /// Seconds until the prompt was read.
+    pub prompt_seconds: f64,
+    /// Seconds that the new tokens took.
+    pub seconds: f64,
+    /// Tokens of the prompt that were read, which were not cached before.
+    pub prompt_tokens: usize,
+}
+
+impl Written {
+    /// Rates, for people.
+    pub fn rates(&self) -> String {
+        // The first token comes from the prompt's logits.
+        let steps = self.choices.len().saturating_sub(1);
+        let rate = |tokens: usize, seconds: f64| match tokens {
+            0 => String::new(),
+            _ => format!(" ({:.1}/s)", tokens as f64 / seconds.max(1e-9)),
+        };
+        format!(
+            "{} prompt tokens in {:.2} s{}, {} new tokens in {:.2} s{}",
+            self.prompt_tokens,
+            self.prompt_seconds,
+            rate(self.prompt_tokens, self.prompt_seconds),
+            self.choices.len(),
+            self.seconds,
+            rate(steps, self.seconds),
+        )
+    }
+}
+
+/// Writes after a prompt; `show` receives the text as it comes.
+pub fn write(
+    generator: &mut Generator<'_>,
+    tokenizer: &TextTokenizer,
+    prompt: &[u32],
+    settings: &GenerationSettings,
+    stop: &[String],
+    cancel: &CancelToken,
+    show: &mut dyn FnMut(&str) -> Result<()>,
+) -> Result<Written> {
+    let mut stream = TextStream::new(tokenizer, prompt, stop);
+    let cached = generator.tokens().len();
+    let continues = cached < prompt.len() && prompt.starts_with(generator.tokens());
+    let mut written = Written {
+        text: String::new(),
+        choices: Vec::new(),
+        end: End::Stopped,
+        prompt_seconds: 0.0,
+        seconds: 0.0,
+        prompt_tokens: if continues { prompt.len() - cached } else { prompt.len() },
+    };
+    let started = Instant::now();
+    let mut read = None;
+    let mut emit = |text: &mut String, piece: String| -> Result<()> {
+        text.push_str(&piece);
+        if piece.is_empty() { Ok(()) } else { show(&piece) }
+    };
+    let end = generator.generate(prompt, settings, cancel, &mut |choice| {
+        read.get_or_insert_with(|| started.elapsed().as_secs_f64());
+        written.choices.push(choice);
+        let piece = stream.push(choice.token)?;
+        emit(&mut written.text, piece)?;
+        Ok(if stream.is_stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+    });
+    let total = started.elapsed().as_secs_f64();
+    // What an interrupted answer had to say so far is said, too.
+    let rest = stream.finish()?;
+    emit(&mut written.text, rest)?;
+    written.end = end?;
+    written.prompt_seconds = read.unwrap_or(total);
+    written.seconds = total - written.prompt_seconds;
+    Ok(written)
+}

@@ -1,0 +1,169 @@
+//! Text from a model, one token at a time: what `quant generate` and `quant chat` run.
+//!
+//! ```text
+//! prompt ─► tokens ─► Decoder::step ─► logits ─► Sampler ─► token ─► TextStream ─► text
+//!                        ▲                                   │
+//!                        └───────────────────────────────────┘
+//! ```
+//!
+//! The settings are those of transformers' `GenerationConfig`, with its names, defaults and order of operations, so that
+//! a model's `generation_config.json` means the same here. The same tokens, settings, seed, program and instruction set
+//! give the same text, whatever the number of threads.
+
+mod sampler;
+#[cfg(test)]
+mod sampler_tests;
+mod settings;
+mod text_stream;
+
+use std::ops::ControlFlow;
+
+pub use self::sampler::{Candidate, Choice, Sampler};
+pub use self::settings::GenerationSettings;
+pub use self::text_stream::TextStream;
+use crate::model::{Decoder, KvCache};
+use crate::{CancelToken, Error, Result};
+
+/// Tokens of a prompt that are read at once: enough to use matrix products well, few enough to stop soon and to keep
+/// intermediate values small.
+const PROMPT_CHUNK: usize = 512;
+
+/// Why generation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// The model wrote a token that ends its text.
+    EndOfSequence,
+    /// There are as many new tokens as were allowed.
+    MaxNewTokens,
+    /// The decoder has no positions left.
+    Context,
+    /// The caller wanted no more.
+    Stopped,
+}
+
+impl End {
+    /// A name for reports: `eos`, `length`, `context` or `stop`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::EndOfSequence => "eos",
+            Self::MaxNewTokens => "length",
+            Self::Context => "context",
+            Self::Stopped => "stop",
+        }
+    }
+}
+
+/// One sequence that grows: a decoder, its cache of keys and values, and the tokens in it.
+///
+/// ```no_run
+/// # use quant_core::{CancelToken, Silent, generate::{GenerationSettings, Generator}, model::Decoder};
+/// # fn example(model: &quant_core::model::Model, prompt: &[u32]) -> quant_core::Result<()> {
+/// let cancel = CancelToken::new();
+/// let decoder = Decoder::load(model, 1024, &Silent, &cancel)?.packed()?;
+/// let settings = GenerationSettings { max_new_tokens: 64, ..GenerationSettings::default() };
+/// let mut new = Vec::new();
+/// Generator::new(&decoder).generate(prompt, &settings, &cancel, &mut |choice| {
+///     new.push(choice.token);
+///     Ok(std::ops::ControlFlow::Continue(()))
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Generator<'a> {
+    decoder: &'a Decoder,
+    cache: KvCache,
+    /// What the cache holds.
+    tokens: Vec<u32>,
+}
+
+impl<'a> Generator<'a> {
+    /// An empty sequence.
+    pub fn new(decoder: &'a Decoder) -> Self {
+        Self { decoder, cache: decoder.cache(), tokens: Vec::new() }
+    }
+
+    /// The tokens whose keys and values are cached.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Bytes that the cache takes.
+    pub fn cache_bytes(&self) -> usize {
+        self.cache.bytes()
+    }
+
+    /// Makes the sequence `prompt` and returns the logits `[vocab]` after its last token. Where the prompt continues what
+    /// is cached, only the new tokens are read; otherwise it is read from the start.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the prompt is empty or longer than the decoder's positions; [`Error::Interrupted`] when the
+    /// token is pulled, after which the sequence holds what was read.
+    pub fn read(&mut self, prompt: &[u32], cancel: &CancelToken) -> Result<Vec<f32>> {
+        let positions = self.decoder.positions();
+        if prompt.is_empty() {
+            return Err(Error::usage(
+                "the prompt has no tokens, and this model's tokenizer adds none",
+                "give a prompt with some text",
+            ));
+        }
+        if prompt.len() > positions {
+            return Err(Error::usage(
+                format!("the prompt has {} tokens and the context {positions}", prompt.len()),
+                "shorten the prompt, or load the model for a longer context",
+            ));
+        }
+        // The last token's logits are not kept, so at least one token is read.
+        let continues = self.tokens.len() < prompt.len() && prompt.starts_with(&self.tokens);
+        if !continues {
+            *self = Self::new(self.decoder);
+        }
+        let mut logits = None;
+        for chunk in prompt[self.tokens.len()..].chunks(PROMPT_CHUNK) {
+            cancel.check()?;
+            logits = Some(self.decoder.step(chunk, &mut self.cache)?);
+            self.tokens.extend_from_slice(chunk);
+        }
+        let logits = logits.ok_or_else(|| Error::Internal("a prompt without tokens was read".into()))?;
+        Ok(logits.to_vec1()?)
+    }
+
+    /// Reads a prompt, then chooses tokens until one ends the text, `settings.max_new_tokens` are written, the context is
+    /// full, or `each` breaks. `each` receives every new token but one that ends the text.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read) and [`Sampler::choose`], those of invalid settings, and those of `each`.
+    pub fn generate(
+        &mut self,
+        prompt: &[u32],
+        settings: &GenerationSettings,
+        cancel: &CancelToken,
+        each: &mut dyn FnMut(Choice) -> Result<ControlFlow<()>>,
+    ) -> Result<End> {
+        let mut sampler = Sampler::new(settings)?;
+        let mut logits = self.read(prompt, cancel)?;
+        let mut tokens = prompt.to_vec();
+        loop {
+            if tokens.len() - prompt.len() >= settings.max_new_tokens {
+                return Ok(End::MaxNewTokens);
+            }
+            let choice = sampler.choose(&logits, &tokens, prompt.len())?;
+            if settings.eos_token_ids.contains(&choice.token) {
+                return Ok(End::EndOfSequence);
+            }
+            tokens.push(choice.token);
+            if each(choice)?.is_break() {
+                return Ok(End::Stopped);
+            }
+            if tokens.len() - prompt.len() >= settings.max_new_tokens {
+                return Ok(End::MaxNewTokens);
+            }
+            if tokens.len() > self.decoder.positions() {
+                return Ok(End::Context);
+            }
+            cancel.check()?;
+            logits = self.decoder.step(&tokens[tokens.len() - 1..], &mut self.cache)?.to_vec1()?;
+            self.tokens.push(choice.token);
+        }
+    }
+}

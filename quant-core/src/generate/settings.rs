@@ -1,0 +1,299 @@
+//! How tokens are chosen and when a text ends: `generation_config.json`.
+
+use serde_json::{Map, Value};
+
+use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly, read_capped};
+use crate::{Error, Result};
+
+const FILE: &str = "generation_config.json";
+/// Larger files are refused; real ones have some hundred bytes.
+const LARGEST_FILE: u64 = 1 << 20;
+/// More tokens that end a text, or are never written, are refused.
+const MAX_TOKENS: usize = 65_536;
+
+/// Fields that would change the text, are not implemented, and are noted where they are set: each with the value that
+/// changes nothing.
+const IGNORED: [(&str, Neutral); 17] = [
+    ("num_beams", Neutral::Number(1.0)),
+    ("num_beam_groups", Neutral::Number(1.0)),
+    ("penalty_alpha", Neutral::Number(0.0)),
+    ("typical_p", Neutral::Number(1.0)),
+    ("epsilon_cutoff", Neutral::Number(0.0)),
+    ("eta_cutoff", Neutral::Number(0.0)),
+    ("top_h", Neutral::Nothing),
+    ("guidance_scale", Neutral::Number(1.0)),
+    ("min_length", Neutral::Number(0.0)),
+    ("exponential_decay_length_penalty", Neutral::Nothing),
+    ("bad_words_ids", Neutral::Nothing),
+    ("force_words_ids", Neutral::Nothing),
+    ("sequence_bias", Neutral::Nothing),
+    ("forced_bos_token_id", Neutral::Nothing),
+    ("forced_eos_token_id", Neutral::Nothing),
+    ("begin_suppress_tokens", Neutral::Nothing),
+    ("watermarking_config", Neutral::Nothing),
+];
+
+/// The value with which a field does nothing, besides `null`.
+#[derive(Debug, Clone, Copy)]
+enum Neutral {
+    Nothing,
+    Number(f64),
+}
+
+/// How tokens are chosen and when a text ends, with the names and meanings of transformers' `GenerationConfig`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerationSettings {
+    /// At most so many tokens are written.
+    pub max_new_tokens: usize,
+    /// Tokens that end the text are not chosen before so many are written.
+    pub min_new_tokens: usize,
+    /// Whether tokens are drawn; otherwise the most probable one is taken.
+    pub do_sample: bool,
+    /// Logits are divided by it before tokens are drawn; greater than 0.
+    pub temperature: f32,
+    /// Tokens are drawn from the so many most probable ones; 0 means all.
+    pub top_k: usize,
+    /// Tokens are drawn from the fewest most probable ones that have this probability together; above 0, at most 1.
+    pub top_p: f32,
+    /// Tokens with less than this share of the most probable one's probability are not drawn; 0 to 1.
+    pub min_p: f32,
+    /// Logits of tokens that are in the prompt or the text already are divided by it where they are positive, and
+    /// multiplied where they are negative; greater than 0.
+    pub repetition_penalty: f32,
+    /// No run of so many tokens occurs twice; 0 allows all.
+    pub no_repeat_ngram_size: usize,
+    /// Tokens that are never written.
+    pub suppress_tokens: Vec<u32>,
+    /// Tokens that end the text.
+    pub eos_token_ids: Vec<u32>,
+    /// What tokens are drawn with.
+    pub seed: u64,
+}
+
+impl Default for GenerationSettings {
+    /// transformers' defaults, which are greedy, with at most 256 new tokens and no token that ends the text.
+    fn default() -> Self {
+        Self {
+            max_new_tokens: 256,
+            min_new_tokens: 0,
+            do_sample: false,
+            temperature: 1.0,
+            top_k: 50,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
+            suppress_tokens: Vec::new(),
+            eos_token_ids: Vec::new(),
+            seed: 0,
+        }
+    }
+}
+
+impl GenerationSettings {
+    /// What a model's authors recommend: `generation_config.json` beside it, with the tokens that end a text from
+    /// `config.json` where that file names none. Also returns a note on each field that would change the text and is
+    /// not implemented.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the field when one is malformed or out of range; [`Error::InputFile`] when the file is
+    /// larger than 1 MiB or no JSON object.
+    pub fn open(directory: &ModelDirectory) -> Result<(Self, Vec<String>)> {
+        let path = directory.path().join(FILE);
+        let map = match directory.sidecar(FILE) {
+            None => Map::new(),
+            Some(sidecar) => {
+                let fault = |reason| Error::InputFile {
+                    path: path.clone(),
+                    line: None,
+                    reason,
+                    remedy: "correct the file, or remove it: the defaults are greedy decoding".into(),
+                };
+                let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST_FILE)?.map_err(fault)?;
+                match parse_strictly(&bytes) {
+                    Ok(Value::Object(map)) => map,
+                    Ok(_) => return Err(fault("must hold one JSON object".into())),
+                    Err(reason) => return Err(fault(format!("is not acceptable JSON: {reason}"))),
+                }
+            }
+        };
+        let mut settings = Self::from_fields(&ConfigFields::new(&path, &map))?;
+        if settings.eos_token_ids.is_empty() {
+            settings.eos_token_ids = tokens(&directory.fields(), "eos_token_id")?;
+        }
+        let notes = IGNORED.iter().filter(|(key, neutral)| is_set(&map, key, *neutral));
+        let notes =
+            notes.map(|(key, _)| format!("{FILE}: `{key}` is not implemented and was left out")).collect();
+        Ok((settings, notes))
+    }
+
+    fn from_fields(fields: &ConfigFields<'_>) -> Result<Self> {
+        let default = Self::default();
+        let number = |key: &str, default: f32| -> Result<f32> {
+            Ok(fields.optional_f64(key)?.map_or(default, |value| value as f32))
+        };
+        let settings = Self {
+            max_new_tokens: fields.optional_positive("max_new_tokens")?.unwrap_or(default.max_new_tokens),
+            min_new_tokens: fields.optional_usize("min_new_tokens")?.unwrap_or(0),
+            do_sample: fields.optional_bool("do_sample")?.unwrap_or(default.do_sample),
+            temperature: number("temperature", default.temperature)?,
+            top_k: fields.optional_usize("top_k")?.unwrap_or(default.top_k),
+            top_p: number("top_p", default.top_p)?,
+            min_p: number("min_p", default.min_p)?,
+            repetition_penalty: number("repetition_penalty", default.repetition_penalty)?,
+            no_repeat_ngram_size: fields.optional_usize("no_repeat_ngram_size")?.unwrap_or(0),
+            suppress_tokens: tokens(fields, "suppress_tokens")?,
+            eos_token_ids: tokens(fields, "eos_token_id")?,
+            seed: default.seed,
+        };
+        match settings.fault() {
+            // A temperature of 0 is how some files write greedy decoding.
+            Some(("temperature", _)) if settings.temperature == 0.0 => {
+                Ok(Self { do_sample: false, temperature: 1.0, ..settings })
+            }
+            Some((key, reason)) => Err(fields.error(key, reason)),
+            None => Ok(settings),
+        }
+    }
+
+    /// # Errors
+    /// [`Error::Usage`] when a setting is out of range.
+    pub fn check(&self) -> Result<()> {
+        match self.fault() {
+            Some((name, reason)) => {
+                Err(Error::usage(format!("`{name}` {reason}"), "give a value in this range, or leave it out"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The first setting that is out of range, and the end of a sentence that its name begins.
+    fn fault(&self) -> Option<(&'static str, String)> {
+        let positive = |value: f32| value.is_finite() && value > 0.0;
+        let range = |name, value: f32, is_valid: bool, range: &str| {
+            (!is_valid).then(|| (name, format!("is {value}, and must be {range}")))
+        };
+        range("temperature", self.temperature, positive(self.temperature), "greater than 0")
+            .or(range("top_p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "above 0 and at most 1"))
+            .or(range("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "from 0 to 1"))
+            .or(range(
+                "repetition_penalty",
+                self.repetition_penalty,
+                positive(self.repetition_penalty),
+                "greater than 0",
+            ))
+    }
+}
+
+/// A token or a list of tokens; negative numbers, by which some files mean none, are left out.
+fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
+    let one = |value: &Value| match value.as_i64() {
+        Some(token) if token < 0 => Ok(None),
+        Some(token) => u32::try_from(token).map(Some).map_err(|_| ()),
+        None => Err(()),
+    };
+    let found = match fields.get(key) {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) if list.len() > MAX_TOKENS => {
+            return Err(
+                fields.error(key, format!("lists {} tokens; at most {MAX_TOKENS} are read", list.len()))
+            );
+        }
+        Some(Value::Array(list)) => list.iter().map(one).collect::<std::result::Result<Vec<_>, _>>(),
+        Some(value) => one(value).map(|token| vec![token]),
+    };
+    match found {
+        Ok(tokens) => Ok(tokens.into_iter().flatten().collect()),
+        Err(()) => Err(fields.error(key, "is neither a token's number nor a list of such")),
+    }
+}
+
+fn is_set(map: &Map<String, Value>, key: &str, neutral: Neutral) -> bool {
+    match (map.get(key), neutral) {
+        (None | Some(Value::Null), _) => false,
+        (Some(Value::Array(list)), _) if list.is_empty() => false,
+        (Some(value), Neutral::Number(number)) => value.as_f64() != Some(number),
+        (Some(_), Neutral::Nothing) => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn from(value: Value) -> Result<GenerationSettings> {
+        let Value::Object(map) = value else { panic!() };
+        GenerationSettings::from_fields(&ConfigFields::new(Path::new(FILE), &map))
+    }
+
+    #[test]
+    fn fields_are_those_of_transformers() {
+        assert_eq!(from(json!({})).unwrap(), GenerationSettings::default());
+        let read = from(json!({
+            "do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null,
+            "repetition_penalty": 1.05, "eos_token_id": [151645, 151643, -1], "suppress_tokens": [7],
+            "max_new_tokens": 2048, "min_new_tokens": 3, "no_repeat_ngram_size": 4,
+            "transformers_version": "5.0.0",
+        }));
+        let expected = GenerationSettings {
+            max_new_tokens: 2048,
+            min_new_tokens: 3,
+            do_sample: true,
+            temperature: 0.6,
+            top_k: 20,
+            top_p: 0.95,
+            min_p: 0.0,
+            repetition_penalty: 1.05,
+            no_repeat_ngram_size: 4,
+            suppress_tokens: vec![7],
+            eos_token_ids: vec![151_645, 151_643],
+            seed: 0,
+        };
+        assert_eq!(read.unwrap(), expected);
+        assert_eq!(from(json!({"eos_token_id": 2})).unwrap().eos_token_ids, [2]);
+        let greedy = from(json!({"do_sample": true, "temperature": 0.0})).unwrap();
+        assert_eq!((greedy.do_sample, greedy.temperature), (false, 1.0));
+    }
+
+    #[test]
+    fn what_is_out_of_range_is_named() {
+        for (value, says) in [
+            (json!({"temperature": -1}), "`temperature` is -1, and must be greater than 0"),
+            (json!({"top_p": 0}), "`top_p` is 0"),
+            (json!({"top_p": 1.5}), "`top_p` is 1.5"),
+            (json!({"min_p": 2}), "`min_p` is 2"),
+            (json!({"repetition_penalty": 0}), "`repetition_penalty` is 0"),
+            (json!({"temperature": 1e300}), "`temperature` is inf"),
+            (json!({"top_k": -5}), "`top_k`"),
+            (json!({"do_sample": "yes"}), "`do_sample`"),
+            (json!({"max_new_tokens": 0}), "`max_new_tokens`"),
+            (json!({"eos_token_id": "</s>"}), "`eos_token_id` is neither"),
+            (json!({"eos_token_id": [1, 1.5]}), "`eos_token_id` is neither"),
+            (json!({"eos_token_id": 4294967296_u64}), "`eos_token_id` is neither"),
+            (json!({"suppress_tokens": vec![0; MAX_TOKENS + 1]}), "`suppress_tokens` lists 65537 tokens"),
+        ] {
+            let message = from(value.clone()).unwrap_err().to_string();
+            assert!(message.contains(says), "{value}: {message}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_implemented_is_noted() {
+        let Value::Object(map) = json!({
+            "num_beams": 4, "typical_p": 1.0, "bad_words_ids": [], "sequence_bias": [[[1], 2.0]],
+            "guidance_scale": null, "eta_cutoff": 0,
+        }) else {
+            panic!()
+        };
+        let noted: Vec<&str> = IGNORED
+            .iter()
+            .filter(|(key, neutral)| is_set(&map, key, *neutral))
+            .map(|(key, _)| *key)
+            .collect();
+        assert_eq!(noted, ["num_beams", "sequence_bias"]);
+    }
+}

@@ -1,0 +1,102 @@
+"""`quant generate` against transformers: greedy text, and the probabilities that tokens are drawn with.
+
+transformers reads the prompt and what quant wrote at once, in f32. At each position its own processors of logits make
+the distribution that quant should have drawn the next token from; both say how probable that token is.
+"""
+
+import json
+
+import torch
+from transformers import (AutoModelForCausalLM, LogitsProcessorList, MinPLogitsWarper, NoRepeatNGramLogitsProcessor,
+                          RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper,
+                          TopKLogitsWarper, TopPLogitsWarper)
+
+# Keys and values of quant are halves, transformers' are f32.
+TOLERANCE = 5e-3
+PROMPT = "It was a dark night, and nobody"
+SETTINGS = {
+    "temperature": {"temperature": 0.7, "top_k": 0},
+    "top k": {"top_k": 9},
+    "top p": {"top_k": 0, "top_p": 0.8},
+    "min p": {"top_k": 0, "min_p": 0.05},
+    "penalties": {"top_k": 0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [11, 300]},
+    "all": {"temperature": 1.4, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+}
+
+
+def processors(settings):
+    """In the order of transformers' `generate`."""
+    made = LogitsProcessorList()
+    for key, make in [("repetition_penalty", RepetitionPenaltyLogitsProcessor),
+                      ("no_repeat_ngram_size", NoRepeatNGramLogitsProcessor),
+                      ("suppress_tokens", SuppressTokensLogitsProcessor),
+                      ("temperature", TemperatureLogitsWarper),
+                      ("top_k", TopKLogitsWarper),
+                      ("top_p", TopPLogitsWarper),
+                      ("min_p", MinPLogitsWarper)]:
+        if settings.get(key):
+            made.append(make(settings[key]))
+    return made
+
+
+def write(check, model, settings, *options):
+    """quant's report; the settings are the model's."""
+    path = check.scratch / "generating"
+    path.mkdir(exist_ok=True)
+    for file in path.iterdir():
+        file.unlink()
+    for file in model.iterdir():
+        if file.name != "generation_config.json":
+            (path / file.name).symlink_to(file.resolve())
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", 48, "--ignore-eos", "--json", "--quiet"]
+    return json.loads(check.program("quant", "generate", path, *arguments, *options))
+
+
+@torch.no_grad()
+def logits(model, report):
+    """Those before each token that quant wrote."""
+    tokens = report["prompt_tokens"] + [token["id"] for token in report["tokens"]]
+    return torch.tensor(tokens), model(torch.tensor([tokens])).logits[0, len(report["prompt_tokens"]) - 1:-1]
+
+
+def greedy(check, path, model):
+    report = write(check, path, {})
+    theirs = model.generate(torch.tensor([report["prompt_tokens"]]), max_new_tokens=48, do_sample=False,
+                            eos_token_id=-1, pad_token_id=0)
+    theirs = theirs[0, len(report["prompt_tokens"]):].tolist()
+    ours = [token["id"] for token in report["tokens"]]
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
+    _, all_logits = logits(model, report)
+    # Where the first difference is, transformers too finds both nearly as probable.
+    gap = 0.0 if same == len(ours) else (all_logits[same, theirs[same]] - all_logits[same, ours[same]]).item()
+    logprobs = torch.log_softmax(all_logits, dim=-1)
+    apart = max(abs(logprobs[i, token["id"]].item() - token["logprob"]) for i, token in enumerate(report["tokens"]))
+    return f"{same} of 48 tokens equal, log-probabilities {apart:.1e} apart", gap < TOLERANCE and apart < TOLERANCE
+
+
+def drawn(check, path, model, settings):
+    report = write(check, path, {"do_sample": True, **settings}, "--seed", 5)
+    tokens, all_logits = logits(model, report)
+    chain, start, apart = processors(settings), len(report["prompt_tokens"]), 0.0
+    for i, token in enumerate(report["tokens"]):
+        scores = chain(tokens[None, :start + i], all_logits[i:i + 1].clone())
+        expected = torch.log_softmax(scores, dim=-1)[0, token["id"]].item()
+        apart = max(apart, abs(expected - token["sampling_logprob"]))
+    different = len({token["id"] for token in report["tokens"]})
+    return f"{different} different tokens, log-probabilities {apart:.1e} apart", apart < TOLERANCE and different > 8
+
+
+def run_all(check, only):
+    path = check.model("demo")
+    model = None
+    for name in ["greedy", *SETTINGS]:
+        title = f"generate {name}"
+        if only not in title:
+            continue
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        if name == "greedy":
+            check.step(title, lambda: greedy(check, path, model))
+        else:
+            check.step(title, lambda name=name: drawn(check, path, model, SETTINGS[name]))
