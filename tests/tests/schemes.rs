@@ -60,15 +60,10 @@ fn floating_point_weights_by_every_method() {
         let text = quant_tests::workspace_root().join(TEXT);
         let windows = ["--window", "32", "--windows", "2", "--quiet", "--json"];
         let eval = args!["eval", &out, "--text", &text].into_iter().chain(windows.iter().map(Into::into));
-        let kernels = args!["eval", &out, "--text", &text, "--execution", "kernels", "--window", "32"];
-        let run = quant(kernels);
-        check_message(
-            "kernels",
-            &run,
-            2,
-            &["the kernels do not multiply wf8a16-channel weights", "dequantized"],
-        );
-        assert!(quant(eval).json()["perplexity"]["mean"].as_f64().is_some_and(|p| p > 1.0));
+        let dense = quant(eval.clone()).json()["perplexity"]["mean"].as_f64().unwrap();
+        let kernels = quant(eval.chain(["--execution", "kernels"].iter().map(Into::into)));
+        let kernels = kernels.json()["perplexity"]["mean"].as_f64().unwrap();
+        assert!(dense > 1.0 && (kernels / dense - 1.0).abs() < 1e-3, "{method}: {kernels}, not {dense}");
     }
 }
 
@@ -169,9 +164,11 @@ fn every_floating_point_scheme_is_written_and_evaluated() {
         let text = quant_tests::workspace_root().join(TEXT);
         let eval =
             args!["eval", &out, "--text", &text, "--window", "32", "--windows", "2", "--quiet", "--json"];
-        assert!(quant(eval).json()["perplexity"]["mean"].as_f64().is_some_and(|p| p > 1.0), "{scheme}");
-        let kernels = args!["eval", &out, "--text", &text, "--execution", "kernels", "--window", "32"];
-        check_message(scheme, &quant(kernels), 2, &["the kernels do not multiply"]);
+        let dense = quant(eval.clone()).json()["perplexity"]["mean"].as_f64().unwrap();
+        let kernels = quant(eval.into_iter().chain(["--execution", "kernels"].iter().map(Into::into)));
+        let kernels = kernels.json()["perplexity"]["mean"].as_f64().unwrap();
+        // An input that lies between two codes may become the other.
+        assert!(dense > 1.0 && (kernels / dense - 1.0).abs() < 1e-2, "{scheme}: {kernels}, not {dense}");
         let shown = quant(args!["inspect", &out]).succeeded().stdout;
         let whole = written_scheme(scheme);
         assert!(shown.contains(whole), "{whole} is not in {shown}");
