@@ -41,7 +41,13 @@ const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
 const FP8_MOST: (&str, f64) = ("books-7m", 0.0004);
 
 /// The divergence of every window, in nats per token.
-fn divergence(quant: &Path, model: &Path, out: &Path, text: &Path, [window, windows]: [usize; 2]) -> Result<Vec<f64>> {
+fn divergence(
+    quant: &Path,
+    model: &Path,
+    out: &Path,
+    text: &Path,
+    [window, windows]: [usize; 2],
+) -> Result<Vec<f64>> {
     let mut command = Command::new(quant);
     command.arg("eval").arg(out).arg("--reference").arg(model).arg("--text").arg(text);
     command.args(["--window", &window.to_string(), "--windows", &windows.to_string(), "--quiet", "--json"]);
@@ -79,7 +85,8 @@ pub fn run(args: &Args) -> Result<()> {
         let evaluation = data.join("text").join(row.evaluation);
         // Conversations are no running text, and are not what is scored.
         let texts = [("calibration", calibration), ("evaluation", evaluation)];
-        let texts: Vec<_> = texts.into_iter().filter(|(_, t)| t.extension().is_some_and(|e| e != "jsonl")).collect();
+        let texts: Vec<_> =
+            texts.into_iter().filter(|(_, t)| t.extension().is_some_and(|e| e != "jsonl")).collect();
         let mut found: Vec<Vec<Vec<f64>>> = vec![Vec::new(); texts.len()];
         for (name, scheme, options) in CASES {
             remove_dir(&out)?;
@@ -106,9 +113,14 @@ pub fn run(args: &Args) -> Result<()> {
                     vec![(*name).to_owned(), format!("`{scheme}`"), format!("{kl:.5} ± {error:.5}")]
                 })
                 .collect();
-            body += &format!("## {}, {of} text {text}\n\n{}\n", row.name, table(&["weights", "scheme", "KL"], &rows));
+            body += &format!(
+                "## {}, {of} text {text}\n\n{}\n",
+                row.name,
+                table(&["weights", "scheme", "KL"], &rows)
+            );
             for (less, more) in PAIRS {
-                let differences: Vec<f64> = found[less].iter().zip(&found[more]).map(|(a, b)| a - b).collect();
+                let differences: Vec<f64> =
+                    found[less].iter().zip(&found[more]).map(|(a, b)| a - b).collect();
                 let [difference, error] = mean(&differences);
                 let verdict = match difference {
                     d if d < -2.0 * error => "less",
