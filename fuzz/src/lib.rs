@@ -16,21 +16,24 @@ mod c_abi;
 mod c_attention;
 mod input;
 mod kernels;
+mod kernels_floats;
 
 pub use attention::attention;
 pub use c_abi::{c_abi, c_hadamard};
 pub use c_attention::c_attention;
 pub use kernels::{pack, packed, round_trip};
+pub use kernels_floats::floating_point;
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
     ("c_hadamard", c_hadamard),
+    ("floating_point", floating_point),
     ("pack", pack),
     ("packed", packed),
     ("round_trip", round_trip),

@@ -109,6 +109,21 @@
 // Two levels: whole numbers of 8 bits a group below a float a row.
 #define QZ1_SCALES_PROGRESSIVE 4
 
+// E4M3 below a float that they are divided by; of floating-point codes only.
+#define QZ1_SCALES_E4M3 5
+
+// Powers of two, E8M0; of floating-point codes only.
+#define QZ1_SCALES_E8M0 6
+
+// Codes are integers.
+#define QZ1_CODES_INTEGER 0
+
+// Codes are E4M3 (FP8) numbers, 8 bits.
+#define QZ1_CODES_E4M3 1
+
+// Codes are E2M1 (FP4) numbers, 4 bits.
+#define QZ1_CODES_E2M1 2
+
 // What became of a call. The numbers keep their meaning.
 enum qz1_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -283,6 +298,10 @@ typedef struct qz1_layout {
   uint64_t bytes;
   // Names the order and all that it depends on.
   uint64_t id;
+  // `QZ1_CODES_…`
+  uint32_t format;
+  // 0
+  uint32_t reserved;
 } qz1_layout;
 
 // Values of rows, row-major, which are read.
@@ -334,7 +353,8 @@ typedef struct qz1_residual {
 } qz1_residual;
 
 // A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
-// group of `group_size` neighbouring input features.
+// group of `group_size` neighbouring input features. Of floating-point codes `number · scale`; E4M3 codes are multiplied
+// with float activations only.
 typedef struct qz1_weights {
   // `sizeof(qz1_weights)`
   uint32_t struct_size;
@@ -350,11 +370,13 @@ typedef struct qz1_weights {
   const uint8_t *codes;
   // Elements of `codes`.
   size_t codes_len;
-  // `[n, k / group_size]`, or `[n]` where `group_scales` is not null.
+  // `[n, k / group_size]`, or `[n]` where `group_scales` is not null; of floating-point codes `[1]` then, what
+  // `group_scales` are divided by.
   const float *scales;
   // Elements of `scales`.
   size_t scales_len;
-  // `[n, k / group_size]`, the lower level of two; null where there is one.
+  // `[n, k / group_size]`, the lower level of two; null where there is one. Of floating-point codes E4M3, without a
+  // sign: NVFP4.
   const uint8_t *group_scales;
   // Elements of `group_scales`.
   size_t group_scales_len;
@@ -362,6 +384,10 @@ typedef struct qz1_weights {
   const uint8_t *zeros;
   // Elements of `zeros`.
   size_t zeros_len;
+  // `QZ1_CODES_…`; without it codes are integers.
+  uint32_t format;
+  // 0
+  uint32_t reserved;
 } qz1_weights;
 
 // Where the parts of a packed matrix go.
@@ -374,7 +400,7 @@ typedef struct qz1_parts {
   uint8_t *codes;
   // Elements of `codes`.
   size_t codes_len;
-  // `[n, k / group_size]`; with two levels those of groups, whole numbers.
+  // `[n, k / group_size]`; with two levels those of groups, whole numbers or what E4M3 codes stand for.
   float *scales;
   // Elements of `scales`.
   size_t scales_len;
@@ -382,7 +408,7 @@ typedef struct qz1_parts {
   uint8_t *zeros;
   // Elements of `zeros`.
   size_t zeros_len;
-  // `[n]` with two levels of scales, else null with `channels_len` 0.
+  // `[n]` with two levels of scales, else null with `channels_len` 0. Of E4M3 scales all are what these are divided by.
   float *channels;
   // Elements of `channels`.
   size_t channels_len;

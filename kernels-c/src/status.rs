@@ -160,7 +160,7 @@ impl From<KernelError> for Fault {
 impl From<ViewError> for Fault {
     fn from(error: ViewError) -> Self {
         let status = match error {
-            ViewError::Bits(_) => qz1_status::Scheme,
+            ViewError::Bits(_) | ViewError::Scales => qz1_status::Scheme,
             ViewError::GroupSize { .. } => qz1_status::Mismatch,
             _ => qz1_status::Length,
         };

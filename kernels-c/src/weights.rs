@@ -1,6 +1,8 @@
 //! Weights: their layout, packing and unpacking.
 
-use quant_kernels_cpu::{KernelError, Layout, PackedView, Parallel, ScaleType, Scales, WeightView};
+use quant_kernels_cpu::{
+    FloatFormat, KernelError, Layout, PackedView, Parallel, ScaleType, Scales, WeightView,
+};
 
 use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
@@ -15,8 +17,21 @@ pub const QZ1_SCALES_F32: u32 = 3;
 /// Two levels: whole numbers of 8 bits a group below a float a row.
 pub const QZ1_SCALES_PROGRESSIVE: u32 = 4;
 
+/// E4M3 below a float that they are divided by; of floating-point codes only.
+pub const QZ1_SCALES_E4M3: u32 = 5;
+/// Powers of two, E8M0; of floating-point codes only.
+pub const QZ1_SCALES_E8M0: u32 = 6;
+
+/// Codes are integers.
+pub const QZ1_CODES_INTEGER: u32 = 0;
+/// Codes are E4M3 (FP8) numbers, 8 bits.
+pub const QZ1_CODES_E4M3: u32 = 1;
+/// Codes are E2M1 (FP4) numbers, 4 bits.
+pub const QZ1_CODES_E2M1: u32 = 2;
+
 /// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
-/// group of `group_size` neighbouring input features.
+/// group of `group_size` neighbouring input features. Of floating-point codes `number · scale`; E4M3 codes are multiplied
+/// with float activations only.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_weights {
@@ -34,11 +49,13 @@ pub struct qz1_weights {
     pub codes: *const u8,
     /// Elements of `codes`.
     pub codes_len: usize,
-    /// `[n, k / group_size]`, or `[n]` where `group_scales` is not null.
+    /// `[n, k / group_size]`, or `[n]` where `group_scales` is not null; of floating-point codes `[1]` then, what
+    /// `group_scales` are divided by.
     pub scales: *const f32,
     /// Elements of `scales`.
     pub scales_len: usize,
-    /// `[n, k / group_size]`, the lower level of two; null where there is one.
+    /// `[n, k / group_size]`, the lower level of two; null where there is one. Of floating-point codes E4M3, without a
+    /// sign: NVFP4.
     pub group_scales: *const u8,
     /// Elements of `group_scales`.
     pub group_scales_len: usize,
@@ -46,6 +63,10 @@ pub struct qz1_weights {
     pub zeros: *const u8,
     /// Elements of `zeros`.
     pub zeros_len: usize,
+    /// `QZ1_CODES_…`; without it codes are integers.
+    pub format: u32,
+    /// 0
+    pub reserved: u32,
 }
 
 /// Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
@@ -79,6 +100,10 @@ pub struct qz1_layout {
     pub bytes: u64,
     /// Names the order and all that it depends on.
     pub id: u64,
+    /// `QZ1_CODES_…`
+    pub format: u32,
+    /// 0
+    pub reserved: u32,
 }
 
 /// Where the parts of a packed matrix go.
@@ -93,7 +118,7 @@ pub struct qz1_parts {
     pub codes: *mut u8,
     /// Elements of `codes`.
     pub codes_len: usize,
-    /// `[n, k / group_size]`; with two levels those of groups, whole numbers.
+    /// `[n, k / group_size]`; with two levels those of groups, whole numbers or what E4M3 codes stand for.
     pub scales: *mut f32,
     /// Elements of `scales`.
     pub scales_len: usize,
@@ -101,14 +126,14 @@ pub struct qz1_parts {
     pub zeros: *mut u8,
     /// Elements of `zeros`.
     pub zeros_len: usize,
-    /// `[n]` with two levels of scales, else null with `channels_len` 0.
+    /// `[n]` with two levels of scales, else null with `channels_len` 0. Of E4M3 scales all are what these are divided by.
     pub channels: *mut f32,
     /// Elements of `channels`.
     pub channels_len: usize,
 }
 
-fields!(qz1_weights, zeros_len);
-fields!(qz1_layout, id);
+fields!(qz1_weights, zeros_len, reserved);
+fields!(qz1_layout, id, reserved);
 fields!(qz1_parts, channels_len, reserved);
 
 /// A view of the caller's weights.
@@ -123,6 +148,24 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
         let scales = scope.slice(w.scales, w.scales_len, "the scales")?;
         let groups = scope.slice_optional(w.group_scales, w.group_scales_len, "the scales of groups")?;
         let zeros = scope.slice_optional(w.zeros, w.zeros_len, "the zeros")?;
+        if let Some(format) =
+            format(w.format).ok_or_else(|| Fault::new(qz1_status::Scheme, "codes of an unknown format"))?
+        {
+            let scales = match (groups, scales) {
+                (Some(groups), &[global]) => Scales::E4m3 { groups, global },
+                (Some(_), _) => {
+                    return Err(Fault::new(
+                        qz1_status::Length,
+                        "more or less than one scale above those of groups",
+                    ));
+                }
+                (None, scales) => Scales::Float(scales),
+            };
+            if w.bits != u32::from(format.bits()) || zeros.is_some() {
+                return Err(Fault::new(qz1_status::Scheme, "bits or zeros that the format does not have"));
+            }
+            return Ok(WeightView::float_with_scales([w.n, w.k], format, w.group_size, codes, scales)?);
+        }
         let scales = match groups {
             Some(groups) => Scales::Progressive { groups, channels: scales },
             None => Scales::Float(scales),
@@ -130,6 +173,16 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
         // What is not 2 to 8 is not, whatever its lower bits.
         let bits = u8::try_from(w.bits).unwrap_or(u8::MAX);
         Ok(WeightView::with_scales([w.n, w.k], bits, w.group_size, codes, scales, zeros)?)
+    }
+}
+
+/// The format that a `QZ1_CODES_…` names, if it is not that of integers; `None` where it is no such number.
+fn format(format: u32) -> Option<Option<FloatFormat>> {
+    match format {
+        QZ1_CODES_INTEGER => Some(None),
+        QZ1_CODES_E4M3 => Some(Some(FloatFormat::E4m3)),
+        QZ1_CODES_E2M1 => Some(Some(FloatFormat::E2m1)),
+        _ => None,
     }
 }
 
@@ -142,6 +195,8 @@ fn describe(layout: &Layout) -> qz1_layout {
             ScaleType::Bf16 => QZ1_SCALES_BF16,
             ScaleType::F32 => QZ1_SCALES_F32,
             ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
+            ScaleType::E4m3 => QZ1_SCALES_E4M3,
+            ScaleType::E8m0 => QZ1_SCALES_E8M0,
         },
         zeros: u32::from(layout.middle().is_none()),
         middle: layout.middle().map_or(0, u32::from),
@@ -153,6 +208,12 @@ fn describe(layout: &Layout) -> qz1_layout {
         panel_bytes: layout.panel_bytes() as u64,
         bytes: layout.bytes() as u64,
         id: layout.id(),
+        format: match layout.float_format() {
+            Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
+            Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
+            _ => QZ1_CODES_INTEGER,
+        },
+        reserved: 0,
     }
 }
 
@@ -170,6 +231,8 @@ pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layo
         QZ1_SCALES_BF16 => ScaleType::Bf16,
         QZ1_SCALES_F32 => ScaleType::F32,
         QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
+        QZ1_SCALES_E4M3 => ScaleType::E4m3,
+        QZ1_SCALES_E8M0 => ScaleType::E8m0,
         _ => return Err(none()),
     };
     let middle = match l.zeros {
@@ -177,12 +240,15 @@ pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layo
         _ => None,
     };
     let (shape, group) = ([size(l.n)?, size(l.k)?], size(l.group_size)?);
-    let layout = Layout::from_parts(shape, l.code_bits as usize, group, scales, middle, l.sums == 1)
-        .map_err(|_| none())?;
+    let layout = match format(l.format).ok_or_else(none)? {
+        Some(format) => Layout::from_float_parts(shape, format, group, scales),
+        None => Layout::from_parts(shape, l.code_bits as usize, group, scales, middle, l.sums == 1),
+    };
+    let layout = layout.map_err(|_| none())?;
     // Each field as it would be written.
     let same = qz1_layout { struct_size: l.struct_size, ..describe(&layout) };
     let fields = |l: &qz1_layout| {
-        let small = [l.code_bits, l.scales, l.zeros, l.middle, l.sums].map(u64::from);
+        let small = [l.code_bits, l.scales, l.zeros, l.middle, l.sums, l.format].map(u64::from);
         (small, [l.n, l.k, l.group_size, l.panels, l.panel_bytes, l.bytes, l.id])
     };
     if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }

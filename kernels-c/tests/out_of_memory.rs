@@ -136,6 +136,8 @@ fn what_grows_with_the_call() {
         group_scales_len: 0,
         zeros: null(),
         zeros_len: 0,
+        format: QZ1_CODES_INTEGER,
+        reserved: 0,
     };
     // SAFETY: numbers only, of which zero is one.
     let mut layout: qz1_layout = unsafe { core::mem::zeroed() };

@@ -64,6 +64,19 @@ impl FloatFormat {
         }
     }
 
+    /// The values of E2M1's codes.
+    pub(crate) const fn e2m1_values() -> [f32; 16] {
+        let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        let mut values = [0.0; 16];
+        let mut code = 0;
+        while code < 8 {
+            values[code] = magnitudes[code];
+            values[code | 8] = -magnitudes[code];
+            code += 1;
+        }
+        values
+    }
+
     /// What a code means; NaN where it means no number.
     #[inline(always)]
     pub fn value(self, code: u8) -> f32 {
@@ -160,12 +173,11 @@ fn e4m3_code(x: f32) -> u8 {
 
 /// The values of E2M1; what has more than four bits means nothing.
 static E2M1_VALUES: [f32; 256] = {
-    let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let numbers = FloatFormat::e2m1_values();
     let mut values = [f32::NAN; 256];
     let mut code = 0;
-    while code < 8 {
-        values[code] = magnitudes[code];
-        values[code | 8] = -magnitudes[code];
+    while code < 16 {
+        values[code] = numbers[code];
         code += 1;
     }
     values

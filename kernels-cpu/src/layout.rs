@@ -7,9 +7,10 @@
 //!
 //! ```text
 //! panel:  codes    [groups][steps] of 64 bytes (4 bits) or 128 bytes (8 bits)
-//!         scales   [groups][16]    f16, bf16 or f32; of progressive weights u8
+//!         scales   [groups][16]    f16, bf16 or f32; of progressive weights u8; of floating-point codes also E4M3 or E8M0
 //!         zeros    [groups][16]    of 4 bits, low half first, or 8; absent in a symmetric grid
 //!         channels [16]            f32, of progressive weights only
+//!         factors  [2][16]         f32, of E4M3 scales only: 256 / global, and the global scale itself
 //!         sums     [groups][16]    i32, Σ (code − zero), on request
 //!         filler   up to a multiple of 64 bytes
 //!
@@ -26,7 +27,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use crate::weight_view::Scales;
-use crate::{KernelError, WeightView};
+use crate::{FloatFormat, KernelError, WeightView, e8m0_value};
 
 /// Rows of a panel.
 pub const PANEL_ROWS: usize = 16;
@@ -57,12 +58,16 @@ pub enum ScaleType {
     F32,
     /// Whole numbers of 8 bits, below an `f32` scale of the row: QServe's progressive quantization.
     Progressive,
+    /// E4M3 without a sign, divided by an `f32`: NVFP4. Of floating-point codes only.
+    E4m3,
+    /// Powers of two: the MX formats. Of floating-point codes only.
+    E8m0,
 }
 
 impl ScaleType {
     fn bytes(self) -> usize {
         match self {
-            Self::Progressive => 1,
+            Self::Progressive | Self::E4m3 | Self::E8m0 => 1,
             Self::F16 | Self::Bf16 => 2,
             Self::F32 => 4,
         }
@@ -81,6 +86,12 @@ impl ScaleType {
     }
 }
 
+/// The E8M0 code of a scale, where it has one.
+fn e8m0_code(scale: f32) -> Option<u8> {
+    let code = if scale == e8m0_value(0) { 0 } else { (scale.to_bits() >> 23) as u8 };
+    (e8m0_value(code).to_bits() == scale.to_bits()).then_some(code)
+}
+
 /// Where everything is in a packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
@@ -92,6 +103,8 @@ pub struct Layout {
     scales: ScaleType,
     /// The zero of every group, or `None` where they are stored.
     middle: Option<u8>,
+    /// The format of codes that are no integers.
+    float: Option<FloatFormat>,
     sums: bool,
     /// What follows from these, found once: kernels ask for it at every tile.
     groups: usize,
@@ -103,16 +116,32 @@ impl Layout {
     /// The layout of a view; with `sums` it holds what activations with a zero point need.
     ///
     /// # Errors
-    /// When codes are not integers, the matrix is empty, or a group so wide that its sums might not fit 32 bits: wider than 65,793 at 8
+    /// When the matrix is empty, codes of a floating-point format are to have sums or a global scale that is not positive
+    /// and finite, or a group so wide that its sums might not fit 32 bits: wider than 65,793 at 8
     /// bits and 1,118,481 at 4, with `sums` 33,025 and 561,433; of progressive weights a row wider than 131,071,
     /// with `sums` 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
-        view.require_integers()?;
         let code_bits = if view.bits() <= 4 { 4 } else { 8 };
         let scales = match view.all_scales() {
-            Scales::Float(scales) => ScaleType::narrowest(scales),
+            Scales::Float(scales) => match view.float_format() {
+                Some(_) if scales.iter().all(|&s| e8m0_code(s).is_some()) => ScaleType::E8m0,
+                _ => ScaleType::narrowest(scales),
+            },
             Scales::Progressive { .. } => ScaleType::Progressive,
+            Scales::E4m3 { global, .. } => {
+                if !(global > 0.0 && global.is_finite() && factor(global).is_normal()) {
+                    return Err(KernelError::Scheme("a global scale that is not positive and finite"));
+                }
+                ScaleType::E4m3
+            }
         };
+        if let Some(format) = view.float_format() {
+            let shape = [view.n(), view.k()];
+            return match sums {
+                false => Self::from_float_parts(shape, format, view.group_size(), scales),
+                true => Err(KernelError::Scheme("sums of floating-point codes")),
+            };
+        }
         let middle = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
         Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, middle, sums)
     }
@@ -128,6 +157,38 @@ impl Layout {
         group_size: usize,
         scales: ScaleType,
         middle: Option<u8>,
+        sums: bool,
+    ) -> Result<Self, KernelError> {
+        if let ScaleType::E4m3 | ScaleType::E8m0 = scales {
+            return Err(KernelError::Scheme("scales of floating-point codes beside integers"));
+        }
+        Self::with_codes([n, k], code_bits, group_size, scales, middle, None, sums)
+    }
+
+    /// The layout of codes of a floating-point format with these properties.
+    ///
+    /// # Errors
+    /// As [`from_parts`](Self::from_parts), and when the scales are progressive.
+    pub fn from_float_parts(
+        shape: [usize; 2],
+        format: FloatFormat,
+        group_size: usize,
+        scales: ScaleType,
+    ) -> Result<Self, KernelError> {
+        if scales == ScaleType::Progressive {
+            return Err(KernelError::Scheme("progressive scales of floating-point codes"));
+        }
+        let middle = Some(0);
+        Self::with_codes(shape, usize::from(format.bits()), group_size, scales, middle, Some(format), false)
+    }
+
+    fn with_codes(
+        [n, k]: [usize; 2],
+        code_bits: usize,
+        group_size: usize,
+        scales: ScaleType,
+        middle: Option<u8>,
+        float: Option<FloatFormat>,
         sums: bool,
     ) -> Result<Self, KernelError> {
         if n == 0 || k == 0 {
@@ -152,7 +213,7 @@ impl Layout {
         }
         let (groups, steps) = (k / group_size, group_size.div_ceil(STEP));
         let mut layout =
-            Self { n, k, code_bits, group_size, scales, middle, sums, groups, steps, panel_bytes: 0 };
+            Self { n, k, code_bits, group_size, scales, middle, float, sums, groups, steps, panel_bytes: 0 };
         let too_large = KernelError::TooLarge("the packed matrix");
         // Bytes of a group are few; only their number can be beyond all numbers.
         let group = layout.steps() * layout.step_bytes()
@@ -201,7 +262,12 @@ impl Layout {
         self.scales
     }
 
-    /// The zero of every group, or `None` where each has its own.
+    /// The format of codes that are no integers.
+    pub fn float_format(&self) -> Option<FloatFormat> {
+        self.float
+    }
+
+    /// The zero of every group, or `None` where each has its own. Of floating-point codes it is 0 and means nothing.
     pub fn middle(&self) -> Option<u8> {
         self.middle
     }
@@ -250,7 +316,11 @@ impl Layout {
     }
 
     fn channel_bytes(&self) -> usize {
-        if self.scales == ScaleType::Progressive { 4 * PANEL_ROWS } else { 0 }
+        match self.scales {
+            ScaleType::Progressive => 4 * PANEL_ROWS,
+            ScaleType::E4m3 => 8 * PANEL_ROWS,
+            ScaleType::F16 | ScaleType::Bf16 | ScaleType::F32 | ScaleType::E8m0 => 0,
+        }
     }
 
     /// Where the scales of a panel begin.
@@ -278,10 +348,18 @@ impl Layout {
             ScaleType::Bf16 => 2,
             ScaleType::F32 => 3,
             ScaleType::Progressive => 4,
+            ScaleType::E4m3 => 5,
+            ScaleType::E8m0 => 6,
         };
+        let float = self.float.map(|format| match format {
+            FloatFormat::E4m3 => 1,
+            FloatFormat::E2m1 => 2,
+        });
         let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, middle, u64::from(self.sums)]);
+        // Of integers nothing follows, as before there were others.
+        let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -293,7 +371,8 @@ impl Layout {
     ///
     /// # Errors
     /// When the view is not of this layout, `out` has another length than these panels, a code or zero is above
-    /// `2^bits − 1`, or a progressive weight `(code − zero) · group` beyond ±128.
+    /// `2^bits − 1` or no number of its format, a progressive weight `(code − zero) · group` beyond ±128, or an E4M3 scale
+    /// negative or NaN.
     pub fn pack(
         &self,
         view: &WeightView<'_>,
@@ -335,6 +414,17 @@ impl Layout {
         g: usize,
         group: &[u8],
     ) -> Result<(), KernelError> {
+        if let Some(format) = view.float_format() {
+            if !group.iter().all(|&code| format.is_number(code)) {
+                return Err(KernelError::Scheme("a code that is not a number"));
+            }
+            return match view.all_scales() {
+                Scales::E4m3 { groups, .. } if groups[row * self.groups() + g] >= E4M3_NAN => {
+                    Err(KernelError::Scheme("a scale of a group that is negative or NaN"))
+                }
+                _ => Ok(()),
+            };
+        }
         let zero = view.zero(row, g);
         let (low, high) = group.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
         if high.max(zero) > u8::MAX >> (8 - view.bits()) {
@@ -392,12 +482,22 @@ impl Layout {
                 (Scales::Float(s), ScaleType::Bf16) => {
                     write(at, &bf16::from_f32(s[row * groups + g]).to_le_bytes())
                 }
+                // All have a code where the layout is of such.
+                (Scales::Float(s), ScaleType::E8m0) => {
+                    write(at, &[e8m0_code(s[row * groups + g]).unwrap_or_default()])
+                }
                 (Scales::Float(s), _) => write(at, &s[row * groups + g].to_le_bytes()),
-                (Scales::Progressive { groups: s, .. }, _) => write(at, &[s[row * groups + g]]),
+                (Scales::Progressive { groups: s, .. } | Scales::E4m3 { groups: s, .. }, _) => {
+                    write(at, &[s[row * groups + g]])
+                }
             }
         }
         if let Scales::Progressive { channels, .. } = view.all_scales() {
             write(self.channels_at() + 4 * r, &channels[row].to_le_bytes());
+        }
+        if let Scales::E4m3 { global, .. } = view.all_scales() {
+            write(self.channels_at() + 4 * r, &factor(global).to_le_bytes());
+            write(self.channels_at() + 4 * (PANEL_ROWS + r), &global.to_le_bytes());
         }
         Ok(())
     }
@@ -413,13 +513,15 @@ impl Layout {
         }
     }
 
-    /// The scale of a group: of progressive weights a whole number.
+    /// The scale of a group: of progressive weights a whole number, of E4M3 scales what is divided.
     fn scale(&self, panel: &[u8], row: usize, g: usize) -> f32 {
         let at = self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes();
         let bytes = |n| &panel[at..at + n];
         match (self.scales, bytes(self.scales.bytes())) {
             (ScaleType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
             (ScaleType::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+            (ScaleType::E4m3, &[code]) => FloatFormat::E4m3.value(code),
+            (ScaleType::E8m0, &[code]) => e8m0_value(code),
             (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
             (_, other) => f32::from(other[0]),
         }
@@ -434,8 +536,10 @@ impl Layout {
         }
     }
 
+    /// The scale of a row; of E4M3 scales the global one.
     fn channel(&self, panel: &[u8], row: usize) -> f32 {
-        let at = self.channels_at() + 4 * (row % PANEL_ROWS);
+        let second = if self.scales == ScaleType::E4m3 { PANEL_ROWS } else { 0 };
+        let at = self.channels_at() + 4 * (second + row % PANEL_ROWS);
         f32::from_le_bytes([panel[at], panel[at + 1], panel[at + 2], panel[at + 3]])
     }
 
@@ -457,8 +561,8 @@ impl Layout {
         out.codes.try_reserve_exact(weights).map_err(none)?;
         out.scales.try_reserve_exact(groups).map_err(none)?;
         out.zeros.try_reserve_exact(if self.middle.is_none() { groups } else { 0 }).map_err(none)?;
-        let progressive = self.scales == ScaleType::Progressive;
-        out.channels.try_reserve_exact(if progressive { self.n } else { 0 }).map_err(none)?;
+        let channels = self.channel_bytes() > 0;
+        out.channels.try_reserve_exact(if channels { self.n } else { 0 }).map_err(none)?;
         for row in 0..self.n {
             let panel = self.panel_of(packed, row);
             out.codes.extend((0..self.k).map(|k| self.code(panel, row, k)));
@@ -466,7 +570,7 @@ impl Layout {
             if self.middle.is_none() {
                 out.zeros.extend((0..self.groups()).map(|g| self.zero(panel, row, g)));
             }
-            if progressive {
+            if channels {
                 out.channels.push(self.channel(panel, row));
             }
         }
@@ -488,9 +592,17 @@ impl Layout {
         for (row, out) in rows.zip(out.chunks_exact_mut(self.k)) {
             let panel = self.panel_of(packed, row);
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
-                let (zero, scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
+                let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
+                if self.scales == ScaleType::E4m3 {
+                    scale /= self.channel(panel, row);
+                }
                 for (i, out) in out.iter_mut().enumerate() {
-                    let code = i32::from(self.code(panel, row, g * self.group_size + i)) - zero;
+                    let code = self.code(panel, row, g * self.group_size + i);
+                    if let Some(format) = self.float {
+                        *out = format.value(code) * scale;
+                        continue;
+                    }
+                    let code = i32::from(code) - zero;
                     *out = match self.scales {
                         // Of whole numbers, which have one zero.
                         ScaleType::Progressive => (code * scale as i32) as f32 * self.channel(panel, row),
@@ -503,6 +615,14 @@ impl Layout {
     }
 }
 
+/// What sums are multiplied with whose terms are multiplied with [`load_e4m3`](crate::simd::Lanes::load_e4m3)'s scales.
+pub(crate) fn factor(global: f32) -> f32 {
+    256.0 / global
+}
+
+/// The smallest E4M3 code that is no number without a sign.
+const E4M3_NAN: u8 = 0x7f;
+
 /// The largest magnitude of a progressive weight's whole part, a signed number of 8 bits.
 const PROGRESSIVE_MOST: i32 = 128;
 
@@ -514,10 +634,10 @@ const VERSION: u64 = 1;
 pub struct Unpacked {
     /// `[n, k]`
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]`; of progressive weights whole numbers
+    /// `[n, k / group_size]`; of progressive weights whole numbers, of E4M3 scales what is divided by the global one
     pub scales: Vec<f32>,
     /// `[n, k / group_size]`, or none in a symmetric grid
     pub zeros: Vec<u8>,
-    /// `[n]`, of progressive weights only
+    /// `[n]`, of progressive weights only, and of E4M3 scales the global one
     pub channels: Vec<f32>,
 }

@@ -13,6 +13,8 @@ pub enum ViewError {
     Bits(u8),
     #[error("group size {group_size} does not divide the {k} input features")]
     GroupSize { group_size: usize, k: usize },
+    #[error("these scales do not go with the codes")]
+    Scales,
     #[error("{what} has {got} elements, {expected} expected")]
     Length { what: &'static str, expected: usize, got: usize },
 }
@@ -26,7 +28,7 @@ pub enum ViewError {
 /// row: `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, the product inside exact.
 ///
 /// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without
-/// zeros. Such a view can be dequantized; kernels that multiply integers refuse it.
+/// zeros. Of NVFP4 the scales of groups are E4M3 codes below one `f32` that they are divided by.
 #[derive(Debug, Clone, Copy)]
 pub struct WeightView<'a> {
     n: usize,
@@ -50,6 +52,13 @@ pub enum Scales<'a> {
         groups: &'a [u8],
         /// `[n]`
         channels: &'a [f32],
+    },
+    /// NVFP4: the scale is `value(groups[…]) / global`, rounded to `f32`. Only floating-point codes have such.
+    E4m3 {
+        /// `[n, k / group_size]`, E4M3 codes without a sign
+        groups: &'a [u8],
+        /// What all are divided by: above zero and finite.
+        global: f32,
     },
 }
 
@@ -84,15 +93,46 @@ impl<'a> WeightView<'a> {
         codes: &'a [u8],
         scales: &'a [f32],
     ) -> Result<Self, ViewError> {
-        let view = Self::new(shape, format.bits(), group_size, codes, scales, None)?;
+        Self::float_with_scales(shape, format, group_size, codes, Scales::Float(scales))
+    }
+
+    /// The same with scales of either kind that floating-point codes have.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and when the scales are progressive.
+    pub fn float_with_scales(
+        shape: [usize; 2],
+        format: FloatFormat,
+        group_size: usize,
+        codes: &'a [u8],
+        scales: Scales<'a>,
+    ) -> Result<Self, ViewError> {
+        if let Scales::Progressive { .. } = scales {
+            return Err(ViewError::Scales);
+        }
+        let view = Self::checked(shape, format.bits(), group_size, codes, scales, None)?;
         Ok(Self { float: Some(format), ..view })
     }
 
-    /// The same with scales of either kind.
+    /// The same with scales of either kind that integers have.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new), and when the scales are E4M3 codes.
     pub fn with_scales(
+        [n, k]: [usize; 2],
+        bits: u8,
+        group_size: usize,
+        codes: &'a [u8],
+        scales: Scales<'a>,
+        zeros: Option<&'a [u8]>,
+    ) -> Result<Self, ViewError> {
+        if let Scales::E4m3 { .. } = scales {
+            return Err(ViewError::Scales);
+        }
+        Self::checked([n, k], bits, group_size, codes, scales, zeros)
+    }
+
+    fn checked(
         [n, k]: [usize; 2],
         bits: u8,
         group_size: usize,
@@ -118,6 +158,7 @@ impl<'a> WeightView<'a> {
                 length("scales of groups", groups, scales.len())?;
                 length("scales of channels", Some(n), channels.len())?;
             }
+            Scales::E4m3 { groups: scales, .. } => length("scales of groups", groups, scales.len())?,
         }
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
@@ -186,6 +227,7 @@ impl<'a> WeightView<'a> {
             Scales::Progressive { groups, channels } => {
                 Scales::Progressive { groups: &groups[groups_of], channels: &channels[rows] }
             }
+            Scales::E4m3 { groups, global } => Scales::E4m3 { groups: &groups[groups_of], global },
         }
     }
 

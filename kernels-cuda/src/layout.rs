@@ -99,6 +99,7 @@ impl WeightLayout {
     /// As [`Layout::of`]; another group size; a symmetric grid in `Order::Int8` whose zero is more than half of its codes; `sums` of float activations; progressive weights of 8 bits; a symmetric grid
     /// of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`), for its sums are 16-fold.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
+        view.require_integers()?;
         let cpu = Layout::of(view, sums)?;
         let shape = [cpu.n(), cpu.k()];
         Self::from_parts(shape, cpu.code_bits(), cpu.group_size(), cpu.scales(), cpu.middle(), order, sums)
@@ -243,7 +244,8 @@ impl WeightLayout {
 
     fn scale_bytes(&self) -> usize {
         match self.scales {
-            ScaleType::Progressive => 1,
+            // The last two are refused where layouts are made.
+            ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
             ScaleType::F16 | ScaleType::Bf16 => 2,
             ScaleType::F32 => 4,
         }
@@ -287,6 +289,8 @@ impl WeightLayout {
             ScaleType::Bf16 => 2,
             ScaleType::F32 => 3,
             ScaleType::Progressive => 4,
+            ScaleType::E4m3 => 5,
+            ScaleType::E8m0 => 6,
         };
         let order = match self.order {
             Order::Float => 1,

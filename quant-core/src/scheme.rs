@@ -323,6 +323,9 @@ pub struct SchemeRequest {
     pub activations: ActivationScheme,
 }
 
+/// Inputs that share a scale under FP8 activations, where weights are integers.
+const W4AFP8_GROUP: usize = 128;
+
 impl SchemeRequest {
     /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`; what it leaves out comes
     /// from `self`, but for `w8a8` and floating-point weights, which have one scale per row unless `self` is such a
@@ -394,6 +397,8 @@ impl SchemeRequest {
             ("16", _) => ActivationScheme::Float,
             ("8", _) => ActivationScheme::Token,
             (name, WeightRequest::Float(_)) => float::activations(name)?,
+            // W4AFP8.
+            ("f8", WeightRequest::Int { bits: 4, .. }) => ActivationScheme::Fp8Token,
             _ => return None,
         };
         if let (WeightRequest::Int { symmetric, .. }, WeightRequest::Int { symmetric: of_base, .. }) =
@@ -403,8 +408,11 @@ impl SchemeRequest {
         }
         let mut scheme = Self { weight, activations, ..self };
         let is_other_float = scheme.is_float() && scheme.weight != self.weight;
-        let is_of_floats = matches!(scheme.granularity, Granularity::Block | Granularity::Tensor);
-        if (scheme.is_w8a8() && !self.is_w8a8()) || is_other_float || (is_of_floats && !scheme.is_float()) {
+        if self.is_float() && !scheme.is_float() {
+            // What floating-point weights have scales of says nothing of integers.
+            scheme.granularity = Self::default().granularity;
+        }
+        if (scheme.is_w8a8() && !self.is_w8a8()) || is_other_float {
             scheme.granularity = Granularity::Channel;
         }
         if activations == ActivationScheme::Nvfp4 {
@@ -428,12 +436,27 @@ impl SchemeRequest {
                 ))
             }
             WeightRequest::Float(format) => self.check_float(format),
-            WeightRequest::Int { .. } if self.activations.is_float() => Err(Error::usage(
-                format!("scheme `{self}`: integer weights are not combined with floating-point activations"),
-                "choose a16 or a8, or floating-point weights, such as wf8af8-channel",
-            )),
+            WeightRequest::Int { .. } if self.activations.is_float() && !self.is_w4afp8() => {
+                Err(Error::usage(
+                    format!(
+                        "scheme `{self}`: of integer weights FP8 activations go with 4 bits in groups of 128, symmetric, and \
+                     one scale per token"
+                    ),
+                    "choose w4af8-g128-sym, a16 or a8, or floating-point weights, such as wf8af8-channel",
+                ))
+            }
             _ => Ok(()),
         }
+    }
+
+    /// 4-bit integers under FP8 activations, as the one engine kernel for them takes them.
+    fn is_w4afp8(self) -> bool {
+        self.activations == ActivationScheme::Fp8Token
+            && self.granularity == Granularity::Group(W4AFP8_GROUP)
+            && matches!(
+                self.weight,
+                WeightRequest::Int { bits: 4, symmetric: None | Some(true), two_level: false }
+            )
     }
 
     fn is_w8a8(self) -> bool {

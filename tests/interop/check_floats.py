@@ -5,6 +5,9 @@
            (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
            in), without a missing, unexpected or mismatched key; linears that engines run as one have one global scale
   inputs   activations on tensors, ours and compressed-tensors' own simulation of them, equal bit for bit
+  modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, but for the
+           rounding of a reciprocal; made from a file of compressed-tensors it holds the same codes and scales, and
+           becomes that file again, byte for byte
   source   FP8 blocks as they are published (`quant_method: fp8`), made by torch: the weights that we read
 """
 
@@ -16,7 +19,7 @@ import sys
 
 import numpy
 import torch
-from independent_floats import dequantize, e2m1_numbers, e4m3_numbers, e5m2_numbers, e8m0_numbers
+from independent_floats import dequantize, e2m1_numbers, e4m3_numbers, e5m2_numbers, e8m0_numbers, modelopt
 from independent_pack import Checkpoint, scheme_of
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
@@ -196,11 +199,51 @@ def source(check):
     return different or f"{len(expected)} linears", bool(expected) and not different
 
 
+def layouts(check):
+    first, other, back = (check.scratch / f"layout-{name}" for name in ("ct", "modelopt", "ct-again"))
+    check.program("quant", "quantize", check.model("sharded-bf16"), "-o", first, "--quiet", "--scheme", "nvfp4a16",
+                  "--method", "rtn")
+    for source, out, container in [(first, other, "modelopt"), (other, back, "compressed-tensors")]:
+        check.program("quant", "quantize", source, "-o", out, "--quiet", "--format", container)
+
+    def tensors(path):
+        return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_torch(file).items()}
+
+    before, here, after = tensors(first), tensors(other), tensors(back)
+    for name, tensor in before.items():
+        if name not in after or not torch.equal(tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor,
+                                                after[name].view(torch.uint8) if tensor.element_size() == 1 else after[name]):
+            return f"{name} does not come back", False
+    dump = check.scratch / "weights.safetensors"
+    check.program("interop-dump", "weights", other, dump)
+    ours, checkpoint = load_file(dump), Checkpoint(other)
+    modules = [name.removesuffix(".weight_scale_2") for name in here if name.endswith(".weight_scale_2")]
+    for module in modules:
+        if not torch.equal(before[f"{module}.weight_packed"], here[f"{module}.weight"]):
+            return f"{module}: other codes", False
+        if not torch.equal(before[f"{module}.weight_scale"].view(torch.uint8), here[f"{module}.weight_scale"].view(torch.uint8)):
+            return f"{module}: other scales of groups", False
+        # Of bf16 weights the largest magnitude is bf16, and both forms are what it gives.
+        largest = (2688 / before[f"{module}.weight_global_scale"]).bfloat16().float()
+        if not torch.equal((largest / 2688).reshape(()), here[f"{module}.weight_scale_2"]):
+            return f"{module}: its multiplier is not that of the largest magnitude", False
+        weight = modelopt(checkpoint, module)
+        off = numpy.abs(weight - ours[f"{module}.weight"]) > numpy.abs(weight) * 2.0 ** -22
+        if off.any():
+            return f"{module}: the independent reader finds other weights", False
+    quantization = json.loads((other / "hf_quant_config.json").read_text())["quantization"]
+    if (quantization["quant_algo"], quantization["group_size"]) != ("W4A16_NVFP4", 16):
+        return f"hf_quant_config.json says {quantization}", False
+    return f"{len(modules)} linears", len(modules) > 0
+
+
 def run_all(check, only):
     if only in "numbers all tables":
         check.step("numbers all tables", tables)
     if only in "inputs floats":
         check.step("inputs floats", lambda: inputs(check))
+    if only in "layouts nvfp4 modelopt":
+        check.step("layouts nvfp4 modelopt", lambda: layouts(check))
     if only in "source native fp8":
         check.step("source native fp8", lambda: source(check))
     for name, scheme, options in CASES:

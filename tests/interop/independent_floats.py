@@ -126,3 +126,24 @@ def dequantize(checkpoint, module, scheme, form):
     if not (numpy.isfinite(scale).all() and (scale >= 0).all()):
         raise ValueError(f"{name} holds what is not a scale")
     return numbers * scale.repeat(group, axis=1)
+
+
+def modelopt(checkpoint, module):
+    """f32 [out, in] of a linear layer in ModelOpt's layout of NVFP4, whose global scale multiplies:
+
+      X.weight          U8      [out, in/2]   low nibble: even column
+      X.weight_scale    F8_E4M3 [out, in/16]
+      X.weight_scale_2  F32     []
+
+    A weight is its number times scale * scale_2, rounded to f32 first.
+    """
+    packed = stored(checkpoint, f"{module}.weight", "U8")
+    codes = numpy.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    scales = e4m3_numbers()[stored(checkpoint, f"{module}.weight_scale", "F8_E4M3")]
+    factor = stored(checkpoint, f"{module}.weight_scale_2", "F32")
+    expect(f"shape of {module}.weight_scale_2", factor.shape, ())
+    expect(f"shape of {module}.weight_scale", scales.shape, (len(codes), codes.shape[1] // 16))
+    if not numpy.isfinite(scales).all() or (scales < 0).any() or not 0 < float(factor) < 1:
+        raise ValueError(f"{module}: a scale is no number, negative, or a divisor")
+    scales = (scales * numpy.float32(factor)).astype(numpy.float32)
+    return e2m1_numbers()[codes] * numpy.repeat(scales, 16, axis=1)

@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_cpu_time, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda,
     dist, fuzz, gate_trials, gpu, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant,
-    quality, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
+    quality, quality_floats, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -51,6 +51,9 @@ enum Command {
     /// What activations of 8 bits cost on real models, with SmoothQuant and without
     #[command(name = "quality-w8a8")]
     QualityW8a8(quality::Args),
+    /// What floating-point weights cost on real models, beside integers of as many bits
+    #[command(name = "quality-floats")]
+    QualityFloats(quality::Args),
     /// Count how often the accuracy gate errs on a real model
     GateTrials(gate_trials::Args),
     /// Measure the kernels beside the limits of the machine, and write a record
@@ -95,6 +98,7 @@ fn main() -> ExitCode {
         Command::Plant(args) => plant::run(&args),
         Command::Quality(args) => quality::run(&args),
         Command::QualityQoq(args) => quality_qoq::run(&args),
+        Command::QualityFloats(args) => quality_floats::run(&args),
         Command::QualityW8a8(args) => quality_w8a8::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),

@@ -63,6 +63,8 @@ fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
             ScaleType::Bf16 => QZ1_SCALES_BF16,
             ScaleType::F32 => QZ1_SCALES_F32,
             ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
+            // No layout of these kernels has such.
+            ScaleType::E4m3 | ScaleType::E8m0 => 0,
         },
         zeros: u32::from(layout.middle().is_none()),
         middle: layout.middle().map_or(0, u32::from),

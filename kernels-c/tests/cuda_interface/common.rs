@@ -171,6 +171,8 @@ impl Matrix {
             group_scales_len: 0,
             zeros: zeros.map_or(null(), |zeros| zeros.as_ptr()),
             zeros_len: zeros.map_or(0, <[u8]>::len),
+            format: QZ1_CODES_INTEGER,
+            reserved: 0,
         }
     }
 

@@ -60,7 +60,7 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
 ) {
     let panel = layout.panel_bytes();
     let scale_bytes = match layout.scales() {
-        ScaleType::Progressive => 1,
+        ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
         ScaleType::F16 | ScaleType::Bf16 => 2,
         ScaleType::F32 => 4,
     };

@@ -10,10 +10,10 @@ use super::tile::Tile;
 use super::tiled::{self, BF16, SIGNED, Steps, Tiled, UNSIGNED};
 use super::{float_tile, tile};
 use crate::layout::ScaleType;
-use crate::simd::FloatLanes;
 use crate::simd::scalar::Scalar;
 use crate::simd::tiles::emulated::Emulated;
-use crate::{Isa, IsaToken, Layout};
+use crate::simd::{FloatLanes, codes};
+use crate::{FloatFormat, Isa, IsaToken, Layout};
 
 /// Rows of a strip of activations, where there are several.
 pub(crate) const MAX_ROWS: usize = 12;
@@ -22,7 +22,7 @@ pub(crate) const MAX_ROWS: usize = 12;
 /// memory would rest meanwhile.
 pub(crate) const ONE_STRIP: usize = 16;
 
-/// Kinds of tiles: whole numbers on a symmetric grid of 4 bits, on any other, below two levels of scales; and
+/// Kinds of tiles: whole numbers on a symmetric grid of 4 bits or of E2M1, on any other, below two levels of scales; and
 /// floats.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
@@ -37,8 +37,18 @@ type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 #[derive(Clone, Copy)]
 pub(super) struct Path {
     isa: Isa,
-    bits: usize,
+    /// As [`codes`] has them.
+    codes: usize,
     kind: usize,
+}
+
+/// What the codes of a layout are.
+fn codes_of(layout: &Layout) -> usize {
+    match layout.float_format() {
+        None => layout.code_bits(),
+        Some(FloatFormat::E2m1) => codes::E2M1,
+        Some(FloatFormat::E4m3) => codes::E4M3,
+    }
 }
 
 impl Path {
@@ -46,20 +56,24 @@ impl Path {
     pub(super) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
         let kind = match layout.middle() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
+            _ if layout.float_format().is_some() => CENTRED,
             Some(tile::CENTRE) if zero == 0 => CENTRED,
             _ => ZEROS,
         };
-        Self { isa: token.isa(), bits: layout.code_bits(), kind }
+        Self { isa: token.isa(), codes: codes_of(layout), kind }
     }
 
     /// The path of floats.
     pub(super) fn float(token: IsaToken, layout: &Layout) -> Self {
-        Self { isa: token.isa(), bits: layout.code_bits(), kind: FLOAT }
+        Self { isa: token.isa(), codes: codes_of(layout), kind: FLOAT }
     }
 
     /// What multiplies tiles, and what is done beside, where there is a tile unit.
     pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
-        match (self.bits, self.kind) {
+        match (self.codes, self.kind) {
+            (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
+            (codes::E2M1, _) => self.choose_tiled::<{ codes::E2M1 }, ZEROS, SIGNED>(),
+            (codes::E4M3, _) => self.choose_tiled::<{ codes::E4M3 }, FLOAT, BF16>(),
             (4, CENTRED | ZEROS) => self.choose_tiled::<4, ZEROS, SIGNED>(),
             (4, FLOAT) => self.choose_tiled::<4, FLOAT, BF16>(),
             (4, _) => self.choose_tiled::<4, PROGRESSIVE, SIGNED>(),
@@ -69,21 +83,23 @@ impl Path {
         }
     }
 
-    fn choose_tiled<const BITS: usize, const KIND: usize, const OF: usize>(self) -> Option<(TiledFn, Steps)> {
+    fn choose_tiled<const CODES: usize, const KIND: usize, const OF: usize>(
+        self,
+    ) -> Option<(TiledFn, Steps)> {
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => {
                 let steps = Steps {
-                    expand: x86::amx_expand::<BITS, KIND>,
-                    join: x86::amx_join::<BITS, KIND>,
+                    expand: x86::amx_expand::<CODES, KIND>,
+                    join: x86::amx_join::<CODES, KIND>,
                     finish: x86::amx_finish::<KIND>,
                 };
                 Some((x86::amx_tiled::<OF>, steps))
             }
             Isa::AmxEmulated => {
                 let steps = Steps {
-                    expand: tiled::expand::<Emulated, BITS, KIND>,
-                    join: tiled::join::<Scalar, BITS, KIND>,
+                    expand: tiled::expand::<Emulated, CODES, KIND>,
+                    join: tiled::join::<Scalar, CODES, KIND>,
                     finish: tiled::finish::<Scalar, KIND>,
                 };
                 Some((tiled::multiply::<Emulated, OF>, steps))
@@ -122,7 +138,11 @@ impl Path {
 
     /// The tile of these rows and panels.
     pub(super) fn tile(self, rows: usize, panels: usize) -> TileFn {
-        match (self.bits, self.kind) {
+        match (self.codes, self.kind) {
+            (codes::E2M1, FLOAT) => self.choose::<{ codes::E2M1 }, FLOAT>(rows, panels),
+            (codes::E2M1, _) => self.choose::<{ codes::E2M1 }, CENTRED>(rows, panels),
+            // Integers do not meet such codes.
+            (codes::E4M3, _) => self.choose::<{ codes::E4M3 }, FLOAT>(rows, panels),
             (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),
             (4, FLOAT) => self.choose::<4, FLOAT>(rows, panels),
             (4, ZEROS) => self.choose::<4, ZEROS>(rows, panels),
@@ -133,12 +153,12 @@ impl Path {
         }
     }
 
-    fn choose<const BITS: usize, const KIND: usize>(self, rows: usize, panels: usize) -> TileFn {
+    fn choose<const CODES: usize, const KIND: usize>(self, rows: usize, panels: usize) -> TileFn {
         macro_rules! tiles {
             ($tile:ident, [$($panels:literal)*], $of:tt) => { $(tiles!(@ $tile, $panels, $of);)* };
             (@ $tile:ident, $panels:literal, [$($rows:literal)*]) => {
                 match (rows, panels) {
-                    $(($rows, $panels) => return $tile::<BITS, KIND, $rows, $panels>,)*
+                    $(($rows, $panels) => return $tile::<CODES, KIND, $rows, $panels>,)*
                     _ => {}
                 }
             };
@@ -184,7 +204,7 @@ impl Path {
         }
         // Only the portable path is left: `rows` and `panels` give every other a tile of its own.
         debug_assert!(matches!(self.isa, Isa::Scalar | Isa::AmxEmulated) && rows <= 2 && panels == 1);
-        if rows == 1 { scalar::<BITS, KIND, 1, 1> } else { scalar::<BITS, KIND, 2, 1> }
+        if rows == 1 { scalar::<CODES, KIND, 1, 1> } else { scalar::<CODES, KIND, 2, 1> }
     }
 }
 
@@ -193,17 +213,17 @@ macro_rules! compiled {
         /// # Safety
         /// As [`multiply`](tile::multiply).
         $(#[target_feature(enable = $features)])?
-        pub(super) unsafe fn $name<const BITS: usize, const KIND: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
+        pub(super) unsafe fn $name<const CODES: usize, const KIND: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
             // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the rest.
             unsafe {
                 match KIND {
                     FLOAT if <$lanes as FloatLanes>::ORDERED || t.rest => {
-                        float_tile::multiply::<$lanes, BITS, true, MR, NP>(t)
+                        float_tile::multiply::<$lanes, CODES, true, MR, NP>(t)
                     }
-                    FLOAT => float_tile::multiply::<$lanes, BITS, false, MR, NP>(t),
-                    CENTRED => tile::multiply::<$lanes, BITS, true, false, MR, NP>(t),
-                    ZEROS => tile::multiply::<$lanes, BITS, false, false, MR, NP>(t),
-                    _ => tile::multiply::<$lanes, BITS, false, true, MR, NP>(t),
+                    FLOAT => float_tile::multiply::<$lanes, CODES, false, MR, NP>(t),
+                    CENTRED => tile::multiply::<$lanes, CODES, true, false, MR, NP>(t),
+                    ZEROS => tile::multiply::<$lanes, CODES, false, false, MR, NP>(t),
+                    _ => tile::multiply::<$lanes, CODES, false, true, MR, NP>(t),
                 }
             }
         }
@@ -245,14 +265,14 @@ mod x86 {
     for_amx!(
         /// # Safety
         /// As [`tiled::expand`].
-        amx_expand[BITS, KIND](weights: *const u8, count: usize, blocks: Range<usize>, to: *mut u8, to_panel: usize),
-        tiled::expand::<Amx, BITS, KIND>
+        amx_expand[CODES, KIND](weights: *const u8, count: usize, blocks: Range<usize>, to: *mut u8, to_panel: usize),
+        tiled::expand::<Amx, CODES, KIND>
     );
     for_amx!(
         /// # Safety
         /// As [`tiled::join`].
-        amx_join[BITS, KIND](panel: *const u8, tile: usize, g: usize, sums: *const u8, totals: *mut f32),
-        tiled::join::<avx512::Avx512Vnni, BITS, KIND>
+        amx_join[CODES, KIND](panel: *const u8, tile: usize, g: usize, sums: *const u8, totals: *mut f32),
+        tiled::join::<avx512::Avx512Vnni, CODES, KIND>
     );
     for_amx!(
         /// # Safety

@@ -1,7 +1,9 @@
 //! The inner loop of float activations: codes become floats in registers, exactly.
 //!
-//! What is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small whole numbers,
+//! Of integers what is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small whole numbers,
 //! exact in bf16 and `f32`. A group's own zero then costs `(z − c) Σ x`, and the scale one multiply-add.
+//!
+//! Of floating-point codes it is their value, which is exact in both, too.
 //!
 //! A group's products are added in order, those of pairs of bf16 in blocks of 256 features that are added in order: a
 //! row's bits are the same alone and among others. Of one or two rows such sums are too few in flight where a product
@@ -11,7 +13,7 @@
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
-use crate::simd::FloatLanes;
+use crate::simd::{FloatLanes, codes};
 
 use super::ahead::{Ahead, next_parameters};
 use super::tile::{Tile, finish, scales_of};
@@ -26,7 +28,7 @@ const BLOCK: usize = 256 / STEP;
 #[inline(always)]
 pub(crate) unsafe fn multiply<
     L: FloatLanes,
-    const BITS: usize,
+    const CODES: usize,
     const REST: bool,
     const MR: usize,
     const NP: usize,
@@ -37,28 +39,28 @@ pub(crate) unsafe fn multiply<
     let (groups, steps) = (layout.groups(), layout.steps());
     // SAFETY: all reads are within what the caller vouches for, as in the tile of whole numbers.
     unsafe {
-        let table = L::centre(centre::<BITS>(layout));
+        let table = table_of::<L, CODES>(layout);
         let mut totals = [[L::zero(); NP]; MR];
         let mut g = 0;
         if L::ORDERED || steps <= BLOCK {
             if !L::ORDERED && REST && MR <= 2 {
                 while g + 2 <= groups {
-                    let both = add_steps::<L, BITS, REST, MR, NP, 2>(
+                    let both = add_steps::<L, CODES, REST, MR, NP, 2>(
                         t,
-                        L::centre(centre::<BITS>(layout)),
+                        table_of::<L, CODES>(layout),
                         g * steps,
                         steps,
                     );
                     // Through memory once, or the compiler keeps them there in the inner loop.
                     let [first, second] = core::hint::black_box(both);
-                    join::<L, BITS, MR, NP>(t, first, g, &mut totals);
-                    join::<L, BITS, MR, NP>(t, second, g + 1, &mut totals);
+                    join::<L, CODES, MR, NP>(t, first, g, &mut totals);
+                    join::<L, CODES, MR, NP>(t, second, g + 1, &mut totals);
                     g += 2;
                 }
             }
             while g < groups {
-                let [sums] = add_steps::<L, BITS, REST, MR, NP, 1>(t, table, g * steps, steps);
-                join::<L, BITS, MR, NP>(t, sums, g, &mut totals);
+                let [sums] = add_steps::<L, CODES, REST, MR, NP, 1>(t, table, g * steps, steps);
+                join::<L, CODES, MR, NP>(t, sums, g, &mut totals);
                 g += 1;
             }
         }
@@ -67,9 +69,9 @@ pub(crate) unsafe fn multiply<
             let (mut sums, mut at) = ([[L::zero(); NP]; MR], 0);
             if !L::ORDERED && REST && MR <= 2 {
                 while at + 2 * BLOCK <= steps {
-                    let both = add_steps::<L, BITS, REST, MR, NP, 2>(
+                    let both = add_steps::<L, CODES, REST, MR, NP, 2>(
                         t,
-                        L::centre(centre::<BITS>(layout)),
+                        table_of::<L, CODES>(layout),
                         g * steps + at,
                         BLOCK,
                     );
@@ -81,11 +83,11 @@ pub(crate) unsafe fn multiply<
             }
             while at < steps {
                 let count = BLOCK.min(steps - at);
-                let [block] = add_steps::<L, BITS, REST, MR, NP, 1>(t, table, g * steps + at, count);
+                let [block] = add_steps::<L, CODES, REST, MR, NP, 1>(t, table, g * steps + at, count);
                 plus::<L, MR, NP>(&mut sums, block);
                 at += count;
             }
-            join::<L, BITS, MR, NP>(t, sums, g, &mut totals);
+            join::<L, CODES, MR, NP>(t, sums, g, &mut totals);
             g += 1;
         }
         debug_assert!(t.zero == 0 && t.scales.is_null() || layout.scales() == ScaleType::Progressive);
@@ -93,9 +95,24 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// What is taken off every code.
-fn centre<const BITS: usize>(layout: &Layout) -> i32 {
-    layout.middle().map_or(1 << (BITS - 1), i32::from)
+/// What turns codes into floats.
+///
+/// # Safety
+/// The processor must have `L`'s instructions.
+#[inline(always)]
+unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Table {
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        match CODES {
+            codes::E2M1 | codes::E4M3 => L::values::<CODES>(),
+            _ => L::centre(centre::<CODES>(layout)),
+        }
+    }
+}
+
+/// What is taken off every code that is an integer.
+fn centre<const CODES: usize>(layout: &Layout) -> i32 {
+    layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from)
 }
 
 /// `sums += block`.
@@ -123,7 +140,7 @@ unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
 #[inline(always)]
 unsafe fn add_steps<
     L: FloatLanes,
-    const BITS: usize,
+    const CODES: usize,
     const REST: bool,
     const MR: usize,
     const NP: usize,
@@ -135,7 +152,7 @@ unsafe fn add_steps<
     count: usize,
 ) -> [[[L::F; NP]; MR]; NG] {
     let panel = t.layout.panel_bytes();
-    let step_bytes = PANEL_ROWS * STEP * BITS / 8;
+    let step_bytes = PANEL_ROWS * STEP * codes::bits(CODES) / 8;
     // Of two side by side what is asked for comes after both.
     let waits = MR <= 4;
     let ahead = Ahead::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
@@ -147,12 +164,12 @@ unsafe fn add_steps<
         let mut sums = [[[L::zero(); NP]; MR]; NG];
         for _ in 0..count {
             // One by one and not in a loop: all sums stay in registers.
-            add_step::<L, BITS, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead_of(at));
+            add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead_of(at));
             if NG > 1 {
                 let behind =
                     (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * FLOAT_STEP));
                 let ahead = ahead_of(behind.0);
-                add_step::<L, BITS, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
+                add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
             }
             // After the last step these point behind what is there, and are not followed.
             at = at.wrapping_add(step_bytes);
@@ -167,7 +184,7 @@ unsafe fn add_steps<
 /// # Safety
 /// As [`multiply`]; the group must be there.
 #[inline(always)]
-unsafe fn join<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usize>(
+unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
     mut sums: [[L::F; NP]; MR],
     g: usize,
@@ -184,10 +201,10 @@ unsafe fn join<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usiz
         let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
         for p in 0..NP {
             if layout.middle().is_none() {
-                let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
-                let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+                let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * codes::bits(CODES) / 8);
+                let zeros = if codes::bits(CODES) == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
                 // Minus the zero, counted from the centre.
-                let zeros = L::to_f32(L::sub(L::splat(centre::<BITS>(layout)), zeros));
+                let zeros = L::to_f32(L::sub(L::splat(centre::<CODES>(layout)), zeros));
                 for m in 0..MR {
                     let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
                     sums[m][p] = L::fma(zeros, L::splat_f32(sum), sums[m][p]);
@@ -207,7 +224,7 @@ unsafe fn join<L: FloatLanes, const BITS: usize, const MR: usize, const NP: usiz
 /// # Safety
 /// As [`multiply`]; `at` must be a step of `NP` panels that are `panel` bytes apart, `x` that of `MR` rows.
 #[inline(always)]
-unsafe fn add_step<L: FloatLanes, const BITS: usize, const REST: bool, const MR: usize, const NP: usize>(
+unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR: usize, const NP: usize>(
     sums: &mut [[L::F; NP]; MR],
     (at, x): (*const u8, *const u8),
     table: L::Table,
@@ -219,15 +236,15 @@ unsafe fn add_step<L: FloatLanes, const BITS: usize, const REST: bool, const MR:
         if ahead > 0 {
             for p in 0..NP {
                 L::prefetch(at.wrapping_add(p * panel + ahead));
-                if BITS == 8 {
+                if codes::bits(CODES) == 8 {
                     L::prefetch(at.wrapping_add(p * panel + ahead + 64));
                 }
             }
         }
         for part in 0..L::PARTS {
-            let mut w = [L::weights::<BITS>(at, part, table); NP];
+            let mut w = [L::weights::<CODES>(at, part, table); NP];
             for p in 1..NP {
-                w[p] = L::weights::<BITS>(at.add(p * panel), part, table);
+                w[p] = L::weights::<CODES>(at.add(p * panel), part, table);
             }
             for m in 0..MR {
                 let row = x.add(m * FLOAT_STEP);

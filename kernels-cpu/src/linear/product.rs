@@ -12,7 +12,7 @@ use crate::activation::tiles::Tiling;
 use crate::activation::{RowLayout, strip, strips};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::parallel::Disjoint;
-use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel};
+use crate::{FloatFormat, FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel};
 
 /// Bytes of activations that stay in the L2 cache while panels pass.
 const BLOCK: usize = 1024 << 10;
@@ -44,6 +44,9 @@ pub fn multiply_each(
     products: &mut [Product<'_>],
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
+    if products.iter().any(|p| p.weight.layout.float_format() == Some(FloatFormat::E4m3)) {
+        return Err(KernelError::Scheme("a product of integers with FP8 (E4M3) weights"));
+    }
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
         return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
     }

@@ -7,7 +7,7 @@
 
 use super::ahead::{self, Ahead, next_parameters};
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
-use crate::simd::Lanes;
+use crate::simd::{Lanes, codes};
 
 /// What a tile multiplies, and where it writes.
 pub(crate) struct Tile<'a> {
@@ -48,7 +48,7 @@ pub(super) const CENTRE: u8 = 8;
 #[inline(always)]
 pub(crate) unsafe fn multiply<
     L: Lanes,
-    const BITS: usize,
+    const CODES: usize,
     const CENTRED: bool,
     const PROGRESSIVE: bool,
     const MR: usize,
@@ -58,11 +58,12 @@ pub(crate) unsafe fn multiply<
 ) {
     let layout = t.layout;
     let (groups, steps, panel) = (layout.groups(), layout.steps(), layout.panel_bytes());
-    let step_bytes = PANEL_ROWS * STEP * BITS / 8;
+    let bits = const { codes::bits(CODES) };
+    let step_bytes = PANEL_ROWS * STEP * bits / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
-    let ahead = Ahead::new(layout, NP, ahead::distance(MR, BITS));
+    let ahead = Ahead::new(layout, NP, ahead::distance(MR, bits));
     // What is missing of every code is part of its zero.
-    let offset = if BITS == 4 { 0 } else { L::OFFSET };
+    let offset = if bits == 4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
     // counts, and the offsets are those of the layout.
     unsafe {
@@ -81,26 +82,30 @@ pub(crate) unsafe fn multiply<
             let eights = t.eights.add(g * t.strip);
             // From zero, for registers that start from anything else start late: what zeros take off comes after.
             let mut acc = [[L::splat(0); NP]; MR];
-            let done = L::rows::<BITS, MR, NP>(&mut acc, at, panel, a, t.strip, steps);
+            let done = L::rows::<CODES, MR, NP>(&mut acc, at, panel, a, t.strip, steps);
             at = at.wrapping_add(done * step_bytes);
             a = a.wrapping_add(done * t.strip * STEP);
             for _ in done..steps {
                 let ahead = ahead.of(at.addr() - t.weights.addr());
-                let mut codes = [L::codes4(at); NP];
+                let mut step = [L::codes4(at); NP];
                 for p in 0..NP {
                     let from = at.add(p * panel);
-                    codes[p] = if BITS == 4 { L::codes4(from) } else { L::codes8(from) };
+                    step[p] = match CODES {
+                        4 => L::codes4(from),
+                        codes::E2M1 => L::codes_e2m1(from),
+                        _ => L::codes8(from),
+                    };
                     L::prefetch(from.wrapping_add(ahead));
-                    if BITS == 8 {
+                    if bits == 8 {
                         L::prefetch(from.wrapping_add(ahead + 64));
                     }
                 }
                 for m in 0..MR {
                     let x = L::activations(a.add(m * STEP));
                     for p in 0..NP {
-                        acc[m][p] = match BITS {
-                            4 => L::dot4(acc[m][p], codes[p], x),
-                            _ => L::dot8(acc[m][p], codes[p], x),
+                        acc[m][p] = match bits {
+                            4 => L::dot4(acc[m][p], step[p], x),
+                            _ => L::dot8(acc[m][p], step[p], x),
                         };
                     }
                 }
@@ -114,7 +119,11 @@ pub(crate) unsafe fn multiply<
             let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
             if CENTRED {
                 for m in 0..MR {
-                    let eight = L::splat(*eights.add(m));
+                    let mut eight = L::splat(*eights.add(m));
+                    if CODES == codes::E2M1 {
+                        // Twice the values, less what makes them unsigned.
+                        eight = L::add(eight, eight);
+                    }
                     for p in 0..NP {
                         let sum = L::to_f32(L::add(acc[m][p], eight));
                         totals[m][p] = L::fma(sum, scales[p], totals[m][p]);
@@ -127,8 +136,8 @@ pub(crate) unsafe fn multiply<
                 zeros[p] = match layout.middle() {
                     Some(middle) => L::splat(i32::from(middle) - offset),
                     None => {
-                        let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * BITS / 8);
-                        let zeros = if BITS == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+                        let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * bits / 8);
+                        let zeros = if bits == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
                         if offset == 0 { zeros } else { L::sub(zeros, L::splat(offset)) }
                     }
                 };
@@ -160,7 +169,7 @@ pub(crate) unsafe fn multiply<
 }
 
 /// The scales of a group, of panels that are so many bytes apart; of progressive weights the bits of whole
-/// numbers.
+/// numbers, of E4M3 scales `2⁻⁸` times each.
 ///
 /// # Safety
 /// As [`multiply`]; `first` must be a multiple of sixteen, and that group one of the panels'.
@@ -195,12 +204,22 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
                     out[p] = L::as_f32(L::load_u8(scales.add(p * panel + first)));
                 }
             }
+            ScaleType::E4m3 => {
+                for p in 0..NP {
+                    out[p] = L::load_e4m3(scales.add(p * panel + first));
+                }
+            }
+            ScaleType::E8m0 => {
+                for p in 0..NP {
+                    out[p] = L::load_e8m0(scales.add(p * panel + first));
+                }
+            }
         }
         out
     }
 }
 
-/// Multiplies totals with the scales of rows, those of progressive weights and of activations, adds the
+/// Multiplies totals with the scales of rows, those of progressive or E4M3 scales and of activations, adds the
 /// bias, and writes.
 ///
 /// # Safety
@@ -212,7 +231,7 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
 ) {
     // SAFETY: columns are those that the caller says may be written, and the bias has as many.
     unsafe {
-        if t.layout.scales() == ScaleType::Progressive {
+        if let ScaleType::Progressive | ScaleType::E4m3 = t.layout.scales() {
             let (panel, channels_at) = (t.layout.panel_bytes(), t.layout.channels_at());
             for p in 0..NP {
                 let channels = L::load_f32(t.weights.add(p * panel + channels_at));
@@ -230,7 +249,13 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
             }
         }
         for m in 0..MR {
-            let scale = L::splat_f32(if t.scales.is_null() { 1.0 } else { *t.scales.add(m) });
+            let scale = match (t.scales.is_null(), t.layout.float_format()) {
+                (true, _) => 1.0,
+                // Integers are twice the values.
+                (false, Some(_)) => 0.5 * *t.scales.add(m),
+                (false, None) => *t.scales.add(m),
+            };
+            let scale = L::splat_f32(scale);
             for p in 0..NP {
                 totals[m][p] = if t.bias.is_null() {
                     L::mul_f32(totals[m][p], scale)

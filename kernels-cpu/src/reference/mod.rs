@@ -12,7 +12,8 @@ pub(crate) use self::activation::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
 pub use self::activation::{rms_norm, silu, silu_mul};
 pub use self::hadamard::hadamard;
 
-use crate::{Int8Rows, Scales, WeightView};
+use crate::layout::factor;
+use crate::{FloatFormat, Int8Rows, Scales, WeightView};
 
 /// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, one rounding each; of
 /// progressive weights `((code − zero) · group) · channel`, one rounding each too, the integer exact; of a
@@ -40,6 +41,9 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
                 Scales::Progressive { groups: whole, channels } => {
                     (i32::from(whole[r * groups + g]), channels[r])
                 }
+                Scales::E4m3 { groups: codes, global } => {
+                    (1, FloatFormat::E4m3.value(codes[r * groups + g]) / global)
+                }
             };
             let span = r * k + g * weight.group_size()..r * k + (g + 1) * weight.group_size();
             for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
@@ -59,10 +63,14 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
 /// float and joined by a fused multiply-add in order of groups; of progressive weights
 /// `y = s_x · (s_row · Σ_g s_g I_g) + b` with the sum over groups exact as well.
 ///
+/// Of E2M1 codes `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` stands for `s_x`. Where their scales are E4M3
+/// below a global one `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
+///
 /// # Panics
-/// When the rows are of another width, or codes are not integers.
+/// When the rows are of another width, or codes are of a floating-point format other than E2M1.
 pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) -> Vec<f32> {
-    assert!(weight.float_format().is_none(), "codes are not integers");
+    assert!(!matches!(weight.float_format(), Some(FloatFormat::E4m3)), "codes are not integers");
+    let e2m1 = weight.float_format().is_some();
     let (n, size, groups) = (weight.n(), weight.group_size(), weight.groups());
     let mut out = Vec::with_capacity(x.m() * n);
     for m in 0..x.m() {
@@ -74,7 +82,11 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
                 let zero = i32::from(weight.zero(o, g));
                 let group = g * size..(g + 1) * size;
                 let terms = codes[group.clone()].iter().zip(&a[group]);
-                terms.map(|(&q, &a)| (i32::from(q) - zero) * (i32::from(a) - x.zero())).sum()
+                let weight = |q: u8| match e2m1 {
+                    true => (2.0 * FloatFormat::E2m1.value(q)) as i32,
+                    false => i32::from(q) - zero,
+                };
+                terms.map(|(&q, &a)| weight(q) * (i32::from(a) - x.zero())).sum()
             };
             let total = match weight.scales(o..o + 1) {
                 Scales::Float(scales) => {
@@ -84,10 +96,17 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
                     let total: i32 = (0..groups).map(|g| sum(g) * i32::from(whole[g])).sum();
                     total as f32 * channels[0]
                 }
+                Scales::E4m3 { groups: scales, global } => {
+                    let scale = |g: usize| FloatFormat::E4m3.value(scales[g]) / 256.0;
+                    let total =
+                        (0..groups).fold(0.0_f32, |total, g| (sum(g) as f32).mul_add(scale(g), total));
+                    total * factor(global)
+                }
             };
+            let scale = if e2m1 { x.scales()[m] * 0.5 } else { x.scales()[m] };
             out.push(match bias {
-                Some(bias) => total.mul_add(x.scales()[m], bias[o]),
-                None => total * x.scales()[m],
+                Some(bias) => total.mul_add(scale, bias[o]),
+                None => total * scale,
             });
         }
     }
@@ -96,16 +115,15 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
 
 /// A linear layer on floats in `f64`, `[m, n]` row-major, and beside each value the sum of magnitudes that its
 /// bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
-/// [`PackedView::multiply_float`](crate::PackedView::multiply_float).
+/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). Of floating-point codes it is `Σ |ŵ| |x|`.
 ///
 /// `x` is `[m, k]`.
 ///
 /// # Panics
-/// When `x` is not whole rows, or codes are not integers.
+/// When `x` is not whole rows.
 pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
     let (n, k, size, groups) = (weight.n(), weight.k(), weight.group_size(), weight.groups());
     assert!(k > 0 && x.len().is_multiple_of(k), "not whole rows");
-    assert!(weight.float_format().is_none(), "codes are not integers");
     // The middle of the codes as they are stored, of 4 bits or 8.
     let stored = if weight.bits() <= 4 { 4 } else { 8 };
     let centre = if weight.has_zeros() { 1 << (stored - 1) } else { i32::from(weight.zero(0, 0)) };
@@ -121,8 +139,17 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
                     Scales::Progressive { groups: whole, channels } => {
                         f64::from(whole[g]) * f64::from(channels[0])
                     }
+                    Scales::E4m3 { groups: scales, global } => {
+                        f64::from(FloatFormat::E4m3.value(scales[g])) / f64::from(global)
+                    }
                 };
                 for i in g * size..(g + 1) * size {
+                    if let Some(format) = weight.float_format() {
+                        let term = scale * f64::from(format.value(codes[i])) * f64::from(row[i]);
+                        value += term;
+                        magnitude += term.abs();
+                        continue;
+                    }
                     let (q, x) = (i32::from(codes[i]), f64::from(row[i]));
                     value += scale * f64::from(q - zero) * x;
                     magnitude += (scale * f64::from((q - centre).abs() + (centre - zero).abs()) * x).abs();

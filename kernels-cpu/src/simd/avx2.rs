@@ -1,13 +1,14 @@
 //! Lanes in two registers of 256 bits, multiplied by `vpmaddubsw`, or by `vpdpbusd` where the processor
 //! has it on such registers (AVX-VNNI).
 //!
-//! `vpmaddubsw` adds two products into 16 bits and saturates. Of codes of 4 bits a sum of two is at most
-//! `2 · 15 · 128 = 3840`, so two of them fit. Codes of 8 bits would not, and are multiplied by halves: what
+//! `vpmaddubsw` adds two products into 16 bits and saturates. Of codes below 32 a sum of two is at most
+//! `2 · 31 · 128 = 7936`, so two of them fit. Codes of 8 bits would not, and are multiplied by halves: what
 //! the high ones give counts sixteenfold when it is widened.
 
 use core::arch::x86_64::*;
 
-use super::{FloatLanes, Lanes};
+use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes};
+use crate::FloatFormat;
 
 /// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -34,7 +35,7 @@ unsafe fn load(at: *const u8) -> [__m256i; 2] {
     unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
 }
 
-/// `sum + Σ codes · a` over four, codes at most 15.
+/// `sum + Σ codes · a` over four, codes below 32.
 #[inline(always)]
 unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
     // SAFETY: the caller has AVX2.
@@ -181,6 +182,60 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn load_e8m0(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let smallest = _mm256_set1_epi32(1 << 22);
+                    Self::load_u8(at).map(|codes| {
+                        // The smallest is subnormal.
+                        _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32::<23>(codes), smallest))
+                    })
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let words = _mm256_slli_epi16::<7>(_mm256_cvtepu8_epi16(_mm_loadu_si128(at.cast())));
+                    [_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words)]
+                        .map(|halves| _mm256_cvtph_ps(halves))
+                }
+            }
+            #[inline(always)]
+            unsafe fn e2m1_table() -> Self::I {
+                let values = FloatFormat::e2m1_values();
+                // SAFETY: as above; sixteen floats.
+                unsafe { load(values.as_ptr().cast()) }
+            }
+            #[inline(always)]
+            unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let (values, sign) = (_mm256_castsi256_ps(table[0]), _mm256_set1_ps(-0.0));
+                    codes.map(|codes| {
+                        // Three bits are looked at; the fourth is the sign.
+                        let magnitude = _mm256_permutevar8x32_ps(values, codes);
+                        let signs = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
+                        _mm256_or_ps(magnitude, _mm256_and_ps(signs, sign))
+                    })
+                }
+            }
+            #[inline(always)]
+            unsafe fn e4m3(codes: Self::I) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let (mask, bias) = (_mm256_set1_epi32(E4M3_BITS), _mm256_set1_epi32(E4M3_BIAS));
+                    let [two, smallest] = [2.0, -E4M3_SMALLEST_NORMAL].map(|v| _mm256_set1_ps(v));
+                    codes.map(|codes| {
+                        let bits = _mm256_and_si256(_mm256_slli_epi32::<20>(codes), mask);
+                        let normal = _mm256_castsi256_ps(_mm256_add_epi32(bits, bias));
+                        let value = _mm256_min_ps(normal, _mm256_fmadd_ps(normal, two, smallest));
+                        let signs = _mm256_castsi256_ps(_mm256_slli_epi32::<24>(codes));
+                        _mm256_or_ps(value, _mm256_and_ps(signs, _mm256_set1_ps(-0.0)))
+                    })
+                }
+            }
+            #[inline(always)]
             unsafe fn store_f32(at: *mut f32, a: Self::F) {
                 // SAFETY: as above.
                 unsafe {
@@ -197,6 +252,14 @@ macro_rules! lanes {
                         both.map(|b| _mm256_and_si256(b, low)),
                         both.map(|b| _mm256_and_si256(_mm256_srli_epi16::<4>(b), low)),
                     ]
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
+                // SAFETY: as above; the table is 16 bytes.
+                unsafe {
+                    let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
+                    Self::codes4(at).map(|half| half.map(|codes| _mm256_shuffle_epi8(table, codes)))
                 }
             }
             #[inline(always)]

@@ -3,7 +3,8 @@
 
 use core::arch::x86_64::*;
 
-use super::{FloatLanes, Lanes, ValueLanes};
+use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, ValueLanes, codes};
+use crate::FloatFormat;
 
 /// AVX-512 F, BW, VL and VNNI.
 #[derive(Clone, Copy)]
@@ -115,6 +116,49 @@ macro_rules! lanes {
                 unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
             }
             #[inline(always)]
+            unsafe fn load_e8m0(at: *const u8) -> __m512 {
+                // SAFETY: the caller vouches for 16 bytes.
+                unsafe {
+                    let exponents = _mm512_slli_epi32::<23>(Self::load_u8(at));
+                    // The smallest is subnormal.
+                    _mm512_castsi512_ps(_mm512_max_epu32(exponents, _mm512_set1_epi32(1 << 22)))
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3(at: *const u8) -> __m512 {
+                // SAFETY: the caller vouches for 16 bytes.
+                unsafe {
+                    let words = _mm256_cvtepu8_epi16(_mm_loadu_si128(at.cast()));
+                    _mm512_cvtph_ps(_mm256_slli_epi16::<7>(words))
+                }
+            }
+            #[inline(always)]
+            unsafe fn e2m1_table() -> __m512i {
+                let values = FloatFormat::e2m1_values();
+                // SAFETY: sixteen floats; see `splat`.
+                unsafe { _mm512_loadu_si512(values.as_ptr().cast()) }
+            }
+            #[inline(always)]
+            unsafe fn e2m1(codes: __m512i, table: __m512i) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_permutexvar_ps(codes, _mm512_castsi512_ps(table)) }
+            }
+            #[inline(always)]
+            unsafe fn e4m3(codes: __m512i) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe {
+                    let bits = _mm512_and_si512(_mm512_slli_epi32::<20>(codes), _mm512_set1_epi32(E4M3_BITS));
+                    let normal = _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(E4M3_BIAS)));
+                    let [two, smallest] = [2.0, -E4M3_SMALLEST_NORMAL].map(|v| _mm512_set1_ps(v));
+                    let value = _mm512_min_ps(normal, _mm512_fmadd_ps(normal, two, smallest));
+                    let sign = _mm512_slli_epi32::<24>(codes);
+                    // Where the mask is set, the sign's bit; the value's elsewhere.
+                    let mask = _mm512_set1_epi32(i32::MIN);
+                    let signed = _mm512_ternarylogic_epi32::<0xd8>(_mm512_castps_si512(value), sign, mask);
+                    _mm512_castsi512_ps(signed)
+                }
+            }
+            #[inline(always)]
             unsafe fn store_f32(at: *mut f32, a: __m512) {
                 // SAFETY: the caller vouches for 16 values.
                 unsafe { _mm512_storeu_ps(at, a) }
@@ -125,6 +169,14 @@ macro_rules! lanes {
                 unsafe {
                     let (both, low) = (_mm512_loadu_si512(at.cast()), _mm512_set1_epi8(0x0f));
                     [_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16::<4>(both), low)]
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes_e2m1(at: *const u8) -> [__m512i; 2] {
+                // SAFETY: the caller vouches for 64 bytes; the table is 16 of them.
+                unsafe {
+                    let table = _mm512_broadcast_i32x4(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
+                    Self::codes4(at).map(|codes| _mm512_shuffle_epi8(table, codes))
                 }
             }
             #[inline(always)]
@@ -188,7 +240,7 @@ super::one_by_one!(Avx512Vnni, wide: true);
 impl FloatLanes for Avx512Bf16 {
     const PARTS: usize = 4;
     const ORDERED: bool = false;
-    /// For 4 bits the 16 floats, twice; for 8 the centre.
+    /// For 4 bits the 16 floats, twice; for 8 the centre. Of E4M3 the eight values without an exponent.
     type Table = (__m512i, __m512i);
     type W = __m512bh;
 
@@ -203,10 +255,33 @@ impl FloatLanes for Avx512Bf16 {
         unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_set1_epi32(centre)) }
     }
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, table: Self::Table) -> __m512bh {
+    unsafe fn values<const CODES: usize>() -> Self::Table {
+        let format = if CODES == codes::E2M1 { FloatFormat::E2m1 } else { FloatFormat::E4m3 };
+        let mut words = [0_u16; 32];
+        for (i, word) in words.iter_mut().enumerate() {
+            // All values are exact in bf16.
+            *word = format.value(i as u8 % 16).to_bits().wrapping_shr(16) as u16;
+        }
+        // SAFETY: as many words as the register has; the caller has the instruction set.
+        unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_setzero_si512()) }
+    }
+    #[inline(always)]
+    unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> __m512bh {
         // SAFETY: the caller vouches for the step, and has the instruction set.
         unsafe {
-            if BITS == 4 {
+            if CODES == codes::E4M3 {
+                let words = _mm512_loadu_si512(at.add(64 * (part % 2)).cast());
+                // Words of two features each: the low byte of the one, then of the other.
+                let words = if part < 2 { words } else { _mm512_srli_epi16::<8>(words) };
+                let bits = _mm512_and_si512(_mm512_slli_epi16::<4>(words), _mm512_set1_epi16(0x07f0));
+                let value = _mm512_add_epi16(bits, _mm512_set1_epi16(120 << 7));
+                let subnormal = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(0x0080));
+                // Five bits are looked at, of which three may be set where there is no exponent.
+                let value = _mm512_mask_permutexvar_epi16(value, subnormal, words, table.0);
+                let (sign, mask) = (_mm512_slli_epi16::<8>(words), _mm512_set1_epi16(i16::MIN));
+                return bf16(_mm512_ternarylogic_epi32::<0xd8>(value, sign, mask));
+            }
+            if codes::bits(CODES) == 4 {
                 let words = _mm512_loadu_si512(at.cast());
                 let codes = match part {
                     0 => words,

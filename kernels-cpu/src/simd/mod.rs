@@ -18,6 +18,44 @@ pub(crate) mod neon;
 pub(crate) mod scalar;
 pub(crate) mod tiles;
 
+use crate::FloatFormat;
+
+/// What a code of a step is, as a const parameter: integers of 4 or 8 bits are their width.
+pub(crate) mod codes {
+    /// E2M1: 4 bits.
+    pub(crate) const E2M1: usize = 0x104;
+    /// E4M3: 8 bits.
+    pub(crate) const E4M3: usize = 0x108;
+
+    /// Bits that a code takes.
+    pub(crate) const fn bits(codes: usize) -> usize {
+        codes & 0xff
+    }
+}
+
+/// Twice the value of an E2M1 code, plus [`E2M1_OFFSET`]: what integer products take, below 32.
+pub(crate) const E2M1_DOUBLED: [u8; 16] = {
+    let mut doubled = [0; 16];
+    let mut code = 0;
+    while code < 16 {
+        let twice = 2.0 * FloatFormat::e2m1_values()[code];
+        doubled[code] = (twice as i32 + E2M1_OFFSET) as u8;
+        code += 1;
+    }
+    doubled
+};
+
+/// What [`Lanes::codes_e2m1`] adds to twice a value, so that there is no sign.
+pub(crate) const E2M1_OFFSET: i32 = 16;
+
+/// The exponent and mantissa of an E4M3 code where an `f32` has them.
+pub(crate) const E4M3_BITS: i32 = 0x7f << 20;
+/// What is missing of its exponent: `h = bits + bias` is the value of a normal code. Of a code without an exponent it
+/// is `2⁻⁷ (1 + m / 8)` in place of `m · 2⁻⁹ = 2h − 2⁻⁶`, which is less for these codes and no other: the smaller of the
+/// two is the value.
+pub(crate) const E4M3_BIAS: i32 = 120 << 23;
+pub(crate) const E4M3_SMALLEST_NORMAL: f32 = 0.015_625;
+
 /// Sixteen lanes of 32 bits, one a row.
 ///
 /// # Safety
@@ -71,16 +109,28 @@ pub(crate) trait Lanes: Copy {
     unsafe fn load_f32(at: *const u8) -> Self::F;
     unsafe fn load_bf16(at: *const u8) -> Self::F;
     unsafe fn load_f16(at: *const u8) -> Self::F;
+    /// Reads sixteen powers of two, E8M0.
+    unsafe fn load_e8m0(at: *const u8) -> Self::F;
+    /// Reads sixteen E4M3 numbers without a sign, each times `2⁻⁸`: as halves they are the same bits, moved.
+    unsafe fn load_e4m3(at: *const u8) -> Self::F;
+    /// What [`e2m1`](Self::e2m1) looks values up in.
+    unsafe fn e2m1_table() -> Self::I;
+    /// The values of E2M1 codes.
+    unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F;
+    /// The values of E4M3 codes, NaN apart; exact under any treatment of subnormal operands.
+    unsafe fn e4m3(codes: Self::I) -> Self::F;
     /// Writes sixteen `f32`.
     unsafe fn store_f32(at: *mut f32, a: Self::F);
 
     /// Reads the 64 bytes of a step of codes of 4 bits: features 0 to 3, and 4 to 7.
     unsafe fn codes4(at: *const u8) -> [Self::B; 2];
+    /// The same of E2M1 codes, each replaced by twice its value plus [`E2M1_OFFSET`].
+    unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2];
     /// Reads the 128 bytes of a step of codes of 8 bits, less [`OFFSET`](Self::OFFSET).
     unsafe fn codes8(at: *const u8) -> [Self::B; 2];
     /// Reads the eight activations of a step.
     unsafe fn activations(at: *const i8) -> [Self::A; 2];
-    /// Adds the eight products of a step to every row's sum; codes are at most 15.
+    /// Adds the eight products of a step to every row's sum; codes are below 32.
     unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
     /// The same for what `codes8` read.
     unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
@@ -88,7 +138,7 @@ pub(crate) trait Lanes: Copy {
     /// takes the others row by row. `at` is where the codes of the first of panels begin that are `panel` bytes
     /// apart, `a` that of activations of `MR` rows, steps `strip` rows apart.
     #[inline(always)]
-    unsafe fn rows<const BITS: usize, const MR: usize, const NP: usize>(
+    unsafe fn rows<const CODES: usize, const MR: usize, const NP: usize>(
         _sums: &mut [[Self::I; NP]; MR],
         _at: *const u8,
         _panel: usize,
@@ -123,8 +173,10 @@ pub(crate) trait FloatLanes: Lanes {
 
     /// The table of `code − centre`.
     unsafe fn centre(centre: i32) -> Self::Table;
+    /// The table of the values of floating-point codes.
+    unsafe fn values<const CODES: usize>() -> Self::Table;
     /// The weights of a part of the step that begins at `at`.
-    unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W;
+    unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W;
     /// Adds the products of a part; `x` is where a row's step begins, 32 bytes. Without `REST` what rounding to
     /// bf16 leaves over is known to be zero, where there is such a thing.
     unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
@@ -164,9 +216,20 @@ macro_rules! one_by_one {
                 unsafe { Self::splat(centre) }
             }
             #[inline(always)]
-            unsafe fn weights<const BITS: usize>(at: *const u8, part: usize, centre: Self::Table) -> Self::W {
+            unsafe fn values<const CODES: usize>() -> Self::Table {
+                // SAFETY: the caller has the instruction set.
+                unsafe { if CODES == $crate::simd::codes::E2M1 { Self::e2m1_table() } else { Self::splat(0) } }
+            }
+            #[inline(always)]
+            unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W {
                 // SAFETY: the caller vouches for the step.
-                unsafe { Self::to_f32(Self::sub(Self::code::<BITS>(at, part), centre)) }
+                unsafe {
+                    match CODES {
+                        $crate::simd::codes::E2M1 => Self::e2m1(Self::code::<4>(at, part), table),
+                        $crate::simd::codes::E4M3 => Self::e4m3(Self::code::<8>(at, part)),
+                        _ => Self::to_f32(Self::sub(Self::code::<CODES>(at, part), table)),
+                    }
+                }
             }
             #[inline(always)]
             unsafe fn dot_float<const REST: bool>(

@@ -4,7 +4,7 @@
 //! The first two know only numbers with a sign. Codes of 4 bits are such already; codes of 8 bits become them
 //! by a flipped top bit, which takes [`Lanes::OFFSET`] off each, and the tile adds it again by the sums of
 //! activations. Products of 8 bits are at most `128 · 128 = 2¹⁴`: one fits 16 bits, a sum of two may not, and is
-//! made in 32. With codes of 4 bits a sum of four is at most `4 · 15 · 128 = 7680`.
+//! made in 32. With codes below 32 a sum of four is at most `4 · 31 · 128 = 15872`.
 //!
 //! The instructions of dotprod and i8mm, and the conversion of halves, are written as assembly: their
 //! intrinsics are not stable in the oldest compiler that we support.
@@ -12,7 +12,9 @@
 use core::arch::aarch64::*;
 use core::arch::asm;
 
-use super::{FloatLanes, Lanes};
+use super::{
+    E2M1_DOUBLED, E2M1_OFFSET, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes,
+};
 
 /// Advanced SIMD, which every AArch64 with an operating system has.
 #[derive(Clone, Copy)]
@@ -95,13 +97,13 @@ trait Dot {
 
     /// The eight activations of a step, as the others take them.
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2];
-    /// `sum + Σ codes · a` over eight features of four rows; codes are at most 15.
+    /// `sum + Σ codes · a` over eight features of four rows; codes are below 32.
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
     /// The same of codes of 8 bits, less the offset.
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
     /// As [`Lanes::rows`], of one panel.
     #[inline(always)]
-    unsafe fn rows<const BITS: usize, const MR: usize>(
+    unsafe fn rows<const CODES: usize, const MR: usize>(
         _sums: [&mut Quad<int32x4_t>; MR],
         _at: *const u8,
         _a: *const i8,
@@ -187,7 +189,7 @@ dot_products!(
     NeonI8mm,
     0,
     usdot,
-    unsafe fn rows<const BITS: usize, const MR: usize>(
+    unsafe fn rows<const CODES: usize, const MR: usize>(
         sums: [&mut Quad<int32x4_t>; MR],
         at: *const u8,
         a: *const i8,
@@ -198,7 +200,7 @@ dot_products!(
             return 0;
         }
         // SAFETY: as the caller vouches.
-        unsafe { matrices::<BITS, MR>(sums, at, a, strip, steps) }
+        unsafe { matrices::<CODES, MR>(sums, at, a, strip, steps) }
         steps
     }
 );
@@ -221,7 +223,7 @@ unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
 /// Two rows of activations times two of a panel: an instruction does what two of `usdot` do. The rows of the
 /// layout's words become those of matrices by a zip of the halves of a step, once for all activations.
 #[inline(always)]
-unsafe fn matrices<const BITS: usize, const MR: usize>(
+unsafe fn matrices<const CODES: usize, const MR: usize>(
     mut sums: [&mut Quad<int32x4_t>; MR],
     at: *const u8,
     a: *const i8,
@@ -234,8 +236,12 @@ unsafe fn matrices<const BITS: usize, const MR: usize>(
         // Of two pairs of rows, each with eight pairs of the panel's.
         let mut products = [[[zero; 2]; 4]; 2];
         for step in 0..steps {
-            let at = at.add(step * 16 * BITS);
-            let [low, high] = if BITS == 4 { NeonI8mm::codes4(at) } else { NeonI8mm::codes8(at) };
+            let at = at.add(step * 16 * codes::bits(CODES));
+            let [low, high] = match CODES {
+                4 => NeonI8mm::codes4(at),
+                codes::E2M1 => NeonI8mm::codes_e2m1(at),
+                _ => NeonI8mm::codes8(at),
+            };
             let words = |bytes| vreinterpretq_u32_u8(bytes);
             let codes = both(low, high, |low, high| {
                 let (low, high) = (words(low), words(high));
@@ -372,6 +378,65 @@ macro_rules! lanes {
                 unsafe { [0, 8, 16, 24].map(|i| from_f16(vreinterpret_u16_u8(vld1_u8(at.add(i))))) }
             }
             #[inline(always)]
+            unsafe fn load_e8m0(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let smallest = vdupq_n_u32(1 << 22);
+                    Self::load_u8(at).map(|codes| {
+                        // The smallest is subnormal.
+                        let exponents = vshlq_n_u32::<23>(vreinterpretq_u32_s32(codes));
+                        vreinterpretq_f32_u32(vmaxq_u32(exponents, smallest))
+                    })
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3(at: *const u8) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let bytes = vld1q_u8(at);
+                    let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+                    let (low, high) = (vshlq_n_u16::<7>(low), vshlq_n_u16::<7>(high));
+                    [vget_low_u16(low), vget_high_u16(low), vget_low_u16(high), vget_high_u16(high)]
+                        .map(|halves| from_f16(halves))
+                }
+            }
+            #[inline(always)]
+            unsafe fn e2m1_table() -> Self::I {
+                // SAFETY: as above; 16 bytes, of which each lane of a register holds four.
+                unsafe { [vreinterpretq_s32_u8(vld1q_u8(E2M1_DOUBLED.as_ptr())); 4] }
+            }
+            #[inline(always)]
+            unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let (table, offset) = (vreinterpretq_u8_s32(table[0]), vdupq_n_s32(E2M1_OFFSET));
+                    codes.map(|codes| {
+                        // Of a lane's four bytes the first is the code, and others would be looked up as zeros.
+                        let doubled = vqtbl1q_u8(table, vreinterpretq_u8_s32(codes));
+                        let doubled = vandq_s32(vreinterpretq_s32_u8(doubled), vdupq_n_s32(0xff));
+                        let values = vcvtq_n_f32_s32::<1>(vsubq_s32(doubled, offset));
+                        // A zero has a sign, too: it is the code's.
+                        let sign = vshlq_n_u32::<28>(vreinterpretq_u32_s32(codes));
+                        vbslq_f32(vdupq_n_u32(1 << 31), vreinterpretq_f32_u32(sign), values)
+                    })
+                }
+            }
+            #[inline(always)]
+            unsafe fn e4m3(codes: Self::I) -> Self::F {
+                // SAFETY: as above.
+                unsafe {
+                    let (mask, bias) = (vdupq_n_s32(E4M3_BITS), vdupq_n_s32(E4M3_BIAS));
+                    let (two, smallest) = (vdupq_n_f32(2.0), vdupq_n_f32(-E4M3_SMALLEST_NORMAL));
+                    codes.map(|codes| {
+                        let bits = vandq_s32(vshlq_n_s32::<20>(codes), mask);
+                        let normal = vreinterpretq_f32_s32(vaddq_s32(bits, bias));
+                        let value = vminq_f32(normal, vfmaq_f32(smallest, normal, two));
+                        let sign = vshlq_n_u32::<24>(vreinterpretq_u32_s32(codes));
+                        vbslq_f32(vdupq_n_u32(1 << 31), vreinterpretq_f32_u32(sign), value)
+                    })
+                }
+            }
+            #[inline(always)]
             unsafe fn store_f32(at: *mut f32, a: Self::F) {
                 // SAFETY: as above.
                 unsafe {
@@ -386,6 +451,14 @@ macro_rules! lanes {
                 unsafe {
                     let both = load(at);
                     [both.map(|b| vandq_u8(b, vdupq_n_u8(0x0f))), both.map(|b| vshrq_n_u8::<4>(b))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
+                // SAFETY: as above; the table is 16 bytes.
+                unsafe {
+                    let table = vld1q_u8(E2M1_DOUBLED.as_ptr());
+                    Self::codes4(at).map(|half| half.map(|codes| vqtbl1q_u8(table, codes)))
                 }
             }
             #[inline(always)]
@@ -414,7 +487,7 @@ macro_rules! lanes {
                 both(sum, codes, |sum, codes| unsafe { <Self as Dot>::whole(sum, codes, a) })
             }
             #[inline(always)]
-            unsafe fn rows<const BITS: usize, const MR: usize, const NP: usize>(
+            unsafe fn rows<const CODES: usize, const MR: usize, const NP: usize>(
                 sums: &mut [[Self::I; NP]; MR],
                 at: *const u8,
                 panel: usize,
@@ -426,7 +499,7 @@ macro_rules! lanes {
                 for p in 0..NP {
                     let sums = sums.each_mut().map(|row| &mut row[p]);
                     // SAFETY: as above.
-                    done = unsafe { <Self as Dot>::rows::<BITS, MR>(sums, at.add(p * panel), a, strip, steps) };
+                    done = unsafe { <Self as Dot>::rows::<CODES, MR>(sums, at.add(p * panel), a, strip, steps) };
                 }
                 done
             }

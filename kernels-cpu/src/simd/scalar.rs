@@ -4,7 +4,8 @@ use core::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{FloatLanes, Lanes};
+use super::{E2M1_DOUBLED, FloatLanes, Lanes};
+use crate::FloatFormat;
 
 /// Plain Rust.
 #[derive(Clone, Copy)]
@@ -105,6 +106,28 @@ impl Lanes for Scalar {
         from_fn(|i| f16::from_le_bytes(unsafe { bytes(at.add(2 * i)) }).to_f32())
     }
     #[inline(always)]
+    unsafe fn load_e8m0(at: *const u8) -> Self::F {
+        // SAFETY: the caller vouches for 16 bytes.
+        unsafe { bytes::<16>(at) }.map(crate::e8m0_value)
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(at: *const u8) -> Self::F {
+        // SAFETY: the caller vouches for 16 bytes.
+        unsafe { bytes::<16>(at) }.map(|code| f16::from_bits(u16::from(code) << 7).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn e2m1_table() -> Self::I {
+        FloatFormat::e2m1_values().map(|value| value.to_bits() as i32)
+    }
+    #[inline(always)]
+    unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F {
+        codes.map(|code| f32::from_bits(table[code as usize & 15] as u32))
+    }
+    #[inline(always)]
+    unsafe fn e4m3(codes: Self::I) -> Self::F {
+        codes.map(|code| FloatFormat::E4m3.value(code as u8))
+    }
+    #[inline(always)]
     unsafe fn store_f32(at: *mut f32, a: Self::F) {
         // SAFETY: the caller vouches for 16 values.
         unsafe { at.cast::<[f32; 16]>().write_unaligned(a) }
@@ -114,6 +137,11 @@ impl Lanes for Scalar {
         // SAFETY: the caller vouches for 64 bytes.
         let both = unsafe { bytes::<64>(at) };
         [both.map(|b| b & 0x0f), both.map(|b| b >> 4)]
+    }
+    #[inline(always)]
+    unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
+        // SAFETY: the caller vouches for 64 bytes.
+        unsafe { Self::codes4(at) }.map(|codes| codes.map(|code| E2M1_DOUBLED[usize::from(code)]))
     }
     #[inline(always)]
     unsafe fn codes8(at: *const u8) -> [Self::B; 2] {

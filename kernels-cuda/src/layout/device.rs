@@ -43,6 +43,7 @@ impl WeightLayout {
             ScaleType::Bf16 => "BF16",
             ScaleType::F32 => "F32",
             ScaleType::Progressive => "PROGRESSIVE",
+            ScaleType::E4m3 | ScaleType::E8m0 => return Err(KernelError::Scheme("scales of a byte")),
         };
         let flag = |set: bool| usize::from(set).to_string();
         let group = if self.row_is_group() { 0 } else { super::TILE_K / self.tile_groups() };

@@ -39,7 +39,7 @@ impl WeightLayout {
                     Scales::Progressive { groups, .. } => {
                         group.sum.wrapping_mul(i32::from(groups[row * view.groups() + g]))
                     }
-                    Scales::Float(_) => group.sum,
+                    Scales::Float(_) | Scales::E4m3 { .. } => group.sum,
                 });
                 if self.row_is_group() {
                     self.pack_row(view, row, &group, out);
@@ -96,6 +96,7 @@ impl WeightLayout {
                 }
                 scale[0] = whole;
             }
+            (Scales::E4m3 { .. }, _) => return Err(KernelError::Scheme("scales of a byte")),
             (Scales::Float(s), _) if self.row_is_group() => scale = s[row].to_le_bytes(),
             (Scales::Float(s), ScaleType::F16) => {
                 put(&mut scale, 0, &f16::from_f32(s[row * view.groups() + g]).to_le_bytes());
@@ -202,7 +203,8 @@ impl WeightLayout {
         let (at, slot) = self.parameters_of(row, g, self.tiles_of(g).start);
         let scale = at + (slot * TILE_ROWS + place) * self.scale_bytes();
         let scale = match self.scales {
-            ScaleType::Progressive => f32::from(packed[scale]),
+            // The last two are refused where layouts are made.
+            ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => f32::from(packed[scale]),
             ScaleType::F16 => f16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
             ScaleType::Bf16 => bf16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
             ScaleType::F32 => f32_at(packed, scale),

@@ -82,6 +82,7 @@ impl LinearScheme {
             ScaleType::Bf16 => Scale::Bf16,
             ScaleType::F32 => Scale::F32,
             ScaleType::Progressive => Scale::Progressive,
+            ScaleType::E4m3 | ScaleType::E8m0 => return Err(KernelError::Scheme("scales of a byte")),
         };
         Ok(Self {
             activation,

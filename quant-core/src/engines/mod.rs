@@ -107,6 +107,8 @@ impl Engine {
 
 /// What most engines read.
 const USUAL: &[&str] = &["compressed-tensors", "awq", "gptq"];
+/// The same, and ModelOpt's layout of NVFP4.
+const WITH_MODELOPT: &[&str] = &["compressed-tensors", "awq", "gptq", "modelopt"];
 
 /// The engines whose rules are known.
 pub static ENGINES: &[Engine] = &[
@@ -115,7 +117,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.33.0",
         is_common: true,
         tensor_parallel: true,
-        reads: USUAL,
+        reads: WITH_MODELOPT,
         models: models::VLLM_CUDA,
         loads: vllm::cuda,
         experts: experts::not_followed,
@@ -135,7 +137,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.5.23",
         is_common: true,
         tensor_parallel: true,
-        reads: USUAL,
+        reads: WITH_MODELOPT,
         models: models::SGLANG,
         loads: sglang::cuda,
         experts: experts::not_followed,
@@ -175,7 +177,7 @@ pub static ENGINES: &[Engine] = &[
         version: "0.5.0",
         is_common: false,
         tensor_parallel: false,
-        reads: &["compressed-tensors", "gptq"],
+        reads: &["compressed-tensors", "gptq", "modelopt"],
         models: models::LLAMA_CPP,
         loads: others::llama_cpp,
         experts: experts::not_followed,

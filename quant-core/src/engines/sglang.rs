@@ -72,6 +72,9 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
                 }
             };
         }
+        ActivationScheme::Fp8Token => {
+            return No(share.fault("it reads 4-bit integers under FP8 activations for experts only"));
+        }
         _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),
     }
     if !matches!(scheme.bits(), 4 | 8) {

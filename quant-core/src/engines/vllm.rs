@@ -85,6 +85,9 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
     if let Some(format) = share.scheme.float_format() {
         return cuda_float_kernel(share, format);
     }
+    if share.scheme.activations == ActivationScheme::Fp8Token {
+        return With("4-bit integers under FP8 activations run on compute capability 9.0 alone".into());
+    }
     if share.scheme.activations != ActivationScheme::Float {
         return cuda_int8_kernel(share);
     }

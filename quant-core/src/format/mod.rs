@@ -7,7 +7,9 @@ mod awq;
 mod bits;
 mod compressed_tensors;
 mod gptq;
+mod modelopt;
 mod native_fp8;
+mod nibbles;
 mod numbers;
 mod qserve;
 
@@ -24,6 +26,7 @@ pub use awq::AutoAwq;
 pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 pub use gptq::GptqV1;
+pub use modelopt::ModelOpt;
 pub use qserve::QServe;
 
 /// Linears that engines run as one matrix.
@@ -141,7 +144,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// written in this type: sentences for the user, none where all of it is kept.
     fn loses(&self, scheme: LinearScheme, scale_dtype: Dtype) -> Vec<String> {
         let mut lost = Vec::new();
-        if scheme.activations == ActivationScheme::Token && !self.keeps_activations() {
+        let is_dynamic = matches!(scheme.activations, ActivationScheme::Token | ActivationScheme::Fp8Token);
+        if is_dynamic && !self.keeps_activations() {
             lost.push(format!(
                 "the {} format says nothing of activations: engines leave them float, where {scheme} has 8 bits",
                 self.name()
@@ -168,7 +172,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     fn stored_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         let scheme = if self.keeps_levels() { scheme } else { scheme.flattened() };
         match scheme.activations {
-            ActivationScheme::Token if !self.keeps_activations() => {
+            ActivationScheme::Token | ActivationScheme::Fp8Token if !self.keeps_activations() => {
                 LinearScheme { activations: ActivationScheme::Float, ..scheme }
             }
             _ => scheme,
@@ -275,7 +279,7 @@ pub trait PackedReader: Send + Sync {
 }
 
 /// The containers this version writes and reads.
-pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1, &QServe];
+pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1, &QServe, &ModelOpt];
 
 /// The container of that name.
 ///

@@ -69,10 +69,15 @@ pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
         Some(Some("static")) => true,
         Some(_) => return refuse("activation_scheme", "is neither dynamic nor static".into()),
     };
-    Ok(Some(NativeFp8 { static_inputs, modules: BTreeMap::new() }))
+    Ok(Some(NativeFp8::new(static_inputs)))
 }
 
 impl NativeFp8 {
+    /// A reader that has not looked at the tensors yet; whether scales of inputs count.
+    pub(super) fn new(static_inputs: bool) -> Self {
+        Self { static_inputs, modules: BTreeMap::new() }
+    }
+
     fn module(&self, name: &str) -> Result<&Module> {
         let missing = || Error::Internal(format!("module `{name}` is not quantized"));
         self.modules.get(name).ok_or_else(missing)

@@ -1,6 +1,6 @@
 //! Floating-point codes and scales as files hold them, checked when they are read.
 
-use crate::checkpoint::TensorSource;
+use crate::checkpoint::{TensorSource, require_finite};
 use crate::scheme::FloatFormat;
 use crate::{Error, Result};
 
@@ -35,4 +35,28 @@ pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatF
             first_index: first as u64,
         }),
     }
+}
+
+/// E4M3 scales of groups, each divided by the global one.
+///
+/// # Errors
+/// When one is not a number, or negative.
+pub(super) fn read_group_scales(source: &dyn TensorSource, name: &str, global: f32) -> Result<Vec<f32>> {
+    let codes = read_numbers(source, name, FloatFormat::E4m3)?;
+    let scales: Vec<f32> = codes.into_iter().map(|code| FloatFormat::E4m3.value(code) / global).collect();
+    require_finite(source.location(name), name, &scales)?;
+    require_no_sign(source, name, &scales)?;
+    Ok(scales)
+}
+
+/// Fails where a scale of a group is negative: some kernels take no sign.
+///
+/// # Errors
+/// [`Error::UnsupportedQuantization`].
+pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f32]) -> Result<()> {
+    let Some(negative) = scales.iter().position(|s| s.is_sign_negative()) else { return Ok(()) };
+    Err(Error::UnsupportedQuantization {
+        path: source.location(name),
+        reason: format!("tensor `{name}` has the negative scale {} at {negative}", scales[negative]),
+    })
 }

@@ -43,6 +43,14 @@ impl QuantizedTensor {
     /// # Errors
     /// When the parts do not fit each other, which readers of files must rule out by calling this.
     pub fn view(&self) -> Result<WeightView<'_>> {
+        self.view_with(None)
+    }
+
+    /// The same, with the [codes of its scales](Self::scale_codes) in place of scales where there is a global one.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub(crate) fn view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
         if self.levels.is_some() != self.scheme.is_progressive() {
             return Err(Error::Internal("levels of scales do not go with the scheme".into()));
@@ -56,7 +64,11 @@ impl QuantizedTensor {
                 WeightView::with_scales(self.shape, bits, group_size, &self.codes, scales, zeros)
             }
             (WeightFormat::Float(format), None) => {
-                WeightView::float(self.shape, format, group_size, &self.codes, &self.scales)
+                let scales = match (scale_codes, self.global) {
+                    (Some(groups), Some(global)) => Scales::E4m3 { groups, global },
+                    _ => Scales::Float(&self.scales),
+                };
+                WeightView::float_with_scales(self.shape, format, group_size, &self.codes, scales)
             }
             (WeightFormat::Float(_), Some(_)) => {
                 return Err(Error::Internal("floating-point codes have no zeros".into()));

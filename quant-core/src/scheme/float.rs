@@ -260,7 +260,7 @@ mod tests {
             "wf8a8",
             "wf4af8-g16-nv",
             "wf4a16-g16-nv-nv",
-            "w4af8",
+            "w4af8-g64",
             "w8a8-tensor",
             "w8a8-b128",
             "w4a16-g16-nv",
@@ -276,7 +276,7 @@ mod tests {
         assert_eq!(nv.refine("wf8af8").unwrap().to_string(), "wf8af8-channel");
         assert_eq!(
             SchemeRequest::from(scheme("wf8af8-b128")).refine("w8a16").unwrap().to_string(),
-            "w8a16-channel"
+            "w8a16-g128"
         );
     }
 

@@ -93,6 +93,26 @@ fn floating_point_weights() {
     let mut request = SchemeRequest::from(scheme);
     assert!(request.set_symmetric(true).is_ok());
     assert!(matches!(request.set_symmetric(false), Err(Error::Usage { .. })));
-    // Back to integers, the granularity stays and symmetry is open.
-    assert_eq!(request.refine("w8a16").unwrap().to_string(), "w8a16-channel");
+    // Back to integers, the granularity is theirs and symmetry is open.
+    for (base, refined, expected) in [
+        ("wf8a16", "w4a16", "w4a16-g128"),
+        ("wf8a16-tensor", "w8a16", "w8a16-g128"),
+        ("wf4a16-g16-nv", "w4a16", "w4a16-g128"),
+        ("wf8af8-b128", "w4a16-channel", "w4a16-channel"),
+        ("wf8af8-b128", "w8a8", "w8a8-channel"),
+        ("w4a16-channel", "w8a16", "w8a16-channel"),
+    ] {
+        let base: SchemeRequest = base.parse().unwrap();
+        assert_eq!(base.refine(refined).unwrap().to_string(), expected);
+    }
+}
+
+#[test]
+fn four_bit_integers_under_fp8_activations() {
+    let scheme: LinearScheme = "w4af8".parse().unwrap();
+    assert_eq!(scheme.to_string(), "w4af8-g128-sym");
+    assert_eq!((scheme.int_bits(), scheme.activations), (Some(4), ActivationScheme::Fp8Token));
+    for text in ["w4af8-g64", "w4af8-channel", "w4af8-asym", "w4af8-static", "w8af8", "w3af8", "w4af4"] {
+        assert!(text.parse::<LinearScheme>().is_err(), "{text}");
+    }
 }

@@ -42,6 +42,8 @@ impl Matrix {
             group_scales_len: 0,
             zeros: self.zeros.as_ptr(),
             zeros_len: self.zeros.len(),
+            format: QZ1_CODES_INTEGER,
+            reserved: 0,
         }
     }
 

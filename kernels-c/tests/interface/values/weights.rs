@@ -3,7 +3,7 @@
 use core::ptr::{null, null_mut};
 
 use quant_kernels::*;
-use quant_kernels_cpu::{Layout, PackedLinear, ScaleType, Scales, Serial, WeightView};
+use quant_kernels_cpu::{FloatFormat, Layout, PackedLinear, ScaleType, Scales, Serial, WeightView};
 
 use crate::common::*;
 
@@ -18,6 +18,8 @@ pub(super) struct Weights {
     groups: Option<Vec<u8>>,
     zeros: Option<Vec<u8>>,
     sums: bool,
+    /// The format of codes that are no integers.
+    pub(super) float: Option<FloatFormat>,
 }
 
 impl Weights {
@@ -35,6 +37,21 @@ impl Weights {
             groups: progressive.then(|| (0..groups).map(|i| (i % 9) as u8).collect()),
             zeros: zeros.then(|| (0..groups).map(|i| code(i * 3)).collect()),
             sums,
+            float: None,
+        }
+    }
+
+    /// Floating-point codes, the scales of groups E4M3 or floats.
+    fn floats(format: FloatFormat, group_size: usize, e4m3: bool) -> Self {
+        let integers = Self::new(format.bits(), group_size, false, false, false);
+        let [n, k] = integers.shape;
+        let code = |i: usize| (i * 37 % (1 << format.bits())) as u8;
+        Self {
+            codes: (0..n * k).map(code).map(|c| if format.is_number(c) { c } else { 1 }).collect(),
+            scales: if e4m3 { vec![2.7] } else { integers.scales },
+            groups: e4m3.then(|| (0..n * k / group_size).map(|i| (i * 11 % 0x7f) as u8).collect()),
+            float: Some(format),
+            ..integers
         }
     }
 
@@ -42,19 +59,31 @@ impl Weights {
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let kinds = [(4, 32, false), (3, 96, false), (8, 24, false), (4, 48, true)];
         let zeros_and_sums = [(false, false), (false, true), (true, false), (true, true)];
-        kinds.into_iter().flat_map(move |(bits, group_size, progressive)| {
-            zeros_and_sums
-                .into_iter()
-                .map(move |(zeros, sums)| Self::new(bits, group_size, progressive, zeros, sums))
-        })
+        kinds
+            .into_iter()
+            .flat_map(move |(bits, group_size, progressive)| {
+                zeros_and_sums
+                    .into_iter()
+                    .map(move |(zeros, sums)| Self::new(bits, group_size, progressive, zeros, sums))
+            })
+            .chain([
+                Self::floats(FloatFormat::E2m1, 32, false),
+                Self::floats(FloatFormat::E2m1, 16, true),
+                Self::floats(FloatFormat::E4m3, 96, false),
+            ])
     }
 
     pub(super) fn packed(&self) -> PackedLinear {
-        let scales = match &self.groups {
-            Some(groups) => Scales::Progressive { groups, channels: &self.scales },
-            None => Scales::Float(&self.scales),
+        let scales = match (&self.groups, self.float) {
+            (Some(groups), Some(_)) => Scales::E4m3 { groups, global: self.scales[0] },
+            (Some(groups), None) => Scales::Progressive { groups, channels: &self.scales },
+            (None, _) => Scales::Float(&self.scales),
         };
         let (codes, zeros) = (&self.codes, self.zeros.as_deref());
+        if let Some(format) = self.float {
+            let view = WeightView::float_with_scales(self.shape, format, self.group_size, codes, scales);
+            return PackedLinear::pack(&view.unwrap(), None, false, &Serial).unwrap();
+        }
         let view = WeightView::with_scales(self.shape, self.bits, self.group_size, codes, scales, zeros);
         PackedLinear::pack(&view.unwrap(), None, self.sums, &Serial).unwrap()
     }
@@ -77,6 +106,12 @@ impl Weights {
             group_scales_len,
             zeros,
             zeros_len,
+            format: match self.float {
+                Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
+                Some(_) => QZ1_CODES_E2M1,
+                None => QZ1_CODES_INTEGER,
+            },
+            reserved: 0,
         }
     }
 
@@ -96,6 +131,8 @@ fn is(layout: &qz1_layout, of: &Layout) {
         ScaleType::Bf16 => QZ1_SCALES_BF16,
         ScaleType::F32 => QZ1_SCALES_F32,
         ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
+        ScaleType::E4m3 => QZ1_SCALES_E4M3,
+        ScaleType::E8m0 => QZ1_SCALES_E8M0,
     };
     let l = layout;
     assert_eq!(l.struct_size as usize, size_of::<qz1_layout>());
@@ -105,6 +142,12 @@ fn is(layout: &qz1_layout, of: &Layout) {
     let sizes = [of.n(), of.k(), of.group_size(), of.panels(), of.panel_bytes(), of.bytes()];
     assert_eq!([l.n, l.k, l.group_size, l.panels, l.panel_bytes, l.bytes], sizes.map(|s| s as u64));
     assert_eq!(l.id, of.id());
+    let format = match of.float_format() {
+        Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
+        Some(_) => QZ1_CODES_E2M1,
+        None => QZ1_CODES_INTEGER,
+    };
+    assert_eq!((l.format, l.reserved), (format, 0));
 }
 
 #[test]
@@ -150,6 +193,10 @@ fn packed_bytes_come_back() {
         assert_eq!((&codes, &zeros), (&weights.codes, &weights.zeros.clone().unwrap_or_default()));
         assert_eq!((bits(&scales), bits(&channels)), (bits(&expected.scales), bits(&expected.channels)));
         match &weights.groups {
+            Some(groups) if weights.float.is_some() => {
+                assert!(channels.iter().all(|&global| global == weights.scales[0]));
+                assert!(scales.iter().zip(groups).all(|(s, g)| *s == FloatFormat::E4m3.value(*g)));
+            }
             Some(groups) => {
                 assert_eq!(bits(&channels), bits(&weights.scales));
                 assert!(scales.iter().zip(groups).all(|(s, g)| *s == f32::from(*g)));
@@ -165,4 +212,35 @@ fn packed_bytes_come_back() {
         assert_eq!(status, qz1_status::Ok);
         assert_eq!(bits(&floats[0]), bits(&floats[1]));
     }
+}
+
+/// A structure of the first version has no format, and means integers; a format that is none is refused.
+#[test]
+fn formats_of_codes() {
+    let weights = Weights::floats(FloatFormat::E2m1, 16, true);
+    let with = |change: fn(&mut qz1_weights)| {
+        let mut c = weights.c();
+        change(&mut c);
+        let mut layout = empty();
+        // SAFETY: all lives.
+        let status = unsafe { qz1_layout_of(&c, 0, &mut layout, null()) };
+        (status, layout)
+    };
+    assert_eq!(with(|_| ()).0, qz1_status::Ok);
+    for change in [
+        (|c| c.format = 3) as fn(&mut qz1_weights),
+        |c| c.bits = 8,
+        |c| (c.zeros, c.zeros_len) = (c.codes, c.n * c.k / c.group_size),
+        |c| c.format = QZ1_CODES_E4M3,
+    ] {
+        assert_eq!(with(change).0, qz1_status::Scheme);
+    }
+    assert_eq!(with(|c| c.scales_len = 0).0, qz1_status::Length);
+    let (status, integers) = with(|c| {
+        c.struct_size = core::mem::offset_of!(qz1_weights, format) as u32;
+        (c.group_scales, c.group_scales_len) = (null(), 0);
+        // One group a row, and as many scales as bytes of codes let be read.
+        (c.n, c.k, c.group_size, c.codes_len) = (1, 16, 16, 16);
+    });
+    assert_eq!((status, integers.format), (qz1_status::Ok, QZ1_CODES_INTEGER));
 }

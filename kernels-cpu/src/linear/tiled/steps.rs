@@ -8,15 +8,15 @@ use crate::layout::{LINE, PANEL_ROWS, ScaleType};
 use crate::linear::ahead::Ahead;
 use crate::linear::dispatch::{FLOAT, PROGRESSIVE};
 use crate::linear::tile::{self, Tile, scales_of};
-use crate::simd::Lanes;
 use crate::simd::tiles::{ROW, TileUnit};
+use crate::simd::{Lanes, codes};
 
 /// Expands the codes of some blocks of `count` panels from `weights` on.
 ///
 /// # Safety
 /// As [`multiply`](super::multiply); `to` must be valid for all blocks of as many panels that are `to_panel` bytes apart.
 #[inline(always)]
-pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIND: usize>(
+pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KIND: usize>(
     t: &Tiled<'_>,
     weights: *const u8,
     count: usize,
@@ -30,10 +30,10 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIN
     // Of two panels what comes next is asked for by the products.
     let (panels, waits) = (count, count > 2);
     let ahead = Ahead::new(layout, panels, AHEAD);
-    let centre = layout.middle().map_or(1 << (BITS - 1), i32::from);
+    let centre = layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from);
     // SAFETY: by the safety contract of this function: steps are below those of a group, and groups below their number.
     unsafe {
-        let table = U::table(centre);
+        let table = U::table::<CODES>(centre);
         for (i, block) in blocks.enumerate() {
             let (g, first) = (block / tiling.blocks, block % tiling.blocks * tiling.steps);
             let count = tiling.steps.min(steps - first);
@@ -44,8 +44,12 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIN
                 let minus = match layout.middle() {
                     Some(middle) => U::Lanes::splat(i32::from(middle)),
                     None => {
-                        let zeros = panel.add(layout.zeros_at() + g * PANEL_ROWS * BITS / 8);
-                        if BITS == 4 { U::Lanes::load_u4(zeros) } else { U::Lanes::load_u8(zeros) }
+                        let zeros = panel.add(layout.zeros_at() + g * PANEL_ROWS * codes::bits(CODES) / 8);
+                        if codes::bits(CODES) == 4 {
+                            U::Lanes::load_u4(zeros)
+                        } else {
+                            U::Lanes::load_u8(zeros)
+                        }
                     }
                 };
                 // Four equal bytes.
@@ -56,12 +60,13 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIN
                     if waits {
                         let next = from.wrapping_add(ahead.of(byte));
                         U::Lanes::prefetch(next);
-                        if BITS == 8 {
+                        if codes::bits(CODES) == 8 {
                             U::Lanes::prefetch(next.wrapping_add(LINE));
                         }
                     }
-                    match (KIND, BITS) {
-                        (FLOAT, _) => U::expand_bf16::<BITS>(from, table, to),
+                    match (KIND, CODES) {
+                        (FLOAT, _) => U::expand_bf16::<CODES>(from, table, to),
+                        (_, codes::E2M1) => U::expand_e2m1(from, to),
                         (_, 4) => U::expand_signed(from, minus, to),
                         _ => from.copy_to_nonoverlapping(to, expanded),
                     }
@@ -77,7 +82,7 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const BITS: usize, const KIN
 /// # Safety
 /// As [`multiply`](super::multiply); `sums` and `totals` must be tiles of the scratch, and the group one of the panel's.
 #[inline(always)]
-pub(in crate::linear) unsafe fn join<L: Lanes, const BITS: usize, const KIND: usize>(
+pub(in crate::linear) unsafe fn join<L: Lanes, const CODES: usize, const KIND: usize>(
     t: &Tiled<'_>,
     panel: *const u8,
     tile: usize,
@@ -88,17 +93,17 @@ pub(in crate::linear) unsafe fn join<L: Lanes, const BITS: usize, const KIND: us
     // SAFETY: by the safety contract of this function.
     unsafe {
         match (KIND, g) {
-            (FLOAT, 0) => join_floats::<L, BITS, true>(t, panel, tile, g, sums, totals),
-            (FLOAT, _) => join_floats::<L, BITS, false>(t, panel, tile, g, sums, totals),
-            _ if BITS == 4 && t.zero == 0 => {
+            (FLOAT, 0) => join_floats::<L, CODES, true>(t, panel, tile, g, sums, totals),
+            (FLOAT, _) => join_floats::<L, CODES, false>(t, panel, tile, g, sums, totals),
+            _ if codes::bits(CODES) == 4 && t.zero == 0 => {
                 if g == 0 {
-                    join_integers::<L, BITS, KIND, true, true>(t, panel, tile, g, sums, totals);
+                    join_integers::<L, CODES, KIND, true, true>(t, panel, tile, g, sums, totals);
                 } else {
-                    join_integers::<L, BITS, KIND, false, true>(t, panel, tile, g, sums, totals);
+                    join_integers::<L, CODES, KIND, false, true>(t, panel, tile, g, sums, totals);
                 }
             }
-            (_, 0) => join_integers::<L, BITS, KIND, true, false>(t, panel, tile, g, sums, totals),
-            _ => join_integers::<L, BITS, KIND, false, false>(t, panel, tile, g, sums, totals),
+            (_, 0) => join_integers::<L, CODES, KIND, true, false>(t, panel, tile, g, sums, totals),
+            _ => join_integers::<L, CODES, KIND, false, false>(t, panel, tile, g, sums, totals),
         }
     }
 }
@@ -110,7 +115,7 @@ pub(in crate::linear) unsafe fn join<L: Lanes, const BITS: usize, const KIND: us
 #[inline(always)]
 unsafe fn join_integers<
     L: Lanes,
-    const BITS: usize,
+    const CODES: usize,
     const KIND: usize,
     const FIRST: bool,
     const PLAIN: bool,
@@ -134,7 +139,7 @@ unsafe fn join_integers<
         }
         let zeros = match layout.middle() {
             Some(middle) => L::splat(i32::from(middle)),
-            None if BITS == 8 => L::load_u8(panel.add(layout.zeros_at() + g * PANEL_ROWS)),
+            None if codes::bits(CODES) == 8 => L::load_u8(panel.add(layout.zeros_at() + g * PANEL_ROWS)),
             // Codes of 4 bits were expanded less theirs.
             None => L::splat(0),
         };
@@ -144,7 +149,7 @@ unsafe fn join_integers<
             if !PLAIN {
                 sum = L::sub(sum, shift);
             }
-            if BITS == 8 {
+            if codes::bits(CODES) == 8 {
                 sum = L::sub(sum, L::mul(zeros, L::splat(*row_sums.add(r))));
             }
             let at = totals.add(r * PANEL_ROWS);
@@ -164,7 +169,7 @@ unsafe fn join_integers<
 /// # Safety
 /// As [`join`].
 #[inline(always)]
-unsafe fn join_floats<L: Lanes, const BITS: usize, const FIRST: bool>(
+unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
     t: &Tiled<'_>,
     panel: *const u8,
     tile: usize,
@@ -180,9 +185,9 @@ unsafe fn join_floats<L: Lanes, const BITS: usize, const FIRST: bool>(
         let scales = if progressive { L::to_f32(L::as_i32(scales)) } else { scales };
         let mut zeros = L::zero();
         if layout.middle().is_none() {
-            let at = panel.add(layout.zeros_at() + g * PANEL_ROWS * BITS / 8);
-            let stored = if BITS == 4 { L::load_u4(at) } else { L::load_u8(at) };
-            zeros = L::to_f32(L::sub(L::splat(1 << (BITS - 1)), stored));
+            let at = panel.add(layout.zeros_at() + g * PANEL_ROWS * codes::bits(CODES) / 8);
+            let stored = if codes::bits(CODES) == 4 { L::load_u4(at) } else { L::load_u8(at) };
+            zeros = L::to_f32(L::sub(L::splat(1 << (codes::bits(CODES) - 1)), stored));
         }
         let row_sums = t.sums.cast::<f32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
         for r in 0..t.rows_of(tile) {

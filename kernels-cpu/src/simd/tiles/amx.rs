@@ -8,7 +8,7 @@ use core::arch::x86_64::*;
 
 use super::{Shape, TileUnit};
 use crate::simd::avx512::{Avx512Bf16, Avx512Vnni};
-use crate::simd::{FloatLanes, Lanes};
+use crate::simd::{E2M1_OFFSET, FloatLanes, Lanes, codes};
 
 /// The configured unit of this thread. Needs `amx-tile`, `amx-int8`, `amx-bf16`, permitted by the system, and
 /// AVX-512 with BF16: [`Isa::Amx`](crate::Isa::Amx).
@@ -114,16 +114,31 @@ impl TileUnit for Amx {
         }
     }
     #[inline(always)]
-    unsafe fn table(centre: i32) -> Self::Table {
-        // SAFETY: the caller has AVX-512.
-        unsafe { Avx512Bf16::centre(centre) }
+    unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
+        // SAFETY: the caller has AVX-512, and vouches for 64 bytes to read and 128 to write.
+        unsafe {
+            let offset = _mm512_set1_epi8(E2M1_OFFSET as i8);
+            let [low, high] = Avx512Vnni::codes_e2m1(step);
+            _mm512_storeu_si512(to.cast(), _mm512_sub_epi8(low, offset));
+            _mm512_storeu_si512(to.add(64).cast(), _mm512_sub_epi8(high, offset));
+        }
     }
     #[inline(always)]
-    unsafe fn expand_bf16<const BITS: usize>(step: *const u8, table: Self::Table, to: *mut u8) {
+    unsafe fn table<const CODES: usize>(centre: i32) -> Self::Table {
+        // SAFETY: the caller has AVX-512.
+        unsafe {
+            match CODES {
+                codes::E2M1 | codes::E4M3 => Avx512Bf16::values::<CODES>(),
+                _ => Avx512Bf16::centre(centre),
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8) {
         // SAFETY: the caller has AVX-512 with BF16, and vouches for the step and for 256 bytes to write.
         unsafe {
             for part in 0..Avx512Bf16::PARTS {
-                let pairs = Avx512Bf16::weights::<BITS>(step, part, table);
+                let pairs = Avx512Bf16::weights::<CODES>(step, part, table);
                 _mm512_storeu_si512(
                     to.add(64 * part).cast(),
                     core::mem::transmute::<__m512bh, __m512i>(pairs),

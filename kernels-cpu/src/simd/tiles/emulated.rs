@@ -3,9 +3,10 @@
 use half::bf16;
 
 use super::{ROW, Shape, TileUnit};
+use crate::FloatFormat;
 use crate::activation::float::PAIRS;
-use crate::simd::Lanes;
 use crate::simd::scalar::Scalar;
+use crate::simd::{E2M1_OFFSET, Lanes, codes};
 
 /// Tiles in memory.
 pub(crate) struct Emulated {
@@ -124,16 +125,35 @@ impl TileUnit for Emulated {
             }
         }
     }
-    unsafe fn table(centre: i32) -> i32 {
+    unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
+        // SAFETY: the safety contract of this function covers the step.
+        let codes = unsafe { Scalar::codes_e2m1(step) };
+        for (i, code) in codes.into_iter().flatten().enumerate() {
+            // SAFETY: the safety contract of this function covers 128 bytes.
+            unsafe { to.add(i).write(code.wrapping_sub(E2M1_OFFSET as u8)) };
+        }
+    }
+    unsafe fn table<const CODES: usize>(centre: i32) -> i32 {
         centre
     }
-    unsafe fn expand_bf16<const BITS: usize>(step: *const u8, centre: i32, to: *mut u8) {
+    unsafe fn expand_bf16<const CODES: usize>(step: *const u8, centre: i32, to: *mut u8) {
         for (part, first) in PAIRS.into_iter().enumerate() {
             for (half, feature) in [first, first + 2].into_iter().enumerate() {
                 // SAFETY: the safety contract of this function covers the step.
-                let codes = unsafe { Scalar::code::<BITS>(step, feature) };
+                let codes = unsafe {
+                    if codes::bits(CODES) == 4 {
+                        Scalar::code::<4>(step, feature)
+                    } else {
+                        Scalar::code::<8>(step, feature)
+                    }
+                };
                 for (r, code) in codes.into_iter().enumerate() {
-                    let value = bf16::from_f32((code - centre) as f32).to_le_bytes();
+                    let value = match CODES {
+                        codes::E2M1 => FloatFormat::E2m1.value(code as u8),
+                        codes::E4M3 => FloatFormat::E4m3.value(code as u8),
+                        _ => (code - centre) as f32,
+                    };
+                    let value = bf16::from_f32(value).to_le_bytes();
                     // SAFETY: the safety contract of this function covers 256 bytes.
                     unsafe { to.add(64 * part + 4 * r + 2 * half).cast::<[u8; 2]>().write(value) };
                 }

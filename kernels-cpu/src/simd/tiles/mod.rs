@@ -66,10 +66,12 @@ pub(crate) trait TileUnit: Sized {
 
     /// Expands a step of 64 bytes of codes of 4 bits, less `minus` (of every row four equal bytes), to 128 bytes at `to`.
     unsafe fn expand_signed(step: *const u8, minus: <Self::Lanes as Lanes>::I, to: *mut u8);
-    /// What [`expand_bf16`](Self::expand_bf16) needs to take `centre` off every code.
-    unsafe fn table(centre: i32) -> Self::Table;
-    /// Expands a step of codes of 4 or 8 bits, less the centre, to 256 bytes of pairs of bf16 at `to`.
-    unsafe fn expand_bf16<const BITS: usize>(step: *const u8, table: Self::Table, to: *mut u8);
+    /// Expands a step of 64 bytes of E2M1 codes to 128 bytes at `to`, each twice its value.
+    unsafe fn expand_e2m1(step: *const u8, to: *mut u8);
+    /// What [`expand_bf16`](Self::expand_bf16) needs: of integers to take `centre` off every code.
+    unsafe fn table<const CODES: usize>(centre: i32) -> Self::Table;
+    /// Expands a step of codes, integers less the centre, to 256 bytes of pairs of bf16 at `to`.
+    unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8);
 }
 
 #[cfg(test)]

@@ -190,9 +190,10 @@ mod hardware {
     use super::super::amx::Amx;
     use super::*;
     use crate::Isa;
+    use crate::simd::codes;
 
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
-    unsafe fn expand<const BITS: usize>(
+    unsafe fn expand<const CODES: usize>(
         step: &[u8; 128],
         zero: i32,
         signed: &mut [u8; 128],
@@ -201,8 +202,11 @@ mod hardware {
         // SAFETY: compiled for the instructions; the arrays are as long as what is read and written.
         unsafe {
             type L = <Amx as TileUnit>::Lanes;
-            Amx::expand_signed(step.as_ptr(), L::splat(zero * 0x0101_0101), signed.as_mut_ptr());
-            Amx::expand_bf16::<BITS>(step.as_ptr(), Amx::table(zero), floats.as_mut_ptr());
+            match CODES {
+                codes::E2M1 => Amx::expand_e2m1(step.as_ptr(), signed.as_mut_ptr()),
+                _ => Amx::expand_signed(step.as_ptr(), L::splat(zero * 0x0101_0101), signed.as_mut_ptr()),
+            }
+            Amx::expand_bf16::<CODES>(step.as_ptr(), Amx::table::<CODES>(zero), floats.as_mut_ptr());
         }
     }
 
@@ -245,6 +249,17 @@ mod hardware {
                 Emulated::expand_bf16::<8>(step.as_ptr(), zero, expected.2.as_mut_ptr());
             }
             assert_eq!(got, expected, "{zero}");
+            // NaN codes are none that weights have.
+            let step = step.map(|code| if code & 0x7f == 0x7f { 0 } else { code });
+            // SAFETY: as above.
+            unsafe {
+                expand::<{ codes::E2M1 }>(&step, 0, &mut got.0, &mut got.1);
+                expand::<{ codes::E4M3 }>(&step, 0, &mut [0; 128], &mut got.2);
+                Emulated::expand_e2m1(step.as_ptr(), expected.0.as_mut_ptr());
+                Emulated::expand_bf16::<{ codes::E2M1 }>(step.as_ptr(), 0, expected.1.as_mut_ptr());
+                Emulated::expand_bf16::<{ codes::E4M3 }>(step.as_ptr(), 0, expected.2.as_mut_ptr());
+            }
+            assert_eq!(got, expected, "{zero} of floating-point codes");
         }
     }
 }

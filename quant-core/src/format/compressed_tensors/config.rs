@@ -228,6 +228,11 @@ fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
         "vLLM 0.33 runs MXFP4 with FP4 activations where the GPU has them (compute capability 10.0 or later), whatever \
          the file says; SGLang 0.5 reads it for experts only",
     );
+    note(
+        any(|s| s.int_bits().is_some() && s.activations == ActivationScheme::Fp8Token),
+        "4-bit integers under FP8 activations run in vLLM 0.33 on compute capability 9.0 alone; elsewhere they do not \
+         load",
+    );
     let ragged = all().find(|(module, s)| {
         s.has_global_scale() && schemes.shapes.get(module).is_some_and(|[_, k]| !k.is_multiple_of(64))
     });

@@ -24,7 +24,8 @@ use super::layout::{Storage, input_scale_name, packed_name, scale_name, weight_n
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::error::Indivisible;
 use crate::format::PackedWeight;
-use crate::format::numbers::{read_numbers, read_positive};
+use crate::format::nibbles::{pack_nibbles, unpack_nibbles};
+use crate::format::numbers::{read_numbers, read_positive, require_no_sign};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme};
 use crate::{Error, Result};
@@ -124,16 +125,6 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>
     Ok(bytes)
 }
 
-/// Two codes a byte, the first in the low bits.
-fn pack_nibbles(codes: &[u8]) -> Vec<u8> {
-    codes.chunks(2).map(|pair| pair[0] | pair.get(1).map_or(0, |high| high << 4)).collect()
-}
-
-/// The codes of such bytes.
-pub(super) fn unpack_nibbles(bytes: &[u8]) -> Vec<u8> {
-    bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect()
-}
-
 /// A weight whose tensors were checked against [`layout`].
 pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
     let PackedWeight { module, shape, scheme } = weight;
@@ -154,15 +145,7 @@ pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Resul
             };
             let scales: Vec<f32> = source.read(&name)?.into_iter().map(number).collect();
             require_finite(source.location(&name), &name, &scales)?;
-            if let Some(negative) = scales.iter().position(|s| s.is_sign_negative()) {
-                return Err(Error::UnsupportedQuantization {
-                    path: source.location(&name),
-                    reason: format!(
-                        "tensor `{name}` has the negative scale {} at {negative}",
-                        scales[negative]
-                    ),
-                });
-            }
+            require_no_sign(source, &name, &scales)?;
             (scales, fixed.dtype())
         }
         None => {

@@ -25,8 +25,13 @@ pub enum WeightBody {
     /// Codes, dequantized tile by tile when used. An input with a grid is rounded to it, and stays float.
     Quantized(QuantizedTensor),
     /// The same in the order in which the kernels read them, multiplied without becoming floats in memory; by
-    /// integers, where the input has a grid.
-    Packed(QuantizedLinear),
+    /// integers, where the input has a grid of integers.
+    Packed {
+        /// The weight and how it is multiplied.
+        linear: QuantizedLinear,
+        /// A grid of floating-point numbers, which the input is rounded to before it is multiplied as floats.
+        grid: Option<InputGrid>,
+    },
     /// The same on a GPU, which activations go to and results come from.
     Cuda(quant_kernels_cuda::standalone::Linear),
 }
@@ -42,16 +47,24 @@ impl WeightBody {
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
         }
-        require_multiplied(tensor)?;
-        let (activations, sums) = match tensor.input_grid()? {
-            None => (Activations::Float, false),
-            Some(InputGrid::Token) => (Activations::PerToken, false),
-            Some(InputGrid::Static(by)) => (Activations::Static(by), by.zero != 0),
-            Some(_) => return Err(no_integers(tensor)),
+        let (activations, sums, grid) = match tensor.input_grid()? {
+            None => (Activations::Float, false, None),
+            Some(InputGrid::Token) => (Activations::PerToken, false, None),
+            Some(InputGrid::Static(by)) => (Activations::Static(by), by.zero != 0, None),
+            // An integer product of two floating-point formats would take a scale of every group of every token within
+            // the inner loop, and there is no engine on processors whose numbers that would be.
+            Some(
+                grid @ (InputGrid::Fp8Token
+                | InputGrid::Fp8Group
+                | InputGrid::Fp8Static { .. }
+                | InputGrid::Mxfp8
+                | InputGrid::Nvfp4 { .. }),
+            ) => (Activations::Float, false, Some(grid)),
         };
-        let packed = PackedLinear::pack(&tensor.view()?, None, sums, &Rayon).map_err(kernel_error)?;
-        let linear = QuantizedLinear::new(Arc::new(packed), activations, runner);
-        Ok(Some(Self::Packed(linear.map_err(kernel_error)?)))
+        let codes = tensor.global.and_then(|_| tensor.scale_codes());
+        let packed = PackedLinear::pack(&tensor.view_with(codes.as_deref())?, None, sums, &Rayon);
+        let linear = QuantizedLinear::new(Arc::new(packed.map_err(kernel_error)?), activations, runner);
+        Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid }))
     }
 
     /// The same weight on a GPU, where it is quantized.
@@ -70,7 +83,7 @@ impl WeightBody {
             Self::F32 { shape, .. } => *shape,
             Self::Stored(weight) => weight.shape(),
             Self::Quantized(tensor) => tensor.shape,
-            Self::Packed(linear) => [linear.weight().layout().n(), linear.weight().layout().k()],
+            Self::Packed { linear, .. } => [linear.weight().layout().n(), linear.weight().layout().k()],
             Self::Cuda(linear) => [linear.n(), linear.k()],
         }
     }
@@ -86,7 +99,7 @@ impl WeightBody {
             Self::F32 { values, .. } => WeightRows::float(shape, Rows::Floats(values)),
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
             Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
-            Self::Packed(linear) => Ok(WeightRows::packed(linear, shape)),
+            Self::Packed { linear, .. } => Ok(WeightRows::packed(linear, shape)),
             Self::Cuda(_) => Err(Error::Internal("weights on a GPU are multiplied there, not read".into())),
         }
     }
@@ -116,7 +129,7 @@ impl WeightBody {
     }
 }
 
-/// Fails where no kernel multiplies such codes.
+/// Fails where no kernel on a GPU multiplies such codes.
 fn require_multiplied(tensor: &QuantizedTensor) -> Result<()> {
     match tensor.scheme.float_format() {
         None => Ok(()),
@@ -124,11 +137,11 @@ fn require_multiplied(tensor: &QuantizedTensor) -> Result<()> {
     }
 }
 
-/// What a request for kernels is told that have integers only.
+/// The answer to a request for kernels that multiply integers only.
 pub(super) fn no_integers(tensor: &QuantizedTensor) -> Error {
     Error::usage(
-        format!("the kernels do not multiply {} weights", tensor.scheme),
-        "evaluate it as it is by default: dequantized",
+        format!("the kernels for GPUs do not multiply {} weights", tensor.scheme),
+        "leave --device out: the kernels for processors do",
     )
 }
 

@@ -75,17 +75,23 @@ impl Linear {
 
     /// The input on its grid, where it has one.
     fn rounded(&self, x: &Tensor) -> Result<Tensor> {
-        let WeightBody::Quantized(tensor) = &*self.weight else { return Ok(x.clone()) };
-        let Some(grid) = tensor.input_grid()? else { return Ok(x.clone()) };
+        let grid = match &*self.weight {
+            WeightBody::Quantized(tensor) => tensor.input_grid()?,
+            WeightBody::Packed { grid, .. } => *grid,
+            WeightBody::F32 { .. } | WeightBody::Stored(_) | WeightBody::Cuda(_) => None,
+        };
+        let Some(grid) = grid else { return Ok(x.clone()) };
         let mut values = x.flatten_all()?.to_vec1::<f32>()?;
-        grid.round(&mut values, tensor.shape[1]);
+        grid.round(&mut values, self.weight.shape()[1]);
         Ok(Tensor::from_vec(values, x.shape(), x.device())?)
     }
 
     /// Whether [`forward_each`](Self::forward_each) multiplies both at once.
     pub fn goes_with(&self, other: &Self) -> bool {
         match (&*self.weight, &*other.weight) {
-            (WeightBody::Packed(a), WeightBody::Packed(b)) => a.goes_with(b),
+            (WeightBody::Packed { linear: a, grid }, WeightBody::Packed { linear: b, grid: other }) => {
+                grid == other && a.goes_with(b)
+            }
             _ => false,
         }
     }
@@ -96,14 +102,15 @@ impl Linear {
     /// As [`forward`](Self::forward), and when they do not go together.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let packed = linears.iter().filter_map(|linear| match &*linear.weight {
-            WeightBody::Packed(packed) => Some(packed),
+            WeightBody::Packed { linear, .. } => Some(linear),
             _ => None,
         });
         let packed: Vec<_> = packed.collect();
         if packed.len() != linears.len() {
             return linears.iter().map(|linear| linear.forward(x)).collect();
         }
-        let products = QuantizedLinear::forward_each(&packed, x)?;
+        let Some(first) = linears.first() else { return Ok(Vec::new()) };
+        let products = QuantizedLinear::forward_each(&packed, &first.rounded(x)?)?;
         products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
     }
 
@@ -113,7 +120,7 @@ impl Linear {
     /// When `x` has another width, the weight cannot be read, or a GPU fails.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = match &*self.weight {
-            WeightBody::Packed(linear) => linear.forward(x)?,
+            WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
             // Not as an operation of candle's, whose errors are texts.
             WeightBody::Cuda(linear) => {
                 let values = x.flatten_all()?.to_vec1::<f32>()?;

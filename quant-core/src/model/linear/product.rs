@@ -40,7 +40,7 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
             out.fill(0.0);
             Ok(())
         }
-        WeightBody::Packed(linear) => linear.multiply(x, out).map_err(kernel_error),
+        WeightBody::Packed { linear, .. } => linear.multiply(x, out).map_err(kernel_error),
         WeightBody::Cuda(linear) => linear.multiply(x, out).map_err(|e| failed(&e)),
         _ => multiply_rows(x, &weight.read()?, m, out),
     }

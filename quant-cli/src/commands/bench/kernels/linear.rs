@@ -7,7 +7,8 @@ use std::time::Instant;
 use quant_core::Result;
 use quant_core::random::SplitMix64;
 use quant_kernels_cpu::{
-    FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Rayon, RowLayout, WeightView,
+    FloatFormat, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Rayon, RowLayout, Scales,
+    WeightView,
 };
 use serde::Serialize;
 
@@ -27,17 +28,51 @@ const ROUNDS: usize = 7;
 #[derive(Debug, Clone, Copy)]
 struct Scheme {
     name: &'static str,
-    bits: u8,
+    codes: Codes,
     group_size: Option<usize>,
     int8: bool,
 }
 
-const SCHEMES: [Scheme; 5] = [
-    Scheme { name: "w4a8-g128", bits: 4, group_size: Some(128), int8: true },
-    Scheme { name: "w4a8-g32", bits: 4, group_size: Some(32), int8: true },
-    Scheme { name: "w8a8-channel", bits: 8, group_size: None, int8: true },
-    Scheme { name: "w4a16-g128", bits: 4, group_size: Some(128), int8: false },
-    Scheme { name: "w8a16-channel", bits: 8, group_size: None, int8: false },
+/// What codes are.
+#[derive(Debug, Clone, Copy)]
+enum Codes {
+    /// Integers of so many bits.
+    Int(u8),
+    /// Of a floating-point format. Scales are floats where a row has one, and else what the group says: E4M3 below a
+    /// global one of 16 inputs, powers of two of others.
+    Float(FloatFormat),
+}
+
+impl Codes {
+    fn bits(self) -> u8 {
+        match self {
+            Self::Int(bits) => bits,
+            Self::Float(format) => format.bits(),
+        }
+    }
+}
+
+const SCHEMES: [Scheme; 10] = [
+    Scheme { name: "w4a8-g128", codes: Codes::Int(4), group_size: Some(128), int8: true },
+    Scheme { name: "w4a8-g32", codes: Codes::Int(4), group_size: Some(32), int8: true },
+    Scheme { name: "w8a8-channel", codes: Codes::Int(8), group_size: None, int8: true },
+    Scheme { name: "w4a16-g128", codes: Codes::Int(4), group_size: Some(128), int8: false },
+    Scheme { name: "w8a16-channel", codes: Codes::Int(8), group_size: None, int8: false },
+    Scheme { name: "wf4a8-g32-mx", codes: Codes::Float(FloatFormat::E2m1), group_size: Some(32), int8: true },
+    Scheme { name: "wf4a8-g16-nv", codes: Codes::Float(FloatFormat::E2m1), group_size: Some(16), int8: true },
+    Scheme {
+        name: "wf4a16-g32-mx",
+        codes: Codes::Float(FloatFormat::E2m1),
+        group_size: Some(32),
+        int8: false,
+    },
+    Scheme {
+        name: "wf4a16-g16-nv",
+        codes: Codes::Float(FloatFormat::E2m1),
+        group_size: Some(16),
+        int8: false,
+    },
+    Scheme { name: "wf8a16-channel", codes: Codes::Float(FloatFormat::E4m3), group_size: None, int8: false },
 ];
 
 /// A scheme, a shape, and a number of tokens.
@@ -102,7 +137,8 @@ pub(super) fn measure(
         session.cancel.check()?;
         session.progress.note(&name(scheme, shape));
         let packed = pack(scheme, shape).map_err(refused)?;
-        let copies = vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.bits) / 8)];
+        let copies =
+            vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.codes.bits()) / 8)];
         let mut before = limits.look();
         for tokens in TOKENS {
             session.cancel.check()?;
@@ -119,11 +155,27 @@ pub(super) fn measure(
 fn pack(scheme: Scheme, [n, k]: [usize; 2]) -> Result<PackedLinear, KernelError> {
     let group_size = scheme.group_size.unwrap_or(k);
     let mut random = SplitMix64(n as u64 ^ k as u64);
-    let mask = u8::MAX >> (8 - scheme.bits);
+    let mask = u8::MAX >> (8 - scheme.codes.bits());
     let codes: Vec<u8> =
         (0..n * k / 8).flat_map(|_| random.next_u64().to_le_bytes()).map(|b| b & mask).collect();
     let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
-    let Ok(view) = WeightView::new([n, k], scheme.bits, group_size, &codes, &scales, None) else {
+    // Numbers, and not NaN.
+    let codes: Vec<u8> = match scheme.codes {
+        Codes::Int(_) => codes,
+        Codes::Float(format) => codes.into_iter().map(|c| if format.is_number(c) { c } else { 0 }).collect(),
+    };
+    let bytes: Vec<u8> = (0..n * k / group_size).map(|i| 0x30 + (i % 7) as u8).collect();
+    let powers: Vec<f32> = bytes.iter().map(|&code| 2.0_f32.powi(i32::from(code % 7) - 9)).collect();
+    let view = match (scheme.codes, scheme.group_size) {
+        (Codes::Int(bits), _) => WeightView::new([n, k], bits, group_size, &codes, &scales, None),
+        (Codes::Float(format), None) => WeightView::float([n, k], format, group_size, &codes, &scales),
+        (Codes::Float(format), Some(16)) => {
+            let scales = Scales::E4m3 { groups: &bytes, global: 1000.0 };
+            WeightView::float_with_scales([n, k], format, group_size, &codes, scales)
+        }
+        (Codes::Float(format), Some(_)) => WeightView::float([n, k], format, group_size, &codes, &powers),
+    };
+    let Ok(view) = view else {
         return Err(KernelError::Scheme("a shape that its groups do not divide"));
     };
     PackedLinear::pack(&view, None, false, &Rayon)

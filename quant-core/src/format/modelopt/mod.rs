@@ -1,0 +1,201 @@
+//! ModelOpt's layout of NVFP4, which vLLM, SGLang and TensorRT-LLM load: written and read. Its FP8 is read as well.
+//!
+//! For a module `X` with weight `[n, k]`:
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X.weight` | U8 | `[n, k/2]` | two codes per byte, that of the even column in the low bits |
+//! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | scales of groups |
+//! | `X.weight_scale_2` | F32 | `[]` | what those are multiplied by |
+//! | `X.input_scale` | F32 | `[]` | the same of the input; rounded activations only |
+//!
+//! Codes and scales of groups are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
+//! divisor there: [`reciprocal`] turns one into the other, [`reader`] takes checkpoints apart.
+
+mod reader;
+mod reciprocal;
+
+use serde_json::{Value, json};
+
+use self::reciprocal::reciprocal;
+use super::nibbles::pack_nibbles;
+use super::{Container, ModuleSchemes, PackedReader};
+use crate::checkpoint::{Dtype, TensorSpec};
+use crate::error::Indivisible;
+use crate::quantize::QuantizedTensor;
+use crate::scheme::{ActivationScheme, LinearScheme, NV_GROUP};
+use crate::{Error, Result};
+
+/// `quant_method`, and the name of the format.
+const METHOD: &str = "modelopt";
+/// The file that older readers take the configuration from.
+const CONFIG_FILE: &str = "hf_quant_config.json";
+/// `quant_algo` of rounded weights and activations.
+const NVFP4: &str = "NVFP4";
+/// `quant_algo` of rounded weights alone.
+const WEIGHT_ONLY: &str = "W4A16_NVFP4";
+
+fn weight_name(module: &str) -> String {
+    format!("{module}.weight")
+}
+
+fn scale_name(module: &str) -> String {
+    format!("{module}.weight_scale")
+}
+
+fn global_scale_name(module: &str) -> String {
+    format!("{module}.weight_scale_2")
+}
+
+fn input_scale_name(module: &str) -> String {
+    format!("{module}.input_scale")
+}
+
+/// The container that ModelOpt writes.
+#[derive(Debug, Clone, Copy)]
+pub struct ModelOpt;
+
+impl Container for ModelOpt {
+    fn name(&self) -> &'static str {
+        METHOD
+    }
+
+    fn summary(&self) -> &'static str {
+        "ModelOpt's layout of NVFP4, for vLLM, SGLang and TensorRT-LLM"
+    }
+
+    fn layout(
+        &self,
+        module: &str,
+        [n, k]: [usize; 2],
+        scheme: LinearScheme,
+        scale_dtype: Dtype,
+    ) -> Result<Vec<TensorSpec>> {
+        let is_nvfp4 = scheme.has_global_scale() && scale_dtype == Dtype::F8E4M3;
+        if !is_nvfp4 || n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+            return Err(Error::usage(
+                format!("`{module}.weight`: the {METHOD} format is written with NVFP4 weights, not {scheme}"),
+                "choose --scheme nvfp4 or nvfp4a16, or write --format compressed-tensors",
+            ));
+        }
+        if !k.is_multiple_of(NV_GROUP) {
+            let (tensor, group_size) = (weight_name(module), NV_GROUP);
+            return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
+        }
+        let mut specs = vec![
+            TensorSpec::new(weight_name(module), Dtype::U8, [n, k / 2]),
+            TensorSpec::new(scale_name(module), Dtype::F8E4M3, [n, k / NV_GROUP]),
+            TensorSpec::new(global_scale_name(module), Dtype::F32, []),
+        ];
+        if scheme.activations == ActivationScheme::Nvfp4 {
+            specs.push(TensorSpec::new(input_scale_name(module), Dtype::F32, []));
+        }
+        Ok(specs)
+    }
+
+    fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+        let specs = self.layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
+        tensor.require_storable(module)?;
+        let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
+        let scales = tensor.scale_codes().ok_or_else(|| inconsistent("a scale is not exact in its type"))?;
+        let global = tensor.global.ok_or_else(|| inconsistent("it has no global scale"))?;
+        let mut bytes = vec![pack_nibbles(&tensor.codes), scales, reciprocal(global).to_le_bytes().to_vec()];
+        bytes.extend(tensor.input.map(|input| reciprocal(input.scale).to_le_bytes().to_vec()));
+        Ok(specs.into_iter().zip(bytes).collect())
+    }
+
+    /// One scheme for all: what readers know as `MIXED_PRECISION` names every layer, and is not written.
+    fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
+        if schemes.embedding.is_some() {
+            return Err(Error::usage(
+                format!("the embedding is to be quantized, which the {METHOD} format has no place for"),
+                "leave it float, or write --format compressed-tensors",
+            ));
+        }
+        let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
+        match schemes.quantized.iter().find(|(_, other)| other != scheme) {
+            None => Ok(()),
+            Some((module, other)) => Err(Error::usage(
+                format!(
+                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format is written with one scheme \
+                     for all"
+                ),
+                "leave modules float with --ignore, or write --format compressed-tensors",
+            )),
+        }
+    }
+
+    fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
+        let numbers = json!({ "num_bits": 4, "type": "float", "group_size": NV_GROUP, "dynamic": false });
+        let mut group = json!({ "targets": ["Linear"], "weights": numbers });
+        if algorithm(schemes) == NVFP4 {
+            group["input_activations"] = numbers;
+        }
+        json!({
+            "quant_method": METHOD,
+            "quant_algo": algorithm(schemes),
+            "group_size": NV_GROUP,
+            "ignore": excluded(schemes),
+            "config_groups": { "group_0": group },
+            "kv_cache_scheme": null,
+            "producer": producer(),
+        })
+    }
+
+    fn companion_files(&self, schemes: &ModuleSchemes<'_>) -> Vec<(&'static str, Value)> {
+        let config = json!({
+            "producer": producer(),
+            "quantization": {
+                "quant_algo": algorithm(schemes),
+                "kv_cache_quant_algo": null,
+                "group_size": NV_GROUP,
+                "exclude_modules": excluded(schemes),
+            },
+        });
+        vec![(CONFIG_FILE, config)]
+    }
+
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        let mut notes = vec!["transformers 5.23 does not load the modelopt format".to_owned()];
+        let names: Vec<&str> = schemes.quantized.iter().map(|(module, _)| *module).collect();
+        let quantized = schemes.all_names(&names);
+        // vLLM looks for excluded names within the names of modules.
+        let taken = |excluded: &String| quantized.iter().find(|module| module.contains(excluded.as_str()));
+        if let Some((float, module)) =
+            excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
+        {
+            notes.push(format!(
+                "vLLM 0.33 leaves `{module}` float as well, for its name contains that of `{float}`: write --format \
+                 compressed-tensors"
+            ));
+        }
+        notes
+    }
+
+    fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+        Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
+    }
+}
+
+/// Readers ask for the name of the program whose layout it is.
+fn producer() -> Value {
+    json!({ "name": METHOD, "version": concat!("quant ", env!("CARGO_PKG_VERSION")) })
+}
+
+fn algorithm(schemes: &ModuleSchemes<'_>) -> &'static str {
+    let rounds = |scheme: LinearScheme| scheme.activations == ActivationScheme::Nvfp4;
+    match schemes.quantized.first() {
+        Some((_, scheme)) if !rounds(*scheme) => WEIGHT_ONLY,
+        _ => NVFP4,
+    }
+}
+
+/// Modules that stay float, by all their names, and what stands beside a decoder.
+fn excluded(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+    let mut names = schemes.all_names(&schemes.float);
+    names.extend(schemes.outside().iter().map(|module| format!("{module}*")));
+    names
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,158 @@
+//! `cargo xtask quality-floats`: what floating-point weights cost on the real models, beside integers of as many bits.
+//!
+//! All schemes see the same windows of the same text, so differences are paired: their error is that of the differences
+//! of windows. Settings are chosen on the calibration texts, which stand in a table of their own; claims are held on the
+//! evaluation texts:
+//!
+//! * of NVFP4's scale searches, `sweep` costs no more than `four-over-six` and that no more than `amax`: each step is
+//!   smaller by more than two paired errors, or reported as a tie;
+//! * NVFP4 with `sweep` costs less than INT4 in groups of 32, which takes as many bits;
+//! * FP8 per channel costs at most 0.0004 nats per token on books-7m.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::bench_rtn::quant_binary;
+use crate::quality::Args;
+use crate::support::record::{Record, table, typed_command};
+use crate::support::rows::{Row, quantize, texts};
+use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
+
+/// Names, schemes and options of `quant quantize`.
+const CASES: [(&str, &str, &[&str]); 10] = [
+    ("FP8, channel", "wf8a16-channel", &[]),
+    ("FP8, 128 x 128", "wf8a16-b128", &[]),
+    ("MXFP8", "wf8a16-g32-mx", &[]),
+    ("INT8, channel", "w8a16-channel", &[]),
+    ("NVFP4, amax", "wf4a16-g16-nv", &["--scale-search", "amax"]),
+    ("NVFP4, four-over-six", "wf4a16-g16-nv", &["--scale-search", "four-over-six"]),
+    ("NVFP4, sweep", "wf4a16-g16-nv", &["--scale-search", "sweep"]),
+    ("INT4, g32", "w4a16-g32-sym", &[]),
+    ("MXFP4", "wf4a16-g32-mx", &[]),
+    ("INT4, g128", "w4a16-g128-sym", &[]),
+];
+const FP8: usize = 0;
+/// The first of each pair is to cost less than the second.
+const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
+/// Nats per token that FP8 per channel may cost on the model of this name.
+const FP8_MOST: (&str, f64) = ("books-7m", 0.0004);
+
+/// The divergence of every window, in nats per token.
+fn divergence(
+    quant: &Path,
+    model: &Path,
+    out: &Path,
+    text: &Path,
+    [window, windows]: [usize; 2],
+) -> Result<Vec<f64>> {
+    let mut command = Command::new(quant);
+    command.arg("eval").arg(out).arg("--reference").arg(model).arg("--text").arg(text);
+    command.args(["--window", &window.to_string(), "--windows", &windows.to_string(), "--quiet", "--json"]);
+    let result: Value = serde_json::from_str(&output(&mut command)?)?;
+    let windows = result.pointer("/comparison/window_kl").and_then(Value::as_array);
+    let windows = windows.context("`quant eval --json` gives no /comparison/window_kl")?;
+    let windows: Vec<f64> = windows.iter().filter_map(Value::as_f64).collect();
+    ensure!(windows.len() > 1 && windows.iter().all(|kl| kl.is_finite()), "{model:?}: not finite");
+    Ok(windows)
+}
+
+/// The mean, and its standard error.
+fn mean(values: &[f64]) -> [f64; 2] {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>();
+    [mean, (squares / (count - 1.0) / count).sqrt()]
+}
+
+/// Linears whose width no group divides.
+fn ignored(row: &Row) -> Vec<String> {
+    row.per_channel().flat_map(|end| ["--ignore".to_owned(), end.to_owned()]).collect()
+}
+
+/// Measures and writes the record.
+pub fn run(args: &Args) -> Result<()> {
+    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let quant = quant_binary(args.quant.as_deref())?;
+    let out = target_dir().join("quality-floats");
+    let mut csv = vec!["text_of,model,text,scheme,options,kl,kl_se".to_owned()];
+    let (mut body, mut broken) = (String::new(), Vec::new());
+    for row in texts() {
+        let model = row.model(&data, false)?;
+        let calibration = row.calibration(&data);
+        let evaluation = data.join("text").join(row.evaluation);
+        // Conversations are no running text, and are not what is scored.
+        let texts = [("calibration", calibration), ("evaluation", evaluation)];
+        let texts: Vec<_> =
+            texts.into_iter().filter(|(_, t)| t.extension().is_some_and(|e| e != "jsonl")).collect();
+        let mut found: Vec<Vec<Vec<f64>>> = vec![Vec::new(); texts.len()];
+        for (name, scheme, options) in CASES {
+            remove_dir(&out)?;
+            let mut command = quantize(&quant, &model, &out);
+            command.args(["--scheme", scheme, "--method", "rtn"]).args(options).args(ignored(row));
+            output(&mut command)?;
+            for ((of, text), found) in texts.iter().zip(&mut found) {
+                let windows = divergence(&quant, &model, &out, text, [row.window, args.windows])?;
+                let [kl, error] = mean(&windows);
+                let text = text.file_name().unwrap_or_default().to_string_lossy();
+                println!("{}  {text}  {name}  {kl:.6} ± {error:.6}", row.name);
+                csv.push(format!("{of},{},{text},{scheme},{},{kl},{error}", row.name, options.join(" ")));
+                found.push(windows);
+            }
+        }
+        for ((of, text), found) in texts.iter().zip(&found) {
+            let text = text.file_name().unwrap_or_default().to_string_lossy();
+            let held = *of == "evaluation";
+            let rows: Vec<Vec<String>> = CASES
+                .iter()
+                .zip(found)
+                .map(|((name, scheme, _), windows)| {
+                    let [kl, error] = mean(windows);
+                    vec![(*name).to_owned(), format!("`{scheme}`"), format!("{kl:.5} ± {error:.5}")]
+                })
+                .collect();
+            body += &format!(
+                "## {}, {of} text {text}\n\n{}\n",
+                row.name,
+                table(&["weights", "scheme", "KL"], &rows)
+            );
+            for (less, more) in PAIRS {
+                let differences: Vec<f64> =
+                    found[less].iter().zip(&found[more]).map(|(a, b)| a - b).collect();
+                let [difference, error] = mean(&differences);
+                let verdict = match difference {
+                    d if d < -2.0 * error => "less",
+                    d if d > 2.0 * error => "more",
+                    _ => "a tie",
+                };
+                let (a, b) = (CASES[less].0, CASES[more].0);
+                body += &format!("* {a} against {b}: {difference:+.6} ± {error:.6}, {verdict}\n");
+                if held && verdict == "more" {
+                    broken.push(format!("{}, {text}: {a} costs more than {b}", row.name));
+                }
+            }
+            body += "\n";
+            let [fp8, _] = mean(&found[FP8]);
+            if held && row.name == FP8_MOST.0 && fp8 > FP8_MOST.1 {
+                broken.push(format!("{}, {text}: FP8 per channel costs {fp8:.5}", row.name));
+            }
+        }
+    }
+    let record = Record {
+        benchmark: "floats",
+        title: "Floating-point weights on the real models".into(),
+        command: typed_command(),
+        body: format!(
+            "Weights rounded to nearest without any text, activations float, embeddings and head float; on stories260k \
+             `down_proj` float as well, for no group divides its width. {} windows of 512 tokens (256 on stories260k), as \
+             many as the text has. KL to float over the full vocabulary in nats per token, ± its standard error over \
+             windows; differences are paired by window, and less or more where they exceed two of their errors. What \
+             `--scale-search` does by default was chosen on calibration texts.\n\n{body}",
+            args.windows
+        ),
+        csv,
+    };
+    record.conclude(args.check, &broken)
+}
