@@ -5,6 +5,7 @@
 mod cli;
 mod commands;
 mod device;
+mod gguf;
 mod hub;
 mod inputs;
 mod kv;

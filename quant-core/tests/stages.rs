@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it.
-const STAGES: [&str; 10] = [
+const STAGES: [&str; 12] = [
+    "blocks",
     "checkpoint",
     "scheme",
     "quantize",
@@ -14,6 +15,7 @@ const STAGES: [&str; 10] = [
     "transform",
     "recipe",
     "pipeline",
+    "gguf",
     "engines",
 ];
 /// What every stage may use. Of the stages they name error types alone.

@@ -6,6 +6,7 @@ pub mod completions;
 pub mod demo;
 pub mod eval;
 pub mod gate;
+pub mod gguf;
 pub mod inspect;
 pub mod plan;
 pub mod quantize;
