@@ -14,23 +14,26 @@ mod c;
 mod c_abi;
 #[allow(unsafe_code, reason = "a C caller's side of the interface")]
 mod c_attention;
+mod gguf;
 mod input;
 mod kernels;
 
 pub use attention::attention;
 pub use c_abi::{c_abi, c_hadamard};
 pub use c_attention::c_attention;
+pub use gguf::gguf;
 pub use kernels::{pack, packed, round_trip};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
     ("c_hadamard", c_hadamard),
+    ("gguf", gguf),
     ("pack", pack),
     ("packed", packed),
     ("round_trip", round_trip),

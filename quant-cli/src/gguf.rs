@@ -15,7 +15,7 @@ const DEFAULT_MIXTURE: &str = "Q4_K_M";
 /// What is about GGUF files alone.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct GgufOptions {
-    /// The pre-tokenizer, by llama.cpp's name, where it is not recognized
+    /// The pre-tokenizer, by llama.cpp's name, where it is not recognized; none writes a file without vocabulary
     #[arg(long, value_name = "NAME", help_heading = "GGUF")]
     pub pre: Option<String>,
     /// Give rows that do not fit their type the type that llama-quantize falls back to; the report lists them

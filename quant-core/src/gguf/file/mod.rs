@@ -5,6 +5,8 @@
 
 mod archive;
 mod read;
+#[cfg(test)]
+mod tests;
 mod value;
 mod write;
 

@@ -26,6 +26,8 @@ use crate::{Error, Result};
 /// Larger files are refused.
 const LARGEST: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
+/// In place of a pre-tokenizer's name: the file gets no vocabulary.
+const NO_VOCABULARY: &str = "none";
 
 /// Types of tokens.
 pub(super) mod kinds {
@@ -74,9 +76,11 @@ pub(super) fn metadata(
         notes.push(
             "the model has no tokenizer.json: the file gets no vocabulary, and takes token ids only".into(),
         );
-        let entries = vec![("tokenizer.ggml.model".to_owned(), Value::string("none"))];
-        return Ok(TokenizerMetadata { entries, notes });
+        return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
     };
+    if pre == Some(NO_VOCABULARY) {
+        return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
+    }
     let path = sidecar.path.clone();
     let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
     let bytes = sidecar.read(LARGEST)?.map_err(fault)?;
@@ -103,6 +107,10 @@ pub(super) fn metadata(
     entries.extend(specials);
     entries.extend(special::chat_templates(directory)?);
     Ok(TokenizerMetadata { entries, notes })
+}
+
+fn without_vocabulary() -> (String, Value) {
+    ("tokenizer.ggml.model".to_owned(), Value::string(NO_VOCABULARY))
 }
 
 /// Tokens of the same text would end llama.cpp's loader: all but the first are renamed.

@@ -51,6 +51,17 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
         Ok(())
     };
     put_added(&mut vocabulary).map_err(|reason| fault(&json_path, reason))?;
+    // llama.cpp ends where a text has a byte that is no token.
+    let bytes = vocabulary.types.iter().filter(|kind| **kind == kinds::BYTE).count();
+    if bytes != 256 {
+        return Err(fault(
+            &json_path,
+            format!(
+                "has tokens for {bytes} of the 256 bytes that characters outside the vocabulary fall back to; name the \
+                 pre-tokenizer none to write a file without vocabulary"
+            ),
+        ));
+    }
     Ok(vocabulary)
 }
 
