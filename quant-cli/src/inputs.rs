@@ -8,7 +8,7 @@ use quant_core::calibrate::{
 };
 use quant_core::checkpoint::ModelDirectory;
 use quant_core::model::Model;
-use quant_core::{Error, Result};
+use quant_core::{Error, Result, gguf};
 
 use crate::commands::Session;
 use crate::hub;
@@ -26,10 +26,13 @@ pub struct Opened {
     pub model: Model,
 }
 
-/// Opens a model directory, fetched first where a hub's name for it was given, and tells of what is
+/// Opens a GGUF file, or a model directory, fetched first where a hub's name for it was given, and tells of what is
 /// odd about it.
 pub fn open(path: &Path, session: &Session) -> Result<Opened> {
-    let directory = ModelDirectory::open(&hub::model_directory(path, session)?)?;
+    let directory = match gguf::is_gguf(path) {
+        true => gguf::open(path)?,
+        false => ModelDirectory::open(&hub::model_directory(path, session)?)?,
+    };
     for warning in directory.warnings() {
         session.progress.note(&format!("warning: {warning}"));
     }
@@ -39,11 +42,7 @@ pub fn open(path: &Path, session: &Session) -> Result<Opened> {
 
 /// The tokenizer of a model directory, checked against the model's embedding.
 pub fn tokenizer(directory: &ModelDirectory) -> Result<TextTokenizer> {
-    let path = directory.tokenizer_path().ok_or_else(|| Error::Tokenizer {
-        path: directory.path().join("tokenizer.json"),
-        reason: "is missing".into(),
-    })?;
-    TextTokenizer::open(&path)
+    TextTokenizer::of(directory)
 }
 
 /// The calibration windows of `source`: a file, or the name of a set.

@@ -6,6 +6,7 @@ mod cli;
 mod commands;
 mod device;
 mod generation;
+mod gguf;
 mod hub;
 mod inputs;
 mod kv;

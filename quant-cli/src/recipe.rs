@@ -9,7 +9,9 @@ use quant_core::model::Model;
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method, steps};
 use quant_core::scheme::{Granularity, SchemeRequest};
-use quant_core::{Error, format};
+use quant_core::{Error, format, gguf};
+
+use crate::gguf::GgufOptions;
 
 /// What to do with a model.
 #[derive(Debug, Clone, clap::Args)]
@@ -49,6 +51,8 @@ pub struct RecipeOptions {
     /// the head
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
     pub overrides: Vec<String>,
+    #[command(flatten)]
+    pub gguf: GgufOptions,
     /// SmoothQuant: how much of the outliers moves from the activations into the weights, 0 to 1, or auto: what
     /// leaves each block the least error [default: the family's]
     #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
@@ -379,5 +383,6 @@ fn method_help() -> String {
 fn format_help() -> String {
     let what = "Container to write [default: compressed-tensors]; given several times, each goes into \
                 OUT/FORMAT, and the calibration text goes through the model once for all";
-    listed(what, format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned())))
+    let containers = format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned()));
+    listed(what, containers.chain([(gguf::FORMAT, gguf::SUMMARY.to_owned())]))
 }

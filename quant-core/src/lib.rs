@@ -16,6 +16,7 @@
 //! units of work. Parallel steps run on the rayon pool the caller installed.
 #![forbid(unsafe_code)]
 
+pub mod blocks;
 pub mod calibrate;
 pub mod checkpoint;
 pub mod digest;
@@ -23,6 +24,7 @@ pub mod engines;
 mod error;
 pub mod format;
 pub mod generate;
+pub mod gguf;
 pub mod model;
 pub mod pipeline;
 mod progress;

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it.
-const STAGES: [&str; 11] = [
+const STAGES: [&str; 13] = [
+    "blocks",
     "checkpoint",
     "scheme",
     "quantize",
@@ -15,6 +16,7 @@ const STAGES: [&str; 11] = [
     "transform",
     "recipe",
     "pipeline",
+    "gguf",
     "engines",
 ];
 /// What every stage may use. Of the stages they name error types alone.

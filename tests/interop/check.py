@@ -1,6 +1,6 @@
 """The interop check: our numbers against transformers', and our bits against an independent reader.
 
-Eight kinds of checks, each on its own line with what it measured:
+Nine kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -12,6 +12,7 @@ Eight kinds of checks, each on its own line with what it measured:
   family    a tiny model of each family, float and quantized: see check_families.py
   chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
             what transformers makes of them
+  gguf      GGUF files against llama.cpp: see check_gguf.py
   carried   of vision-language models: see check_vision_language.py
   profile   what `quant eval` measures by a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
@@ -38,6 +39,7 @@ from unittest import mock
 import check_families
 import check_floats
 import check_generate
+import check_gguf
 import check_numbers
 import check_pages
 import check_profiles
@@ -374,6 +376,7 @@ def main():
         check_numbers.run_all(check, arguments.only)
         check_floats.run_all(check, arguments.only)
         check_generate.run_all(check, arguments.only)
+        check_gguf.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)

@@ -9,6 +9,8 @@
 //! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, tokens and the assistant's part of every
 //!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
+//! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows of a block type, from and to little-endian files;
+//! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type stand for;
 //! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as the inputs of a linear are: `fp8-token`,
 //!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`.
 #![forbid(unsafe_code)]
@@ -17,11 +19,12 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
 
+use quant_core::blocks::{BlockType, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
 use quant_core::model::{Decoder, Model};
 use quant_core::quantize::InputGrid;
-use quant_core::{CancelToken, Silent};
+use quant_core::{CancelToken, Silent, gguf};
 use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
 
 type Failure = Box<dyn std::error::Error>;
@@ -35,6 +38,11 @@ fn main() -> ExitCode {
         ["weights", model, out] => weights(model, out),
         ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
+        ["encode", kind, columns, from, out] => encode(kind, columns, from, out, None),
+        ["encode", kind, columns, from, out, importance] => {
+            encode(kind, columns, from, out, Some(importance))
+        }
+        ["decode", kind, columns, from, out] => decode(kind, columns, from, out),
         ["inputs", rule, from, out] => inputs(rule, None, from, out),
         ["inputs", rule, from, out, scale] => match scale.parse() {
             Ok(scale) => inputs(rule, Some(scale), from, out),
@@ -52,7 +60,8 @@ fn main() -> ExitCode {
 }
 
 fn open(path: &str) -> Result<(ModelDirectory, Model), Failure> {
-    let directory = ModelDirectory::open(Path::new(path))?;
+    let path = Path::new(path);
+    let directory = if gguf::is_gguf(path) { gguf::open(path)? } else { ModelDirectory::open(path)? };
     let model = Model::open(&directory)?;
     Ok((directory, model))
 }
@@ -65,6 +74,41 @@ fn save(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>, out: &str) -> Result
         .map(|(name, shape, bytes)| Ok((name, TensorView::new(Stored::F32, (*shape).clone(), bytes)?)))
         .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
     Ok(serialize_to_file(views, None, Path::new(out))?)
+}
+
+/// A block type by its name, and the bytes of a row of so many columns.
+fn rows_of(kind: &str, columns: &str) -> Result<(&'static BlockType, usize, usize), Failure> {
+    let kind = block_type(kind).ok_or_else(|| format!("no block type {kind}"))?;
+    let columns = columns.parse()?;
+    Ok((kind, columns, kind.row_bytes(columns).ok_or("rows that are no whole blocks")?))
+}
+
+fn floats(path: &str) -> Result<Vec<f32>, Failure> {
+    let bytes = std::fs::read(path)?;
+    let mut values = vec![0.0; bytes.len() / 4];
+    Dtype::F32.widen(&bytes, &mut values);
+    Ok(values)
+}
+
+fn encode(kind: &str, columns: &str, from: &str, out: &str, importance: Option<&str>) -> Result<(), Failure> {
+    let (kind, columns, row_bytes) = rows_of(kind, columns)?;
+    let importance = importance.map(floats).transpose()?;
+    let values = floats(from)?;
+    let mut bytes = vec![0; values.len() / columns * row_bytes];
+    for (row, out) in values.chunks_exact(columns).zip(bytes.chunks_exact_mut(row_bytes)) {
+        kind.encode(row, importance.as_deref(), out);
+    }
+    Ok(std::fs::write(out, bytes)?)
+}
+
+fn decode(kind: &str, columns: &str, from: &str, out: &str) -> Result<(), Failure> {
+    let (kind, columns, row_bytes) = rows_of(kind, columns)?;
+    let bytes = std::fs::read(from)?;
+    let mut values = vec![0.0; bytes.len() / row_bytes * columns];
+    for (bytes, row) in bytes.chunks_exact(row_bytes).zip(values.chunks_exact_mut(columns)) {
+        kind.decode(bytes, row);
+    }
+    Ok(std::fs::write(out, Dtype::F32.narrow(&values))?)
 }
 
 fn inputs(rule: &str, scale: Option<f32>, from: &str, out: &str) -> Result<(), Failure> {
@@ -141,8 +185,7 @@ fn weights(model: &str, out: &str) -> Result<(), Failure> {
 
 fn tokens(model: &str, text: &str, length: &str, count: &str, out: &str) -> Result<(), Failure> {
     let (directory, _) = open(model)?;
-    let path = directory.tokenizer_path().ok_or("no tokenizer.json")?;
-    let tokens = TextTokenizer::open(&path)?.encode(&std::fs::read_to_string(text)?)?;
+    let tokens = TextTokenizer::of(&directory)?.encode(&std::fs::read_to_string(text)?)?;
     let mut windows = TokenWindows::cut(tokens, length.parse()?);
     windows.truncate(count.parse()?);
     let windows: Vec<&[u32]> = (0..windows.len()).map(|i| windows.window(i)).collect();
@@ -152,7 +195,7 @@ fn tokens(model: &str, text: &str, length: &str, count: &str, out: &str) -> Resu
 fn chats_of(model: &str, chats: &str, out: &str) -> Result<(), Failure> {
     let (directory, _) = open(model)?;
     let template = ChatTemplate::open(&directory)?;
-    let tokenizer = TextTokenizer::open(&directory.tokenizer_path().ok_or("no tokenizer.json")?)?;
+    let tokenizer = TextTokenizer::of(&directory)?;
     let origin = Path::new(chats);
     let Corpus::Chats(conversations) = read_corpus(origin)? else { return Err("no conversations".into()) };
     let mut lines = Vec::new();

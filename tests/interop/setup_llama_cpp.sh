@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes llama.cpp's own `llama-perplexity` and its converter: setup_llama_cpp.sh [DIR]
+# Makes llama.cpp's own `llama-perplexity` and `llama-quantize`, and its converter: setup_llama_cpp.sh [DIR]
 #
 # DIR defaults to target/interop-llama-cpp under the repository root. We found no package of the
 # program itself, but node-llama-cpp publishes llama.cpp's libraries built for Linux x86-64, and
-# beside them the sources they were built from. Only the program's own two files are compiled here
+# beside them the sources they were built from. Only the programs' own files are compiled here
 # (some seconds) and linked with those libraries.
 #
 # Exits with 3, and a line that starts with SKIPPED, where that cannot work: another platform, or
@@ -57,18 +57,21 @@ fetch node-llama-cpp node-llama-cpp "$sources_sha512"
 mv "$work/node-llama-cpp-linux-x64/bins/linux-x64" "$directory/bin"
 git -c init.defaultBranch=main clone --quiet --bare "$work/node-llama-cpp/llama/gitRelease.bundle" "$work/source.git"
 git -C "$work/source.git" archive HEAD \
-    common include ggml/include vendor tools/perplexity conversion gguf-py convert_hf_to_gguf.py \
+    common include ggml/include vendor tools/perplexity tools/quantize src/llama-ext.h \
+    conversion gguf-py convert_hf_to_gguf.py \
     | tar -x -C "$directory/source"
 rm -rf "$work"
 
 # The libraries look for each other, and for the code of this processor, beside the program.
 source=$directory/source
-g++ -std=c++17 -O1 -DNDEBUG \
-    -I"$source/common" -I"$source/include" -I"$source/ggml/include" -I"$source/vendor" \
-    "$source"/tools/perplexity/*.cpp \
-    "$directory"/bin/libllama-common.so "$directory"/bin/libllama.v*.so \
-    "$directory"/bin/libggml.v*.so "$directory"/bin/libggml-base.so \
-    -Wl,-rpath,'$ORIGIN' -o "$directory/bin/llama-perplexity"
+for program in perplexity quantize; do
+    g++ -std=c++17 -O1 -DNDEBUG \
+        -I"$source/common" -I"$source/include" -I"$source/ggml/include" -I"$source/vendor" -I"$source/src" \
+        "$source/tools/$program"/*.cpp \
+        "$directory"/bin/libllama-common.so "$directory"/bin/libllama.v*.so \
+        "$directory"/bin/libggml.v*.so "$directory"/bin/libggml-base.so \
+        -Wl,-rpath,'$ORIGIN' -o "$directory/bin/llama-$program"
+done
 "$directory/bin/llama-perplexity" --version >/dev/null 2>&1
 
 echo "$stamp" >"$directory/stamp"

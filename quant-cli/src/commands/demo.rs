@@ -93,7 +93,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         schema: "quant-demo/1",
         profile: text.id.clone(),
         tokens_scored: text.tokens_scored(),
-        float_bytes: opened.directory.source().total_bytes(),
+        float_bytes: opened.directory.source().tensor_bytes(),
         float_perplexity: own.mean,
         float_standard_error: own.standard_error,
         noise_floor_kl: floor.kl.mean,

@@ -116,7 +116,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return ablation::run(&args.ablation, &opened, &text, &args.json, session);
     }
     if let Some(reference) = &reference {
-        same_tokenizer(&opened, reference)?;
+        same_tokenizer(&opened, reference, || {
+            let theirs = self::text(reference, &args.text, request, args.windows, session)?;
+            Ok([text.tokens_sha256.clone(), theirs.tokens_sha256])
+        })?;
     }
     let kv = args.kv.scheme(&opened.model);
     let model = provenance::identity(&opened, args.model.display().to_string(), kv, session)?;
@@ -312,12 +315,34 @@ pub fn load(opened: &Opened, text: &EvaluationText, session: &Session) -> Result
 
 fn read_tokenizer(opened: &Opened) -> Result<Vec<u8>> {
     let tokenizer = inputs::tokenizer(&opened.directory)?;
-    std::fs::read(tokenizer.path()).map_err(|e| Error::io("read", tokenizer.path(), e))
+    match made_tokenizer(opened) {
+        Some(contents) => Ok(contents.to_vec()),
+        None => std::fs::read(tokenizer.path()).map_err(|e| Error::io("read", tokenizer.path(), e)),
+    }
+}
+
+/// The tokenizer that was made from metadata, where the model has it there.
+fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
+    opened.directory.sidecar("tokenizer.json")?.contents.as_deref()
 }
 
 /// Numbers of two tokenizers cannot be compared position by position.
-fn same_tokenizer(model: &Opened, reference: &Opened) -> Result<()> {
-    if read_tokenizer(model)? == read_tokenizer(reference)? {
+///
+/// One that was made from metadata is never the same file; there the tokens of the text decide, `tokens` of the model
+/// and of the reference.
+fn same_tokenizer(
+    model: &Opened,
+    reference: &Opened,
+    tokens: impl FnOnce() -> Result<[String; 2]>,
+) -> Result<()> {
+    let same = match [model, reference].map(|opened| made_tokenizer(opened).is_some()) {
+        [false, false] => read_tokenizer(model)? == read_tokenizer(reference)?,
+        _ => {
+            let [one, other] = tokens()?;
+            one == other
+        }
+    };
+    if same {
         return Ok(());
     }
     Err(Error::usage(

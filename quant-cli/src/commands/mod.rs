@@ -8,6 +8,7 @@ pub mod demo;
 pub mod eval;
 pub mod gate;
 pub mod generate;
+pub mod gguf;
 pub mod inspect;
 pub mod plan;
 pub mod quantize;

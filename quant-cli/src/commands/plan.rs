@@ -111,6 +111,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return output::print(&Recipe::schema());
     }
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
+    if args.recipe.writes_gguf()? {
+        return super::gguf::plan(&model.to_owned(), &args.recipe, args.all, &args.json, session);
+    }
+    args.recipe.gguf.refuse()?;
     let recipe = args.recipe.recipe()?;
     let opened = super::quantize::prepared(inputs::open(model, session)?, &recipe, &args.recipe, session)?;
     let plans = args.recipe.plans(&opened.model, &recipe)?;

@@ -37,7 +37,7 @@ pub struct Args {
     #[arg(long, short)]
     pub output: PathBuf,
     #[command(flatten)]
-    recipe: RecipeOptions,
+    pub recipe: RecipeOptions,
     /// Calibration text: a file (plain text, or .jsonl with a `text` field, or with `messages`, which
     /// go through the model's chat template) or the name of a set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
@@ -100,6 +100,10 @@ struct Calibration {
 
 /// Quantizes.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    if args.recipe.writes_gguf()? {
+        return super::gguf::run(args, session);
+    }
+    args.recipe.gguf.refuse()?;
     let started = Instant::now();
     let recipe = args.recipe.recipe()?;
     if let (Some(text), false) = (&args.calibration, recipe.needs_text()) {
@@ -357,7 +361,7 @@ pub fn write(
 
 /// Removes what was begun, unless what was finished is worth keeping because the same job can
 /// succeed later.
-fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
+pub fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
     let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
     if !resumable {
         for writer in writers {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use crate::checkpoint::{ModelDirectory, parse_strictly, read_capped};
+use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
 pub(super) const CONFIG: &str = "tokenizer_config.json";
@@ -31,7 +31,7 @@ impl TokenizerSettings {
         let path = directory.path().join(CONFIG);
         let Some(sidecar) = directory.sidecar(CONFIG) else { return Ok(Self { fields: Map::new(), path }) };
         let fault = |reason| Error::Tokenizer { path: path.clone(), reason };
-        let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST)?.map_err(fault)?;
+        let bytes = sidecar.read(LARGEST)?.map_err(fault)?;
         match parse_strictly(&bytes) {
             Ok(Value::Object(fields)) => Ok(Self { fields, path }),
             Ok(_) => Err(fault("must hold one JSON object".into())),

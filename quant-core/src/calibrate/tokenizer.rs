@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
+use crate::checkpoint::ModelDirectory;
 use crate::{Error, Result};
 
 /// Larger tokenizer files are refused before they are parsed.
@@ -50,6 +51,21 @@ impl TextTokenizer {
             return Err(Self::fault(path, format!("has {size} bytes; at most {LARGEST_FILE} are read")));
         }
         Self::from_bytes(path, &std::fs::read(path).map_err(|e| Error::io("read", path, e))?)
+    }
+
+    /// The tokenizer of a model.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn of(directory: &ModelDirectory) -> Result<Self> {
+        const NAME: &str = "tokenizer.json";
+        let Some(sidecar) = directory.sidecar(NAME) else {
+            return Err(Self::fault(&directory.path().join(NAME), "is missing".into()));
+        };
+        match &sidecar.contents {
+            None => Self::open(&sidecar.path),
+            Some(contents) => Self::from_bytes(&sidecar.path, contents),
+        }
     }
 
     /// The same from bytes; `path` is for messages.

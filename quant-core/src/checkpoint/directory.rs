@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::input_file::{Lookup, Root, read_capped};
 use super::names::printable;
-use super::{ConfigFields, ShardedCheckpoint, strict_json};
+use super::{Checkpoint, ConfigFields, ShardedCheckpoint, strict_json};
 use crate::{Error, Result};
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -47,7 +47,7 @@ pub struct ModelDirectory {
     path: PathBuf,
     config: Map<String, Value>,
     config_path: PathBuf,
-    source: Arc<ShardedCheckpoint>,
+    source: Arc<dyn Checkpoint>,
     sidecars: Vec<Sidecar>,
     warnings: Vec<String>,
 }
@@ -59,6 +59,38 @@ pub struct Sidecar {
     pub path: PathBuf,
     /// Where it really is: in a Hugging Face cache the former is a link.
     pub real: PathBuf,
+    /// What is in it, where it was made from a model that is one file.
+    pub contents: Option<Arc<[u8]>>,
+}
+
+impl Sidecar {
+    /// Its bytes, or why its size is refused.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be read.
+    pub fn read(&self, cap: u64) -> Result<Result<Vec<u8>, String>> {
+        match &self.contents {
+            None => read_capped(&self.real, &self.path, cap),
+            Some(contents) if contents.len() as u64 > cap => {
+                Ok(Err(format!("has {} bytes, at most {cap} are accepted", contents.len())))
+            }
+            Some(contents) => Ok(Ok(contents.to_vec())),
+        }
+    }
+
+    /// Its length.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be opened.
+    pub fn bytes(&self) -> Result<u64> {
+        match &self.contents {
+            Some(contents) => Ok(contents.len() as u64),
+            None => {
+                let metadata = std::fs::File::open(&self.real).and_then(|file| file.metadata());
+                Ok(metadata.map_err(|e| Error::io("read", &self.path, e))?.len())
+            }
+        }
+    }
 }
 
 impl ModelDirectory {
@@ -80,11 +112,23 @@ impl ModelDirectory {
         if config.contains_key("auto_map") {
             warnings.push(format!("{CONFIG}: `auto_map` is ignored, code of a model is never run"));
         }
-        let source = Arc::new(source);
+        let source: Arc<dyn Checkpoint> = Arc::new(source);
         Ok(Self { path: path.to_owned(), config, config_path, source, sidecars, warnings })
     }
 
-    /// The directory as it was given.
+    /// A model that is not a directory: the file at `path` holds all of it.
+    pub(crate) fn in_memory(
+        path: &Path,
+        config: Map<String, Value>,
+        source: Arc<dyn Checkpoint>,
+        sidecars: Vec<Sidecar>,
+        warnings: Vec<String>,
+    ) -> Self {
+        let (path, config_path) = (path.to_owned(), path.to_owned());
+        Self { path, config, config_path, source, sidecars, warnings }
+    }
+
+    /// The directory as it was given, or the file where that is the whole model.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -105,7 +149,7 @@ impl ModelDirectory {
     }
 
     /// The weights.
-    pub fn source(&self) -> &Arc<ShardedCheckpoint> {
+    pub fn source(&self) -> &Arc<dyn Checkpoint> {
         &self.source
     }
 
@@ -159,7 +203,7 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
                 "{} differs from another file's name in case alone, it is left out",
                 printable(name)
             )),
-            Lookup::File(real) => found.push(Sidecar { path: root.join(name), real }),
+            Lookup::File(real) => found.push(Sidecar { path: root.join(name), real, contents: None }),
             Lookup::Absent => {}
             Lookup::Dangling => warnings.push(format!("{} is a link that leads nowhere", printable(name))),
             Lookup::Refused(reason) => warnings.push(format!("{} {reason}, it is left out", printable(name))),

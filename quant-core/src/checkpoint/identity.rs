@@ -20,12 +20,15 @@ impl ModelDirectory {
     /// # Errors
     /// When a file cannot be read, or the token pulls.
     pub fn sha256(&self, cancel: &CancelToken) -> Result<String> {
-        let mut files: Vec<&Path> = self.source().shard_paths().collect();
-        files.push(self.config_path());
+        let mut files = self.source().files();
+        // Where one file is the whole model, it is its configuration too.
+        if !files.iter().any(|file| file == self.config_path()) {
+            files.push(self.config_path().to_owned());
+        }
         let name = |path: &Path| path.strip_prefix(self.path()).unwrap_or(path).display().to_string();
         let mut lines = files
             .into_par_iter()
-            .map(|path| Ok((name(path), file_sha256(path, cancel)?)))
+            .map(|path| Ok((name(&path), file_sha256(&path, cancel)?)))
             .collect::<Result<Vec<_>>>()?;
         lines.sort_unstable();
         let list: String = lines.iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();

@@ -29,26 +29,28 @@ pub struct ShardLayout {
     tensor_bytes: u64,
 }
 
-/// One shard.
+/// One file.
 #[derive(Debug, Clone)]
-pub(crate) struct ShardFile {
-    /// `model.safetensors` or `model-00001-of-0000N.safetensors`.
-    pub(crate) name: String,
-    /// The length field and the JSON, padded so that data begins at a multiple of 8.
-    pub(crate) header: Vec<u8>,
+pub struct ShardFile {
+    /// Its name, such as `model-00001-of-00002.safetensors`.
+    pub name: String,
+    /// What stands before the data.
+    pub header: Vec<u8>,
     /// The tensors in the order of their data.
-    pub(crate) tensors: Vec<PlacedTensor>,
-    /// Length of the whole file.
-    pub(crate) bytes: u64,
+    pub tensors: Vec<PlacedTensor>,
+    /// Length of the whole file. What neither the header nor a tensor covers is zero.
+    pub bytes: u64,
 }
 
-/// One tensor of a shard.
+/// One tensor of a file.
 #[derive(Debug, Clone)]
-pub(crate) struct PlacedTensor {
-    pub(crate) name: String,
-    pub(crate) info: TensorInfo,
+pub struct PlacedTensor {
+    /// Its name.
+    pub name: String,
+    /// Type and shape.
+    pub info: TensorInfo,
     /// First byte, counted from the start of the file.
-    pub(crate) offset: u64,
+    pub offset: u64,
 }
 
 impl ShardLayout {
@@ -71,18 +73,26 @@ impl ShardLayout {
             };
             shards.push(ShardFile::new(name, group)?);
         }
-        let mut places = HashMap::with_capacity(specs.len());
+        let mut layout = Self::of_files(shards)?;
+        layout.index = (count > 1).then(|| index_bytes(&layout.shards, layout.tensor_bytes));
+        Ok(layout)
+    }
+
+    /// Files whose tensors have distinct names, without an index.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the sizes of all tensors overflow together.
+    pub fn of_files(shards: Vec<ShardFile>) -> Result<Self> {
+        let mut places = HashMap::new();
         for (s, shard) in shards.iter().enumerate() {
             for (t, tensor) in shard.tensors.iter().enumerate() {
                 places.insert(tensor.name.clone(), (s, t));
             }
         }
-        let tensor_bytes = specs
-            .iter()
-            .try_fold(0u64, |sum, spec| sum.checked_add(spec.info.byte_len()))
+        let tensor_bytes = (shards.iter().flat_map(|shard| &shard.tensors))
+            .try_fold(0u64, |sum, tensor| sum.checked_add(tensor.info.byte_len()))
             .ok_or_else(|| Error::Internal("the size of the output overflows".into()))?;
-        let index = (count > 1).then(|| index_bytes(&shards, tensor_bytes));
-        Ok(Self { shards, places, index, tensor_bytes })
+        Ok(Self { shards, places, index: None, tensor_bytes })
     }
 
     /// Names and lengths of all files, shards first, then the index if there is more than one.

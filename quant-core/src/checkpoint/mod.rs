@@ -5,6 +5,7 @@
 //! write   layout ─► writer ─► verify ─► publish   where each byte goes, staging, proof, one rename
 //! ```
 
+mod archive;
 mod config_fields;
 mod contract;
 mod directory;
@@ -33,15 +34,17 @@ mod tests;
 mod verify;
 mod writer;
 
+pub use archive::{Archive, SafetensorsDirectory};
 pub use config_fields::ConfigFields;
+pub(crate) use contract::check_specs;
 pub use directory::{ModelDirectory, Sidecar};
 pub use dtype::{Dtype, OpaqueDtype};
 pub use header_error::HeaderError;
 pub(crate) use identity::file_blake3;
 pub use identity::file_sha256;
-pub(crate) use input_file::read_capped;
+pub(crate) use input_file::{open_regular, read_capped, read_exact_at};
 pub(crate) use job::differences;
-pub use layout::ShardLayout;
+pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 pub use manifest::PublishedFile;
 pub use memory::{MemorySink, MemorySource};
 pub(crate) use names::printable;
@@ -52,7 +55,7 @@ pub use shards::ShardedCheckpoint;
 pub use strict_json::parse as parse_strictly;
 pub(crate) use tensor_io::non_finite_in_whole;
 pub use tensor_io::{
-    TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
+    Checkpoint, TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
     require_weight_float,
 };
 pub use writer::{CheckpointWriter, Prepared, WriteOptions};

@@ -7,7 +7,9 @@
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use super::Archive;
 use super::file_system::{FileSystem, failure, is_unsupported};
 use super::input_file::read_capped;
 use super::job::{Job, parent_of};
@@ -18,10 +20,19 @@ use crate::{Error, Result};
 /// A manifest of more bytes than this was not written here.
 const MANIFEST_CAP: u64 = 64 << 20;
 
+/// What may be replaced at a target.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    /// Whether anything may.
+    pub(crate) force: bool,
+    /// The archive whose one file the target is; none where it is a directory.
+    pub(crate) file_of: Option<Arc<dyn Archive>>,
+}
+
 /// What was published.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Published {
-    /// The directory, absolute and without links.
+    /// The directory, or the single file, absolute and without links.
     pub path: PathBuf,
     /// Its files sorted by name, with the manifest last.
     pub files: Vec<PublishedFile>,
@@ -38,16 +49,24 @@ pub struct Published {
 /// # Errors
 /// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this
 /// program did not write or that was changed since (as far as lengths tell), so that a mistyped path costs neither a home directory nor the original.
-pub(crate) fn check_target(target: &Path, force: bool) -> Result<bool> {
+pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
         Err(e) => return Err(Error::io("open", target, e)),
     };
-    if !force {
+    if !place.force {
         return Err(Error::OutputExists { path: target.to_owned() });
     }
-    let reason = if metadata.is_dir() { not_replaceable(target)? } else { Some("is not a directory".into()) };
+    let reason = match &place.file_of {
+        Some(_) if !metadata.is_file() => Some("is not a regular file".into()),
+        Some(archive) => match archive.is_own_file(target)? {
+            true => None,
+            false => Some("was not written by quant, so --force does not replace it".into()),
+        },
+        None if metadata.is_dir() => not_replaceable(target)?,
+        None => Some("is not a directory".into()),
+    };
     let Some(reason) = reason else { return Ok(true) };
     Err(Error::usage(
         format!("{} {reason}", target.display()),
@@ -104,15 +123,19 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Gives the prepared directory its final name; whether it replaced an old one.
+/// Gives the prepared directory or file its final name; whether it replaced an old one.
 ///
 /// # Errors
 /// The target is then what it was before, unless the error is about syncing or restoring.
-pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, force: bool) -> Result<bool> {
-    let (out, target) = (job.out(), job.target());
-    let replaced = check_target(target, force)?;
+pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &Place) -> Result<bool> {
+    let target = job.target();
+    let out = match (&place.file_of, target.file_name()) {
+        (Some(_), Some(name)) => job.out().join(name),
+        _ => job.out(),
+    };
+    let replaced = check_target(target, place)?;
     if replaced {
-        replace(fs, job)?;
+        replace(fs, job, &out)?;
     } else {
         fs.rename_new(&out, target).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => {
@@ -128,15 +151,15 @@ pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, force: bool) -> Re
     Ok(replaced)
 }
 
-fn replace(fs: &dyn FileSystem, job: &Job) -> Result<()> {
-    let (out, target, previous) = (job.out(), job.target(), job.previous());
-    match fs.exchange(&out, target) {
+fn replace(fs: &dyn FileSystem, job: &Job, out: &Path) -> Result<()> {
+    let (target, previous) = (job.target(), job.previous());
+    match fs.exchange(out, target) {
         Ok(()) => return Ok(()),
         Err(e) if is_unsupported(&e) => {}
         Err(e) => return Err(failure(fs, "replace", target, 0, e)),
     }
     fs.rename_new(target, &previous).map_err(|e| failure(fs, "set aside", target, 0, e))?;
-    let Err(error) = fs.rename_new(&out, target) else { return Ok(()) };
+    let Err(error) = fs.rename_new(out, target) else { return Ok(()) };
     match fs.rename_new(&previous, target) {
         Ok(()) => Err(failure(fs, "rename", target, 0, error)),
         Err(second) => {

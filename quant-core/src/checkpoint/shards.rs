@@ -13,7 +13,7 @@ use super::header::{Header, Located};
 use super::input_file::{Lookup, Root, listed, open_regular, read_capped, read_exact_at};
 use super::names::printable;
 use super::shard_index::{MAX_INDEX_BYTES, ShardIndex};
-use super::{TensorInfo, TensorSource};
+use super::{Checkpoint, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -165,10 +165,19 @@ impl ShardedCheckpoint {
     pub fn total_bytes(&self) -> u64 {
         self.tensors.values().map(|p| p.located.info.byte_len()).sum()
     }
+}
 
-    /// Bytes of all shards together, headers included.
-    pub fn file_bytes(&self) -> u64 {
+impl Checkpoint for ShardedCheckpoint {
+    fn file_bytes(&self) -> u64 {
         self.shards.iter().map(|s| s.bytes).sum()
+    }
+
+    fn tensor_bytes(&self) -> u64 {
+        self.total_bytes()
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        self.shard_paths().map(Path::to_owned).collect()
     }
 }
 

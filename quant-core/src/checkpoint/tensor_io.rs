@@ -75,6 +75,18 @@ pub trait TensorSource: Send + Sync {
     }
 }
 
+/// The weight files of a model.
+pub trait Checkpoint: TensorSource + std::fmt::Debug {
+    /// Bytes of all files together, headers included.
+    fn file_bytes(&self) -> u64;
+
+    /// Bytes of all tensors together, as they are stored.
+    fn tensor_bytes(&self) -> u64;
+
+    /// The files, in the order of their names.
+    fn files(&self) -> Vec<PathBuf>;
+}
+
 /// Fails unless the type is one that weights may have.
 pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result<()> {
     if dtype.is_weight_float() {

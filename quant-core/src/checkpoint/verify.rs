@@ -1,13 +1,14 @@
 //! Writing, last stage of the path: what was written is read back before anyone may see it.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
+use super::Archive;
 use super::file_system::FileSystem;
-use super::header::Header;
 use super::input_file::{open_regular, read_exact_at};
 use super::layout::{PlacedTensor, ShardFile};
 use super::manifest::PublishedFile;
@@ -24,6 +25,7 @@ const CHUNK: usize = 4 << 20;
 /// [`Error::Verification`] naming the tensor; [`Error::Interrupted`].
 pub(crate) fn verify_shard(
     fs: &dyn FileSystem,
+    archive: &dyn Archive,
     directory: &Path,
     shard: &ShardFile,
     written: impl Fn(&str) -> Option<Digest256> + Sync,
@@ -42,12 +44,12 @@ pub(crate) fn verify_shard(
     if header != shard.header {
         return Err(differs("the header is not the one that was written".into()));
     }
-    let parsed = Header::read(&file, &path).map_err(|e| differs(e.to_string()))?;
-    let as_planned = parsed.tensors.len() == shard.tensors.len()
-        && shard
-            .tensors
-            .iter()
-            .all(|t| parsed.tensors.get(&t.name).is_some_and(|p| p.info == t.info && p.offset == t.offset));
+    let parsed = archive.read_header(&file, &path).map_err(|e| differs(e.to_string()))?;
+    let parsed: HashMap<&str, &PlacedTensor> = parsed.iter().map(|t| (t.name.as_str(), t)).collect();
+    let found = |t: &PlacedTensor| {
+        parsed.get(t.name.as_str()).is_some_and(|p| p.info == t.info && p.offset == t.offset)
+    };
+    let as_planned = parsed.len() == shard.tensors.len() && shard.tensors.iter().all(found);
     if !as_planned {
         return Err(differs("the header does not describe the tensors that were written".into()));
     }

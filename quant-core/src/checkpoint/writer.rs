@@ -21,11 +21,11 @@ use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::names::printable;
 use super::overlap::resolve;
-use super::publish::{Published, check_target, move_into_place};
+use super::publish::{Place, Published, check_target, move_into_place};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
 use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
-use super::{ShardLayout, ShardedCheckpoint, Sidecar, TensorSink, TensorSource, TensorSpec};
+use super::{Archive, SafetensorsDirectory, ShardLayout, Sidecar, TensorSink, TensorSpec};
 use crate::digest::Digest256;
 use crate::progress::timed;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
@@ -46,6 +46,10 @@ pub struct WriteOptions {
     pub fingerprint: Value,
     /// The version that the manifest names.
     pub tool_version: String,
+    /// What kind of files is written.
+    pub archive: Arc<dyn Archive>,
+    /// Whether the target is the one file that the archive writes. Nothing stands beside it then, no manifest either.
+    pub single_file: bool,
 }
 
 impl Default for WriteOptions {
@@ -58,7 +62,15 @@ impl Default for WriteOptions {
             companion_bytes: 0,
             fingerprint: Value::Null,
             tool_version: env!("CARGO_PKG_VERSION").into(),
+            archive: Arc::new(SafetensorsDirectory),
+            single_file: false,
         }
+    }
+}
+
+impl WriteOptions {
+    fn place(&self) -> Place {
+        Place { force: self.force, file_of: self.single_file.then(|| self.archive.clone()) }
     }
 }
 
@@ -126,14 +138,18 @@ impl CheckpointWriter {
     ) -> Result<Self> {
         let target = resolve(target)?;
         let job = job_path(&target)?;
-        check_target(&target, options.force)?;
-        let layout = ShardLayout::plan(&tensors, options.max_shard_bytes)?;
+        let place = options.place();
+        check_target(&target, &place)?;
+        let layout = options.archive.layout(&tensors, options.max_shard_bytes)?;
+        if options.single_file && layout.shards().len() != 1 {
+            return Err(Error::Internal("several files for a target that is one".into()));
+        }
         drop(tensors);
         check_space(&*fs, &target, &job, layout.file_bytes().saturating_add(options.companion_bytes))?;
         create_parents(&*fs, parent_of(&target))?;
         let job = Job::acquire(&*fs, &target)?;
         // Taking over the job may have put an old target back.
-        check_target(&target, options.force)?;
+        check_target(&target, &place)?;
 
         let record = record(&options, &layout)?;
         let stored = if options.resume { job.read_record()? } else { None };
@@ -243,6 +259,7 @@ impl CheckpointWriter {
     /// [`Error::Internal`] when the name is no plain file name or is taken; [`Error::DiskFull`],
     /// [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.refuse_beside_single_file(name)?;
         self.check_file_name(name)?;
         let file = self.write_beside(name, bytes)?;
         self.files.insert(name.to_owned(), file);
@@ -256,7 +273,11 @@ impl CheckpointWriter {
     pub fn add_copy(&mut self, sidecar: &Sidecar) -> Result<()> {
         let original = &sidecar.path;
         let name = original.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.refuse_beside_single_file(&name)?;
         self.check_file_name(&name)?;
+        if let Some(contents) = &sidecar.contents {
+            return self.add_file(&name, contents);
+        }
         let source = open_regular(&sidecar.real, original)?;
         let len = source.metadata().map_err(|e| Error::io("read", original, e))?.len();
         let path = self.job.out().join(&name);
@@ -273,6 +294,13 @@ impl CheckpointWriter {
         copy.sync_data().map_err(|e| fail("sync", e))?;
         self.files.insert(name.clone(), PublishedFile::new(name, len, hash.finalize().into()));
         Ok(())
+    }
+
+    fn refuse_beside_single_file(&self, name: &str) -> Result<()> {
+        match self.options.single_file {
+            true => Err(Error::Internal(format!("`{}` would stand beside a single file", printable(name)))),
+            false => Ok(()),
+        }
     }
 
     fn check_file_name(&self, name: &str) -> Result<()> {
@@ -332,16 +360,19 @@ impl CheckpointWriter {
         }
         let mut files = timed(observer, "verify", || self.read_back(&out, observer, cancel))?;
         files.sort();
-        let manifest = manifest_bytes(&files, &self.options.tool_version);
-        let manifest = self.write_beside(MANIFEST, &manifest)?;
-        verify_file(&*self.fs, &out, &manifest)?;
-        files.push(manifest);
+        if !self.options.single_file {
+            let manifest = manifest_bytes(&files, &self.options.tool_version);
+            let manifest = self.write_beside(MANIFEST, &manifest)?;
+            verify_file(&*self.fs, &out, &manifest)?;
+            files.push(manifest);
+        }
         self.sync_dir(&out)?;
         // The last point at which nothing has happened yet.
         cancel.check()?;
         // The shards are closed with the writer: files that stay open could keep a network file
         // system from moving their directory.
-        Ok(Prepared { fs: self.fs, job: self.job, files, force: self.options.force })
+        let place = self.options.place();
+        Ok(Prepared { fs: self.fs, job: self.job, files, place })
     }
 
     /// Gives up: removes the job directory. The target is untouched.
@@ -364,7 +395,7 @@ impl CheckpointWriter {
         for shard in self.layout.shards() {
             let tensors = &self.tensors;
             let hash_of = |name: &str| tensors.get(name).and_then(|p| p.hash);
-            files.push(verify_shard(&*self.fs, out, shard, hash_of, cancel)?);
+            files.push(verify_shard(&*self.fs, &*self.options.archive, out, shard, hash_of, cancel)?);
             observer.event(&Event::UnitDone { detail: shard.name.clone() });
         }
         for (name, file) in &self.files {
@@ -373,12 +404,7 @@ impl CheckpointWriter {
             observer.event(&Event::UnitDone { detail: name.clone() });
         }
         // What a reader of the directory will see, index included.
-        let seen = ShardedCheckpoint::open(out)
-            .map_err(|e| Error::Verification { path: out.to_owned(), reason: e.to_string() })?;
-        if seen.names().len() != self.tensors.len() || !seen.warnings().is_empty() {
-            let reason = format!("does not open as it was written: {}", seen.warnings().join("; "));
-            return Err(Error::Verification { path: out.to_owned(), reason });
-        }
+        self.options.archive.check_directory(out, self.tensors.len())?;
         observer.event(&Event::StageDone);
         Ok(files)
     }
@@ -400,7 +426,7 @@ pub struct Prepared {
     fs: Arc<dyn FileSystem>,
     job: Job,
     files: Vec<PublishedFile>,
-    force: bool,
+    place: Place,
 }
 
 impl fmt::Debug for Prepared {
@@ -419,8 +445,8 @@ impl Prepared {
     /// The target is then as before, and the job can be resumed; only when syncing after the step
     /// fails may the target be new already.
     pub fn publish(self) -> Result<Published> {
-        let Self { fs, job, files, force } = self;
-        let replaced = move_into_place(&*fs, &job, force)?;
+        let Self { fs, job, files, place } = self;
+        let replaced = move_into_place(&*fs, &job, &place)?;
         let leftover = job.remove(&*fs).is_err().then(|| job.path().to_owned());
         let bytes = files.iter().map(|f| f.bytes).sum();
         Ok(Published { path: job.target().to_owned(), files, bytes, replaced, leftover })

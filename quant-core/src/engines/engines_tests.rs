@@ -228,7 +228,10 @@ fn what_each_container_reaches() {
     assert!(!yes("awq", "w4a16-g64-asym", "LMDeploy"));
     assert!(yes("awq", "w4a16-g64-asym", "mlx-lm"));
     assert!(!yes("compressed-tensors", "w4a16-g64-sym", "mlx-lm"));
-    assert!(yes("compressed-tensors", "w4a16-g64-sym", "llama.cpp"));
+    assert!(
+        reason("llama.cpp", &outline("compressed-tensors", LLAMA_8B, "w4a16-g64-sym"), 1)
+            .contains("floats of the codes")
+    );
     assert!(!yes("compressed-tensors", "w4a16-channel-sym", "llama.cpp"));
     assert!(!yes("awq", "w4a16-g128-asym", "llama.cpp"));
     for (scheme, word) in
@@ -240,7 +243,7 @@ fn what_each_container_reaches() {
     assert!(!yes("gptq", "w4a16-g128-asym", "LMDeploy"));
     assert!(!yes("gptq", "w4a16-g64-sym", "LMDeploy"));
     assert!(!yes("gptq", "w4a16-g64-sym", "mlx-lm"));
-    assert!(yes("gptq", "w8a16-channel-asym", "llama.cpp"));
+    assert_eq!(words("llama.cpp", &outline("gptq", LLAMA_8B, "w8a16-channel-asym"))[0], "yes, but");
     assert!(!yes("gptq", "w3a16-g64-sym", "llama.cpp"));
     assert!(yes("gptq", "w2a16-g64-asym", "transformers"));
     let mut mistral = outline("awq", LLAMA_8B, "w4a16-g128-asym");
@@ -374,7 +377,7 @@ fn floating_point_weights() {
     }
     assert_eq!(words("vLLM, CPU", &of("wf8a16-channel"))[0], "no");
     for (scheme, vllm, sglang, transformers, llama_cpp) in [
-        ("wf8a16-channel", "unsure", "unsure", "yes", "yes"),
+        ("wf8a16-channel", "unsure", "unsure", "yes", "yes, but"),
         ("wf8a16-tensor", "unsure", "unsure", "yes", "no"),
         ("wf8af8-b128", "yes, but", "yes, but", "yes, but", "yes, but"),
         ("wf8af8-tensor-static", "yes, but", "yes, but", "yes, but", "no"),

@@ -167,8 +167,14 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
         _ => No("it reads one scheme a checkpoint".into()),
     };
     let rounds_activations = schemes.iter().any(|s| s.activations != ActivationScheme::Float);
-    match verdict {
-        Yes if rounds_activations => With("it leaves activations float".into()),
-        verdict => verdict,
+    // NVFP4 alone goes over as it is.
+    let loses_codes = schemes.iter().any(|s| !s.has_global_scale());
+    match (verdict, loses_codes, rounds_activations) {
+        (Yes, true, true) => With("it makes floats of the codes, and leaves activations float".into()),
+        (Yes, true, false) => {
+            With("it makes floats of the codes, which are as large as the unquantized model".into())
+        }
+        (Yes, false, true) => With("it leaves activations float".into()),
+        (verdict, ..) => verdict,
     }
 }

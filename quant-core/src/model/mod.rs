@@ -29,7 +29,7 @@ mod tokens;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, EmbeddingScale, FoldGroup,
     LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op, OrderGroup, PositionScale,
-    QueryKey, Reach, Wrapper,
+    QueryKey, Reach, Routing, Wrapper,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};

@@ -63,8 +63,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     let mut bytes = beside + quantized_config(directory, plan)?.len() as u64;
     for sidecar in directory.sidecar_files() {
         // Opened, so that one that may not be read is told now and not after the work.
-        let metadata = std::fs::File::open(&sidecar.real).and_then(|file| file.metadata());
-        bytes += metadata.map_err(|e| Error::io("read", &sidecar.path, e))?.len();
+        bytes += sidecar.bytes()?;
     }
     Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)
 }

@@ -11,7 +11,7 @@ use super::generation::{FILTER, MARKS, replace_tags};
 use super::python::{raise_exception, strftime_now, tojson};
 use crate::calibrate::settings::CONFIG;
 use crate::calibrate::{TokenizerSettings, guard_panics};
-use crate::checkpoint::{ModelDirectory, printable, read_capped};
+use crate::checkpoint::{ModelDirectory, printable};
 use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
@@ -52,7 +52,7 @@ impl ChatTemplate {
         let config_path = settings.path().to_owned();
         let path = directory.path().join(TEMPLATE);
         if let Some(sidecar) = directory.sidecar(TEMPLATE) {
-            let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST_TEMPLATE)?;
+            let bytes = sidecar.read(LARGEST_TEMPLATE)?;
             let bytes = bytes.map_err(|reason| fault(&sidecar.path, reason))?;
             let source = String::from_utf8(bytes).map_err(|e| {
                 fault(&path, format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to()))

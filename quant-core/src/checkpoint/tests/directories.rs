@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::vectors;
 use crate::Error;
-use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
+use crate::checkpoint::{ConfigFields, ModelDirectory};
 
 fn model(config: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();

@@ -46,6 +46,11 @@ impl Rope {
         Self { head_dim, rotary_dim: head_dim, layout: RopeLayout::Halves, theta, scaling: RopeScaling::None }
     }
 
+    /// The angle per position of each pair of channels, in a sequence of `length` tokens.
+    pub(crate) fn frequencies(&self, length: usize) -> Vec<f32> {
+        self.scaling.frequencies(self.theta, self.rotary_dim, length).0
+    }
+
     /// The channel that a channel of a head is mixed with: itself where it does not turn.
     pub fn partner(&self, channel: usize) -> usize {
         let half = self.rotary_dim / 2;

@@ -1,0 +1,139 @@
+//! The options of `--format gguf`, shared by `plan` and `quantize`.
+
+use std::path::PathBuf;
+
+use quant_core::blocks::{BLOCK_TYPES, BlockType, block_type};
+use quant_core::gguf::{self, GgufRequest, MIXTURES, Mixture};
+use quant_core::recipe::Pattern;
+use quant_core::{Error, Result};
+
+use crate::recipe::RecipeOptions;
+
+/// The mixture of a request that names none.
+const DEFAULT_MIXTURE: &str = "Q4_K_M";
+
+/// What is about GGUF files alone.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct GgufOptions {
+    /// The pre-tokenizer, by llama.cpp's name, where it is not recognized; none writes a file without vocabulary
+    #[arg(long, value_name = "NAME", help_heading = "GGUF")]
+    pub pre: Option<String>,
+    /// Give rows that do not fit their type the type that llama-quantize falls back to; the report lists them
+    #[arg(long, help_heading = "GGUF")]
+    pub allow_fallback: bool,
+    /// Weigh errors by the importance matrix in FILE (GGUF or .dat). With --calibration one is gathered
+    #[arg(long, value_name = "FILE", help_heading = "GGUF")]
+    pub imatrix: Option<PathBuf>,
+    /// Write the importance matrix that was gathered to FILE; .dat for the older kind of file, else GGUF
+    #[arg(long, value_name = "FILE", help_heading = "GGUF")]
+    pub save_imatrix: Option<PathBuf>,
+}
+
+impl GgufOptions {
+    fn given(&self) -> [(&'static str, bool); 4] {
+        [
+            ("--pre", self.pre.is_some()),
+            ("--allow-fallback", self.allow_fallback),
+            ("--imatrix", self.imatrix.is_some()),
+            ("--save-imatrix", self.save_imatrix.is_some()),
+        ]
+    }
+
+    /// Fails where an option is given and no GGUF file is written.
+    ///
+    /// # Errors
+    /// [`Error::Usage`].
+    pub fn refuse(&self) -> Result<()> {
+        match self.given().into_iter().find(|(_, given)| *given) {
+            Some((option, _)) => Err(Error::usage(
+                format!("{option} has no effect: it is about GGUF files"),
+                "add --format gguf, or leave it out",
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+impl RecipeOptions {
+    /// Whether a GGUF file is written.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when other formats are named too.
+    pub fn writes_gguf(&self) -> Result<bool> {
+        let named = self.format.iter().any(|format| format == gguf::FORMAT);
+        if named && self.format.len() > 1 {
+            return Err(Error::usage(
+                "GGUF is written in a run of its own",
+                "run once with --format gguf, and once with the other formats",
+            ));
+        }
+        Ok(named)
+    }
+
+    /// What is asked for, `weighted` by an importance matrix or not.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a type that is unknown, and for options that are about other formats.
+    pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
+        if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
+            return Err(Error::usage(
+                format!("{option} has no effect with --format {}", gguf::FORMAT),
+                "leave it out; --scheme names the types, and --calibration weighs errors",
+            ));
+        }
+        let overrides = self.overrides.iter().map(|text| {
+            let (pattern, kind) = text.rsplit_once('=').ok_or_else(|| {
+                Error::usage(
+                    format!("override `{text}` has no `=`"),
+                    "write --override PATTERN=TYPE, for example ffn_down=q6_k",
+                )
+            })?;
+            Ok((Pattern::new(pattern)?, kind_of(kind)?))
+        });
+        Ok(GgufRequest {
+            mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
+            overrides: overrides.collect::<Result<_>>()?,
+            ignore: self.ignore.iter().map(|text| Pattern::new(text)).collect::<Result<_>>()?,
+            pre: self.gguf.pre.clone(),
+            allow_fallback: self.gguf.allow_fallback,
+            weighted,
+        })
+    }
+
+    fn not_for_gguf(&self) -> Vec<(&'static str, bool)> {
+        vec![
+            ("--preset", self.preset.is_some()),
+            ("--recipe", self.recipe.is_some()),
+            ("--method", self.method.is_some()),
+            ("--group-size", self.group_size.is_some()),
+            ("--symmetric", self.symmetric),
+            ("--asymmetric", self.asymmetric),
+            ("--alpha", self.alpha.is_some()),
+            ("--smooth-producers", self.smooth_producers.is_some()),
+            ("--channel-maxima", self.channel_maxima.is_some()),
+            ("--skip", !self.skip.is_empty()),
+            ("--output-alpha", self.output_alpha.is_some()),
+            ("--attention-alpha", self.attention_alpha.is_some()),
+            ("--search", self.search.is_some()),
+            ("--damping", self.damping.is_some()),
+            ("--block-size", self.block_size.is_some()),
+            ("--act-order", self.act_order.is_some()),
+            ("--layer-inputs", self.layer_inputs.is_some()),
+            ("--scale-search", self.scale_search.is_some()),
+        ]
+    }
+}
+
+fn mixture(name: &str) -> Result<&'static Mixture> {
+    gguf::mixture(name).ok_or_else(|| {
+        let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
+        Error::usage(format!("`{name}` is no type of GGUF files"), format!("known are {}", known.join(", ")))
+    })
+}
+
+fn kind_of(name: &str) -> Result<&'static BlockType> {
+    block_type(name).ok_or_else(|| {
+        let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
+        Error::usage(format!("`{name}` is no type of a tensor"), format!("known are {}", known.join(", ")))
+    })
+}

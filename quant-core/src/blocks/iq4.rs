@@ -1,0 +1,160 @@
+//! 4-bit codes for sixteen levels that are close together near zero.
+//!
+//! IQ4_NL: 32 codes and a scale. IQ4_XS: 256 codes, a scale, and a factor of 6 bits for every 32: `d`, the high two
+//! bits of the eight factors in one word, their low four bits in four bytes, then the codes.
+
+use super::search::{NOTHING, largest, nearest, weigh};
+use super::{BlockType, SUPER, f16_bits};
+
+/// 4 bits on levels, `d·T[q]`.
+pub static IQ4_NL: BlockType = BlockType {
+    name: "IQ4_NL",
+    id: 20,
+    elements: 32,
+    bytes: 18,
+    needs_importance: false,
+    uses_importance: true,
+    fallback: Some(&super::F16),
+    encode: encode_nl,
+    decode: decode_nl,
+};
+
+/// 4 bits on levels with factors, `d·(ls − 32)·T[q]`.
+pub static IQ4_XS: BlockType = BlockType {
+    name: "IQ4_XS",
+    id: 23,
+    elements: SUPER,
+    bytes: 136,
+    needs_importance: false,
+    uses_importance: true,
+    fallback: Some(&IQ4_NL),
+    encode: encode_xs,
+    decode: decode_xs,
+};
+
+const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// Candidates on each side of the first.
+const TRIES: i32 = 7;
+
+/// The code of the nearest level; between two that are equally near, the upper.
+fn code(x: f32) -> u8 {
+    let level = |i: usize| f32::from(LEVELS[i]);
+    if x <= level(0) {
+        return 0;
+    }
+    if x >= level(15) {
+        return 15;
+    }
+    let above = (1..16).find(|&i| x < level(i)).unwrap_or(15);
+    (if x - level(above - 1) < level(above) - x { above - 1 } else { above }) as u8
+}
+
+/// The scale of 32 elements.
+fn scale(x: &[f32], importance: Option<&[f32]>, sigma2: f32) -> f32 {
+    let max = largest(x);
+    if max.abs() < NOTHING {
+        return 0.0;
+    }
+    let mut weights = [0.0; 32];
+    match importance {
+        Some(importance) => weigh(importance, sigma2, x, &mut weights),
+        None => weights.iter_mut().zip(x).for_each(|(w, x)| *w = x * x),
+    }
+    let fit = |inverse: f32| {
+        let (mut qx, mut qq) = (0.0, 0.0);
+        for (&x, &w) in x.iter().zip(&weights) {
+            let q = f32::from(LEVELS[usize::from(code(inverse * x))]);
+            qx += w * q * x;
+            qq += w * q * q;
+        }
+        (qx, qq)
+    };
+    let first = f32::from(LEVELS[0]);
+    let (qx, qq) = fit(1.0 / (-max / first));
+    let mut scale = qx / qq;
+    let mut best = scale * qx;
+    for step in -TRIES..=TRIES {
+        let (qx, qq) = fit((step as f32 + first) / max);
+        if qq > 0.0 && qx * qx > best * qq {
+            scale = qx / qq;
+            best = scale * qx;
+        }
+    }
+    scale
+}
+
+/// Writes the codes of 32 elements.
+fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
+    let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
+    for (j, byte) in bytes.iter_mut().enumerate() {
+        *byte = code(inverse * x[j]) | code(inverse * x[j + 16]) << 4;
+    }
+}
+
+fn get_codes(bytes: &[u8], scale: f32, out: &mut [f32]) {
+    for (i, o) in out.iter_mut().enumerate() {
+        let code = bytes[i % 16] >> (4 * (i / 16)) & 15;
+        *o = scale * f32::from(LEVELS[usize::from(code)]);
+    }
+}
+
+fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    for (i, (x, block)) in row.chunks_exact(32).zip(out.chunks_exact_mut(18)).enumerate() {
+        // Where no channel of a block is important, the reference stores a scale that is no number.
+        let weights = importance.map(|im| &im[32 * i..][..32]).filter(|im| im.iter().any(|w| *w > 0.0));
+        let scale = scale(x, weights, sigma2(x));
+        let scale = if scale.is_finite() { scale } else { self::scale(x, None, sigma2(x)) };
+        f16_bits::put(block, 0, scale);
+        put_codes(&mut block[2..], x, scale);
+    }
+}
+
+/// Twice the mean square: the sum times the quotient, as the reference rounds it.
+fn sigma2(x: &[f32]) -> f32 {
+    let mut sum = 0.0;
+    for &x in x {
+        sum += x * x;
+    }
+    sum * (2.0 / x.len() as f32)
+}
+
+fn decode_nl(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in bytes.chunks_exact(18).zip(out.chunks_exact_mut(32)) {
+        get_codes(&block[2..], f16_bits::get(block, 0), out);
+    }
+}
+
+fn encode_xs(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(136)).enumerate() {
+        block.fill(0);
+        let sigma2 = sigma2(x);
+        let mut scales = [0.0; 8];
+        for (j, (found, x)) in scales.iter_mut().zip(x.chunks_exact(32)).enumerate() {
+            *found = scale(x, importance.map(|im| &im[SUPER * i + 32 * j..][..32]), sigma2);
+        }
+        let d = -largest(&scales) / 32.0;
+        f16_bits::put(block, 0, d);
+        let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
+        let mut high = 0_u16;
+        for (j, (scale, x)) in scales.iter().zip(x.chunks_exact(32)).enumerate() {
+            let factor = nearest(inverse * scale).clamp(-32, 31);
+            put_codes(&mut block[8 + 16 * j..][..16], x, d * factor as f32);
+            let factor = (factor + 32) as u8;
+            block[4 + j / 2] |= (factor & 15) << (4 * (j % 2));
+            high |= u16::from(factor >> 4) << (2 * j);
+        }
+        block[2..4].copy_from_slice(&high.to_le_bytes());
+    }
+}
+
+fn decode_xs(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in bytes.chunks_exact(136).zip(out.chunks_exact_mut(SUPER)) {
+        let d = f16_bits::get(block, 0);
+        let high = u16::from_le_bytes([block[2], block[3]]);
+        for (j, out) in out.chunks_exact_mut(32).enumerate() {
+            let low = block[4 + j / 2] >> (4 * (j % 2)) & 15;
+            let factor = i32::from(low) | i32::from(high >> (2 * j) & 3) << 4;
+            get_codes(&block[8 + 16 * j..], d * (factor - 32) as f32, out);
+        }
+    }
+}

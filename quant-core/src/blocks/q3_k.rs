@@ -1,0 +1,113 @@
+//! 256 codes of 3 bits: sixteen sub-blocks of 16 with scales of 6 bits.
+//!
+//! 32 bytes of the third bits, 64 of the low two, 12 of scales, `d`. Of 16 scales, the low four bits of the first and
+//! the last eight share bytes; the two high bits of every fourth share the last four bytes.
+
+use super::q2_k::place;
+use super::search::{largest, mean_square, nearest, symmetric, symmetric_by_descent, weigh};
+use super::{BlockType, SUPER, f16_bits};
+
+/// 3 bits, `d·(sc − 32)·(q − 4)`.
+pub static Q3_K: BlockType = BlockType {
+    name: "Q3_K",
+    id: 11,
+    elements: SUPER,
+    bytes: 110,
+    needs_importance: false,
+    uses_importance: true,
+    fallback: Some(&super::Q4_0),
+    encode,
+    decode,
+};
+
+/// Where the parts stand.
+const LOW: usize = 32;
+const SCALES: usize = 96;
+const D: usize = 108;
+
+fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(110)).enumerate() {
+        let importance = importance.map(|importance| &importance[SUPER * i..][..SUPER]);
+        block.fill(0);
+        let (mut codes, mut scales, mut sums) = ([0_u8; SUPER], [0.0_f32; 16], [0.0_f32; 16]);
+        let sigma2 = 2.0 * mean_square(x);
+        let mut weights = [0.0; 16];
+        for j in 0..16 {
+            let part = 16 * j..16 * (j + 1);
+            let x = &x[part.clone()];
+            scales[j] = match importance {
+                Some(importance) => {
+                    weigh(&importance[part.clone()], sigma2, x, &mut weights);
+                    for w in weights {
+                        sums[j] += w;
+                    }
+                    symmetric(4, x, Some(&weights), &mut codes[part])
+                }
+                None => symmetric_by_descent(4, x, &mut codes[part]),
+            };
+        }
+        let mut s = [0_u8; 16];
+        let d = match importance {
+            Some(_) => symmetric(32, &scales, Some(&sums), &mut s),
+            None => by_largest(&scales, &mut s),
+        };
+        // Where there is no scale at all, the bytes of the scales stay zero.
+        if importance.is_some() || largest(&scales) != 0.0 {
+            put_scales(&mut block[SCALES..D], &s);
+        }
+        let d = f16_bits::put(block, D, d);
+        for j in 0..16 {
+            let scale = d * f32::from(get_scale(&block[SCALES..D], j));
+            if scale == 0.0 {
+                continue;
+            }
+            let part = 16 * j..16 * (j + 1);
+            for (code, x) in codes[part.clone()].iter_mut().zip(&x[part]) {
+                *code = (nearest(x / scale).clamp(-4, 3) + 4) as u8;
+            }
+        }
+        for (e, code) in codes.iter().enumerate() {
+            let (byte, shift) = place(e);
+            block[e % 32] |= (code >> 2) << (e / 32);
+            block[LOW + byte] |= (code & 3) << shift;
+        }
+    }
+}
+
+/// Codes of scales, the one of largest magnitude being −32 plus 32: their common scale.
+fn by_largest(scales: &[f32; 16], codes: &mut [u8; 16]) -> f32 {
+    let most = largest(scales);
+    if most == 0.0 {
+        return 0.0;
+    }
+    let inverse = -32.0 / most;
+    for (code, scale) in codes.iter_mut().zip(scales) {
+        *code = (nearest(inverse * scale).clamp(-32, 31) + 32) as u8;
+    }
+    1.0 / inverse
+}
+
+fn put_scales(bytes: &mut [u8], scales: &[u8; 16]) {
+    for (j, s) in scales.iter().enumerate() {
+        bytes[j % 8] |= (s & 15) << (4 * (j / 8));
+        bytes[8 + j % 4] |= (s >> 4) << (2 * (j / 4));
+    }
+}
+
+fn get_scale(bytes: &[u8], j: usize) -> i8 {
+    let low = bytes[j % 8] >> (4 * (j / 8)) & 15;
+    let high = bytes[8 + j % 4] >> (2 * (j / 4)) & 3;
+    (low | high << 4) as i8 - 32
+}
+
+fn decode(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in bytes.chunks_exact(110).zip(out.chunks_exact_mut(SUPER)) {
+        let d = f16_bits::get(block, D);
+        for (e, o) in out.iter_mut().enumerate() {
+            let (byte, shift) = place(e);
+            let code = block[LOW + byte] >> shift & 3 | (block[e % 32] >> (e / 32) & 1) << 2;
+            let scale = d * f32::from(get_scale(&block[SCALES..D], e / 16));
+            *o = scale * f32::from(code as i8 - 4);
+        }
+    }
+}

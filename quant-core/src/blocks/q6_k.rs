@@ -1,0 +1,75 @@
+//! 256 codes of 6 bits: sixteen sub-blocks of 16 with scales of 8 bits.
+//!
+//! 128 bytes of the low four bits, 64 of the high two, 16 scales, `d`. Of 128 elements, those of the first and third
+//! 32 are in the low and high halves of the same 32 bytes, those of the second and fourth in the next 32; the high bits
+//! of all four share a byte.
+
+use super::search::{NOTHING, largest, nearest, symmetric};
+use super::{BlockType, SUPER, f16_bits};
+
+/// 6 bits, `d·sc·(q − 32)`.
+pub static Q6_K: BlockType = BlockType {
+    name: "Q6_K",
+    id: 14,
+    elements: SUPER,
+    bytes: 210,
+    needs_importance: false,
+    uses_importance: true,
+    fallback: Some(&super::Q8_0),
+    encode,
+    decode,
+};
+
+/// Where the bits of element `e` are: byte and shift of the low four, byte and shift of the high two.
+fn place(e: usize) -> (usize, usize, usize, usize) {
+    let (half, l, part) = (e / 128, e % 32, e % 128 / 32);
+    (64 * half + l + 32 * (part & 1), 4 * (part >> 1), 32 * half + l, 2 * part)
+}
+
+fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(210)).enumerate() {
+        let importance = importance.map(|importance| &importance[SUPER * i..][..SUPER]);
+        block.fill(0);
+        let (mut codes, mut scales) = ([0_u8; SUPER], [0.0_f32; 16]);
+        for (j, scale) in scales.iter_mut().enumerate() {
+            let part = 16 * j..16 * (j + 1);
+            let weights = importance.map(|importance| &importance[part.clone()]);
+            *scale = symmetric(32, &x[part.clone()], weights, &mut codes[part]);
+        }
+        let most = largest(&scales);
+        if most.abs() < NOTHING {
+            continue;
+        }
+        let inverse = -128.0 / most;
+        let d = f16_bits::put(block, 208, 1.0 / inverse);
+        for (j, scale) in scales.iter().enumerate() {
+            let scale = nearest(inverse * scale).min(127) as i8;
+            block[192 + j] = scale as u8;
+            let scale = d * f32::from(scale);
+            if scale == 0.0 {
+                continue;
+            }
+            let part = 16 * j..16 * (j + 1);
+            for (code, x) in codes[part.clone()].iter_mut().zip(&x[part]) {
+                *code = (nearest(x / scale).clamp(-32, 31) + 32) as u8;
+            }
+        }
+        for (e, code) in codes.iter().enumerate() {
+            let (low, low_shift, high, high_shift) = place(e);
+            block[low] |= (code & 15) << low_shift;
+            block[128 + high] |= (code >> 4) << high_shift;
+        }
+    }
+}
+
+fn decode(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in bytes.chunks_exact(210).zip(out.chunks_exact_mut(SUPER)) {
+        let d = f16_bits::get(block, 208);
+        for (e, o) in out.iter_mut().enumerate() {
+            let (low, low_shift, high, high_shift) = place(e);
+            let code = block[low] >> low_shift & 15 | (block[128 + high] >> high_shift & 3) << 4;
+            let scale = d * f32::from(block[192 + e / 16] as i8);
+            *o = scale * f32::from(code as i8 - 32);
+        }
+    }
+}

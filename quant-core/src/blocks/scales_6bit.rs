@@ -1,0 +1,27 @@
+//! Eight scales and eight minimums of 6 bits in 12 bytes, as Q4_K and Q5_K hold them: the first four of each have a
+//! byte, whose two upper bits are the upper bits of the others; their lower four share a byte.
+
+/// Scale and minimum of sub-block `j`.
+pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
+    match j {
+        0..4 => (bytes[j] & 63, bytes[j + 4] & 63),
+        _ => (bytes[j + 4] & 15 | bytes[j - 4] >> 6 << 4, bytes[j + 4] >> 4 | bytes[j] >> 6 << 4),
+    }
+}
+
+/// Writes all of them; `bytes` are zero.
+pub(super) fn put(bytes: &mut [u8], scales: &[u8], minimums: &[u8]) {
+    for (j, (&s, &m)) in scales.iter().zip(minimums).enumerate() {
+        match j {
+            0..4 => {
+                bytes[j] |= s;
+                bytes[j + 4] |= m;
+            }
+            _ => {
+                bytes[j + 4] |= s & 15 | (m & 15) << 4;
+                bytes[j - 4] |= s >> 4 << 6;
+                bytes[j] |= m >> 4 << 6;
+            }
+        }
+    }
+}

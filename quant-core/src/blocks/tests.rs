@@ -1,0 +1,106 @@
+//! What holds of every block type.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// The largest error of a weight that is inside its sub-block's range, as a share of the largest magnitude there.
+fn coarseness(kind: &BlockType) -> f32 {
+    match kind.name {
+        "F32" => 0.0,
+        "F16" => 1.0 / 2048.0,
+        "BF16" => 1.0 / 256.0,
+        "Q8_0" => 0.005,
+        "Q6_K" => 0.07,
+        "Q5_0" | "Q5_1" | "Q5_K" => 0.12,
+        "Q4_0" | "Q4_1" | "Q4_K" | "IQ4_NL" | "IQ4_XS" => 0.25,
+        "Q3_K" => 0.5,
+        "Q2_K" => 1.0,
+        other => panic!("no bound for {other}"),
+    }
+}
+
+fn round_trip(kind: &BlockType, row: &[f32], importance: Option<&[f32]>) -> (Vec<u8>, Vec<f32>) {
+    let mut bytes = vec![0xa5; kind.row_bytes(row.len()).unwrap()];
+    kind.encode(row, importance, &mut bytes);
+    let mut back = vec![f32::NAN; row.len()];
+    kind.decode(&bytes, &mut back);
+    (bytes, back)
+}
+
+/// Values from a seed, of a scale, with some zeros.
+fn values(seed: u64, scale: f32, len: usize) -> Vec<f32> {
+    let mut state = seed | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| if next() > 0.9 { 0.0 } else { next() * next() * scale }).collect()
+}
+
+#[test]
+fn ids_and_names_are_distinct_and_blocks_divide_each_other() {
+    for (i, kind) in BLOCK_TYPES.iter().enumerate() {
+        assert!(BLOCK_TYPES[..i].iter().all(|other| other.id != kind.id && other.name != kind.name));
+        assert_eq!(block_type(&kind.name.to_lowercase()), Some(*kind));
+        assert_eq!(block_type_of(kind.id), Some(*kind));
+        assert_eq!(unread_type(kind.id), None);
+        if let Some(fallback) = kind.fallback {
+            assert!(kind.elements.is_multiple_of(fallback.elements));
+        }
+    }
+}
+
+#[test]
+fn rows_of_zeros_stay_zero() {
+    for kind in BLOCK_TYPES {
+        for importance in [None, Some(&[1.0; 512][..])] {
+            let (_, back) = round_trip(kind, &[0.0; 512], importance);
+            assert!(back.iter().all(|v| *v == 0.0), "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn a_row_that_is_no_whole_number_of_blocks_has_no_bytes() {
+    assert_eq!(Q4_K.row_bytes(255), None);
+    assert_eq!(Q4_K.row_bytes(768), Some(3 * 144));
+    assert_eq!(Q4_0.row_bytes(48), None);
+    assert_eq!(F16.row_bytes(3), Some(6));
+}
+
+proptest! {
+    #[test]
+    fn decoded_values_are_near(seed: u64, exponent in -12_i32..6, weighed: bool) {
+        let row = values(seed, (exponent as f32).exp2(), 512);
+        let importance: Vec<f32> = values(seed ^ 77, 1.0, 512).iter().map(|v| v.abs() + 0.01).collect();
+        for kind in BLOCK_TYPES {
+            let (_, back) = round_trip(kind, &row, weighed.then_some(&importance));
+            let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            for (a, b) in row.iter().zip(&back) {
+                let bound = coarseness(kind) * most + 1e-7;
+                prop_assert!((a - b).abs() <= bound, "{kind:?}: {a} became {b}, largest {most}");
+            }
+        }
+    }
+
+    #[test]
+    fn any_bits_encode_and_any_bytes_decode(seed: u64, weighed: bool) {
+        let mut state = seed | 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u32
+        };
+        let row: Vec<f32> = (0..256).map(|_| f32::from_bits(next())).collect();
+        let importance: Vec<f32> = (0..256).map(|_| f32::from_bits(next()).abs()).collect();
+        for kind in BLOCK_TYPES {
+            round_trip(kind, &row, weighed.then_some(&importance));
+            let bytes: Vec<u8> = (0..kind.row_bytes(256).unwrap()).map(|_| next() as u8).collect();
+            kind.decode(&bytes, &mut [0.0; 256]);
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! A file's header, checked against the file.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use super::value::{Array, Value, kinds};
+use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME};
+use crate::blocks::{BlockType, block_type_of, unread_type};
+use crate::checkpoint::{open_regular, printable, read_exact_at};
+use crate::{Error, Result};
+
+/// Entries of metadata, at most.
+const MAX_ENTRIES: u64 = 1 << 16;
+/// Tensors, at most.
+const MAX_TENSORS: u64 = 1 << 20;
+/// Bytes of a text, at most. Chat templates have some tens of thousands.
+const MAX_STRING: u64 = 64 << 20;
+/// Elements of all lists together, at most. Vocabularies have some hundred thousand.
+const MAX_ELEMENTS: u64 = 1 << 24;
+
+/// What a file says of itself before its data.
+#[derive(Debug, Clone)]
+pub struct GgufHeader {
+    /// 2 or 3, which differ in nothing that is read here.
+    pub version: u32,
+    /// Metadata, in the order of the file.
+    pub metadata: Vec<(String, Value)>,
+    /// The tensors, in the order of the file.
+    pub tensors: Vec<GgufTensor>,
+}
+
+/// A tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GgufTensor {
+    /// Its name.
+    pub name: String,
+    /// Dimensions, outermost first: the reverse of the order in the file.
+    pub shape: Vec<usize>,
+    /// How its rows are stored.
+    pub kind: &'static BlockType,
+    /// Its first byte, counted from the start of the file.
+    pub offset: u64,
+    /// Bytes of its data.
+    pub bytes: u64,
+}
+
+impl GgufTensor {
+    /// Elements of a row, the innermost dimension.
+    pub fn columns(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+}
+
+impl GgufHeader {
+    /// Reads the header of a file of `len` bytes from its start. The data is not looked at.
+    ///
+    /// # Errors
+    /// The rule that the header breaks, with field and offset.
+    pub fn parse(reader: impl Read, len: u64) -> Result<Self, String> {
+        Cursor { reader, at: 0, len, elements: 0 }.header()
+    }
+
+    /// The value of a key.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.metadata.iter().find(|(known, _)| known == key).map(|(_, value)| value)
+    }
+}
+
+/// A file whose header was read.
+#[derive(Debug)]
+pub struct GgufFile {
+    path: PathBuf,
+    file: File,
+    header: GgufHeader,
+    places: HashMap<String, usize>,
+}
+
+impl GgufFile {
+    /// Opens a file and checks its header.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] for the rule that it breaks, with field and offset; [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
+        let file = open_regular(&real, path)?;
+        let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
+        let header = GgufHeader::parse(BufReader::with_capacity(1 << 16, &file), len);
+        let header = header.map_err(|reason| Self::broken(path, reason))?;
+        let places = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
+        Ok(Self { path: path.to_owned(), file, header, places })
+    }
+
+    /// The error that a file breaks a rule.
+    pub(crate) fn broken(path: &Path, reason: String) -> Error {
+        Error::InputFile {
+            path: path.to_owned(),
+            line: None,
+            reason,
+            remedy: "give a complete GGUF file of version 2 or 3 in little-endian order".into(),
+        }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it says of itself.
+    pub fn header(&self) -> &GgufHeader {
+        &self.header
+    }
+
+    /// A tensor, if there is one of this name.
+    pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
+        self.places.get(name).map(|&i| &self.header.tensors[i])
+    }
+
+    /// Fills `buffer` with a tensor's bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the range leaves the tensor; [`Error::Io`].
+    pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
+            return Err(Error::Internal(format!("a range that leaves tensor `{}`", tensor.name)));
+        }
+        read_exact_at(&self.file, &self.path, tensor.offset + offset, buffer)
+    }
+}
+
+struct Cursor<R> {
+    reader: R,
+    at: u64,
+    len: u64,
+    /// Of all lists so far.
+    elements: u64,
+}
+
+impl<R: Read> Cursor<R> {
+    fn header(mut self) -> Result<GgufHeader, String> {
+        if self.array::<4>("magic")? != MAGIC {
+            return Err("does not begin with `GGUF`".into());
+        }
+        let version = u32::from_le_bytes(self.array("version")?);
+        match version {
+            2 | 3 => {}
+            v if v & 0xffff == 0 => return Err("is in big-endian order, which is not read".into()),
+            v => return Err(format!("`version` at byte 4 is {v}; 2 and 3 are read")),
+        }
+        let tensors = self.count("tensor_count", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)?;
+        let entries = self.count("metadata_kv_count", MAX_ENTRIES, 8 + 4 + 1)?;
+        let mut metadata = Vec::new();
+        let mut keys = HashSet::new();
+        for i in 0..entries {
+            let at = self.at;
+            let key = self.string(&format!("key {i}"))?;
+            if key.is_empty() {
+                return Err(format!("key {i} at byte {at} is empty"));
+            }
+            if !keys.insert(key.clone()) {
+                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)));
+            }
+            let kind = u32::from_le_bytes(self.array(&key)?);
+            let value = self.value(&key, kind)?;
+            metadata.push((key, value));
+        }
+        let alignment = alignment(&metadata)?;
+        let mut names = HashSet::new();
+        let mut found = Vec::new();
+        for i in 0..tensors {
+            let tensor = self.tensor(i)?;
+            if !names.insert(tensor.name.clone()) {
+                return Err(format!("tensor `{}` stands twice", tensor.name));
+            }
+            found.push(tensor);
+        }
+        let start = self.at.checked_next_multiple_of(alignment).ok_or("its header is too long")?;
+        place(&mut found, start, alignment, self.len)?;
+        Ok(GgufHeader { version, metadata, tensors: found })
+    }
+
+    /// The next bytes, of the field `what`.
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], String> {
+        let mut bytes = [0; N];
+        self.fill(what, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn fill(&mut self, what: &str, bytes: &mut [u8]) -> Result<(), String> {
+        self.require(what, bytes.len() as u64)?;
+        let at = self.at;
+        let short = |e| format!("`{}` at byte {at} cannot be read: {e}", printable(what));
+        self.reader.read_exact(bytes).map_err(short)?;
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Fails unless the file has so many more bytes.
+    fn require(&self, what: &str, bytes: u64) -> Result<(), String> {
+        let left = self.len.saturating_sub(self.at);
+        if bytes > left {
+            let what = printable(what);
+            return Err(format!("`{what}` at byte {} needs {bytes} bytes, {left} are left", self.at));
+        }
+        Ok(())
+    }
+
+    fn u64(&mut self, what: &str) -> Result<u64, String> {
+        Ok(u64::from_le_bytes(self.array(what)?))
+    }
+
+    /// A number of things of at least `least` bytes each.
+    fn count(&mut self, what: &str, most: u64, least: u64) -> Result<u64, String> {
+        let at = self.at;
+        let count = self.u64(what)?;
+        let left = self.len.saturating_sub(self.at);
+        if count > most || count.checked_mul(least).is_none_or(|bytes| bytes > left) {
+            let what = printable(what);
+            return Err(format!(
+                "`{what}` at byte {at} is {count}; at most {most} are read, and {left} bytes are left"
+            ));
+        }
+        Ok(count)
+    }
+
+    fn string(&mut self, what: &str) -> Result<String, String> {
+        let at = self.at;
+        let len = self.count(what, MAX_STRING, 1)?;
+        // At most what is left of the file.
+        let mut bytes = vec![0; len as usize];
+        self.fill(what, &mut bytes)?;
+        String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not UTF-8", printable(what)))
+    }
+
+    fn flag(&mut self, what: &str) -> Result<bool, String> {
+        let at = self.at;
+        match self.array::<1>(what)? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            [other] => Err(format!("`{}` at byte {at} is {other}, neither 0 nor 1", printable(what))),
+        }
+    }
+
+    fn value(&mut self, key: &str, kind: u32) -> Result<Value, String> {
+        Ok(match kind {
+            kinds::U8 => Value::U8(u8::from_le_bytes(self.array(key)?)),
+            kinds::I8 => Value::I8(i8::from_le_bytes(self.array(key)?)),
+            kinds::U16 => Value::U16(u16::from_le_bytes(self.array(key)?)),
+            kinds::I16 => Value::I16(i16::from_le_bytes(self.array(key)?)),
+            kinds::U32 => Value::U32(u32::from_le_bytes(self.array(key)?)),
+            kinds::I32 => Value::I32(i32::from_le_bytes(self.array(key)?)),
+            kinds::F32 => Value::F32(f32::from_le_bytes(self.array(key)?)),
+            kinds::BOOL => Value::Bool(self.flag(key)?),
+            kinds::STRING => Value::String(self.string(key)?),
+            kinds::ARRAY => Value::Array(self.list(key)?),
+            kinds::U64 => Value::U64(self.u64(key)?),
+            kinds::I64 => Value::I64(i64::from_le_bytes(self.array(key)?)),
+            kinds::F64 => Value::F64(f64::from_le_bytes(self.array(key)?)),
+            other => {
+                let (key, at) = (printable(key), self.at - 4);
+                return Err(format!("`{key}` has the unknown type {other} at byte {at}"));
+            }
+        })
+    }
+
+    fn list(&mut self, key: &str) -> Result<Array, String> {
+        let at = self.at;
+        let kind = u32::from_le_bytes(self.array(key)?);
+        let least = match kind {
+            kinds::U8 | kinds::I8 | kinds::BOOL => 1,
+            kinds::U16 | kinds::I16 => 2,
+            kinds::U32 | kinds::I32 | kinds::F32 => 4,
+            kinds::U64 | kinds::I64 | kinds::F64 | kinds::STRING => 8,
+            kinds::ARRAY => {
+                return Err(format!(
+                    "`{}` at byte {at} is a list of lists, which is not read",
+                    printable(key)
+                ));
+            }
+            other => {
+                return Err(format!(
+                    "`{}` is a list of the unknown type {other} at byte {at}",
+                    printable(key)
+                ));
+            }
+        };
+        let count = self.count(key, MAX_ELEMENTS - self.elements, least)?;
+        self.elements += count;
+        Ok(match kind {
+            kinds::U8 => Array::U8(self.elements(key, count, u8::from_le_bytes)?),
+            kinds::I8 => Array::I8(self.elements(key, count, i8::from_le_bytes)?),
+            kinds::U16 => Array::U16(self.elements(key, count, u16::from_le_bytes)?),
+            kinds::I16 => Array::I16(self.elements(key, count, i16::from_le_bytes)?),
+            kinds::U32 => Array::U32(self.elements(key, count, u32::from_le_bytes)?),
+            kinds::I32 => Array::I32(self.elements(key, count, i32::from_le_bytes)?),
+            kinds::F32 => Array::F32(self.elements(key, count, f32::from_le_bytes)?),
+            kinds::U64 => Array::U64(self.elements(key, count, u64::from_le_bytes)?),
+            kinds::I64 => Array::I64(self.elements(key, count, i64::from_le_bytes)?),
+            kinds::F64 => Array::F64(self.elements(key, count, f64::from_le_bytes)?),
+            kinds::BOOL => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
+            _ => {
+                let one = |i: u64| self.string(&format!("{key}[{i}]"));
+                Array::String((0..count).map(one).collect::<Result<_, _>>()?)
+            }
+        })
+    }
+
+    fn elements<T, const N: usize>(
+        &mut self,
+        key: &str,
+        count: u64,
+        read: impl Fn([u8; N]) -> T,
+    ) -> Result<Vec<T>, String> {
+        (0..count).map(|_| Ok(read(self.array(key)?))).collect()
+    }
+
+    /// The description of tensor `i`; its offset still counts from the start of the data.
+    fn tensor(&mut self, i: u64) -> Result<GgufTensor, String> {
+        let at = self.at;
+        let name = self.string(&format!("name of tensor {i}"))?;
+        let shown = printable(&name);
+        if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
+            return Err(format!(
+                "the name of tensor {i} at byte {at}, `{shown}`, is not one of 1 to {MAX_NAME} bytes"
+            ));
+        }
+        let dims = u32::from_le_bytes(self.array(&name)?) as usize;
+        if dims == 0 || dims > MAX_DIMS {
+            return Err(format!(
+                "tensor `{shown}` at byte {at} has {dims} dimensions; 1 to {MAX_DIMS} are read"
+            ));
+        }
+        let mut shape = Vec::with_capacity(dims);
+        for _ in 0..dims {
+            let dim = self.u64(&name)?;
+            let fits = usize::try_from(dim).ok().filter(|dim| *dim > 0 && *dim <= isize::MAX as usize);
+            shape
+                .push(fits.ok_or_else(|| format!("tensor `{shown}` at byte {at} has a dimension of {dim}"))?);
+        }
+        shape.reverse();
+        let type_at = self.at;
+        let id = u32::from_le_bytes(self.array(&name)?);
+        let kind = block_type_of(id).ok_or_else(|| match unread_type(id) {
+            Some(kind) => {
+                format!("tensor `{shown}` has the type {kind} at byte {type_at}, which is not read")
+            }
+            None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}"),
+        })?;
+        let columns = shape[dims - 1];
+        let row = kind.row_bytes(columns).ok_or_else(|| {
+            format!(
+                "tensor `{shown}` at byte {at} has rows of {columns}, no whole blocks of {}",
+                kind.elements
+            )
+        })?;
+        let bytes = shape[..dims - 1].iter().try_fold(row, |bytes, &dim| bytes.checked_mul(dim));
+        let bytes = bytes.filter(|_| shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)).is_some());
+        let bytes = bytes.ok_or_else(|| format!("tensor `{shown}` at byte {at} overflows"))? as u64;
+        let offset = self.u64(&name)?;
+        Ok(GgufTensor { name, shape, kind, offset, bytes })
+    }
+}
+
+fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
+    let Some((_, value)) = metadata.iter().find(|(key, _)| key == ALIGNMENT_KEY) else {
+        return Ok(DEFAULT_ALIGNMENT);
+    };
+    match value {
+        Value::U32(v) if v.is_power_of_two() => Ok(u64::from(*v)),
+        other => Err(format!("`{ALIGNMENT_KEY}` is {other:?}, no power of two of type u32")),
+    }
+}
+
+/// Tensors follow on each other in the order of their descriptions, each at a multiple of the alignment, and all of
+/// them are in the file.
+fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
+    let mut due = 0_u64;
+    for tensor in tensors {
+        if tensor.offset != due {
+            return Err(format!("the offset of tensor `{}` is {}, {due} is due", tensor.name, tensor.offset));
+        }
+        let end = due.checked_add(tensor.bytes);
+        let placed = end.and_then(|end| start.checked_add(end)).filter(|end| *end <= len);
+        let (Some(end), Some(_)) = (end, placed) else {
+            return Err(format!(
+                "tensor `{}` has {} bytes from byte {} on, and the file has {len}",
+                tensor.name,
+                tensor.bytes,
+                start.saturating_add(due)
+            ));
+        };
+        tensor.offset = start + due;
+        due = end.checked_next_multiple_of(alignment).ok_or("its data is too long")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! Files as they are written and read, and files that were made to mislead.
+
+use proptest::prelude::*;
+
+use super::read::GgufHeader;
+use super::value::{Array, Value};
+use super::write::{Described, header};
+use crate::blocks::{BLOCK_TYPES, F16, F32, Q4_K};
+
+fn entries() -> Vec<(String, Value)> {
+    let lists = Value::Array(Array::String(vec!["a".into(), String::new(), "ü".into()]));
+    [
+        ("u8", Value::U8(3)),
+        ("i8", Value::I8(-3)),
+        ("u16", Value::U16(300)),
+        ("i16", Value::I16(-300)),
+        ("u32", Value::U32(7)),
+        ("i32", Value::I32(-7)),
+        ("f32", Value::F32(0.5)),
+        ("bool", Value::Bool(true)),
+        ("string", Value::string("text")),
+        ("list", lists),
+        ("flags", Value::Array(Array::Bool(vec![true, false]))),
+        ("floats", Value::Array(Array::F32(vec![1.0, -0.0]))),
+        ("u64", Value::U64(u64::MAX)),
+        ("i64", Value::I64(i64::MIN)),
+        ("f64", Value::F64(1e300)),
+    ]
+    .map(|(key, value)| (key.to_owned(), value))
+    .to_vec()
+}
+
+fn file() -> Vec<u8> {
+    let tensors = [
+        Described { name: "a", shape: &[3, 256], kind: &Q4_K },
+        Described { name: "b", shape: &[5], kind: &F32 },
+        Described { name: "c", shape: &[2, 3, 4], kind: &F16 },
+    ];
+    let (mut bytes, offsets) = header(&entries(), &tensors).unwrap();
+    bytes.resize(*offsets.last().unwrap() as usize, 0);
+    bytes
+}
+
+fn parse(bytes: &[u8]) -> Result<GgufHeader, String> {
+    GgufHeader::parse(bytes, bytes.len() as u64)
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    let bytes = file();
+    let header = parse(&bytes).unwrap();
+    assert_eq!((header.version, header.metadata), (3, entries()));
+    let shapes: Vec<&[usize]> = header.tensors.iter().map(|t| t.shape.as_slice()).collect();
+    assert_eq!(shapes, [&[3, 256][..], &[5], &[2, 3, 4]]);
+    let ends: Vec<u64> = header.tensors.iter().map(|t| t.offset + t.bytes).collect();
+    assert!(header.tensors.iter().all(|t| t.offset % 32 == 0));
+    assert!(ends[2] <= bytes.len() as u64 && bytes.len().is_multiple_of(32));
+}
+
+#[test]
+fn a_file_that_is_cut_anywhere_is_refused() {
+    let bytes = file();
+    let last = parse(&bytes).unwrap().tensors.last().map(|t| t.offset + t.bytes).unwrap() as usize;
+    for len in 0..last {
+        let message = parse(&bytes[..len]).unwrap_err();
+        assert!(!message.is_empty(), "{len}");
+    }
+}
+
+/// A header of version 3 with so many tensors and entries, and what follows.
+fn crafted(tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {
+    let mut bytes = b"GGUF\x03\0\0\0".to_vec();
+    bytes.extend(tensors.to_le_bytes());
+    bytes.extend(entries.to_le_bytes());
+    bytes.extend_from_slice(rest);
+    bytes.resize(bytes.len() + 128, 0);
+    bytes
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+fn tensor(name: &str, dims: &[u64], kind: u32, offset: u64) -> Vec<u8> {
+    let mut bytes = text(name);
+    bytes.extend((dims.len() as u32).to_le_bytes());
+    dims.iter().for_each(|d| bytes.extend(d.to_le_bytes()));
+    bytes.extend(kind.to_le_bytes());
+    bytes.extend(offset.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn headers_that_mislead_are_refused_with_field_and_offset() {
+    let entry = |key: &str, kind: u32, value: &[u8]| [&text(key)[..], &kind.to_le_bytes(), value].concat();
+    let list = |kind: u32, count: u64| [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat();
+    let one = |entry: Vec<u8>| crafted(0, 1, &entry);
+    let two = tensor("t", &[4], 0, 0);
+    for (bytes, says) in [
+        (b"GGML\x03\0\0\0".to_vec(), "does not begin with `GGUF`"),
+        (b"GGUF\x01\0\0\0".to_vec(), "`version` at byte 4 is 1"),
+        (b"GGUF\0\0\0\x03".to_vec(), "big-endian"),
+        (crafted(u64::MAX, 0, &[]), "`tensor_count` at byte 8"),
+        (crafted(1 << 40, 0, &[]), "`tensor_count` at byte 8"),
+        (crafted(0, u64::MAX, &[]), "`metadata_kv_count` at byte 16"),
+        (one(entry("", 4, &[0; 4])), "key 0 at byte 24 is empty"),
+        (one(entry("k", 13, &[0; 8])), "`k` has the unknown type 13"),
+        (one(entry("k", 7, &[2])), "`k` at byte 37 is 2, neither 0 nor 1"),
+        (one(entry("k", 8, &u64::MAX.to_le_bytes())), "`k` at byte 37"),
+        (one(entry("k", 9, &list(4, u64::MAX))), "`k` at byte 41"),
+        (one(entry("k", 9, &list(0, 1 << 23))), "`k` at byte 41"),
+        (one(entry("k", 9, &list(9, 1))), "a list of lists"),
+        (one(entry("k", 9, &list(77, 1))), "a list of the unknown type 77"),
+        (one(entry("k", 8, &[&2_u64.to_le_bytes()[..], &[0xff, 0xfe]].concat())), "not UTF-8"),
+        (crafted(0, 2, &[entry("k", 0, &[1]), entry("k", 0, &[1])].concat()), "`k` at byte 38 stands twice"),
+        (one(entry("general.alignment", 4, &3_u32.to_le_bytes())), "no power of two"),
+        (one(entry("general.alignment", 4, &0_u32.to_le_bytes())), "no power of two"),
+        (one(entry("general.alignment", 10, &32_u64.to_le_bytes())), "of type u32"),
+        (crafted(1, 0, &tensor("", &[4], 0, 0)), "the name of tensor 0"),
+        (crafted(1, 0, &tensor(&"x".repeat(64), &[4], 0, 0)), "not one of 1 to 63 bytes"),
+        (crafted(1, 0, &tensor("a\nb", &[4], 0, 0)), "the name of tensor 0"),
+        (crafted(1, 0, &tensor("t", &[], 0, 0)), "0 dimensions"),
+        (crafted(1, 0, &tensor("t", &[1, 1, 1, 1, 1], 0, 0)), "5 dimensions"),
+        (crafted(1, 0, &tensor("t", &[0], 0, 0)), "a dimension of 0"),
+        (crafted(1, 0, &tensor("t", &[u64::MAX], 0, 0)), "a dimension of"),
+        (crafted(1, 0, &tensor("t", &[1 << 31, 1 << 31, 1 << 31], 0, 0)), "overflows"),
+        (crafted(1, 0, &tensor("t", &[48], 2, 0)), "no whole blocks of 32"),
+        (crafted(1, 0, &tensor("t", &[256], 16, 0)), "the type IQ2_XXS"),
+        (crafted(1, 0, &tensor("t", &[4], 4, 0)), "the unknown type 4"),
+        (crafted(1, 0, &tensor("t", &[4], 0, 32)), "is 32, 0 is due"),
+        (crafted(1, 0, &tensor("t", &[1 << 20], 0, 0)), "the file has"),
+        (crafted(2, 0, &[two.clone(), two.clone()].concat()), "`t` stands twice"),
+        (crafted(2, 0, &[two, tensor("u", &[4], 0, 0)].concat()), "is 0, 32 is due"),
+    ] {
+        let message = parse(&bytes).unwrap_err();
+        assert!(message.contains(says), "{message} does not say {says}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn changed_bytes_are_refused_or_read(changes in proptest::collection::vec((0_usize..4096, any::<u8>()), 1..4)) {
+        let mut bytes = file();
+        let head = bytes.len();
+        for (at, with) in changes {
+            bytes[at % head] = with;
+        }
+        if let Ok(header) = parse(&bytes) {
+            for tensor in &header.tensors {
+                prop_assert!(tensor.offset + tensor.bytes <= bytes.len() as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn layouts_are_read_as_they_were_made(
+        shapes in proptest::collection::vec((0_usize..BLOCK_TYPES.len(), 1_usize..5, 1_usize..4), 1..8),
+        alignment in 0_u32..8,
+    ) {
+        let names: Vec<String> = (0..shapes.len()).map(|i| format!("tensor.{i}")).collect();
+        let shapes: Vec<(usize, Vec<usize>)> =
+            shapes.iter().map(|&(kind, rows, blocks)| (kind, vec![rows, blocks * 256])).collect();
+        let described: Vec<Described<'_>> = names
+            .iter()
+            .zip(&shapes)
+            .map(|(name, (kind, shape))| Described { name, shape, kind: BLOCK_TYPES[*kind] })
+            .collect();
+        let metadata = vec![("general.alignment".to_owned(), Value::U32(1 << alignment))];
+        let (mut bytes, offsets) = header(&metadata, &described).unwrap();
+        bytes.resize(*offsets.last().unwrap() as usize, 0);
+        let back = parse(&bytes).unwrap();
+        for ((tensor, described), offset) in back.tensors.iter().zip(&described).zip(&offsets) {
+            prop_assert_eq!(&tensor.name, described.name);
+            prop_assert_eq!(&tensor.shape, described.shape);
+            prop_assert_eq!((tensor.kind, tensor.offset), (described.kind, *offset));
+        }
+    }
+}

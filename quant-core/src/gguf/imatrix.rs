@@ -1,0 +1,416 @@
+//! Importance matrices: the mean of the squares of what each input channel of a linear is in a text.
+//!
+//! They come from our own calibration, with its windows, templates and masks, or from a file, and go into files of
+//! both kinds that llama.cpp's programs write and read: GGUF, with sums and counts, and the older one with means.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use super::families::{self, GgufFamily};
+use super::file::{GgufFile, MAGIC, Value, write_file};
+use super::metadata::strings;
+use super::plan::PlannedTensor;
+use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass, TokenWindows};
+use crate::checkpoint::{printable, read_capped};
+use crate::model::{Architecture, Model, NodeId};
+use crate::{CancelToken, Error, Event, Observer, Result};
+
+/// The largest file that is read.
+const LARGEST: u64 = 4 << 30;
+const SUMS: &str = ".in_sum2";
+const COUNTS: &str = ".counts";
+/// Values of one tensor of the older kind of file, at most.
+const MAX_VALUES: usize = 1 << 26;
+
+/// What was gathered for one tensor of the file: for each of its matrices (one, or one of each expert), the sums of
+/// squares of all channels and the number of tokens.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Entry {
+    /// `[matrices, columns]`.
+    pub sums: Vec<f32>,
+    /// `[matrices]`.
+    pub counts: Vec<f32>,
+}
+
+/// An importance matrix.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Importance {
+    /// By the names of tensors, with `.weight`.
+    pub entries: BTreeMap<String, Entry>,
+    /// Texts that it was gathered on.
+    pub datasets: Vec<String>,
+    /// Windows.
+    pub chunks: u32,
+    /// Tokens of a window.
+    pub chunk_size: u32,
+    /// Where it was read from, for messages.
+    origin: String,
+}
+
+/// The sum of squares of every channel.
+struct SquareSum {
+    sums: Vec<f64>,
+    tokens: u64,
+}
+
+impl Statistic for SquareSum {
+    fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
+        for (_, row) in rows.counted() {
+            for (sum, v) in self.sums.iter_mut().zip(row) {
+                *sum += f64::from(*v) * f64::from(*v);
+            }
+            self.tokens += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Importance {
+    /// Gathers one on a batch, block by block.
+    ///
+    /// # Errors
+    /// When the family is not written as GGUF, a block fails, or a channel's sum is not finite;
+    /// [`Error::Interrupted`].
+    pub fn gather(
+        model: &Model,
+        windows: &TokenWindows,
+        dataset: &str,
+        observer: &dyn Observer,
+        cancel: &CancelToken,
+    ) -> Result<Self> {
+        let a = model.architecture();
+        let family = families::family(a.family)
+            .ok_or_else(|| Error::Internal(format!("{} is not written as GGUF", a.family)))?;
+        observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
+        let mut states = HiddenStates::embed(model, windows)?;
+        let ropes = model.rope(windows.length())?;
+        let mut found = Self {
+            datasets: vec![dataset.to_owned()],
+            chunks: u32::try_from(states.shape()[0]).unwrap_or(u32::MAX),
+            chunk_size: u32::try_from(states.shape()[1]).unwrap_or(u32::MAX),
+            ..Self::default()
+        };
+        for layer in 0..a.layers {
+            let block = model.block(layer, &ropes)?;
+            let graph = block.graph().clone();
+            let values: BTreeSet<(NodeId, usize)> =
+                graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k)).collect();
+            let mut sums: BTreeMap<NodeId, SquareSum> =
+                values.into_iter().map(|(id, k)| (id, SquareSum { sums: vec![0.0; k], tokens: 0 })).collect();
+            let mut pass = StatisticsPass::new(&block, states.layout(), cancel);
+            for (value, sum) in &mut sums {
+                pass.gather(*value, sum)?;
+            }
+            pass.run(&mut states, layer + 1 < a.layers)?;
+            for (id, name, ..) in graph.linears() {
+                let sum = &sums[&graph.nodes()[id].inputs[0]];
+                found.add(a, family, layer, name, sum)?;
+            }
+            observer.event(&Event::UnitDone { detail: format!("block {layer}") });
+        }
+        observer.event(&Event::StageDone);
+        Ok(found)
+    }
+
+    fn add(
+        &mut self,
+        a: &Architecture,
+        family: &GgufFamily,
+        layer: usize,
+        linear: &str,
+        sum: &SquareSum,
+    ) -> Result<()> {
+        if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
+            return Err(Error::Calibration {
+                tensor: format!("{}.weight", a.in_block(layer, linear)),
+                what: format!("the square of channel {channel} of its input"),
+            });
+        }
+        let (matrix, stored) = match family.expert(linear) {
+            Some((expert, stored)) => (expert, stored),
+            None => match family.module(linear) {
+                Some(stored) => (0, stored),
+                None => return Ok(()),
+            },
+        };
+        let entry = self.entries.entry(format!("blk.{layer}.{stored}.weight"));
+        let entry = entry.or_insert_with(|| Entry { sums: Vec::new(), counts: Vec::new() });
+        if entry.counts.len() != matrix {
+            return Err(Error::Internal(format!("expert {matrix} of `{linear}` is out of order")));
+        }
+        entry.sums.extend(sum.sums.iter().map(|s| *s as f32));
+        entry.counts.push(sum.tokens as f32);
+        Ok(())
+    }
+
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` where there is none. A matrix that no token
+    /// reached weighs all channels alike.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] when it is there and of another size, or weighs a matrix with zeros alone.
+    pub(super) fn of(&self, tensor: &PlannedTensor) -> Result<Option<Vec<f32>>> {
+        let Some(entry) = self.entries.get(&tensor.name) else { return Ok(None) };
+        if !tensor.kind.uses_importance || tensor.keeps_codes() {
+            return Ok(None);
+        }
+        let columns = tensor.shape.last().copied().unwrap_or_default();
+        let matrices = if tensor.shape.len() > 2 { tensor.shape[0] } else { 1 };
+        if entry.sums.len() != columns * matrices || entry.counts.len() != matrices {
+            let reason = format!(
+                "has {} values and {} counts for `{}`, which has {matrices} matrices of {columns} columns",
+                entry.sums.len(),
+                entry.counts.len(),
+                tensor.name
+            );
+            return Err(self.broken(reason));
+        }
+        let mut importance = Vec::with_capacity(entry.sums.len());
+        for (sums, count) in entry.sums.chunks_exact(columns).zip(&entry.counts) {
+            match *count > 0.0 {
+                true => importance.extend(sums.iter().map(|sum| sum / count)),
+                false => importance.extend(std::iter::repeat_n(1.0, columns)),
+            }
+        }
+        Ok(Some(importance))
+    }
+
+    /// Tensors of a plan that errors would be weighed for, and that are missing here.
+    pub fn missing<'p>(&self, tensors: &'p [PlannedTensor]) -> Vec<&'p str> {
+        let in_block = |t: &&PlannedTensor| t.name.starts_with("blk.") && t.shape.len() > 1;
+        let used = tensors.iter().filter(in_block).filter(|t| t.kind.uses_importance && !t.keeps_codes());
+        used.map(|t| t.name.as_str()).filter(|name| !self.entries.contains_key(*name)).collect()
+    }
+
+    fn broken(&self, reason: String) -> Error {
+        Self::fault(Path::new(&self.origin), reason)
+    }
+
+    fn fault(path: &Path, reason: String) -> Error {
+        Error::InputFile {
+            path: path.to_owned(),
+            line: None,
+            reason,
+            remedy: "give an importance matrix of the same model, or leave it out to gather one".into(),
+        }
+    }
+
+    /// Reads a file of either kind.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] when it is of neither kind, damaged, or holds what is not finite; [`Error::Io`].
+    pub fn read(path: &Path) -> Result<Self> {
+        let fault = |reason| Self::fault(path, reason);
+        let bytes = read_capped(path, path, LARGEST)?.map_err(fault)?;
+        let mut found = match bytes.starts_with(&MAGIC) {
+            true => Self::from_gguf(path)?,
+            false => Self::from_dat(&bytes).map_err(fault)?,
+        };
+        found.origin = path.display().to_string();
+        for (name, entry) in &found.entries {
+            let bad = entry.sums.iter().chain(&entry.counts).find(|v| !v.is_finite() || **v < 0.0);
+            if let Some(bad) = bad {
+                return Err(fault(format!("holds {bad} for `{}`", printable(name))));
+            }
+        }
+        Ok(found)
+    }
+
+    fn from_gguf(path: &Path) -> Result<Self> {
+        let file = GgufFile::open(path)?;
+        let fault = |reason: String| Self::fault(path, reason);
+        let key = |key: &str| file.header().get(&format!("imatrix.{key}"));
+        let number = |name: &str| {
+            let value = key(name).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
+            value.ok_or_else(|| fault(format!("`imatrix.{name}` is missing or no number of 32 bits")))
+        };
+        let datasets = key("datasets").and_then(Value::as_strings);
+        let mut found = Self {
+            datasets: datasets
+                .ok_or_else(|| fault("`imatrix.datasets` is missing or no list of texts".into()))?
+                .to_vec(),
+            chunks: number("chunk_count")?,
+            chunk_size: number("chunk_size")?,
+            ..Self::default()
+        };
+        let floats = |name: &str| -> Result<Vec<f32>> {
+            let tensor = file.tensor(name).filter(|t| *t.kind == crate::blocks::F32);
+            let tensor = tensor.ok_or_else(|| fault(format!("tensor `{name}` is missing or not F32")))?;
+            let mut bytes = vec![0; tensor.bytes as usize];
+            file.read(tensor, 0, &mut bytes)?;
+            Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        };
+        for tensor in &file.header().tensors {
+            let Some(name) = tensor.name.strip_suffix(SUMS) else { continue };
+            let (sums, counts) = (floats(&tensor.name)?, floats(&format!("{name}{COUNTS}"))?);
+            found.entries.insert(name.to_owned(), Entry { sums, counts });
+        }
+        Ok(found)
+    }
+
+    fn from_dat(bytes: &[u8]) -> Result<Self, String> {
+        let mut cursor = Dat { bytes, at: 0 };
+        let entries = cursor.count("number of entries", 1 << 20)?;
+        let mut found = Self::default();
+        for i in 0..entries {
+            let name = cursor.text(&format!("name of entry {i}"))?;
+            let calls = cursor.count(&format!("calls of `{}`", printable(&name)), i32::MAX as usize)?;
+            let values = cursor.count(&format!("number of values of `{}`", printable(&name)), MAX_VALUES)?;
+            let stored = cursor.take("values", 4 * values)?;
+            let values = stored.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            // Means times the number of calls; how many matrices there are the file does not say.
+            let calls = calls.max(1) as f32;
+            let sums: Vec<f32> = values.collect();
+            if found.entries.insert(name.clone(), Entry { sums, counts: vec![calls] }).is_some() {
+                return Err(format!("`{}` stands twice", printable(&name)));
+            }
+        }
+        if cursor.at < bytes.len() {
+            found.chunks = cursor.count("number of chunks", i32::MAX as usize)? as u32;
+            found.datasets.push(cursor.text("name of the text")?);
+        }
+        match cursor.at == bytes.len() {
+            true => Ok(found),
+            false => Err(format!("goes on after its end at byte {}", cursor.at)),
+        }
+    }
+
+    /// Says of entries that were read from a file of means how many matrices they are of, as the tensors have it.
+    pub fn fit(&mut self, tensors: &[PlannedTensor]) {
+        for tensor in tensors.iter().filter(|t| t.shape.len() > 2) {
+            if let Some(entry) = self.entries.get_mut(&tensor.name)
+                && let [count] = entry.counts[..]
+            {
+                entry.counts = vec![count; tensor.shape[0]];
+            }
+        }
+    }
+
+    /// The bytes of a GGUF file.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when a name is too long for one.
+    pub fn to_gguf(&self) -> Result<Vec<u8>> {
+        let datasets: Vec<&str> = self.datasets.iter().map(String::as_str).collect();
+        let metadata = [
+            ("general.type", Value::string("imatrix")),
+            ("imatrix.datasets", strings(&datasets)),
+            ("imatrix.chunk_count", Value::U32(self.chunks)),
+            ("imatrix.chunk_size", Value::U32(self.chunk_size)),
+        ];
+        let metadata: Vec<(String, Value)> = metadata.into_iter().map(|(k, v)| (k.to_owned(), v)).collect();
+        let mut tensors = Vec::new();
+        for (name, Entry { sums, counts }) in &self.entries {
+            let matrices = counts.len();
+            tensors.push((
+                format!("{name}{SUMS}"),
+                vec![matrices, sums.len() / matrices.max(1)],
+                sums.clone(),
+            ));
+            tensors.push((format!("{name}{COUNTS}"), vec![matrices, 1], counts.clone()));
+        }
+        write_file(&metadata, &tensors)
+    }
+
+    /// The bytes of the older kind of file.
+    pub fn to_dat(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut put = |n: usize| bytes.extend(i32::try_from(n).unwrap_or(i32::MAX).to_le_bytes());
+        put(self.entries.len());
+        let calls = self.chunks.max(1);
+        for (name, Entry { sums, counts }) in &self.entries {
+            bytes.extend((name.len() as i32).to_le_bytes());
+            bytes.extend_from_slice(name.as_bytes());
+            bytes.extend((calls as i32).to_le_bytes());
+            bytes.extend((sums.len() as i32).to_le_bytes());
+            let columns = sums.len() / counts.len().max(1);
+            for (sums, count) in sums.chunks_exact(columns.max(1)).zip(counts) {
+                for sum in sums {
+                    let mean = if *count > 0.0 { sum / count } else { 1.0 };
+                    bytes.extend((mean * calls as f32).to_le_bytes());
+                }
+            }
+        }
+        bytes.extend((self.chunks as i32).to_le_bytes());
+        let dataset = self.datasets.join(", ");
+        bytes.extend((dataset.len() as i32).to_le_bytes());
+        bytes.extend_from_slice(dataset.as_bytes());
+        bytes
+    }
+}
+
+/// The older kind of file, front to back.
+struct Dat<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Dat<'a> {
+    fn take(&mut self, what: &str, len: usize) -> Result<&'a [u8], String> {
+        let part = self.at.checked_add(len).and_then(|end| self.bytes.get(self.at..end));
+        let part = part.ok_or_else(|| format!("{what} at byte {} leaves the file", self.at))?;
+        self.at += len;
+        Ok(part)
+    }
+
+    fn count(&mut self, what: &str, most: usize) -> Result<usize, String> {
+        let at = self.at;
+        let b = self.take(what, 4)?;
+        let n = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        let fits = usize::try_from(n).ok().filter(|n| *n <= most);
+        fits.ok_or_else(|| format!("{what} at byte {at} is {n}"))
+    }
+
+    fn text(&mut self, what: &str) -> Result<String, String> {
+        let len = self.count(what, 1 << 16)?;
+        let bytes = self.take(what, len)?;
+        String::from_utf8(bytes.to_vec()).map_err(|_| format!("{what} before byte {} is not UTF-8", self.at))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn some() -> Importance {
+        let mut importance =
+            Importance { chunks: 3, chunk_size: 8, datasets: vec!["a text".into()], ..Default::default() };
+        let entry = Entry { sums: vec![1.0, 2.0, 4.0, 0.5], counts: vec![2.0] };
+        importance.entries.insert("blk.0.attn_q.weight".into(), entry);
+        let experts = Entry { sums: vec![3.0, 6.0, 0.0, 0.0], counts: vec![3.0, 0.0] };
+        importance.entries.insert("blk.0.ffn_up_exps.weight".into(), experts);
+        importance
+    }
+
+    #[test]
+    fn both_kinds_of_files_are_read_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("imatrix.gguf");
+        std::fs::write(&path, some().to_gguf().unwrap()).unwrap();
+        let back = Importance::read(&path).unwrap();
+        assert_eq!(Importance { origin: String::new(), ..back }, some());
+        std::fs::write(&path, some().to_dat()).unwrap();
+        let back = Importance::read(&path).unwrap();
+        assert_eq!((back.chunks, back.datasets), (3, some().datasets));
+        // Means times the number of windows; nothing reached the second expert, which weighs all channels alike.
+        assert_eq!(back.entries["blk.0.attn_q.weight"].sums, [1.5, 3.0, 6.0, 0.75]);
+        assert_eq!(back.entries["blk.0.ffn_up_exps.weight"].sums, [3.0, 6.0, 3.0, 3.0]);
+    }
+
+    proptest! {
+        #[test]
+        fn damaged_files_are_refused_or_read(cut in 0_usize..500, at in 0_usize..500, with: u8, old: bool) {
+            let mut bytes = if old { some().to_dat() } else { some().to_gguf().unwrap() };
+            let place = at % bytes.len();
+            bytes[place] = with;
+            bytes.truncate(bytes.len() - cut % bytes.len());
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().join("imatrix");
+            std::fs::write(&path, bytes).unwrap();
+            if let Err(error) = Importance::read(&path) {
+                prop_assert!(matches!(error, Error::InputFile { .. }), "{error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! What a file says of its model, read off the architecture: so it says what this program computes, whatever names the
+//! configuration has for it.
+
+use super::families::GgufFamily;
+use super::file::{Array, Value};
+use crate::model::{Architecture, AttentionShape, Op, Rope, RopeScaling, Routing};
+use crate::{Error, Result};
+
+/// Metadata of the model, and warnings of what llama.cpp computes otherwise.
+pub(super) struct ModelMetadata {
+    pub(super) entries: Vec<(String, Value)>,
+    pub(super) warnings: Vec<String>,
+    /// Divisors of the rotary frequencies, where they are stored as a tensor.
+    pub(super) rope_factors: Option<Vec<f32>>,
+}
+
+/// What the graph of the first block says, which must hold for all.
+struct Facts<'a> {
+    attention: AttentionShape,
+    ropes: Vec<&'a Rope>,
+    eps: f64,
+    /// Features between the linears of an MLP, and of an expert.
+    intermediate: Option<usize>,
+    expert_intermediate: Option<usize>,
+    routing: Option<Routing>,
+}
+
+/// The metadata of a model of this family.
+///
+/// # Errors
+/// [`Error::Usage`] naming what a file of the family cannot say.
+pub(super) fn metadata(a: &Architecture, family: &GgufFamily) -> Result<ModelMetadata> {
+    let facts = facts(a, family)?;
+    let (mut entries, mut warnings) = (Vec::new(), Vec::new());
+    let mut put = |key: &str, value: Value| entries.push((format!("{}.{key}", family.arch), value));
+    let count = |n: usize| -> Result<Value> {
+        u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit 32 bits")))
+    };
+    put("block_count", count(a.layers)?);
+    put("context_length", count(a.max_positions)?);
+    put("embedding_length", count(a.hidden)?);
+    put("vocab_size", count(a.vocab)?);
+    if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
+        put("feed_forward_length", count(n)?);
+    }
+    let shape = facts.attention;
+    put("attention.head_count", count(shape.heads())?);
+    put("attention.head_count_kv", count(shape.kv_heads)?);
+    put("attention.key_length", count(shape.head_dim)?);
+    put("attention.value_length", count(shape.head_dim)?);
+    put("attention.layer_norm_rms_epsilon", Value::F32(facts.eps as f32));
+    if let Some(Routing { experts, top_k, .. }) = facts.routing {
+        put("expert_count", count(experts)?);
+        put("expert_used_count", count(top_k)?);
+        if let Some(n) = facts.expert_intermediate {
+            put("expert_feed_forward_length", count(n)?);
+        }
+    }
+    let windows: Vec<Option<usize>> =
+        (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window)).collect();
+    if let Some(window) = windows.iter().flatten().next() {
+        match family.has_windows {
+            true => put("attention.sliding_window", count(*window)?),
+            false => warnings.push(format!(
+                "llama.cpp computes no sliding window for {}: texts longer than {window} tokens give other results",
+                family.arch
+            )),
+        }
+    }
+    if let Some(cap) = shape.softcap {
+        put("attn_logit_softcapping", Value::F32(cap));
+    }
+    if let Some(cap) = a.logits.softcap {
+        put("final_logit_softcapping", Value::F32(cap));
+    }
+    let rope_factors = rope(a, family, &facts.ropes, &mut put)?;
+    Ok(ModelMetadata { entries, warnings, rope_factors })
+}
+
+/// The error that a family's files have no place for something.
+fn unfit(family: &GgufFamily, what: String) -> Error {
+    Error::usage(
+        format!("GGUF files of {} cannot hold this model: {what}", family.arch),
+        "write another format, such as compressed-tensors",
+    )
+}
+
+fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
+    let fault = |what: &str| unfit(family, what.to_owned());
+    let mut attentions = a.attentions().into_iter().map(|shape| AttentionShape { window: None, ..shape });
+    let attention = attentions.next().ok_or_else(|| fault("it has no attention"))?;
+    if attentions.any(|other| other != attention) {
+        return Err(fault("its blocks have different heads"));
+    }
+    let mut facts = Facts {
+        attention,
+        ropes: Vec::new(),
+        eps: 0.0,
+        intermediate: None,
+        expert_intermediate: None,
+        routing: None,
+    };
+    for layer in 0..a.layers {
+        for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
+            match op {
+                Op::RmsNorm { eps, .. } => facts.eps = *eps,
+                Op::Rope(rope) if !facts.ropes.contains(&rope) => facts.ropes.push(rope),
+                Op::Route(routing) => facts.routing = Some(*routing),
+                Op::Linear { name, shape, .. } => match (family.module(name), family.expert(name)) {
+                    (Some("ffn_down"), _) => facts.intermediate = Some(shape[1]),
+                    (_, Some((_, "ffn_down_exps"))) => facts.expert_intermediate = Some(shape[1]),
+                    _ => {}
+                },
+                _ => {}
+            }
+        }
+    }
+    check_graph(a, family, &facts)?;
+    // Where some blocks have experts and others do not, llama.cpp would have to be told which.
+    let sparse = |layer: usize| a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Route(_)));
+    if facts.routing.is_some() && !(0..a.layers).all(sparse) {
+        return Err(fault("some blocks have experts and others have none"));
+    }
+    if let Some(Routing { normalized: false, .. }) = facts.routing {
+        return Err(fault("the weights of a token's experts do not add up to 1"));
+    }
+    Ok(facts)
+}
+
+/// Fails where llama.cpp's graph for the family would compute something else.
+fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Result<()> {
+    for layer in 0..a.layers {
+        for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
+            match op {
+                Op::Gated(other) | Op::Activation(other) if *other != family.activation => {
+                    return Err(unfit(family, format!("its MLP computes {other:?}")));
+                }
+                _ => {}
+            }
+        }
+    }
+    let shape = facts.attention;
+    let width = match super::families::scales_by_width(family, a.layers as u64) {
+        true => a.hidden / shape.heads().max(1),
+        false => shape.head_dim,
+    };
+    let scale = 1.0 / (width as f32).sqrt();
+    if (shape.scale() - scale).abs() > 1e-6 * scale {
+        return Err(unfit(family, format!("scores are multiplied by {}, not {scale}", shape.scale())));
+    }
+    if family.has_windows {
+        let windows = (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window));
+        let differs = |(layer, window): (usize, Option<usize>)| {
+            window.is_some() != (layer % family.window_period != family.full_layer)
+        };
+        if let Some((layer, _)) = windows.enumerate().find(|w| differs(*w)) {
+            return Err(unfit(
+                family,
+                format!("block {layer} has another window than the family's blocks have there"),
+            ));
+        }
+    }
+    if family.head_is_embedding && !a.tied {
+        return Err(unfit(family, "its head is not the embedding".into()));
+    }
+    Ok(())
+}
+
+/// Says how positions turn queries and keys.
+fn rope(
+    a: &Architecture,
+    family: &GgufFamily,
+    ropes: &[&Rope],
+    put: &mut impl FnMut(&str, Value),
+) -> Result<Option<Vec<f32>>> {
+    let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
+        return Err(unfit(family, "it turns no queries and keys".into()));
+    };
+    if first.rotary_dim != first.head_dim {
+        return Err(unfit(family, "it turns parts of heads only".into()));
+    }
+    put("rope.dimension_count", Value::U32(first.rotary_dim as u32));
+    put("rope.freq_base", Value::F32(first.theta as f32));
+    match ropes {
+        [_] => {}
+        // Blocks with windows turn by plain frequencies of another base.
+        [one, other] if family.has_windows => {
+            let local = if one.theta < other.theta { one } else { other };
+            if local.scaling != RopeScaling::None || local.theta == first.theta {
+                return Err(unfit(family, "blocks with windows have scaled rotations".into()));
+            }
+            put("rope.freq_base_swa", Value::F32(local.theta as f32));
+        }
+        _ => return Err(unfit(family, "its blocks turn queries and keys in different ways".into())),
+    }
+    let mut scale = |kind: &str, factor: f64| {
+        put("rope.scaling.type", Value::string(kind));
+        put("rope.scaling.factor", Value::F32(factor as f32));
+    };
+    match &first.scaling {
+        RopeScaling::None => Ok(None),
+        RopeScaling::Linear { factor } => {
+            scale("linear", *factor);
+            Ok(None)
+        }
+        RopeScaling::Llama3 { .. } => {
+            let plain = Rope { scaling: RopeScaling::None, ..(*first).clone() };
+            let (plain, scaled) = (plain.frequencies(0), first.frequencies(0));
+            Ok(Some(plain.into_iter().zip(scaled).map(|(f, g)| f / g).collect()))
+        }
+        RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok(None),
+        RopeScaling::Dynamic { .. }
+        | RopeScaling::Yarn(_)
+        | RopeScaling::LongRope(_)
+        | RopeScaling::Proportional { .. } => {
+            Err(unfit(family, "this version does not write its scaling of rotations".into()))
+        }
+    }
+}
+
+/// Text that describes the model and the file.
+pub(super) fn general(
+    family: &GgufFamily,
+    name: &str,
+    file_type: u32,
+    quantized: bool,
+) -> Vec<(String, Value)> {
+    let mut entries = vec![
+        ("general.architecture", Value::string(family.arch)),
+        ("general.type", Value::string("model")),
+        ("general.name", Value::string(name)),
+        ("general.file_type", Value::U32(file_type)),
+    ];
+    if quantized {
+        entries.push(("general.quantization_version", Value::U32(2)));
+    }
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+/// What an importance matrix that was used leaves in the file, as `llama-quantize` names it.
+pub(super) fn importance(file: &str, dataset: &str, entries: usize, chunks: u32) -> Vec<(String, Value)> {
+    [
+        ("quantize.imatrix.file", Value::string(file)),
+        ("quantize.imatrix.dataset", Value::string(dataset)),
+        ("quantize.imatrix.entries_count", Value::U32(entries as u32)),
+        ("quantize.imatrix.chunks_count", Value::U32(chunks)),
+    ]
+    .into_iter()
+    .map(|(key, value)| (key.to_owned(), value))
+    .collect()
+}
+
+/// A list of texts.
+pub(super) fn strings(texts: &[&str]) -> Value {
+    Value::Array(Array::String(texts.iter().map(|t| (*t).to_owned()).collect()))
+}

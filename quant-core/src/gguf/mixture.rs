@@ -1,0 +1,296 @@
+//! Mixtures: which tensor gets which block type, under the names that `llama-quantize` has for them.
+//!
+//! A mixture is a type for most tensors and rules for some. What a tensor gets depends on what it is, on its layer, on
+//! the number of heads that share a key, and on whether there is an importance matrix.
+
+use super::families::GgufFamily;
+use crate::blocks::{
+    self, BF16, BlockType, F16, F32, IQ4_NL, IQ4_XS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K,
+    Q8_0,
+};
+
+/// What a tensor is to a mixture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Key,
+    Value,
+    AttentionOutput,
+    Down,
+    /// The head, or the embedding where it is the head too.
+    Head,
+    Other,
+}
+
+/// When a rule applies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum When {
+    Always,
+    /// In the first and the last eighth of the layers, and every third between.
+    More,
+    /// In the first so many layers.
+    First(usize),
+    /// In the first layers: one of so many.
+    FirstOf(usize),
+    /// The same, if there is an importance matrix.
+    FirstOfWeighted(usize),
+    /// The same, if there is none.
+    FirstOfUnweighted(usize),
+    /// Where at least four query heads share a key head.
+    Shared,
+    /// In models of exactly eight experts.
+    EightExperts,
+}
+
+#[derive(Clone, Copy)]
+struct Rule(Role, When, &'static BlockType);
+
+/// A mixture.
+pub struct Mixture {
+    /// Its name, as users write it.
+    pub name: &'static str,
+    /// `general.file_type`.
+    pub id: u32,
+    /// What most tensors get.
+    pub base: &'static BlockType,
+    /// Whether it makes no sense without an importance matrix.
+    pub needs_importance: bool,
+    /// The first that applies decides.
+    rules: &'static [Rule],
+}
+
+impl std::fmt::Debug for Mixture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl PartialEq for Mixture {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Mixture {}
+
+use Role::{AttentionOutput, Down, Head, Key, Value};
+use When::{Always, EightExperts, First, FirstOf, FirstOfUnweighted, FirstOfWeighted, More, Shared};
+
+const fn plain(name: &'static str, id: u32, base: &'static BlockType) -> Mixture {
+    Mixture { name, id, base, needs_importance: false, rules: &[] }
+}
+
+/// Of models of eight experts, keys and values are small beside the experts.
+const EIGHT: [Rule; 2] = [Rule(Value, EightExperts, &Q8_0), Rule(Key, EightExperts, &Q8_0)];
+const HEAD: Rule = Rule(Head, Always, &Q6_K);
+
+/// The mixtures that are written.
+pub static MIXTURES: &[Mixture] = &[
+    plain("F32", 0, &F32),
+    plain("F16", 1, &F16),
+    plain("BF16", 32, &BF16),
+    Mixture { rules: &EIGHT, ..plain("Q8_0", 7, &Q8_0) },
+    Mixture {
+        rules: &[EIGHT[0], EIGHT[1], Rule(Down, FirstOfWeighted(8), &Q4_1), HEAD],
+        ..plain("Q4_0", 2, &Q4_0)
+    },
+    Mixture { rules: &[EIGHT[0], EIGHT[1], HEAD], ..plain("Q4_1", 3, &Q4_1) },
+    Mixture {
+        rules: &[EIGHT[0], EIGHT[1], Rule(Down, FirstOfWeighted(8), &Q5_1), HEAD],
+        ..plain("Q5_0", 8, &Q5_0)
+    },
+    Mixture { rules: &[EIGHT[0], EIGHT[1], HEAD], ..plain("Q5_1", 9, &Q5_1) },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Shared, &Q4_K),
+            Rule(Value, Always, &Q3_K),
+            Rule(Down, Always, &Q3_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            Rule(AttentionOutput, Always, &Q3_K),
+            HEAD,
+        ],
+        ..plain("Q2_K", 10, &Q2_K)
+    },
+    Mixture {
+        needs_importance: true,
+        rules: &[EIGHT[0], EIGHT[1], Rule(Value, Shared, &Q4_K), Rule(Down, FirstOf(8), &Q4_K), HEAD],
+        ..plain("Q2_K_S", 21, &Q2_K)
+    },
+    Mixture {
+        rules: &[EIGHT[0], EIGHT[1], Rule(AttentionOutput, EightExperts, &Q5_K), HEAD],
+        ..plain("Q3_K_S", 11, &Q3_K)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, First(2), &Q5_K),
+            Rule(Value, Always, &Q4_K),
+            Rule(Down, FirstOf(16), &Q5_K),
+            Rule(Down, Always, &Q4_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            Rule(AttentionOutput, Always, &Q4_K),
+            HEAD,
+        ],
+        ..plain("Q3_K_M", 12, &Q3_K)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Always, &Q5_K),
+            Rule(Down, Always, &Q5_K),
+            Rule(AttentionOutput, EightExperts, &Q3_K),
+            Rule(AttentionOutput, Always, &Q5_K),
+            HEAD,
+        ],
+        ..plain("Q3_K_L", 13, &Q3_K)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, First(4), &Q5_K),
+            Rule(Down, FirstOf(8), &Q5_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            HEAD,
+        ],
+        ..plain("Q4_K_S", 14, &Q4_K)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, More, &Q6_K),
+            Rule(Down, More, &Q6_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            HEAD,
+        ],
+        ..plain("Q4_K_M", 15, &Q4_K)
+    },
+    Mixture { rules: &[EIGHT[0], EIGHT[1], HEAD], ..plain("Q5_K_S", 16, &Q5_K) },
+    Mixture {
+        rules: &[EIGHT[0], EIGHT[1], Rule(Value, More, &Q6_K), Rule(Down, More, &Q6_K), HEAD],
+        ..plain("Q5_K_M", 17, &Q5_K)
+    },
+    Mixture { rules: &[EIGHT[0], EIGHT[1], HEAD], ..plain("Q6_K", 18, &Q6_K) },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Shared, &Q5_K),
+            Rule(Down, FirstOfUnweighted(8), &Q5_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            HEAD,
+        ],
+        ..plain("IQ4_NL", 25, &IQ4_NL)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Shared, &Q5_K),
+            Rule(Down, FirstOfUnweighted(8), &Q5_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            HEAD,
+        ],
+        ..plain("IQ4_XS", 30, &IQ4_XS)
+    },
+];
+
+/// The mixture of that name, in any case.
+pub fn mixture(name: &str) -> Option<&'static Mixture> {
+    MIXTURES.iter().find(|m| m.name.eq_ignore_ascii_case(name))
+}
+
+/// What of a model decides about types.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModelFacts {
+    pub(super) layers: usize,
+    pub(super) heads_per_key: usize,
+    pub(super) experts: usize,
+    pub(super) weighted: bool,
+    /// Whether it is a model of 80 layers whose values get more bits.
+    pub(super) favours_values: bool,
+}
+
+impl ModelFacts {
+    pub(super) fn favours_values(family: &GgufFamily, layers: usize, heads_per_key: usize) -> bool {
+        family.favours_values_of_80_layers && layers == 80 && heads_per_key > 1
+    }
+}
+
+impl When {
+    fn applies(self, layer: usize, facts: &ModelFacts) -> bool {
+        let n = facts.layers;
+        match self {
+            Self::Always => true,
+            Self::More => layer < n / 8 || layer >= 7 * n / 8 || (layer - n / 8) % 3 == 2,
+            Self::First(count) => layer < count,
+            Self::FirstOf(parts) => layer < n / parts,
+            Self::FirstOfWeighted(parts) => facts.weighted && layer < n / parts,
+            Self::FirstOfUnweighted(parts) => !facts.weighted && layer < n / parts,
+            Self::Shared => facts.heads_per_key >= 4,
+            Self::EightExperts => facts.experts == 8,
+        }
+    }
+}
+
+impl Mixture {
+    /// The type of a tensor with rows of `columns`, before it is known whether they fit; `layer` is 0 outside blocks.
+    pub(super) fn of(
+        &self,
+        role: Role,
+        layer: usize,
+        columns: usize,
+        facts: &ModelFacts,
+    ) -> &'static BlockType {
+        if self.base.is_float() {
+            return self.base;
+        }
+        if role == Head && !columns.is_multiple_of(self.base.elements) {
+            return &Q8_0;
+        }
+        let rule = self.rules.iter().find(|rule| rule.0 == role && rule.1.applies(layer, facts));
+        let kind = rule.map_or(self.base, |rule| rule.2);
+        let is_small = *kind == blocks::Q3_K || *kind == blocks::Q4_K;
+        if role == Value && facts.favours_values && is_small { &Q5_K } else { kind }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FACTS: ModelFacts =
+        ModelFacts { layers: 8, heads_per_key: 1, experts: 0, weighted: false, favours_values: false };
+
+    fn of(name: &str, role: Role, facts: ModelFacts) -> String {
+        let mixture = mixture(name).unwrap();
+        (0..facts.layers).map(|layer| format!("{:?} ", mixture.of(role, layer, 256, &facts))).collect()
+    }
+
+    #[test]
+    fn layers_that_get_more_bits() {
+        assert_eq!(of("q4_k_m", Down, FACTS), "Q6_K Q4_K Q4_K Q6_K Q4_K Q4_K Q6_K Q6_K ");
+        assert_eq!(of("q4_k_s", Value, FACTS), "Q5_K Q5_K Q5_K Q5_K Q4_K Q4_K Q4_K Q4_K ");
+        let weighted = ModelFacts { weighted: true, ..FACTS };
+        assert!(of("iq4_xs", Down, FACTS).starts_with("Q5_K IQ4_XS"));
+        assert!(of("iq4_xs", Down, weighted).starts_with("IQ4_XS"));
+        assert!(of("q4_0", Down, weighted).starts_with("Q4_1 Q4_0"));
+    }
+
+    #[test]
+    fn heads_and_experts() {
+        let q4 = mixture("Q4_K_M").unwrap();
+        assert_eq!(q4.of(Head, 0, 256, &FACTS), &Q6_K);
+        assert_eq!(q4.of(Head, 0, 128, &FACTS), &Q8_0);
+        let eight = ModelFacts { experts: 8, ..FACTS };
+        assert_eq!(q4.of(Value, 1, 256, &eight), &Q8_0);
+        assert_eq!(q4.of(AttentionOutput, 1, 256, &eight), &Q5_K);
+        let large = ModelFacts { layers: 80, favours_values: true, ..FACTS };
+        assert_eq!(q4.of(Value, 11, 256, &large), &Q5_K);
+        assert_eq!(mixture("f16").unwrap().of(Head, 0, 100, &FACTS), &F16);
+    }
+}

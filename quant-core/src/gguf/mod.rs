@@ -1,0 +1,73 @@
+//! GGUF: models as one file for llama.cpp and what builds on it, written and read.
+//!
+//! ```text
+//! families, metadata, tokenizer ─► plan ─► run ─► archive (file)      what is written, tensor by tensor
+//! calibration or a file ─► imatrix ──────┘
+//! ```
+//!
+//! A file is made in one pass over the checkpoint's tensors, and needs no other form of the model. How rows become
+//! bytes is [`blocks`](crate::blocks)' matter.
+
+mod codes;
+mod families;
+mod file;
+mod imatrix;
+mod metadata;
+mod mixture;
+mod plan;
+mod read;
+mod rows;
+mod run;
+mod tokenizer;
+
+use serde_json::json;
+
+pub use file::{Array, GgufArchive, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
+pub use imatrix::{Entry, Importance};
+pub use mixture::{MIXTURES, Mixture, mixture};
+pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
+pub use read::{GgufSource, is_gguf, open};
+pub use run::{GgufReport, GgufTensorReport, write_tensors};
+
+use crate::checkpoint::ModelDirectory;
+use crate::digest::sha256_hex;
+use crate::pipeline::Program;
+
+/// The name of the format among those that are written.
+pub const FORMAT: &str = "gguf";
+/// One line for help and tables.
+pub const SUMMARY: &str = "one file for llama.cpp, with types such as Q4_K_M as --scheme";
+
+impl GgufPlan {
+    /// The archive of a plan: its metadata, with what an importance matrix adds.
+    pub fn archive(&self, file_name: &str, importance: Option<&Importance>, origin: &str) -> GgufArchive {
+        let mut metadata = self.metadata.clone();
+        if let Some(importance) = importance {
+            let datasets = importance.datasets.join(", ");
+            metadata.extend(metadata::importance(
+                origin,
+                &datasets,
+                importance.entries.len(),
+                importance.chunks,
+            ));
+        }
+        GgufArchive { file_name: file_name.to_owned(), metadata }
+    }
+
+    /// What a run depends on beside the contents of the input, which are looked at during a resume.
+    pub fn fingerprint(
+        &self,
+        directory: &ModelDirectory,
+        importance: Option<&Importance>,
+        program: &Program,
+    ) -> serde_json::Value {
+        let importance = importance.map(|im| sha256_hex(im.to_dat()));
+        json!({
+            "program": program,
+            "config_sha256": sha256_hex(json!(directory.config()).to_string()),
+            "format": FORMAT,
+            "mixture": self.request.mixture.name,
+            "importance": importance,
+        })
+    }
+}

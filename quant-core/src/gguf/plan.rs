@@ -1,0 +1,443 @@
+//! What is written: every tensor of the file with its type and its source, settled before any compute.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::families::{self, GgufFamily};
+use super::file::{GgufArchive, Value};
+use super::metadata;
+use super::mixture::{Mixture, ModelFacts, Role};
+use super::rows::{RowOrder, Source};
+use super::tokenizer;
+use crate::blocks::{BlockType, F32, Q4_0, Q8_0, block_type};
+use crate::checkpoint::{ModelDirectory, TensorSpec};
+use crate::model::{Architecture, Model, Op};
+use crate::recipe::Pattern;
+use crate::scheme::{Granularity, WeightFormat};
+use crate::{Error, Result};
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub struct GgufRequest {
+    /// Types of tensors.
+    pub mixture: &'static Mixture,
+    /// Tensors with a type of their own, by the names of their modules in the checkpoint or in the file; the last that
+    /// matches wins.
+    pub overrides: Vec<(Pattern, &'static BlockType)>,
+    /// Tensors that stay float.
+    pub ignore: Vec<Pattern>,
+    /// The pre-tokenizer, where it is not to be recognized.
+    pub pre: Option<String>,
+    /// Whether rows that a type cannot hold get the type that llama.cpp takes then.
+    pub allow_fallback: bool,
+    /// Whether there is an importance matrix.
+    pub weighted: bool,
+}
+
+/// A tensor of the file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedTensor {
+    /// Its name in the file.
+    pub name: String,
+    /// Its shape, outermost dimension first.
+    pub shape: Vec<usize>,
+    /// Its type.
+    pub kind: &'static BlockType,
+    /// The type that its rows do not fit, in place of which it has `kind`.
+    pub replaces: Option<&'static BlockType>,
+    pub(super) source: Source,
+}
+
+impl PlannedTensor {
+    /// The tensors or modules of the checkpoint that it is made of.
+    pub fn sources(&self) -> Vec<&str> {
+        match &self.source {
+            Source::Stored { tensors, .. } => tensors.iter().map(String::as_str).collect(),
+            Source::Codes { modules, .. } => modules.iter().map(String::as_str).collect(),
+            Source::Values(_) => Vec::new(),
+        }
+    }
+
+    /// Whether its codes are taken from the checkpoint as they are.
+    pub fn keeps_codes(&self) -> bool {
+        matches!(self.source, Source::Codes { .. })
+    }
+
+    /// Bytes of its data.
+    pub fn bytes(&self) -> u64 {
+        let columns = self.shape.last().copied().unwrap_or_default();
+        let rows: usize = self.shape[..self.shape.len() - 1].iter().product();
+        (self.kind.row_bytes(columns).unwrap_or_default() * rows) as u64
+    }
+}
+
+/// Everything that goes into a file.
+#[derive(Debug, Clone)]
+pub struct GgufPlan {
+    /// What was asked for.
+    pub request: GgufRequest,
+    /// Metadata but for what an importance matrix adds.
+    pub metadata: Vec<(String, Value)>,
+    /// The tensors, in the order of the file.
+    pub tensors: Vec<PlannedTensor>,
+    /// What a user should know of the file.
+    pub notes: Vec<String>,
+}
+
+/// A tensor before its type is known.
+struct Draft {
+    name: String,
+    /// The module in the checkpoint.
+    module: String,
+    shape: Vec<usize>,
+    role: Role,
+    layer: usize,
+    source: Source,
+    /// Whether it is a weight that types are about.
+    is_weight: bool,
+}
+
+impl GgufPlan {
+    /// Holds a request against a model. A model that is quantized keeps its codes: its linears become Q4_0 or Q8_0.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when llama.cpp does not know the family, a pattern matches nothing, a mixture needs an
+    /// importance matrix, or rows do not fit their type; [`Error::NotRepackable`] when codes cannot be kept;
+    /// [`Error::Tokenizer`] when the tokenizer cannot be written.
+    pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
+        let a = model.architecture();
+        let family = families::family(a.family).filter(|_| a.wrapper.is_none()).ok_or_else(|| {
+            let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
+            Error::usage(
+                format!("models of the family {} are not written as GGUF", a.family),
+                format!("write another format; as GGUF are written {}", known.join(", ")),
+            )
+        })?;
+        let mixture = request.mixture;
+        if mixture.needs_importance && !request.weighted {
+            return Err(Error::usage(
+                format!("{} needs an importance matrix", mixture.name),
+                "give a calibration text or a file of one, or choose a larger mixture",
+            ));
+        }
+        let about = metadata::metadata(a, family)?;
+        let mut notes = about.warnings;
+        let mut drafts = drafts(model, family)?;
+        if let Some(factors) = about.rope_factors {
+            drafts.insert(
+                1,
+                Draft {
+                    name: families::ROPE_FACTORS.into(),
+                    module: String::new(),
+                    shape: vec![factors.len()],
+                    role: Role::Other,
+                    layer: 0,
+                    source: Source::Values(factors),
+                    is_weight: false,
+                },
+            );
+        }
+        let types = Types::new(a, family, &request);
+        types.check_patterns(&drafts)?;
+        let mut tensors = Vec::with_capacity(drafts.len());
+        let mut unfit = Vec::new();
+        for draft in drafts {
+            match types.of(model, draft)? {
+                Ok(tensor) => tensors.push(tensor),
+                Err(reason) => unfit.push(reason),
+            }
+        }
+        if !unfit.is_empty() {
+            let listed: Vec<String> = unfit.iter().take(8).map(|reason| format!("\n  {reason}")).collect();
+            let more = unfit.len().saturating_sub(8);
+            let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
+            return Err(Error::usage(
+                format!("rows of {} tensor(s) do not fit their types:{}{more}", unfit.len(), listed.concat()),
+                "override them with a type that fits, or allow fallbacks to larger types",
+            ));
+        }
+        let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
+        let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
+        let file_type = most_codes(&tensors).unwrap_or(mixture.id);
+        let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
+        metadata.extend(about.entries);
+        let vocabulary = tokenizer::metadata(directory, a.vocab, request.pre.as_deref())?;
+        notes.extend(vocabulary.notes);
+        metadata.extend(vocabulary.entries);
+        Ok(Self { request, metadata, tensors, notes })
+    }
+
+    /// The tensors as a writer expects them.
+    ///
+    /// # Errors
+    /// Never but for a bug.
+    pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
+        self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
+    }
+
+    /// Bytes of all tensors.
+    pub fn output_bytes(&self) -> u64 {
+        self.tensors.iter().map(PlannedTensor::bytes).sum()
+    }
+
+    /// Tensors whose rows did not fit.
+    pub fn replaced(&self) -> impl Iterator<Item = &PlannedTensor> {
+        self.tensors.iter().filter(|t| t.replaces.is_some())
+    }
+}
+
+/// `general.file_type` where codes are kept: that of the type which most weights have.
+fn most_codes(tensors: &[PlannedTensor]) -> Option<u32> {
+    let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
+    for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
+        *elements.entry(tensor.kind.name).or_default() += tensor.shape.iter().product::<usize>();
+    }
+    let (name, _) = elements.into_iter().max_by_key(|(_, n)| *n)?;
+    super::mixture::mixture(name).map(|m| m.id)
+}
+
+/// All tensors of the file, without types: the embedding first, then the blocks, the last norm, and the head.
+fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
+    let a = model.architecture();
+    let mut drafts = Vec::new();
+    let stored = |tensors: Vec<String>, order, shift| Source::Stored { tensors, order, shift };
+    let outer = |name: &str, module: &str, tensor: String, role| Draft {
+        name: name.to_owned(),
+        module: module.to_owned(),
+        shape: vec![a.vocab, a.hidden],
+        role,
+        layer: 0,
+        source: stored(vec![tensor], RowOrder::AsStored, 0.0),
+        is_weight: true,
+    };
+    let embedding_role = if a.tied { Role::Head } else { Role::Other };
+    drafts.push(outer(families::EMBEDDING, &a.embedding_module(), model.embedding_name(), embedding_role));
+    for layer in 0..a.layers {
+        block(a, family, layer, &mut drafts)?;
+    }
+    if let Some(norm) = &a.final_norm {
+        for parameter in norm.parameters() {
+            let name = format!("{}.{}", families::FINAL_NORM, parameter.name);
+            let tensor = format!("{}.{}", norm.name(), parameter.name);
+            let source = stored(vec![tensor], RowOrder::AsStored, family.norm_shift);
+            let (module, shape) = (norm.name().to_owned(), parameter.shape);
+            drafts.push(Draft { name, module, shape, role: Role::Other, layer: 0, source, is_weight: false });
+        }
+    }
+    if !a.tied {
+        let name = format!("{}.weight", families::HEAD);
+        drafts.push(outer(&name, &a.head, format!("{}.weight", a.head), Role::Head));
+    }
+    if a.head_bias {
+        return Err(Error::usage("a head with a bias is not written as GGUF", "write another format"));
+    }
+    Ok(drafts)
+}
+
+/// The tensors of one block, in the order in which they are used. Those of experts are one for all of them.
+fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
+    let graph = a.graph(layer);
+    let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);
+    let mut experts: BTreeMap<&'static str, Draft> = BTreeMap::new();
+    for op in graph.nodes().iter().map(|node| &node.op) {
+        let module = a.in_block(layer, op.name());
+        for parameter in op.parameters() {
+            let tensor = format!("{module}.{}", parameter.name);
+            if let Some((expert, stored)) = family.expert(op.name()) {
+                let draft = experts.entry(stored).or_insert_with(|| Draft {
+                    name: format!("blk.{layer}.{stored}.{}", parameter.name),
+                    module: a.in_block(layer, stored),
+                    shape: [&[0], parameter.shape.as_slice()].concat(),
+                    role: role(stored),
+                    layer,
+                    source: Source::Stored { tensors: Vec::new(), order: RowOrder::AsStored, shift: 0.0 },
+                    is_weight: true,
+                });
+                if let Source::Stored { tensors, .. } = &mut draft.source {
+                    if tensors.len() != expert {
+                        return Err(Error::Internal(format!(
+                            "expert {expert} of `{}` is out of order",
+                            draft.name
+                        )));
+                    }
+                    tensors.push(tensor);
+                    draft.shape[0] += 1;
+                }
+                continue;
+            }
+            let Some(stored) = family.module(op.name()) else {
+                return Err(Error::usage(
+                    format!("`{module}` has no place in a GGUF file of {}", family.arch),
+                    "write another format",
+                ));
+            };
+            let turns = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
+            let order = if turns { RowOrder::Paired { head } } else { RowOrder::AsStored };
+            let shift = if op.is_norm() { family.norm_shift } else { 0.0 };
+            let is_weight = matches!(op, Op::Linear { stays_float: false, .. }) && parameter.name == "weight";
+            drafts.push(Draft {
+                name: format!("blk.{layer}.{stored}.{}", parameter.name),
+                module: module.clone(),
+                shape: parameter.shape,
+                role: role(stored),
+                layer,
+                source: Source::Stored { tensors: vec![tensor], order, shift },
+                is_weight,
+            });
+        }
+    }
+    drafts.extend(experts.into_values());
+    Ok(())
+}
+
+fn role(stored: &str) -> Role {
+    match stored {
+        "attn_k" => Role::Key,
+        "attn_v" => Role::Value,
+        "attn_output" => Role::AttentionOutput,
+        "ffn_down" | "ffn_down_exps" => Role::Down,
+        _ => Role::Other,
+    }
+}
+
+/// Which type each tensor gets.
+struct Types<'a> {
+    request: &'a GgufRequest,
+    facts: ModelFacts,
+}
+
+impl<'a> Types<'a> {
+    fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest) -> Self {
+        let heads_per_key = a.attentions().first().map_or(1, |shape| shape.repeat);
+        let graphs = a.graph(0).nodes().iter();
+        let experts = graphs.filter_map(|node| match node.op {
+            Op::Route(routing) => Some(routing.experts),
+            _ => None,
+        });
+        let facts = ModelFacts {
+            layers: a.layers,
+            heads_per_key,
+            experts: experts.max().unwrap_or(0),
+            weighted: request.weighted,
+            favours_values: ModelFacts::favours_values(family, a.layers, heads_per_key),
+        };
+        Self { request, facts }
+    }
+
+    /// Fails where a pattern selects nothing that types are about.
+    fn check_patterns(&self, drafts: &[Draft]) -> Result<()> {
+        let weights: Vec<&Draft> = drafts.iter().filter(|d| d.is_weight).collect();
+        let ignored = self.request.ignore.iter().map(|pattern| ("--ignore", pattern));
+        let overridden = self.request.overrides.iter().map(|(pattern, _)| ("--override", pattern));
+        for (option, pattern) in ignored.chain(overridden) {
+            if !weights.iter().any(|draft| selects(pattern, draft)) {
+                let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();
+                let names: Vec<&str> = names.into_iter().collect();
+                return Err(Error::PatternMatchesNothing {
+                    option,
+                    pattern: pattern.text().to_owned(),
+                    nearest: pattern.nearest(&names),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The tensor with its type, or why its rows do not fit it.
+    fn of(&self, model: &Model, draft: Draft) -> Result<Result<PlannedTensor, String>> {
+        let Draft { name, shape, source, .. } = &draft;
+        let planned = |kind, replaces, source: &Source| PlannedTensor {
+            name: name.clone(),
+            shape: shape.clone(),
+            kind,
+            replaces,
+            source: source.clone(),
+        };
+        if !draft.is_weight {
+            return Ok(Ok(planned(&F32, None, source)));
+        }
+        if let Some((kind, codes)) = codes(model, &draft)? {
+            return Ok(Ok(planned(kind, None, &codes)));
+        }
+        let columns = shape.last().copied().unwrap_or_default();
+        let wanted = match self.named(&draft) {
+            Some(Some(kind)) => kind,
+            Some(None) => as_stored(model, source)?,
+            // Beside codes that are kept, floats stay as they are.
+            None if model.quant_method().is_some() => as_stored(model, source)?,
+            None => self.request.mixture.of(draft.role, draft.layer, columns, &self.facts),
+        };
+        let mut kind = wanted;
+        while kind.row_bytes(columns).is_none() {
+            let Some(fallback) = kind.fallback.filter(|_| self.request.allow_fallback) else {
+                return Ok(Err(format!(
+                    "{name}: rows of {columns} are no whole number of {}'s blocks of {}",
+                    wanted.name, wanted.elements
+                )));
+            };
+            kind = fallback;
+        }
+        Ok(Ok(planned(kind, (kind != wanted).then_some(wanted), source)))
+    }
+
+    /// The type that was asked for by name; `Some(None)` where the tensor is to stay as it is.
+    fn named(&self, draft: &Draft) -> Option<Option<&'static BlockType>> {
+        if self.request.ignore.iter().any(|pattern| selects(pattern, draft)) {
+            return Some(None);
+        }
+        let found = self.request.overrides.iter().rev().find(|(pattern, _)| selects(pattern, draft));
+        found.map(|(_, kind)| Some(*kind))
+    }
+}
+
+/// Whether a pattern means a tensor, by its name in the checkpoint or in the file.
+fn selects(pattern: &Pattern, draft: &Draft) -> bool {
+    let stored = draft.name.strip_suffix(".weight").unwrap_or(&draft.name);
+    pattern.matches(&draft.module) || pattern.matches(stored)
+}
+
+/// The float type that a tensor is stored in.
+fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
+    let Source::Stored { tensors, .. } = source else { return Ok(&F32) };
+    let Some(tensor) = tensors.first() else { return Ok(&F32) };
+    let dtype = model.source().require(tensor)?.dtype;
+    Ok(block_type(dtype.name()).unwrap_or(&F32))
+}
+
+/// The block type that holds the codes of a linear that is quantized already.
+fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Source)>> {
+    let Source::Stored { tensors, order, .. } = &draft.source else { return Ok(None) };
+    let modules: Vec<String> =
+        tensors.iter().map(|t| t.strip_suffix(".weight").unwrap_or(t).to_owned()).collect();
+    let mut kind = None;
+    for module in &modules {
+        let Some(scheme) = model.module_scheme(module) else { return Ok(None) };
+        let refuse = |reason: String| Error::NotRepackable {
+            path: model.path().to_owned(),
+            module: module.clone(),
+            reason,
+        };
+        let size = match scheme.granularity {
+            Granularity::Group(size) => size,
+            _ => draft.shape.last().copied().unwrap_or_default(),
+        };
+        let found = match scheme.weight {
+            WeightFormat::Int { bits: 4, .. } => &Q4_0,
+            WeightFormat::Int { bits: 8, .. } => &Q8_0,
+            _ => {
+                return Err(refuse(format!(
+                    "{scheme} has no block type of the same numbers; Q4_0 and Q8_0 hold 4 and 8 bits"
+                )));
+            }
+        };
+        if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
+            return Err(refuse(format!(
+                "{scheme} does not have a scale for every 32 inputs or a multiple of that"
+            )));
+        }
+        if kind.is_some_and(|known: &BlockType| known != found) {
+            return Err(refuse("experts of one tensor have different schemes".into()));
+        }
+        kind = Some(found);
+    }
+    Ok(kind.map(|kind| (kind, Source::Codes { modules, order: *order })))
+}

@@ -1,0 +1,113 @@
+//! Metadata as the fields of a `config.json`.
+
+use serde_json::{Map, Value as Json, json};
+
+use super::About;
+use crate::Result;
+use crate::gguf::families::{self, EMBEDDING, HEAD, ROPE_FACTORS};
+use crate::gguf::file::GgufFile;
+
+/// The configuration that a file's metadata and tensors imply.
+pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
+    let (file, family) = (about.file, about.family);
+    let has = |tensor: &str| file.tensor(tensor).is_some();
+    let hidden = about.require("embedding_length")?;
+    let heads = about.require("attention.head_count")?;
+    if heads == 0 {
+        return Err(about.broken("attention.head_count", "is 0"));
+    }
+    let head_dim = about.integer("attention.key_length")?.unwrap_or(hidden / heads);
+    let embedding = file.tensor(EMBEDDING);
+    let vocab = embedding.map(|t| t.shape[0]).ok_or_else(|| missing(file, EMBEDDING))?;
+    let mut config = Map::new();
+    let mut set = |key: &str, value: Json| {
+        config.insert(key.to_owned(), value);
+    };
+    set("architectures", json!([family.class]));
+    set("model_type", json!(family.family));
+    set("hidden_size", json!(hidden));
+    set("num_hidden_layers", json!(about.require("block_count")?));
+    set("num_attention_heads", json!(heads));
+    set("num_key_value_heads", json!(about.integer("attention.head_count_kv")?.unwrap_or(heads)));
+    set("head_dim", json!(head_dim));
+    set("vocab_size", json!(vocab));
+    set("max_position_embeddings", json!(about.require("context_length")?));
+    let eps = about.float("attention.layer_norm_rms_epsilon")?;
+    let eps = eps.ok_or_else(|| about.broken("attention.layer_norm_rms_epsilon", "is missing"))?;
+    set("rms_norm_eps", json!(shortest(eps)));
+    set("tie_word_embeddings", json!(!has(&format!("{HEAD}.weight"))));
+    set("attention_bias", json!(has("blk.0.attn_q.bias")));
+    set("mlp_bias", json!(has("blk.0.ffn_up.bias")));
+    match about.integer("expert_count")?.filter(|n| *n > 0) {
+        Some(experts) => {
+            set("num_local_experts", json!(experts));
+            set("num_experts", json!(experts));
+            set("num_experts_per_tok", json!(about.require("expert_used_count")?));
+            set("norm_topk_prob", json!(true));
+            let dense = about.require("feed_forward_length")?;
+            let of_expert = about.integer("expert_feed_forward_length")?.unwrap_or(dense);
+            set("moe_intermediate_size", json!(of_expert));
+            set("intermediate_size", json!(of_expert));
+        }
+        None => set("intermediate_size", json!(about.require("feed_forward_length")?)),
+    }
+    rope(about, head_dim, &mut set)?;
+    // Graphs without windows must not get the family's default.
+    match about.integer("attention.sliding_window")?.filter(|_| family.has_windows) {
+        Some(window) => set("sliding_window", json!(window)),
+        None => set("sliding_window", Json::Null),
+    }
+    set("use_sliding_window", json!(false));
+    for (key, field) in [
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ] {
+        set(field, about.float(key)?.map_or(Json::Null, |cap| json!(shortest(cap))));
+    }
+    let large = families::scales_by_width(family, about.require("block_count")?);
+    set("query_pre_attn_scalar", json!(if large { hidden / heads } else { head_dim }));
+    Ok(config)
+}
+
+fn missing(file: &GgufFile, tensor: &str) -> crate::Error {
+    crate::Error::MissingTensor { path: file.path().to_owned(), tensor: tensor.to_owned() }
+}
+
+/// A number that was rounded to `f32`, as the shortest decimal that rounds to it: 1e-5, not 9.999999747378752e-6.
+fn shortest(value: f64) -> f64 {
+    format!("{:e}", value as f32).parse().unwrap_or(value)
+}
+
+fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> Result<()> {
+    if about.integer("rope.dimension_count")?.is_some_and(|n| n != head_dim) {
+        return Err(about.broken("rope.dimension_count", "is not the width of a head, which is not read"));
+    }
+    set("rope_theta", json!(about.float("rope.freq_base")?.unwrap_or(10_000.0)));
+    if let Some(theta) = about.float("rope.freq_base_swa")? {
+        set("rope_local_base_freq", json!(theta));
+    }
+    let kind = about.get("rope.scaling.type").and_then(|value| value.as_str()).unwrap_or("none");
+    let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
+        ("none", None) => Json::Null,
+        ("none", Some(tensor)) => {
+            let mut bytes = vec![0; tensor.bytes as usize];
+            about.file.read(tensor, 0, &mut bytes)?;
+            let mut divisors = vec![0.0; tensor.shape.iter().product()];
+            tensor.kind.decode(&bytes, &mut divisors);
+            let positions = about.require("context_length")?;
+            // The numbers that the divisors follow from are not in the file; the divisors themselves do as well.
+            json!({
+                "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors,
+                "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": positions,
+            })
+        }
+        ("linear", None) => {
+            let factor = about.float("rope.scaling.factor")?;
+            let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;
+            json!({ "rope_type": "linear", "factor": factor })
+        }
+        _ => return Err(about.broken("rope.scaling.type", &format!("is `{kind}`, which is not read"))),
+    };
+    set("rope_scaling", scaling);
+    Ok(())
+}

@@ -1,0 +1,216 @@
+//! The tokenizer of a file as the files that a model directory has.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::About;
+use crate::checkpoint::Sidecar;
+use crate::gguf::file::{GgufFile, Value};
+use crate::gguf::tokenizer::{kinds, pre_tokenizer};
+use crate::{Error, Result};
+
+/// Tokens and what they are.
+struct Vocabulary<'a> {
+    tokens: &'a [String],
+    types: Vec<i64>,
+}
+
+/// `tokenizer.json`, `tokenizer_config.json` and the chat template, or why the tokenizer is not read.
+pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
+    let text = |key: &str| about.global(key).and_then(Value::as_str);
+    let Some(model) = text("tokenizer.ggml.model") else { return Ok(Err("there is none".into())) };
+    if model == "none" {
+        return Ok(Err("there is none".into()));
+    }
+    let vocabulary = vocabulary(about)?;
+    let json = match model {
+        "gpt2" => {
+            let pre = text("tokenizer.ggml.pre").unwrap_or("default");
+            match pre_tokenizer(pre) {
+                Some((steps, whole)) => byte_level(about, &vocabulary, steps, whole)?,
+                None => return Ok(Err(format!("its pre-tokenizer is `{pre}`"))),
+            }
+        }
+        "llama" => sentencepiece(about, &vocabulary)?,
+        other => return Ok(Err(format!("its model is `{other}`"))),
+    };
+    let directory = about.file.path();
+    let file = |name: &str, bytes: Vec<u8>| Sidecar {
+        path: directory.join(name),
+        real: directory.to_owned(),
+        contents: Some(Arc::from(bytes)),
+    };
+    let mut files = vec![
+        file("tokenizer.json", json.to_string().into_bytes()),
+        file("tokenizer_config.json", settings(about, &vocabulary).to_string().into_bytes()),
+    ];
+    files.extend(text("tokenizer.chat_template").map(|t| file("chat_template.jinja", t.as_bytes().to_vec())));
+    Ok(Ok(files))
+}
+
+fn broken(about: &About<'_>, key: &str, reason: &str) -> Error {
+    GgufFile::broken(about.file.path(), format!("`{key}` {reason}"))
+}
+
+fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
+    const TOKENS: &str = "tokenizer.ggml.tokens";
+    const TYPES: &str = "tokenizer.ggml.token_type";
+    let tokens = about.global(TOKENS).and_then(Value::as_strings);
+    let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or no list of texts"))?;
+    let types = match about.global(TYPES) {
+        Some(types) => types.as_integers().ok_or_else(|| broken(about, TYPES, "is no list of integers"))?,
+        None => vec![i64::from(kinds::NORMAL); tokens.len()],
+    };
+    match types.len() == tokens.len() {
+        true => Ok(Vocabulary { tokens, types }),
+        false => Err(broken(about, TYPES, "has another length than the tokens")),
+    }
+}
+
+impl Vocabulary<'_> {
+    fn is(&self, id: usize, kind: i32) -> bool {
+        self.types[id] == i64::from(kind)
+    }
+
+    /// Tokens of the trained vocabulary, and those that are added to it.
+    fn parts(&self) -> (Map<String, Json>, Vec<Json>) {
+        let (mut vocab, mut added) = (Map::new(), Vec::new());
+        for (id, token) in self.tokens.iter().enumerate() {
+            if self.is(id, kinds::UNUSED) {
+                continue;
+            }
+            let special = self.is(id, kinds::CONTROL) || self.is(id, kinds::UNKNOWN);
+            if special || self.is(id, kinds::USER_DEFINED) {
+                added.push(json!({
+                    "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": special,
+                }));
+            }
+            // Added tokens have numbers of their own only if the vocabulary has them, whatever their place in it.
+            vocab.insert(token.clone(), json!(id));
+        }
+        (vocab, added)
+    }
+}
+
+/// A post-processor that adds what texts begin and end with.
+fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) -> Json {
+    let flag = |key: &str, default: bool| {
+        let key = format!("tokenizer.ggml.add_{key}_token");
+        about.global(&key).and_then(Value::as_bool).unwrap_or(default)
+    };
+    let token = |name: &str| special(about, name).filter(|id| *id < vocabulary.tokens.len());
+    let bos = token("bos").filter(|_| flag("bos", bos_by_default));
+    let eos = token("eos").filter(|_| flag("eos", false));
+    let piece = |id: &usize| json!({ "SpecialToken": { "id": vocabulary.tokens[*id], "type_id": 0 } });
+    let sequence = |name: &str| json!({ "Sequence": { "id": name, "type_id": 0 } });
+    let around = |middle: Json| -> Vec<Json> {
+        bos.iter().map(piece).chain([middle]).chain(eos.iter().map(piece)).collect()
+    };
+    let special: Map<String, Json> = [bos, eos]
+        .into_iter()
+        .flatten()
+        .map(|id| {
+            let token = &vocabulary.tokens[id];
+            (token.clone(), json!({ "id": token, "ids": [id], "tokens": [token] }))
+        })
+        .collect();
+    let pair: Vec<Json> = around(sequence("A")).into_iter().chain(around(sequence("B"))).collect();
+    json!({
+        "type": "TemplateProcessing", "single": around(sequence("A")), "pair": pair, "special_tokens": special,
+    })
+}
+
+fn special(about: &About<'_>, name: &str) -> Option<usize> {
+    let id = about.global(&format!("tokenizer.ggml.{name}_token_id")).and_then(Value::as_u64)?;
+    usize::try_from(id).ok()
+}
+
+fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole: bool) -> Result<Json> {
+    const MERGES: &str = "tokenizer.ggml.merges";
+    let (vocab, added) = vocabulary.parts();
+    let merges = about.global(MERGES).and_then(Value::as_strings);
+    let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or no list of texts"))?;
+    let pair = |merge: &String| {
+        // The first space after the first character parts the two.
+        let from = merge.chars().next().map_or(0, char::len_utf8);
+        let at = merge[from..].find(' ').map(|at| from + at);
+        let at = at.ok_or_else(|| broken(about, MERGES, "holds a text without a space"))?;
+        Ok(json!([&merge[..at], &merge[at + 1..]]))
+    };
+    let merges = merges.iter().map(pair).collect::<Result<Vec<Json>>>()?;
+    Ok(json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+        "pre_tokenizer": steps, "post_processor": ends(about, vocabulary, whole),
+        "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": whole,
+            "vocab": vocab, "merges": merges,
+        },
+    }))
+}
+
+fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+    const SCORES: &str = "tokenizer.ggml.scores";
+    let (vocab, added) = vocabulary.parts();
+    let scores = about.global(SCORES).and_then(Value::as_f32s);
+    let scores = scores.filter(|scores| scores.len() == vocabulary.tokens.len());
+    let scores =
+        scores.ok_or_else(|| broken(about, SCORES, "is missing or of another length than the tokens"))?;
+    let adds_space = about.global("tokenizer.ggml.add_space_prefix").and_then(Value::as_bool).unwrap_or(true);
+    let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
+    let prepend = json!({ "type": "Prepend", "prepend": "▁" });
+    let normalizers: Vec<Json> = adds_space.then_some(prepend).into_iter().chain([replace]).collect();
+    let mut decoders = vec![
+        json!({ "type": "Replace", "pattern": { "String": "▁" }, "content": " " }),
+        json!({ "type": "ByteFallback" }),
+        json!({ "type": "Fuse" }),
+    ];
+    if adds_space {
+        decoders.push(json!({ "type": "Strip", "content": " ", "start": 1, "stop": 0 }));
+    }
+    let unknown = (0..vocabulary.tokens.len()).find(|&id| vocabulary.is(id, kinds::UNKNOWN));
+    Ok(json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+        "normalizer": { "type": "Sequence", "normalizers": normalizers }, "pre_tokenizer": null,
+        "post_processor": ends(about, vocabulary, true),
+        "decoder": { "type": "Sequence", "decoders": decoders },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": unknown.map(|id| &vocabulary.tokens[id]),
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true,
+            "ignore_merges": false, "vocab": vocab, "merges": merges(vocabulary, scores),
+        },
+    }))
+}
+
+/// All pairs of tokens that make a token, the best first: by the score of what they make.
+fn merges(vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Vec<Json> {
+    let ids: HashMap<&str, usize> =
+        vocabulary.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
+    let mut merges: Vec<(f32, usize, usize, usize)> = Vec::new();
+    for (id, token) in
+        vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
+    {
+        for (at, _) in token.char_indices().skip(1) {
+            if let (Some(&left), Some(&right)) = (ids.get(&token[..at]), ids.get(&token[at..])) {
+                merges.push((scores[id], id, left, right));
+            }
+        }
+    }
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
+    let text = |id: usize| vocabulary.tokens[id].as_str();
+    merges.into_iter().map(|(_, _, left, right)| json!([text(left), text(right)])).collect()
+}
+
+fn settings(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Json {
+    let mut settings = Map::new();
+    for (name, key) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
+        if let Some(token) = special(about, key).and_then(|id| vocabulary.tokens.get(id)) {
+            settings.insert(format!("{name}_token"), json!(token));
+        }
+    }
+    Json::Object(settings)
+}

@@ -1,0 +1,255 @@
+//! Writing a plan: rows are read, rewritten, encoded and written piece by piece, so that memory does not grow with the
+//! model.
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::codes;
+use super::imatrix::Importance;
+use super::plan::{GgufPlan, PlannedTensor};
+use super::rows::{Source, matrix, read_rows};
+use crate::blocks::BlockType;
+use crate::model::Model;
+use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
+
+/// Values that are encoded at a time.
+const PIECE: usize = 1 << 22;
+
+/// What was done to a tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GgufTensorReport {
+    /// Its name in the file.
+    pub tensor: String,
+    /// Its type.
+    pub kind: String,
+    /// The type that its rows did not fit, if they did not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replaces: Option<String>,
+    /// Its shape, outermost dimension first.
+    pub shape: Vec<usize>,
+    /// Bytes in the file.
+    pub bytes: u64,
+    /// Whether the checkpoint's codes were kept.
+    pub keeps_codes: bool,
+    /// Whether errors were weighed by an importance matrix.
+    pub weighted: bool,
+    /// Root of the sum of squared errors by the sum of squares of the values; absent where codes were kept.
+    pub relative_rms: Option<f64>,
+    /// BLAKE3 of the values as read, in f32 and in the order of the file, or of codes and scales.
+    pub source_blake3: String,
+}
+
+/// What was done.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GgufReport {
+    /// `quant-gguf-report/1`.
+    pub schema: &'static str,
+    /// The mixture.
+    pub mixture: &'static str,
+    /// Every tensor, in the order of the file.
+    pub tensors: Vec<GgufTensorReport>,
+}
+
+impl GgufReport {
+    /// The report as JSON.
+    ///
+    /// # Errors
+    /// Never but for a bug.
+    pub fn to_json(&self) -> Result<String> {
+        let text = serde_json::to_string_pretty(self);
+        text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
+    }
+
+    /// Tensors that have another type than the mixture says, since their rows do not fit it.
+    pub fn replaced(&self) -> impl Iterator<Item = &GgufTensorReport> {
+        self.tensors.iter().filter(|t| t.replaces.is_some())
+    }
+}
+
+/// Writes every tensor of a plan. What `sink` has from an interrupted run is not encoded again.
+///
+/// # Errors
+/// When a tensor cannot be read or written, or its values cannot be encoded; [`Error::Interrupted`].
+pub fn write_tensors(
+    plan: &GgufPlan,
+    model: &Model,
+    importance: Option<&Importance>,
+    sink: &mut dyn TensorSink,
+    observer: &dyn Observer,
+    cancel: &CancelToken,
+) -> Result<GgufReport> {
+    let units = plan.tensors.len() as u64;
+    observer.event(&Event::StageStarted { stage: "encode and write", unit: "tensor", units });
+    let mut reports = Vec::with_capacity(plan.tensors.len());
+    for tensor in &plan.tensors {
+        cancel.check()?;
+        let importance = importance.map(|im| im.of(tensor)).transpose()?.flatten();
+        let mut writer = Writer { tensor, importance, sink, cancel, written: 0, hash: blake3::Hasher::new() };
+        reports.push(writer.run(model)?);
+        sink.commit()?;
+        observer.event(&Event::UnitDone { detail: tensor.name.clone() });
+    }
+    observer.event(&Event::StageDone);
+    Ok(GgufReport { schema: "quant-gguf-report/1", mixture: plan.request.mixture.name, tensors: reports })
+}
+
+/// One tensor on its way.
+struct Writer<'a> {
+    tensor: &'a PlannedTensor,
+    /// Of all columns, for each matrix of the tensor.
+    importance: Option<Vec<f32>>,
+    sink: &'a mut dyn TensorSink,
+    cancel: &'a CancelToken,
+    written: u64,
+    hash: blake3::Hasher,
+}
+
+/// Sums of squares.
+#[derive(Default)]
+struct Squares {
+    error: f64,
+    value: f64,
+}
+
+impl Writer<'_> {
+    fn run(&mut self, model: &Model) -> Result<GgufTensorReport> {
+        let PlannedTensor { name, shape, kind, replaces, source } = self.tensor;
+        let recalled =
+            self.sink.recall(name).and_then(|r| serde_json::from_value::<GgufTensorReport>(r).ok());
+        // Of a tensor that is there, only the input is looked at: it must be what it was.
+        let recalled = recalled.filter(|_| self.sink.is_complete(name));
+        let skip = recalled.is_some();
+        let mut squares = Squares::default();
+        match source {
+            Source::Stored { tensors, order, shift } => {
+                let columns = shape.last().copied().unwrap_or_default();
+                for (i, tensor) in tensors.iter().enumerate() {
+                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape)?;
+                    if stored != columns {
+                        return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
+                    }
+                    let step = (PIECE / columns.max(1)).max(1);
+                    for first in (0..rows).step_by(step) {
+                        let some = first..(first + step).min(rows);
+                        let values = read_rows(model, tensor, *order, *shift, some, columns)?;
+                        self.encode(&values, columns, i, skip, &mut squares)?;
+                    }
+                }
+            }
+            Source::Values(values) => self.encode(values, values.len(), 0, skip, &mut squares)?,
+            Source::Codes { modules, order } => {
+                let shape = [shape[shape.len() - 2], shape[shape.len() - 1]];
+                for module in modules {
+                    let codes = codes::read(model, module, shape)?;
+                    self.hash.update(&codes.codes);
+                    for scale in &codes.scales {
+                        self.hash.update(&scale.to_le_bytes());
+                    }
+                    if skip {
+                        continue;
+                    }
+                    let row_bytes = row_bytes(kind, shape[1])?;
+                    let mut bytes = vec![0; shape[0] * row_bytes];
+                    bytes.par_chunks_mut(row_bytes).enumerate().for_each(|(row, out)| {
+                        codes::encode_row(&codes, kind, *order, row, out);
+                    });
+                    self.put(&bytes)?;
+                }
+            }
+        }
+        let source_blake3 = self.hash.finalize().to_hex().to_string();
+        if let Some(recalled) = recalled {
+            return match recalled.source_blake3 == source_blake3 {
+                true => Ok(recalled),
+                false => Err(Error::usage(
+                    format!("what `{name}` is made of is not what it was when the run was interrupted"),
+                    "start again without --resume",
+                )),
+            };
+        }
+        let keeps_codes = self.tensor.keeps_codes();
+        let report = GgufTensorReport {
+            tensor: name.clone(),
+            kind: kind.name.to_owned(),
+            replaces: replaces.map(|kind| kind.name.to_owned()),
+            shape: shape.clone(),
+            bytes: self.tensor.bytes(),
+            keeps_codes,
+            weighted: self.importance.is_some(),
+            relative_rms: (!keeps_codes).then(|| match squares.value {
+                0.0 => 0.0,
+                value => (squares.error / value).sqrt(),
+            }),
+            source_blake3,
+        };
+        self.sink.remember(name, &json!(report))?;
+        Ok(report)
+    }
+
+    /// Encodes whole rows of matrix `index` and writes them.
+    fn encode(
+        &mut self,
+        values: &[f32],
+        columns: usize,
+        index: usize,
+        skip: bool,
+        squares: &mut Squares,
+    ) -> Result<()> {
+        self.cancel.check()?;
+        let as_bytes: Vec<u8> = values.par_iter().flat_map_iter(|v| v.to_le_bytes()).collect();
+        self.hash.update(&as_bytes);
+        if skip {
+            return Ok(());
+        }
+        let kind = self.tensor.kind;
+        let row_bytes = row_bytes(kind, columns)?;
+        let importance = self.importance.as_ref().map(|im| {
+            // One matrix has one importance, or all share one.
+            let matrices = im.len() / columns.max(1);
+            &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
+        });
+        let mut bytes = vec![0; values.len() / columns.max(1) * row_bytes];
+        let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact_mut(row_bytes));
+        let sums: Vec<(f64, f64)> = rows.map(|(row, out)| encode_row(kind, row, importance, out)).collect();
+        if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
+            return Err(Error::Numeric {
+                tensor: self.tensor.name.clone(),
+                reason: format!(
+                    "a scale of row {row} of a piece leaves the range of half precision as {}",
+                    kind.name
+                ),
+            });
+        }
+        // In order, so that the sums do not depend on threads.
+        for (error, value) in sums {
+            squares.error += error;
+            squares.value += value;
+        }
+        self.put(&bytes)
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.sink.write(&self.tensor.name, self.written, bytes)?;
+        self.written += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+fn row_bytes(kind: &BlockType, columns: usize) -> Result<usize> {
+    kind.row_bytes(columns).ok_or_else(|| Error::Internal(format!("a {} row of {columns}", kind.name)))
+}
+
+/// Encodes a row; the sums of squares of its errors and of its values. The former is not finite where what is stored is
+/// not.
+fn encode_row(kind: &BlockType, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) -> (f64, f64) {
+    kind.encode(row, importance, out);
+    let mut back = vec![0.0; row.len()];
+    kind.decode(out, &mut back);
+    let (mut error, mut value) = (0.0, 0.0);
+    for (v, b) in row.iter().zip(&back) {
+        error += (f64::from(*v) - f64::from(*b)).powi(2);
+        value += f64::from(*v).powi(2);
+    }
+    (error, value)
+}

@@ -1,0 +1,47 @@
+//! Added tokens: those beside the trained vocabulary.
+
+use serde_json::Value as Json;
+
+use super::{Vocabulary, kinds, list};
+
+/// An entry of `added_tokens`.
+pub(super) struct Added<'a> {
+    pub(super) id: u64,
+    pub(super) content: &'a str,
+    pub(super) special: bool,
+}
+
+/// The added tokens of a `tokenizer.json`.
+pub(super) fn added(json: &Json) -> Result<Vec<Added<'_>>, String> {
+    let tokens = list(json, "added_tokens")?.iter().enumerate();
+    let read = tokens.map(|(i, token)| {
+        let fault = |field: &str| format!("`added_tokens[{i}].{field}` is missing or malformed");
+        let id = token.get("id").and_then(Json::as_u64).ok_or_else(|| fault("id"))?;
+        let content = token.get("content").and_then(Json::as_str).ok_or_else(|| fault("content"))?;
+        let special = token.get("special").and_then(Json::as_bool).unwrap_or(false);
+        Ok(Added { id, content, special })
+    });
+    read.collect()
+}
+
+impl Added<'_> {
+    /// Whether it controls rather than says something: it is marked so, or looks like tokens that are, in models that
+    /// do not mark them.
+    fn controls(&self) -> bool {
+        let t = self.content;
+        let between = |begin: &str, end: &str| t.starts_with(begin) && t.ends_with(end);
+        self.special
+            || matches!(t, "<pad>" | "<mask>" | "<2mass>" | "[@BOS@]")
+            || between("<|", "|>")
+            || between("<｜", "｜>")
+            || between("<unused", ">")
+    }
+
+    /// Puts it into a vocabulary. A text of the user's has spaces where the vocabulary has `▁`.
+    pub(super) fn put(&self, vocabulary: &mut Vocabulary) -> Result<(), String> {
+        match self.controls() {
+            true => vocabulary.set(self.id, self.content, kinds::CONTROL),
+            false => vocabulary.set(self.id, &self.content.replace('▁', " "), kinds::USER_DEFINED),
+        }
+    }
+}

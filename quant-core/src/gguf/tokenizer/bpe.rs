@@ -1,0 +1,74 @@
+//! Byte-level BPE: the vocabulary and merges of `tokenizer.json` go over as they are.
+
+use serde_json::Value as Json;
+
+use super::added::added;
+use super::{Vocabulary, kinds, list, pre};
+use crate::calibrate::TextTokenizer;
+
+/// What kind of tokenizer a `tokenizer.json` is.
+pub(super) enum Kind {
+    ByteLevel,
+    SentencePiece,
+}
+
+impl Kind {
+    /// # Errors
+    /// When it is of a kind that is not written.
+    pub(super) fn of(json: &Json) -> Result<Self, String> {
+        let model = json.get("model").ok_or("`model` is missing")?;
+        // Old files do not name the type.
+        let named = model.get("type").and_then(Json::as_str);
+        let kind = named.unwrap_or(if model.get("merges").is_some() { "BPE" } else { "unknown" });
+        if kind != "BPE" {
+            return Err(format!("`model.type` is {kind}; BPE is written as GGUF"));
+        }
+        if model.get("byte_fallback").and_then(Json::as_bool) == Some(true) {
+            return Ok(Self::SentencePiece);
+        }
+        let is_byte_level = |key: &str| json.get(key).is_some_and(pre::has_byte_level);
+        match is_byte_level("pre_tokenizer") || is_byte_level("decoder") {
+            true => Ok(Self::ByteLevel),
+            false => Err("is a BPE without bytes: neither byte-level nor with byte fallback".into()),
+        }
+    }
+}
+
+/// The vocabulary, for an embedding of `rows`.
+pub(super) fn read(
+    json: &Json,
+    rows: usize,
+    named_pre: Option<&str>,
+    tokenizer: &TextTokenizer,
+) -> Result<Vocabulary, String> {
+    let mut vocabulary = Vocabulary::unused("gpt2", rows);
+    vocabulary.pre = Some(pre::find(json, tokenizer, named_pre)?);
+    let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
+    for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` gives `{text}` no number"))?;
+        vocabulary.set(id, text, kinds::NORMAL)?;
+    }
+    for token in added(json)? {
+        token.put(&mut vocabulary)?;
+    }
+    vocabulary.merges = Some(merges(json)?.iter().map(|[left, right]| format!("{left} {right}")).collect());
+    Ok(vocabulary)
+}
+
+/// The merges, each as its two parts. A space within a part is written as the byte alphabet writes it.
+pub(super) fn merges(json: &Json) -> Result<Vec<[String; 2]>, String> {
+    let merges = list(json.get("model").unwrap_or(&Json::Null), "merges")?;
+    let one = |(i, merge): (usize, &Json)| {
+        let parts = match merge {
+            Json::String(text) => text.split_once(' ').map(|(left, right)| [left, right]),
+            Json::Array(parts) => match parts.as_slice() {
+                [Json::String(left), Json::String(right)] => Some([left.as_str(), right.as_str()]),
+                _ => None,
+            },
+            _ => None,
+        };
+        let parts = parts.ok_or_else(|| format!("`model.merges[{i}]` is no pair of texts"))?;
+        Ok(parts.map(|part| part.replace(' ', "Ġ")))
+    };
+    merges.iter().enumerate().map(one).collect()
+}

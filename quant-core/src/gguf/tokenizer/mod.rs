@@ -1,0 +1,171 @@
+//! A model's tokenizer as metadata: vocabulary, types, merges or scores, special tokens, chat template.
+//!
+//! ```text
+//! tokenizer.json (byte-level BPE)            ─► bpe ──────────► tokens, types, merges, name of the pre-tokenizer
+//! tokenizer.model, or tokenizer.json (▁ BPE) ─► sentencepiece ─► tokens, types, scores
+//! ```
+//!
+//! What texts begin and end with is asked of the tokenizer itself, not read off its settings.
+
+mod added;
+mod bpe;
+mod pre;
+mod protobuf;
+mod sentencepiece;
+mod special;
+
+pub(super) use pre::pre_tokenizer;
+
+use serde_json::Value as Json;
+
+use super::file::{Array, Value};
+use crate::calibrate::TextTokenizer;
+use crate::checkpoint::{ModelDirectory, parse_strictly};
+use crate::{Error, Result};
+
+/// Larger files are refused.
+const LARGEST: u64 = 256 << 20;
+const JSON: &str = "tokenizer.json";
+/// In place of a pre-tokenizer's name: the file gets no vocabulary.
+const NO_VOCABULARY: &str = "none";
+
+/// Types of tokens.
+pub(super) mod kinds {
+    pub(in crate::gguf) const NORMAL: i32 = 1;
+    pub(in crate::gguf) const UNKNOWN: i32 = 2;
+    pub(in crate::gguf) const CONTROL: i32 = 3;
+    pub(in crate::gguf) const USER_DEFINED: i32 = 4;
+    pub(in crate::gguf) const UNUSED: i32 = 5;
+    pub(in crate::gguf) const BYTE: i32 = 6;
+}
+
+/// What was made of a tokenizer.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Vocabulary {
+    /// `tokenizer.ggml.model`.
+    model: &'static str,
+    /// `tokenizer.ggml.pre`, and how it was found.
+    pre: Option<(String, String)>,
+    tokens: Vec<String>,
+    types: Vec<i32>,
+    scores: Option<Vec<f32>>,
+    merges: Option<Vec<String>>,
+    adds_space: Option<bool>,
+}
+
+/// Metadata of a tokenizer, and what a user should know of it.
+pub(super) struct TokenizerMetadata {
+    pub(super) entries: Vec<(String, Value)>,
+    pub(super) notes: Vec<String>,
+}
+
+/// The metadata of a model's tokenizer, for an embedding of `rows`; `pre` names the pre-tokenizer where the user does.
+///
+/// # Errors
+/// [`Error::Tokenizer`] when files are malformed, do not fit the model, or are of a kind that is not written.
+pub(super) fn metadata(
+    directory: &ModelDirectory,
+    rows: usize,
+    pre: Option<&str>,
+) -> Result<TokenizerMetadata> {
+    let mut notes = Vec::new();
+    let Some(sidecar) = directory.sidecar(JSON) else {
+        if pre.is_some() {
+            return Err(Error::usage("--pre has no effect: the model has no tokenizer.json", "leave it out"));
+        }
+        notes.push(
+            "the model has no tokenizer.json: the file gets no vocabulary, and takes token ids only".into(),
+        );
+        return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
+    };
+    if pre == Some(NO_VOCABULARY) {
+        return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
+    }
+    let path = sidecar.path.clone();
+    let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
+    let bytes = sidecar.read(LARGEST)?.map_err(fault)?;
+    let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not acceptable JSON: {reason}")))?;
+    let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
+    let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {
+        bpe::Kind::ByteLevel => bpe::read(&json, rows, pre, &tokenizer).map_err(fault)?,
+        bpe::Kind::SentencePiece => {
+            if pre.is_some() {
+                return Err(Error::usage(
+                    "--pre has no effect: SentencePiece has no pre-tokenizer of that kind",
+                    "leave it out",
+                ));
+            }
+            sentencepiece::read(directory, &json, rows)?
+        }
+    };
+    if let Some((name, how)) = &vocabulary.pre {
+        notes.push(format!("pre-tokenizer {name}, {how}"));
+    }
+    make_distinct(&mut vocabulary.tokens);
+    let specials = special::read(directory, &json, &tokenizer, &vocabulary)?;
+    let mut entries = vocabulary.entries();
+    entries.extend(specials);
+    entries.extend(special::chat_templates(directory)?);
+    Ok(TokenizerMetadata { entries, notes })
+}
+
+fn without_vocabulary() -> (String, Value) {
+    ("tokenizer.ggml.model".to_owned(), Value::string(NO_VOCABULARY))
+}
+
+/// Tokens of the same text would end llama.cpp's loader: all but the first are renamed.
+fn make_distinct(tokens: &mut [String]) {
+    let mut seen = std::collections::HashSet::new();
+    for id in 0..tokens.len() {
+        if tokens[id].is_empty() || seen.contains(&tokens[id]) {
+            tokens[id] = format!("[UNUSED{id}:{}]", tokens[id]);
+        }
+        seen.insert(tokens[id].clone());
+    }
+}
+
+impl Vocabulary {
+    /// `rows` tokens that stand for nothing yet.
+    fn unused(model: &'static str, rows: usize) -> Self {
+        Self {
+            model,
+            tokens: (0..rows).map(|id| format!("[PAD{id}]")).collect(),
+            types: vec![kinds::UNUSED; rows],
+            ..Self::default()
+        }
+    }
+
+    /// Sets a token.
+    fn set(&mut self, id: u64, text: &str, kind: i32) -> Result<(), String> {
+        let rows = self.tokens.len();
+        let place = usize::try_from(id).ok().filter(|id| *id < rows);
+        let place = place.ok_or_else(|| format!("has token {id}, but the embedding has {rows} rows"))?;
+        self.tokens[place] = text.to_owned();
+        self.types[place] = kind;
+        Ok(())
+    }
+
+    fn id(&self, text: &str) -> Option<u32> {
+        self.tokens.iter().position(|token| token == text).map(|id| id as u32)
+    }
+
+    fn entries(self) -> Vec<(String, Value)> {
+        let mut entries = vec![("model", Value::string(self.model))];
+        entries.extend(self.pre.map(|(name, _)| ("pre", Value::String(name))));
+        entries.push(("tokens", Value::Array(Array::String(self.tokens))));
+        entries.extend(self.scores.map(|scores| ("scores", Value::Array(Array::F32(scores)))));
+        entries.push(("token_type", Value::Array(Array::I32(self.types))));
+        entries.extend(self.merges.map(|merges| ("merges", Value::Array(Array::String(merges)))));
+        entries.extend(self.adds_space.map(|adds| ("add_space_prefix", Value::Bool(adds))));
+        entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect()
+    }
+}
+
+/// An array of a JSON object; empty where it is missing or `null`.
+fn list<'a>(json: &'a Json, key: &str) -> Result<&'a [Json], String> {
+    match json.get(key) {
+        None | Some(Json::Null) => Ok(&[]),
+        Some(Json::Array(items)) => Ok(items),
+        Some(_) => Err(format!("`{key}` is no list")),
+    }
+}

@@ -1,0 +1,141 @@
+//! SentencePiece BPE: pieces with scores, where a merge is better the higher the score of what it makes.
+//!
+//! With `tokenizer.model`, pieces and scores are in it. Without, `tokenizer.json` lists merges in order, and the score
+//! of a piece is minus the rank of the first merge that makes it, so that scores order merges as ranks do.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use serde_json::Value as Json;
+
+use super::added::added;
+use super::bpe::merges;
+use super::{LARGEST, Vocabulary, kinds, protobuf};
+use crate::checkpoint::ModelDirectory;
+use crate::{Error, Result};
+
+const MODEL: &str = "tokenizer.model";
+/// Of tokens that no merge makes.
+const ADDED_SCORE: f32 = -1000.0;
+/// Of ids without a token.
+const UNUSED_SCORE: f32 = -10_000.0;
+
+/// The vocabulary, for an embedding of `rows`.
+pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Result<Vocabulary> {
+    let fault = |path: &Path, reason: String| Error::Tokenizer { path: path.to_owned(), reason };
+    let mut vocabulary = Vocabulary::unused("llama", rows);
+    vocabulary.scores = Some(vec![UNUSED_SCORE; rows]);
+    let json_path = directory.path().join(super::JSON);
+    match directory.sidecar(MODEL) {
+        Some(sidecar) => {
+            let broken = |reason| fault(&sidecar.path, reason);
+            let bytes = sidecar.read(LARGEST)?.map_err(broken)?;
+            from_model(&bytes, &mut vocabulary).map_err(broken)?;
+        }
+        None => from_json(json, &mut vocabulary).map_err(|reason| fault(&json_path, reason))?,
+    }
+    let put_added = |vocabulary: &mut Vocabulary| -> Result<(), String> {
+        for token in added(json)? {
+            let place = token.id as usize;
+            // The unknown token and bytes are added tokens in some files, and keep what they are.
+            let keeps =
+                vocabulary.types.get(place).is_some_and(|k| matches!(*k, kinds::UNKNOWN | kinds::BYTE));
+            if keeps && vocabulary.tokens[place] == token.content {
+                continue;
+            }
+            token.put(vocabulary)?;
+            if let Some(scores) = &mut vocabulary.scores {
+                scores[place] = ADDED_SCORE;
+            }
+        }
+        Ok(())
+    };
+    put_added(&mut vocabulary).map_err(|reason| fault(&json_path, reason))?;
+    // llama.cpp ends where a text has a byte that is no token.
+    let bytes = vocabulary.types.iter().filter(|kind| **kind == kinds::BYTE).count();
+    if bytes != 256 {
+        return Err(fault(
+            &json_path,
+            format!(
+                "has tokens for {bytes} of the 256 bytes that characters outside the vocabulary fall back to; name the \
+                 pre-tokenizer none to write a file without vocabulary"
+            ),
+        ));
+    }
+    Ok(vocabulary)
+}
+
+fn from_model(bytes: &[u8], vocabulary: &mut Vocabulary) -> Result<(), String> {
+    let model = protobuf::read(bytes)?;
+    if model.algorithm != 2 {
+        return Err(format!("is SentencePiece of algorithm {}; BPE, 2, is written as GGUF", model.algorithm));
+    }
+    vocabulary.adds_space = model.adds_space;
+    for (id, piece) in model.pieces.iter().enumerate() {
+        let kind = match piece.kind {
+            2 => kinds::UNKNOWN,
+            3 => kinds::CONTROL,
+            4 => kinds::USER_DEFINED,
+            5 => kinds::UNUSED,
+            6 => kinds::BYTE,
+            _ => kinds::NORMAL,
+        };
+        if !piece.score.is_finite() {
+            return Err(format!("piece {id} has the score {}", piece.score));
+        }
+        vocabulary.set(id as u64, &piece.text, kind)?;
+        if let Some(scores) = &mut vocabulary.scores {
+            scores[id] = piece.score;
+        }
+    }
+    Ok(())
+}
+
+fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
+    let model = json.get("model").unwrap_or(&Json::Null);
+    let vocab =
+        model.get("vocab").and_then(Json::as_object).ok_or("`model.vocab` is missing or malformed")?;
+    let unknown = model.get("unk_token").and_then(Json::as_str);
+    let mut ranks: HashMap<String, usize> = HashMap::new();
+    for (rank, [left, right]) in merges(json)?.into_iter().enumerate() {
+        ranks.entry(format!("{left}{right}")).or_insert(rank);
+    }
+    for (text, id) in vocab {
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` gives `{text}` no number"))?;
+        let kind = match () {
+            () if unknown == Some(text) => kinds::UNKNOWN,
+            () if is_byte(text) => kinds::BYTE,
+            () => kinds::NORMAL,
+        };
+        vocabulary.set(id, text, kind)?;
+        if let Some(scores) = &mut vocabulary.scores {
+            // A piece of one character is made by no merge, and takes part in none as the result.
+            scores[id as usize] = match kind {
+                kinds::NORMAL => ranks.get(text).map_or(ADDED_SCORE, |rank| -(*rank as f32)),
+                _ => 0.0,
+            };
+        }
+    }
+    vocabulary.adds_space = Some(adds_space(json));
+    Ok(())
+}
+
+/// `<0x0A>`.
+fn is_byte(text: &str) -> bool {
+    let digits = text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
+    digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())
+}
+
+/// Whether a text gets a space before its first word: by a `Prepend` or a `Metaspace`.
+fn adds_space(json: &Json) -> bool {
+    fn within(json: &Json) -> bool {
+        let parts = ["normalizers", "pretokenizers"].into_iter().filter_map(|key| json.get(key)?.as_array());
+        let kind = json.get("type").and_then(Json::as_str);
+        let scheme = json.get("prepend_scheme").and_then(Json::as_str);
+        let flag = json.get("add_prefix_space").and_then(Json::as_bool).unwrap_or(true);
+        kind == Some("Prepend")
+            || kind == Some("Metaspace") && scheme.map_or(flag, |scheme| scheme != "never")
+            || parts.flatten().any(within)
+    }
+    ["normalizer", "pre_tokenizer"].into_iter().filter_map(|key| json.get(key)).any(within)
+}

@@ -1,0 +1,132 @@
+//! Special tokens and chat templates.
+
+use serde_json::Value as Json;
+
+use super::Vocabulary;
+use crate::calibrate::{TextTokenizer, TokenizerSettings};
+use crate::checkpoint::{ModelDirectory, parse_strictly};
+use crate::gguf::file::{Array, Value};
+use crate::{Error, Result};
+
+/// Names of special tokens: in settings, and in keys of the file.
+const NAMES: [(&str, &str); 6] = [
+    ("bos", "bos"),
+    ("eos", "eos"),
+    ("unk", "unknown"),
+    ("sep", "seperator"),
+    ("pad", "padding"),
+    ("mask", "mask"),
+];
+const TEMPLATE: &str = "chat_template.jinja";
+const TEMPLATE_JSON: &str = "chat_template.json";
+const LARGEST_TEMPLATE: u64 = 1 << 20;
+
+/// Ids of special tokens, and which of them texts begin and end with.
+pub(super) fn read(
+    directory: &ModelDirectory,
+    json: &Json,
+    tokenizer: &TextTokenizer,
+    vocabulary: &Vocabulary,
+) -> Result<Vec<(String, Value)>> {
+    let settings = TokenizerSettings::open(directory)?;
+    let named = settings.special_tokens()?;
+    let added = super::added::added(json)
+        .map_err(|reason| Error::Tokenizer { path: tokenizer.path().into(), reason })?;
+    let of_settings = |name: &str| {
+        let (_, text) = named.iter().find(|(known, _)| known.strip_suffix("_token") == Some(name))?;
+        let added = added.iter().find(|token| token.content == text).map(|token| token.id as u32);
+        added.or_else(|| vocabulary.id(text))
+    };
+    // A list of ids, as some models have for the end, names no single one.
+    let of_config = |name: &str| {
+        let id = directory.config().get(&format!("{name}_token_id")).and_then(Json::as_u64);
+        id.filter(|id| *id < vocabulary.tokens.len() as u64).map(|id| id as u32)
+    };
+    let mut ids: Vec<(&str, u32)> = Vec::new();
+    for (name, key) in NAMES {
+        ids.extend(of_settings(name).or_else(|| of_config(name)).map(|id| (key, id)));
+    }
+    let (first, last) = ends(tokenizer)?;
+    let (adds_bos, adds_eos) = (first.is_some(), last.is_some());
+    for (key, id) in [("bos", first), ("eos", last)] {
+        let Some(id) = id else { continue };
+        match ids.iter_mut().find(|(known, _)| *known == key) {
+            // What texts really begin and end with.
+            Some(known) => known.1 = id,
+            None => ids.push((key, id)),
+        }
+    }
+    let mut entries: Vec<(String, Value)> =
+        ids.into_iter().map(|(key, id)| (format!("tokenizer.ggml.{key}_token_id"), Value::U32(id))).collect();
+    for (key, adds) in [("bos", adds_bos), ("eos", adds_eos)] {
+        entries.push((format!("tokenizer.ggml.add_{key}_token"), Value::Bool(adds)));
+    }
+    Ok(entries)
+}
+
+/// The tokens that the tokenizer adds before and behind every text.
+fn ends(tokenizer: &TextTokenizer) -> Result<(Option<u32>, Option<u32>)> {
+    const TEXT: &str = "a";
+    let with = tokenizer.encode(TEXT)?;
+    let without: Vec<u32> = tokenizer.encode_rendered(TEXT)?.into_iter().map(|(id, _)| id).collect();
+    let place = (0..=with.len().saturating_sub(without.len())).find(|&at| with[at..].starts_with(&without));
+    let fault = |reason: &str| Error::Tokenizer { path: tokenizer.path().to_owned(), reason: reason.into() };
+    let place = place.ok_or_else(|| fault("adds tokens within texts, which GGUF cannot say"))?;
+    let (before, after) = (&with[..place], &with[place + without.len()..]);
+    match (before, after) {
+        ([] | [_], [] | [_]) => Ok((before.first().copied(), after.first().copied())),
+        _ => Err(fault("adds several tokens before or behind texts, and GGUF has place for one each")),
+    }
+}
+
+/// Chat templates: `chat_template.jinja` first, as everywhere in this program, then `tokenizer_config.json`, then
+/// `chat_template.json`.
+pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, Value)>> {
+    let text = |name: &str| -> Result<Option<String>> {
+        let Some(sidecar) = directory.sidecar(name) else { return Ok(None) };
+        let fault = |reason| Error::Tokenizer { path: sidecar.path.clone(), reason };
+        let bytes = sidecar.read(LARGEST_TEMPLATE)?.map_err(fault)?;
+        String::from_utf8(bytes).map(Some).map_err(|_| fault("is not UTF-8".into()))
+    };
+    let settings = TokenizerSettings::open(directory)?;
+    let (path, template) = match text(TEMPLATE)? {
+        Some(template) => (directory.path().join(TEMPLATE), Json::String(template)),
+        None => match settings.fields().get("chat_template").filter(|t| !t.is_null()) {
+            Some(template) => (settings.path().to_owned(), template.clone()),
+            None => {
+                let Some(text) = text(TEMPLATE_JSON)? else { return Ok(Vec::new()) };
+                let path = directory.path().join(TEMPLATE_JSON);
+                let json = parse_strictly(text.as_bytes());
+                let json = json.map_err(|reason| Error::Tokenizer { path: path.clone(), reason })?;
+                (path, json.get("chat_template").cloned().unwrap_or_default())
+            }
+        },
+    };
+    let fault = || Error::Tokenizer {
+        path: path.clone(),
+        reason: "`chat_template` is neither a text nor a list of named ones".into(),
+    };
+    const KEY: &str = "tokenizer.chat_template";
+    match &template {
+        Json::Null => Ok(Vec::new()),
+        Json::String(text) => Ok(vec![(KEY.into(), Value::string(text))]),
+        Json::Array(named) => {
+            let (mut entries, mut names) = (Vec::new(), Vec::new());
+            for one in named {
+                let field = |key: &str| one.get(key).and_then(Json::as_str).ok_or_else(fault);
+                match field("name")? {
+                    "default" => entries.push((KEY.to_owned(), Value::string(field("template")?))),
+                    name => {
+                        entries.push((format!("{KEY}.{name}"), Value::string(field("template")?)));
+                        names.push(name.to_owned());
+                    }
+                }
+            }
+            if !names.is_empty() {
+                entries.push(("tokenizer.chat_templates".into(), Value::Array(Array::String(names))));
+            }
+            Ok(entries)
+        }
+        _ => Err(fault()),
+    }
+}

@@ -1,0 +1,204 @@
+"""GGUF files against llama.cpp itself: its library, its llama-quantize, its converter and llama-perplexity.
+
+  blocks    rows of every block type: bytes equal to what `ggml_quantize_chunk` makes of them, with and
+            without an importance; random bytes decoded to the floats of gguf's own dequantizers
+  files     every mixture: each tensor of our file equal to that of llama-quantize, also with an importance
+            matrix that we wrote
+  convert   tensors and keys of our F32 file equal to the converter's
+  score     llama-perplexity on our file against `quant eval` on the same file, both with float weights
+  loads     files of other families, loaded and scored by llama.cpp
+
+check.py runs these as its `gguf` checks.
+"""
+
+import importlib
+import json
+import sys
+
+import numpy
+
+# Mixtures with the types that they hold between them; the others with --whole.
+MIXTURES = ["Q4_K_M", "Q3_K_M", "Q2_K", "IQ4_XS", "Q5_0", "Q8_0"]
+WHOLE = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL"]
+WEIGHTED = ["Q4_K_M", "IQ4_XS"]
+TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+         "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
+COLUMNS = 512
+# Tiny models of make_tiny.py; what llama.cpp computes of them without windows that it lacks.
+FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gemma2", "gemma3_text"]
+# llama-perplexity prints four digits behind the point.
+DIGITS = 5e-5
+# Products in f32 of another order, relative.
+TOLERANCE = 1e-5
+
+
+def rows(random):
+    """Rows of every kind: heavy tails, one sign, zeros, subnormal, huge, ties, sparse, uneven scales."""
+    k = COLUMNS
+    normal = random.standard_normal
+    kinds = [
+        random.standard_t(5, (60, k)), normal((30, k)) * 1e-3, random.uniform(0, 1, (20, k)), -random.uniform(0, 1, (20, k)),
+        numpy.zeros((4, k)), normal((20, k)) * 1e-39, normal((20, k)) * 1e-14, normal((20, k)) * 1e-16,
+        normal((20, k)) * 1e4, numpy.ones((3, k)), numpy.full((3, k), -2.5), random.integers(0, 2, (20, k)) * normal((20, k)),
+        numpy.round(normal((20, k)) * 4) / 4, normal((20, k)) * numpy.exp(normal((20, k)) * 4),
+        numpy.kron(random.integers(0, 2, (20, k // 32)), numpy.ones((1, 32))) * normal((20, k)),
+    ]
+    return numpy.concatenate(kinds).astype("<f4")
+
+
+def reader(llama_cpp):
+    """gguf-py, as it lies beside llama.cpp's sources."""
+    path = str(llama_cpp / "source/gguf-py")
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    return importlib.import_module("gguf")
+
+
+def tensors(gguf, path):
+    return {t.name: (t.tensor_type.name, tuple(map(int, t.shape)), t.data.tobytes()) for t in gguf.GGUFReader(path).tensors}
+
+
+def differences(ours, theirs):
+    """Names that only one has, or whose types, shapes or bytes differ."""
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def blocks(check, llama_cpp):
+    library = importlib.import_module("ggml").Ggml(llama_cpp)
+    random = numpy.random.default_rng(20)
+    values = rows(random)
+    importance = numpy.exp(random.standard_normal(COLUMNS) * 2).astype("<f4")
+    gappy = importance.copy()
+    gappy[random.integers(0, COLUMNS, 60)] = 0
+    source, weights, out = (check.scratch / name for name in ("rows", "importance", "blocks"))
+    values.tofile(source)
+    gguf = reader(llama_cpp)
+    compared = 0
+    for name, kind in TYPES.items():
+        for weight in (None, importance, gappy):
+            options = []
+            if weight is not None:
+                weight.tofile(weights)
+                options = [weights]
+            check.program("interop-dump", "encode", name, COLUMNS, source, out, *options)
+            ours = numpy.fromfile(out, numpy.uint8).reshape(len(values), -1)
+            theirs = library.quantize(kind, values, weight).reshape(len(values), -1)
+            wrong = numpy.nonzero((ours != theirs).any(axis=1))[0]
+            if len(wrong):
+                return f"{name}: {len(wrong)} rows differ, the first {wrong[0]}", False
+            compared += len(values)
+        # Any bytes at all, but for scales that are not finite.
+        noise = random.integers(0, 256, ours.shape).astype(numpy.uint8)
+        kind = gguf.GGMLQuantizationType(kind)
+        with numpy.errstate(all="ignore"):
+            theirs = gguf.quants.dequantize(noise, kind).astype("<f4")
+        noise.tofile(source.with_name("noise"))
+        check.program("interop-dump", "decode", name, COLUMNS, source.with_name("noise"), out)
+        ours = numpy.fromfile(out, "<f4").reshape(theirs.shape)
+        finite = numpy.isfinite(theirs)
+        if not numpy.array_equal(ours[finite], theirs[finite]) or numpy.isfinite(ours[~finite]).any():
+            return f"{name}: decoded values differ", False
+        compared += len(noise)
+    return f"{len(TYPES)} types, {compared} rows", True
+
+
+def quantize(check, model, out, *options):
+    check.program("quant", "quantize", model, "-o", out, "--format", "gguf", "--force", "--quiet", *options)
+    return out
+
+
+def llama_quantize(llama_cpp, source, out, mixture, *options):
+    import subprocess
+    command = [llama_cpp / "bin/llama-quantize", *options, source, out, mixture]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"llama-quantize: {done.stdout[-600:]} {done.stderr[-600:]}")
+    return out
+
+
+def files(check, llama_cpp, mixtures):
+    gguf, model, at = reader(llama_cpp), check.model("demo"), check.scratch
+    plain = quantize(check, model, at / "f32.gguf", "--scheme", "f32")
+    imatrix = at / "imatrix.gguf"
+    calibration = ["--calibration", "builtin", "--samples", 8, "--seq-len", 128, "--save-imatrix", imatrix]
+    total = 0
+    for mixture in mixtures:
+        for weighted in [False, True][:1 + (mixture in WEIGHTED)]:
+            ours = quantize(check, model, at / "ours.gguf", "--scheme", mixture, *(calibration if weighted else []))
+            options = ["--imatrix", imatrix] if weighted else []
+            theirs = llama_quantize(llama_cpp, plain, at / "theirs.gguf", mixture, *options)
+            wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
+            if wrong:
+                return f"{mixture}{' weighted' if weighted else ''}: {wrong[:4]} differ", False
+            total += len(tensors(gguf, ours))
+    return f"{len(mixtures)} mixtures, {total} tensors", True
+
+
+def keys(gguf, path):
+    # What describes the file rather than the model, and what the converter leaves to defaults.
+    aside = ("GGUF.", "general.", "quant.", "tokenizer.ggml.add_")
+    fields = gguf.GGUFReader(path).fields.items()
+    return {key: (field.types, field.contents()) for key, field in fields if not key.startswith(aside)}
+
+
+def convert(check, llama_cpp):
+    gguf, model, at = reader(llama_cpp), check.model("demo"), check.scratch
+    ours = quantize(check, model, at / "f32.gguf", "--scheme", "f32")
+    theirs = at / "converted.gguf"
+    importlib.import_module("reference_llama_cpp").convert(llama_cpp, model, "smollm", theirs)
+    wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
+    mine, other = keys(gguf, ours), keys(gguf, theirs)
+    wrong += sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))
+    return wrong or f"{len(mine)} keys", not wrong
+
+
+def perplexities(check, llama_cpp, path, text, length, windows):
+    """llama.cpp's and ours of one file with float weights."""
+    with_llama_cpp = importlib.import_module("reference_llama_cpp").measure
+    theirs = with_llama_cpp(llama_cpp, path, text, length, windows, check.scratch)["perplexity"]
+    ours = json.loads(check.program("quant", "eval", path, "--text", text, "--profile", f"llamacpp-{length}",
+                                    "--windows", windows, "--quiet", "--json"))
+    return theirs, ours["perplexity"]["mean"]
+
+
+def score(check, llama_cpp):
+    """Of a quantized file as llama.cpp itself makes floats of it, so that neither rounds activations."""
+    at = check.scratch
+    packed = quantize(check, check.model("demo"), at / "packed.gguf", "--scheme", "q4_k_m")
+    floats = llama_quantize(llama_cpp, packed, at / "floats.gguf", "F32", "--allow-requantize")
+    text = check.text("demo")
+    theirs, ours = perplexities(check, llama_cpp, floats, text, 256, 4)
+    packed_ours = json.loads(check.program("quant", "eval", packed, "--text", text, "--profile", "llamacpp-256",
+                                           "--windows", 4, "--quiet", "--json"))["perplexity"]["mean"]
+    apart = abs(theirs - packed_ours)
+    ok = apart <= DIGITS + TOLERANCE * theirs and abs(ours - packed_ours) <= TOLERANCE * ours
+    return f"{packed_ours:.4f}, {theirs:.4f} by llama.cpp", ok
+
+
+def loads(check, llama_cpp, name):
+    at = check.scratch
+    model = check.model(name)
+    path = quantize(check, model, at / f"{name}.gguf", "--scheme", "f32")
+    theirs, ours = perplexities(check, llama_cpp, path, check.text(name), 64, 2)
+    direct = json.loads(check.program("quant", "eval", model, "--text", check.text(name), "--profile", "llamacpp-64",
+                                      "--windows", 2, "--quiet", "--json"))["perplexity"]["mean"]
+    ok = abs(theirs - direct) <= DIGITS + 1e-4 * direct and abs(ours - direct) <= 1e-4 * direct
+    return f"{direct:.4f}, read back {ours:.4f}, {theirs:.4f} by llama.cpp", ok
+
+
+def run_all(check, llama_cpp, only, whole):
+    if llama_cpp is None or not (llama_cpp / "bin/llama-quantize").exists():
+        print("SKIPPED: llama.cpp is not at hand: gguf", flush=True)
+        return
+    llama_cpp = llama_cpp.resolve()
+    mixtures = MIXTURES + (WHOLE if whole else [])
+    cases = {
+        "blocks": lambda: blocks(check, llama_cpp),
+        "files": lambda: files(check, llama_cpp, mixtures),
+        "convert": lambda: convert(check, llama_cpp),
+        "score": lambda: score(check, llama_cpp),
+    }
+    cases |= {f"loads {name}": (lambda name=name: loads(check, llama_cpp, name)) for name in FAMILIES}
+    for title, work in cases.items():
+        if only in f"gguf {title}":
+            check.step(f"gguf   {title}", work)

@@ -1,0 +1,236 @@
+//! GGUF files, seen from outside: what the program writes, reads, and refuses.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use quant_tests::files::sha256;
+use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::{Running, Signal, command, quant};
+use quant_tests::refusal::{check_message, job_of};
+use quant_tests::{args, demo_model};
+use serde_json::Value;
+
+const GGUF: [&str; 2] = ["--format", "gguf"];
+
+fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
+    let arguments = args!["quantize", model, "-o", out];
+    arguments.into_iter().chain(GGUF.iter().chain(options).map(OsString::from)).collect()
+}
+
+/// The perplexity of a model on the built-in text.
+fn perplexity(model: &Path) -> f64 {
+    let arguments = args![
+        "eval",
+        model,
+        "--text",
+        "builtin-heldout",
+        "--profile",
+        "gptq-128",
+        "--windows",
+        "4",
+        "--json"
+    ];
+    quant(arguments).json()["perplexity"]["mean"].as_f64().expect("a perplexity")
+}
+
+fn digest(file: &Path) -> String {
+    sha256(&std::fs::read(file).unwrap())
+}
+
+#[test]
+fn a_file_is_written_and_read_back() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = demo_model();
+    let float = perplexity(&model);
+    quant(quantize(&model, &at("f16.gguf"), &["--scheme", "f16"])).succeeded();
+    // Tensors of 16 bits, the tokenizer and the configuration come back as they were.
+    assert_eq!(perplexity(&at("f16.gguf")), float);
+    let summary = quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m", "--json"])).json();
+    assert_eq!(summary["mixture"], "Q4_K_M");
+    assert_eq!(summary["types"]["Q6_K"], 5);
+    assert_eq!(summary["replaced"].as_array().map(Vec::len), Some(0));
+    let four = perplexity(&at("q4.gguf"));
+    assert!(four > float * 0.99 && four < float * 1.1, "{float} became {four}");
+    // Into a directory it goes with its report, and the file is the same.
+    quant(quantize(&model, &at("out"), &["--scheme", "q4_k_m"])).succeeded();
+    assert_eq!(digest(&at("out").join("model.gguf")), digest(&at("q4.gguf")));
+    let report: Value =
+        serde_json::from_slice(&std::fs::read(at("out").join("quant_report.json")).unwrap()).unwrap();
+    assert_eq!(report["tensors"].as_array().map(Vec::len), Some(57));
+    let inspected = quant(args!["inspect", at("q4.gguf"), "--json"]).json();
+    assert_eq!((&inspected["family"], &inspected["layers"]), (&"llama".into(), &6.into()));
+    let run = quant(quantize(&at("q4.gguf"), &at("again.gguf"), &["--scheme", "q8_0"])).succeeded();
+    assert!(run.stderr.contains("floats that they stand for"), "{run}");
+}
+
+#[test]
+fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = demo_model();
+    quant(quantize(&model, &at("whole.gguf"), &["--scheme", "iq4_xs"])).succeeded();
+    let out = at("out.gguf");
+    let mut run = Running::start(command(quantize(&model, &out, &["--scheme", "iq4_xs"])));
+    let journal = job_of(&out).join("journal.jsonl");
+    let begun = || std::fs::read_to_string(&journal).unwrap_or_default().contains("blk.0.");
+    assert!(run.wait_until(begun), "ended before a tensor was finished");
+    run.signal(Signal::INT);
+    let run = run.wait();
+    check_message("SIGINT", &run, 75, &["--resume"]);
+    assert!(!out.exists());
+    // With other types the job is another one.
+    let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
+    check_message("other types", &run, 2, &["other inputs or settings"]);
+    let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
+    assert!(run.stderr.contains("resumed: "), "{run}");
+    assert_eq!(digest(&out), digest(&at("whole.gguf")));
+    // It is not overwritten unasked, and what somebody else wrote never.
+    let run = quant(quantize(&model, &out, &["--scheme", "q8_0"]));
+    check_message("exists", &run, 2, &["out.gguf exists already"]);
+    quant(quantize(&model, &out, &["--scheme", "q8_0", "--force"])).succeeded();
+    std::fs::write(at("foreign.gguf"), b"GGUF of somebody").unwrap();
+    let run = quant(quantize(&model, &at("foreign.gguf"), &["--force"]));
+    check_message("foreign", &run, 2, &["was not written by quant"]);
+    assert_eq!(std::fs::read(at("foreign.gguf")).unwrap(), b"GGUF of somebody");
+}
+
+#[test]
+fn requests_that_cannot_be_met() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out.gguf");
+    let demo = demo_model();
+    for (options, says) in [
+        (&["--scheme", "q4_k_x"][..], "no type of GGUF files"),
+        (&["--scheme", "w4a16"], "no type of GGUF files"),
+        (&["--override", "ffn_down=q9"], "no type of a tensor"),
+        (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
+        (&["--ignore", "nothing"], "matches no linear"),
+        (&["--method", "gptq"], "--method has no effect"),
+        (&["--samples", "4"], "--samples has no effect"),
+        (&["--scheme", "q2_k_s"], "needs an importance matrix"),
+        (&["--format", "awq"], "in a run of its own"),
+        (&["--requantize"], "the model is not quantized"),
+    ] {
+        let run = quant(quantize(&demo, &out, options));
+        check_message(says, &run, 2, &[says]);
+        assert!(!out.exists(), "{options:?}");
+    }
+    let run = quant(args!["quantize", &demo, "-o", &out, "--pre", "smollm"]);
+    check_message("--pre", &run, 2, &["--pre has no effect"]);
+}
+
+#[test]
+fn rows_that_do_not_fit_are_refused_or_listed() {
+    let Some(data) = quant_tests::shared_data() else { return };
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = data.join("models/stories260k");
+    let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
+    check_message("narrow rows", &run, 2, &["do not fit", "blk.0.attn_q.weight", "rows of 64"]);
+    assert!(!at("out.gguf").exists());
+    let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
+    let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
+    let replaced = summary["replaced"].as_array().unwrap();
+    let down = replaced.iter().find(|r| r["tensor"] == "blk.0.ffn_down.weight").unwrap();
+    assert_eq!((&down["wanted"], &down["got"]), (&"Q6_K".into(), &"F16".into()));
+    // A SentencePiece vocabulary comes back from scores.
+    let [a, b] = [&model, &at("out.gguf")].map(|m| perplexity(m));
+    assert!((a / b - 1.0).abs() < 0.2, "{a} and {b}");
+}
+
+#[test]
+fn codes_of_symmetric_checkpoints_are_kept() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 2);
+    let kinds = [("w4a16-g32-sym", "Q4_0"), ("w4a16-g128-sym", "Q4_0"), ("w8a16-g64-sym", "Q8_0")];
+    for (scheme, kind) in kinds {
+        let (packed, file) = (at(&format!("{scheme} packed")), at(&format!("{scheme}.gguf")));
+        quant(args!["quantize", &model, "-o", &packed, "--method", "rtn", "--scheme", scheme]).succeeded();
+        let summary = quant(quantize(&packed, &file, &["--json"])).json();
+        assert_eq!(summary["types"][kind], 14, "{scheme}");
+        // The very same weights, in products of another order.
+        let ratio = perplexity(&packed) / perplexity(&file);
+        assert!((ratio - 1.0).abs() < 1e-6, "{scheme}: {ratio}");
+    }
+    let packed = at("asymmetric");
+    quant(args!["quantize", &model, "-o", &packed, "--method", "rtn", "--scheme", "w4a16-g128-asym"])
+        .succeeded();
+    let run = quant(quantize(&packed, &at("asymmetric.gguf"), &[]));
+    check_message("zeros", &run, 4, &["zero points", "layers.0"]);
+    assert!(!at("asymmetric.gguf").exists());
+    let options = ["--requantize", "--scheme", "q4_k_m"];
+    quant(quantize(&packed, &at("asymmetric.gguf"), &options)).succeeded();
+}
+
+#[test]
+fn importance_matrices_are_gathered_written_and_read() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 2);
+    let short = ["--calibration", "builtin", "--samples", "4", "--seq-len", "64", "--scheme", "iq4_xs"];
+    let saved = |name: &str| at(name).to_str().unwrap().to_owned();
+    let [gguf, dat] = ["imatrix.gguf", "imatrix.dat"].map(saved);
+    quant(quantize(&model, &at("one.gguf"), &[&short[..], &["--save-imatrix", &gguf]].concat())).succeeded();
+    quant(quantize(&model, &at("two.gguf"), &[&short[..], &["--save-imatrix", &dat]].concat())).succeeded();
+    let run =
+        quant(quantize(&model, &at("three.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf, "--json"]));
+    assert_eq!(run.json()["weighted"], true);
+    quant(quantize(&model, &at("four.gguf"), &["--scheme", "iq4_xs", "--imatrix", &dat])).succeeded();
+    quant(quantize(&model, &at("plain.gguf"), &["--scheme", "iq4_xs"])).succeeded();
+    let size = |name: &str| std::fs::metadata(at(name)).unwrap().len();
+    assert!(size("one.gguf").abs_diff(size("plain.gguf")) < 1024);
+    assert_ne!(perplexity(&at("one.gguf")), perplexity(&at("plain.gguf")));
+    // Gathered or read: the same file, but for the names of the text and of the file.
+    assert_eq!(perplexity(&at("one.gguf")), perplexity(&at("three.gguf")));
+    // Of another model.
+    let other = at("other");
+    write_cut_demo_model(&other, 3);
+    let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
+    check_message("another model", &run, 2, &["has nothing for 7 tensor(s)", "blk.2."]);
+    std::fs::write(at("bad.dat"), [1, 0, 0, 0, 255, 255, 255, 127]).unwrap();
+    let run = quant(quantize(&model, &at("no.gguf"), &["--imatrix", &saved("bad.dat")]));
+    check_message("damaged", &run, 4, &["bad.dat", "at byte 4"]);
+}
+
+#[test]
+fn damaged_files_are_bad_input() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &at("good.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let good = std::fs::read(at("good.gguf")).unwrap();
+    let find = |text: &[u8]| good.windows(text.len()).position(|w| w == text).unwrap();
+    let with = |at: usize, bytes: &[u8]| {
+        let mut file = good.clone();
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+        file
+    };
+    let heads = find(b"llama.attention.head_count\x04") + "llama.attention.head_count".len() + 4;
+    let arch = find(b"general.architecture") + "general.architecture".len() + 4 + 8;
+    let name = find(b"blk.0.attn_q.weight");
+    let cases: [(&str, Vec<u8>, &[&str]); 7] = [
+        ("cut", good[..good.len() / 2].to_vec(), &["the file has"]),
+        ("head", good[..40].to_vec(), &["at byte"]),
+        ("version", with(4, &[9]), &["`version` at byte 4 is 9"]),
+        ("tensors", with(8, &[255; 8]), &["`tensor_count` at byte 8"]),
+        ("heads", with(heads, &[0, 0, 0, 0]), &["attention.head_count", "is 0"]),
+        ("arch", with(arch, b"lamma"), &["`lamma`"]),
+        ("tensor", with(name, b"blk.0.attn_x"), &["attn_x"]),
+    ];
+    for (what, bytes, says) in cases {
+        let path = at(&format!("{what}.gguf"));
+        std::fs::write(&path, bytes).unwrap();
+        for verb in ["inspect", "eval"] {
+            let text: &[&str] = if verb == "eval" { &["--text", "builtin-heldout"] } else { &[] };
+            let arguments: Vec<OsString> =
+                args![verb, &path].into_iter().chain(text.iter().map(OsString::from)).collect();
+            let run = quant(arguments);
+            check_message(what, &run, 4, &[&[&*format!("{what}.gguf")], says].concat());
+        }
+    }
+}
