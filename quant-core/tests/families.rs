@@ -100,10 +100,10 @@ fn scales(channels: usize, seed: u64) -> Vec<f32> {
 fn folding_every_group_leaves_the_output_unchanged() {
     for case in cases() {
         for norms in [Dtype::F32, Dtype::Bf16] {
-            for bench in benches(&case, norms, 3) {
+            for (kind, bench) in benches(&case, norms, 3).into_iter().enumerate() {
                 let groups = bench.groups();
                 let producers: Vec<&str> = groups.iter().map(|g| bench.name(g.producer)).collect();
-                assert_eq!(producers, case.producers, "{}", case.name);
+                assert_eq!(producers, case.producers_of(kind), "{}", case.name);
                 let mut rewrite = Rewrite::default();
                 for (i, group) in groups.iter().enumerate() {
                     bench.fold(&mut rewrite, group, norms, 10 + i as u64);
@@ -128,8 +128,10 @@ fn folding_every_group_leaves_the_output_unchanged() {
 #[test]
 fn a_wrong_fold_changes_the_output() {
     for case in cases() {
-        let bench = benches(&case, Dtype::F32, 4).swap_remove(0);
-        for group in bench.groups() {
+        let benches = benches(&case, Dtype::F32, 4);
+        for (bench, group) in
+            benches.iter().flat_map(|bench| bench.groups().into_iter().map(move |g| (bench, g)))
+        {
             for i in 0..group.consumers.len() {
                 let mut wrong = group.clone();
                 let left_out = wrong.consumers.remove(i);
@@ -310,11 +312,11 @@ fn every_method_takes_every_family_through() {
             ("gptq", "w4a16-g32-sym"),
             ("smoothquant", "w8a8-channel-sym"),
         ] {
-            println!("{} {method}", case.name);
             let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
             let found = logits(&quantized.model(), &batch);
             let apart = relative_difference(&found, &exact);
-            assert!(apart < 0.6, "{} {method}: {apart}", case.name);
+            println!("{} {method}: {apart}", case.name);
+            assert!(apart < case.rounding, "{} {method}: {apart}", case.name);
             // 8 bits are 8 bits: an error in what is folded would be far larger than their rounding.
             assert!(method != "smoothquant" || apart < 0.1, "{} {method}: {apart}", case.name);
         }

@@ -16,6 +16,8 @@ import numpy
 import reference_model
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 TOLERANCE = 2e-6
 # Quantized weights are the same numbers for both, so nothing but the order of sums differs.
@@ -43,7 +45,43 @@ TRAPS = {
     "twice as many channels turned": ("glm4", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "no logit scale": ("cohere", {"logit_scale": 1.0}),
+    "twice as many channels turned, after a gate": ("qwen3_5", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    "another base of a part": ("qwen3_next", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
     "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
+}
+
+
+def scaled(part, change):
+    """Changes the tensors whose names have `part`."""
+    return lambda name, tensor: change(tensor).contiguous() if part in name else tensor
+
+
+def halves_swapped(rows):
+    """Of every `2 rows` rows, the first `rows` behind the others."""
+    return lambda tensor: tensor.unflatten(0, (-1, 2, rows)).flip(1).flatten(0, 2)
+
+
+def gates_before_values(tensor):
+    """Of every key head of Qwen3-Next, the rows of gates before those of values."""
+    keys, values = (make_tiny.HYBRID[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
+    parts = tensor.unflatten(0, (2, -1)).split([2 * keys, 2 * values, 2 * values], dim=1)
+    return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
+
+
+# The same as other weights under the same configuration: what a reader that takes them for something else computes.
+WEIGHT_TRAPS = {
+    "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
+    "norms of heads multiply by what is stored": ("qwen3_5", scaled("q_norm.weight", lambda w: w - 1)),
+    "norms after delta nets multiply by 1 more": ("qwen3_5", scaled("linear_attn.norm", lambda w: w + 1)),
+    "gates before queries": ("qwen3_5", scaled("q_proj.weight", halves_swapped(make_tiny.HEAD))),
+    "states do not decay": ("qwen3_5", scaled("A_log", lambda w: w - 20)),
+    "steps without their bias": ("qwen3_5", scaled("dt_bias", torch.zeros_like)),
+    "convolutions turned around": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
+    "convolutions of a token alone": ("qwen3_next", scaled("conv1d", lambda w: w * torch.eye(4)[3])),
+    "`a` before `b`": ("qwen3_next", scaled("in_proj_ba", halves_swapped(2))),
+    "gates before values": ("qwen3_next", scaled("in_proj_qkvz", gates_before_values)),
 }
 
 
@@ -76,6 +114,9 @@ def run_chosen(check, which, only):
     for title, (name, changes) in TRAPS.items() if which == "all" else ():
         if only in f"family trap: {title}":
             check.step(f"family trap: {title}", lambda: Family(check, name).trap(changes))
+    for title, (name, change) in WEIGHT_TRAPS.items() if which == "all" else ():
+        if only in f"family trap: {title}":
+            check.step(f"family trap: {title}", lambda: Family(check, name).trap({}, change))
 
 
 def relative(found, expected):
@@ -108,17 +149,26 @@ class Family:
         out = self.check.scratch / f"{self.name}-{method}"
         self.check.program("quant", "quantize", model, "-o", out, "--quiet", *OPTIONS, *options)
         window = self.tokens(LENGTHS[-1])
-        theirs = reference_model.logits(reference_model.load(out), window).numpy()
-        apart = relative(self.ours(out, "logits", window), theirs)
-        return f"{apart:.1e}", apart <= QUANTIZED_TOLERANCE
+        model = reference_model.load(out)
+        theirs = reference_model.logits(model, window).numpy()
+        # Its weights are floats from the first run on.
+        with torch.inference_mode():
+            model.double()
+        exact = reference_model.logits(model, window, torch.float64).numpy()
+        theirs, ours = (relative(logits, exact) for logits in (theirs, self.ours(out, "logits", window)))
+        return f"{ours:.1e} (transformers {theirs:.1e})", ours <= max(QUANTIZED_TOLERANCE, 2 * theirs)
 
-    def trap(self, changes):
-        """Our logits of the weights under a changed configuration, which must not be transformers' of the right one."""
+    def trap(self, changes, change=None):
+        """Our logits of a changed configuration, or of changed weights, which must not be transformers' of the right ones."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)
         shutil.copytree(model, wrong)
         make_tiny.edit_config(wrong / "config.json", lambda config: config.update(changes))
+        if change:
+            path = wrong / "model.safetensors"
+            tensors = {name: change(name, tensor) for name, tensor in load_torch(path).items()}
+            save_torch(tensors, path, metadata={"format": "pt"})
         window = self.tokens(LENGTHS[-1])
         theirs = reference_model.logits(reference_model.load(model), window).numpy()
         apart = relative(self.ours(wrong, "logits", window), theirs)

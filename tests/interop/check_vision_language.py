@@ -23,6 +23,7 @@ QUANTIZED = [
     ("qwen2-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2.5-vl-flat", "rtn-w4-g128", ["--method", "rtn"], False),
     ("qwen3-vl", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
+    ("qwen3.5", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("mistral3", "rtn-w4-g32-ignored",
      ["--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.self_attn.*"], False),
     ("gemma3-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),

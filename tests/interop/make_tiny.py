@@ -68,6 +68,11 @@ LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
 ALTERNATING = {"layer_types": [SLIDING, FULL, FULL, SLIDING]}
 HEAD = 24
+LINEAR = "linear_attention"
+# More value heads than key heads, of another width.
+HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
+              rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
 FAMILIES = {
     "llama-yarn": rope(**yarn()),
     "llama-yarn-mscale": rope(**yarn(mscale=0.8, mscale_all_dim=0.4, truncate=False, beta_fast=None)),
@@ -108,6 +113,10 @@ FAMILIES = {
     "cohere": {"model_type": "cohere", "attention_bias": True, "logit_scale": 0.3},
     "cohere2": LAYERS | {"model_type": "cohere2", "logit_scale": 0.25, "tie_word_embeddings": False},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": WINDOW},
+    "qwen3_5": HYBRID | {"model_type": "qwen3_5_text", "attention_bias": True},
+    "qwen3_5-interval": HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2, "layer_types": None,
+                                  "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+    "qwen3_next": HYBRID | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4},
     "gpt_neox": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
 }
@@ -135,8 +144,8 @@ def make_model(variant, seed):
                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
     options = family_options(variant) if variant in FAMILIES else options | VARIANTS[variant]
-    # Weights of Gemma's norms are what is added to 1.
-    center = 0.0 if "gemma" in options["model_type"] else 1.0
+    # Weights of these families' norms are what is added to 1, but for those of gated delta nets.
+    centered = options["model_type"].startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -145,10 +154,12 @@ def make_model(variant, seed):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith(".A_log"):
+                # So slow that a state holds many tokens.
+                parameter.copy_(-2.5 + 0.5 * noise)
             elif parameter.ndim == 1:
+                center = 0.0 if centered and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.3 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * noise)
             else:
                 # transformers holds all experts of a block in one parameter.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)

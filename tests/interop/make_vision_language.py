@@ -38,6 +38,13 @@ QWEN2_5_VL = {"model_type": "qwen2_5_vl", "text_config": MROPE, "vision_config":
 QWEN3_VL = {"model_type": "qwen3_vl", "vision_config": QWEN3_VISION,
             "text_config": {"head_dim": 64, "rope_parameters": ROPE | {"mrope_section": [12, 10, 10],
                                                                       "mrope_interleaved": True}}} | QWEN_TOKENS
+QWEN3_5 = {"model_type": "qwen3_5", "vision_config": {key: value for key, value in QWEN3_VISION.items()
+                                                      if key != "deepstack_visual_indexes"},
+           "text_config": {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"],
+                           "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                           "linear_value_head_dim": 32, "rope_parameters": ROPE | {
+                               "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
+                               "mrope_interleaved": True}}} | QWEN_TOKENS
 MISTRAL3 = {"model_type": "mistral3", "vision_config": PIXTRAL, "image_token_index": 268, "tie_word_embeddings": False,
             "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 64}}
 
@@ -66,6 +73,7 @@ VARIANTS = {
     "qwen2.5-vl-flat": QWEN2_5_VL,
     "qwen3-vl": QWEN3_VL,
     "qwen3-vl-tied": QWEN3_VL | {"tie_word_embeddings": True},
+    "qwen3.5": QWEN3_5,
     "mistral3": MISTRAL3,
     "mistral3-modules": MISTRAL3,
     "mistral3-ministral3": MINISTRAL3,
@@ -91,7 +99,10 @@ def make_model(variant, seed):
                 parameter.copy_(0.3 * noise)
             elif parameter.ndim == 1:
                 # Weights of Gemma's norms are what is added to 1.
-                center = 0 if variant.startswith("gemma") and "vision_tower" not in name else 1
+                # Those of Qwen3.5 too, but for gated delta nets, where `A_log` is so small that a state holds many tokens.
+                outside = ("vision_tower", "visual", "linear_attn")
+                centered = variant.startswith(("gemma", "qwen3.5")) and not any(part in name for part in outside)
+                center = 0 if centered else -2.5 if name.endswith("A_log") else 1
                 parameter.copy_(center + 0.3 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)

@@ -79,6 +79,8 @@ const OTHER_DENSE: &[&str] = &[
     "cohere2",
     "starcoder2",
     "gpt_neox",
+    "qwen3_5_text",
+    "qwen3_next",
 ];
 const VISION_LANGUAGE: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
@@ -89,7 +91,7 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 
 /// Those whose other readers were not looked at.
-const GEMMA3: &[&str] = &["Gemma3ForConditionalGeneration"];
+const OTHER_VISION_LANGUAGE: &[&str] = &["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 
 pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
@@ -120,7 +122,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
-    fact(GEMMA3, Has::Yes, Basis::Run),
+    fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),
 ];
 
 pub(super) const TURBOMIND: &[Fact] = &[

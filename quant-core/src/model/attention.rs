@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::Segments;
 use super::arch::{Activation, AttentionShape};
-use super::math::{exp, gelu, gelu_tanh, silu, tanh};
+use super::math::{exp, gelu, gelu_tanh, sigmoid, silu, tanh};
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
@@ -247,11 +247,12 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>) {
 
 /// Replaces every value by the function of it that vectorizes.
 #[inline(always)]
-fn in_place(activation: Activation, values: &mut [f32]) {
+pub(super) fn in_place(activation: Activation, values: &mut [f32]) {
     match activation {
         // `f32::max`, and candle's own operation with it, would turn NaN into 0.
         Activation::Relu => values.iter_mut().for_each(|v| *v = if *v < 0.0 { 0.0 } else { *v }),
         Activation::Silu => values.iter_mut().for_each(|v| *v = silu(*v)),
+        Activation::Sigmoid => values.iter_mut().for_each(|v| *v = sigmoid(*v)),
         Activation::GeluTanh => values.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
         Activation::Gelu => values.iter_mut().for_each(|v| *v = gelu(*v)),
     }

@@ -1,6 +1,10 @@
-//! Keys and values of past positions, for incremental decoding.
+//! What blocks keep of past positions for incremental decoding: keys and values, and the states of recurrent operations.
 
+use std::collections::BTreeMap;
+
+use super::arch::NodeId;
 use super::paged::Paged;
+use super::recurrent::State;
 use crate::{Error, Result};
 
 /// What every block has cached of one sequence.
@@ -21,7 +25,7 @@ impl KvCache {
         self.positions
     }
 
-    /// Bytes that keys and values take in memory, with what was reserved for more.
+    /// Bytes that keys, values and states take in memory, with what was reserved for more.
     pub fn bytes(&self) -> usize {
         self.layers.iter().map(LayerCache::bytes).sum()
     }
@@ -40,6 +44,8 @@ impl KvCache {
 pub struct LayerCache {
     capacity: usize,
     pub(super) held: Held,
+    /// Of each recurrent operation, once it has run.
+    states: BTreeMap<NodeId, State>,
 }
 
 /// The form of it, settled by the first tokens.
@@ -57,19 +63,26 @@ pub(super) enum Held {
 impl LayerCache {
     /// An empty cache for up to `capacity` positions.
     pub fn new(capacity: usize) -> Self {
-        Self { capacity: capacity.max(1), held: Held::Nothing }
+        Self { capacity: capacity.max(1), held: Held::Nothing, states: BTreeMap::new() }
     }
 
     pub(super) fn capacity(&self) -> usize {
         self.capacity
     }
 
+    /// The state of a recurrent operation, which has `len` numbers.
+    pub(super) fn state(&mut self, node: NodeId, len: usize) -> &mut State {
+        self.states.entry(node).or_insert_with(|| State::zero(len))
+    }
+
     fn bytes(&self) -> usize {
-        match &self.held {
+        let states: usize = self.states.values().map(State::bytes).sum();
+        let attended = match &self.held {
             Held::Nothing => 0,
             Held::Floats { keys, values } => 4 * (keys.capacity() + values.capacity()),
             Held::Pages(pages) => pages.bytes(),
-        }
+        };
+        attended + states
     }
 
     /// Appends positions of `width` floats each and returns all keys and values so far.

@@ -13,7 +13,10 @@ use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::dequantized::Dequantized;
 use super::names;
-use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, StoredWeight, WeightBody};
+use super::{
+    Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RecurrentParameters, RopeTables, StoredWeight,
+    WeightBody,
+};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -561,7 +564,14 @@ impl Model {
             let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
             linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
         }
-        Block::new(graph.clone(), norms, linears, ropes)
+        let mut recurrent = BTreeMap::new();
+        for (id, op) in graph.recurrent() {
+            let module = a.in_block(index, &op.name);
+            let tensors = graph.nodes()[id].op.parameters().into_iter();
+            let values = tensors.map(|p| self.source.read_f32(&format!("{module}.{}", p.name)));
+            recurrent.insert(id, RecurrentParameters(values.collect::<Result<_>>()?));
+        }
+        Block::new(graph.clone(), norms, linears, recurrent, ropes)
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row

@@ -34,6 +34,12 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `1 / (1 + e⁻ˣ)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
 /// `tanh x` within 2 units in the last place.
 ///
 /// A polynomial about 0, where the quotient of exponentials would lose digits; the quotient elsewhere.

@@ -21,15 +21,16 @@ mod norm;
 mod paged;
 mod positions;
 mod preparation;
+mod recurrent;
 mod rope;
 mod segments;
 mod tensor_values;
 mod tokens;
 
 pub use arch::{
-    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, EmbeddingScale, FoldGroup,
-    LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op, OrderGroup, PositionScale,
-    QueryKey, Reach, Routing, Wrapper,
+    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, DeltaNet,
+    EmbeddingScale, FoldGroup, LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op,
+    OrderGroup, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind, Routing, Wrapper,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};
@@ -41,6 +42,7 @@ pub use load::{Carried, Model};
 pub use norm::Norm;
 pub use positions::PositionTable;
 pub use preparation::Preparation;
+pub use recurrent::RecurrentParameters;
 pub use rope::{LongRope, Rope, RopeLayout, RopeRequest, RopeScaling, RopeTable, RopeTables, Yarn};
 pub use segments::Segments;
 pub(crate) use tensor_values::with_values;

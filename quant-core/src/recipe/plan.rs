@@ -252,8 +252,8 @@ impl Plan {
         let selectors = selection.matches(&names, &outside)?;
         if let Some(router) = named(false).find(|router| selection.outside(router).is_some()) {
             return Err(Error::usage(
-                format!("`{router}` cannot be quantized: it chooses which experts a token goes to"),
-                "remove the override; routers always stay float",
+                format!("`{router}` cannot be quantized: it is a router or a gate"),
+                "remove the override; routers and gates always stay float",
             ));
         }
 

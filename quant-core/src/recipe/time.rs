@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::{Action, Plan, Rounding};
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
-use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, WeightBody, multiply};
+use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, Reach, WeightBody, multiply};
 use crate::quantize::gptq::LayerInputs;
 use crate::quantize::{Rows, quantize_tensor};
 use crate::transform::{
@@ -159,9 +159,9 @@ impl Plan {
         nodes.map(|(id, n)| n.op.product_operations(self.tokens() * graph.share_of_tokens(id), length)).sum()
     }
 
-    /// Scores and weighted values of the whole batch.
-    fn attention_operations(&self, graph: &BlockGraph) -> f64 {
-        let attentions = graph.nodes().iter().filter(|node| node.op.cached().is_some());
+    /// What mixes the tokens of the whole batch.
+    fn mixing_operations(&self, graph: &BlockGraph) -> f64 {
+        let attentions = graph.nodes().iter().filter(|node| node.op.reach() == Reach::Window);
         let length = self.sampling.length as f64;
         attentions.map(|node| node.op.product_operations(self.tokens(), length)).sum()
     }
@@ -196,8 +196,8 @@ impl Plan {
                 Search::Reference => 1.0,
             };
             let watched = if group.consumers.len() == 1 { 0.0 } else { weights(group.inspected) };
-            let mixes = group.consumers.iter().any(|&c| graph.feeds_attention(c));
-            let attention = if mixes { self.attention_operations(graph) } else { 0.0 };
+            let mixes = graph.mixes_tokens(group.input, group.inspected);
+            let attention = if mixes { self.mixing_operations(graph) } else { 0.0 };
             let own: f64 = group.consumers.iter().map(|&c| weights(c) * graph.share_of_tokens(c)).sum();
             operations += candidates * share * (2.0 * self.tokens() * (own + watched) + attention);
         }

@@ -17,9 +17,13 @@ pub struct Case {
     pub config: Map<String, Value>,
     /// Names of what may be rescaled in each of its blocks, in order.
     pub producers: Vec<&'static str>,
+    /// The same of its other distinct blocks, where these differ from the first.
+    pub other_producers: Vec<Vec<&'static str>>,
     /// Whether queries and keys can be scaled against each other.
     pub has_pairs: bool,
     pub has_softcap: bool,
+    /// What rounding to 4 bits may change logits by, of the largest one.
+    pub rounding: f64,
     /// Whether frequencies depend on the length of the sequence.
     pub grows: bool,
     pub positions: usize,
@@ -46,8 +50,10 @@ impl Case {
             name,
             config: config.as_object().unwrap().clone(),
             producers: LLAMA.to_vec(),
+            other_producers: Vec::new(),
             has_pairs: true,
             has_softcap: false,
+            rounding: 0.6,
             grows: false,
             positions: usize::MAX,
             not_rotated_for: None,
@@ -56,6 +62,14 @@ impl Case {
 
     pub fn family(&self) -> &'static str {
         self.architecture().family
+    }
+
+    /// Names of what may be rescaled in a distinct block.
+    pub fn producers_of(&self, kind: usize) -> &[&'static str] {
+        match kind.checked_sub(1).filter(|_| !self.other_producers.is_empty()) {
+            Some(other) => &self.other_producers[other],
+            None => &self.producers,
+        }
     }
 
     fn architecture(&self) -> Architecture {
@@ -83,7 +97,12 @@ impl Case {
                 let (dtype, mean, deviation) = match (op.is_norm(), parameter.name) {
                     (true, "weight") => (norms, 1.0 - op.weight_offset(), 0.3),
                     (true, _) => (norms, 0.0, 0.3),
-                    (false, "weight") => (Dtype::F32, 0.0, 1.0 / (parameter.shape[1] as f32).sqrt()),
+                    (false, "weight") => {
+                        let width = parameter.shape.last().copied().unwrap_or(1);
+                        (Dtype::F32, 0.0, 1.0 / (width as f32).sqrt())
+                    }
+                    // So slow that a state holds many tokens.
+                    (false, "A_log") => (Dtype::F32, -2.5, 0.5),
                     (false, _) => (Dtype::F32, 0.0, 0.3),
                 };
                 add(name, &parameter.shape, dtype, mean, deviation);
@@ -124,6 +143,14 @@ pub fn cases() -> Vec<Case> {
     let by_type = json!({
         "full_attention": { "rope_type": "linear", "factor": 2.0, "rope_theta": 5e4 },
         "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 },
+    });
+    let around =
+        |mixer: &'static str| vec!["input_layernorm", mixer, "post_attention_layernorm", "mlp.up_proj"];
+    let hybrid = json!({
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [0, 1, 2],
     });
     vec![
         Case::new("llama, yarn", "LlamaForCausalLM", json!({ "rope_scaling": yarn })),
@@ -260,6 +287,21 @@ pub fn cases() -> Vec<Case> {
             producers: plain(),
             not_rotated_for: Some(MEAN),
             ..Case::new("starcoder2", "Starcoder2ForCausalLM", json!({ "sliding_window": 7 }))
+        },
+        Case {
+            producers: around("linear_attn.norm"),
+            other_producers: vec![around("self_attn.v_proj")],
+            has_pairs: false,
+            rounding: 1.0,
+            ..Case::new("qwen3_5_text", "Qwen3_5ForCausalLM", hybrid.clone())
+        },
+        Case {
+            producers: around("linear_attn.norm"),
+            other_producers: vec![around("self_attn.v_proj")],
+            has_pairs: false,
+            // Lengths of queries and keys are divided out, and a state adds errors up.
+            rounding: 1.0,
+            ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid)
         },
     ]
 }

@@ -11,6 +11,7 @@
 use std::ops::Range;
 
 use super::op::{AttentionInput, AttentionShape, ChannelOrder, Op, Reach, Rows, ScalePass};
+use super::recurrent::Recurrent;
 use crate::model::rope::Rope;
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
@@ -215,13 +216,19 @@ impl BlockGraph {
         }
     }
 
-    /// The node that reaches across tokens, where it is the only one after which each token is computed by
-    /// itself: nothing that follows depends on positions or other tokens.
+    /// The last node that reaches across tokens, where each token's output is computed from the block's input and from
+    /// that node's value by itself: nothing else that the output depends on reaches further.
     pub fn only_mixing(&self) -> Option<NodeId> {
-        let mixes = |id: &NodeId| self.nodes[*id].op.reach() == Reach::Window;
-        let mixing = (0..self.nodes.len()).find(mixes)?;
-        let alone = self.nodes[mixing + 1..].iter().all(|n| n.op.reach() == Reach::Token);
-        alone.then_some(mixing)
+        let mixing = (0..self.nodes.len()).rfind(|id| self.nodes[*id].op.reach() == Reach::Window)?;
+        let mut needed = vec![false; self.nodes.len()];
+        needed[self.output()] = true;
+        for id in (0..self.nodes.len()).rev().filter(|id| *id != mixing) {
+            if needed[id] {
+                self.nodes[id].inputs.iter().for_each(|&input| needed[input] = true);
+            }
+        }
+        let alone = |id: NodeId| id == mixing || !needed[id] || self.nodes[id].op.reach() == Reach::Token;
+        (0..self.nodes.len()).all(alone).then_some(mixing)
     }
 
     /// Whether a token's value at `to` depends on other tokens' values at `from`, or on where it stands.
@@ -258,6 +265,14 @@ impl BlockGraph {
         self.nodes.iter().enumerate().filter_map(|(id, node)| {
             let (name, width, _) = node.op.stored_norm()?;
             Some((id, name, width))
+        })
+    }
+
+    /// Recurrent operations in order of evaluation.
+    pub fn recurrent(&self) -> impl Iterator<Item = (NodeId, &Recurrent)> {
+        self.nodes.iter().enumerate().filter_map(|(id, node)| match &node.op {
+            Op::Recurrent(recurrent) => Some((id, recurrent)),
+            _ => None,
         })
     }
 
@@ -326,10 +341,21 @@ impl BlockGraph {
         }
     }
 
+    /// How often a producer's channels stand in its own value: as often as there are heads, where a norm has one weight
+    /// for all of them.
+    fn heads_of(&self, producer: NodeId) -> usize {
+        let norm = self.nodes[producer].op.stored_norm();
+        norm.map_or(1, |(_, width, _)| self.widths[producer] / width.max(1))
+    }
+
     /// The group of some of a producer's channels, which are the value of the node `value`.
     fn fold_group(&self, producer: NodeId, value: NodeId, rows: Range<usize>) -> Option<FoldGroup> {
         let mut walk = Walk::default();
-        self.follow(value, 1, &mut walk)?;
+        let heads = self.heads_of(producer);
+        if heads != 1 {
+            walk.run = rows.len();
+        }
+        self.follow(value, heads, &mut walk)?;
         let (input, repeat) = (walk.input?, walk.repeat);
         let run = walk.run.max(1);
         let inspected = match walk.consumers.as_slice() {

@@ -10,6 +10,7 @@ mod gpt_neox;
 mod graph;
 mod llama;
 mod llama_variants;
+mod mixers;
 mod mixtral;
 mod multimodal;
 mod olmo;
@@ -17,6 +18,8 @@ mod op;
 mod opt;
 mod parts;
 mod phi;
+mod qwen3_next;
+mod recurrent;
 mod starcoder2;
 mod unknown;
 mod windows;
@@ -26,6 +29,7 @@ pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, Q
 pub(crate) use multimodal::TEXT as TEXT_CONFIG;
 pub use multimodal::Wrapper;
 pub use op::*;
+pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind};
 
 use crate::Result;
 use crate::checkpoint::{ConfigFields, TensorSource};
@@ -219,6 +223,8 @@ pub static FAMILIES: &[&dyn Family] = &[
     &cohere::Cohere2,
     &starcoder2::Starcoder2,
     &gpt_neox::GptNeoX,
+    &qwen3_next::Qwen35,
+    &qwen3_next::Qwen3Next,
     &mixtral::Mixtral,
     &mixtral::Qwen3Moe,
     &opt::Opt,

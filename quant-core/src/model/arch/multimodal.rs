@@ -114,6 +114,10 @@ fn qwen3_vl() -> Value {
     json!({ "rope_theta": 5e5, "max_position_embeddings": 128_000 })
 }
 
+fn qwen3_5() -> Value {
+    json!({ "max_position_embeddings": 32768 })
+}
+
 // Published configurations name only what departs from the class.
 fn llama() -> Value {
     json!({
@@ -178,6 +182,14 @@ static CLASSES: &[Class] = &[
         name: "Qwen3VLForConditionalGeneration",
         model_type: "qwen3_vl",
         texts: &[Text { model_type: "qwen3_vl_text", family: "qwen3", defaults: qwen3_vl }],
+        may_be_flat: false,
+        tied: false,
+        layouts: &[MODULES],
+    },
+    Class {
+        name: "Qwen3_5ForConditionalGeneration",
+        model_type: "qwen3_5",
+        texts: &[Text { model_type: "qwen3_5_text", family: "qwen3_5_text", defaults: qwen3_5 }],
         may_be_flat: false,
         tied: false,
         layouts: &[MODULES],
@@ -313,13 +325,13 @@ fn check_sections(
     let Some((key, sections)) = sections else { return Ok(()) };
     let numbers = sections.as_array().map(|list| list.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
     let sum = numbers.flatten().and_then(|list| list.iter().try_fold(0u64, |sum, n| sum.checked_add(*n)));
-    for head_dim in architecture.attentions().iter().map(|shape| shape.head_dim as u64) {
-        if sum != Some(head_dim / 2) {
+    for turned in architecture.ropes().map(|rope| rope.rotary_dim as u64) {
+        if sum != Some(turned / 2) {
             return Err(fields.error(
                 &format!("{key}.mrope_section"),
                 format!(
-                    "is not a list of integers that add up to half the width of a head, {}",
-                    head_dim / 2
+                    "is not a list of integers that add up to half of the channels that turn, {}",
+                    turned / 2
                 ),
             ));
         }

@@ -4,6 +4,7 @@
 //! forgotten. Nothing outside this folder and the evaluation of blocks matches on operations to
 //! decide such a thing. Values are `[batch, positions, features]`.
 
+use super::recurrent::Recurrent;
 use crate::model::rope::Rope;
 
 /// What a node computes.
@@ -86,6 +87,10 @@ pub enum Op {
         /// Consecutive features that are taken.
         width: usize,
     },
+    /// The features of its inputs, one input after the other.
+    Concatenate,
+    /// What carries a state from token to token.
+    Recurrent(Recurrent),
     /// The input times a constant.
     Scale(f32),
     /// The sum of its two inputs.
@@ -110,6 +115,8 @@ pub enum Activation {
     Relu,
     /// `x · σ(x)`.
     Silu,
+    /// `σ(x)`: an output gate.
+    Sigmoid,
     /// `x · Φ(x)`, with the error function.
     Gelu,
     /// `x · Φ(x)` with `Φ(x) ≈ (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2`.
@@ -207,7 +214,7 @@ pub enum ScalePass {
 
 impl ScalePass {
     /// Every channel passes as it is.
-    const UNCHANGED: Self = Self::Passed { exponent: 1, repeat: 1, run: 1 };
+    pub(super) const UNCHANGED: Self = Self::Passed { exponent: 1, repeat: 1, run: 1 };
 }
 
 /// What the channels of an output are made of, as far as they can be reordered.
@@ -258,7 +265,7 @@ pub enum AttentionInput {
 /// A stored tensor of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameter {
-    /// Its name after the module's: `weight` or `bias`.
+    /// Its name after the module's, such as `weight`.
     pub name: &'static str,
     /// Its shape.
     pub shape: Vec<usize>,
@@ -272,6 +279,7 @@ impl Op {
             | Self::LayerNorm { name, .. }
             | Self::Linear { name, .. }
             | Self::Experts { name } => name,
+            Self::Recurrent(recurrent) => &recurrent.name,
             Self::Input { .. }
             | Self::Route(_)
             | Self::ExpertInput { .. }
@@ -281,6 +289,7 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => "",
         }
@@ -299,6 +308,7 @@ impl Op {
             },
             Self::Linear { shape, bias: true, .. } => vec![weight(shape), bias(shape[0])],
             Self::Linear { shape, bias: false, .. } => vec![weight(shape)],
+            Self::Recurrent(recurrent) => recurrent.parameters(),
             Self::Input { .. }
             | Self::Route(_)
             | Self::ExpertInput { .. }
@@ -309,6 +319,7 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => Vec::new(),
         }
@@ -371,6 +382,8 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
             | Self::Scale(_)
             | Self::Add => Rows::OfInputs,
         }
@@ -383,6 +396,8 @@ impl Op {
             Self::Linear { shape, .. } => shape[0],
             Self::Experts { .. } => inputs.last().copied().unwrap_or(0),
             Self::Attention(shape) => shape.heads() * shape.head_dim,
+            Self::Concatenate => inputs.iter().sum(),
+            Self::Recurrent(recurrent) => recurrent.width(),
             Self::Slice { period, width, .. } => inputs.first().map_or(0, |x| x / (*period).max(1) * width),
             Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
@@ -400,7 +415,7 @@ impl Op {
     /// How much of the batch one token's output depends on.
     pub fn reach(&self) -> Reach {
         match self {
-            Self::Attention(_) => Reach::Window,
+            Self::Attention(_) | Self::Recurrent(_) => Reach::Window,
             Self::Rope(_) | Self::PositionScale(_) => Reach::Position,
             Self::Input { .. }
             | Self::RmsNorm { .. }
@@ -412,6 +427,7 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => Reach::Token,
         }
@@ -426,12 +442,16 @@ impl Op {
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
             }
+            Self::Recurrent(recurrent) => recurrent.scale_pass(port),
             // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. A sum would have to
-            // scale its other terms too. Other activations do not commute with a scale. A scale of some rows of a fused linear
+            // scale its other terms too; what is joined has channels of several inputs. Other activations do not commute with a scale. A scale of some rows of a fused linear
             // begins behind the slice.
             Self::Gated(_)
-            | Self::Activation(Activation::Silu | Activation::Gelu | Activation::GeluTanh)
+            | Self::Activation(
+                Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
+            )
             | Self::Slice { .. }
+            | Self::Concatenate
             | Self::PositionScale(_)
             | Self::Attention(_)
             | Self::Input { .. }
@@ -461,6 +481,8 @@ impl Op {
             | Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Slice { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
             | Self::Add => ChannelOrder::Fixed,
         }
     }
@@ -493,6 +515,8 @@ impl Op {
             | Self::Attention(_)
             | Self::Gated(_)
             | Self::Activation(_)
+            | Self::Concatenate
+            | Self::Recurrent(_)
             | Self::Add => false,
         }
     }
@@ -513,8 +537,33 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
             | Self::Scale(_)
             | Self::Add => None,
+        }
+    }
+
+    /// Numbers of the state that it caches while decoding, as many for any number of tokens.
+    pub fn state_len(&self) -> usize {
+        match self {
+            Self::Recurrent(recurrent) => recurrent.state_len(),
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
+            | Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Attention(_)
+            | Self::Gated(_)
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Concatenate
+            | Self::Scale(_)
+            | Self::Add => 0,
         }
     }
 
@@ -523,6 +572,7 @@ impl Op {
     pub fn product_operations(&self, tokens: f64, length: f64) -> f64 {
         match self {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
+            Self::Recurrent(recurrent) => recurrent.product_operations(tokens),
             // Scores and weighted values; half of them are masked away.
             Self::Attention(shape) => 2.0 * tokens * length * (shape.heads() * shape.head_dim) as f64,
             Self::Input { .. }
@@ -536,6 +586,7 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => 0.0,
         }

@@ -4,6 +4,7 @@
 //! where layers differ; the graph follows.
 
 use super::experts::GatedExperts;
+use super::mixers::Mixer;
 use super::{
     Activation, AttentionShape, BlockGraph, GraphBuilder, LayerNormParameters, NodeId, Op, PositionScale,
 };
@@ -19,6 +20,8 @@ pub(super) struct DecoderBlock {
     /// Where they stand.
     pub(super) placement: Placement,
     pub(super) attention: Attention,
+    /// What stands in the place of attention, if it does.
+    pub(super) mixer: Option<Mixer>,
     pub(super) mlp: Mlp,
     /// What the outputs of attention and MLP are multiplied by before they are added to the residual stream.
     pub(super) residual_scale: Option<f32>,
@@ -95,6 +98,9 @@ pub(super) struct Attention {
 pub(super) enum Projections {
     /// One each: `self_attn.{q,k,v}_proj`.
     Separate,
+    /// The same, with the rows of each head's query followed by those of a gate. What attention puts out is multiplied by
+    /// the gate's sigmoid.
+    WithOutputGate,
     /// One for all, with the rows of queries first, then those of keys and values.
     Fused(&'static str),
     /// One for all, with the rows of each head's query, key and value together; as many key heads as query heads.
@@ -133,7 +139,7 @@ pub(super) enum Mlp {
 impl DecoderBlock {
     /// A norm before attention and one before the MLP, as most families have them.
     pub(super) fn new(hidden: usize, norm: Norms, attention: Attention, mlp: Mlp) -> Self {
-        Self { hidden, norm, placement: PRE, attention, mlp, residual_scale: None }
+        Self { hidden, norm, placement: PRE, attention, mixer: None, mlp, residual_scale: None }
     }
 
     /// The block's graph.
@@ -148,7 +154,7 @@ impl DecoderBlock {
         if let Some((first, second)) = side_by_side {
             let x = g.add(self.norm.op(first, self.hidden), &[input]);
             let y = second.map_or(x, |second| g.add(self.norm.op(second, self.hidden), &[input]));
-            let attended = self.attention.add(&mut g, x, self);
+            let attended = self.mix(&mut g, x);
             let out = self.mlp.add(&mut g, y, self.hidden);
             // The two meet before the residual stream joins them, so that a search can watch their sum.
             let both = g.add(Op::Add, &[attended, out]);
@@ -166,7 +172,7 @@ impl DecoderBlock {
             Placement::Shared(_) | Placement::Parallel(_) => ([None; 2], [None; 2]),
         };
         let x = norm(&mut g, before[0], input);
-        let attended = self.attention.add(&mut g, x, self);
+        let attended = self.mix(&mut g, x);
         let attended = norm(&mut g, after[0], attended);
         let middle = self.add_to(&mut g, input, attended);
         let x = norm(&mut g, before[1], middle);
@@ -174,6 +180,14 @@ impl DecoderBlock {
         let out = norm(&mut g, after[1], out);
         self.add_to(&mut g, middle, out);
         g.finish()
+    }
+
+    /// Adds what mixes the tokens of `x`; gives what its output projection puts out.
+    fn mix(&self, g: &mut GraphBuilder, x: NodeId) -> NodeId {
+        match &self.mixer {
+            Some(mixer) => mixer.add(g, x, self),
+            None => self.attention.add(g, x, self),
+        }
     }
 
     /// Adds to the residual stream.
@@ -186,7 +200,7 @@ impl DecoderBlock {
     }
 }
 
-fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
+pub(super) fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
     Op::Linear { name: name.to_owned(), shape, bias, stays_float: false }
 }
 
@@ -195,7 +209,18 @@ impl Attention {
     fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
         let (hidden, head_dim, [bias, o_bias]) = (block.hidden, self.shape.head_dim, self.bias);
         let (q_width, kv_width) = (self.shape.heads() * head_dim, self.shape.kv_heads * head_dim);
+        let mut gate = None;
         let [mut q, mut k, v] = match self.projections {
+            Projections::WithOutputGate => {
+                let both = g.add(linear("self_attn.q_proj", [2 * q_width, hidden], bias), &[x]);
+                let [k, v] = ["k", "v"].map(|letter| {
+                    g.add(linear(&format!("self_attn.{letter}_proj"), [kv_width, hidden], bias), &[x])
+                });
+                let [q, output] = [0, head_dim]
+                    .map(|start| g.add(Op::Slice { period: 2 * head_dim, start, width: head_dim }, &[both]));
+                gate = Some(output);
+                [q, k, v]
+            }
             Projections::Separate => {
                 [("q", q_width), ("k", kv_width), ("v", kv_width)].map(|(letter, width)| {
                     g.add(linear(&format!("self_attn.{letter}_proj"), [width, hidden], bias), &[x])
@@ -227,7 +252,10 @@ impl Attention {
         if let Some(scale) = self.position_scale {
             q = g.add(Op::PositionScale(scale), &[q]);
         }
-        let attended = g.add(Op::Attention(self.shape), &[q, k, v]);
+        let mut attended = g.add(Op::Attention(self.shape), &[q, k, v]);
+        if let Some(gate) = gate {
+            attended = g.add(Op::Gated(Activation::Sigmoid), &[gate, attended]);
+        }
         g.add(linear(self.output, [hidden, q_width], o_bias), &[attended])
     }
 }

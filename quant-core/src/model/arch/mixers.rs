@@ -1,0 +1,101 @@
+//! What mixes tokens in the place of attention, as parts of a block graph.
+
+use super::parts::{DecoderBlock, linear};
+use super::{Activation, Convolution, DeltaNet, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind};
+
+/// What stands in the place of attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Mixer {
+    /// Linear attention by the gated delta rule.
+    GatedDeltaNet(GatedDeltaNet),
+}
+
+/// Linear attention by the gated delta rule: a convolution of queries, keys and values, the rule, a norm of heads, and
+/// an output gate.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct GatedDeltaNet {
+    pub(super) net: DeltaNet,
+    /// Tokens that the convolution sees.
+    pub(super) kernel: usize,
+    /// How linears hold what it reads.
+    pub(super) projections: DeltaProjections,
+}
+
+/// The linears that read a gated delta net's input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DeltaProjections {
+    /// Queries, keys and values in one, a linear each for the gate `z` and for `b` and `a`.
+    Separate,
+    /// Two: for each key head its queries and keys, and the values and gates of its value heads; and for each key head
+    /// the `b` and the `a` of its value heads.
+    ByKeyHead,
+}
+
+impl Mixer {
+    /// Adds what reads `x`; gives what its output projection puts out.
+    pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
+        match self {
+            Self::GatedDeltaNet(net) => net.add(g, x, block),
+        }
+    }
+}
+
+impl GatedDeltaNet {
+    fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
+        let (net, hidden) = (self.net, block.hidden);
+        let [qkv, z, b, a] = self.projections.add(g, x, net, hidden);
+        let convolution = Convolution {
+            channels: net.mixed_width(),
+            kernel: self.kernel,
+            bias: false,
+            activation: Some(Activation::Silu),
+        };
+        let recurrent = |name: &str, kind| Op::Recurrent(Recurrent { name: name.to_owned(), kind });
+        let convolution = recurrent("linear_attn.conv1d", RecurrentKind::Convolution(convolution));
+        let mixed = g.add(convolution, &[qkv]);
+        let attended = g.add(recurrent("linear_attn", RecurrentKind::DeltaNet(net)), &[mixed, b, a]);
+        // One weight for all heads, whatever the other norms of the block are.
+        let (name, width, eps) = ("linear_attn.norm".to_owned(), net.value_dim, block.norm.eps);
+        let normed = g.add(Op::RmsNorm { name, width, eps, zero_centered: false }, &[attended]);
+        let gated = g.add(Op::Gated(Activation::Silu), &[z, normed]);
+        g.add(linear("linear_attn.out_proj", [hidden, net.width()], false), &[gated])
+    }
+}
+
+impl DeltaProjections {
+    /// Queries, keys and values; `z`; `b`; `a`.
+    fn add(self, g: &mut GraphBuilder, x: NodeId, net: DeltaNet, hidden: usize) -> [NodeId; 4] {
+        // Errors of a token's decay and step add up over all tokens after it.
+        let float = |name: &str, rows: usize| Op::Linear {
+            name: name.to_owned(),
+            shape: [rows, hidden],
+            bias: false,
+            stays_float: true,
+        };
+        match self {
+            Self::Separate => {
+                let qkv = g.add(linear("linear_attn.in_proj_qkv", [net.mixed_width(), hidden], false), &[x]);
+                let z = g.add(linear("linear_attn.in_proj_z", [net.width(), hidden], false), &[x]);
+                let b = g.add(float("linear_attn.in_proj_b", net.value_heads()), &[x]);
+                let a = g.add(float("linear_attn.in_proj_a", net.value_heads()), &[x]);
+                [qkv, z, b, a]
+            }
+            Self::ByKeyHead => {
+                let values = net.repeat * net.value_dim;
+                let period = 2 * net.key_dim + 2 * values;
+                let name = "linear_attn.in_proj_qkvz";
+                let all = g.add(linear(name, [net.key_heads * period, hidden], false), &[x]);
+                let both = g.add(float("linear_attn.in_proj_ba", 2 * net.value_heads()), &[x]);
+                let mut slice =
+                    |of: NodeId, period, start, width| g.add(Op::Slice { period, start, width }, &[of]);
+                let queries = slice(all, period, 0, net.key_dim);
+                let keys = slice(all, period, net.key_dim, net.key_dim);
+                let v = slice(all, period, 2 * net.key_dim, values);
+                let z = slice(all, period, 2 * net.key_dim + values, values);
+                let b = slice(both, 2 * net.repeat, 0, net.repeat);
+                let a = slice(both, 2 * net.repeat, net.repeat, net.repeat);
+                [g.add(Op::Concatenate, &[queries, keys, v]), z, b, a]
+            }
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Operations that carry a state from token to token: causal convolutions and linear attention.
+//!
+//! Their properties stand here, those of other operations in [`op`](super::op).
+
+use super::Activation;
+use super::op::{Parameter, ScalePass};
+
+/// An operation with a state: a value depends on the token's inputs and on the state that the tokens before it left.
+///
+/// The state is zero before the first token of a segment.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Recurrent {
+    /// Module name inside the block.
+    pub name: String,
+    /// What it computes.
+    pub kind: RecurrentKind,
+}
+
+/// What a recurrent operation computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RecurrentKind {
+    /// Every channel of the input convolved with a kernel of its own.
+    Convolution(Convolution),
+    /// The gated delta rule, of inputs `[queries, keys and values; b; a]`.
+    DeltaNet(DeltaNet),
+}
+
+/// `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Convolution {
+    /// Channels of the input and of the output.
+    pub channels: usize,
+    /// Tokens that an output depends on, its own included.
+    pub kernel: usize,
+    /// Whether there is a bias.
+    pub bias: bool,
+    /// The function `f`, if it is not the identity.
+    pub activation: Option<Activation>,
+}
+
+/// The gated delta rule (Yang et al., "Gated Delta Networks", 2024).
+///
+/// Of each head of values, with queries `q` and keys `k` of its key head, both divided by their lengths and `q` by
+/// `√key_dim` too: `β = σ(b)`, `g = −exp(A_log) · softplus(a + dt_bias)`, and the state `S`, a matrix
+/// `[key_dim, value_dim]`, becomes `S' = e^g S + k δᵀ` with `δ = β (v − (e^g S)ᵀ k)`. The output is `S'ᵀ q`.
+///
+/// The first input holds the queries of all key heads, then their keys, then the values of all value heads. The other two
+/// have a channel for each value head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Heads of queries and keys.
+    pub key_heads: usize,
+    /// Consecutive value heads that share a key head.
+    pub repeat: usize,
+    /// Width of a head of queries and keys.
+    pub key_dim: usize,
+    /// Width of a head of values.
+    pub value_dim: usize,
+}
+
+impl DeltaNet {
+    /// Value heads.
+    pub fn value_heads(&self) -> usize {
+        self.key_heads * self.repeat
+    }
+
+    /// Features of the first input.
+    pub fn mixed_width(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.width()
+    }
+
+    /// Features of the output.
+    pub fn width(&self) -> usize {
+        self.value_heads() * self.value_dim
+    }
+}
+
+impl Recurrent {
+    /// The tensors that a checkpoint stores for it.
+    pub(super) fn parameters(&self) -> Vec<Parameter> {
+        let parameter = |name: &'static str, shape: &[usize]| Parameter { name, shape: shape.to_vec() };
+        match &self.kind {
+            RecurrentKind::Convolution(Convolution { channels, kernel, bias, .. }) => {
+                let bias = bias.then(|| parameter("bias", &[*channels]));
+                [parameter("weight", &[*channels, 1, *kernel])].into_iter().chain(bias).collect()
+            }
+            RecurrentKind::DeltaNet(net) => {
+                ["A_log", "dt_bias"].map(|name| parameter(name, &[net.value_heads()])).into()
+            }
+        }
+    }
+
+    /// Features of its output.
+    pub(super) fn width(&self) -> usize {
+        match &self.kind {
+            RecurrentKind::Convolution(convolution) => convolution.channels,
+            RecurrentKind::DeltaNet(net) => net.width(),
+        }
+    }
+
+    /// Numbers of its state: what it caches of a sequence, whatever the sequence's length.
+    pub fn state_len(&self) -> usize {
+        match &self.kind {
+            RecurrentKind::Convolution(Convolution { channels, kernel, .. }) => (kernel - 1) * channels,
+            RecurrentKind::DeltaNet(net) => net.value_heads() * net.key_dim * net.value_dim,
+        }
+    }
+
+    /// What becomes of positive scales on the channels of input `port`.
+    pub(super) fn scale_pass(&self, _port: usize) -> ScalePass {
+        match &self.kind {
+            RecurrentKind::Convolution(Convolution { bias: false, activation: None, .. }) => {
+                ScalePass::UNCHANGED
+            }
+            // A bias would have to be scaled too; lengths are divided out, and values share their input with them.
+            RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) => ScalePass::Stopped,
+        }
+    }
+
+    /// Floating-point operations of matrix products on `tokens` tokens.
+    pub(super) fn product_operations(&self, tokens: f64) -> f64 {
+        match &self.kind {
+            RecurrentKind::Convolution(_) => 0.0,
+            // In chunks of 64: products with the state, and with the keys of the chunk.
+            RecurrentKind::DeltaNet(net) => {
+                let chunk = 64.0 * (2 * net.key_dim + 2 * net.value_dim) as f64;
+                let state = 3.0 * (net.key_dim * net.value_dim) as f64;
+                2.0 * tokens * net.value_heads() as f64 * (state + chunk)
+            }
+        }
+    }
+}
