@@ -12,8 +12,8 @@ use serde_json::{Map, Value};
 use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::dequantized::Dequantized;
-use super::names;
 use super::{Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RopeTables, StoredWeight, WeightBody};
+use super::{fused_experts, names};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -83,7 +83,7 @@ impl Model {
         let fields = ConfigFields::new(path, config);
         let architecture = arch::describe(&fields, source.as_ref())?;
         let kv = KvScheme::from_config(&fields)?;
-        let source = names::with_base(source, &architecture);
+        let source = fused_experts::split(names::with_base(source, &architecture), &architecture)?;
         let quantization = match quantization_settings(&fields)? {
             None => None,
             Some(settings) => {
@@ -561,7 +561,16 @@ impl Model {
             let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
             linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
         }
-        Block::new(graph.clone(), norms, linears, ropes)
+        let mut constants: BTreeMap<_, Arc<[f32]>> = BTreeMap::new();
+        for (id, op) in
+            graph.nodes().iter().map(|node| &node.op).enumerate().filter(|(_, op)| op.has_constants())
+        {
+            for parameter in op.parameters() {
+                let name = format!("{}.{}", a.in_block(index, op.name()), parameter.name);
+                constants.insert(id, self.source.read_f32(&name)?.into());
+            }
+        }
+        Block::new(graph.clone(), norms, linears, constants, ropes)
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row

@@ -12,6 +12,8 @@ mod cache;
 mod decoder;
 mod dequantized;
 mod experts;
+mod fused_experts;
+mod gates;
 mod kv;
 mod linear;
 mod load;
@@ -27,9 +29,9 @@ mod tensor_values;
 mod tokens;
 
 pub use arch::{
-    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, EmbeddingScale, FoldGroup,
-    LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op, OrderGroup, PositionScale,
-    QueryKey, Reach, Wrapper,
+    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Correction, EmbeddingScale,
+    FoldGroup, Groups, LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op, OrderGroup,
+    PositionScale, QueryKey, Reach, Routing, Scores, Wrapper,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};

@@ -79,7 +79,8 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
         let largest = row.weights.iter().fold(0.0_f32, |max, w| max.max(w.abs()));
         let narrowest = prescribed.1.iter().fold(f32::INFINITY, |min, s| min.min(*s));
         let cancelled = (2.0 * largest / (narrowest * f32::from(scheme.max_code()))).max(1.0);
-        let bound = 4.0 * k as f64 * f64::from(f32::EPSILON) * f64::from(scheme.max_code()) * f64::from(cancelled);
+        let bound =
+            4.0 * k as f64 * f64::from(f32::EPSILON) * f64::from(scheme.max_code()) * f64::from(cancelled);
         assert!(outcome.beyond <= bound, "{scheme} {settings:?}: {} steps", outcome.beyond);
         assert!(outcome.scale_off <= bound, "{scheme} {settings:?}: scale off by {}", outcome.scale_off);
         exact += outcome.loss / n as f64;
