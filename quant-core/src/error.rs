@@ -505,7 +505,7 @@ impl Error {
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
-                "compressed-tensors, AWQ gemm, GPTQ, QServe and FP8 (quant_method fp8) checkpoints can be read; \
+                "compressed-tensors, AWQ gemm, GPTQ, QServe, FP8 (quant_method fp8) and MXFP4 (quant_method mxfp4) checkpoints can be read; \
                  `quant quantize` also starts from the original float checkpoint"
                     .into()
             }

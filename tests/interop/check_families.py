@@ -15,9 +15,10 @@ import make_tiny
 import numpy
 import reference_model
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
 # Quantized weights are the same numbers for both, so nothing but the order of sums differs.
@@ -28,6 +29,11 @@ METHODS = {"rtn": ["--method", "rtn"], "awq": ["--samples", "4", "--seq-len", "1
 # Checked on every change; of the others some, by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
+# Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
+# floats, and run.
+THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats"]
+# Models whose numbers transformers reads of another model.
+SAME_AS = {"gpt_oss-mxfp4": "gpt_oss-floats"}
 
 # What a reader may get wrong, as another configuration of the same weights: logits must then be others.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -49,6 +55,21 @@ TRAPS = {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
     "another base of a part": ("qwen3_next", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
+    "weights of experts that add up to 1": ("qwen2_moe", {"norm_topk_prob": True}),
+    "windows of the last layers": ("qwen2_moe", {"layer_types": [make_tiny.FULL, make_tiny.FULL, make_tiny.FULL,
+                                                                 make_tiny.SLIDING]}),
+    "all experts as one group": ("glm4_moe", {"n_group": 1, "topk_group": 1}),
+    "weights of experts not scaled": ("glm4_moe", {"routed_scaling_factor": 1.0}),
+    "no norms of heads": ("glm4_moe", {"use_qk_norm": False}),
+    "latent attention turned by halves": ("deepseek_v3", {"rope_interleave": False}),
+    "scores not scaled by mscale": ("deepseek_v3", {"rope_parameters": make_tiny.yarn(
+        attention_factor=(0.1 * numpy.log(4) + 1) / (0.07 * numpy.log(4) + 1))}),
+    "weights of groups not scaled": ("deepseek_v2", {"routed_scaling_factor": 1.0}),
+    "no groups": ("deepseek_v2", {"topk_method": "greedy"}),
+    "windows in the other layers": ("gpt_oss", {"layer_types": [make_tiny.FULL, make_tiny.SLIDING] * 2}),
+    "gates and ups clamped at 7": ("gpt_oss", {"swiglu_limit": 7.0}),
+    "another sigmoid": ("gpt_oss", {"swiglu_alpha": 1.0}),
+    "yarn truncated": ("gpt_oss", {"rope_parameters": make_tiny.yarn(truncate=True)}),
     "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
 }
 
@@ -131,12 +152,15 @@ class Family:
     def run(self):
         model = self.check.model(self.name)
         self.check.step(f"family {self.name} float", lambda: self.float_logits(model))
+        if self.name in SAME_AS:
+            self.check.step(f"family {self.name} bits", lambda: self.mxfp4_bits(model))
         for method, options in METHODS.items():
             self.check.step(f"family {self.name} {method}", lambda: self.quantized_logits(model, method, options))
 
     def float_logits(self, model):
         """Whole windows and a cache, short and long, of what transformers computes in double precision."""
-        single, double = reference_model.load(model), reference_model.load(model).double()
+        reference = self.check.model(SAME_AS.get(self.name, self.name))
+        single, double = reference_model.load(reference), reference_model.load(reference).double()
         ours, theirs = 0.0, 0.0
         for window in map(self.tokens, LENGTHS):
             for compute, command in [(reference_model.logits, "logits"), (reference_model.decoded_logits, "decoded")]:
@@ -147,9 +171,10 @@ class Family:
 
     def quantized_logits(self, model, method, options):
         out = self.check.scratch / f"{self.name}-{method}"
-        self.check.program("quant", "quantize", model, "-o", out, "--quiet", *OPTIONS, *options)
+        again = ["--requantize"] if self.name in SAME_AS else []
+        self.check.program("quant", "quantize", model, "-o", out, "--quiet", *OPTIONS, *options, *again)
         window = self.tokens(LENGTHS[-1])
-        model = reference_model.load(out)
+        model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
         theirs = reference_model.logits(model, window).numpy()
         # Its weights are floats from the first run on.
         with torch.inference_mode():
@@ -157,6 +182,49 @@ class Family:
         exact = reference_model.logits(model, window, torch.float64).numpy()
         theirs, ours = (relative(logits, exact) for logits in (theirs, self.ours(out, "logits", window)))
         return f"{ours:.1e} (transformers {theirs:.1e})", ours <= max(QUANTIZED_TOLERANCE, 2 * theirs)
+
+    def as_floats(self, model):
+        """A checkpoint of gpt-oss whose linears are what an independent reader makes of packed ones."""
+        floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
+        shutil.rmtree(floats, ignore_errors=True)
+        floats.mkdir()
+        self.check.script("independent_pack", model, "--out", read)
+        tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        packed = {name for name in tensors if name.endswith(("_packed", "_scale", "_shape"))}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in packed} | load_file(read)
+        config = json.loads((model / "config.json").read_text())
+        del config["quantization_config"]
+        (floats / "config.json").write_text(json.dumps(config))
+        for layer in range(config["num_hidden_layers"]):
+            experts = f"model.layers.{layer}.mlp.experts"
+
+            def take(linear, what):
+                names = [f"{experts}.{e}.{linear}.{what}" for e in range(config["num_local_experts"])]
+                return numpy.stack([tensors.pop(name) for name in names])
+
+            for what, suffix in [("weight", ""), ("bias", "_bias")]:
+                gate, up, down = (take(linear, what) for linear in ("gate_proj", "up_proj", "down_proj"))
+                both = numpy.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
+                columns = (lambda array: array.swapaxes(1, 2)) if what == "weight" else (lambda array: array)
+                tensors[f"{experts}.gate_up_proj{suffix}"] = numpy.ascontiguousarray(columns(both))
+                tensors[f"{experts}.down_proj{suffix}"] = numpy.ascontiguousarray(columns(down))
+        save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
+        return floats
+
+    def mxfp4_bits(self, model):
+        """Every expert's weight, against what transformers makes of codes and scales."""
+        out = self.check.scratch / "weights.safetensors"
+        self.check.program("interop-dump", "weights", model, out)
+        ours, stored, different = load_file(out), load_torch(model / "model.safetensors"), []
+        for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
+            values = convert_moe_packed_tensors(
+                stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32).transpose(1, 2)
+            experts, _, linear = name.rpartition(".")
+            linears = {"down_proj": values} if linear == "down_proj" else {
+                "gate_proj": values[:, 0::2], "up_proj": values[:, 1::2]}
+            different += [f"{experts}.{e}.{linear}" for linear, values in linears.items() for e in range(len(values))
+                          if not numpy.array_equal(ours[f"{experts}.{e}.{linear}.weight"], values[e].numpy())]
+        return different or "equal", not different
 
     def trap(self, changes, change=None):
         """Our logits of a changed configuration, or of changed weights, which must not be transformers' of the right ones."""

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -73,6 +74,13 @@ LINEAR = "linear_attention"
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
+EXPERTS = {"num_experts_per_tok": 3}
+DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 64, "n_group": 4,
+                      "topk_group": 2, "first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+          "qk_rope_head_dim": 8, "v_head_dim": 24}
+GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 64,
+                     "sliding_window": WINDOW, "swiglu_limit": 1.5, "attention_bias": False}
 FAMILIES = {
     "llama-yarn": rope(**yarn()),
     "llama-yarn-mscale": rope(**yarn(mscale=0.8, mscale_all_dim=0.4, truncate=False, beta_fast=None)),
@@ -117,12 +125,40 @@ FAMILIES = {
     "qwen3_5-interval": HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2, "layer_types": None,
                                   "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
     "qwen3_next": HYBRID | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4},
+    "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 64,
+                            "shared_expert_intermediate_size": 96, "mlp_only_layers": [1], "num_hidden_layers": 4,
+                            "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
+    "qwen2_moe-plain": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 5, "moe_intermediate_size": 64,
+                                  "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, "qkv_bias": False,
+                                  "norm_topk_prob": True},
+    "olmoe": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 64, "norm_topk_prob": True},
+    "olmoe-unnormalized": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 64,
+                                     "attention_bias": True},
+    "glm4_moe": DEEPSEEK | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True,
+                            "routed_scaling_factor": 1.4} | rope(rope_type="default", partial_rotary_factor=0.5),
+    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+                                      "routed_scaling_factor": 0.5},
+    "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
+    "deepseek_v3-plain": DEEPSEEK | LATENT | {
+        "model_type": "deepseek_v3", "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
+        "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    "deepseek_v2": DEEPSEEK | LATENT | {
+        "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0,
+        "norm_topk_prob": False} | rope(**yarn(mscale=0.7, mscale_all_dim=0.7)),
+    "deepseek_v2-lite": DEEPSEEK | LATENT | {
+        "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False},
+    "glm4_moe_lite": DEEPSEEK | LATENT | {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1},
+    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5, "intermediate_size": 64, "num_hidden_layers": 4,
+                          "sliding_window": WINDOW, "swiglu_limit": 1.5} | rope(**yarn(truncate=False)),
+    # As published, and the same numbers as floats.
+    "gpt_oss-mxfp4": GPT_OSS,
+    "gpt_oss-floats": GPT_OSS,
     "gpt_neox": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
 }
 # transformers names the width of heads by the hidden size in these.
 WITHOUT_HEAD_DIM = {"phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
-                    "gpt_neox"}
+                    "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
 
 def family_options(variant):
@@ -163,7 +199,50 @@ def make_model(variant, seed):
             else:
                 # transformers holds all experts of a block in one parameter.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+        # What is stored beside parameters, such as a correction of each expert's score.
+        parameters = dict(model.named_parameters())
+        for name, buffer in model.state_dict().items():
+            if name not in parameters and name != "lm_head.weight":
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if variant in ("gpt_oss-mxfp4", "gpt_oss-floats"):
+            for name, (codes, scales) in mxfp4_experts(model).items():
+                parameters[name].copy_(mxfp4_values(codes, scales).transpose(1, 2))
     return model
+
+
+def mxfp4_experts(model):
+    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`: the same for
+    every model of these sizes."""
+    generator = torch.Generator().manual_seed(4)
+    experts = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            count, inputs, outputs = parameter.shape
+            shape = (count, outputs, inputs // 32)
+            codes = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            experts[name] = codes, torch.randint(119, 125, shape, dtype=torch.uint8, generator=generator)
+    return experts
+
+
+def mxfp4_values(codes, scales):
+    """What they stand for, `[experts, out, in]`."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat([magnitudes, -magnitudes])
+    pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1)
+    values = pairs.flatten(-2) * torch.exp2(scales.float() - 127)[..., None]
+    return values.flatten(-2)
+
+
+def store_as_mxfp4(model, out):
+    """Puts codes and scales in the place of float experts."""
+    path = out / "model.safetensors"
+    tensors = load_file(path)
+    for name, (codes, scales) in mxfp4_experts(model).items():
+        del tensors[name]
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    save_file(tensors, path, metadata={"format": "pt"})
+    ours = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    edit_config(out / "config.json", lambda config: config.update(ours))
 
 
 def make_tokenizer():
@@ -224,6 +303,8 @@ def main():
         save_without_head(model, arguments.out)
     else:
         model.save_pretrained(arguments.out)
+    if arguments.variant == "gpt_oss-mxfp4":
+        store_as_mxfp4(model, arguments.out)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))
     if arguments.variant == "mistral-layer-types":
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

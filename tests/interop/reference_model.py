@@ -57,7 +57,7 @@ def load(model_dir, dequantize=False):
             # gptqmodel greets on stdout, which is for results.
             with contextlib.redirect_stdout(sys.stderr):
                 model, report = kind.from_pretrained(
-                    source, dtype=torch.float32, attn_implementation="eager",
+                    source, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
                     output_loading_info=True)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"transformers cannot load {model_dir}: {error}") from error

@@ -58,6 +58,9 @@ const LLAMAS: &[&str] = &["llama", "mistral", "qwen2", "qwen3"];
 const OPT: &[&str] = &["opt"];
 /// What engines do with experts is a matter of rules, and not of models.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
+/// Families with experts of which transformers has run compressed-tensors checkpoints, and no other engine any.
+const OTHER_EXPERTS: &[&str] =
+    &["qwen2_moe", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"];
 /// Families of which transformers has run compressed-tensors checkpoints, and no other engine any.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
@@ -93,7 +96,13 @@ const VISION_LANGUAGE: &[&str] = &[
 /// Those whose other readers were not looked at.
 const OTHER_VISION_LANGUAGE: &[&str] = &["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 
+/// Engines that read experts of gpt-oss under names of their own.
+const GPT_OSS: &[&str] = &["gpt_oss"];
+const EXPERTS_BY_OTHER_NAMES: Has =
+    Has::No("it reads experts of gpt-oss by names of its own, which this version does not write");
+
 pub(super) const VLLM_CUDA: &[Fact] = &[
+    fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(head_of_opt), Basis::Read),
@@ -102,6 +111,7 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
 ];
 
 pub(super) const VLLM_CPU: &[Fact] = &[
+    fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     // Version 0.32.0, docs/formats/engines.md.
     fact(&["llama"], Has::Yes, Basis::Run),
@@ -117,9 +127,11 @@ pub(super) const SGLANG: &[Fact] = &[
 ];
 
 pub(super) const TRANSFORMERS: &[Fact] = &[
+    fact(GPT_OSS, Has::No("it does not read experts of gpt-oss one by one"), Basis::Read),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),
+    fact(OTHER_EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
     fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),

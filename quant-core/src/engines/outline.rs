@@ -11,6 +11,8 @@ use crate::scheme::LinearScheme;
 pub enum LayerKind {
     /// Queries, keys and values: by heads of this width.
     Attention(usize),
+    /// Not at all: every rank has the whole of it.
+    Whole,
     /// By outputs.
     Column,
     /// By inputs.
@@ -133,8 +135,11 @@ impl Outline {
 /// Engines split what reads the residual stream by outputs, and what writes it by inputs, so that
 /// nothing is exchanged between the two.
 fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
+    if graph.makes_latents(id) {
+        return LayerKind::Whole;
+    }
     if let Some(shape) = graph.attentions().next().filter(|_| graph.feeds_attention(id)) {
-        return LayerKind::Attention(shape.head_dim);
+        return LayerKind::Attention(graph.head_width(id, shape));
     }
     // An expert reads the stream too, but the rows of its own tokens alone.
     let input = graph.all_rows_of(graph.nodes()[id].inputs[0]);

@@ -63,7 +63,7 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
         let share = share(layer, ranks)?;
         if let (Some((module, parts, k)), Some(scheme)) = (share, scheme) {
             let split_inputs = layer.kind == LayerKind::Row && ranks > 1;
-            let split_outputs = layer.kind != LayerKind::Row && ranks > 1;
+            let split_outputs = !matches!(layer.kind, LayerKind::Row | LayerKind::Whole) && ranks > 1;
             shares.push(Share { module, parts, k, split_inputs, split_outputs, scheme });
         }
     }
@@ -81,6 +81,7 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
     };
     let (parts, k) = match layer.kind {
         LayerKind::Row => (layer.parts.iter().map(|p| p.n).collect(), split(layer.k, "inputs")?),
+        LayerKind::Whole => (layer.parts.iter().map(|p| p.n).collect(), layer.k),
         LayerKind::Column => {
             let parts = layer.parts.iter().map(|p| split(p.n, "outputs"));
             (parts.collect::<Result<_, _>>()?, layer.k)

@@ -8,6 +8,7 @@ mod bits;
 mod compressed_tensors;
 mod gptq;
 mod modelopt;
+pub(crate) mod mxfp4;
 mod native_fp8;
 mod nibbles;
 mod numbers;
@@ -325,6 +326,9 @@ pub fn reader(quantization_config: &Value) -> Result<Box<dyn PackedReader>, Stri
         }
     }
     if let Some(reader) = native_fp8::reader(quantization_config)? {
+        return Ok(Box::new(reader));
+    }
+    if let Some(reader) = mxfp4::reader(quantization_config) {
         return Ok(Box::new(reader));
     }
     let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");

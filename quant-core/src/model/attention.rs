@@ -23,10 +23,11 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `softmax(q kᵀ · scale + causal mask) v` for every head; with a soft cap `c`, scaled scores `s` become `c tanh(s / c)`
 /// before the mask.
 ///
-/// `q` is `[batch, queries, heads · head_dim]`; `k` and `v` are `[batch, keys, kv_heads · head_dim]`; the last query
-/// stands at the last key's position. `repeat` query heads in a row share one key/value head. With a `window`, a query
-/// sees that many positions, its own included. No query sees a key of another segment; there are segments only where
-/// queries and keys are as many.
+/// `q` is `[batch, queries, heads · head_dim]`, `k` `[batch, keys, kv_heads · head_dim]` and `v`
+/// `[batch, keys, kv_heads · value_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
+/// share one key/value head. With a `window`, a query sees that many positions, its own included. No query sees a key of
+/// another segment; there are segments only where queries and keys are as many. `sinks` has a score for each query head
+/// that takes part in its softmax without a value.
 ///
 /// # Errors
 /// When shapes do not fit.
@@ -35,9 +36,10 @@ pub(crate) fn causal_attention(
     k: &Tensor,
     v: &Tensor,
     shape: AttentionShape,
+    sinks: Option<&[f32]>,
     segments: Segments<'_>,
 ) -> Result<Tensor> {
-    let op = CausalAttention { shape, segments };
+    let op = CausalAttention { shape, sinks, segments };
     Ok(q.contiguous()?.apply_op3_no_bwd(&k.contiguous()?, &v.contiguous()?, &op)?)
 }
 
@@ -74,6 +76,7 @@ pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core
 
 struct CausalAttention<'a> {
     shape: AttentionShape,
+    sinks: Option<&'a [f32]>,
     segments: Segments<'a>,
 }
 
@@ -92,72 +95,90 @@ impl CustomOp3 for CausalAttention<'_> {
         v_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         let (batch, queries, q_width) = q_layout.shape().dims3()?;
-        let (k_batch, keys, kv_width) = k_layout.shape().dims3()?;
-        let fits = k_layout.dims() == v_layout.dims()
+        let (k_batch, keys, k_width) = k_layout.shape().dims3()?;
+        let heads = self.heads(k_width);
+        let fits = v_layout.dims() == [k_batch, keys, heads * self.shape.value_dim]
             && k_batch == batch
-            && q_width == kv_width * self.shape.repeat
-            && kv_width % self.shape.head_dim == 0
+            && q_width == k_width * self.shape.repeat
+            && self.fit(k_width)
             && queries <= keys
             && (self.segments.is_whole() || (queries == keys && self.segments.fit(batch, keys)));
         if !fits {
             candle_core::bail!("attention of {:?} with {:?}", q_layout.dims(), k_layout.dims());
         }
         let (q, k, v) = (slice(q, q_layout)?, slice(k, k_layout)?, slice(v, v_layout)?);
-        Ok((CpuStorage::F32(self.run([batch, queries, keys], [q, k, v])), q_layout.shape().clone()))
+        let out = self.run([batch, queries, keys, heads], [q, k, v]);
+        let width = heads * self.shape.repeat * self.shape.value_dim;
+        Ok((CpuStorage::F32(out), Shape::from((batch, queries, width))))
     }
 }
 
-/// The same of one sequence on slices: `q` `[queries, heads · head_dim]`, `k` and `v` `[keys, kv_heads · head_dim]`.
+/// The same of one sequence on slices: `q` `[queries, heads · head_dim]`, `k` `[keys, kv_heads · head_dim]` and `v`
+/// `[keys, kv_heads · value_dim]`, where a key is `k_width` wide.
 ///
 /// # Errors
 /// When shapes do not fit.
 pub(super) fn cached_attention(
     [q, k, v]: [&[f32]; 3],
-    kv_width: usize,
+    k_width: usize,
     shape: AttentionShape,
+    sinks: Option<&[f32]>,
 ) -> Result<Vec<f32>> {
-    let width = kv_width * shape.repeat;
+    let op = CausalAttention { shape, sinks, segments: Segments::whole() };
+    let (width, heads) = (k_width * shape.repeat, op.heads(k_width));
     let fits = width > 0
-        && kv_width.is_multiple_of(shape.head_dim)
+        && op.fit(k_width)
         && q.len().is_multiple_of(width)
-        && k.len() == v.len()
-        && k.len().is_multiple_of(kv_width)
-        && q.len() / width <= k.len() / kv_width;
+        && k.len().is_multiple_of(k_width)
+        && v.len() == k.len() / k_width * heads * shape.value_dim
+        && q.len() / width <= k.len() / k_width;
     if !fits {
         return Err(Error::Internal(format!("attention of {} queries with {} keys", q.len(), k.len())));
     }
-    let op = CausalAttention { shape, segments: Segments::whole() };
-    Ok(op.run([1, q.len() / width, k.len() / kv_width], [q, k, v]))
+    Ok(op.run([1, q.len() / width, k.len() / k_width, heads], [q, k, v]))
 }
 
 impl CausalAttention<'_> {
-    /// Of `[batch, queries, keys]` that were checked.
-    fn run(&self, [batch, queries, keys]: [usize; 3], [q, k, v]: [&[f32]; 3]) -> Vec<f32> {
-        let mut out = vec![0.0_f32; q.len()];
-        let q_width = q.len().checked_div(batch * queries).unwrap_or(0).max(1);
-        let kv_width = q_width / self.shape.repeat;
+    /// Key and value heads of keys that are `k_width` wide.
+    fn heads(&self, k_width: usize) -> usize {
+        k_width.checked_div(self.shape.head_dim).unwrap_or(0)
+    }
+
+    /// Whether keys that are `k_width` wide are whole heads, each of which has its sinks.
+    fn fit(&self, k_width: usize) -> bool {
+        let heads = self.heads(k_width);
+        heads * self.shape.head_dim == k_width
+            && self.sinks.is_none_or(|sinks| sinks.len() == heads * self.shape.repeat)
+    }
+
+    /// Of `[batch, queries, keys, key heads]` that were checked.
+    fn run(&self, [batch, queries, keys, heads]: [usize; 4], [q, k, v]: [&[f32]; 3]) -> Vec<f32> {
+        let (k_width, v_width) = (heads * self.shape.head_dim, heads * self.shape.value_dim);
+        let [q_width, out_width] = [k_width, v_width].map(|width| (width * self.shape.repeat).max(1));
+        let mut out = vec![0.0_f32; batch * queries * out_width];
         let tiles: Vec<_> = out
-            .chunks_mut((queries * q_width).max(1))
+            .chunks_mut((queries * out_width).max(1))
             .enumerate()
             .flat_map(|(b, window)| {
                 window
-                    .chunks_mut(QUERY_TILE * q_width)
+                    .chunks_mut(QUERY_TILE * out_width)
                     .enumerate()
                     .map(move |(t, tile)| (b, t * QUERY_TILE, tile))
             })
             .collect();
         tiles.into_par_iter().for_each_init(Vec::new, |scores, (b, first, tile)| {
-            let count = tile.len() / q_width;
+            let count = tile.len() / out_width;
             let q = &q[(b * queries + first) * q_width..][..count * q_width];
-            let window = b * keys * kv_width..(b + 1) * keys * kv_width;
+            let [k, v] = [(k, k_width), (v, v_width)]
+                .map(|(values, width)| &values[b * keys * width..(b + 1) * keys * width]);
             let past = keys - queries + first;
             let starts = self.segments.starts_from(b * keys + past);
-            self.attend(q, &k[window.clone()], &v[window], q_width, past, starts, scores, tile);
+            self.attend(q, k, v, heads, past, starts, scores, tile);
         });
         out
     }
 
-    /// Attends `q` `[count, q_width]`, whose first row stands at position `past`. `starts` says where
+    /// Attends `q` `[count, heads · head_dim]`, whose first row stands at position `past`. `starts` says where
     /// each row's segment begins, if there are several.
     #[allow(clippy::too_many_arguments)]
     fn attend(
@@ -165,14 +186,15 @@ impl CausalAttention<'_> {
         q: &[f32],
         k: &[f32],
         v: &[f32],
-        q_width: usize,
+        kv_heads: usize,
         past: usize,
         starts: Option<&[u32]>,
         scores: &mut Vec<f32>,
         out: &mut [f32],
     ) {
-        let AttentionShape { head_dim: d, repeat, window, softcap, .. } = self.shape;
-        let kv_width = q_width / self.shape.repeat;
+        let AttentionShape { head_dim: d, value_dim, repeat, window, softcap, .. } = self.shape;
+        let (k_width, v_width, heads) = (kv_heads * d, kv_heads * value_dim, kv_heads * repeat);
+        let (q_width, out_width) = (heads * d, heads * value_dim);
         let count = q.len() / q_width;
         // Keys before `first` are out of every query's window and segment: neither goes backwards.
         let start = |position: usize| {
@@ -183,15 +205,15 @@ impl CausalAttention<'_> {
         let visible = past + count - first;
         let scale = self.shape.scale();
         scores.resize(count * visible, 0.0);
-        for head in 0..q_width / d {
+        for head in 0..heads {
             let kv_head = head / repeat;
             let view = |data, rows, width, at: usize| {
                 MatRef::from_row_major_slice_with_stride(data, rows, width, at)
             };
             let queries = view(&q[head * d..], count, d, q_width);
-            let at = first * kv_width + kv_head * d;
-            let keys = view(&k[at..], visible, d, kv_width);
-            let values = view(&v[at..], visible, d, kv_width);
+            let keys = view(&k[first * k_width + kv_head * d..], visible, d, k_width);
+            let values = view(&v[first * v_width + kv_head * value_dim..], visible, value_dim, v_width);
+            let sink = self.sinks.map(|sinks| sinks[head]);
             let weights = MatMut::from_row_major_slice_mut(scores.as_mut_slice(), count, visible);
             matmul(weights, Accum::Replace, queries, keys.transpose(), scale, Par::Seq);
             vectorized(
@@ -203,22 +225,22 @@ impl CausalAttention<'_> {
                         if let Some(cap) = softcap {
                             cap_in_place(&mut row[seen.clone()], cap);
                         }
-                        softmax_range(row, seen);
+                        softmax_range(row, seen, sink);
                     }
                 },
             );
             let weights = MatRef::from_row_major_slice(scores.as_slice(), count, visible);
             // faer 0.24's own strided row-major constructor swaps the strides of a mutable view.
-            let into =
-                MatMut::from_column_major_slice_with_stride_mut(&mut out[head * d..], d, count, q_width);
+            let into = &mut out[head * value_dim..];
+            let into = MatMut::from_column_major_slice_with_stride_mut(into, value_dim, count, out_width);
             matmul(into.transpose_mut(), Accum::Replace, weights, values, 1.0_f32, Par::Seq);
         }
     }
 }
 
-/// Softmax over the scores in `seen`; the others become 0.
+/// Softmax over the scores in `seen` and the sink, if there is one; the others become 0.
 #[inline(always)]
-fn softmax_range(row: &mut [f32], seen: Range<usize>) {
+fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     const LANES: usize = 16;
     let (row, after) = row.split_at_mut(seen.end);
     let (before, seen) = row.split_at_mut(seen.start);
@@ -231,7 +253,7 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>) {
             *m = if s > *m { s } else { *m };
         }
     }
-    let max = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let max = largest.into_iter().fold(sink.unwrap_or(f32::NEG_INFINITY), f32::max);
     let mut sums = [0.0_f32; LANES];
     for part in seen.chunks_mut(LANES) {
         for (sum, s) in sums.iter_mut().zip(part) {
@@ -239,7 +261,8 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>) {
             *sum += *s;
         }
     }
-    let inverse = 1.0 / sums.iter().sum::<f32>();
+    let all = sums.iter().sum::<f32>();
+    let inverse = 1.0 / sink.map_or(all, |sink| all + exp(sink - max));
     for s in seen.iter_mut() {
         *s *= inverse;
     }
@@ -388,11 +411,44 @@ mod tests {
             let (k, v) = (wave((batch, keys, kv_heads * d), 0.7), wave((batch, keys, kv_heads * d), 1.9));
             for window in [None, Some(1), Some(3), Some(64), Some(keys), Some(usize::MAX)] {
                 let shape = AttentionShape { window, ..AttentionShape::new(kv_heads, repeat, d) };
-                let out = causal_attention(&q, &k, &v, shape, Segments::whole()).unwrap();
+                let out = causal_attention(&q, &k, &v, shape, None, Segments::whole()).unwrap();
                 let out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
                 let exact = naive(&q, &k, &v, repeat, d, window.unwrap_or(usize::MAX));
                 for (got, exact) in out.iter().zip(exact) {
                     approx::assert_abs_diff_eq!(f64::from(*got), exact, epsilon = 1e-5);
+                }
+            }
+        }
+    }
+
+    /// Values narrower and wider than keys, with a sink for each head: as with one more key, whose value is 0.
+    #[test]
+    fn sinks_and_values_of_another_width_match_their_definition() {
+        let (kv_heads, repeat, d, length) = (2, 3, 4, 9);
+        for value_dim in [1, 3, 7] {
+            let q = wave((1, length, kv_heads * repeat * d), 0.1);
+            let (k, v) = (wave((1, length, kv_heads * d), 0.7), wave((1, length, kv_heads * value_dim), 1.9));
+            let sinks: Vec<f32> = (0..kv_heads * repeat).map(|head| head as f32 - 2.0).collect();
+            let window = Some(5);
+            let shape = AttentionShape { value_dim, window, ..AttentionShape::new(kv_heads, repeat, d) };
+            let out = causal_attention(&q, &k, &v, shape, Some(&sinks), Segments::whole()).unwrap();
+            assert_eq!(out.dims(), [1, length, kv_heads * repeat * value_dim]);
+            let [q, k, v, out] = [&q, &k, &v, &out].map(|t| t.to_vec3::<f32>().unwrap().swap_remove(0));
+            for (t, out) in out.iter().enumerate() {
+                for (head, out) in out.chunks(value_dim).enumerate() {
+                    let kv = head / repeat;
+                    let seen = (t + 1).saturating_sub(5)..=t;
+                    let weight = |s: usize| {
+                        let dot: f64 =
+                            (0..d).map(|i| f64::from(q[t][head * d + i]) * f64::from(k[s][kv * d + i])).sum();
+                        (dot / (d as f64).sqrt()).exp()
+                    };
+                    let all = seen.clone().map(weight).sum::<f64>() + f64::from(sinks[head]).exp();
+                    for (i, found) in out.iter().enumerate() {
+                        let sum: f64 =
+                            seen.clone().map(|s| weight(s) * f64::from(v[s][kv * value_dim + i])).sum();
+                        approx::assert_abs_diff_eq!(f64::from(*found), sum / all, epsilon = 1e-5);
+                    }
                 }
             }
         }
@@ -414,7 +470,7 @@ mod tests {
             let q = wave((2, 200, width), 0.1);
             let (k, v) = (wave((2, 200, kv_width), 0.7), wave((2, 200, kv_width), 1.9));
             let shape = AttentionShape { window, ..AttentionShape::new(kv_heads, repeat, d) };
-            let packed = causal_attention(&q, &k, &v, shape, Segments::new(&starts)).unwrap();
+            let packed = causal_attention(&q, &k, &v, shape, None, Segments::new(&starts)).unwrap();
             for (row, lengths) in lengths.iter().enumerate() {
                 let mut at = 0;
                 for &length in lengths.iter().filter(|l| **l > 0) {
@@ -422,7 +478,7 @@ mod tests {
                         t.narrow(0, row, 1).unwrap().narrow(1, at, length).unwrap().contiguous().unwrap()
                     };
                     let (q, k, v) = (part(&q), part(&k), part(&v));
-                    let alone = causal_attention(&q, &k, &v, shape, Segments::whole()).unwrap();
+                    let alone = causal_attention(&q, &k, &v, shape, None, Segments::whole()).unwrap();
                     let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
                     for (a, b) in values(&part(&packed)).iter().zip(values(&alone)) {
                         approx::assert_abs_diff_eq!(*a, b, epsilon = 1e-5);
@@ -444,7 +500,8 @@ mod tests {
     #[test]
     fn misfits_are_errors() {
         let (q, k) = (wave((1, 3, 8), 0.0), wave((1, 2, 8), 0.0));
-        let attend = |q, k, v, segments| causal_attention(q, k, v, AttentionShape::new(2, 1, 4), segments);
+        let attend =
+            |q, k, v, segments| causal_attention(q, k, v, AttentionShape::new(2, 1, 4), None, segments);
         assert!(attend(&q, &k, &k, Segments::whole()).is_err());
         assert!(attend(&k, &q, &k, Segments::whole()).is_err());
         for starts in [&[0][..], &[0, 1, 1, 1], &[0, 2, 2], &[0, 1, 0]] {

@@ -12,7 +12,7 @@ use super::tensor_values::with_slices;
 use super::{
     CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
 };
-use super::{RecurrentParameters, experts, paged, recurrent};
+use super::{RecurrentParameters, experts, gates, paged, recurrent};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -69,12 +69,14 @@ pub struct Block {
     linears: BTreeMap<NodeId, Linear>,
     recurrent: BTreeMap<NodeId, RecurrentParameters>,
     ropes: BTreeMap<NodeId, Arc<RopeTable>>,
+    constants: BTreeMap<NodeId, Arc<[f32]>>,
     caching: KvCaching,
 }
 
 impl Block {
     /// A block from its parts: the parameters of each norm that has any, a [`Linear`] for each linear
-    /// of the graph, the parameters of recurrent operations, and the tables of its rotations.
+    /// of the graph, the parameters of recurrent operations, the [constants](Op::has_constants) of others, and the tables
+    /// of its rotations.
     ///
     /// # Errors
     /// When one is missing.
@@ -83,6 +85,7 @@ impl Block {
         mut norms: BTreeMap<NodeId, Norm>,
         linears: BTreeMap<NodeId, Linear>,
         recurrent: BTreeMap<NodeId, RecurrentParameters>,
+        constants: BTreeMap<NodeId, Arc<[f32]>>,
         ropes: &RopeTables,
     ) -> Result<Self> {
         let mut tables = BTreeMap::new();
@@ -100,11 +103,13 @@ impl Block {
             |id: NodeId| norms.get(&id).is_some_and(|norm| norm.bias.is_some() == graph.has_bias(id));
         let complete = graph.norms().all(|(id, ..)| has_its_own(id))
             && graph.linears().all(|(id, ..)| linears.contains_key(&id))
-            && graph.recurrent().all(|(id, _)| recurrent.contains_key(&id));
+            && graph.recurrent().all(|(id, _)| recurrent.contains_key(&id))
+            && (graph.nodes().iter().enumerate())
+                .all(|(id, node)| node.op.has_constants() == constants.contains_key(&id));
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        Ok(Self { graph, norms, linears, recurrent, ropes: tables, caching: KvCaching::Float })
+        Ok(Self { graph, norms, linears, recurrent, ropes: tables, constants, caching: KvCaching::Float })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -390,13 +395,15 @@ impl Run<'_> {
                     _ => self.block.linear(id).forward(x),
                 }
             }
-            (Op::Route(routing), [logits]) => experts::route(logits, *routing).map_err(|e| match e {
-                Error::Numeric { reason, .. } => {
-                    let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
-                    Error::Numeric { tensor: format!("{router}.weight"), reason }
-                }
-                other => other,
-            }),
+            (Op::Route(routing), [logits]) => {
+                experts::route(logits, *routing, self.constants(id)).map_err(|e| match e {
+                    Error::Numeric { reason, .. } => {
+                        let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
+                        Error::Numeric { tensor: format!("{router}.weight"), reason }
+                    }
+                    other => other,
+                })
+            }
             (Op::ExpertInput { expert, .. }, [x, weights]) => {
                 let tokens = experts::tokens_of_expert(weights, *expert)?;
                 let rows = experts::rows(x, &tokens)?;
@@ -404,7 +411,10 @@ impl Run<'_> {
                 Ok(rows)
             }
             (Op::Experts { .. }, [weights, outputs @ ..]) => experts::sum(weights, outputs),
-            (Op::Gated(_), [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),
+            (Op::Gated(_) | Op::ClampedGated { .. }, [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),
+            (Op::ClampedGated { alpha, limit }, [gate, up]) => gates::clamped(*alpha, *limit, gate, up),
+            (Op::TokenGate, [x, gate]) => gates::by_token(x, gate),
+            (Op::JoinHeads { heads, widths }, [a, b]) => join_heads([a, b], *heads, *widths),
             (Op::Rope(_), [x]) => {
                 let table = &self.block.ropes[&id];
                 match self.segments.is_whole() {
@@ -414,7 +424,7 @@ impl Run<'_> {
             }
             (Op::Attention(shape), [q, k, v]) => {
                 self.tap.attention_input(id, q, k, tokens_of(q)?)?;
-                self.attend(*shape, [q, k, v])
+                self.attend(id, *shape, [q, k, v])
             }
             (Op::Recurrent(op), inputs) => {
                 let state = self.cache.as_deref_mut().map(|cache| cache.state(id, op.state_len()));
@@ -446,32 +456,60 @@ impl Run<'_> {
     }
 
     /// Attention as the block caches, on what is cached already and these.
-    fn attend(&mut self, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
-        let rounded = |x: &Tensor| -> Result<Tensor> {
-            let KvCaching::Simulated(scheme) = self.block.caching else { return Ok(x.clone()) };
+    fn attend(&mut self, id: NodeId, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+        let block = self.block;
+        let sinks = block.constants.get(&id).map(AsRef::as_ref);
+        let rounded = |x: &Tensor, width: usize| -> Result<Tensor> {
+            let KvCaching::Simulated(scheme) = block.caching else { return Ok(x.clone()) };
             let mut values = x.flatten_all()?.to_vec1::<f32>()?;
-            scheme.round(&mut values, shape.head_dim)?;
+            scheme.round(&mut values, width)?;
             Ok(Tensor::from_vec(values, x.shape(), x.device())?)
         };
+        let float = |[k, v]: [&Tensor; 2]| {
+            Ok::<_, Error>((rounded(k, shape.head_dim)?, rounded(v, shape.value_dim)?))
+        };
         let Some(cache) = self.cache.as_deref_mut() else {
-            return match self.block.caching {
+            return match block.caching {
                 KvCaching::Kernels(kind) => paged::prefill(kind, shape, [q, k, v], self.segments),
-                _ => causal_attention(q, &rounded(k)?, &rounded(v)?, shape, self.segments),
+                _ => {
+                    let (k, v) = float([k, v])?;
+                    causal_attention(q, &k, &v, shape, sinks, self.segments)
+                }
             };
         };
-        if let KvCaching::Kernels(kind) = self.block.caching {
+        if let KvCaching::Kernels(kind) = block.caching {
             return paged::decode(kind, shape, cache, [q, k, v]);
         }
-        let (batch, _, kv_width) = k.dims3()?;
+        let (batch, positions, k_width) = k.dims3()?;
+        let v_width = v.dim(D::Minus1)?;
         if batch != 1 {
             return Err(Error::Internal(format!("{batch} sequences in the cache of one")));
         }
-        let out = with_slices([q, &rounded(k)?, &rounded(v)?], |[q, k, v]| {
-            let (k, v) = cache.append(k, v, kv_width)?;
-            cached_attention([q, k, v], kv_width, shape)
+        let (k, v) = float([k, v])?;
+        let out = with_slices([q, &k, &v], |[q, k, v]| {
+            let (k, v) = cache.append([k, v], [k_width, v_width])?;
+            cached_attention([q, k, v], k_width, shape, sinks)
         })?;
-        Ok(Tensor::from_vec(out, q.shape(), &Device::Cpu)?)
+        Ok(Tensor::from_vec(out, (batch, positions, self.block.graph.width(id)), &Device::Cpu)?)
     }
+
+    /// The stored numbers of an operation that is neither a linear nor a norm.
+    fn constants(&self, id: NodeId) -> Option<&[f32]> {
+        self.block.constants.get(&id).map(AsRef::as_ref)
+    }
+}
+
+/// The heads of two values `[batch, positions, features]`, joined feature by feature.
+fn join_heads(values: [&Tensor; 2], heads: usize, widths: [usize; 2]) -> Result<Tensor> {
+    let (batch, positions, _) = values[0].dims3()?;
+    let split = |i: usize| -> Result<Tensor> {
+        let (value, width) = (values[i], widths[i]);
+        let own = value.dim(D::Minus1)? / width.max(1);
+        let split = value.reshape((batch, positions, own, width))?;
+        Ok(if own == heads { split } else { split.broadcast_as((batch, positions, heads, width))? })
+    };
+    let joined = Tensor::cat(&[split(0)?, split(1)?], 3)?;
+    Ok(joined.reshape((batch, positions, heads * (widths[0] + widths[1])))?)
 }
 
 /// The tokens of a value `[…, features]` that has a row for each of them.

@@ -52,7 +52,7 @@ pub struct LayerCache {
 #[derive(Debug, Clone)]
 pub(super) enum Held {
     Nothing,
-    /// Each `[positions, kv_heads · head_dim]`.
+    /// `[positions, kv_heads · head_dim]` and `[positions, kv_heads · value_dim]`.
     Floats {
         keys: Vec<f32>,
         values: Vec<f32>,
@@ -85,15 +85,19 @@ impl LayerCache {
         attended + states
     }
 
-    /// Appends positions of `width` floats each and returns all keys and values so far.
-    pub(super) fn append(&mut self, k: &[f32], v: &[f32], width: usize) -> Result<(&[f32], &[f32])> {
+    /// Appends positions whose keys and values have these widths, and returns all keys and values so far.
+    pub(super) fn append(
+        &mut self,
+        [k, v]: [&[f32]; 2],
+        [k_width, v_width]: [usize; 2],
+    ) -> Result<(&[f32], &[f32])> {
         if let Held::Nothing = self.held {
             self.held = Held::Floats { keys: Vec::new(), values: Vec::new() };
         }
         let Held::Floats { keys, values } = &mut self.held else {
             return Err(Error::Internal("a cache of pages was given to a model that caches floats".into()));
         };
-        if keys.len() + k.len() > self.capacity * width || k.len() != v.len() {
+        if keys.len() + k.len() > self.capacity * k_width || k.len() * v_width != v.len() * k_width {
             return Err(Error::Internal("more positions than the cache was made for".into()));
         }
         keys.extend_from_slice(k);

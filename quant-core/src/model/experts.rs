@@ -7,20 +7,19 @@
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
 
-use super::arch::Routing;
+use super::arch::{Routing, Scores};
 use super::tensor_values::with_values;
 use crate::{Error, Result};
 
-/// The weights of the experts that each token is routed to, from the router's logits `[…, experts]`.
-///
-/// A token goes to the `top_k` experts with the largest softmax, of equal ones to those that come first. Their
-/// weights are the softmax over all experts, scaled to add up to 1 where the routing says so.
+/// The weights of the experts that each token is routed to, from the router's logits `[…, experts]` and the correction
+/// of each expert's score, where the routing has one. Of experts, and of groups, that are equally good, those that come
+/// first are taken.
 ///
 /// # Errors
-/// When the logits have another width, or one of them is not finite.
-pub(super) fn route(logits: &Tensor, routing: Routing) -> Result<Tensor> {
+/// When the logits or the correction have another width, or a logit is not finite.
+pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]>) -> Result<Tensor> {
     let experts = routing.experts;
-    if logits.dim(D::Minus1)? != experts {
+    if logits.dim(D::Minus1)? != experts || correction.is_some_and(|c| c.len() != experts) {
         return Err(Error::Internal(format!("logits {:?} of {experts} experts", logits.dims())));
     }
     let weights = with_values(logits, |logits| {
@@ -32,26 +31,77 @@ pub(super) fn route(logits: &Tensor, routing: Routing) -> Result<Tensor> {
         }
         let mut weights = vec![0.0; logits.len()];
         let rows = weights.par_chunks_mut(experts).zip(logits.par_chunks(experts));
-        rows.for_each_init(Vec::new, |order, (weights, logits)| route_token(logits, routing, order, weights));
+        rows.for_each_init(Scratch::default, |scratch, (weights, logits)| {
+            route_token(logits, routing, correction, scratch, weights);
+        });
         Ok(weights)
     })?;
     Ok(Tensor::from_vec(weights, logits.dims(), &Device::Cpu)?)
 }
 
-/// `weights` are 0 before. `order` is scratch space.
-fn route_token(logits: &[f32], routing: Routing, order: &mut Vec<u32>, weights: &mut [f32]) {
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let exponential = |expert: u32| (logits[expert as usize] - largest).exp();
-    let all: f32 = (0..logits.len() as u32).map(exponential).sum();
+/// Space that the tokens of a thread share.
+#[derive(Default)]
+struct Scratch {
+    scores: Vec<f32>,
+    choice: Vec<f32>,
+    group: Vec<f32>,
+    order: Vec<u32>,
+}
+
+/// `weights` are 0 before.
+fn route_token(
+    logits: &[f32],
+    routing: Routing,
+    correction: Option<&[f32]>,
+    Scratch { scores, choice, group, order }: &mut Scratch,
+    weights: &mut [f32],
+) {
+    scores.clear();
+    match routing.scores {
+        Scores::Softmax => {
+            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            scores.extend(logits.iter().map(|logit| (logit - largest).exp()));
+            let all: f32 = scores.iter().sum();
+            scores.iter_mut().for_each(|score| *score /= all);
+        }
+        Scores::Sigmoid => scores.extend(logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp()))),
+    }
+    choice.clear();
+    match correction {
+        Some(correction) => choice.extend(scores.iter().zip(correction).map(|(score, c)| score + c)),
+        // In the same order as the scores, and also where these are too small to differ.
+        None if routing.groups.is_none() => choice.extend(logits),
+        None => choice.extend(&*scores),
+    }
     order.clear();
-    order.extend(0..logits.len() as u32);
+    match routing.groups {
+        None => order.extend(0..logits.len() as u32),
+        Some(groups) => {
+            let size = (logits.len() / groups.count.max(1)).max(1);
+            let worth = |experts: &[f32]| -> f32 {
+                let mut sorted = experts.to_vec();
+                sorted.sort_by(|a, b| b.total_cmp(a));
+                sorted.iter().take(groups.by_largest).sum()
+            };
+            group.clear();
+            group.extend(choice.chunks(size).map(worth));
+            let mut best: Vec<usize> = (0..group.len()).collect();
+            best.sort_by(|&a, &b| group[b].total_cmp(&group[a]));
+            best.truncate(groups.chosen);
+            best.sort_unstable();
+            order.extend(best.into_iter().flat_map(|g| (g * size) as u32..((g + 1) * size) as u32));
+        }
+    }
     // A stable sort: of equals, the first stay first.
-    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+    order.sort_by(|&a, &b| choice[b as usize].total_cmp(&choice[a as usize]));
     let chosen = &order[..routing.top_k.min(order.len())];
-    let probability = |expert: u32| exponential(expert) / all;
-    let scale = if routing.normalized { chosen.iter().map(|&e| probability(e)).sum() } else { 1.0 };
+    let score = |expert: u32| scores[expert as usize];
+    let divisor = match routing.normalized {
+        true => chosen.iter().map(|&e| score(e)).sum::<f32>() + routing.epsilon,
+        false => 1.0,
+    };
     for &expert in chosen {
-        weights[expert as usize] = probability(expert) / scale;
+        weights[expert as usize] = score(expert) / divisor * routing.scale;
     }
 }
 
@@ -148,6 +198,7 @@ pub(crate) fn add_expert(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::arch::Groups;
 
     fn tensor(values: &[f32], rows: usize) -> Tensor {
         Tensor::from_slice(values, (1, rows, values.len() / rows.max(1)), &Device::Cpu).unwrap()
@@ -160,30 +211,72 @@ mod tests {
     #[test]
     fn weights_are_the_softmax_of_the_chosen() {
         let logits = [1.0_f32, 3.0, 2.0, -1.0, 0.0, 0.0, 0.0, 0.0];
-        let routing = Routing { experts: 4, top_k: 2, normalized: false };
+        let routing = Routing::new(4, 2);
         let all: f64 = logits[..4].iter().map(|l| f64::from(*l).exp()).sum();
-        let weights = flat(&route(&tensor(&logits, 2), routing).unwrap());
+        let weights = flat(&route(&tensor(&logits, 2), routing, None).unwrap());
         for (expert, &weight) in weights[..4].iter().enumerate() {
             let exact = if expert == 1 || expert == 2 { f64::from(logits[expert]).exp() / all } else { 0.0 };
             approx::assert_relative_eq!(f64::from(weight), exact, max_relative = 1e-6);
         }
         // Of equal logits the first are taken.
         assert_eq!(weights[4..], [0.25, 0.25, 0.0, 0.0]);
-        let scaled = flat(&route(&tensor(&logits, 2), Routing { normalized: true, ..routing }).unwrap());
+        let scaled =
+            flat(&route(&tensor(&logits, 2), Routing { normalized: true, ..routing }, None).unwrap());
         approx::assert_relative_eq!(scaled[1] + scaled[2], 1.0, max_relative = 1e-6);
         approx::assert_relative_eq!(scaled[1] / scaled[2], weights[1] / weights[2], max_relative = 1e-6);
         assert_eq!(scaled[4..], [0.5, 0.5, 0.0, 0.0]);
     }
 
+    /// Sigmoid scores: the correction decides who is chosen, and not what it weighs; groups are judged by their best two.
+    #[test]
+    fn corrections_and_groups_choose_and_do_not_weigh() {
+        let logits = [3.0_f32, -2.0, 2.0, 1.9, -1.0, 2.5];
+        let score = |expert: usize| 1.0 / (1.0 + (-f64::from(logits[expert])).exp());
+        let routing = Routing {
+            scores: Scores::Sigmoid,
+            groups: Some(Groups { count: 3, chosen: 1, by_largest: 2 }),
+            normalized: true,
+            epsilon: 1e-20,
+            scale: 2.5,
+            ..Routing::new(6, 1)
+        };
+        let chosen = |routing: Routing, correction: Option<&[f32]>| {
+            let weights = flat(&route(&tensor(&logits, 1), routing, correction).unwrap());
+            let found = weights.iter().enumerate().filter(|(_, w)| **w != 0.0);
+            found.map(|(expert, weight)| (expert, f64::from(*weight))).collect::<Vec<_>>()
+        };
+        // The middle group has the largest sum of two, the first the largest score.
+        assert_eq!(chosen(routing, None), [(2, 2.5)]);
+        let by_largest = Groups { by_largest: 1, ..routing.groups.unwrap() };
+        assert_eq!(chosen(Routing { groups: Some(by_largest), ..routing }, None), [(0, 2.5)]);
+        assert_eq!(chosen(Routing { groups: None, ..routing }, None), [(0, 2.5)]);
+        let correction = [0.0, 0.0, 0.0, 0.5, 0.0, 0.0];
+        let two = Routing { top_k: 2, ..routing };
+        assert_eq!(chosen(routing, Some(&correction)), [(3, 2.5)]);
+        let found = chosen(two, Some(&correction));
+        for ((expert, weight), expected) in found.into_iter().zip([2, 3]) {
+            assert_eq!(expert, expected);
+            approx::assert_relative_eq!(
+                weight,
+                2.5 * score(expert) / (score(2) + score(3)),
+                max_relative = 1e-6
+            );
+        }
+        let (expert, weight) = chosen(Routing { normalized: false, ..routing }, Some(&correction))[0];
+        assert_eq!(expert, 3);
+        approx::assert_relative_eq!(weight, 2.5 * score(3), max_relative = 1e-6);
+        assert!(route(&tensor(&logits, 1), routing, Some(&[0.0; 5])).is_err());
+    }
+
     #[test]
     fn permuting_experts_permutes_weights() {
         let logits: Vec<f32> = (0..40).map(|i| (i as f32 * 0.91).sin() * 3.0).collect();
-        let routing = Routing { experts: 8, top_k: 3, normalized: true };
+        let routing = Routing { normalized: true, ..Routing::new(8, 3) };
         let order = [3, 0, 7, 1, 6, 2, 5, 4];
         let permuted: Vec<f32> = logits.chunks(8).flat_map(|row| order.map(|e| row[e])).collect();
-        let weights = flat(&route(&tensor(&logits, 5), routing).unwrap());
+        let weights = flat(&route(&tensor(&logits, 5), routing, None).unwrap());
         let expected: Vec<f32> = weights.chunks(8).flat_map(|row| order.map(|e| row[e])).collect();
-        let found = flat(&route(&tensor(&permuted, 5), routing).unwrap());
+        let found = flat(&route(&tensor(&permuted, 5), routing, None).unwrap());
         for (found, expected) in found.iter().zip(&expected) {
             approx::assert_relative_eq!(found, expected, max_relative = 1e-6);
         }
@@ -211,8 +304,8 @@ mod tests {
 
     #[test]
     fn logits_must_be_finite() {
-        let routing = Routing { experts: 2, top_k: 1, normalized: false };
-        assert!(route(&tensor(&[0.0, f32::NAN], 1), routing).is_err());
-        assert!(route(&tensor(&[0.0, 1.0, 2.0], 1), routing).is_err());
+        let routing = Routing::new(2, 1);
+        assert!(route(&tensor(&[0.0, f32::NAN], 1), routing, None).is_err());
+        assert!(route(&tensor(&[0.0, 1.0, 2.0], 1), routing, None).is_err());
     }
 }

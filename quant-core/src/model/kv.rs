@@ -131,10 +131,23 @@ impl KvCaching {
     /// Why the kernels cannot cache the keys and values of all these attentions on this machine, if they cannot; the
     /// cache is then simulated.
     pub fn refusal(kind: KvType, attentions: &[AttentionShape]) -> Option<String> {
-        attentions.iter().find_map(|shape| match shape.softcap {
-            Some(_) => Some("the kernels' attention has no soft cap on scores".into()),
+        attentions.iter().find_map(|shape| match lacking(*shape) {
+            Some(reason) => Some(reason.into()),
             None => refusal(kind, shape.head_dim),
         })
+    }
+}
+
+/// What of an attention the kernels do not compute, if there is such.
+pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
+    if shape.softcap.is_some() {
+        Some("the kernels' attention has no soft cap on scores")
+    } else if shape.sinks.is_some() {
+        Some("the kernels' attention has no sinks")
+    } else if shape.value_dim != shape.head_dim {
+        Some("the kernels' cache holds keys and values of one width")
+    } else {
+        None
     }
 }
 

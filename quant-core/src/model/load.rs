@@ -12,11 +12,11 @@ use serde_json::{Map, Value};
 use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::dequantized::Dequantized;
-use super::names;
 use super::{
     Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RecurrentParameters, RopeTables, StoredWeight,
     WeightBody,
 };
+use super::{fused_experts, names};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
@@ -86,7 +86,7 @@ impl Model {
         let fields = ConfigFields::new(path, config);
         let architecture = arch::describe(&fields, source.as_ref())?;
         let kv = KvScheme::from_config(&fields)?;
-        let source = names::with_base(source, &architecture);
+        let source = fused_experts::split(names::with_base(source, &architecture), &architecture)?;
         let quantization = match quantization_settings(&fields)? {
             None => None,
             Some(settings) => {
@@ -571,7 +571,16 @@ impl Model {
             let values = tensors.map(|p| self.source.read_f32(&format!("{module}.{}", p.name)));
             recurrent.insert(id, RecurrentParameters(values.collect::<Result<_>>()?));
         }
-        Block::new(graph.clone(), norms, linears, recurrent, ropes)
+        let mut constants: BTreeMap<_, Arc<[f32]>> = BTreeMap::new();
+        for (id, op) in
+            graph.nodes().iter().map(|node| &node.op).enumerate().filter(|(_, op)| op.has_constants())
+        {
+            for parameter in op.parameters() {
+                let name = format!("{}.{}", a.in_block(index, op.name()), parameter.name);
+                constants.insert(id, self.source.read_f32(&name)?.into());
+            }
+        }
+        Block::new(graph.clone(), norms, linears, recurrent, constants, ropes)
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row

@@ -12,6 +12,8 @@ mod cache;
 mod decoder;
 mod dequantized;
 mod experts;
+mod fused_experts;
+mod gates;
 mod kv;
 mod linear;
 mod load;
@@ -28,9 +30,10 @@ mod tensor_values;
 mod tokens;
 
 pub use arch::{
-    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, DeltaNet,
-    EmbeddingScale, FoldGroup, LayerNormParameters, LearnedPositions, LogitsTransform, Node, NodeId, Op,
-    OrderGroup, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind, Routing, Wrapper,
+    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,
+    DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions, LogitsTransform,
+    Node, NodeId, Op, OrderGroup, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind, Routing, Scores,
+    Wrapper,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};

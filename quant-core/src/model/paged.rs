@@ -30,8 +30,8 @@ impl Paged {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
         let kv = kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are no heads of {d}")))?;
-        if shape.softcap.is_some() {
-            return Err(Error::Internal("the kernels' attention has no soft cap".into()));
+        if let Some(reason) = super::kv::lacking(shape) {
+            return Err(Error::Internal(reason.into()));
         }
         let heads = Heads { query: kv * shape.repeat, kv, scale: shape.scale() };
         let layout = KvLayout::new(kind, d).map_err(cache_error)?;
@@ -346,10 +346,10 @@ mod tests {
         let mut cache = LayerCache::new(4);
         decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).unwrap();
         assert!(decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).is_err());
-        assert!(cache.append(&[0.0; 16], &[0.0; 16], 16).is_err());
+        assert!(cache.append([&[0.0; 16], &[0.0; 16]], [16; 2]).is_err());
         let mut floats = LayerCache::new(4);
-        assert_eq!(floats.append(&[1.0; 16], &[2.0; 16], 16).unwrap().0.len(), 16);
-        assert!(floats.append(&[1.0; 64], &[2.0; 64], 16).is_err());
+        assert_eq!(floats.append([&[1.0; 16], &[2.0; 16]], [16; 2]).unwrap().0.len(), 16);
+        assert!(floats.append([&[1.0; 64], &[2.0; 64]], [16; 2]).is_err());
         assert!(decode(KvType::Kv4, case.shape, &mut floats, [&q, &k, &v]).is_err());
         let bad = (&k * 1e6).unwrap();
         let error = attend(case.shape, [&q, &bad, &v]).unwrap_err();

@@ -252,8 +252,8 @@ impl Plan {
         let selectors = selection.matches(&names, &outside)?;
         if let Some(router) = named(false).find(|router| selection.outside(router).is_some()) {
             return Err(Error::usage(
-                format!("`{router}` cannot be quantized: it is a router or a gate"),
-                "remove the override; routers and gates always stay float",
+                format!("`{router}` cannot be quantized: it is a router or a gate, which always stays float"),
+                "remove the override",
             ));
         }
 
@@ -447,7 +447,11 @@ impl Plan {
             };
             let outputs = vec![TensorSpec { name: name.to_owned(), info: info.clone() }];
             let layer = architecture.layer_of(name);
-            if layer.is_none() && architecture.is_in_some_block(name) {
+            if architecture.is_in_further_block(name) {
+                // Readers that run such blocks must know that their linears are not quantized.
+                let module = name.strip_suffix(".weight").filter(|_| info.shape.len() == 2);
+                self.float_modules.extend(module.map(str::to_owned));
+            } else if layer.is_none() && architecture.is_in_some_block(name) {
                 return Err(Error::Config {
                     path: model.path().to_owned(),
                     field: "num_hidden_layers".into(),

@@ -21,9 +21,10 @@ pub struct Case {
     pub other_producers: Vec<Vec<&'static str>>,
     /// Whether queries and keys can be scaled against each other.
     pub has_pairs: bool,
-    pub has_softcap: bool,
     /// What rounding to 4 bits may change logits by, of the largest one.
     pub rounding: f64,
+    /// Whether its attention has what that of the kernels lacks.
+    pub unlike_kernels: bool,
     /// Whether frequencies depend on the length of the sequence.
     pub grows: bool,
     pub positions: usize,
@@ -33,6 +34,7 @@ pub struct Case {
 const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
 const NORMED: &str = "stand between its linears and the sum";
 const UNNORMED: &str = "without a norm";
+const EXPERTS: &str = "what is normed is not only multiplied";
 const MEAN: &str = "subtract the mean";
 
 impl Case {
@@ -52,8 +54,8 @@ impl Case {
             producers: LLAMA.to_vec(),
             other_producers: Vec::new(),
             has_pairs: true,
-            has_softcap: false,
             rounding: 0.6,
+            unlike_kernels: false,
             grows: false,
             positions: usize::MAX,
             not_rotated_for: None,
@@ -70,6 +72,15 @@ impl Case {
             Some(other) => &self.other_producers[other],
             None => &self.producers,
         }
+    }
+
+    /// Whether some blocks have experts.
+    pub fn has_experts(&self) -> bool {
+        let architecture = self.architecture();
+        architecture
+            .blocks
+            .kinds()
+            .any(|kind| (0..kind.graph.nodes().len()).any(|node| kind.graph.rows_selected_by(node).is_some()))
     }
 
     fn architecture(&self) -> Architecture {
@@ -94,6 +105,10 @@ impl Case {
         let mut of_op = |module: String, op: &Op| {
             for parameter in op.parameters() {
                 let name = format!("{module}.{}", parameter.name);
+                if op.has_constants() {
+                    add(name, &parameter.shape, Dtype::F32, 0.0, 0.05);
+                    continue;
+                }
                 let (dtype, mean, deviation) = match (op.is_norm(), parameter.name) {
                     (true, "weight") => (norms, 1.0 - op.weight_offset(), 0.3),
                     (true, _) => (norms, 0.0, 0.3),
@@ -135,6 +150,32 @@ pub fn cases() -> Vec<Case> {
     let half_fused =
         || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.gate_up_proj"];
     let plain = || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
+    // Of a block with experts in all layers, and perhaps a shared one.
+    const UPS: [&str; 4] =
+        ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.experts.2.up_proj", "mlp.experts.3.up_proj"];
+    let experts = |count: usize, shared: Option<&'static str>| {
+        let block = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
+        block.into_iter().chain(UPS.into_iter().take(count)).chain(shared).collect::<Vec<_>>()
+    };
+    // Of a block with latent attention: values are some rows of each head, and not folded.
+    let latent = |has_query: bool| {
+        let attention = if has_query {
+            vec!["input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"]
+        } else {
+            vec!["input_layernorm", "self_attn.kv_a_layernorm"]
+        };
+        let mlp = ["post_attention_layernorm"].into_iter().chain(UPS).chain(["mlp.shared_experts.up_proj"]);
+        attention.into_iter().chain(mlp).collect::<Vec<_>>()
+    };
+    let deepseek = |more: Value| {
+        let mut config = json!({
+            "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
     let yarn = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16 });
     let longrope = json!({
         "rope_type": "longrope", "original_max_position_embeddings": 16,
@@ -192,7 +233,7 @@ pub fn cases() -> Vec<Case> {
         ),
         Case {
             producers: gemma(),
-            has_softcap: true,
+            unlike_kernels: true,
             not_rotated_for: Some(NORMED),
             ..Case::new(
                 "gemma2",
@@ -282,6 +323,85 @@ pub fn cases() -> Vec<Case> {
             has_pairs: false,
             not_rotated_for: Some(MEAN),
             ..Case::new("gpt_neox", "GPTNeoXForCausalLM", json!({ "num_key_value_heads": 4 }))
+        },
+        Case {
+            producers: experts(3, Some("mlp.shared_expert.up_proj")),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "qwen2_moe",
+                "Qwen2MoeForCausalLM",
+                json!({ "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                        "shared_expert_intermediate_size": 64, "use_sliding_window": true, "sliding_window": 7,
+                        "max_window_layers": 2 }),
+            )
+        },
+        Case {
+            producers: experts(3, None),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "olmoe",
+                "OlmoeForCausalLM",
+                json!({ "num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": true }),
+            )
+        },
+        Case {
+            producers: experts(4, Some("mlp.shared_experts.up_proj")),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "glm4_moe",
+                "Glm4MoeForCausalLM",
+                deepseek(
+                    json!({ "num_key_value_heads": 2, "use_qk_norm": true, "attention_bias": true, "n_group": 2,
+                                 "topk_group": 1, "routed_scaling_factor": 1.5 }),
+                ),
+            )
+        },
+        Case {
+            producers: latent(true),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "deepseek_v3",
+                "DeepseekV3ForCausalLM",
+                deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "attention_bias": true,
+                                 "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                                                   "original_max_position_embeddings": 16 } })),
+            )
+        },
+        Case {
+            producers: vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"],
+            unlike_kernels: true,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "gpt_oss",
+                "GptOssForCausalLM",
+                json!({ "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 7,
+                        "swiglu_limit": 1.5 }),
+            )
+        },
+        Case {
+            producers: latent(false),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "deepseek_v2",
+                "DeepseekV2ForCausalLM",
+                deepseek(json!({ "q_lora_rank": null, "topk_method": "group_limited_greedy", "n_group": 2,
+                                 "topk_group": 1, "routed_scaling_factor": 1.5 })),
+            )
+        },
+        Case {
+            producers: latent(true),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "glm4_moe_lite",
+                "Glm4MoeLiteForCausalLM",
+                deepseek(json!({ "q_lora_rank": 32, "mlp_layer_types": ["sparse", "sparse", "sparse"] })),
+            )
         },
         Case {
             producers: plain(),

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 
 /// Layers that a model may have. No model has a hundredth of it; what is more is a damaged configuration.
-const MAX_LAYERS: usize = 1 << 16;
+pub(super) const MAX_LAYERS: usize = 1 << 16;
 
 /// The distinct block graphs of a model, and the one that each layer has.
 #[derive(Debug, Clone)]

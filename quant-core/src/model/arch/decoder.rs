@@ -190,8 +190,22 @@ impl<'a> Decoder<'a> {
             fused: &[
                 ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
                 ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
+                (
+                    "mlp.shared_expert.gate_up_proj",
+                    &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
+                ),
+                (
+                    "mlp.shared_experts.gate_up_proj",
+                    &["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+                ),
+                ("self_attn.fused_qkv_a_proj", &["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]),
             ],
             wrapper: None,
+            further_blocks: 0,
+            fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
+                Mlp::Experts(experts) => Some(experts.fused(self.hidden)),
+                Mlp::Gated { .. } | Mlp::FusedGated { .. } | Mlp::Plain { .. } => None,
+            }),
             blocks: Blocks::new(self.layers, block, DecoderBlock::graph),
         })
     }

@@ -2,49 +2,183 @@
 //!
 //! Every expert is a part of the graph like any other, with nodes of its own: its linears have names, folds, grids and
 //! statistics as all linears have, and a balance list that begins at a norm holds the router and the linears of every
-//! expert. What differs is that the values inside an expert have a row for its tokens alone.
+//! expert. What differs is that the values inside an expert have a row for its tokens alone. A shared expert reads all
+//! tokens, and is an MLP like any other, whose output is added to that of the experts.
 
-use super::{Activation, GraphBuilder, NodeId, Op, Routing};
+use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, Routing};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// Experts that a layer may have: what is more is a damaged configuration.
+const MAX_EXPERTS: usize = 4096;
+
+/// The names of an expert's gate, up and down in most families.
+pub(super) const GATE_UP_DOWN: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// Experts with a gated product each, and where their weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedExperts {
     /// The router's module.
     pub(super) router: &'static str,
+    /// Whether the router has a bias.
+    pub(super) router_bias: bool,
     /// What the module names of experts begin with, before the expert's number.
     pub(super) prefix: &'static str,
     /// Modules of an expert: gate, up, down.
     pub(super) linears: [&'static str; 3],
+    /// Whether these have biases.
+    pub(super) bias: bool,
+    /// What an expert makes of gate and up.
+    pub(super) product: Product,
     /// How a token's experts are chosen.
     pub(super) routing: Routing,
     /// Features between an expert's linears.
     pub(super) intermediate: usize,
+    /// Names inside the block of the tensors that may hold all experts' gates and ups, and all downs.
+    pub(super) fused: [&'static str; 2],
+    /// Whether gates and ups alternate in the former.
+    pub(super) alternate: bool,
+    /// The expert that reads every token, if there is one.
+    pub(super) shared: Option<SharedExpert>,
+}
+
+/// The gated product of an expert.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Product {
+    /// `silu(gate) · up`.
+    Silu,
+    /// gpt-oss's, see [`Op::ClampedGated`].
+    Clamped { alpha: f32, limit: f32 },
+}
+
+/// An expert that reads every token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct SharedExpert {
+    /// Its module, which has linears named as those of a dense MLP.
+    pub(super) prefix: &'static str,
+    /// Features between its linears.
+    pub(super) intermediate: usize,
+    /// The linear whose sigmoid its output is multiplied by.
+    pub(super) gate: Option<&'static str>,
 }
 
 impl GatedExperts {
+    /// Experts under the names of most families, without biases or a shared one.
+    pub(super) fn new(routing: Routing, intermediate: usize) -> Self {
+        Self {
+            router: "mlp.gate",
+            router_bias: false,
+            prefix: "mlp.experts",
+            linears: GATE_UP_DOWN,
+            bias: false,
+            product: Product::Silu,
+            routing,
+            intermediate,
+            fused: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            alternate: false,
+            shared: None,
+        }
+    }
+
+    /// How checkpoints may store all experts together.
+    pub(super) fn fused(&self, hidden: usize) -> FusedExperts {
+        FusedExperts {
+            gate_up: self.fused[0],
+            down: self.fused[1],
+            bias: self.bias.then_some("_bias"),
+            alternate: self.alternate,
+            prefix: self.prefix,
+            linears: self.linears,
+            experts: self.routing.experts,
+            hidden,
+            intermediate: self.intermediate,
+        }
+    }
+
     /// Adds the experts that read `x`, `hidden` features wide; gives their sum.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
-        let Self { router, prefix, linears: [gate, up, down], routing, intermediate } = *self;
+        let Self { prefix, linears: [gate, up, down], routing, intermediate, bias, .. } = *self;
         let router = Op::Linear {
-            name: router.to_owned(),
+            name: self.router.to_owned(),
             shape: [routing.experts, hidden],
-            bias: false,
+            bias: self.router_bias,
             stays_float: true,
         };
         let logits = g.add(router, &[x]);
         let weights = g.add(Op::Route(routing), &[logits]);
+        let product = match self.product {
+            Product::Silu => Op::Gated(Activation::Silu),
+            Product::Clamped { alpha, limit } => Op::ClampedGated { alpha, limit },
+        };
         let mut terms = vec![weights];
         for expert in 0..routing.experts {
             let linear = |name: &str, shape: [usize; 2]| {
                 let name = format!("{prefix}.{expert}.{name}");
-                Op::Linear { name, shape, bias: false, stays_float: false }
+                Op::Linear { name, shape, bias, stays_float: false }
             };
             let rows = g.add(Op::ExpertInput { expert, routing }, &[x, weights]);
             let gated = g.add(linear(gate, [intermediate, hidden]), &[rows]);
             let raised = g.add(linear(up, [intermediate, hidden]), &[rows]);
-            let product = g.add(Op::Gated(Activation::Silu), &[gated, raised]);
+            let product = g.add(product.clone(), &[gated, raised]);
             terms.push(g.add(linear(down, [hidden, intermediate]), &[product]));
         }
-        g.add(Op::Experts { name: prefix.to_owned() }, &terms)
+        let routed = g.add(Op::Experts { name: prefix.to_owned() }, &terms);
+        match self.shared {
+            None => routed,
+            Some(shared) => {
+                let shared = shared.add(g, x, hidden);
+                g.add(Op::Add, &[routed, shared])
+            }
+        }
     }
+}
+
+impl SharedExpert {
+    fn add(self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
+        let linear = |name: &str, shape: [usize; 2]| {
+            let name = format!("{}.{name}", self.prefix);
+            Op::Linear { name, shape, bias: false, stays_float: false }
+        };
+        let [gate, up, down] = GATE_UP_DOWN;
+        let gated = g.add(linear(gate, [self.intermediate, hidden]), &[x]);
+        let raised = g.add(linear(up, [self.intermediate, hidden]), &[x]);
+        let product = g.add(Op::Gated(Activation::Silu), &[gated, raised]);
+        let out = g.add(linear(down, [hidden, self.intermediate]), &[product]);
+        match self.gate {
+            None => out,
+            Some(name) => {
+                let name = name.to_owned();
+                let gate =
+                    g.add(Op::Linear { name, shape: [1, hidden], bias: false, stays_float: true }, &[x]);
+                g.add(Op::TokenGate, &[out, gate])
+            }
+        }
+    }
+}
+
+/// Reads how many experts there are, under the first of these keys that is there or else the last, and how many a token
+/// is routed to.
+pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Result<Routing> {
+    let there = keys.iter().find(|key| config.map().contains_key(**key));
+    let (experts, top_k) = (there.or(keys.last()).copied().unwrap_or("num_experts"), "num_experts_per_tok");
+    let found = config.require_positive(experts)?;
+    if found > MAX_EXPERTS {
+        return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
+    }
+    match config.require_positive(top_k)? {
+        most if most <= found => Ok(Routing::new(found, most)),
+        most => Err(config.error(top_k, format!("is {most}, and there are only {found} experts"))),
+    }
+}
+
+/// The layers that have experts: every `decoder_sparse_step`th, but for `mlp_only_layers`.
+pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
+    let step = config.optional_positive("decoder_sparse_step")?.unwrap_or(1);
+    let mut sparse: Vec<bool> = (1..=Blocks::layers(config)?).map(|n| n.is_multiple_of(step)).collect();
+    for dense in config.optional_usize_list("mlp_only_layers")?.unwrap_or_default() {
+        if let Some(layer) = sparse.get_mut(dense) {
+            *layer = false;
+        }
+    }
+    Ok(sparse)
 }

@@ -10,7 +10,8 @@
 
 use std::ops::Range;
 
-use super::op::{AttentionInput, AttentionShape, ChannelOrder, Op, Reach, Rows, ScalePass};
+use super::AttentionShape;
+use super::op::{AttentionInput, ChannelOrder, Op, Reach, Rows, ScalePass};
 use super::recurrent::Recurrent;
 use crate::model::rope::Rope;
 
@@ -300,6 +301,30 @@ impl BlockGraph {
         self.feeds(id, &|_| true)
     }
 
+    /// Whether a linear's output, or a part of it, is normed and then read by another linear: a vector that stands for
+    /// several heads, and that engines do not split.
+    pub fn makes_latents(&self, id: NodeId) -> bool {
+        self.users(id).any(|(user, _)| match &self.nodes[user].op {
+            Op::Slice { .. } => self.makes_latents(user),
+            op => {
+                op.is_norm()
+                    && self.users(user).any(|(reader, _)| self.nodes[reader].op.linear_shape().is_some())
+            }
+        })
+    }
+
+    /// Rows of a linear that belong to one head of the attention that it feeds: those of a query or key, or of a key and
+    /// its value where it makes both.
+    pub fn head_width(&self, id: NodeId, shape: AttentionShape) -> usize {
+        let makes_both = self.feeds(id, &|input| input == AttentionInput::Keys)
+            && self.feeds(id, &|input| input == AttentionInput::Values)
+            && !self.feeds(id, &|input| input == AttentionInput::Queries);
+        match makes_both {
+            true => self.widths[id] / shape.kv_heads.max(1),
+            false => shape.head_dim,
+        }
+    }
+
     fn feeds(&self, id: NodeId, wanted: &dyn Fn(AttentionInput) -> bool) -> bool {
         self.users(id).any(|(user, port)| {
             let op = &self.nodes[user].op;
@@ -391,7 +416,7 @@ impl BlockGraph {
             }
             ChannelOrder::OfInputs => &node.inputs[..],
             ChannelOrder::OfHeads { port, shape } if group.head.is_none() => {
-                (group.repeat, group.head) = (shape.repeat, Some(shape.head_dim));
+                (group.repeat, group.head) = (shape.repeat, Some(shape.value_dim));
                 node.inputs.get(port..=port)?
             }
             ChannelOrder::OfHeads { .. } | ChannelOrder::Fixed => return None,

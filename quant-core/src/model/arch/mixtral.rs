@@ -1,10 +1,11 @@
-//! Mixtral and Qwen3-MoE: blocks of the Llama family with experts in place of the MLP, in all layers or in some.
+//! Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: blocks of the Llama family with experts in place of the MLP, in all layers or
+//! in some.
 
 use super::decoder::{Decoder, Defaults};
-use super::experts::GatedExperts;
+use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
 use super::parts::{HeadNorms, Mlp};
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Blocks, Family, Routing};
+use super::{Architecture, AttentionShape, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -16,23 +17,16 @@ pub(super) struct Mixtral;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen3Moe;
 
-/// Experts that a layer may have: what is more is a damaged configuration.
-const MAX_EXPERTS: usize = 4096;
+/// The family of `Qwen2MoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Qwen2Moe;
 
-/// Reads how many experts there are and how many a token is routed to.
-fn routing(config: &ConfigFields<'_>, normalized: bool) -> Result<Routing> {
-    // transformers 5 takes either name for either family, and writes the second.
-    let experts = if config.map().contains_key("num_experts") { "num_experts" } else { "num_local_experts" };
-    let top_k = "num_experts_per_tok";
-    let found = config.require_positive(experts)?;
-    if found > MAX_EXPERTS {
-        return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
-    }
-    match config.require_positive(top_k)? {
-        most if most <= found => Ok(Routing { experts: found, top_k: most, normalized }),
-        most => Err(config.error(top_k, format!("is {most}, and there are only {found} experts"))),
-    }
-}
+/// The family of `OlmoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Olmoe;
+
+/// transformers 5 takes either name for either family, and writes the second.
+const EXPERTS: [&str; 2] = ["num_experts", "num_local_experts"];
 
 impl Family for Mixtral {
     fn name(&self) -> &'static str {
@@ -44,12 +38,12 @@ impl Family for Mixtral {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let routing = Routing { normalized: true, ..routing(config, &EXPERTS)? };
         let experts = GatedExperts {
             router: "block_sparse_moe.gate",
             prefix: "block_sparse_moe.experts",
             linears: ["w1", "w3", "w2"],
-            routing: routing(config, true)?,
-            intermediate: config.require_positive("intermediate_size")?,
+            ..GatedExperts::new(routing, config.require_positive("intermediate_size")?)
         };
         // Unlike Mistral's, a window that is not named is none.
         let windows = match config.map().contains_key("sliding_window") {
@@ -80,14 +74,8 @@ impl Family for Qwen3Moe {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let normalized = config.optional_bool("norm_topk_prob")?.unwrap_or(false);
-        let experts = GatedExperts {
-            router: "mlp.gate",
-            prefix: "mlp.experts",
-            linears: ["gate_proj", "up_proj", "down_proj"],
-            routing: routing(config, normalized)?,
-            intermediate: config.require_positive("moe_intermediate_size")?,
-        };
+        let routing = normalized_if_asked(config)?;
+        let experts = GatedExperts::new(routing, config.require_positive("moe_intermediate_size")?);
         let d = Decoder::read(config, Defaults { kv_heads: Some(4), ..Defaults::new(self.name()) })?;
         let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
         attention.head_norms = Some(HeadNorms::OF_HEADS);
@@ -106,16 +94,78 @@ impl Family for Qwen3Moe {
     }
 }
 
-/// The layers that have experts: every `decoder_sparse_step`th, but for `mlp_only_layers`.
-fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
-    let step = config.optional_positive("decoder_sparse_step")?.unwrap_or(1);
-    let mut sparse: Vec<bool> = (1..=Blocks::layers(config)?).map(|n| n.is_multiple_of(step)).collect();
-    for dense in config.optional_usize_list("mlp_only_layers")?.unwrap_or_default() {
-        if let Some(layer) = sparse.get_mut(dense) {
-            *layer = false;
-        }
+impl Family for Qwen2Moe {
+    fn name(&self) -> &'static str {
+        "qwen2_moe"
     }
-    Ok(sparse)
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Qwen2MoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let routing = normalized_if_asked(config)?;
+        let shared = SharedExpert {
+            prefix: "mlp.shared_expert",
+            intermediate: config.require_positive("shared_expert_intermediate_size")?,
+            gate: Some("mlp.shared_expert_gate"),
+        };
+        let experts = GatedExperts {
+            shared: Some(shared),
+            ..GatedExperts::new(routing, config.require_positive("moe_intermediate_size")?)
+        };
+        let d = Decoder::read(config, Defaults { kv_heads: Some(16), ..Defaults::new(self.name()) })?;
+        let attention = d.attention(Some(d.rope()?), [d.flag("qkv_bias", true)?, false]);
+        // Of the first `max_window_layers` every second one, where Qwen2 has those behind them.
+        let windows = match d.flag("use_sliding_window", false)? {
+            true => {
+                let below = config.optional_usize("max_window_layers")?.unwrap_or(28);
+                Windows::patterned(config, Some(4096), |layer| layer < below && layer.is_multiple_of(2))?
+            }
+            // transformers then writes a window of 0.
+            false => Windows::off(config)?,
+        };
+        let sparse = sparse_layers(config)?;
+        let block = d.block(attention, d.mlp(false));
+        d.architecture(|layer| {
+            let mut block = block.clone();
+            block.attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
+            if sparse.get(layer) == Some(&true) {
+                block.mlp = Mlp::Experts(experts);
+            }
+            block
+        })
+    }
+}
+
+impl Family for Olmoe {
+    fn name(&self) -> &'static str {
+        "olmoe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["OlmoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        if let Some(bound) = config.optional_f64("clip_qkv")? {
+            let reason = format!("is {bound}: clamped queries, keys and values are not computed");
+            return Err(config.error("clip_qkv", reason));
+        }
+        let routing = normalized_if_asked(config)?;
+        let experts = GatedExperts::new(routing, config.require_positive("intermediate_size")?);
+        let d = Decoder::read(config, Defaults { norm_eps: 1e-5, ..Defaults::new(self.name()) })?;
+        let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
+        attention.head_norms = Some(HeadNorms { whole_width: true, ..HeadNorms::OF_HEADS });
+        let block = d.block(attention, Mlp::Experts(experts));
+        d.architecture(|_| block.clone())
+    }
+}
+
+/// Routing by the softmax of all experts, whose weights add up to 1 if `norm_topk_prob` says so.
+fn normalized_if_asked(config: &ConfigFields<'_>) -> Result<Routing> {
+    let normalized = config.optional_bool("norm_topk_prob")?.unwrap_or(false);
+    Ok(Routing { normalized, ..routing(config, &EXPERTS)? })
 }
 
 #[cfg(test)]

@@ -1,13 +1,18 @@
 //! Families of models as data. No tensor name of an architecture stands outside this folder.
 
+mod attention_shape;
 mod blocks;
 mod cohere;
 mod decoder;
+mod deepseek;
 mod experts;
+mod fused_experts;
 mod gemma;
 mod glm;
 mod gpt_neox;
+mod gpt_oss;
 mod graph;
+mod latent;
 mod llama;
 mod llama_variants;
 mod mixers;
@@ -20,16 +25,20 @@ mod parts;
 mod phi;
 mod qwen3_next;
 mod recurrent;
+mod routing;
 mod starcoder2;
 mod unknown;
 mod windows;
 
+pub use attention_shape::AttentionShape;
 pub use blocks::{BlockKind, Blocks};
+pub use fused_experts::FusedExperts;
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, QueryKey};
 pub(crate) use multimodal::TEXT as TEXT_CONFIG;
 pub use multimodal::Wrapper;
 pub use op::*;
 pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind};
+pub use routing::{Correction, Groups, Routing, Scores};
 
 use crate::Result;
 use crate::checkpoint::{ConfigFields, TensorSource};
@@ -81,6 +90,10 @@ pub struct Architecture {
     pub fused: &'static [(&'static str, &'static [&'static str])],
     /// The model that the decoder is a part of, if it is not the whole of it.
     pub wrapper: Option<Wrapper>,
+    /// Blocks that may follow the last one and predict further tokens. They are copied, and no part of what is run here.
+    pub further_blocks: usize,
+    /// The tensors that may hold all experts of a block together, where blocks have experts.
+    pub fused_experts: Option<FusedExperts>,
     /// The graph of each block.
     pub blocks: Blocks,
 }
@@ -175,11 +188,21 @@ impl Architecture {
 
     /// The block that a tensor belongs to, by its name.
     pub fn layer_of(&self, tensor: &str) -> Option<usize> {
+        self.index_of(tensor).filter(|index| *index < self.layers)
+    }
+
+    /// Whether a tensor belongs to one of the [further blocks](Self::further_blocks), by its name.
+    pub fn is_in_further_block(&self, tensor: &str) -> bool {
+        let further = self.layers..self.layers.saturating_add(self.further_blocks);
+        self.index_of(tensor).is_some_and(|index| further.contains(&index))
+    }
+
+    /// The index of the block that a tensor is named after.
+    fn index_of(&self, tensor: &str) -> Option<usize> {
         let (before, after) = self.block_prefix.split_once("{}")?;
         let (index, _) = tensor.strip_prefix(before)?.split_once(after)?;
         // `07` and `+7` parse as 7, but no tensor of a block is called so.
-        let layer = index.parse().ok().filter(|l: &usize| *l < self.layers && l.to_string() == index)?;
-        Some(layer)
+        index.parse().ok().filter(|i: &usize| i.to_string() == index)
     }
 }
 
@@ -190,6 +213,11 @@ pub trait Family: Send + Sync {
 
     /// The values of `architectures` in `config.json` that mean this family.
     fn architectures(&self) -> &'static [&'static str];
+
+    /// Whether `model_type` may have this value: the family's name, if it has no other.
+    fn has_model_type(&self, model_type: &str) -> bool {
+        model_type == self.name()
+    }
 
     /// The graph and sizes that a configuration implies.
     ///
@@ -227,6 +255,13 @@ pub static FAMILIES: &[&dyn Family] = &[
     &qwen3_next::Qwen3Next,
     &mixtral::Mixtral,
     &mixtral::Qwen3Moe,
+    &mixtral::Qwen2Moe,
+    &mixtral::Olmoe,
+    &gpt_oss::GptOss,
+    &deepseek::Glm4Moe,
+    &deepseek::Glm4MoeLite,
+    &deepseek::DeepseekV2,
+    &deepseek::DeepseekV3,
     &opt::Opt,
 ];
 
@@ -244,7 +279,7 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
     if let Some(family) = FAMILIES.iter().find(|f| f.architectures().contains(&found)) {
         // Readers go by either; where the two disagree, they would not run the same model.
         return match config.optional_str("model_type")? {
-            Some(kind) if kind != family.name() => Err(config.error(
+            Some(kind) if !family.has_model_type(kind) => Err(config.error(
                 "model_type",
                 format!("is `{kind}`, and `architectures` says `{found}`, which is `{}`", family.name()),
             )),

@@ -5,6 +5,7 @@
 //! decide such a thing. Values are `[batch, positions, features]`.
 
 use super::recurrent::Recurrent;
+use super::{AttentionShape, Correction, Routing};
 use crate::model::rope::Rope;
 
 /// What a node computes.
@@ -91,6 +92,23 @@ pub enum Op {
     Concatenate,
     /// What carries a state from token to token.
     Recurrent(Recurrent),
+    /// `min(g, limit) · σ(alpha · min(g, limit)) · (clamp(u, ±limit) + 1)` of inputs `[g, u]` (gpt-oss).
+    ClampedGated {
+        /// What the gate is multiplied by inside the sigmoid.
+        alpha: f32,
+        /// The bound of both inputs.
+        limit: f32,
+    },
+    /// The first input times the sigmoid of the second, which has one feature for all of a token's.
+    TokenGate,
+    /// Of each of `heads` heads, the features of the first input, then those of the second. An input that has one head
+    /// alone is used for all of them.
+    JoinHeads {
+        /// How many heads the output has.
+        heads: usize,
+        /// Features of a head in either input.
+        widths: [usize; 2],
+    },
     /// The input times a constant.
     Scale(f32),
     /// The sum of its two inputs.
@@ -137,51 +155,6 @@ impl PositionScale {
     /// The factor at a position, rounded to `f32` after each operation.
     pub fn at(&self, position: usize) -> f32 {
         1.0 + self.beta * (1.0 + (position as f32 / self.original_positions as f32).floor()).ln()
-    }
-}
-
-/// How experts are chosen for a token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Routing {
-    /// How many there are.
-    pub experts: usize,
-    /// How many a token is routed to: those with the largest softmax of the logits.
-    pub top_k: usize,
-    /// Whether their weights are scaled to add up to 1.
-    pub normalized: bool,
-}
-
-/// The heads of an attention, how far it sees, and how it scales its scores.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionShape {
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Consecutive query heads that share a key head.
-    pub repeat: usize,
-    /// Width of a head.
-    pub head_dim: usize,
-    /// Positions that a query sees, its own included; all before it without one.
-    pub window: Option<usize>,
-    /// What products of queries and keys are multiplied by; `1 / √head_dim` without one.
-    pub score_scale: Option<f32>,
-    /// The bound `c` of scaled scores `s`, which become `c · tanh(s / c)` before the softmax.
-    pub softcap: Option<f32>,
-}
-
-impl AttentionShape {
-    /// Attention to all positions, with scores scaled by `1 / √head_dim`.
-    pub fn new(kv_heads: usize, repeat: usize, head_dim: usize) -> Self {
-        Self { kv_heads, repeat, head_dim, window: None, score_scale: None, softcap: None }
-    }
-
-    /// Query heads.
-    pub fn heads(&self) -> usize {
-        self.kv_heads * self.repeat
-    }
-
-    /// What products of queries and keys are multiplied by.
-    pub fn scale(&self) -> f32 {
-        self.score_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
     }
 }
 
@@ -280,13 +253,16 @@ impl Op {
             | Self::Linear { name, .. }
             | Self::Experts { name } => name,
             Self::Recurrent(recurrent) => &recurrent.name,
+            Self::Route(routing) => routing.correction.map_or("", |stored| stored.module),
+            Self::Attention(shape) => shape.sinks.unwrap_or(""),
             Self::Input { .. }
-            | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Rope(_)
             | Self::PositionScale(_)
-            | Self::Attention(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate
@@ -309,14 +285,23 @@ impl Op {
             Self::Linear { shape, bias: true, .. } => vec![weight(shape), bias(shape[0])],
             Self::Linear { shape, bias: false, .. } => vec![weight(shape)],
             Self::Recurrent(recurrent) => recurrent.parameters(),
+            Self::Route(routing) => {
+                let stored = |c: Correction| Parameter { name: c.tensor, shape: c.shape(routing.experts) };
+                routing.correction.map(stored).into_iter().collect()
+            }
+            Self::Attention(shape) => {
+                let stored = |_| Parameter { name: "sinks", shape: vec![shape.heads()] };
+                shape.sinks.map(stored).into_iter().collect()
+            }
             Self::Input { .. }
-            | Self::Route(_)
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Rope(_)
             | Self::PositionScale(_)
-            | Self::Attention(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate
@@ -337,6 +322,12 @@ impl Op {
             },
             _ => None,
         }
+    }
+
+    /// Whether it stores numbers that it computes with as they are: neither a weight of a linear or a norm nor a bias of
+    /// one. Nothing folds or rounds them.
+    pub fn has_constants(&self) -> bool {
+        !self.is_norm() && self.linear_shape().is_none() && !self.parameters().is_empty()
     }
 
     /// What a norm adds to its stored weight before it multiplies by it: 1 where the weight is centered at 0.
@@ -380,6 +371,9 @@ impl Op {
             | Self::PositionScale(_)
             | Self::Attention(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate
@@ -395,9 +389,10 @@ impl Op {
             Self::Input { width } => *width,
             Self::Linear { shape, .. } => shape[0],
             Self::Experts { .. } => inputs.last().copied().unwrap_or(0),
-            Self::Attention(shape) => shape.heads() * shape.head_dim,
+            Self::Attention(shape) => shape.heads() * shape.value_dim,
             Self::Concatenate => inputs.iter().sum(),
             Self::Recurrent(recurrent) => recurrent.width(),
+            Self::JoinHeads { heads, widths } => heads * (widths[0] + widths[1]),
             Self::Slice { period, width, .. } => inputs.first().map_or(0, |x| x / (*period).max(1) * width),
             Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
@@ -406,6 +401,8 @@ impl Op {
             | Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
             | Self::Activation(_)
             | Self::Scale(_)
             | Self::Add => inputs.first().copied().unwrap_or(0),
@@ -425,6 +422,9 @@ impl Op {
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate
@@ -440,7 +440,7 @@ impl Op {
             Self::Activation(Activation::Relu) | Self::Scale(_) => ScalePass::UNCHANGED,
             Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
-                ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
+                ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.value_dim }
             }
             Self::Recurrent(recurrent) => recurrent.scale_pass(port),
             // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. A sum would have to
@@ -450,6 +450,9 @@ impl Op {
             | Self::Activation(
                 Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
             )
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Slice { .. }
             | Self::Concatenate
             | Self::PositionScale(_)
@@ -470,7 +473,9 @@ impl Op {
     pub fn channel_order(&self) -> ChannelOrder {
         match self {
             Self::Linear { .. } => ChannelOrder::OfRows,
-            Self::Activation(_) | Self::Gated(_) | Self::Scale(_) => ChannelOrder::OfInputs,
+            Self::Activation(_) | Self::Gated(_) | Self::ClampedGated { .. } | Self::Scale(_) => {
+                ChannelOrder::OfInputs
+            }
             Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
             Self::Input { .. }
             | Self::RmsNorm { .. }
@@ -483,6 +488,8 @@ impl Op {
             | Self::Slice { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Add => ChannelOrder::Fixed,
         }
     }
@@ -505,6 +512,7 @@ impl Op {
             | Self::PositionScale(_)
             | Self::Scale(_)
             | Self::Slice { .. }
+            | Self::JoinHeads { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. } => true,
             Self::Input { .. }
@@ -514,6 +522,8 @@ impl Op {
             | Self::Experts { .. }
             | Self::Attention(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
             | Self::Activation(_)
             | Self::Concatenate
             | Self::Recurrent(_)
@@ -535,6 +545,9 @@ impl Op {
             | Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate
@@ -559,6 +572,9 @@ impl Op {
             | Self::PositionScale(_)
             | Self::Attention(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate
@@ -574,7 +590,9 @@ impl Op {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
             Self::Recurrent(recurrent) => recurrent.product_operations(tokens),
             // Scores and weighted values; half of them are masked away.
-            Self::Attention(shape) => 2.0 * tokens * length * (shape.heads() * shape.head_dim) as f64,
+            Self::Attention(shape) => {
+                tokens * length * (shape.heads() * (shape.head_dim + shape.value_dim)) as f64
+            }
             Self::Input { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }
@@ -584,6 +602,9 @@ impl Op {
             | Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Concatenate

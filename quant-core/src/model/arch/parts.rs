@@ -4,6 +4,7 @@
 //! where layers differ; the graph follows.
 
 use super::experts::GatedExperts;
+use super::latent::Latent;
 use super::mixers::Mixer;
 use super::{
     Activation, AttentionShape, BlockGraph, GraphBuilder, LayerNormParameters, NodeId, Op, PositionScale,
@@ -105,6 +106,8 @@ pub(super) enum Projections {
     Fused(&'static str),
     /// One for all, with the rows of each head's query, key and value together; as many key heads as query heads.
     FusedByHead(&'static str),
+    /// Those of latent attention.
+    Latent(Latent),
 }
 
 /// Norms of queries and keys.
@@ -208,6 +211,12 @@ impl Attention {
     /// Adds the attention that reads `x`; gives what its output projection puts out.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
         let (hidden, head_dim, [bias, o_bias]) = (block.hidden, self.shape.head_dim, self.bias);
+        let out = linear(self.output, [hidden, self.shape.heads() * self.shape.value_dim], o_bias);
+        if let (Projections::Latent(latent), Some(rope)) = (self.projections, &self.rope) {
+            let inputs = latent.add(g, x, hidden, (self.shape, rope, bias));
+            let attended = g.add(Op::Attention(self.shape), &inputs);
+            return g.add(out, &[attended]);
+        }
         let (q_width, kv_width) = (self.shape.heads() * head_dim, self.shape.kv_heads * head_dim);
         let mut gate = None;
         let [mut q, mut k, v] = match self.projections {
@@ -221,7 +230,7 @@ impl Attention {
                 gate = Some(output);
                 [q, k, v]
             }
-            Projections::Separate => {
+            Projections::Separate | Projections::Latent(_) => {
                 [("q", q_width), ("k", kv_width), ("v", kv_width)].map(|(letter, width)| {
                     g.add(linear(&format!("self_attn.{letter}_proj"), [width, hidden], bias), &[x])
                 })
@@ -256,7 +265,7 @@ impl Attention {
         if let Some(gate) = gate {
             attended = g.add(Op::Gated(Activation::Sigmoid), &[gate, attended]);
         }
-        g.add(linear(self.output, [hidden, q_width], o_bias), &[attended])
+        g.add(out, &[attended])
     }
 }
 

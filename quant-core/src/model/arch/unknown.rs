@@ -30,7 +30,23 @@ const fn of_experts(key: &'static str) -> Mark {
 }
 
 /// Families with experts.
-const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
+const EXPERTS: &[&str] = &[
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "olmoe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+];
+/// Those whose routers take a sigmoid, with a correction of each expert's score.
+const BY_SIGMOID: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v3"];
+/// Families with a shared expert as wide as some of the others.
+const SHARED: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"];
+/// Families with latent attention.
+const LATENT: &[&str] = &["glm4_moe_lite", "deepseek_v2", "deepseek_v3"];
 
 fn any(_: &Value) -> bool {
     true
@@ -52,13 +68,38 @@ static MARKS: &[Mark] = &[
     of_experts("num_experts"),
     of_experts("num_local_experts"),
     of_experts("n_routed_experts"),
-    mark("n_shared_experts", positive, "shared experts see every token"),
-    mark("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
-    mark("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
-    mark("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
+    Mark {
+        key: "n_shared_experts",
+        asks: positive,
+        means: "shared experts see every token",
+        honoured: SHARED,
+    },
+    Mark {
+        key: "shared_expert_intermediate_size",
+        asks: positive,
+        means: "a shared expert sees every token",
+        honoured: &["qwen2_moe"],
+    },
+    Mark {
+        key: "topk_method",
+        asks: |v| v.as_str() == Some("noaux_tc"),
+        means: "experts are chosen with a correction bias",
+        honoured: BY_SIGMOID,
+    },
+    Mark {
+        key: "kv_lora_rank",
+        asks: positive,
+        means: "keys and values are projected from a latent vector (MLA)",
+        honoured: LATENT,
+    },
     mark("index_topk", positive, "queries see the keys that an indexer selects"),
     mark("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
-    mark("swiglu_limit", positive, "gate and up projections are clamped"),
+    Mark {
+        key: "swiglu_limit",
+        asks: positive,
+        means: "gate and up projections are clamped",
+        honoured: &["gpt_oss"],
+    },
     mark("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
     mark("final_logit_softcapping", positive, "logits are bounded by a tanh"),
     mark("query_pre_attn_scalar", positive, "scores are scaled by a number of their own"),
@@ -90,22 +131,6 @@ static MARKS: &[Mark] = &[
 /// What of published families no field of their configuration shows.
 static FACTS: &[(&str, &[&str])] = &[
     (
-        "gpt_oss",
-        &[
-            "attention has learned sinks",
-            "each block's experts are one tensor, gate and up rows alternating, with biases",
-            "the gated activation is another: (up + 1) · gate · sigmoid(1.702 · gate)",
-        ],
-    ),
-    ("deepseek_v2", &["rotation pairs neighboring channels"]),
-    (
-        "deepseek_v3",
-        &[
-            "the router takes a sigmoid and chooses by groups",
-            "published weights are FP8 with a scale a block",
-        ],
-    ),
-    (
         "llama4",
         &[
             "rotation pairs neighboring channels",
@@ -118,7 +143,6 @@ static FACTS: &[(&str, &[&str])] = &[
         &["norms also follow attention and MLP", "full and sliding layers have heads of different widths"],
     ),
     ("qwen3_vl_moe", &["each block's experts are one tensor"]),
-    ("qwen2_moe", &["a gated shared expert sees every token"]),
     ("minimax_m2", &["queries and keys are normalized over all heads at once", "the router takes a sigmoid"]),
     ("nemotron_h", &["each layer is one of attention, MLP, experts and Mamba", "the MLP has no gate"]),
 ];
@@ -165,7 +189,8 @@ fn resemblance(family: &dyn Family, found: &str, fields: &ConfigFields<'_>) -> i
 }
 
 /// Families that honour none of the [`MARKS`] but for experts.
-const PLAIN: &[&str] = &["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "opt"];
+const PLAIN: &[&str] =
+    &["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "opt"];
 
 /// A family that resembles less is not worth naming.
 const LEAST: i64 = 5;
@@ -204,7 +229,7 @@ fn differences(
     }
     let name = nearest.map_or("", Family::name);
     // Other families honour some of these fields, each its own.
-    let plain = nearest.is_none() || PLAIN.contains(&name);
+    let plain = nearest.is_none() || PLAIN.contains(&name) || SHARED.contains(&name);
     for mark in MARKS.iter().filter(|mark| plain && !mark.honoured.contains(&name)) {
         let Some(value) = fields.get(mark.key).filter(|value| (mark.asks)(value)) else { continue };
         let value = match value {
@@ -278,13 +303,9 @@ mod tests {
 
     #[test]
     fn names_and_fields_find_the_nearest_family() {
-        let gpt_oss = json!({
-            "model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
-            "sliding_window": 128, "quantization_config": { "quant_method": "mxfp4" },
-        });
         let deepseek = json!({
-            "model_type": "deepseek_v3", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
-            "topk_method": "noaux_tc", "quantization_config": { "quant_method": "fp8" },
+            "model_type": "deepseek_v32", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
+            "topk_method": "noaux_tc", "index_topk": 2048, "quantization_config": { "quant_method": "fp8" },
         });
         let next = json!({
             "model_type": "qwen3_other", "num_experts": 512, "linear_num_value_heads": 32,
@@ -292,14 +313,9 @@ mod tests {
         });
         for (config, near, says) in [
             (
-                dense("GptOssForCausalLM", &gpt_oss),
-                "MixtralForCausalLM",
-                &["`swiglu_limit` is 7.0", "sinks", "quantized by `mxfp4`"][..],
-            ),
-            (
-                dense("DeepseekV3ForCausalLM", &deepseek),
-                "MixtralForCausalLM",
-                &["`kv_lora_rank` is 512", "`n_shared_experts` is 1", "`topk_method` is noaux_tc", "`fp8`"],
+                dense("DeepseekV32ForCausalLM", &deepseek),
+                "DeepseekV3ForCausalLM",
+                &["`index_topk` is 2048", "indexer"][..],
             ),
             (
                 dense("Qwen3OtherForCausalLM", &next),

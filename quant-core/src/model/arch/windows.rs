@@ -71,6 +71,12 @@ impl Windows {
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
     }
 
+    /// Those of a configuration that has windows switched off, whatever length it names.
+    pub(super) fn off(config: &ConfigFields<'_>) -> Result<Self> {
+        let slides = layer_types(config)?.unwrap_or_default();
+        Self::listed(config, slides, None)
+    }
+
     fn listed(config: &ConfigFields<'_>, slides: Vec<bool>, window: Option<usize>) -> Result<Self> {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),

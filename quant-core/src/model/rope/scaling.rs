@@ -145,7 +145,7 @@ impl Yarn {
     }
 
     /// The attention factor that the paper recommends, weighted by `mscale`.
-    pub(super) fn recommended_factor(factor: f64, mscale: f64) -> f64 {
+    pub(in crate::model) fn recommended_factor(factor: f64, mscale: f64) -> f64 {
         if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
     }
 

@@ -1,0 +1,134 @@
+//! Multi-head latent attention (DeepSeek-V2): keys and values are made from one short vector of each token, queries
+//! perhaps from another, and only a part of each head is turned. The turned part of a key is the same for all heads.
+//!
+//! Keys and values are computed as attention reads them, a head each, and these are cached: the plain definition, which
+//! engines rearrange so that the short vectors are cached.
+
+use super::parts::linear;
+use super::{AttentionShape, GraphBuilder, NodeId, Op};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+use crate::model::rope::{Rope, Yarn};
+
+/// What the norms of latent vectors add to the mean square, whatever the configuration says of the other norms.
+const EPS: f64 = 1e-6;
+
+/// The latent vectors that queries, keys and values are made from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Latent {
+    /// Width of the queries' vector; `None` where queries are made from the hidden states.
+    query_rank: Option<usize>,
+    /// Width of the vector of keys and values.
+    rank: usize,
+    /// Features of a query's or key's head that are not turned.
+    plain: usize,
+    /// Features that are, behind the others.
+    turned: usize,
+}
+
+impl Latent {
+    /// Reads the widths, and the shape of the attention.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) with the field that is missing or malformed.
+    pub(super) fn read(config: &ConfigFields<'_>) -> Result<(Self, AttentionShape)> {
+        const KV_HEADS: &str = "num_key_value_heads";
+        let size = |key: &str| config.require_positive(key);
+        let latent = Self {
+            query_rank: config.optional_positive("q_lora_rank")?,
+            rank: size("kv_lora_rank")?,
+            plain: size("qk_nope_head_dim")?,
+            turned: size("qk_rope_head_dim")?,
+        };
+        let heads = size("num_attention_heads")?;
+        if let Some(other) = config.optional_positive(KV_HEADS)?.filter(|other| *other != heads) {
+            let reason = format!("is {other}; latent attention has a key for each of its {heads} heads");
+            return Err(config.error(KV_HEADS, reason));
+        }
+        let head_dim = latent.plain + latent.turned;
+        let score_scale = 1.0 / (head_dim as f64).sqrt() * score_factor(config)?;
+        let shape = AttentionShape {
+            value_dim: size("v_head_dim")?,
+            score_scale: Some(score_scale as f32),
+            ..AttentionShape::new(heads, 1, head_dim)
+        };
+        Ok((latent, shape))
+    }
+
+    /// Features of a head that are turned.
+    pub(super) fn turned(&self) -> usize {
+        self.turned
+    }
+
+    /// Adds what makes queries, keys and values of `x`, `hidden` features wide; `bias` of the linears that make latent
+    /// vectors.
+    pub(super) fn add(
+        self,
+        g: &mut GraphBuilder,
+        x: NodeId,
+        hidden: usize,
+        (shape, rope, bias): (AttentionShape, &Rope, bool),
+    ) -> [NodeId; 3] {
+        let Self { query_rank, rank, plain, turned } = self;
+        let (heads, head_dim) = (shape.heads(), shape.head_dim);
+        let norm = |name: &str, width| Op::RmsNorm {
+            name: format!("self_attn.{name}"),
+            width,
+            eps: EPS,
+            zero_centered: false,
+        };
+        let linear = |name: &str, shape, bias| linear(&format!("self_attn.{name}"), shape, bias);
+        let q = match query_rank {
+            None => g.add(linear("q_proj", [heads * head_dim, hidden], false), &[x]),
+            Some(rank) => {
+                let latent = g.add(linear("q_a_proj", [rank, hidden], bias), &[x]);
+                let latent = g.add(norm("q_a_layernorm", rank), &[latent]);
+                g.add(linear("q_b_proj", [heads * head_dim, rank], false), &[latent])
+            }
+        };
+        let widths = [plain, turned];
+        let [q_plain, q_turned] = split(g, q, widths);
+        let q_turned = g.add(Op::Rope(rope.clone()), &[q_turned]);
+        let q = g.add(Op::JoinHeads { heads, widths }, &[q_plain, q_turned]);
+
+        let both = g.add(linear("kv_a_proj_with_mqa", [rank + turned, hidden], bias), &[x]);
+        let [latent, k_turned] = split(g, both, [rank, turned]);
+        let k_turned = g.add(Op::Rope(rope.clone()), &[k_turned]);
+        let latent = g.add(norm("kv_a_layernorm", rank), &[latent]);
+        let heads_of_both = linear("kv_b_proj", [heads * (plain + shape.value_dim), rank], false);
+        let both = g.add(heads_of_both, &[latent]);
+        let [k_plain, v] = split(g, both, [plain, shape.value_dim]);
+        let k = g.add(Op::JoinHeads { heads, widths }, &[k_plain, k_turned]);
+        [q, k, v]
+    }
+}
+
+/// The first and the second features of every `widths[0] + widths[1]`.
+fn split(g: &mut GraphBuilder, value: NodeId, widths: [usize; 2]) -> [NodeId; 2] {
+    let period = widths[0] + widths[1];
+    [(0, widths[0]), (widths[0], widths[1])]
+        .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[value]))
+}
+
+/// What scores are multiplied by beside the root of the width: for contexts longer than the model was trained on, the
+/// square of what YaRN recommends, weighted by `mscale_all_dim`.
+fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
+    const KEY: &str = "mscale_all_dim";
+    let older = config.optional_object("rope_scaling")?;
+    let Some(fields) = older.or(config.optional_object("rope_parameters")?) else { return Ok(1.0) };
+    let kind = match fields.optional_str("rope_type")? {
+        Some(kind) => Some(kind),
+        None => fields.optional_str("type")?,
+    };
+    match fields.optional_f64(KEY)?.filter(|weight| *weight != 0.0 && kind != Some("default")) {
+        Some(weight) if weight > 0.0 => {
+            let factor = Yarn::recommended_factor(fields.require_f64("factor")?, weight).powi(2);
+            match (factor as f32).is_normal() {
+                true => Ok(factor),
+                false => Err(fields.error(KEY, format!("makes a factor of {factor}"))),
+            }
+        }
+        Some(weight) => Err(fields.error(KEY, format!("is {weight}; it must be positive"))),
+        None => Ok(1.0),
+    }
+}
