@@ -24,8 +24,9 @@ WEIGHTED = ["Q4_K_M", "IQ4_XS"]
 TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
          "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
 COLUMNS = 512
-# Tiny models of make_tiny.py; what llama.cpp computes of them without windows that it lacks.
-FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gemma2", "gemma3_text"]
+# Tiny models of make_tiny.py.
+FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3-unbiased", "mixtral", "qwen3-moe",
+            "gemma2-alternating", "gemma3-sixth"]
 # llama-perplexity prints four digits behind the point.
 DIGITS = 5e-5
 # Products in f32 of another order, relative.

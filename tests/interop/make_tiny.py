@@ -24,6 +24,8 @@ MIXED = {"num_hidden_layers": 4, "sliding_window": 48}
 QWEN2_MIXED = MIXED | {"model_type": "qwen2", "use_sliding_window": True}
 QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 6, "num_experts_per_tok": 3,
              "moe_intermediate_size": 128}
+SMALL_GEMMA = {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32,
+               "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 VARIANTS = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -40,11 +42,17 @@ VARIANTS = {
     "qwen2-layer-types": QWEN2_MIXED | {"layer_types": [FULL, SLIDING, FULL, SLIDING]},
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
+    "qwen3-unbiased": {"model_type": "qwen3", "head_dim": 64},
     # Experts narrower than the block, a number of them that is no power of two, heads of another width.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
                                     "attention_bias": True, "tie_word_embeddings": True},
+    # As llama.cpp's graphs have them: windows in fixed layers, scores by the width of heads.
+    "gemma2-alternating": SMALL_GEMMA | {"model_type": "gemma2", "num_hidden_layers": 4, "attn_logit_softcapping": 1.5,
+                                         "final_logit_softcapping": 2.0, "layer_types": [SLIDING, FULL] * 2},
+    "gemma3-sixth": SMALL_GEMMA | {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 50000.0}, SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
     "opt": OPT,
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
                         "tie_word_embeddings": False},

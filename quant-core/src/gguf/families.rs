@@ -31,6 +31,8 @@ pub(super) struct GgufFamily {
     pub(super) window_period: usize,
     /// Which of them has none.
     pub(super) full_layer: usize,
+    /// Linears that may have biases, by their names in the file.
+    pub(super) biases: &'static [&'static str],
     /// Whether there is no other head than the embedding.
     pub(super) head_is_embedding: bool,
     /// Blocks of the model whose scores are scaled otherwise, if there is one.
@@ -75,6 +77,7 @@ const LLAMA: GgufFamily = GgufFamily {
     activation: Activation::Silu,
     window_period: 1,
     full_layer: 0,
+    biases: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"],
     head_is_embedding: false,
     layers_of_largest: None,
 };
@@ -98,6 +101,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         family: "qwen2",
         arch: "qwen2",
         class: "Qwen2ForCausalLM",
+        biases: &["attn_q", "attn_k", "attn_v"],
         pairs_neighbours: false,
         ..LLAMA
     },
@@ -106,6 +110,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         arch: "qwen3",
         class: "Qwen3ForCausalLM",
         modules: &[PRE, ATTENTION, HEAD_NORMS, MLP],
+        biases: &[],
         pairs_neighbours: false,
         favours_values_of_80_layers: false,
         ..LLAMA
@@ -119,6 +124,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
             "mlp.experts",
             &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
         )),
+        biases: &[],
         pairs_neighbours: false,
         favours_values_of_80_layers: false,
         ..LLAMA
@@ -128,6 +134,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         arch: "gemma2",
         class: "Gemma2ForCausalLM",
         modules: &[SANDWICH, ATTENTION, MLP],
+        biases: &[],
         pairs_neighbours: false,
         norm_shift: 1.0,
         has_windows: true,
@@ -144,6 +151,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         arch: "gemma3",
         class: "Gemma3ForCausalLM",
         modules: &[SANDWICH, ATTENTION, HEAD_NORMS, MLP],
+        biases: &[],
         pairs_neighbours: false,
         norm_shift: 1.0,
         has_windows: true,
@@ -160,6 +168,11 @@ impl GgufFamily {
     /// The name of a module of a block, in the file.
     pub(super) fn module(&self, name: &str) -> Option<&'static str> {
         self.modules.iter().copied().flatten().find(|(known, _)| *known == name).map(|(_, stored)| *stored)
+    }
+
+    /// Whether a linear of a block may have a bias.
+    pub(super) fn has_bias(&self, linear: &str) -> bool {
+        self.module(linear).is_some_and(|stored| self.biases.contains(&stored))
     }
 
     /// The expert that a module belongs to, and what the tensor that holds the module for all experts is called.

@@ -132,6 +132,9 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op {
+                Op::Linear { name, bias: true, .. } if !family.has_bias(name) => {
+                    return Err(unfit(family, format!("`{name}` has a bias")));
+                }
                 Op::Gated(other) | Op::Activation(other) if *other != family.activation => {
                     return Err(unfit(family, format!("its MLP computes {other:?}")));
                 }
