@@ -79,6 +79,8 @@ const OTHER_DENSE: &[&str] = &[
     "cohere2",
     "starcoder2",
     "gpt_neox",
+    "gemma4_text",
+    "lfm2",
     "qwen3_5_text",
     "qwen3_next",
 ];
@@ -91,7 +93,8 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 
 /// Those whose other readers were not looked at.
-const OTHER_VISION_LANGUAGE: &[&str] = &["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
+const OTHER_VISION_LANGUAGE: &[&str] =
+    &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 
 pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),

@@ -12,7 +12,7 @@ use super::tensor_values::with_slices;
 use super::{
     CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
 };
-use super::{RecurrentParameters, experts, paged, recurrent};
+use super::{OpParameters, experts, norm, paged, recurrent};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -67,14 +67,14 @@ pub struct Block {
     graph: Arc<BlockGraph>,
     norms: BTreeMap<NodeId, Norm>,
     linears: BTreeMap<NodeId, Linear>,
-    recurrent: BTreeMap<NodeId, RecurrentParameters>,
+    parameters: BTreeMap<NodeId, OpParameters>,
     ropes: BTreeMap<NodeId, Arc<RopeTable>>,
     caching: KvCaching,
 }
 
 impl Block {
     /// A block from its parts: the parameters of each norm that has any, a [`Linear`] for each linear
-    /// of the graph, the parameters of recurrent operations, and the tables of its rotations.
+    /// of the graph, the parameters of other operations, and the tables of its rotations.
     ///
     /// # Errors
     /// When one is missing.
@@ -82,7 +82,7 @@ impl Block {
         graph: Arc<BlockGraph>,
         mut norms: BTreeMap<NodeId, Norm>,
         linears: BTreeMap<NodeId, Linear>,
-        recurrent: BTreeMap<NodeId, RecurrentParameters>,
+        parameters: BTreeMap<NodeId, OpParameters>,
         ropes: &RopeTables,
     ) -> Result<Self> {
         let mut tables = BTreeMap::new();
@@ -100,11 +100,11 @@ impl Block {
             |id: NodeId| norms.get(&id).is_some_and(|norm| norm.bias.is_some() == graph.has_bias(id));
         let complete = graph.norms().all(|(id, ..)| has_its_own(id))
             && graph.linears().all(|(id, ..)| linears.contains_key(&id))
-            && graph.recurrent().all(|(id, _)| recurrent.contains_key(&id));
+            && graph.parametrized().all(|(id, _)| parameters.contains_key(&id));
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        Ok(Self { graph, norms, linears, recurrent, ropes: tables, caching: KvCaching::Float })
+        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching: KvCaching::Float })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -418,8 +418,11 @@ impl Run<'_> {
             }
             (Op::Recurrent(op), inputs) => {
                 let state = self.cache.as_deref_mut().map(|cache| cache.state(id, op.state_len()));
-                recurrent::run(op, &self.block.recurrent[&id], inputs, self.segments, state)
+                recurrent::run(op, &self.block.parameters[&id], inputs, self.segments, state)
             }
+            (Op::Normalize { width, eps }, [x]) => norm::normalize(x, *width, *eps),
+            (Op::Multiply, [a, b]) => Ok((a * b)?),
+            (Op::ScaleBy { .. }, [x]) => Ok((x * f64::from(self.block.parameters[&id].number()?))?),
             (Op::Concatenate, inputs) => Ok(Tensor::cat(inputs, D::Minus1)?),
             (Op::PositionScale(scale), [x]) => {
                 let (batch, positions, _) = x.dims3()?;

@@ -26,6 +26,13 @@ pub enum Op {
         /// Whether the stored weight is centered at 0: the norm multiplies by `1 + weight`.
         zero_centered: bool,
     },
+    /// Every `width` consecutive features divided by their root mean square.
+    Normalize {
+        /// Features that are normalized together.
+        width: usize,
+        /// Added to the mean square.
+        eps: f64,
+    },
     /// Every `width` consecutive features brought to mean 0 and variance 1; times a weight and plus a
     /// bias of `width`, where it has them.
     LayerNorm {
@@ -91,8 +98,15 @@ pub enum Op {
     Concatenate,
     /// What carries a state from token to token.
     Recurrent(Recurrent),
+    /// The product of its two inputs.
+    Multiply,
     /// The input times a constant.
     Scale(f32),
+    /// The input times a number that the block stores under this name.
+    ScaleBy {
+        /// The tensor's name inside the block.
+        tensor: &'static str,
+    },
     /// The sum of its two inputs.
     Add,
 }
@@ -289,9 +303,20 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => "",
+        }
+    }
+
+    /// A parameter's name inside the block.
+    pub fn tensor_name(&self, parameter: &Parameter) -> String {
+        match self.name() {
+            "" => parameter.name.to_owned(),
+            module => format!("{module}.{}", parameter.name),
         }
     }
 
@@ -309,6 +334,7 @@ impl Op {
             Self::Linear { shape, bias: true, .. } => vec![weight(shape), bias(shape[0])],
             Self::Linear { shape, bias: false, .. } => vec![weight(shape)],
             Self::Recurrent(recurrent) => recurrent.parameters(),
+            Self::ScaleBy { tensor } => vec![Parameter { name: tensor, shape: vec![1] }],
             Self::Input { .. }
             | Self::Route(_)
             | Self::ExpertInput { .. }
@@ -319,6 +345,8 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => Vec::new(),
@@ -382,6 +410,9 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
             | Self::Scale(_)
@@ -408,6 +439,9 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Scale(_)
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Add => inputs.first().copied().unwrap_or(0),
         }
     }
@@ -427,6 +461,9 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => Reach::Token,
@@ -437,7 +474,9 @@ impl Op {
     pub fn scale_pass(&self, port: usize) -> ScalePass {
         match self {
             Self::Gated(_) if port == 1 => ScalePass::UNCHANGED,
-            Self::Activation(Activation::Relu) | Self::Scale(_) => ScalePass::UNCHANGED,
+            Self::Activation(Activation::Relu) | Self::Scale(_) | Self::ScaleBy { .. } | Self::Multiply => {
+                ScalePass::UNCHANGED
+            }
             Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.head_dim }
@@ -451,6 +490,7 @@ impl Op {
                 Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
             )
             | Self::Slice { .. }
+            | Self::Normalize { .. }
             | Self::Concatenate
             | Self::PositionScale(_)
             | Self::Attention(_)
@@ -470,7 +510,9 @@ impl Op {
     pub fn channel_order(&self) -> ChannelOrder {
         match self {
             Self::Linear { .. } => ChannelOrder::OfRows,
-            Self::Activation(_) | Self::Gated(_) | Self::Scale(_) => ChannelOrder::OfInputs,
+            Self::Activation(_) | Self::Gated(_) | Self::Multiply | Self::Scale(_) | Self::ScaleBy { .. } => {
+                ChannelOrder::OfInputs
+            }
             Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
             Self::Input { .. }
             | Self::RmsNorm { .. }
@@ -481,6 +523,7 @@ impl Op {
             | Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
             | Self::Add => ChannelOrder::Fixed,
@@ -504,6 +547,8 @@ impl Op {
             Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Scale(_)
+            | Self::ScaleBy { .. }
+            | Self::Normalize { .. }
             | Self::Slice { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. } => true,
@@ -516,6 +561,7 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Concatenate
+            | Self::Multiply
             | Self::Recurrent(_)
             | Self::Add => false,
         }
@@ -537,6 +583,9 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
             | Self::Scale(_)
@@ -561,6 +610,9 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => 0,
@@ -586,6 +638,9 @@ impl Op {
             | Self::Gated(_)
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => 0.0,
