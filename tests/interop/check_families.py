@@ -3,7 +3,7 @@
 A tiny random model of each is run on windows shorter and longer than its attention's windows and than the lengths at
 which its rotation changes. Our logits may be off by 2e-6 of the largest one, or by twice as much as transformers' own
 in single precision are, from what it computes in double precision. Checkpoints quantized to 4 bits, by plain
-rounding and by AWQ, must load without a missing or unexpected key, and give our logits.
+rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give our logits.
 """
 
 import datetime
@@ -25,7 +25,8 @@ TOLERANCE = 2e-6
 QUANTIZED_TOLERANCE = 1e-5
 LENGTHS = [24, 112]
 OPTIONS = ["--group-size", "32"]
-METHODS = {"rtn": ["--method", "rtn"], "awq": ["--samples", "4", "--seq-len", "128"]}
+SAMPLES = ["--samples", "4", "--seq-len", "128"]
+METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gptq", *SAMPLES]}
 # Checked on every change; of the others some, by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
@@ -51,6 +52,9 @@ TRAPS = {
     "twice as many channels turned": ("glm4", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "no logit scale": ("cohere", {"logit_scale": 1.0}),
+    "a part for a proportion": ("gemma4", {"rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
     "twice as many channels turned, after a gate": ("qwen3_5", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
     "another base of a part": ("qwen3_next", {"rope_parameters": {
@@ -99,6 +103,11 @@ WEIGHT_TRAPS = {
     "gates before queries": ("qwen3_5", scaled("q_proj.weight", halves_swapped(make_tiny.HEAD))),
     "states do not decay": ("qwen3_5", scaled("A_log", lambda w: w - 20)),
     "steps without their bias": ("qwen3_5", scaled("dt_bias", torch.zeros_like)),
+    "norms of Gemma 4 multiply by 1 more": ("gemma4", scaled("layernorm.weight", lambda w: w + 1)),
+    "outputs of blocks not scaled": ("gemma4", scaled("layer_scalar", torch.ones_like)),
+    "the first third for the second": ("lfm2", scaled("conv.in_proj", lambda w: w.unflatten(0, (3, -1))[[1, 0, 2]].flatten(0, 1))),
+    "short convolutions turned around": ("lfm2", scaled("conv.conv", lambda w: w.flip(-1))),
+    "short convolutions without biases": ("lfm2-bias", scaled("conv.conv.bias", torch.zeros_like)),
     "convolutions turned around": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
     "convolutions of a token alone": ("qwen3_next", scaled("conv1d", lambda w: w * torch.eye(4)[3])),
     "`a` before `b`": ("qwen3_next", scaled("in_proj_ba", halves_swapped(2))),

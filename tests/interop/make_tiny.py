@@ -75,6 +75,11 @@ def rope(**parameters):
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA4 = LAYERS | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "global_head_dim": 48,
+                   "final_logit_softcapping": 2.0, "layer_types": [SLIDING, FULL, SLIDING, FULL],
+                   "rope_parameters": {
+                       FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+                       SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}}
 ALTERNATING = {"layer_types": [SLIDING, FULL, FULL, SLIDING]}
 HEAD = 24
 LINEAR = "linear_attention"
@@ -111,6 +116,12 @@ FAMILIES = {
     "gemma3": GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_parameters": {
         FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
         SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
+    "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4-values": GEMMA4 | {"attention_bias": True, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    "lfm2": {"model_type": "lfm2", "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", "conv"],
+             "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
+    "lfm2-bias": {"model_type": "lfm2", "conv_bias": True, "full_attn_idxs": [1], "conv_L_cache": 4,
+                  "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
     "gemma3-older-keys": GEMMA | ALTERNATING | {"model_type": "gemma3_text", "final_logit_softcapping": 3.0},
     "olmo2": {"model_type": "olmo2", "attention_bias": True},
     "olmo3": LAYERS | {"model_type": "olmo3", "rope_parameters": {
@@ -165,7 +176,7 @@ FAMILIES = {
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
 }
 # transformers names the width of heads by the hidden size in these.
-WITHOUT_HEAD_DIM = {"phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
+WITHOUT_HEAD_DIM = {"lfm2", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
                     "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
 
@@ -194,6 +205,9 @@ def make_model(variant, seed):
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        for name, scalar in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                scalar.copy_(0.8 + 0.2 * torch.randn(1, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(".bias"):

@@ -65,7 +65,20 @@ def llava(text):
             "text_config": text}
 
 
+GEMMA4 = {"model_type": "gemma4", "audio_config": None, "image_token_id": 268, "boi_token_id": 269, "eoi_token_id": 270,
+          "vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 64,
+                            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+                            "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2},
+          "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 40, "sliding_window": 48,
+                          "hidden_size_per_layer_input": 0, "global_head_dim": 64, "attention_k_eq_v": True,
+                          "num_global_key_value_heads": 1,
+                          "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                          "rope_parameters": {
+                              "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                                 "rope_theta": 50000.0},
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}}
 VARIANTS = {
+    "gemma4-vl": GEMMA4,
     "qwen2-vl": QWEN2_VL,
     "qwen2-vl-flat": QWEN2_VL | {"tie_word_embeddings": True},
     "qwen2-vl-modules": QWEN2_VL,
@@ -93,6 +106,9 @@ def make_model(variant, seed):
     model = AutoModelForImageTextToText.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        for name, scalar in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                scalar.copy_(0.8 + 0.2 * torch.randn(1, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(".bias"):
@@ -101,7 +117,7 @@ def make_model(variant, seed):
                 # Weights of Gemma's norms are what is added to 1.
                 # Those of Qwen3.5 too, but for gated delta nets, where `A_log` is so small that a state holds many tokens.
                 outside = ("vision_tower", "visual", "linear_attn")
-                centered = variant.startswith(("gemma", "qwen3.5")) and not any(part in name for part in outside)
+                centered = variant.startswith(("gemma3", "qwen3.5")) and not any(part in name for part in outside)
                 center = 0 if centered else -2.5 if name.endswith("A_log") else 1
                 parameter.copy_(center + 0.3 * noise)
             else:

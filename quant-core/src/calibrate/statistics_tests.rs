@@ -220,7 +220,7 @@ fn parallel_block() -> Block {
     };
     let linears = graph.linears().map(|(id, ..)| (id, weight(id))).collect();
     let ropes = RopeTables::new(std::iter::empty(), 0).unwrap();
-    Block::new(graph, BTreeMap::new(), linears, BTreeMap::new(), BTreeMap::new(), &ropes).unwrap()
+    Block::new(graph, BTreeMap::new(), linears, BTreeMap::new(), &ropes).unwrap()
 }
 
 /// Counts tokens and calls, and keeps every row.

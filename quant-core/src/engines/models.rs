@@ -82,6 +82,8 @@ const OTHER_DENSE: &[&str] = &[
     "cohere2",
     "starcoder2",
     "gpt_neox",
+    "gemma4_text",
+    "lfm2",
     "qwen3_5_text",
     "qwen3_next",
 ];
@@ -94,7 +96,8 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 
 /// Those whose other readers were not looked at.
-const OTHER_VISION_LANGUAGE: &[&str] = &["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
+const OTHER_VISION_LANGUAGE: &[&str] =
+    &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 
 /// Engines that read experts of gpt-oss under names of their own.
 const GPT_OSS: &[&str] = &["gpt_oss"];

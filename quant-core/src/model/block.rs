@@ -12,7 +12,7 @@ use super::tensor_values::with_slices;
 use super::{
     CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
 };
-use super::{RecurrentParameters, experts, gates, paged, recurrent};
+use super::{OpParameters, experts, gates, norm, paged, recurrent};
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -67,16 +67,14 @@ pub struct Block {
     graph: Arc<BlockGraph>,
     norms: BTreeMap<NodeId, Norm>,
     linears: BTreeMap<NodeId, Linear>,
-    recurrent: BTreeMap<NodeId, RecurrentParameters>,
+    parameters: BTreeMap<NodeId, OpParameters>,
     ropes: BTreeMap<NodeId, Arc<RopeTable>>,
-    constants: BTreeMap<NodeId, Arc<[f32]>>,
     caching: KvCaching,
 }
 
 impl Block {
     /// A block from its parts: the parameters of each norm that has any, a [`Linear`] for each linear
-    /// of the graph, the parameters of recurrent operations, the [constants](Op::has_constants) of others, and the tables
-    /// of its rotations.
+    /// of the graph, the parameters of other operations, and the tables of its rotations.
     ///
     /// # Errors
     /// When one is missing.
@@ -84,8 +82,7 @@ impl Block {
         graph: Arc<BlockGraph>,
         mut norms: BTreeMap<NodeId, Norm>,
         linears: BTreeMap<NodeId, Linear>,
-        recurrent: BTreeMap<NodeId, RecurrentParameters>,
-        constants: BTreeMap<NodeId, Arc<[f32]>>,
+        parameters: BTreeMap<NodeId, OpParameters>,
         ropes: &RopeTables,
     ) -> Result<Self> {
         let mut tables = BTreeMap::new();
@@ -103,13 +100,11 @@ impl Block {
             |id: NodeId| norms.get(&id).is_some_and(|norm| norm.bias.is_some() == graph.has_bias(id));
         let complete = graph.norms().all(|(id, ..)| has_its_own(id))
             && graph.linears().all(|(id, ..)| linears.contains_key(&id))
-            && graph.recurrent().all(|(id, _)| recurrent.contains_key(&id))
-            && (graph.nodes().iter().enumerate())
-                .all(|(id, node)| node.op.has_constants() == constants.contains_key(&id));
+            && graph.parametrized().all(|(id, _)| parameters.contains_key(&id));
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        Ok(Self { graph, norms, linears, recurrent, ropes: tables, constants, caching: KvCaching::Float })
+        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching: KvCaching::Float })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -396,7 +391,7 @@ impl Run<'_> {
                 }
             }
             (Op::Route(routing), [logits]) => {
-                experts::route(logits, *routing, self.constants(id)).map_err(|e| match e {
+                experts::route(logits, *routing, self.block.parameters.get(&id).and_then(OpParameters::first)).map_err(|e| match e {
                     Error::Numeric { reason, .. } => {
                         let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
                         Error::Numeric { tensor: format!("{router}.weight"), reason }
@@ -428,8 +423,11 @@ impl Run<'_> {
             }
             (Op::Recurrent(op), inputs) => {
                 let state = self.cache.as_deref_mut().map(|cache| cache.state(id, op.state_len()));
-                recurrent::run(op, &self.block.recurrent[&id], inputs, self.segments, state)
+                recurrent::run(op, &self.block.parameters[&id], inputs, self.segments, state)
             }
+            (Op::Normalize { width, eps }, [x]) => norm::normalize(x, *width, *eps),
+            (Op::Multiply, [a, b]) => Ok((a * b)?),
+            (Op::ScaleBy { .. }, [x]) => Ok((x * f64::from(self.block.parameters[&id].number()?))?),
             (Op::Concatenate, inputs) => Ok(Tensor::cat(inputs, D::Minus1)?),
             (Op::PositionScale(scale), [x]) => {
                 let (batch, positions, _) = x.dims3()?;
@@ -458,7 +456,7 @@ impl Run<'_> {
     /// Attention as the block caches, on what is cached already and these.
     fn attend(&mut self, id: NodeId, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let block = self.block;
-        let sinks = block.constants.get(&id).map(AsRef::as_ref);
+        let sinks = block.parameters.get(&id).and_then(OpParameters::first);
         let rounded = |x: &Tensor, width: usize| -> Result<Tensor> {
             let KvCaching::Simulated(scheme) = block.caching else { return Ok(x.clone()) };
             let mut values = x.flatten_all()?.to_vec1::<f32>()?;
@@ -491,11 +489,6 @@ impl Run<'_> {
             cached_attention([q, k, v], k_width, shape, sinks)
         })?;
         Ok(Tensor::from_vec(out, (batch, positions, self.block.graph.width(id)), &Device::Cpu)?)
-    }
-
-    /// The stored numbers of an operation that is neither a linear nor a norm.
-    fn constants(&self, id: NodeId) -> Option<&[f32]> {
-        self.block.constants.get(&id).map(AsRef::as_ref)
     }
 }
 

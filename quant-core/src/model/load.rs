@@ -13,7 +13,7 @@ use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::dequantized::Dequantized;
 use super::{
-    Block, KvCaching, KvScheme, Linear, Norm, PositionTable, RecurrentParameters, RopeTables, StoredWeight,
+    Block, KvCaching, KvScheme, Linear, Norm, OpParameters, PositionTable, RopeTables, StoredWeight,
     WeightBody,
 };
 use super::{fused_experts, names};
@@ -308,7 +308,8 @@ impl Model {
                 self.packed_tensors(&module, shape)?;
             }
             for parameter in parameters.iter().filter(|p| packed.is_none() || p.name != "weight") {
-                self.check_float(&format!("{module}.{}", parameter.name), &parameter.shape)?;
+                let name = self.architecture.in_block(layer, &op.tensor_name(parameter));
+                self.check_float(&name, &parameter.shape)?;
             }
         }
         Ok(())
@@ -564,23 +565,13 @@ impl Model {
             let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
             linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
         }
-        let mut recurrent = BTreeMap::new();
-        for (id, op) in graph.recurrent() {
-            let module = a.in_block(index, &op.name);
-            let tensors = graph.nodes()[id].op.parameters().into_iter();
-            let values = tensors.map(|p| self.source.read_f32(&format!("{module}.{}", p.name)));
-            recurrent.insert(id, RecurrentParameters(values.collect::<Result<_>>()?));
+        let mut parameters = BTreeMap::new();
+        for (id, op) in graph.parametrized() {
+            let tensors = op.parameters().into_iter().map(|p| a.in_block(index, &op.tensor_name(&p)));
+            let values = tensors.map(|name| self.source.read_f32(&name)).collect::<Result<_>>()?;
+            parameters.insert(id, OpParameters(values));
         }
-        let mut constants: BTreeMap<_, Arc<[f32]>> = BTreeMap::new();
-        for (id, op) in
-            graph.nodes().iter().map(|node| &node.op).enumerate().filter(|(_, op)| op.has_constants())
-        {
-            for parameter in op.parameters() {
-                let name = format!("{}.{}", a.in_block(index, op.name()), parameter.name);
-                constants.insert(id, self.source.read_f32(&name)?.into());
-            }
-        }
-        Block::new(graph.clone(), norms, linears, recurrent, constants, ropes)
+        Block::new(graph.clone(), norms, linears, parameters, ropes)
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row

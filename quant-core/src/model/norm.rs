@@ -59,6 +59,17 @@ impl Norm {
     }
 }
 
+/// Every `width` consecutive features of `x` `[batch, positions, features]` divided by their root mean square.
+///
+/// # Errors
+/// When shapes do not fit.
+pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
+    let (batch, positions, features) = x.dims3()?;
+    let rows = x.contiguous()?.reshape((batch, positions, features / width, width))?;
+    let ones = Tensor::ones(width, candle_core::DType::F32, x.device())?;
+    Ok(candle_nn::ops::rms_norm(&rows, &ones, eps as f32)?.reshape((batch, positions, features))?)
+}
+
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
 /// The variance is that of the differences from the mean, in a second pass: in families that have this norm

@@ -426,7 +426,7 @@ impl Plan {
                 // The weight of a linear has an entry already.
                 let own = |name: &str| op.linear_shape().is_none() || name != "weight";
                 for parameter in op.parameters().into_iter().filter(|p| own(p.name)) {
-                    let name = format!("{}.{}", op.name(), parameter.name);
+                    let name = op.tensor_name(&parameter);
                     rewritten.insert(architecture.in_block(layer, &name), (layer, node));
                 }
             }

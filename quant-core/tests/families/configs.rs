@@ -104,11 +104,10 @@ impl Case {
         };
         let mut of_op = |module: String, op: &Op| {
             for parameter in op.parameters() {
-                let name = format!("{module}.{}", parameter.name);
-                if op.has_constants() {
-                    add(name, &parameter.shape, Dtype::F32, 0.0, 0.05);
-                    continue;
-                }
+                let name = match module.strip_suffix('.').unwrap_or(&module) {
+                    within if op.name().is_empty() => format!("{within}.{}", parameter.name),
+                    module => format!("{module}.{}", parameter.name),
+                };
                 let (dtype, mean, deviation) = match (op.is_norm(), parameter.name) {
                     (true, "weight") => (norms, 1.0 - op.weight_offset(), 0.3),
                     (true, _) => (norms, 0.0, 0.3),
@@ -117,6 +116,7 @@ impl Case {
                         (Dtype::F32, 0.0, 1.0 / (width as f32).sqrt())
                     }
                     // So slow that a state holds many tokens.
+                    (false, "layer_scalar") => (Dtype::F32, 0.8, 0.1),
                     (false, "A_log") => (Dtype::F32, -2.5, 0.5),
                     (false, _) => (Dtype::F32, 0.0, 0.3),
                 };
@@ -422,6 +422,30 @@ pub fn cases() -> Vec<Case> {
             // Lengths of queries and keys are divided out, and a state adds errors up.
             rounding: 1.0,
             ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid)
+        },
+        Case {
+            producers: vec!["input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj"],
+            not_rotated_for: Some(NORMED),
+            ..Case::new(
+                "gemma4_text",
+                "Gemma4ForCausalLM",
+                json!({ "sliding_window": 7, "hidden_size_per_layer_input": 0, "attention_k_eq_v": true,
+                        "global_head_dim": 32, "num_global_key_value_heads": 1,
+                        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                        "rope_parameters": {
+                            "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25 },
+                            "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 } } }),
+            )
+        },
+        Case {
+            producers: vec!["operator_norm", "conv.in_proj", "ffn_norm", "feed_forward.w3"],
+            other_producers: vec![vec!["operator_norm", "self_attn.v_proj", "ffn_norm", "feed_forward.w3"]],
+            ..Case::new(
+                "lfm2",
+                "Lfm2ForCausalLM",
+                json!({ "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32,
+                        "intermediate_size": 130 }),
+            )
         },
     ]
 }

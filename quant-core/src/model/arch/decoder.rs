@@ -151,6 +151,7 @@ impl<'a> Decoder<'a> {
             output: "self_attn.o_proj",
             bias,
             head_norms: None,
+            norms_values: false,
             rope,
             position_scale: None,
         }

@@ -18,7 +18,7 @@ pub(super) struct Gemma2;
 pub(super) struct Gemma3Text;
 
 /// The norms before attention and MLP, then those after.
-const SANDWICH: Placement = Placement::Sandwich(
+pub(super) const SANDWICH: Placement = Placement::Sandwich(
     ["input_layernorm", "pre_feedforward_layernorm"],
     ["post_attention_layernorm", "post_feedforward_layernorm"],
 );
@@ -90,7 +90,7 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Decode
 }
 
 /// The bound of scores or logits: `default` where the key is missing, none where it is `null`.
-fn softcap(d: &Decoder<'_>, key: &str, default: Option<f32>) -> Result<Option<f32>> {
+pub(super) fn softcap(d: &Decoder<'_>, key: &str, default: Option<f32>) -> Result<Option<f32>> {
     match d.config.map().contains_key(key) {
         true => Ok(d.factor(key)?.map(|cap| cap as f32)),
         false => Ok(default),

@@ -12,7 +12,6 @@ use std::ops::Range;
 
 use super::AttentionShape;
 use super::op::{AttentionInput, ChannelOrder, Op, Reach, Rows, ScalePass};
-use super::recurrent::Recurrent;
 use crate::model::rope::Rope;
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
@@ -269,12 +268,10 @@ impl BlockGraph {
         })
     }
 
-    /// Recurrent operations in order of evaluation.
-    pub fn recurrent(&self) -> impl Iterator<Item = (NodeId, &Recurrent)> {
-        self.nodes.iter().enumerate().filter_map(|(id, node)| match &node.op {
-            Op::Recurrent(recurrent) => Some((id, recurrent)),
-            _ => None,
-        })
+    /// Operations with parameters that are neither norms nor linears, in order of evaluation.
+    pub fn parametrized(&self) -> impl Iterator<Item = (NodeId, &Op)> {
+        let nodes = self.nodes.iter().enumerate().map(|(id, node)| (id, &node.op));
+        nodes.filter(|(_, op)| !op.is_norm() && op.linear_shape().is_none() && !op.parameters().is_empty())
     }
 
     /// Whether a norm or a linear has a bias.
@@ -335,9 +332,16 @@ impl BlockGraph {
         })
     }
 
-    /// Every producer that can be rescaled, in order of evaluation.
+    /// Every producer that can be rescaled, in order of evaluation. Where several values are multiplied with each other,
+    /// any of them may carry the scale: the first does.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
-        (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)).collect()
+        let mut groups: Vec<FoldGroup> = Vec::new();
+        for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {
+            if !groups.iter().any(|g| g.input == group.input && g.consumers == group.consumers) {
+                groups.push(group);
+            }
+        }
+        groups
     }
 
     fn fold_groups_of(&self, producer: NodeId) -> Vec<FoldGroup> {

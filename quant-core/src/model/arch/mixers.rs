@@ -8,6 +8,17 @@ use super::{Activation, Convolution, DeltaNet, GraphBuilder, NodeId, Op, Recurre
 pub(super) enum Mixer {
     /// Linear attention by the gated delta rule.
     GatedDeltaNet(GatedDeltaNet),
+    /// A convolution between two gates.
+    ShortConvolution(ShortConvolution),
+}
+
+/// `out(c · convolution(b · x))`, where `b`, `c` and `x` are thirds of what one linear puts out.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct ShortConvolution {
+    /// Tokens that the convolution sees.
+    pub(super) kernel: usize,
+    /// Whether linears and convolution have biases.
+    pub(super) bias: bool,
 }
 
 /// Linear attention by the gated delta rule: a convolution of queries, keys and values, the rule, a norm of heads, and
@@ -36,7 +47,25 @@ impl Mixer {
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
         match self {
             Self::GatedDeltaNet(net) => net.add(g, x, block),
+            Self::ShortConvolution(convolution) => convolution.add(g, x, block.hidden),
         }
+    }
+}
+
+impl ShortConvolution {
+    fn add(self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
+        let Self { kernel, bias } = self;
+        let all = g.add(linear("conv.in_proj", [3 * hidden, hidden], bias), &[x]);
+        let mut third =
+            |i: usize| g.add(Op::Slice { period: 3 * hidden, start: i * hidden, width: hidden }, &[all]);
+        // The rows of the outer gate come first: nothing but a product lies between them and the output.
+        let [after, before, x] = [1, 0, 2].map(&mut third);
+        let gated = g.add(Op::Multiply, &[before, x]);
+        let kind = Convolution { channels: hidden, kernel, bias, activation: None };
+        let kind = RecurrentKind::Convolution(kind);
+        let convolved = g.add(Op::Recurrent(Recurrent { name: "conv.conv".to_owned(), kind }), &[gated]);
+        let product = g.add(Op::Multiply, &[after, convolved]);
+        g.add(linear("conv.out_proj", [hidden, hidden], bias), &[product])
     }
 }
 

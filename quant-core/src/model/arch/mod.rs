@@ -8,11 +8,13 @@ mod deepseek;
 mod experts;
 mod fused_experts;
 mod gemma;
+mod gemma4;
 mod glm;
 mod gpt_neox;
 mod gpt_oss;
 mod graph;
 mod latent;
+mod lfm2;
 mod llama;
 mod llama_variants;
 mod mixers;
@@ -240,6 +242,7 @@ pub static FAMILIES: &[&dyn Family] = &[
     &llama_variants::HunYuanDenseV1,
     &gemma::Gemma2,
     &gemma::Gemma3Text,
+    &gemma4::Gemma4Text,
     &olmo::Olmo2,
     &olmo::Olmo3,
     &olmo::Exaone4,
@@ -251,6 +254,7 @@ pub static FAMILIES: &[&dyn Family] = &[
     &cohere::Cohere2,
     &starcoder2::Starcoder2,
     &gpt_neox::GptNeoX,
+    &lfm2::Lfm2,
     &qwen3_next::Qwen35,
     &qwen3_next::Qwen3Next,
     &mixtral::Mixtral,

@@ -155,6 +155,13 @@ fn gemma3() -> Value {
     })
 }
 
+fn gemma4() -> Value {
+    json!({
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+        "vocab_size": 262_144, "max_position_embeddings": 131_072,
+    })
+}
+
 const LLAMA: Text = Text { model_type: "llama", family: "llama", defaults: llama };
 const MISTRAL: Text = Text { model_type: "mistral", family: "mistral", defaults: mistral };
 const MINISTRAL3: Text = Text { model_type: "ministral3", family: "ministral3", defaults: ministral3 };
@@ -217,6 +224,14 @@ static CLASSES: &[Class] = &[
         may_be_flat: false,
         tied: true,
         layouts: &[TOWER_FIRST, MODULES],
+    },
+    Class {
+        name: "Gemma4ForConditionalGeneration",
+        model_type: "gemma4",
+        texts: &[Text { model_type: "gemma4_text", family: "gemma4_text", defaults: gemma4 }],
+        may_be_flat: false,
+        tied: true,
+        layouts: &[MODULES],
     },
 ];
 

@@ -27,6 +27,13 @@ pub enum Op {
         /// Whether the stored weight is centered at 0: the norm multiplies by `1 + weight`.
         zero_centered: bool,
     },
+    /// Every `width` consecutive features divided by their root mean square.
+    Normalize {
+        /// Features that are normalized together.
+        width: usize,
+        /// Added to the mean square.
+        eps: f64,
+    },
     /// Every `width` consecutive features brought to mean 0 and variance 1; times a weight and plus a
     /// bias of `width`, where it has them.
     LayerNorm {
@@ -109,8 +116,15 @@ pub enum Op {
         /// Features of a head in either input.
         widths: [usize; 2],
     },
+    /// The product of its two inputs.
+    Multiply,
     /// The input times a constant.
     Scale(f32),
+    /// The input times a number that the block stores under this name.
+    ScaleBy {
+        /// The tensor's name inside the block.
+        tensor: &'static str,
+    },
     /// The sum of its two inputs.
     Add,
 }
@@ -265,9 +279,20 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => "",
+        }
+    }
+
+    /// A parameter's name inside the block.
+    pub fn tensor_name(&self, parameter: &Parameter) -> String {
+        match self.name() {
+            "" => parameter.name.to_owned(),
+            module => format!("{module}.{}", parameter.name),
         }
     }
 
@@ -293,6 +318,7 @@ impl Op {
                 let stored = |_| Parameter { name: "sinks", shape: vec![shape.heads()] };
                 shape.sinks.map(stored).into_iter().collect()
             }
+            Self::ScaleBy { tensor } => vec![Parameter { name: tensor, shape: vec![1] }],
             Self::Input { .. }
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
@@ -304,6 +330,8 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => Vec::new(),
@@ -323,13 +351,6 @@ impl Op {
             _ => None,
         }
     }
-
-    /// Whether it stores numbers that it computes with as they are: neither a weight of a linear or a norm nor a bias of
-    /// one. Nothing folds or rounds them.
-    pub fn has_constants(&self) -> bool {
-        !self.is_norm() && self.linear_shape().is_none() && !self.parameters().is_empty()
-    }
-
     /// What a norm adds to its stored weight before it multiplies by it: 1 where the weight is centered at 0.
     pub fn weight_offset(&self) -> f32 {
         match self {
@@ -376,6 +397,9 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
             | Self::Scale(_)
@@ -405,6 +429,9 @@ impl Op {
             | Self::TokenGate
             | Self::Activation(_)
             | Self::Scale(_)
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Add => inputs.first().copied().unwrap_or(0),
         }
     }
@@ -427,6 +454,9 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => Reach::Token,
@@ -437,7 +467,9 @@ impl Op {
     pub fn scale_pass(&self, port: usize) -> ScalePass {
         match self {
             Self::Gated(_) if port == 1 => ScalePass::UNCHANGED,
-            Self::Activation(Activation::Relu) | Self::Scale(_) => ScalePass::UNCHANGED,
+            Self::Activation(Activation::Relu) | Self::Scale(_) | Self::ScaleBy { .. } | Self::Multiply => {
+                ScalePass::UNCHANGED
+            }
             Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.value_dim }
@@ -454,6 +486,7 @@ impl Op {
             | Self::TokenGate
             | Self::JoinHeads { .. }
             | Self::Slice { .. }
+            | Self::Normalize { .. }
             | Self::Concatenate
             | Self::PositionScale(_)
             | Self::Attention(_)
@@ -473,7 +506,12 @@ impl Op {
     pub fn channel_order(&self) -> ChannelOrder {
         match self {
             Self::Linear { .. } => ChannelOrder::OfRows,
-            Self::Activation(_) | Self::Gated(_) | Self::ClampedGated { .. } | Self::Scale(_) => {
+            Self::Activation(_)
+            | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::Multiply
+            | Self::Scale(_)
+            | Self::ScaleBy { .. } => {
                 ChannelOrder::OfInputs
             }
             Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
@@ -486,6 +524,7 @@ impl Op {
             | Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
             | Self::TokenGate
@@ -511,6 +550,8 @@ impl Op {
             Self::Rope(_)
             | Self::PositionScale(_)
             | Self::Scale(_)
+            | Self::ScaleBy { .. }
+            | Self::Normalize { .. }
             | Self::Slice { .. }
             | Self::JoinHeads { .. }
             | Self::RmsNorm { .. }
@@ -526,6 +567,7 @@ impl Op {
             | Self::TokenGate
             | Self::Activation(_)
             | Self::Concatenate
+            | Self::Multiply
             | Self::Recurrent(_)
             | Self::Add => false,
         }
@@ -550,6 +592,9 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Recurrent(_)
             | Self::Scale(_)
@@ -577,6 +622,9 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => 0,
@@ -607,6 +655,9 @@ impl Op {
             | Self::JoinHeads { .. }
             | Self::Activation(_)
             | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
             | Self::Concatenate
             | Self::Scale(_)
             | Self::Add => 0.0,

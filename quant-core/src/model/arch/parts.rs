@@ -26,6 +26,8 @@ pub(super) struct DecoderBlock {
     pub(super) mlp: Mlp,
     /// What the outputs of attention and MLP are multiplied by before they are added to the residual stream.
     pub(super) residual_scale: Option<f32>,
+    /// The tensor of a number that the whole output is multiplied by, if there is one.
+    pub(super) output_scale: Option<&'static str>,
 }
 
 /// Norms of one kind.
@@ -89,6 +91,8 @@ pub(super) struct Attention {
     /// Whether queries, keys and values have biases, and whether the output has.
     pub(super) bias: [bool; 2],
     pub(super) head_norms: Option<HeadNorms>,
+    /// Whether heads of values are divided by their root mean square.
+    pub(super) norms_values: bool,
     /// `None` where queries and keys are not turned.
     pub(super) rope: Option<Rope>,
     pub(super) position_scale: Option<PositionScale>,
@@ -102,6 +106,8 @@ pub(super) enum Projections {
     /// The same, with the rows of each head's query followed by those of a gate. What attention puts out is multiplied by
     /// the gate's sigmoid.
     WithOutputGate,
+    /// One for queries, and one for keys and values: both are the same before their norms.
+    SharedKeysAndValues,
     /// One for all, with the rows of queries first, then those of keys and values.
     Fused(&'static str),
     /// One for all, with the rows of each head's query, key and value together; as many key heads as query heads.
@@ -131,6 +137,8 @@ impl HeadNorms {
 pub(super) enum Mlp {
     /// `down(activation(gate) · up)`.
     Gated { activation: Activation, intermediate: usize, bias: bool },
+    /// The same without biases, with module names of gate, up and down.
+    GatedAs { names: [&'static str; 3], activation: Activation, intermediate: usize },
     /// The same with gate and up in one linear, gate first.
     FusedGated { activation: Activation, intermediate: usize },
     /// `down(activation(up))`, with module names of up and down.
@@ -142,7 +150,16 @@ pub(super) enum Mlp {
 impl DecoderBlock {
     /// A norm before attention and one before the MLP, as most families have them.
     pub(super) fn new(hidden: usize, norm: Norms, attention: Attention, mlp: Mlp) -> Self {
-        Self { hidden, norm, placement: PRE, attention, mixer: None, mlp, residual_scale: None }
+        Self {
+            hidden,
+            norm,
+            placement: PRE,
+            attention,
+            mixer: None,
+            mlp,
+            residual_scale: None,
+            output_scale: None,
+        }
     }
 
     /// The block's graph.
@@ -181,7 +198,10 @@ impl DecoderBlock {
         let x = norm(&mut g, before[1], middle);
         let out = self.mlp.add(&mut g, x, self.hidden);
         let out = norm(&mut g, after[1], out);
-        self.add_to(&mut g, middle, out);
+        let output = self.add_to(&mut g, middle, out);
+        if let Some(tensor) = self.output_scale {
+            g.add(Op::ScaleBy { tensor }, &[output]);
+        }
         g.finish()
     }
 
@@ -219,7 +239,7 @@ impl Attention {
         }
         let (q_width, kv_width) = (self.shape.heads() * head_dim, self.shape.kv_heads * head_dim);
         let mut gate = None;
-        let [mut q, mut k, v] = match self.projections {
+        let [mut q, mut k, mut v] = match self.projections {
             Projections::WithOutputGate => {
                 let both = g.add(linear("self_attn.q_proj", [2 * q_width, hidden], bias), &[x]);
                 let [k, v] = ["k", "v"].map(|letter| {
@@ -234,6 +254,12 @@ impl Attention {
                 [("q", q_width), ("k", kv_width), ("v", kv_width)].map(|(letter, width)| {
                     g.add(linear(&format!("self_attn.{letter}_proj"), [width, hidden], bias), &[x])
                 })
+            }
+            Projections::SharedKeysAndValues => {
+                let [q, k] = [("q", q_width), ("k", kv_width)].map(|(letter, width)| {
+                    g.add(linear(&format!("self_attn.{letter}_proj"), [width, hidden], bias), &[x])
+                });
+                [q, k, k]
             }
             Projections::FusedByHead(name) => {
                 let all = g.add(linear(name, [q_width + 2 * kv_width, hidden], bias), &[x]);
@@ -260,6 +286,9 @@ impl Attention {
         }
         if let Some(scale) = self.position_scale {
             q = g.add(Op::PositionScale(scale), &[q]);
+        }
+        if self.norms_values {
+            v = g.add(Op::Normalize { width: head_dim, eps: block.norm.eps }, &[v]);
         }
         let mut attended = g.add(Op::Attention(self.shape), &[q, k, v]);
         if let Some(gate) = gate {
@@ -294,6 +323,12 @@ impl Mlp {
                 let up = g.add(linear("mlp.up_proj", [intermediate, hidden], bias), &[x]);
                 let product = g.add(Op::Gated(activation), &[gate, up]);
                 g.add(linear("mlp.down_proj", [hidden, intermediate], bias), &[product])
+            }
+            Self::GatedAs { names: [gate, up, down], activation, intermediate } => {
+                let gate = g.add(linear(gate, [intermediate, hidden], false), &[x]);
+                let up = g.add(linear(up, [intermediate, hidden], false), &[x]);
+                let product = g.add(Op::Gated(activation), &[gate, up]);
+                g.add(linear(down, [hidden, intermediate], false), &[product])
             }
             Self::FusedGated { activation, intermediate } => {
                 let period = 2 * intermediate;

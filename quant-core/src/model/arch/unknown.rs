@@ -138,10 +138,6 @@ static FACTS: &[(&str, &[&str])] = &[
             "each block's experts are one tensor",
         ],
     ),
-    (
-        "gemma4",
-        &["norms also follow attention and MLP", "full and sliding layers have heads of different widths"],
-    ),
     ("qwen3_vl_moe", &["each block's experts are one tensor"]),
     ("minimax_m2", &["queries and keys are normalized over all heads at once", "the router takes a sigmoid"]),
     ("nemotron_h", &["each layer is one of attention, MLP, experts and Mamba", "the MLP has no gate"]),

@@ -5,15 +5,10 @@ mod delta_net;
 
 use candle_core::{Device, Tensor};
 
-use super::Segments;
 use super::arch::{Recurrent, RecurrentKind};
 use super::tensor_values::{with_slices, with_values};
+use super::{OpParameters, Segments};
 use crate::{Error, Result};
-
-/// The stored parameters of a recurrent operation, in the order of
-/// [`Op::parameters`](super::arch::Op::parameters).
-#[derive(Debug, Clone)]
-pub struct RecurrentParameters(pub(super) Vec<Vec<f32>>);
 
 /// What one sequence leaves to the tokens after it.
 #[derive(Debug, Clone, Default)]
@@ -64,7 +59,7 @@ impl Run {
 /// When shapes do not fit.
 pub(super) fn run(
     op: &Recurrent,
-    parameters: &RecurrentParameters,
+    parameters: &OpParameters,
     inputs: &[Tensor],
     segments: Segments<'_>,
     state: Option<&mut State>,

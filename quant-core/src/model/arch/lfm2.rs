@@ -1,0 +1,102 @@
+//! LFM2: most layers convolve over a few tokens in the place of attention; heads are normed; names of its own.
+
+use super::decoder::{Decoder, Defaults};
+use super::mixers::{Mixer, ShortConvolution};
+use super::parts::{DecoderBlock, HeadNorms, Mlp, Placement};
+use super::{Activation, Architecture, Family};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// The family of `Lfm2ForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lfm2;
+
+impl Family for Lfm2 {
+    fn name(&self) -> &'static str {
+        "lfm2"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Lfm2ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let defaults = Defaults {
+            kv_heads: Some(8),
+            theta: 1e6,
+            norm_eps_key: "norm_eps",
+            norm_eps: 1e-5,
+            tied: true,
+            ..Defaults::new(self.name())
+        };
+        let d = Decoder::read(config, defaults)?;
+        let mut attention = d.attention(Some(d.rope()?), [false; 2]);
+        attention.output = "self_attn.out_proj";
+        attention.head_norms = Some(HeadNorms {
+            names: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+            ..HeadNorms::OF_HEADS
+        });
+        let mlp = Mlp::GatedAs {
+            names: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
+            activation: Activation::Silu,
+            intermediate: intermediate(&d)?,
+        };
+        let placement = Placement::Pre(["operator_norm", "ffn_norm"]);
+        let attends = DecoderBlock { placement, ..d.block(attention, mlp) };
+        let kernel = config.optional_positive("conv_L_cache")?.unwrap_or(3);
+        let convolution = ShortConvolution { kernel, bias: d.flag("conv_bias", false)? };
+        let convolves = DecoderBlock { mixer: Some(Mixer::ShortConvolution(convolution)), ..attends.clone() };
+        let attention_layers = attention_layers(config, d.layers)?;
+        let mut architecture = d.architecture(|layer| match attention_layers[layer] {
+            true => attends.clone(),
+            false => convolves.clone(),
+        })?;
+        // The older name counts where both are there.
+        architecture.tied = d.flag("tie_embedding", architecture.tied)?;
+        architecture.final_norm = Some(d.norm.op("model.embedding_norm", d.hidden));
+        architecture.fused = &[
+            ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+            ("feed_forward.w13", &["feed_forward.w1", "feed_forward.w3"]),
+        ];
+        Ok(architecture)
+    }
+}
+
+/// Features between the linears of the MLP: two thirds of what the configuration says, times a factor, rounded up.
+fn intermediate(d: &Decoder<'_>) -> Result<usize> {
+    let config = d.config;
+    let given = config.optional_positive("block_ff_dim")?.unwrap_or(d.intermediate);
+    if !d.flag("block_auto_adjust_ff_dim", true)? {
+        return Ok(given);
+    }
+    let width = 2 * given / 3;
+    let factor = match config.map().contains_key("block_ffn_dim_multiplier") {
+        true => d.factor("block_ffn_dim_multiplier")?,
+        false => Some(1.0),
+    };
+    let Some(factor) = factor else { return Ok(width) };
+    let unit = config.optional_positive("block_multiple_of")?.unwrap_or(256);
+    let wide = factor * width as f64;
+    if wide > f64::from(1 << 30) {
+        return Err(config.error("block_ffn_dim_multiplier", format!("is {factor}, of {width}: too large")));
+    }
+    Ok((wide as usize).div_ceil(unit) * unit)
+}
+
+/// Whether each layer has attention: as `layer_types` says, else as `full_attn_idxs` does, else all.
+fn attention_layers(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
+    const KEY: &str = "layer_types";
+    let Some(types) = config.optional_str_list(KEY)? else {
+        let listed = config.optional_usize_list("full_attn_idxs")?;
+        return Ok((0..layers).map(|l| listed.as_ref().is_none_or(|list| list.contains(&l))).collect());
+    };
+    if types.len() != layers {
+        return Err(config.error(KEY, format!("has {} entries for {layers} blocks", types.len())));
+    }
+    let attends = |kind: &&str| match *kind {
+        "full_attention" => Ok(true),
+        "conv" => Ok(false),
+        other => Err(config.error(KEY, format!("holds `{}`, which is not known", other.escape_default()))),
+    };
+    types.iter().map(attends).collect()
+}

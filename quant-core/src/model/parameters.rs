@@ -1,0 +1,22 @@
+//! The stored parameters of operations that are neither norms nor linears.
+
+use crate::{Error, Result};
+
+/// The values of an operation's tensors, in the order of [`Op::parameters`](super::arch::Op::parameters).
+#[derive(Debug, Clone)]
+pub struct OpParameters(pub(super) Vec<Vec<f32>>);
+
+impl OpParameters {
+    /// The values of the first tensor.
+    pub(super) fn first(&self) -> Option<&[f32]> {
+        self.0.first().map(Vec::as_slice)
+    }
+
+    /// The only value of the only tensor.
+    pub(super) fn number(&self) -> Result<f32> {
+        match &self.0[..] {
+            [values] if values.len() == 1 => Ok(values[0]),
+            _ => Err(Error::Internal("an operation has other parameters than a number".into())),
+        }
+    }
+}
