@@ -66,6 +66,8 @@ TRAPS = {
     "another sigmoid": ("gpt_oss", {"swiglu_alpha": 1.0}),
     "yarn truncated": ("gpt_oss", {"rope_parameters": make_tiny.yarn(truncate=True)}),
     "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
+    "no correction of scores": ("deepseek_v3", {}, ".e_score_correction_bias"),
+    "no sinks": ("gpt_oss", {}, ".sinks"),
 }
 
 
@@ -95,9 +97,9 @@ def run_chosen(check, which, only):
     for name in chosen(which):
         if only in f"family {name}":
             Family(check, name).run()
-    for title, (name, changes) in TRAPS.items() if which == "all" else ():
+    for title, (name, changes, *zeroed) in TRAPS.items() if which == "all" else ():
         if only in f"family trap: {title}":
-            check.step(f"family trap: {title}", lambda: Family(check, name).trap(changes))
+            check.step(f"family trap: {title}", lambda: Family(check, name).trap(changes, *zeroed))
 
 
 def relative(found, expected):
@@ -210,13 +212,20 @@ class Family:
                           if not numpy.array_equal(ours[f"{experts}.{e}.{linear}.weight"], values[e].numpy())]
         return different or "equal", not different
 
-    def trap(self, changes):
-        """Our logits of the weights under a changed configuration, which must not be transformers' of the right one."""
+    def trap(self, changes, zeroed=None):
+        """Our logits under a changed configuration, or with some tensors zeroed, which must not be transformers' of the
+        right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)
         shutil.copytree(model, wrong)
         make_tiny.edit_config(wrong / "config.json", lambda config: config.update(changes))
+        if zeroed:
+            tensors = load_file(wrong / "model.safetensors")
+            tensors |= {name: 0 * tensor if name.endswith(zeroed) else tensor for name, tensor in tensors.items()}
+            # A sink of 0 still takes part: minus infinity would not.
+            tensors |= {name: tensor - 1e4 for name, tensor in tensors.items() if zeroed == ".sinks" == name[-6:]}
+            save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
         window = self.tokens(LENGTHS[-1])
         theirs = reference_model.logits(reference_model.load(model), window).numpy()
         apart = relative(self.ours(wrong, "logits", window), theirs)

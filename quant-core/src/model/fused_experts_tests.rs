@@ -120,7 +120,7 @@ fn codes_become_numbers_row_by_row() {
     for (name, n, k) in [("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)] {
         let blocks = EXPERTS * n * k / 32;
         let codes: Vec<u8> =
-            (0..blocks * 16).map(|byte| (code(2 * byte) | code(2 * byte + 1) << 4) as u8).collect();
+            (0..blocks * 16).map(|byte| (code(2 * byte) | (code(2 * byte + 1) << 4)) as u8).collect();
         let scales: Vec<u8> = (0..blocks).map(scale).collect();
         source
             .insert(format!("{BLOCK}{name}_blocks"), Dtype::U8, vec![EXPERTS, n, k / 32, 16], codes)
