@@ -32,9 +32,9 @@ ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
 # Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
 # floats, and run.
-THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats"]
-# Models whose numbers transformers reads of another model.
-SAME_AS = {"gpt_oss-mxfp4": "gpt_oss-floats"}
+THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe"]
+# Models that are stored quantized. Their numbers are read from codes and scales without our programs.
+STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
 # What a reader may get wrong, as another configuration of the same weights: logits must then be others.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -75,6 +75,8 @@ TRAPS = {
     "another sigmoid": ("gpt_oss", {"swiglu_alpha": 1.0}),
     "yarn truncated": ("gpt_oss", {"rope_parameters": make_tiny.yarn(truncate=True)}),
     "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
+    "no correction of scores": ("deepseek_v3", {}, ".e_score_correction_bias"),
+    "no sinks": ("gpt_oss", {}, ".sinks"),
 }
 
 
@@ -141,12 +143,12 @@ def run_chosen(check, which, only):
     for name in chosen(which):
         if only in f"family {name}":
             Family(check, name).run()
-    for title, (name, changes) in TRAPS.items() if which == "all" else ():
+    for title, (name, changes, *zeroed) in TRAPS.items() if which == "all" else ():
         if only in f"family trap: {title}":
-            check.step(f"family trap: {title}", lambda: Family(check, name).trap(changes))
+            check.step(f"family trap: {title}", lambda: Family(check, name).trap(changes, *zeroed))
     for title, (name, change) in WEIGHT_TRAPS.items() if which == "all" else ():
         if only in f"family trap: {title}":
-            check.step(f"family trap: {title}", lambda: Family(check, name).trap({}, change))
+            check.step(f"family trap: {title}", lambda: Family(check, name).trap({}, change=change))
 
 
 def relative(found, expected):
@@ -161,14 +163,14 @@ class Family:
     def run(self):
         model = self.check.model(self.name)
         self.check.step(f"family {self.name} float", lambda: self.float_logits(model))
-        if self.name in SAME_AS:
+        if self.name == "gpt_oss-mxfp4":
             self.check.step(f"family {self.name} bits", lambda: self.mxfp4_bits(model))
         for method, options in METHODS.items():
             self.check.step(f"family {self.name} {method}", lambda: self.quantized_logits(model, method, options))
 
     def float_logits(self, model):
         """Whole windows and a cache, short and long, of what transformers computes in double precision."""
-        reference = self.check.model(SAME_AS.get(self.name, self.name))
+        reference = self.reference(model)
         single, double = reference_model.load(reference), reference_model.load(reference).double()
         ours, theirs = 0.0, 0.0
         for window in map(self.tokens, LENGTHS):
@@ -180,7 +182,7 @@ class Family:
 
     def quantized_logits(self, model, method, options):
         out = self.check.scratch / f"{self.name}-{method}"
-        again = ["--requantize"] if self.name in SAME_AS else []
+        again = ["--requantize"] if self.name in STORED_QUANTIZED else []
         self.check.program("quant", "quantize", model, "-o", out, "--quiet", *OPTIONS, *options, *again)
         window = self.tokens(LENGTHS[-1])
         model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
@@ -192,31 +194,59 @@ class Family:
         theirs, ours = (relative(logits, exact) for logits in (theirs, self.ours(out, "logits", window)))
         return f"{ours:.1e} (transformers {theirs:.1e})", ours <= max(QUANTIZED_TOLERANCE, 2 * theirs)
 
+    def reference(self, model):
+        """The model that transformers runs: one with the same numbers as floats, where it is stored quantized."""
+        if self.name == "gpt_oss-mxfp4":
+            return self.check.model("gpt_oss-floats")
+        if self.name != "deepseek_v3-fp8":
+            return model
+        floats = self.check.scratch / f"{model.name}-floats"
+        shutil.rmtree(floats, ignore_errors=True)
+        shutil.copytree(model, floats)
+        make_tiny.edit_config(floats / "config.json", lambda config: config.pop("quantization_config"))
+        stored = load_torch(model / "model.safetensors")
+        for name in [name for name in stored if name.endswith("_scale_inv")]:
+            scales, weight = stored.pop(name), name.removesuffix("_scale_inv")
+            rows, columns = stored[weight].shape
+            spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            stored[weight] = stored[weight].float() * spread
+        save_file({name: tensor.numpy() for name, tensor in stored.items()}, floats / "model.safetensors",
+                  metadata={"format": "pt"})
+        return floats
+
     def as_floats(self, model):
-        """A checkpoint of gpt-oss whose linears are what an independent reader makes of packed ones."""
+        """A checkpoint whose experts stand together and whose linears are what an independent reader makes of packed ones."""
         floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
         shutil.rmtree(floats, ignore_errors=True)
         floats.mkdir()
         self.check.script("independent_pack", model, "--out", read)
-        tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        tensors = {name: tensor.float().numpy() for path in model.glob("*.safetensors")
+                   for name, tensor in load_torch(path).items()}
         packed = {name for name in tensors if name.endswith(("_packed", "_scale", "_shape"))}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in packed} | load_file(read)
         config = json.loads((model / "config.json").read_text())
         del config["quantization_config"]
         (floats / "config.json").write_text(json.dumps(config))
+        is_granite = config["model_type"] == "granitemoe"
+        linears = ("w1", "w3", "w2") if is_granite else ("gate_proj", "up_proj", "down_proj")
         for layer in range(config["num_hidden_layers"]):
-            experts = f"model.layers.{layer}.mlp.experts"
+            mlp = f"model.layers.{layer}.{'block_sparse_moe' if is_granite else 'mlp'}"
 
             def take(linear, what):
-                names = [f"{experts}.{e}.{linear}.{what}" for e in range(config["num_local_experts"])]
+                names = [f"{mlp}.experts.{e}.{linear}.{what}" for e in range(config["num_local_experts"])]
                 return numpy.stack([tensors.pop(name) for name in names])
 
+            if is_granite:
+                gate, up, down = (take(linear, "weight") for linear in linears)
+                tensors[f"{mlp}.input_linear.weight"] = numpy.concatenate([gate, up], axis=1)
+                tensors[f"{mlp}.output_linear.weight"] = down
+                continue
             for what, suffix in [("weight", ""), ("bias", "_bias")]:
-                gate, up, down = (take(linear, what) for linear in ("gate_proj", "up_proj", "down_proj"))
+                gate, up, down = (take(linear, what) for linear in linears)
                 both = numpy.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
                 columns = (lambda array: array.swapaxes(1, 2)) if what == "weight" else (lambda array: array)
-                tensors[f"{experts}.gate_up_proj{suffix}"] = numpy.ascontiguousarray(columns(both))
-                tensors[f"{experts}.down_proj{suffix}"] = numpy.ascontiguousarray(columns(down))
+                tensors[f"{mlp}.experts.gate_up_proj{suffix}"] = numpy.ascontiguousarray(columns(both))
+                tensors[f"{mlp}.experts.down_proj{suffix}"] = numpy.ascontiguousarray(columns(down))
         save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
         return floats
 
@@ -235,8 +265,9 @@ class Family:
                           if not numpy.array_equal(ours[f"{experts}.{e}.{linear}.weight"], values[e].numpy())]
         return different or "equal", not different
 
-    def trap(self, changes, change=None):
-        """Our logits of a changed configuration, or of changed weights, which must not be transformers' of the right ones."""
+    def trap(self, changes, zeroed=None, change=None):
+        """Our logits of a changed configuration, of changed weights, or with some tensors zeroed, which must not be
+        transformers' of the right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)
@@ -246,6 +277,12 @@ class Family:
             path = wrong / "model.safetensors"
             tensors = {name: change(name, tensor) for name, tensor in load_torch(path).items()}
             save_torch(tensors, path, metadata={"format": "pt"})
+        if zeroed:
+            tensors = load_file(wrong / "model.safetensors")
+            tensors |= {name: 0 * tensor if name.endswith(zeroed) else tensor for name, tensor in tensors.items()}
+            # A sink of 0 still takes part: minus infinity would not.
+            tensors |= {name: tensor - 1e4 for name, tensor in tensors.items() if zeroed == ".sinks" == name[-6:]}
+            save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
         window = self.tokens(LENGTHS[-1])
         theirs = reference_model.logits(reference_model.load(model), window).numpy()
         apart = relative(self.ours(wrong, "logits", window), theirs)

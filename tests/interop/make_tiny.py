@@ -155,9 +155,12 @@ FAMILIES = {
                                      "attention_bias": True},
     "glm4_moe": DEEPSEEK | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True,
                             "routed_scaling_factor": 1.4} | rope(rope_type="default", partial_rotary_factor=0.5),
-    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 1,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
+    # Stored in 8 bits: blocks are cut off, and no width divides by 128, so that inputs are not rounded.
+    "deepseek_v3-fp8": DEEPSEEK | LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 2,
+                                              "n_shared_experts": 3},
     "deepseek_v3-plain": DEEPSEEK | LATENT | {
         "model_type": "deepseek_v3", "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
         "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
@@ -172,12 +175,21 @@ FAMILIES = {
     # As published, and the same numbers as floats.
     "gpt_oss-mxfp4": GPT_OSS,
     "gpt_oss-floats": GPT_OSS,
+    "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 6, "intermediate_size": 64} | rope(
+        rope_type="default", partial_rotary_factor=0.5),
+    "ernie4_5_moe": {"model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 64,
+                     "moe_num_shared_experts": 2, "num_hidden_layers": 4, "moe_layer_interval": 2},
+    "granitemoe": EXPERTS | {"model_type": "granitemoe", "num_local_experts": 6, "intermediate_size": 64,
+                             "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.6,
+                             "logits_scaling": 2.5, "attention_bias": True},
+    "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 5, "moe_topk": 2, "intermediate_size": 64},
     "gpt_neox": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
 }
 # transformers names the width of heads by the hidden size in these.
 WITHOUT_HEAD_DIM = {"lfm2", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
-                    "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+                    "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+                    "ernie4_5_moe", "granitemoe"}
 
 
 def family_options(variant):
@@ -267,6 +279,26 @@ def store_as_mxfp4(model, out):
     edit_config(out / "config.json", lambda config: config.update(ours))
 
 
+def store_as_fp8(out):
+    """Rounds linears of blocks to E4M3, with a scale for each block of 128 x 128, as DeepSeek-V3 is published."""
+    path, tensors = out / "model.safetensors", {}
+    for name, weight in load_file(path).items():
+        if not name.startswith("model.layers.") or weight.ndim != 2 or name.endswith(".mlp.gate.weight"):
+            tensors[name] = weight
+            continue
+        rows, columns = (-size % 128 for size in weight.shape)
+        padded = torch.nn.functional.pad(weight, (0, columns, 0, rows))
+        blocks = padded.reshape(padded.shape[0] // 128, 128, -1, 128)
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:weight.shape[0], :weight.shape[1]]
+        tensors[name] = codes.to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, path, metadata={"format": "pt"})
+    ours = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
+                                    "activation_scheme": "dynamic"}}
+    edit_config(out / "config.json", lambda config: config.update(ours))
+
+
 def make_tokenizer():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
@@ -327,6 +359,8 @@ def main():
         model.save_pretrained(arguments.out)
     if arguments.variant == "gpt_oss-mxfp4":
         store_as_mxfp4(model, arguments.out)
+    if arguments.variant == "deepseek_v3-fp8":
+        store_as_fp8(arguments.out)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))
     if arguments.variant == "mistral-layer-types":
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

@@ -45,6 +45,9 @@ QWEN3_5 = {"model_type": "qwen3_5", "vision_config": {key: value for key, value 
                            "linear_value_head_dim": 32, "rope_parameters": ROPE | {
                                "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
                                "mrope_interleaved": True}}} | QWEN_TOKENS
+QWEN3_VL_MOE = QWEN3_VL | {"model_type": "qwen3_vl_moe", "text_config": QWEN3_VL["text_config"] | {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "mlp_only_layers": [1],
+    "num_hidden_layers": 3}}
 MISTRAL3 = {"model_type": "mistral3", "vision_config": PIXTRAL, "image_token_index": 268, "tie_word_embeddings": False,
             "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 64}}
 
@@ -87,6 +90,9 @@ VARIANTS = {
     "qwen3-vl": QWEN3_VL,
     "qwen3-vl-tied": QWEN3_VL | {"tie_word_embeddings": True},
     "qwen3.5": QWEN3_5,
+    "qwen3-vl-moe": QWEN3_VL_MOE,
+    # As published: all experts of a block in one tensor, whose rows are inputs.
+    "qwen3-vl-moe-published": QWEN3_VL_MOE,
     "mistral3": MISTRAL3,
     "mistral3-modules": MISTRAL3,
     "mistral3-ministral3": MINISTRAL3,
@@ -131,6 +137,13 @@ def use_module_names(directory):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def transpose_experts(directory):
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name and tensor.ndim == 3 else tensor
+               for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def flatten(config):
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -154,6 +167,8 @@ def main():
         (arguments.out / name).write_text('{"of": "the vision tower"}')
     if arguments.variant.endswith("-modules"):
         use_module_names(arguments.out)
+    if arguments.variant.endswith("-published"):
+        transpose_experts(arguments.out)
     if arguments.variant.endswith("-flat"):
         make_tiny.edit_config(arguments.out / "config.json", flatten)
 

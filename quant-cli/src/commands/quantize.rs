@@ -96,6 +96,30 @@ struct Calibration {
     tokens: u64,
     tokens_counted: u64,
     padding: u64,
+    /// Linears of experts that few of these tokens went to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    few: Option<Few>,
+}
+
+/// Linears that saw fewer than [`FEW`] tokens.
+#[derive(Debug, PartialEq, Serialize)]
+struct Few {
+    linears: usize,
+    /// The fewest that one of them saw.
+    least: u64,
+}
+
+/// An expert that sees fewer tokens is worth a word: what they say of its weights is little.
+const FEW: u64 = 128;
+
+impl Few {
+    /// Of the tokens that each linear saw.
+    fn of(tokens: impl Iterator<Item = u64> + Clone) -> Option<Self> {
+        // Without experts all see the same.
+        let enough = FEW.min(tokens.clone().max()?);
+        let below = tokens.filter(|tokens| *tokens < enough);
+        Some(Self { least: below.clone().min()?, linears: below.count() })
+    }
 }
 
 /// Quantizes.
@@ -392,11 +416,12 @@ impl Output {
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);
-    // What linears themselves saw; all see the same, but a run that found all done saw nothing.
-    let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).min();
+    // What linears themselves saw: all the same, but for experts, which see fewer. A run that found all done saw nothing.
+    let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
     let tokens_counted = seen.unwrap_or(batch.tokens_counted);
-    let notable = tokens_counted < tokens || padding > 0;
-    notable.then_some(Calibration { tokens, tokens_counted, padding })
+    let few = Few::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
+    let notable = tokens_counted < tokens || padding > 0 || few.is_some();
+    notable.then_some(Calibration { tokens, tokens_counted, padding, few })
 }
 
 /// Where the time went, where it is long enough to ask.
@@ -412,13 +437,19 @@ fn breakdown(summary: &Summary) -> String {
 
 fn text(summary: &Summary) -> String {
     let mut text = String::new();
-    if let Some(Calibration { tokens, tokens_counted, padding }) = summary.calibration {
+    if let Some(Calibration { tokens, tokens_counted, padding, few }) = &summary.calibration {
+        let (tokens, tokens_counted) = (*tokens, *tokens_counted);
         let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
         text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
         text.push_str(&match padding {
             0 => "\n".to_owned(),
             some => format!("; {some} positions stayed empty\n"),
         });
+        if let Some(Few { linears, least }) = few {
+            text.push_str(&format!(
+                "{linears} linears of experts saw fewer than {FEW} tokens, one of them {least}; more text reaches more experts\n"
+            ));
+        }
     }
     for output in &summary.outputs {
         let format = match summary.outputs.len() {
@@ -442,4 +473,20 @@ fn text(summary: &Summary) -> String {
     }
     text.push_str(&format!("in {}{}\n", duration(summary.seconds), breakdown(summary)));
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_with_few_tokens_are_counted() {
+        let few = |tokens: &[u64]| Few::of(tokens.iter().copied());
+        assert_eq!(few(&[]), None);
+        // Short texts are no fault of experts.
+        assert_eq!(few(&[64, 64, 64]), None);
+        assert_eq!(few(&[64, 64, 8, 0]), Some(Few { linears: 2, least: 0 }));
+        assert_eq!(few(&[4096, 4096, 128]), None);
+        assert_eq!(few(&[4096, 4096, 127, 100, 128]), Some(Few { linears: 2, least: 100 }));
+    }
 }

@@ -59,8 +59,17 @@ const OPT: &[&str] = &["opt"];
 /// What engines do with experts is a matter of rules, and not of models.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
 /// Families with experts of which transformers has run compressed-tensors checkpoints, and no other engine any.
-const OTHER_EXPERTS: &[&str] =
-    &["qwen2_moe", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"];
+const OTHER_EXPERTS: &[&str] = &[
+    "qwen2_moe",
+    "olmoe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+];
 /// Families of which transformers has run compressed-tensors checkpoints, and no other engine any.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
@@ -130,7 +139,11 @@ pub(super) const SGLANG: &[Fact] = &[
 ];
 
 pub(super) const TRANSFORMERS: &[Fact] = &[
-    fact(GPT_OSS, Has::No("it does not read experts of gpt-oss one by one"), Basis::Read),
+    fact(
+        &["gpt_oss", "granitemoe", "Qwen3VLMoeForConditionalGeneration"],
+        Has::No("it does not read experts of this model one by one"),
+        Basis::Read,
+    ),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),

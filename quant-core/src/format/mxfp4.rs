@@ -85,7 +85,7 @@ mod tests {
     fn all_codes_under_all_scales_are_exact() {
         let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
         for scale in 0..=254_u8 {
-            let codes: Vec<u8> = (0..16).map(|i| (2 * i) % 16 | ((2 * i + 1) % 16) << 4).collect();
+            let codes: Vec<u8> = (0..16).map(|i| ((2 * i) % 16) | (((2 * i + 1) % 16) << 4)).collect();
             let mut out = Vec::new();
             decode_row(&codes, &[scale], &mut out);
             for (i, bytes) in out.chunks_exact(2).enumerate() {

@@ -97,7 +97,10 @@ fn route_token(
     let chosen = &order[..routing.top_k.min(order.len())];
     let score = |expert: u32| scores[expert as usize];
     let divisor = match routing.normalized {
-        true => chosen.iter().map(|&e| score(e)).sum::<f32>() + routing.epsilon,
+        true => {
+            let sum = chosen.iter().map(|&e| score(e)).sum::<f32>();
+            (sum + routing.epsilon).max(routing.least_sum)
+        }
         false => 1.0,
     };
     for &expert in chosen {

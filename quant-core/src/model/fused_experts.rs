@@ -303,3 +303,7 @@ impl TensorSource for Split {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "fused_experts_tests.rs"]
+mod tests;

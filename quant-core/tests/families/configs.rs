@@ -157,6 +157,10 @@ pub fn cases() -> Vec<Case> {
         let block = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
         block.into_iter().chain(UPS.into_iter().take(count)).chain(shared).collect::<Vec<_>>()
     };
+    let in_mixtral = || {
+        let ups = ["block_sparse_moe.experts.0.w3", "block_sparse_moe.experts.1.w3"];
+        plain().into_iter().chain(ups).collect::<Vec<_>>()
+    };
     // Of a block with latent attention: values are some rows of each head, and not folded.
     let latent = |has_query: bool| {
         let attention = if has_query {
@@ -378,6 +382,44 @@ pub fn cases() -> Vec<Case> {
                 "GptOssForCausalLM",
                 json!({ "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 7,
                         "swiglu_limit": 1.5 }),
+            )
+        },
+        Case {
+            producers: in_mixtral(),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "minimax_m2",
+                "MiniMaxM2ForCausalLM",
+                json!({ "num_local_experts": 2, "num_experts_per_tok": 1, "rotary_dim": 8 }),
+            )
+        },
+        Case {
+            producers: in_mixtral(),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "granitemoe",
+                "GraniteMoeForCausalLM",
+                json!({ "num_local_experts": 2, "num_experts_per_tok": 2, "attention_multiplier": 0.3,
+                        "residual_multiplier": 0.6 }),
+            )
+        },
+        Case {
+            producers: experts(4, Some("mlp.shared_experts.up_proj")),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "ernie4_5_moe",
+                "Ernie4_5_MoeForCausalLM",
+                json!({ "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+                        "moe_layer_start_index": 0 }),
+            )
+        },
+        Case {
+            producers: experts(3, Some("mlp.shared_mlp.up_proj")),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "hunyuan_v1_moe",
+                "HunYuanMoEV1ForCausalLM",
+                json!({ "num_experts": 3, "moe_topk": 2 }),
             )
         },
         Case {

@@ -195,6 +195,7 @@ impl<'a> Decoder<'a> {
                     "mlp.shared_expert.gate_up_proj",
                     &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
                 ),
+                ("mlp.shared_mlp.gate_up_proj", &["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"]),
                 (
                     "mlp.shared_experts.gate_up_proj",
                     &["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],

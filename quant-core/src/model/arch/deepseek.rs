@@ -254,3 +254,129 @@ fn architecture(
     let further = d.config.optional_usize("num_nextn_predict_layers")?.unwrap_or(0);
     Ok(Architecture { further_blocks: further.min(MAX_LAYERS), ..architecture })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::checkpoint::MemorySource;
+    use crate::model::arch::{self, BlockGraph, NodeId};
+
+    fn read(class: &str, changes: &Value) -> Result<Architecture> {
+        let mut config = json!({
+            "architectures": [class], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+            "num_hidden_layers": 3, "vocab_size": 100, "q_lora_rank": 24, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2,
+            "num_key_value_heads": 4,
+        });
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        let config = ConfigFields::new(Path::new("config.json"), config.as_object().unwrap());
+        arch::describe(&config, &MemorySource::new())
+    }
+
+    fn node(graph: &BlockGraph, name: &str) -> NodeId {
+        graph.linears().find(|(_, found, ..)| *found == name).unwrap().0
+    }
+
+    #[test]
+    fn latents_are_told_from_heads() {
+        let architecture = read("DeepseekV3ForCausalLM", &json!({ "first_k_dense_replace": 1 })).unwrap();
+        let graph = architecture.graph(1);
+        let shape = graph.attentions().next().unwrap();
+        assert_eq!((shape.heads(), shape.head_dim, shape.value_dim), (4, 20, 10));
+        for (name, is_latent, width) in [
+            ("self_attn.q_a_proj", true, 20),
+            ("self_attn.kv_a_proj_with_mqa", true, 20),
+            ("self_attn.q_b_proj", false, 20),
+            ("self_attn.kv_b_proj", false, 22),
+        ] {
+            let node = node(graph, name);
+            assert_eq!((graph.makes_latents(node), name), (is_latent, name));
+            assert!(
+                is_latent || graph.feeds_attention(node) && graph.head_width(node, shape) == width,
+                "{name}"
+            );
+        }
+        let fused = architecture.fused_modules();
+        assert!(fused.iter().any(|f| f.name == "model.layers.2.self_attn.fused_qkv_a_proj"));
+        assert!(fused.iter().any(|f| f.name == "model.layers.1.mlp.shared_experts.gate_up_proj"));
+        // The first layer has an MLP.
+        assert!(architecture.graph(0).linears().all(|(_, name, ..)| name != "mlp.gate"));
+        assert_eq!(graph.linears().find(|(_, name, ..)| *name == "mlp.gate").unwrap().2, [8, 64]);
+    }
+
+    #[test]
+    fn blocks_after_the_last_belong_to_no_layer() {
+        let architecture = read("DeepseekV3ForCausalLM", &json!({ "num_nextn_predict_layers": 1 })).unwrap();
+        let further = |name: &str| architecture.is_in_further_block(name);
+        assert!(further("model.layers.3.eh_proj.weight") && !further("model.layers.2.mlp.gate.weight"));
+        assert!(!further("model.layers.4.x") && !further("model.layers.03.x") && !further("lm_head.weight"));
+        assert_eq!(architecture.layer_of("model.layers.3.eh_proj.weight"), None);
+        let none = read("Glm4MoeForCausalLM", &json!({})).unwrap();
+        assert!(!none.is_in_further_block("model.layers.3.x"));
+    }
+
+    #[test]
+    fn kimi_k2_is_known_by_its_own_model_type() {
+        let k2 =
+            json!({ "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1 });
+        assert_eq!(read("DeepseekV3ForCausalLM", &k2).unwrap().family, "deepseek_v3");
+        assert!(read("DeepseekV2ForCausalLM", &json!({ "model_type": "kimi_k2" })).is_err());
+    }
+
+    /// Scores of longer contexts are multiplied by the square of what YaRN recommends.
+    #[test]
+    fn mscale_multiplies_scores() {
+        let scale = |rope: Value| {
+            let architecture = read("DeepseekV3ForCausalLM", &rope).unwrap();
+            f64::from(architecture.graph(0).attentions().next().unwrap().scale()) * 20.0_f64.sqrt()
+        };
+        let yarn = |all_dim: f64, kind: &str| {
+            json!({ "rope_scaling": {
+                "type": kind, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": all_dim,
+                "original_max_position_embeddings": 64,
+            } })
+        };
+        approx::assert_relative_eq!(scale(json!({})), 1.0, max_relative = 1e-6);
+        approx::assert_relative_eq!(scale(yarn(0.0, "yarn")), 1.0, max_relative = 1e-6);
+        let expected = (0.1 * 0.7 * 40.0_f64.ln() + 1.0).powi(2);
+        approx::assert_relative_eq!(scale(yarn(0.7, "yarn")), expected, max_relative = 1e-6);
+        approx::assert_relative_eq!(scale(yarn(0.7, "default")), 1.0, max_relative = 1e-6);
+    }
+
+    #[test]
+    fn what_is_not_computed_is_refused_by_its_field() {
+        let (v2, v3, glm) = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM");
+        for (class, field, value) in [
+            (v3, "kv_lora_rank", json!(0)),
+            (v3, "qk_rope_head_dim", json!(7)),
+            (v3, "num_key_value_heads", json!(2)),
+            (v3, "n_group", json!(3)),
+            (v3, "n_group", json!(8)),
+            (v3, "topk_group", json!(5)),
+            (v3, "topk_group", json!(1)),
+            (v3, "n_routed_experts", json!(1_u64 << 40)),
+            (v3, "num_experts_per_tok", json!(9)),
+            (v3, "scoring_func", json!("softmax")),
+            (v3, "topk_method", json!("greedy")),
+            (v3, "moe_layer_freq", json!(2)),
+            (v3, "routed_scaling_factor", json!(-1.0)),
+            (v2, "topk_method", json!("noaux_tc")),
+            (v2, "norm_topk_prob", json!(true)),
+            (v2, "mlp_bias", json!(true)),
+            (glm, "n_shared_experts", json!(-1)),
+            ("Glm4MoeLiteForCausalLM", "mlp_layer_types", json!(["dense"])),
+            ("Glm4MoeLiteForCausalLM", "mlp_layer_types", json!(["dense", "sparse", "other"])),
+        ] {
+            let message = match read(class, &json!({ field: value })) {
+                Err(error) => error.to_string(),
+                Ok(_) => panic!("{class} takes {field} = {value}"),
+            };
+            assert!(message.contains(field) || field.contains("rope"), "{message}");
+        }
+    }
+}

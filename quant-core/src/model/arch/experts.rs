@@ -156,11 +156,28 @@ impl SharedExpert {
     }
 }
 
-/// Reads how many experts there are, under the first of these keys that is there or else the last, and how many a token
-/// is routed to.
+/// Reads how many experts there are, under one of these keys, and how many a token is routed to.
+///
+/// # Errors
+/// As [`routing_by`].
 pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Result<Routing> {
-    let there = keys.iter().find(|key| config.map().contains_key(**key));
-    let (experts, top_k) = (there.or(keys.last()).copied().unwrap_or("num_experts"), "num_experts_per_tok");
+    routing_by(config, keys, &["num_experts_per_tok"])
+}
+
+/// The same with keys of both, of which the first that is there counts; the last is the published one.
+///
+/// # Errors
+/// [`Error::Config`](crate::Error::Config) when one is missing or absurd.
+pub(super) fn routing_by(
+    config: &ConfigFields<'_>,
+    experts: &[&'static str],
+    top_k: &[&'static str],
+) -> Result<Routing> {
+    let key = |keys: &[&'static str]| {
+        let there = keys.iter().find(|key| config.map().contains_key(**key));
+        there.or(keys.last()).copied().unwrap_or_default()
+    };
+    let (experts, top_k) = (key(experts), key(top_k));
     let found = config.require_positive(experts)?;
     if found > MAX_EXPERTS {
         return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));

@@ -3,12 +3,12 @@
 //! (HunYuan).
 
 use super::decoder::{Decoder, Defaults};
-use super::parts::HeadNorms;
+use super::parts::{Attention, HeadNorms, Mlp};
 use super::windows::Windows;
 use super::{Architecture, AttentionShape, EmbeddingScale, Family, LogitsTransform, PositionScale};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
-use crate::model::rope::RopeLayout;
+use crate::model::rope::{RopeLayout, RopeRequest};
 
 /// The family of `SmolLM3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
@@ -92,18 +92,7 @@ impl Family for Granite {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = Decoder::read(config, Defaults::new(self.name()))?;
-        let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
-        // Unlike other families', scores are not divided by √head_dim.
-        let scale = d.factor("attention_multiplier")?.unwrap_or(1.0);
-        attention.shape.score_scale = Some(scale as f32);
-        let mut block = d.block(attention, d.mlp(d.flag("mlp_bias", false)?));
-        block.residual_scale = d.factor("residual_multiplier")?.map(|m| m as f32).filter(|m| *m != 1.0);
-        let mut architecture = d.architecture(|_| block.clone())?;
-        architecture.embedding_scale = d.factor("embedding_multiplier")?.map(EmbeddingScale::Exact);
-        if let Some(divisor) = d.factor("logits_scaling")? {
-            architecture.logits = LogitsTransform { scale: (1.0 / divisor) as f32, softcap: None };
-        }
-        Ok(architecture)
+        d.granite(d.mlp(d.flag("mlp_bias", false)?))
     }
 }
 
@@ -213,16 +202,37 @@ impl Family for HunYuanDenseV1 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = Decoder::read(config, Defaults { norm_eps: 1e-5, ..Defaults::new(self.name()) })?;
-        let mut request = d.rope_request();
-        request.has_alpha = true;
-        let rope = request.read(config)?;
-        let mut attention = d.attention(Some(rope), [d.flag("attention_bias", false)?; 2]);
+        let block = d.block(d.hunyuan_attention()?, d.mlp(false));
+        d.architecture(|_| block.clone())
+    }
+}
+
+impl Decoder<'_> {
+    /// Granite's architecture: factors of embeddings, scores, the residual stream and logits.
+    pub(super) fn granite(&self, mlp: Mlp) -> Result<Architecture> {
+        let mut attention = self.attention(Some(self.rope()?), [self.flag("attention_bias", false)?; 2]);
+        // Unlike other families', scores are not divided by √head_dim.
+        let scale = self.factor("attention_multiplier")?.unwrap_or(1.0);
+        attention.shape.score_scale = Some(scale as f32);
+        let mut block = self.block(attention, mlp);
+        block.residual_scale = self.factor("residual_multiplier")?.map(|m| m as f32).filter(|m| *m != 1.0);
+        let mut architecture = self.architecture(|_| block.clone())?;
+        architecture.embedding_scale = self.factor("embedding_multiplier")?.map(EmbeddingScale::Exact);
+        if let Some(divisor) = self.factor("logits_scaling")? {
+            architecture.logits = LogitsTransform { scale: (1.0 / divisor) as f32, softcap: None };
+        }
+        Ok(architecture)
+    }
+
+    /// The norms of heads that HunYuan V1 has, and its rotation.
+    pub(super) fn hunyuan_attention(&self) -> Result<Attention> {
+        let rope = RopeRequest { has_alpha: true, ..self.rope_request() }.read(self.config)?;
+        let mut attention = self.attention(Some(rope), [self.flag("attention_bias", false)?; 2]);
         attention.head_norms = Some(HeadNorms {
             names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
             whole_width: false,
             after_rope: true,
         });
-        let block = d.block(attention, d.mlp(false));
-        d.architecture(|_| block.clone())
+        Ok(attention)
     }
 }

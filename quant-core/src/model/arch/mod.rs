@@ -6,6 +6,7 @@ mod cohere;
 mod decoder;
 mod deepseek;
 mod experts;
+mod experts_variants;
 mod fused_experts;
 mod gemma;
 mod gemma4;
@@ -262,6 +263,10 @@ pub static FAMILIES: &[&dyn Family] = &[
     &mixtral::Qwen2Moe,
     &mixtral::Olmoe,
     &gpt_oss::GptOss,
+    &experts_variants::MiniMaxM2,
+    &experts_variants::Ernie45Moe,
+    &experts_variants::GraniteMoe,
+    &experts_variants::HunYuanMoeV1,
     &deepseek::Glm4Moe,
     &deepseek::Glm4MoeLite,
     &deepseek::DeepseekV2,

@@ -110,6 +110,13 @@ fn qwen2_vl() -> Value {
     })
 }
 
+/// Weights of a token's experts always add up to 1.
+fn qwen3_vl_moe() -> Value {
+    json!({
+        "num_key_value_heads": 16, "rope_theta": 5e5, "max_position_embeddings": 128_000, "norm_topk_prob": true,
+    })
+}
+
 fn qwen3_vl() -> Value {
     json!({ "rope_theta": 5e5, "max_position_embeddings": 128_000 })
 }
@@ -197,6 +204,14 @@ static CLASSES: &[Class] = &[
         name: "Qwen3_5ForConditionalGeneration",
         model_type: "qwen3_5",
         texts: &[Text { model_type: "qwen3_5_text", family: "qwen3_5_text", defaults: qwen3_5 }],
+        may_be_flat: false,
+        tied: false,
+        layouts: &[MODULES],
+    },
+    Class {
+        name: "Qwen3VLMoeForConditionalGeneration",
+        model_type: "qwen3_vl_moe",
+        texts: &[Text { model_type: "qwen3_vl_moe_text", family: "qwen3_moe", defaults: qwen3_vl_moe }],
         may_be_flat: false,
         tied: false,
         layouts: &[MODULES],

@@ -133,6 +133,8 @@ impl HeadNorms {
 }
 
 /// What follows attention.
+// A few are made for each model.
+#[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mlp {
     /// `down(activation(gate) · up)`.

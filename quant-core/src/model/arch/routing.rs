@@ -21,6 +21,8 @@ pub struct Routing {
     pub normalized: bool,
     /// What is added to that sum.
     pub epsilon: f32,
+    /// What that sum counts as at least.
+    pub least_sum: f32,
     /// What weights are multiplied by in the end.
     pub scale: f32,
 }
@@ -36,6 +38,7 @@ impl Routing {
             groups: None,
             normalized: false,
             epsilon: 0.0,
+            least_sum: 0.0,
             scale: 1.0,
         }
     }

@@ -40,6 +40,10 @@ const EXPERTS: &[&str] = &[
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "granitemoe",
+    "hunyuan_v1_moe",
 ];
 /// Those whose routers take a sigmoid, with a correction of each expert's score.
 const BY_SIGMOID: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v3"];
@@ -138,8 +142,6 @@ static FACTS: &[(&str, &[&str])] = &[
             "each block's experts are one tensor",
         ],
     ),
-    ("qwen3_vl_moe", &["each block's experts are one tensor"]),
-    ("minimax_m2", &["queries and keys are normalized over all heads at once", "the router takes a sigmoid"]),
     ("nemotron_h", &["each layer is one of attention, MLP, experts and Mamba", "the MLP has no gate"]),
 ];
 
@@ -395,7 +397,7 @@ mod tests {
             rows.flat_map(|row| row[1].split('`').skip(1).step_by(2)).collect()
         };
         let (yes, no) = (listed(true), listed(false));
-        assert!(no.len() > 20, "{no:?}");
+        assert!(no.len() > 10, "{no:?}");
         for name in known() {
             assert!(yes.contains(&name) && !no.contains(&name), "{name}");
         }

@@ -1,0 +1,190 @@
+//! MiniMax-M2, Ernie 4.5 with experts, Granite MoE and HunYuan V1 with experts: known blocks with experts in place of the
+//! MLP, each with a router and names of its own.
+
+use super::decoder::{Decoder, Defaults};
+use super::experts::{GatedExperts, SharedExpert, routing_by};
+use super::parts::{HeadNorms, Mlp};
+use super::{Architecture, Correction, Family, Routing, Scores};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+use crate::model::rope::{RopeLayout, RopeRequest};
+
+/// The family of `MiniMaxM2ForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MiniMaxM2;
+
+/// The family of `Ernie4_5_MoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ernie45Moe;
+
+/// The family of `GraniteMoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GraniteMoe;
+
+/// The family of `HunYuanMoEV1ForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HunYuanMoeV1;
+
+/// Names that Mixtral has, and other families have taken over.
+const MIXTRAL: [&str; 3] = ["w1", "w3", "w2"];
+
+impl Family for MiniMaxM2 {
+    fn name(&self) -> &'static str {
+        "minimax_m2"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["MiniMaxM2ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        if let Some(other) = config.optional_str("scoring_func")?.filter(|found| *found != "sigmoid") {
+            let reason = format!("is `{}`; this family uses `sigmoid`", other.escape_default());
+            return Err(config.error("scoring_func", reason));
+        }
+        if config.optional_bool("use_qk_norm")? == Some(false) {
+            return Err(config.error("use_qk_norm", "is false; this family norms queries and keys"));
+        }
+        let routing = Routing {
+            scores: Scores::Sigmoid,
+            correction: Some(Correction {
+                module: "block_sparse_moe",
+                tensor: "e_score_correction_bias",
+                is_row: false,
+            }),
+            normalized: true,
+            ..routing_by(config, &["num_experts", "num_local_experts"], &["num_experts_per_tok"])?
+        };
+        let defaults =
+            Defaults { kv_heads: Some(8), head_dim: Some(128), theta: 5e6, ..Defaults::new(self.name()) };
+        let d = Decoder::read(config, defaults)?;
+        // Published configurations have the number of channels that turn in place of their share.
+        let head_dim = d.shape.head_dim;
+        let share = config.optional_positive("rotary_dim")?.map_or(1.0, |dim| dim as f64 / head_dim as f64);
+        let rope = RopeRequest { partial: Some(share), ..d.rope_request() }.read(config)?;
+        let mut attention = d.attention(Some(rope), [false; 2]);
+        attention.head_norms = Some(HeadNorms { whole_width: true, ..HeadNorms::OF_HEADS });
+        let experts = GatedExperts {
+            router: "block_sparse_moe.gate",
+            prefix: "block_sparse_moe.experts",
+            linears: MIXTRAL,
+            ..GatedExperts::new(routing, d.intermediate)
+        };
+        let block = d.block(attention, Mlp::Experts(experts));
+        d.architecture(|_| block.clone())
+    }
+}
+
+impl Family for Ernie45Moe {
+    fn name(&self) -> &'static str {
+        "ernie4_5_moe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Ernie4_5_MoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        const END: &str = "moe_layer_end_index";
+        let defaults = Defaults {
+            kv_heads: Some(4),
+            theta: 5e5,
+            norm_eps: 1e-5,
+            tied: true,
+            ..Defaults::new(self.name())
+        };
+        let d = Decoder::read(config, defaults)?;
+        d.refuse("use_bias", "biases of experts are not computed in this family")?;
+        let routing = Routing {
+            correction: Some(Correction {
+                module: "mlp.moe_statics",
+                tensor: "e_score_correction_bias",
+                is_row: true,
+            }),
+            normalized: true,
+            least_sum: d.factor("moe_norm_min")?.unwrap_or(1e-12) as f32,
+            ..routing_by(
+                config,
+                &["num_experts", "num_local_experts", "moe_num_experts"],
+                &["num_experts_per_tok", "moe_k"],
+            )?
+        };
+        let intermediate = config.require_positive("moe_intermediate_size")?;
+        let shared = config.optional_usize("moe_num_shared_experts")?.unwrap_or(2);
+        let shared = (shared > 0).then_some(SharedExpert {
+            prefix: "mlp.shared_experts",
+            intermediate: intermediate * shared,
+            gate: None,
+        });
+        let experts = GatedExperts { shared, ..GatedExperts::new(routing, intermediate) };
+        let step = config.optional_positive("moe_layer_interval")?.unwrap_or(1);
+        let first = config.optional_usize("moe_layer_start_index")?.unwrap_or(1);
+        let last = match config.optional_f64(END)? {
+            None => usize::MAX,
+            Some(-1.0) => usize::MAX,
+            Some(_) => config.require_positive(END)?,
+        };
+        let rope = RopeRequest { layout: RopeLayout::Interleaved, ..d.rope_request() }.read(config)?;
+        let block = d.block(d.attention(Some(rope), [false; 2]), d.mlp(false));
+        d.architecture(|layer| {
+            let mut block = block.clone();
+            if (first..=last).contains(&layer) && (layer + 1).is_multiple_of(step) {
+                block.mlp = Mlp::Experts(experts);
+            }
+            block
+        })
+    }
+}
+
+impl Family for GraniteMoe {
+    fn name(&self) -> &'static str {
+        "granitemoe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["GraniteMoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let d = Decoder::read(config, Defaults::new(self.name()))?;
+        // Weights are the softmax of the chosen: that of all, scaled to add up to 1.
+        let routing = Routing {
+            normalized: true,
+            ..routing_by(config, &["num_experts", "num_local_experts"], &["num_experts_per_tok"])?
+        };
+        let experts = GatedExperts {
+            router: "block_sparse_moe.router.layer",
+            prefix: "block_sparse_moe.experts",
+            linears: MIXTRAL,
+            fused: ["block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"],
+            ..GatedExperts::new(routing, d.intermediate)
+        };
+        d.granite(Mlp::Experts(experts))
+    }
+}
+
+impl Family for HunYuanMoeV1 {
+    fn name(&self) -> &'static str {
+        "hunyuan_v1_moe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["HunYuanMoEV1ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let d = Decoder::read(config, Defaults { norm_eps: 1e-5, ..Defaults::new(self.name()) })?;
+        let routing = Routing {
+            normalized: true,
+            ..routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok", "moe_topk"])?
+        };
+        let shared = SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None };
+        let experts = GatedExperts {
+            router: "mlp.gate.wg",
+            shared: Some(shared),
+            ..GatedExperts::new(routing, d.intermediate)
+        };
+        let block = d.block(d.hunyuan_attention()?, Mlp::Experts(experts));
+        d.architecture(|_| block.clone())
+    }
+}
