@@ -391,13 +391,14 @@ impl Run<'_> {
                 }
             }
             (Op::Route(routing), [logits]) => {
-                experts::route(logits, *routing, self.block.parameters.get(&id).and_then(OpParameters::first)).map_err(|e| match e {
-                    Error::Numeric { reason, .. } => {
-                        let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
-                        Error::Numeric { tensor: format!("{router}.weight"), reason }
-                    }
-                    other => other,
-                })
+                experts::route(logits, *routing, self.block.parameters.get(&id).and_then(OpParameters::first))
+                    .map_err(|e| match e {
+                        Error::Numeric { reason, .. } => {
+                            let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
+                            Error::Numeric { tensor: format!("{router}.weight"), reason }
+                        }
+                        other => other,
+                    })
             }
             (Op::ExpertInput { expert, .. }, [x, weights]) => {
                 let tokens = experts::tokens_of_expert(weights, *expert)?;

@@ -206,7 +206,7 @@ impl<'a> Decoder<'a> {
             further_blocks: 0,
             fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
                 Mlp::Experts(experts) => Some(experts.fused(self.hidden)),
-                Mlp::Gated { .. } | Mlp::FusedGated { .. } | Mlp::Plain { .. } => None,
+                Mlp::Gated { .. } | Mlp::GatedAs { .. } | Mlp::FusedGated { .. } | Mlp::Plain { .. } => None,
             }),
             blocks: Blocks::new(self.layers, block, DecoderBlock::graph),
         })

@@ -511,9 +511,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::Multiply
             | Self::Scale(_)
-            | Self::ScaleBy { .. } => {
-                ChannelOrder::OfInputs
-            }
+            | Self::ScaleBy { .. } => ChannelOrder::OfInputs,
             Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
             Self::Input { .. }
             | Self::RmsNorm { .. }
