@@ -33,7 +33,7 @@ struct Class {
 const VISUAL: &[&str] = &["visual.blocks.0.attn.qkv.weight", "visual.patch_embed.proj.weight"];
 const TOWER: &[&str] = &["vision_tower.layers.0.fc1.weight", "multi_modal_projector.linear_1.weight"];
 
-fn classes() -> [Class; 7] {
+fn classes() -> [Class; 6] {
     let class = |name, model_type, text, kind, layouts, beside| Class {
         name,
         model_type,
@@ -61,14 +61,6 @@ fn classes() -> [Class; 7] {
             Kind::Qwen3,
             [MODULES; 2],
             &["model.visual.blocks.0.attn.qkv.weight", "model.visual.deepstack_merger_list.0.norm.weight"],
-        ),
-        class(
-            "Qwen3VLMoeForConditionalGeneration",
-            "qwen3_vl_moe",
-            "qwen3_vl_moe_text",
-            Kind::Qwen3Moe(true),
-            [MODULES; 2],
-            &["model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight"],
         ),
         class("Mistral3ForConditionalGeneration", "mistral3", "mistral", Kind::Mistral(None), tower, TOWER),
         class("LlavaForConditionalGeneration", "llava", "llama", Kind::Llama, tower, TOWER),
