@@ -137,9 +137,13 @@ fn the_options_in_the_readme_exist() {
         let option = cells[1].trim_matches('`');
         for value in cells[2].split('`').skip(1).step_by(2) {
             let value = if value.starts_with('-') { format!("w4a16{value}") } else { value.to_owned() };
-            // A container with schemes of its own.
-            let scheme = ["--scheme", "w4a8-g128-progressive"].map(Into::into);
-            let scheme = scheme.into_iter().filter(|_| value == "qserve");
+            // Containers with schemes of their own.
+            let scheme: &[&str] = match &value[..] {
+                "qserve" => &["--scheme", "w4a8-g128-progressive"],
+                "modelopt" => &["--scheme", "nvfp4a16"],
+                _ => &[],
+            };
+            let scheme = scheme.iter().map(Into::into);
             quant(args!["plan", model.path(), option, &value].into_iter().chain(scheme)).succeeded();
         }
     }
