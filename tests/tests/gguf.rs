@@ -132,7 +132,7 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
     let replaced = summary["replaced"].as_array().unwrap();
-    let down = replaced.iter().find(|r| r["tensor"] == "blk.0.ffn_down.weight").unwrap();
+    let down = replaced.iter().find(|r| r["tensor"] == "blk.2.ffn_down.weight").unwrap();
     assert_eq!((&down["wanted"], &down["got"]), (&"Q6_K".into(), &"F16".into()));
     // A SentencePiece vocabulary comes back from scores.
     let [a, b] = [&model, &at("out.gguf")].map(|m| perplexity(m));

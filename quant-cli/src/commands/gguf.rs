@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -320,7 +320,7 @@ struct TensorJson<'a> {
 
 /// Shows what a GGUF file would hold.
 pub fn plan(
-    model: &PathBuf,
+    model: &Path,
     options: &RecipeOptions,
     all: bool,
     json: &JsonOption,

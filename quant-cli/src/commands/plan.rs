@@ -112,7 +112,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
     if args.recipe.writes_gguf()? {
-        return super::gguf::plan(&model.to_owned(), &args.recipe, args.all, &args.json, session);
+        return super::gguf::plan(model, &args.recipe, args.all, &args.json, session);
     }
     args.recipe.gguf.refuse()?;
     let recipe = args.recipe.recipe()?;

@@ -116,11 +116,11 @@ fn without_vocabulary() -> (String, Value) {
 /// Tokens of the same text would end llama.cpp's loader: all but the first are renamed.
 fn make_distinct(tokens: &mut [String]) {
     let mut seen = std::collections::HashSet::new();
-    for id in 0..tokens.len() {
-        if tokens[id].is_empty() || seen.contains(&tokens[id]) {
-            tokens[id] = format!("[UNUSED{id}:{}]", tokens[id]);
+    for (id, token) in tokens.iter_mut().enumerate() {
+        if token.is_empty() || seen.contains(token) {
+            *token = format!("[UNUSED{id}:{token}]");
         }
-        seen.insert(tokens[id].clone());
+        seen.insert(token.clone());
     }
 }
 
