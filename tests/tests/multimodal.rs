@@ -164,14 +164,14 @@ fn what_is_refused() {
     edit_config(
         unknown.path(),
         &json!({
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "model_type": "qwen3_5",
-            "text_config": { "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6, "intermediate_size": 96,
+            "architectures": ["Qwen3OtherForConditionalGeneration"],
+            "model_type": "qwen3_other",
+            "text_config": { "model_type": "qwen3_other_text", "rms_norm_eps": 1e-6, "intermediate_size": 96,
                              "linear_num_value_heads": 4 },
         }),
     );
     let says = [
-        "`Qwen3_5ForConditionalGeneration` is not supported",
+        "`Qwen3OtherForConditionalGeneration` is not supported",
         "`Qwen3ForCausalLM`",
         "`text_config.linear_num_value_heads` is 4",
         "LlavaForConditionalGeneration",

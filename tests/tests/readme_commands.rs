@@ -80,7 +80,10 @@ fn the_readme_s_commands_run() {
             _ => panic!("README.md: nothing here knows how to run `{command}`"),
         }
     }
-    assert_eq!(verbs, BTreeSet::from(["demo", "eval", "gate", "generate", "plan", "quantize"].map(str::to_owned)));
+    assert_eq!(
+        verbs,
+        BTreeSet::from(["demo", "eval", "gate", "generate", "plan", "quantize"].map(str::to_owned))
+    );
     assert!(scratch.path().join("out/quant_manifest.json").is_file());
 }
 
@@ -111,7 +114,9 @@ fn the_options_of_every_verb_are_documented() {
     };
     let common = flags(&section("For every verb"));
     assert_eq!(common, BTreeSet::from(["--quiet", "--threads"].map(str::to_owned)));
-    for verb in ["demo", "plan", "quantize", "eval", "gate", "inspect", "generate", "chat", "bench", "completions"] {
+    for verb in
+        ["demo", "plan", "quantize", "eval", "gate", "inspect", "generate", "chat", "bench", "completions"]
+    {
         let body = section(verb);
         let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{verb}`"));
         let documented: BTreeSet<String> = flags(usage).union(&common).cloned().collect();

@@ -115,8 +115,10 @@ impl Case {
                         let width = parameter.shape.last().copied().unwrap_or(1);
                         (Dtype::F32, 0.0, 1.0 / (width as f32).sqrt())
                     }
-                    // So slow that a state holds many tokens.
                     (false, "layer_scalar") => (Dtype::F32, 0.8, 0.1),
+                    // Corrections of routers are so small that every expert has tokens.
+                    (false, _) if matches!(op, Op::Route(_) | Op::Attention(_)) => (Dtype::F32, 0.0, 0.05),
+                    // So slow that a state holds many tokens.
                     (false, "A_log") => (Dtype::F32, -2.5, 0.5),
                     (false, _) => (Dtype::F32, 0.0, 0.3),
                 };
