@@ -5,6 +5,7 @@ the distribution that quant should have drawn the next token from; both say how 
 """
 
 import json
+import shutil
 
 import torch
 from transformers import (AutoModelForCausalLM, LogitsProcessorList, MinPLogitsWarper, NoRepeatNGramLogitsProcessor,
@@ -42,14 +43,9 @@ def processors(settings):
 def write(check, model, settings, *options):
     """quant's report; the settings are the model's."""
     path = check.scratch / "generating"
-    path.mkdir(exist_ok=True)
-    for file in path.iterdir():
-        file.unlink()
-    for file in model.iterdir():
-        if file.name != "generation_config.json":
-            (path / file.name).symlink_to(file.resolve())
+    shutil.copytree(model, path, dirs_exist_ok=True)
     (path / "generation_config.json").write_text(json.dumps(settings))
-    arguments = ["--prompt", PROMPT, "--max-new-tokens", 48, "--ignore-eos", "--json", "--quiet"]
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", 48, "--json", "--quiet"]
     return json.loads(check.program("quant", "generate", path, *arguments, *options))
 
 
@@ -61,28 +57,32 @@ def logits(model, report):
 
 
 def greedy(check, path, model):
-    report = write(check, path, {})
-    theirs = model.generate(torch.tensor([report["prompt_tokens"]]), max_new_tokens=48, do_sample=False,
-                            eos_token_id=-1, pad_token_id=0)
+    report = write(check, path, {}, "--greedy", "--ignore-eos")
+    prompt = torch.tensor([report["prompt_tokens"]])
+    theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, min_new_tokens=48,
+                            do_sample=False)
     theirs = theirs[0, len(report["prompt_tokens"]):].tolist()
     ours = [token["id"] for token in report["tokens"]]
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
     _, all_logits = logits(model, report)
     # Where the first difference is, transformers too finds both nearly as probable.
-    gap = 0.0 if same == len(ours) else (all_logits[same, theirs[same]] - all_logits[same, ours[same]]).item()
+    gap = 0.0 if same == len(ours) else abs(all_logits[same, theirs[same]] - all_logits[same, ours[same]]).item()
     logprobs = torch.log_softmax(all_logits, dim=-1)
     apart = max(abs(logprobs[i, token["id"]].item() - token["logprob"]) for i, token in enumerate(report["tokens"]))
     return f"{same} of 48 tokens equal, log-probabilities {apart:.1e} apart", gap < TOLERANCE and apart < TOLERANCE
 
 
 def drawn(check, path, model, settings):
-    report = write(check, path, {"do_sample": True, **settings}, "--seed", 5)
+    report = write(check, path, {"do_sample": True, **settings}, "--seed", 5, "--ignore-eos")
     tokens, all_logits = logits(model, report)
-    chain, start, apart = processors(settings), len(report["prompt_tokens"]), 0.0
+    # A token whose probability is next to a bound is on either side of it.
+    chains = [processors({key: value * factor if key in ("top_p", "min_p") else value for key, value in settings.items()})
+              for factor in (1, 1 - TOLERANCE, 1 + TOLERANCE)]
+    start, apart = len(report["prompt_tokens"]), 0.0
     for i, token in enumerate(report["tokens"]):
-        scores = chain(tokens[None, :start + i], all_logits[i:i + 1].clone())
-        expected = torch.log_softmax(scores, dim=-1)[0, token["id"]].item()
-        apart = max(apart, abs(expected - token["sampling_logprob"]))
+        scores = [chain(tokens[None, :start + i], all_logits[i:i + 1].clone()) for chain in chains]
+        expected = [torch.log_softmax(score, dim=-1)[0, token["id"]].item() for score in scores]
+        apart = max(apart, min(abs(e - token["sampling_logprob"]) for e in expected))
     different = len({token["id"] for token in report["tokens"]})
     return f"{different} different tokens, log-probabilities {apart:.1e} apart", apart < TOLERANCE and different > 8
 
