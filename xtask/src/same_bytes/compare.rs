@@ -1,6 +1,7 @@
 //! Compares what two programs wrote, and names the first difference.
 //!
-//! Files are compared byte for byte, with two exceptions:
+//! What `quant plan` prints is compared as JSON, engines left out ([`plans`]). Files are compared byte for byte, with two
+//! exceptions:
 //!
 //! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. Where
 //!   the version of the schema differs, ours may have keys that the base has not, and may leave out keys whose value
@@ -49,6 +50,23 @@ pub fn documents(base: &[u8], ours: &[u8]) -> Option<String> {
     let parsed = serde_json::from_slice(base).ok().zip(serde_json::from_slice(ours).ok());
     let of_values = parsed.and_then(|(base, ours): (Value, Value)| values_differ("", &base, &ours, false));
     Some(of_values.unwrap_or_else(|| format!("differs from byte {position} on")))
+}
+
+/// The first difference between two plans, which must be equal as JSON but for what they say of engines: what engines
+/// load is a fact about them, and changes with what is known.
+pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
+    let without_engines = |text: &[u8]| -> Option<Value> {
+        let mut plan: Value = serde_json::from_slice(text).ok()?;
+        for format in plan.get_mut("formats").and_then(Value::as_array_mut).into_iter().flatten() {
+            format.as_object_mut().map(|format| format.shift_remove("engines"));
+        }
+        Some(plan)
+    };
+    match without_engines(base).zip(without_engines(ours)) {
+        Some((base, ours)) => values_differ("", &base, &ours, false),
+        // Of a refused plan there is no JSON.
+        None => documents(base, ours),
+    }
 }
 
 /// All files below a directory by their path in it, journals left out; none where there is no such directory.
@@ -278,6 +296,21 @@ mod tests {
         pair.write("config.json", b"{\"a\": 1}", b"{\"a\":  1}");
         pair.differs(&["byte 6"]);
         assert_eq!(documents(b"{}", b"{}"), None);
+    }
+
+    #[test]
+    fn plans_may_differ_in_what_they_say_of_engines_alone() {
+        let plan = |scheme: &str, engines: &str| {
+            json!({ "formats": [{ "scheme": scheme, "engines": [engines] }], "engines": engines }).to_string()
+        };
+        let differ = |ours: String| plans(plan("a", "b").as_bytes(), ours.as_bytes());
+        assert_eq!(differ(plan("a", "b")), None);
+        let other = json!({ "formats": [{ "scheme": "a", "engines": [] }], "engines": "b" }).to_string();
+        assert_eq!(differ(other), None);
+        assert_eq!(differ(plan("c", "b")).unwrap(), "/formats/0/scheme is \"c\", was \"a\"");
+        assert_eq!(differ(plan("a", "c")).unwrap(), "/engines is \"c\", was \"b\"", "elsewhere");
+        assert_eq!(plans(b"no plan", b"no plan"), None);
+        assert!(plans(b"no plan", b"another").is_some());
     }
 
     #[test]
