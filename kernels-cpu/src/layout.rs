@@ -56,7 +56,7 @@ pub enum ScaleType {
     Bf16,
     /// Single precision.
     F32,
-    /// Whole numbers of 8 bits, below an `f32` scale of the row: QServe's progressive quantization.
+    /// Integers of 8 bits, below an `f32` scale of the row: QServe's progressive quantization.
     Progressive,
     /// E4M3 without a sign, divided by an `f32`: NVFP4. Of floating-point codes only.
     E4m3,
@@ -604,7 +604,7 @@ impl Layout {
                     }
                     let code = i32::from(code) - zero;
                     *out = match self.scales {
-                        // Of whole numbers, which have one zero.
+                        // Of integers, which have one zero.
                         ScaleType::Progressive => (code * scale as i32) as f32 * self.channel(panel, row),
                         _ => code as f32 * scale,
                     };
@@ -634,7 +634,7 @@ const VERSION: u64 = 1;
 pub struct Unpacked {
     /// `[n, k]`
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]`; of progressive weights whole numbers, of E4M3 scales what is divided by the global one
+    /// `[n, k / group_size]`; of progressive weights integers, of E4M3 scales what is divided by the global one
     pub scales: Vec<f32>,
     /// `[n, k / group_size]`, or none in a symmetric grid
     pub zeros: Vec<u8>,

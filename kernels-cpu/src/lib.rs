@@ -2,7 +2,7 @@
 //!
 //! This crate is a leaf: it takes slices and shapes, and knows no checkpoint, model, file or
 //! thread pool. Weights reach it as a [`WeightView`], are packed once ([`PackedLinear`], or [`Layout`] for
-//! callers that hold the bytes), and are multiplied with rows that became whole numbers ([`Int8Rows`]).
+//! callers that hold the bytes), and are multiplied with rows that became integers ([`Int8Rows`]).
 //! Threads are the caller's ([`Parallel`]).
 #![deny(unsafe_code)]
 

@@ -24,7 +24,7 @@ pub enum ViewError {
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned
 /// codes below `2^bits`. Without `zeros` the grid is symmetric: every zero is `2^(bits − 1)`.
 ///
-/// A progressive one (QServe, §4.1) has two levels of scales, whole numbers of groups below a float of the
+/// A progressive one (QServe, §4.1) has two levels of scales, integers of groups below a float of the
 /// row: `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, the product inside exact.
 ///
 /// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without

@@ -1,4 +1,4 @@
-//! Activations become whole numbers of 8 bits, in the order in which the kernels read them.
+//! Activations become integers of 8 bits, in the order in which the kernels read them.
 //!
 //! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))` half to even, so `x ≈ s · a` with `a` from
 //! −127 to 127. A row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that
@@ -77,7 +77,7 @@ pub struct StaticScale {
     pub zero: i8,
 }
 
-/// Rows `[m, k]` as whole numbers.
+/// Rows `[m, k]` as integers.
 #[derive(Debug, Clone)]
 pub struct Int8Rows {
     token: IsaToken,

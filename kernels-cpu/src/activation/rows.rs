@@ -14,7 +14,7 @@ const LANES: usize = 16;
 /// Registers of lanes in which a sum runs.
 const SUMS: usize = 4;
 
-/// How a row becomes whole numbers.
+/// How a row becomes integers.
 #[derive(Clone, Copy)]
 pub(super) struct Grid {
     pub(super) scale: f32,
@@ -222,7 +222,7 @@ unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
     }
 }
 
-/// Rounds a row to whole numbers and adds them up by groups. With `STATIC` a zero is added, and what the
+/// Rounds a row to integers and adds them up by groups. With `STATIC` a zero is added, and what the
 /// eight bits do not hold is cut; else nothing is beyond them.
 #[inline(always)]
 pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid: Grid, to: Place<'_>) {

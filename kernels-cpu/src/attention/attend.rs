@@ -349,7 +349,7 @@ impl<'l> Call<'_, 'l> {
                 tile.sum[t] = *self.word(self.room.sums + row).cast::<f32>();
             }
         }
-        // SAFETY: the token proved the instructions; pages and rows were checked; the caller vouches for `out`.
+        // SAFETY: the token proved the instructions; pages and rows were checked; the caller guarantees `out`.
         unsafe { (self.path.attend[rows.len() - 1])(&tile) }
     }
 
@@ -361,7 +361,7 @@ impl<'l> Call<'_, 'l> {
         let d = self.pages.layout.head_dim();
         let list = (self.lists)(head);
         let mut part = [0.0_f32; TILE_ROWS * MAX_HEAD_DIM];
-        // SAFETY: rows are below their number, and the caller vouches for them.
+        // SAFETY: rows are below their number, and the caller guarantees them.
         unsafe {
             for r in rows.clone() {
                 let row = self.row(head, r);

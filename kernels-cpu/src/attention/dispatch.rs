@@ -68,7 +68,7 @@ macro_rules! compiled {
         /// As [`kernel::attend`].
         $(#[target_feature(enable = $features)])?
         pub(super) unsafe fn $attend<const BITS: usize, const MR: usize>(t: &Tile<'_>) -> [Mass; TILE_ROWS] {
-            // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the rest.
+            // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the rest.
             unsafe { kernel::attend::<$lanes, BITS, MR>(t) }
         }
 

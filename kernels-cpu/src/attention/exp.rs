@@ -6,7 +6,7 @@ use crate::simd::Lanes;
 /// Below this all is taken for it: `e⁻⁸⁷` is the last that is no subnormal number by a margin, and vanishes
 /// beside the 1 of the largest score.
 const LEAST: f32 = -87.0;
-/// Upper bits of ln 2, few enough that products with whole numbers are exact, and the rest.
+/// Upper bits of ln 2, few enough that products with integers are exact, and the rest.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];
 /// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes, `1.1 · 10⁻⁸` of `eʳ` off.
 const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_392_64];

@@ -76,7 +76,7 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
     let at = scores.as_mut_ptr().cast::<f32>();
     let end = (0..MR).fold(0, |end, m| end.max(t.seen[m]));
     let mut masses = [Mass::NONE; TILE_ROWS];
-    // SAFETY: all reads and writes are within what the caller vouches for: pages and tokens stay below
+    // SAFETY: all reads and writes are within what the caller guarantees: pages and tokens stay below
     // their counts, offsets are those of the layout, and scores are written before they are read.
     unsafe {
         let d = t.layout.head_dim();
@@ -301,7 +301,7 @@ const fn centre<const BITS: usize>() -> i32 {
 /// As [`attend`]; `to` takes the probabilities of two steps.
 #[inline(always)]
 unsafe fn store<L: ValueLanes, const BITS: usize>(to: *mut u8, p: L::F) {
-    // SAFETY: the caller vouches for the place.
+    // SAFETY: the caller guarantees the place.
     unsafe { if BITS == 16 { L::store_f32(to.cast(), p) } else { L::store_probabilities(to, p) } }
 }
 

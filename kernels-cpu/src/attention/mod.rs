@@ -10,7 +10,7 @@
 //!
 //! ```text
 //! q ≈ s_q · a                              8 bits, by its largest magnitude (quantize_query)
-//! I_t = Σ a · c_t,  A = Σ a                exact whole numbers
+//! I_t = Σ a · c_t,  A = Σ a                exact integers
 //! score_t = f · (s_t · I_t + z_t · A)      f = s_q · scale; three roundings
 //! p_t = exp(score_t − max)                 2⁻²² off at most
 //! out = Σ p_t · v̂_t / Σ p_t,   lse = max + ln Σ p_t

@@ -1,4 +1,4 @@
-//! Queries become whole numbers.
+//! Queries become integers.
 
 use super::grid::ROUND;
 use crate::KernelError;
@@ -12,7 +12,7 @@ pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }
 
-/// A query of one head becomes whole numbers, as rows of [`Int8Rows`](crate::Int8Rows) do:
+/// A query of one head becomes integers, as rows of [`Int8Rows`](crate::Int8Rows) do:
 /// `s = max |q| / 127`, `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero where
 /// the largest magnitude is below [`SMALLEST`], and `s` is NaN where a value is not finite.
 ///

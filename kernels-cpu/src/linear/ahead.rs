@@ -1,4 +1,4 @@
-//! Lines of weights that are asked for before they are needed, by tiles of whole numbers: up to some sixteen rows wait for
+//! Lines of weights that are asked for before they are needed, by tiles of integers: up to some sixteen rows wait for
 //! memory, and of more rows the first to meet a panel do.
 //!
 //! A processor foresees lines that follow each other; it does not foresee where a tile goes when its panels end. With

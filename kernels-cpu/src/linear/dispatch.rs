@@ -22,7 +22,7 @@ pub(crate) const MAX_ROWS: usize = 12;
 /// memory would rest meanwhile.
 pub(crate) const ONE_STRIP: usize = 16;
 
-/// Kinds of tiles: whole numbers on a symmetric grid of 4 bits or of E2M1, on any other, below two levels of scales; and
+/// Kinds of tiles: integers on a symmetric grid of 4 bits or of E2M1, on any other, below two levels of scales; and
 /// floats.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
@@ -52,7 +52,7 @@ fn codes_of(layout: &Layout) -> usize {
 }
 
 impl Path {
-    /// The path of whole numbers.
+    /// The path of integers.
     pub(super) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
         let kind = match layout.middle() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
@@ -214,7 +214,7 @@ macro_rules! compiled {
         /// As [`multiply`](tile::multiply).
         $(#[target_feature(enable = $features)])?
         pub(super) unsafe fn $name<const CODES: usize, const KIND: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
-            // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the rest.
+            // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the rest.
             unsafe {
                 match KIND {
                     FLOAT if <$lanes as FloatLanes>::ORDERED || t.rest => {
@@ -252,7 +252,7 @@ mod x86 {
             $(#[$doc])*
             #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
             pub(in crate::linear) unsafe fn $name<$(const $const: usize),*>(t: &Tiled<'_>, $($arg: $ty),*) {
-                // SAFETY: compiled for the instructions that the lanes ask for; the caller vouches for the unit and the rest.
+                // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the unit and the rest.
                 unsafe { $of(t, $($arg),*) }
             }
         };

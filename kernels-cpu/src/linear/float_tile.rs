@@ -1,6 +1,6 @@
 //! The inner loop of float activations: codes become floats in registers, exactly.
 //!
-//! Of integers what is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small whole numbers,
+//! Of integers what is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small integers,
 //! exact in bf16 and `f32`. A group's own zero then costs `(z − c) Σ x`, and the scale one multiply-add.
 //!
 //! Of floating-point codes it is their value, which is exact in both, too.
@@ -37,7 +37,7 @@ pub(crate) unsafe fn multiply<
 ) {
     let layout = t.layout;
     let (groups, steps) = (layout.groups(), layout.steps());
-    // SAFETY: all reads are within what the caller vouches for, as in the tile of whole numbers.
+    // SAFETY: all reads are within what the caller guarantees, as in the tile of integers.
     unsafe {
         let table = table_of::<L, CODES>(layout);
         let mut totals = [[L::zero(); NP]; MR];

@@ -1,6 +1,6 @@
 //! Linear layers on packed weights.
 //!
-//! # Whole numbers
+//! # Integers
 //!
 //! `y = s_x · Σ_g s_g (Σ_{k∈g} q·a − z Σ_{k∈g} a) + b`.
 //!
@@ -93,7 +93,7 @@ impl<'a> PackedView<'a> {
         Ok(Self { layout, bytes })
     }
 
-    /// `out = x · Wᵀ + bias` on whole numbers: `x` is `[m, k]`, `out` `[m, n]` row-major and overwritten, `bias`
+    /// `out = x · Wᵀ + bias` on integers: `x` is `[m, k]`, `out` `[m, n]` row-major and overwritten, `bias`
     /// `[n]`.
     ///
     /// # Errors

@@ -312,7 +312,7 @@ impl PackedView<'_> {
                 out: out.pointer(),
                 steps,
             };
-            // SAFETY: lengths follow from the layout and the tiling, and were checked; the caller vouches for the rest.
+            // SAFETY: lengths follow from the layout and the tiling, and were checked; the caller guarantees the rest.
             return unsafe { multiply(&tiled, strips, panels) };
         }
         let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
@@ -330,7 +330,7 @@ impl PackedView<'_> {
                     for first in (0..taken).step_by(width) {
                         let column = (panel + first) * PANEL_ROWS;
                         // SAFETY: every offset is that of an element within the slices, whose lengths
-                        // follow from the layout; the caller vouches for `out`.
+                        // follow from the layout; the caller guarantees `out`.
                         unsafe {
                             let at = rows.start * steps + row - rows.start;
                             let sums_at = rows.start * groups + row - rows.start;

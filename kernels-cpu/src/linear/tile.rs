@@ -1,4 +1,4 @@
-//! The inner loop of whole numbers: some rows of activations times some panels of weights.
+//! The inner loop of integers: some rows of activations times some panels of weights.
 //!
 //! Registers hold the integer sums of one group, `MR × NP` of them; when the group ends they become floats
 //! and join the totals. A code is unpacked once for all rows of the tile, an activation broadcast once for
@@ -18,9 +18,9 @@ pub(crate) struct Tile<'a> {
     pub(crate) strip: usize,
     /// Activations, `[padded_k / STEP][strip]` of the bytes that a step of a row takes.
     pub(crate) activations: *const u8,
-    /// Sums of activations, `[groups][strip]`, as whole numbers or floats.
+    /// Sums of activations, `[groups][strip]`, as integers or floats.
     pub(crate) sums: *const u8,
-    /// `−8` times these whole numbers, or null where activations are floats.
+    /// `−8` times these integers, or null where activations are floats.
     pub(crate) eights: *const i32,
     /// Scales of the activations, `[MR]`, or null where these are floats.
     pub(crate) scales: *const f32,
@@ -64,7 +64,7 @@ pub(crate) unsafe fn multiply<
     let ahead = Ahead::new(layout, NP, ahead::distance(MR, bits));
     // What is missing of every code is part of its zero.
     let offset = if bits == 4 { 0 } else { L::OFFSET };
-    // SAFETY: all reads are within what the caller vouches for: step, group and row stay below their
+    // SAFETY: all reads are within what the caller guarantees: step, group and row stay below their
     // counts, and the offsets are those of the layout.
     unsafe {
         let mut totals = [[L::zero(); NP]; MR];
@@ -180,7 +180,7 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     panel: usize,
     first: usize,
 ) -> [L::F; NP] {
-    // SAFETY: the caller vouches for sixteen scales from `first` on.
+    // SAFETY: the caller guarantees sixteen scales from `first` on.
     unsafe {
         let mut out = [L::zero(); NP];
         match kind {
@@ -289,7 +289,7 @@ fn columns_of(columns: usize, p: usize) -> usize {
 #[inline(always)]
 unsafe fn load_part<L: Lanes>(from: *const f32, columns: usize, p: usize) -> L::F {
     let mut part = [0.0_f32; PANEL_ROWS];
-    // SAFETY: the caller vouches for `from`; the array is as long as what is read of it.
+    // SAFETY: the caller guarantees `from`; the array is as long as what is read of it.
     unsafe {
         from.copy_to_nonoverlapping(part.as_mut_ptr(), columns_of(columns, p));
         L::load_f32(part.as_ptr().cast())

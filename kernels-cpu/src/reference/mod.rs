@@ -56,7 +56,7 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     }
 }
 
-/// A linear layer on whole numbers, `[m, n]` row-major, as [`PackedView::multiply`](crate::PackedView::multiply)
+/// A linear layer on integers, `[m, n]` row-major, as [`PackedView::multiply`](crate::PackedView::multiply)
 /// must give it to the bit:
 ///
 /// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a

@@ -21,7 +21,7 @@ pub(crate) struct AvxVnni;
 /// Sixteen halves of eight bytes, low ones first.
 #[inline(always)]
 pub(super) unsafe fn halves(at: *const u8) -> __m128i {
-    // SAFETY: the caller vouches for 8 bytes, and has SSE2, which every x86-64 has.
+    // SAFETY: the caller guarantees 8 bytes, and has SSE2, which every x86-64 has.
     unsafe {
         let (both, low) = (_mm_loadl_epi64(at.cast()), _mm_set1_epi8(0x0f));
         let high = _mm_and_si128(_mm_srli_epi16::<4>(both), low);
@@ -31,7 +31,7 @@ pub(super) unsafe fn halves(at: *const u8) -> __m128i {
 
 #[inline(always)]
 unsafe fn load(at: *const u8) -> [__m256i; 2] {
-    // SAFETY: the caller vouches for 64 bytes.
+    // SAFETY: the caller guarantees 64 bytes.
     unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
 }
 

@@ -222,7 +222,7 @@ macro_rules! one_by_one {
             }
             #[inline(always)]
             unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W {
-                // SAFETY: the caller vouches for the step.
+                // SAFETY: the caller guarantees the step.
                 unsafe {
                     match CODES {
                         $crate::simd::codes::E2M1 => Self::e2m1(Self::code::<4>(at, part), table),
@@ -238,7 +238,7 @@ macro_rules! one_by_one {
                 x: *const u8,
                 part: usize,
             ) -> Self::F {
-                // SAFETY: the caller vouches for the eight floats of the step.
+                // SAFETY: the caller guarantees the eight floats of the step.
                 let x = unsafe { x.cast::<f32>().add(part).read_unaligned() };
                 // SAFETY: the caller has the instruction set.
                 unsafe { Self::fma(w, Self::splat_f32(x), sum) }
@@ -251,7 +251,7 @@ macro_rules! one_by_one {
 
             #[inline(always)]
             unsafe fn store_probabilities(at: *mut u8, p: Self::F) {
-                // SAFETY: the caller vouches for 64 bytes, and has the instruction set.
+                // SAFETY: the caller guarantees 64 bytes, and has the instruction set.
                 unsafe { Self::store_f32(at.cast(), p) }
             }
             #[inline(always)]

@@ -32,7 +32,7 @@ pub(super) type Quad<T> = [T; 4];
 
 #[inline(always)]
 unsafe fn load(at: *const u8) -> Quad<uint8x16_t> {
-    // SAFETY: the caller vouches for 64 bytes.
+    // SAFETY: the caller guarantees 64 bytes.
     unsafe { [vld1q_u8(at), vld1q_u8(at.add(16)), vld1q_u8(at.add(32)), vld1q_u8(at.add(48))] }
 }
 
@@ -130,7 +130,7 @@ impl Dot for Neon {
     #[inline(always)]
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
         let at = at.cast::<i32>();
-        // SAFETY: the caller vouches for 8 values, and has NEON.
+        // SAFETY: the caller guarantees 8 values, and has NEON.
         unsafe {
             [at.read_unaligned(), at.add(1).read_unaligned()].map(|a| vreinterpretq_s8_s32(vdupq_n_s32(a)))
         }
@@ -166,7 +166,7 @@ macro_rules! dot_products {
 
             #[inline(always)]
             unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
-                // SAFETY: the caller vouches for 8 values, and has NEON.
+                // SAFETY: the caller guarantees 8 values, and has NEON.
                 unsafe { [vcombine_s8(vld1_s8(at), vdup_n_s8(0)); 2] }
             }
             #[inline(always)]
@@ -230,7 +230,7 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
     strip: usize,
     steps: usize,
 ) {
-    // SAFETY: the caller vouches for the steps and the rows, and has i8mm.
+    // SAFETY: the caller guarantees the steps and the rows, and has i8mm.
     unsafe {
         let zero = vdupq_n_s32(0);
         // Of two pairs of rows, each with eight pairs of the panel's.

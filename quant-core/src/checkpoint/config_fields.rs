@@ -115,7 +115,7 @@ impl<'a> ConfigFields<'a> {
         if self.get(key).is_none() { Ok(None) } else { self.require_positive(key).map(Some) }
     }
 
-    /// A finite number, if present; whole numbers count.
+    /// A finite number, if present; integers count.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.

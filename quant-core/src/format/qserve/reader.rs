@@ -1,6 +1,6 @@
 //! Reads QServe checkpoints back, ours or others', into logical order.
 //!
-//! Strict: nothing in the tensors says in which order the scales of groups stand, or that zeros are whole numbers. What
+//! Strict: nothing in the tensors says in which order the scales of groups stand, or that zeros are integers. What
 //! does not follow from the configuration is checked as far as it can be: a group that no kernel could run is refused.
 
 use serde_json::{Map, Value};

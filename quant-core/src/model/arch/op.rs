@@ -351,6 +351,7 @@ impl Op {
             _ => None,
         }
     }
+
     /// What a norm adds to its stored weight before it multiplies by it: 1 where the weight is centered at 0.
     pub fn weight_offset(&self) -> f32 {
         match self {
