@@ -4,6 +4,12 @@
 //! forgotten. Nothing outside this folder and the evaluation of blocks matches on operations to
 //! decide such a thing. Values are `[batch, positions, features]`.
 
+mod answers;
+mod kinds;
+
+pub use answers::{AttentionInput, ChannelOrder, Parameter, Reach, Rows, ScalePass};
+pub use kinds::{Activation, LayerNormParameters, PositionScale};
+
 use super::recurrent::Recurrent;
 use super::{AttentionShape, Correction, Routing};
 use crate::model::rope::Rope;
@@ -129,133 +135,20 @@ pub enum Op {
     Add,
 }
 
-/// The stored parameters of a layer norm.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerNormParameters {
-    /// Neither weight nor bias.
-    None,
-    /// A weight.
-    Weight,
-    /// A weight and a bias.
-    WeightAndBias,
-}
-
-/// An elementwise function between linears.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// `max(x, 0)`.
-    Relu,
-    /// `x · σ(x)`.
-    Silu,
-    /// `σ(x)`: an output gate.
-    Sigmoid,
-    /// `x · Φ(x)`, with the error function.
-    Gelu,
-    /// `x · Φ(x)` with `Φ(x) ≈ (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2`.
-    GeluTanh,
-}
-
-/// `1 + beta · ln(1 + ⌊position / original_positions⌋)`, by which queries are multiplied so that attention stays sharp in
-/// contexts longer than the model was first trained on (Llama 4, Ministral 3).
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct PositionScale {
-    /// Weight of the logarithm.
-    pub beta: f32,
-    /// Positions up to which the factor is 1.
-    pub original_positions: usize,
-}
-
-impl PositionScale {
-    /// The factor at a position, rounded to `f32` after each operation.
-    pub fn at(&self, position: usize) -> f32 {
-        1.0 + self.beta * (1.0 + (position as f32 / self.original_positions as f32).floor()).ln()
-    }
-}
-
-/// How much of the batch one token's value depends on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Reach {
-    /// The same token's inputs alone.
-    Token,
-    /// The token's inputs and its position.
-    Position,
-    /// Other tokens of its window.
-    Window,
-}
-
-/// What becomes of positive scales on the channels of an input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ScalePass {
-    /// The output does not scale with them.
-    Stopped,
-    /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
-    Passed {
-        /// The power of the scale.
-        exponent: u32,
-        /// How often each channel appears in the output.
-        repeat: usize,
-        /// Consecutive channels that are repeated together.
-        run: usize,
+/// What a checkpoint holds for an operation.
+enum Stored<'a> {
+    Norm {
+        name: &'a str,
+        width: usize,
+        parameters: LayerNormParameters,
+        zero_centered: bool,
     },
-}
-
-impl ScalePass {
-    /// Every channel passes as it is.
-    pub(super) const UNCHANGED: Self = Self::Passed { exponent: 1, repeat: 1, run: 1 };
-}
-
-/// What the channels of an output are made of, as far as they can be reordered.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ChannelOrder {
-    /// Rows of a weight: any order.
-    OfRows,
-    /// The same channel of all inputs.
-    OfInputs,
-    /// The channels of one input, each within its head.
-    OfHeads {
-        /// The input.
-        port: usize,
-        /// The attention that repeats its heads.
-        shape: AttentionShape,
+    Linear {
+        shape: [usize; 2],
+        stays_float: bool,
     },
-    /// An order of their own, which stays.
-    Fixed,
-}
-
-/// For which tokens a value has a row.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rows {
-    /// For all tokens.
-    All,
-    /// For the tokens that the inputs have rows for.
-    OfInputs,
-    /// For some of the tokens of one input, which it takes the rows of.
-    Selected {
-        /// The input.
-        port: usize,
-        /// The share of all tokens, if they are spread evenly.
-        share: f64,
-    },
-}
-
-/// What an input is to the attention that reads it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AttentionInput {
-    /// Compared with keys; its error passes through a softmax.
-    Queries,
-    /// Compared with queries; its error passes through a softmax.
-    Keys,
-    /// Averaged.
-    Values,
-}
-
-/// A stored tensor of an operation.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Parameter {
-    /// Its name after the module's, such as `weight`.
-    pub name: &'static str,
-    /// Its shape.
-    pub shape: Vec<usize>,
+    /// Other tensors, or nothing.
+    Other,
 }
 
 impl Op {
@@ -341,41 +234,78 @@ impl Op {
     /// Of a norm that has parameters: its name, its width, and whether there is a bias beside the
     /// weight.
     pub fn stored_norm(&self) -> Option<(&str, usize, bool)> {
-        match self {
-            Self::RmsNorm { name, width, .. } => Some((name, *width, false)),
-            Self::LayerNorm { name, width, parameters, .. } => match parameters {
+        match self.stored() {
+            Stored::Norm { name, width, parameters, .. } => match parameters {
                 LayerNormParameters::None => None,
-                LayerNormParameters::Weight => Some((name, *width, false)),
-                LayerNormParameters::WeightAndBias => Some((name, *width, true)),
+                LayerNormParameters::Weight => Some((name, width, false)),
+                LayerNormParameters::WeightAndBias => Some((name, width, true)),
             },
-            _ => None,
+            Stored::Linear { .. } | Stored::Other => None,
         }
     }
 
     /// What a norm adds to its stored weight before it multiplies by it: 1 where the weight is centered at 0.
     pub fn weight_offset(&self) -> f32 {
-        match self {
-            Self::RmsNorm { zero_centered: true, .. } => 1.0,
-            _ => 0.0,
+        match self.stored() {
+            Stored::Norm { zero_centered: true, .. } => 1.0,
+            Stored::Norm { zero_centered: false, .. } | Stored::Linear { .. } | Stored::Other => 0.0,
         }
     }
 
-    /// Whether it is a norm of any kind.
+    /// Whether it is a norm with a place in the checkpoint, with parameters or without.
     pub fn is_norm(&self) -> bool {
-        matches!(self, Self::RmsNorm { .. } | Self::LayerNorm { .. })
+        matches!(self.stored(), Stored::Norm { .. })
     }
 
     /// `[out, in]` features of a linear.
     pub fn linear_shape(&self) -> Option<[usize; 2]> {
-        match self {
-            Self::Linear { shape, .. } => Some(*shape),
-            _ => None,
+        match self.stored() {
+            Stored::Linear { shape, .. } => Some(shape),
+            Stored::Norm { .. } | Stored::Other => None,
         }
     }
 
     /// Whether it is a linear whose weight may be quantized.
     pub fn is_quantizable(&self) -> bool {
-        matches!(self, Self::Linear { stays_float: false, .. })
+        matches!(self.stored(), Stored::Linear { stays_float: false, .. })
+    }
+
+    /// What a checkpoint holds for it, as far as the path has to tell apart.
+    fn stored(&self) -> Stored<'_> {
+        match self {
+            Self::RmsNorm { name, width, zero_centered, .. } => Stored::Norm {
+                name,
+                width: *width,
+                parameters: LayerNormParameters::Weight,
+                zero_centered: *zero_centered,
+            },
+            Self::LayerNorm { name, width, parameters, .. } => {
+                Stored::Norm { name, width: *width, parameters: *parameters, zero_centered: false }
+            }
+            Self::Linear { shape, stays_float, .. } => {
+                Stored::Linear { shape: *shape, stays_float: *stays_float }
+            }
+            Self::Input { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
+            | Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Attention(_)
+            | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
+            | Self::Scale(_)
+            | Self::Add => Stored::Other,
+        }
     }
 
     /// For which tokens its output has a row.
@@ -477,8 +407,8 @@ impl Op {
             }
             Self::Recurrent(recurrent) => recurrent.scale_pass(port),
             // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. A sum would have to
-            // scale its other terms too; what is joined has channels of several inputs. Other activations do not commute with a scale. A scale of some rows of a fused linear
-            // begins behind the slice.
+            // scale its other terms too; what is joined has channels of several inputs. Other activations do not
+            // commute with a scale. A scale of some rows of a fused linear begins behind the slice.
             Self::Gated(_)
             | Self::Activation(
                 Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
@@ -534,11 +464,34 @@ impl Op {
 
     /// What input `port` is to an attention.
     pub fn attention_input(&self, port: usize) -> Option<AttentionInput> {
-        match (self, port) {
-            (Self::Attention(_), 0) => Some(AttentionInput::Queries),
-            (Self::Attention(_), 1) => Some(AttentionInput::Keys),
-            (Self::Attention(_), _) => Some(AttentionInput::Values),
-            _ => None,
+        match self {
+            Self::Attention(_) => Some(match port {
+                0 => AttentionInput::Queries,
+                1 => AttentionInput::Keys,
+                _ => AttentionInput::Values,
+            }),
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
+            | Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
+            | Self::Scale(_)
+            | Self::Add => None,
         }
     }
 
@@ -572,7 +525,7 @@ impl Op {
         }
     }
 
-    /// Keys and values that it caches while decoding.
+    /// Keys and values that it caches while decoding; a recurrent operation caches its own state.
     pub fn cached(&self) -> Option<AttentionShape> {
         match self {
             Self::Attention(shape) => Some(*shape),
@@ -598,35 +551,6 @@ impl Op {
             | Self::Recurrent(_)
             | Self::Scale(_)
             | Self::Add => None,
-        }
-    }
-
-    /// Numbers of the state that it caches while decoding, as many for any number of tokens.
-    pub fn state_len(&self) -> usize {
-        match self {
-            Self::Recurrent(recurrent) => recurrent.state_len(),
-            Self::Input { .. }
-            | Self::RmsNorm { .. }
-            | Self::LayerNorm { .. }
-            | Self::Linear { .. }
-            | Self::Route(_)
-            | Self::ExpertInput { .. }
-            | Self::Experts { .. }
-            | Self::Rope(_)
-            | Self::PositionScale(_)
-            | Self::Attention(_)
-            | Self::Gated(_)
-            | Self::ClampedGated { .. }
-            | Self::TokenGate
-            | Self::JoinHeads { .. }
-            | Self::Activation(_)
-            | Self::Slice { .. }
-            | Self::Normalize { .. }
-            | Self::Multiply
-            | Self::ScaleBy { .. }
-            | Self::Concatenate
-            | Self::Scale(_)
-            | Self::Add => 0,
         }
     }
 

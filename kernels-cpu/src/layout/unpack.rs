@@ -1,0 +1,135 @@
+//! Packed matrices read back: element by element, as floats, and in logical order.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::{Layout, PANEL_ROWS, STEP, ScaleType};
+use crate::{FloatFormat, KernelError, e8m0_value};
+
+impl Layout {
+    /// The code of a weight, from the panel of its row.
+    fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
+        let (g, i, r) = (k / self.group_size, k % self.group_size, row % PANEL_ROWS);
+        let step = (g * self.steps() + i / STEP) * self.step_bytes();
+        let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
+        match self.code_bits {
+            4 => panel[step + byte] >> (4 * half) & 0x0f,
+            _ => panel[step + 64 * half + byte],
+        }
+    }
+
+    /// The scale of a group: of progressive weights an integer, of E4M3 scales what is divided.
+    fn scale(&self, panel: &[u8], row: usize, g: usize) -> f32 {
+        let at = self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes();
+        let bytes = |n| &panel[at..at + n];
+        match (self.scales, bytes(self.scales.bytes())) {
+            (ScaleType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+            (ScaleType::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+            (ScaleType::E4m3, &[code]) => FloatFormat::E4m3.value(code),
+            (ScaleType::E8m0, &[code]) => e8m0_value(code),
+            (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+            (_, other) => f32::from(other[0]),
+        }
+    }
+
+    fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
+        let at = g * PANEL_ROWS + row % PANEL_ROWS;
+        match (self.middle, self.code_bits) {
+            (Some(middle), _) => middle,
+            (None, 4) => panel[self.zeros_at() + at / 2] >> (4 * (at % 2)) & 0x0f,
+            (None, _) => panel[self.zeros_at() + at],
+        }
+    }
+
+    /// The scale of a row; of E4M3 scales the global one.
+    fn channel(&self, panel: &[u8], row: usize) -> f32 {
+        let second = if self.scales == ScaleType::E4m3 { PANEL_ROWS } else { 0 };
+        let at = self.channels_at() + 4 * (second + row % PANEL_ROWS);
+        f32::from_le_bytes([panel[at], panel[at + 1], panel[at + 2], panel[at + 3]])
+    }
+
+    fn panel_of<'a>(&self, packed: &'a [u8], row: usize) -> &'a [u8] {
+        &packed[row / PANEL_ROWS * self.panel_bytes..][..self.panel_bytes]
+    }
+
+    /// The view's parts again, from the whole matrix.
+    ///
+    /// # Errors
+    /// When `packed` has another length, or memory is short.
+    pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
+        KernelError::length("packed weights", self.bytes(), packed.len())?;
+        let mut out = Unpacked::default();
+        // The codes may be more than the bytes they come from, so a product that no number holds is possible.
+        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked weights"))?;
+        let groups = weights / self.group_size;
+        let none = |_| KernelError::Memory("the unpacked weights");
+        out.codes.try_reserve_exact(weights).map_err(none)?;
+        out.scales.try_reserve_exact(groups).map_err(none)?;
+        out.zeros.try_reserve_exact(if self.middle.is_none() { groups } else { 0 }).map_err(none)?;
+        let channels = self.channel_bytes() > 0;
+        out.channels.try_reserve_exact(if channels { self.n } else { 0 }).map_err(none)?;
+        for row in 0..self.n {
+            let panel = self.panel_of(packed, row);
+            out.codes.extend((0..self.k).map(|k| self.code(panel, row, k)));
+            out.scales.extend((0..self.groups()).map(|g| self.scale(panel, row, g)));
+            if self.middle.is_none() {
+                out.zeros.extend((0..self.groups()).map(|g| self.zero(panel, row, g)));
+            }
+            if channels {
+                out.channels.push(self.channel(panel, row));
+            }
+        }
+        Ok(out)
+    }
+
+    /// Some rows as floats, `[rows.len(), k]` row-major.
+    pub(crate) fn dequantize(
+        &self,
+        packed: &[u8],
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), KernelError> {
+        KernelError::length("packed weights", self.bytes(), packed.len())?;
+        if rows.start > rows.end || rows.end > self.n {
+            return Err(KernelError::Mismatch { what: "rows", expected: self.n, got: rows.end });
+        }
+        KernelError::length("output", rows.len() * self.k, out.len())?;
+        for (row, out) in rows.zip(out.chunks_exact_mut(self.k)) {
+            let panel = self.panel_of(packed, row);
+            for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
+                let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
+                if self.scales == ScaleType::E4m3 {
+                    scale /= self.channel(panel, row);
+                }
+                for (i, out) in out.iter_mut().enumerate() {
+                    let code = self.code(panel, row, g * self.group_size + i);
+                    if let Some(format) = self.float {
+                        *out = format.value(code) * scale;
+                        continue;
+                    }
+                    let code = i32::from(code) - zero;
+                    *out = match self.scales {
+                        // Of integers, which have one zero.
+                        ScaleType::Progressive => (code * scale as i32) as f32 * self.channel(panel, row),
+                        _ => code as f32 * scale,
+                    };
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a packed matrix was made of, in logical order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Unpacked {
+    /// `[n, k]`
+    pub codes: Vec<u8>,
+    /// `[n, k / group_size]`; of progressive weights integers, of E4M3 scales what is divided by the global one
+    pub scales: Vec<f32>,
+    /// `[n, k / group_size]`, or none in a symmetric grid
+    pub zeros: Vec<u8>,
+    /// `[n]`, of progressive weights only, and of E4M3 scales the global one
+    pub channels: Vec<f32>,
+}

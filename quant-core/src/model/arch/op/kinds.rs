@@ -1,0 +1,44 @@
+//! Variants within an operation: activations, parameters of layer norms, scales by position.
+
+/// The stored parameters of a layer norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerNormParameters {
+    /// Neither weight nor bias.
+    None,
+    /// A weight.
+    Weight,
+    /// A weight and a bias.
+    WeightAndBias,
+}
+
+/// An elementwise function between linears.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `max(x, 0)`.
+    Relu,
+    /// `x · σ(x)`.
+    Silu,
+    /// `σ(x)`: an output gate.
+    Sigmoid,
+    /// `x · Φ(x)`, with the error function.
+    Gelu,
+    /// `x · Φ(x)` with `Φ(x) ≈ (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2`.
+    GeluTanh,
+}
+
+/// `1 + beta · ln(1 + ⌊position / original_positions⌋)`, by which queries are multiplied so that attention stays sharp in
+/// contexts longer than the model was first trained on (Llama 4, Ministral 3).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PositionScale {
+    /// Weight of the logarithm.
+    pub beta: f32,
+    /// Positions up to which the factor is 1.
+    pub original_positions: usize,
+}
+
+impl PositionScale {
+    /// The factor at a position, rounded to `f32` after each operation.
+    pub fn at(&self, position: usize) -> f32 {
+        1.0 + self.beta * (1.0 + (position as f32 / self.original_positions as f32).floor()).ln()
+    }
+}

@@ -1,0 +1,128 @@
+//! What a configuration promises, checked against the tensors that are there, and requests against the model.
+
+use crate::checkpoint::require_weight_float;
+use crate::model::Model;
+use crate::model::arch::LearnedPositions;
+use crate::{Error, Result};
+
+impl Model {
+    /// Every tensor outside the blocks that the configuration promises, with its shape; quantized weights, which are
+    /// packed, excluded.
+    fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
+        let a = &self.architecture;
+        let mut expected = Vec::new();
+        if let Some(norm) = &a.final_norm {
+            let parameters = norm.parameters().into_iter();
+            expected.extend(parameters.map(|p| (format!("{}.{}", norm.name(), p.name), p.shape)));
+        }
+        if let Some(LearnedPositions { table, offset }) = &a.learned_positions {
+            expected.push((table.clone(), vec![a.max_positions + offset, a.hidden]));
+        }
+        if self.module_scheme(&a.embedding_module()).is_none() {
+            expected.push((self.embedding_name(), vec![a.vocab, a.hidden]));
+        }
+        if !a.tied && self.module_scheme(&a.head).is_none() {
+            expected.push((self.head_weight(), vec![a.vocab, a.hidden]));
+        }
+        if a.head_bias {
+            expected.push((format!("{}.bias", a.head), vec![a.vocab]));
+        }
+        expected
+    }
+
+    fn check_float(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let info = self.source.require(name)?;
+        if info.shape != shape {
+            return Err(Error::TensorShape {
+                path: self.source.location(name),
+                tensor: name.to_owned(),
+                expected: shape.to_vec(),
+                got: info.shape.clone(),
+            });
+        }
+        require_weight_float(self.source.location(name), name, info.dtype)
+    }
+
+    /// Checks the tensors of a block one by one and stops at the first that is missing: a configuration may promise
+    /// far more than the checkpoint holds.
+    fn check_block(&self, layer: usize) -> Result<()> {
+        for op in self.architecture.graph(layer).nodes().iter().map(|node| &node.op) {
+            let parameters = op.parameters();
+            if parameters.is_empty() {
+                continue;
+            }
+            let module = self.architecture.in_block(layer, op.name());
+            let packed = op.linear_shape().filter(|_| self.module_scheme(&module).is_some());
+            if let Some(shape) = packed {
+                self.packed_tensors(&module, shape)?;
+            }
+            for parameter in parameters.iter().filter(|p| packed.is_none() || p.name != "weight") {
+                let name = self.architecture.in_block(layer, &op.tensor_name(parameter));
+                self.check_float(&name, &parameter.shape)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        // A configuration that promises more blocks than there are tensors must not be expanded.
+        let tensors = self.source.names().len();
+        if self.architecture.layers > tensors {
+            return Err(Error::Config {
+                path: self.path.clone(),
+                field: "num_hidden_layers".into(),
+                reason: format!(
+                    "is {}, but the checkpoint has only {tensors} tensors",
+                    self.architecture.layers
+                ),
+            });
+        }
+        for (name, shape) in self.expected_outside() {
+            self.check_float(&name, &shape)?;
+        }
+        (0..self.architecture.layers).try_for_each(|layer| self.check_block(layer))?;
+        for (_, module, shape) in self.weight_modules().into_iter().filter(|(layer, ..)| layer.is_none()) {
+            if self.module_scheme(&module).is_some() {
+                self.packed_tensors(&module, shape)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
+    /// are always enough.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the number that there is.
+    pub fn check_positions(&self, window: usize) -> Result<()> {
+        let a = &self.architecture;
+        match a.learned_positions {
+            Some(_) if window > a.max_positions => Err(Error::usage(
+                format!(
+                    "windows of {window} tokens are longer than the {} positions that the model has learned",
+                    a.max_positions
+                ),
+                format!(
+                    "ask for {} at most: with --seq-len, --window, or --prefill and --decode together",
+                    a.max_positions
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Fails when a token is outside the embedding.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the tokenizer belongs to another model.
+    pub fn check_token(&self, token: u32) -> Result<()> {
+        let vocab = self.architecture.vocab;
+        if (token as usize) < vocab {
+            return Ok(());
+        }
+        Err(Error::Tokenizer {
+            path: self.path.with_file_name("tokenizer.json"),
+            reason: format!("gives token {token}, but the embedding has {vocab} rows"),
+        })
+    }
+}

@@ -1,0 +1,276 @@
+//! A checkpoint seen as a model: its family and sizes, checked against its tensors, and its
+//! weights, one block at a time.
+
+mod checks;
+mod weights;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::Preparation;
+use super::arch::{self, Architecture};
+use super::dequantized::Dequantized;
+use super::{KvCaching, KvScheme};
+use super::{fused_experts, names};
+use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
+use crate::format::{self, PackedReader};
+use crate::{Error, Result};
+
+/// A checkpoint whose configuration and tensors agree.
+pub struct Model {
+    architecture: Architecture,
+    source: Arc<dyn TensorSource>,
+    path: PathBuf,
+    quantization: Option<Quantization>,
+    /// What was done to all of it, and the tensors that are therefore other ones than in the checkpoint.
+    prepared: Option<(Preparation, BTreeSet<String>)>,
+    parts_head: bool,
+    kv: Option<KvScheme>,
+    /// The `quant_method` of the checkpoint whose codes are seen as floats.
+    source_method: Option<String>,
+}
+
+/// The `quantization_config`: of the model, or of its text tower, which some exporters write it into.
+fn quantization_settings<'a>(config: &ConfigFields<'a>) -> Result<Option<&'a Value>> {
+    const KEY: &str = "quantization_config";
+    let nested = config.get(arch::TEXT_CONFIG).and_then(Value::as_object);
+    let nested = nested.and_then(|text| text.get(KEY)).filter(|settings| !settings.is_null());
+    match (config.get(KEY), nested) {
+        (Some(outer), Some(inner)) if outer != inner => {
+            Err(config.error(KEY, format!("differs from the one in `{}`", arch::TEXT_CONFIG)))
+        }
+        (outer, inner) => Ok(outer.or(inner)),
+    }
+}
+
+/// What of a vision-language model is no part of its text tower: vision tower, projector and the like.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Carried {
+    /// The class of the model, as `architectures` has it.
+    pub class: String,
+    /// Tensors, each written byte for byte as it was read.
+    pub tensors: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+struct Quantization {
+    method: String,
+    reader: Box<dyn PackedReader>,
+}
+
+impl Model {
+    /// The model in a directory, float or quantized.
+    ///
+    /// # Errors
+    /// When the configuration is malformed, of an unknown family or container, or disagrees with
+    /// the tensors.
+    pub fn open(directory: &ModelDirectory) -> Result<Self> {
+        Self::new(directory.source().clone(), directory.config_path(), directory.config())
+    }
+
+    /// A model from its tensors and the fields of its `config.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
+        let fields = ConfigFields::new(path, config);
+        let architecture = arch::describe(&fields, source.as_ref())?;
+        let kv = KvScheme::from_config(&fields)?;
+        let source = fused_experts::split(names::with_base(source, &architecture), &architecture)?;
+        let quantization = match quantization_settings(&fields)? {
+            None => None,
+            Some(settings) => {
+                let mut reader = format::reader(settings)
+                    .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?;
+                reader.survey(source.as_ref())?;
+                let method = settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
+                Some(Quantization { method: method.to_owned(), reader })
+            }
+        };
+        let path = path.to_owned();
+        let (prepared, parts_head, source_method) = (None, false, None);
+        let mut model =
+            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        model.architecture.tied = model.shares_head()?;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// This float model with other tensors in the place of its own: those of its prepared equal. A head that they hold
+    /// beside the embedding is tied to it only where the two are the same.
+    /// `turned` are the names of those that are not as in the checkpoint.
+    pub(crate) fn prepared(
+        &self,
+        by: Preparation,
+        source: Arc<dyn TensorSource>,
+        turned: BTreeSet<String>,
+    ) -> Result<Self> {
+        let (architecture, path) = (self.architecture.clone(), self.path.clone());
+        let (prepared, parts_head, kv) = (Some((by, turned)), false, self.kv);
+        let (quantization, source_method) = (None, self.source_method.clone());
+        let mut model =
+            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        model.architecture.tied = model.shares_head()?;
+        model.parts_head = self.architecture.tied && !model.architecture.tied;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// A quantized model as a float one: its weights are what its codes stand for, in F32. A float model stays as it is.
+    ///
+    /// # Errors
+    /// When a tensor that should hold a quantized weight is missing.
+    pub fn dequantized(self) -> Result<Self> {
+        let Some(method) = self.quantization.as_ref().map(|q| q.method.clone()) else { return Ok(self) };
+        let (architecture, path, kv) = (self.architecture.clone(), self.path.clone(), self.kv);
+        let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
+        let (quantization, prepared, parts_head, source_method) = (None, None, false, Some(method));
+        let mut model =
+            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        model.architecture.tied = model.shares_head()?;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// The `quant_method` of the checkpoint, where its codes are seen as floats.
+    pub fn dequantized_from(&self) -> Option<&str> {
+        self.source_method.as_deref()
+    }
+
+    /// Whether a tensor is another one than in the checkpoint.
+    pub fn is_turned(&self, name: &str) -> bool {
+        self.prepared.as_ref().is_some_and(|(_, turned)| turned.contains(name))
+    }
+
+    /// Whether its preparation has parted the head from the embedding that it is in the checkpoint.
+    pub fn parts_head(&self) -> bool {
+        self.parts_head
+    }
+
+    /// What was done to all of it.
+    pub fn preparation(&self) -> Option<Preparation> {
+        self.prepared.as_ref().map(|(by, _)| *by)
+    }
+
+    /// Whether its hidden states are those of the checkpoint, rotated.
+    pub fn is_rotated(&self) -> bool {
+        self.preparation() == Some(Preparation::Rotate)
+    }
+
+    /// The configuration file, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Family and sizes.
+    pub fn architecture(&self) -> &Architecture {
+        &self.architecture
+    }
+
+    /// The tensors, by the names that the architecture has for them.
+    pub fn source(&self) -> &Arc<dyn TensorSource> {
+        &self.source
+    }
+
+    /// The `quant_method`, if the checkpoint is quantized.
+    pub fn quant_method(&self) -> Option<&str> {
+        self.quantization.as_ref().map(|q| q.method.as_str())
+    }
+
+    /// How the model is meant to cache keys and values, where not as floats.
+    pub fn kv_scheme(&self) -> Option<KvScheme> {
+        self.kv
+    }
+
+    /// Why the kernels' cache does not hold the model's keys and values here, if it does not: then it is simulated.
+    pub fn kernels_refuse(&self, kv: KvScheme) -> Option<String> {
+        KvCaching::refusal(kv.kind(), &self.architecture.attentions())
+    }
+
+    /// How a linear or the embedding is quantized, if it is.
+    pub fn module_scheme(&self, module: &str) -> Option<crate::scheme::LinearScheme> {
+        let reader = &self.quantization.as_ref()?.reader;
+        match self.architecture.embedding.strip_suffix(".weight") {
+            Some(embedding) if embedding == module => reader.embedding_scheme(module),
+            _ => reader.scheme(module),
+        }
+    }
+
+    /// [`Error::AlreadyQuantized`] unless the checkpoint is float.
+    ///
+    /// # Errors
+    /// When it is not.
+    pub fn require_float(&self) -> Result<()> {
+        match &self.quantization {
+            None => Ok(()),
+            Some(q) => Err(Error::AlreadyQuantized { path: self.path.clone(), method: q.method.clone() }),
+        }
+    }
+
+    /// The name of the embedding tensor. Tied checkpoints may store it under the head's name only.
+    pub fn embedding_name(&self) -> String {
+        let head = self.head_weight();
+        let a = &self.architecture;
+        let only_head =
+            a.tied && self.source.info(&a.embedding).is_none() && self.source.info(&head).is_some();
+        if only_head { head } else { a.embedding.clone() }
+    }
+
+    /// Whether the head is the embedding: the configuration says so, and no other head is stored.
+    /// Readers do not tie two tensors that differ.
+    fn shares_head(&self) -> Result<bool> {
+        let a = &self.architecture;
+        let head = self.head_weight();
+        if !a.tied || self.source.info(&head).is_none() || self.source.info(&a.embedding).is_none() {
+            return Ok(a.tied);
+        }
+        let len = self.source.require(&head)?.byte_len();
+        if self.source.info(&head) != self.source.info(&a.embedding) {
+            return Ok(false);
+        }
+        let piece = len.min(8 << 20);
+        let (mut one, mut other) = (vec![0; piece as usize], vec![0; piece as usize]);
+        let mut at = 0;
+        while at < len {
+            let part = piece.min(len - at) as usize;
+            self.source.read_range(&head, at, &mut one[..part])?;
+            self.source.read_range(&a.embedding, at, &mut other[..part])?;
+            if one[..part] != other[..part] {
+                return Ok(false);
+            }
+            at += part as u64;
+        }
+        Ok(true)
+    }
+
+    fn head_weight(&self) -> String {
+        format!("{}.weight", self.architecture.head)
+    }
+
+    /// Everything that may be quantized, in model order, each with its block, its name and its shape
+    /// `[n, k]`: the linears, the head among them unless it is tied, then the embedding.
+    pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
+        let a = &self.architecture;
+        let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
+        let in_blocks = (0..a.layers).flat_map(|layer| {
+            let linears = a.graph(layer).linears();
+            linears.map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
+        });
+        let embedding = (None, a.embedding_module(), [a.vocab, a.hidden]);
+        in_blocks.chain(head).chain([embedding]).collect()
+    }
+
+    /// What of the checkpoint lies outside the decoder and is carried along, where a larger model wraps it.
+    pub fn carried(&self) -> Option<Carried> {
+        let wrapper = self.architecture.wrapper.as_ref()?;
+        let names = self.source.names().into_iter().filter(|name| self.architecture.is_carried(name));
+        let bytes: Vec<u64> = names.filter_map(|name| Some(self.source.info(name)?.byte_len())).collect();
+        let (tensors, bytes) = (bytes.len() as u64, bytes.iter().sum());
+        Some(Carried { class: wrapper.class.to_owned(), tensors, bytes })
+    }
+}

@@ -1,0 +1,243 @@
+//! The weights of a model: embedding, head, norms and blocks, float or packed, read when they are asked for.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+
+use crate::checkpoint::{Dtype, TensorSpec, non_finite_in_whole, require_finite_bytes};
+use crate::format::{PackedReader, PackedWeight};
+use crate::model::arch::{EmbeddingScale, LearnedPositions, Op};
+use crate::model::{
+    Block, Linear, Model, Norm, OpParameters, PositionTable, RopeTables, StoredWeight, WeightBody,
+};
+use crate::quantize::QuantizedTensor;
+use crate::{Error, Result};
+
+impl Model {
+    /// A quantized weight and who reads it.
+    fn packed_weight<'a>(
+        &self,
+        module: &'a str,
+        shape: [usize; 2],
+    ) -> Result<(&dyn PackedReader, PackedWeight<'a>)> {
+        let scheme = self.module_scheme(module);
+        match (self.quantization.as_ref(), scheme) {
+            (Some(q), Some(scheme)) => Ok((&*q.reader, PackedWeight { module, shape, scheme })),
+            _ => Err(Error::Internal(format!("module `{module}` is not quantized"))),
+        }
+    }
+
+    /// The tensors that hold a quantized weight of shape `[n, k]`.
+    pub(crate) fn packed_tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        reader.tensors(self.source.as_ref(), weight)
+    }
+
+    /// The type that the scales of a quantized linear, or of the embedding, are stored in.
+    ///
+    /// # Errors
+    /// When the module is not quantized, or its scales are missing.
+    pub fn packed_scale_dtype(&self, module: &str) -> Result<Dtype> {
+        self.packed_weight(module, [0, 0])?.0.scale_dtype(self.source.as_ref(), module)
+    }
+
+    /// The zeros of a quantized weight, `[n, groups]`, where it has any.
+    pub(crate) fn packed_zeros(&self, module: &str, shape: [usize; 2]) -> Result<Option<Vec<u8>>> {
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        reader.zeros(self.source.as_ref(), weight)
+    }
+
+    /// A quantized weight.
+    pub(crate) fn packed(&self, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        reader.read(self.source.as_ref(), weight)
+    }
+
+    /// A float matrix in its file's dtype, of which nothing is read yet.
+    fn stored_weight(&self, name: String, shape: [usize; 2]) -> Result<WeightBody> {
+        Ok(WeightBody::Stored(StoredWeight::new(self.source.clone(), name, shape)?))
+    }
+
+    fn vector(&self, name: &str) -> Result<Tensor> {
+        let values = self.source.read_f32(name)?;
+        let len = values.len();
+        Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
+    }
+
+    /// The embedding table `[vocab, hidden]`.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not finite.
+    pub fn embedding(&self) -> Result<Arc<WeightBody>> {
+        let a = &self.architecture;
+        let (module, shape) = (a.embedding_module(), [a.vocab, a.hidden]);
+        let body = match self.module_scheme(&module) {
+            Some(_) => WeightBody::Quantized(self.packed(&module, shape)?),
+            None => self.stored_weight(self.embedding_name(), shape)?,
+        };
+        body.load()?;
+        Ok(Arc::new(body))
+    }
+
+    /// What embeddings are multiplied by; 1 where the family does not scale them.
+    ///
+    /// # Errors
+    /// When the embedding is missing.
+    pub fn embedding_scale(&self) -> Result<f32> {
+        let a = &self.architecture;
+        Ok(match a.embedding_scale {
+            None => 1.0,
+            Some(EmbeddingScale::Exact(scale)) => scale as f32,
+            Some(EmbeddingScale::Rounded(scale)) => {
+                let module = a.embedding_module();
+                let dtype = match self.module_scheme(&module) {
+                    Some(_) => self.packed_scale_dtype(&module)?,
+                    None => self.source.require(&self.embedding_name())?.dtype,
+                };
+                dtype.round(scale as f32)
+            }
+        })
+    }
+
+    /// The output head; for tied models it shares `embedding`.
+    ///
+    /// # Errors
+    /// When it cannot be read or is not finite.
+    pub fn head(&self, embedding: &Arc<WeightBody>) -> Result<Linear> {
+        let a = &self.architecture;
+        let bias = if a.head_bias { Some(self.vector(&format!("{}.bias", a.head))?) } else { None };
+        if a.tied {
+            return Ok(Linear::new(embedding.clone(), bias));
+        }
+        let weight = self.linear_weight(&a.head, [a.vocab, a.hidden])?;
+        weight.load()?;
+        Ok(Linear::new(Arc::new(weight), bias))
+    }
+
+    /// The norm before the head and its parameters, if there is one.
+    ///
+    /// # Errors
+    /// When they cannot be read or are not finite.
+    pub fn final_norm(&self) -> Result<Option<(Op, Norm)>> {
+        let Some(op) = &self.architecture.final_norm else { return Ok(None) };
+        let norm = match op.stored_norm() {
+            Some((name, _, bias)) => self.norm(name, bias)?,
+            None => Norm::plain(self.architecture.hidden)?,
+        };
+        Ok(Some((op.clone(), norm)))
+    }
+
+    fn norm(&self, name: &str, bias: bool) -> Result<Norm> {
+        let weight = self.vector(&format!("{name}.weight"))?;
+        let bias = if bias { Some(self.vector(&format!("{name}.bias"))?) } else { None };
+        Ok(Norm { weight, bias })
+    }
+
+    fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
+        match self.module_scheme(module) {
+            Some(_) => Ok(WeightBody::Quantized(self.packed(module, shape)?)),
+            None => self.stored_weight(format!("{module}.weight"), shape),
+        }
+    }
+
+    /// The tables of all rotations, for positions `0..positions`.
+    ///
+    /// # Errors
+    /// When they cannot be made.
+    pub fn rope(&self, positions: usize) -> Result<RopeTables> {
+        RopeTables::new(self.architecture.ropes(), positions)
+    }
+
+    /// The rows that are added to the embeddings at positions `0..positions`, where the family has such.
+    ///
+    /// # Errors
+    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
+    pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
+        self.check_positions(positions)?;
+        let Some(LearnedPositions { table, offset }) = &self.architecture.learned_positions else {
+            return Ok(None);
+        };
+        let dtype = self.source.require(table)?.dtype;
+        let row = self.architecture.hidden * dtype.size();
+        let mut bytes = vec![0; positions * row];
+        self.source.read_range(table, (offset * row) as u64, &mut bytes)?;
+        require_finite_bytes(self.source.location(table), table, dtype, &bytes)
+            .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
+        let mut values = vec![0.0; positions * self.architecture.hidden];
+        dtype.widen(&bytes, &mut values);
+        Ok(Some(PositionTable::new(self.architecture.hidden, values)))
+    }
+
+    /// Block `index` with its weights in the file's dtypes, all in memory.
+    ///
+    /// # Errors
+    /// When a tensor cannot be read or is not finite.
+    pub fn block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
+        let block = self.stored_block(index, ropes)?;
+        block.load()?;
+        Ok(block)
+    }
+
+    /// Block `index` with float weights that are read when they are [first used](StoredWeight).
+    ///
+    /// # Errors
+    /// When a norm, a bias or a quantized weight cannot be read, or a norm or a bias is not finite.
+    pub fn stored_block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
+        let a = &self.architecture;
+        let graph = a.blocks.graph(index);
+        let mut norms = BTreeMap::new();
+        for (id, name, _) in graph.norms() {
+            norms.insert(id, self.norm(&a.in_block(index, name), graph.has_bias(id))?);
+        }
+        let mut linears = BTreeMap::new();
+        for (id, name, shape, bias) in graph.linears() {
+            let module = a.in_block(index, name);
+            let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
+            linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
+        }
+        let mut parameters = BTreeMap::new();
+        for (id, op) in graph.parametrized() {
+            let tensors = op.parameters().into_iter().map(|p| a.in_block(index, &op.tensor_name(&p)));
+            let values = tensors.map(|name| self.source.read_f32(&name)).collect::<Result<_>>()?;
+            parameters.insert(id, OpParameters(values));
+        }
+        Block::new(graph.clone(), norms, linears, parameters, ropes)
+    }
+
+    /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
+    /// by row from the checkpoint and [scaled](Self::embedding_scale): the table itself is never in memory. What
+    /// [`position_table`](Self::position_table) has is not added yet.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
+    pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
+        // Only float models are calibrated, but nothing else keeps a caller from asking.
+        self.require_float()?;
+        let (name, hidden) = (self.embedding_name(), self.architecture.hidden);
+        let dtype = self.source.require(&name)?.dtype;
+        let row_bytes = hidden * dtype.size();
+        let scale = self.embedding_scale()?;
+        // Each distinct row is read once, in the order it stands in the file.
+        let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (place, &token) in tokens.iter().enumerate() {
+            self.check_token(token)?;
+            places.entry(token).or_default().push(place);
+        }
+        let mut out = vec![0.0; tokens.len() * hidden];
+        let (mut bytes, mut row) = (vec![0; row_bytes], vec![0.0; hidden]);
+        for (token, places) in places {
+            self.source.read_range(&name, u64::from(token) * row_bytes as u64, &mut bytes)?;
+            require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)
+                .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
+            dtype.widen(&bytes, &mut row);
+            if scale != 1.0 {
+                row.iter_mut().for_each(|v| *v *= scale);
+            }
+            for place in places {
+                out[place * hidden..(place + 1) * hidden].copy_from_slice(&row);
+            }
+        }
+        Ok(out)
+    }
+}

@@ -1,0 +1,287 @@
+//! Numeric formats of linears, and the short names they are asked for by.
+
+mod float;
+mod request;
+
+use std::fmt;
+use std::str::FromStr;
+
+pub use float::{BLOCK, FLOAT_SCHEMES, MX_GROUP, NV_GROUP};
+pub use quant_kernels_cpu::FloatFormat;
+pub use request::{SchemeRequest, WeightRequest};
+
+use crate::checkpoint::Dtype;
+use crate::{Error, Result};
+
+/// The key of `config.json` that says how keys and values are cached.
+pub const KV_CONFIG_KEY: &str = "kv_cache_quantization";
+
+/// How many weights of a row share one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Granularity {
+    /// Runs of this many input features; must divide the input width.
+    Group(usize),
+    /// The whole row: one scale an output channel.
+    Channel,
+    /// Blocks of [`BLOCK`] rows and columns; those at the edges may be smaller.
+    Block,
+    /// The whole weight.
+    Tensor,
+}
+
+impl Granularity {
+    /// The group size for rows of width `columns`: the longest runs of equal length in which all weights of a row have
+    /// one scale. In memory every row and group has a scale of its own, also where several share one.
+    pub fn group_size(self, columns: usize) -> usize {
+        match self {
+            Self::Group(size) => size,
+            Self::Channel | Self::Tensor => columns,
+            Self::Block => float::common_divisor(BLOCK, columns),
+        }
+    }
+}
+
+/// What becomes of the inputs of a linear before they are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum ActivationScheme {
+    /// They stay float (`a16`).
+    Float,
+    /// Integers of 8 bits with a scale for every token, found when the token comes (`a8`).
+    Token,
+    /// Integers of 8 bits with one scale for all tokens, found on a calibration text (`a8`, `-static`).
+    Static {
+        /// Whether zero is the middle of the grid; otherwise it is where the text has it (`-static-asym`).
+        symmetric: bool,
+    },
+    /// E4M3 with a scale for every token, found when the token comes (`af8`).
+    Fp8Token,
+    /// E4M3 with one scale for all tokens, found on a calibration text (`af8`, `-static`).
+    Fp8Static,
+    /// E4M3 with a scale for every token and 128 inputs, found when the token comes (`af8` of `-b128`).
+    Fp8Group,
+    /// E4M3 with a power of two for every token and 32 inputs, found when the token comes (`af8` of `-mx`).
+    Mxfp8,
+    /// E2M1 with an E4M3 scale for every token and 16 inputs, found when the token comes, below one F32 for all tokens,
+    /// found on a calibration text (`af4`).
+    Nvfp4,
+}
+
+impl ActivationScheme {
+    /// Whether a scale is found on a calibration text.
+    pub fn is_static(self) -> bool {
+        matches!(self, Self::Static { .. } | Self::Fp8Static | Self::Nvfp4)
+    }
+
+    /// Whether inputs are rounded to floating-point numbers.
+    pub fn is_float(self) -> bool {
+        matches!(self, Self::Fp8Token | Self::Fp8Static | Self::Fp8Group | Self::Mxfp8 | Self::Nvfp4)
+    }
+
+    /// What stands after the `a` of a scheme.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Float => "16",
+            Self::Token | Self::Static { .. } => "8",
+            Self::Fp8Token | Self::Fp8Static | Self::Fp8Group | Self::Mxfp8 => "f8",
+            Self::Nvfp4 => "f4",
+        }
+    }
+}
+
+/// The format of a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum ScaleFormat {
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+    /// Powers of two.
+    E8m0,
+    /// E4M3, with one F32 scale of the whole tensor.
+    E4m3,
+}
+
+impl ScaleFormat {
+    /// The format of scales that are stored in this type.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for other types.
+    pub fn of(dtype: Dtype) -> Result<Self> {
+        match dtype {
+            Dtype::F16 => Ok(Self::F16),
+            Dtype::Bf16 => Ok(Self::Bf16),
+            Dtype::F32 => Ok(Self::F32),
+            Dtype::F8E8M0 => Ok(Self::E8m0),
+            Dtype::F8E4M3 => Ok(Self::E4m3),
+            _ => Err(Error::usage(
+                format!("scales cannot be stored as {dtype}"),
+                "store them as F16, BF16 or F32",
+            )),
+        }
+    }
+
+    /// The type that scales of this format are stored in.
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::Bf16,
+            Self::F32 => Dtype::F32,
+            Self::E8m0 => Dtype::F8E8M0,
+            Self::E4m3 => Dtype::F8E4M3,
+        }
+    }
+}
+
+/// What the codes of a weight mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum WeightFormat {
+    /// Integers, times a scale.
+    Int {
+        /// Bits of one code: one of [`WeightFormat::INT_BITS`].
+        bits: u8,
+        /// Whether the grid is symmetric about zero (no stored zero point).
+        symmetric: bool,
+        /// Whether groups of 4 bits stand on integers of 8 bits, whose scale is the row's: QServe's progressive
+        /// quantization.
+        two_level: bool,
+    },
+    /// Floating-point numbers, times a scale. Always symmetric.
+    Float(FloatFormat),
+}
+
+impl WeightFormat {
+    /// The bits of integers that this version can quantize to.
+    pub const INT_BITS: [u8; 7] = [2, 3, 4, 5, 6, 7, 8];
+
+    /// Integers with one level of scales.
+    pub const fn int(bits: u8, symmetric: bool) -> Self {
+        Self::Int { bits, symmetric, two_level: false }
+    }
+}
+
+/// How a linear is quantized: the format of its weight, and the grid of its input.
+///
+/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3, `f4` E2M1), bits of the activations, granularity (`g32`,
+/// `g64`, `g128` … or `channel`; of floating-point weights also `b128` and `tensor`), of integers symmetry (`sym` or
+/// `asym`), `progressive` where scales have two levels; of floating-point groups the kind of scales (`nv` or `mx`); with
+/// activations of 8 bits, `-static` or `-static-asym` where their scale is not found per token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinearScheme {
+    /// What the codes of the weight mean.
+    pub weight: WeightFormat,
+    /// Which weights share a scale.
+    pub granularity: Granularity,
+    /// What becomes of the input.
+    pub activations: ActivationScheme,
+}
+
+impl LinearScheme {
+    /// Weights of this format under float activations.
+    pub const fn weight_only(weight: WeightFormat, granularity: Granularity) -> Self {
+        Self { weight, granularity, activations: ActivationScheme::Float }
+    }
+
+    /// Bits of one code of the weight.
+    pub fn bits(&self) -> u8 {
+        match self.weight {
+            WeightFormat::Int { bits, .. } => bits,
+            WeightFormat::Float(format) => format.bits(),
+        }
+    }
+
+    /// Bits of one code, where codes are integers.
+    pub fn int_bits(&self) -> Option<u8> {
+        match self.weight {
+            WeightFormat::Int { bits, .. } => Some(bits),
+            WeightFormat::Float(_) => None,
+        }
+    }
+
+    /// The format of the codes, where they stand for floating-point numbers.
+    pub fn float_format(&self) -> Option<FloatFormat> {
+        match self.weight {
+            WeightFormat::Int { .. } => None,
+            WeightFormat::Float(format) => Some(format),
+        }
+    }
+
+    /// Whether the weight's grid is symmetric about zero, so that no zero points are stored.
+    pub fn is_symmetric(&self) -> bool {
+        match self.weight {
+            WeightFormat::Int { symmetric, .. } => symmetric,
+            WeightFormat::Float(_) => true,
+        }
+    }
+
+    /// Whether scales have two levels.
+    pub fn is_progressive(&self) -> bool {
+        matches!(self.weight, WeightFormat::Int { two_level: true, .. })
+    }
+
+    /// The largest unsigned code, `2^bits − 1`.
+    pub fn max_code(&self) -> u8 {
+        u8::MAX >> (8 - self.bits())
+    }
+
+    /// The same, with a grid of integers that is symmetric or not. Floating-point numbers stay as they are.
+    #[must_use]
+    pub fn with_symmetry(mut self, said: bool) -> Self {
+        if let WeightFormat::Int { symmetric, .. } = &mut self.weight {
+            *symmetric = said;
+        }
+        self
+    }
+
+    /// The same with one level of scales: what is left of a progressive scheme in a container that knows only those.
+    #[must_use]
+    pub fn flattened(mut self) -> Self {
+        if let WeightFormat::Int { two_level, .. } = &mut self.weight {
+            *two_level = false;
+        }
+        self
+    }
+
+    /// Whether engines take it as bytes, one per weight, and not as packed words: integers of 8 bits on both sides, and
+    /// one symmetric scale per row.
+    pub fn is_stored_as_bytes(&self) -> bool {
+        let is_w8a8 = self.int_bits() == Some(8) && self.activations != ActivationScheme::Float;
+        is_w8a8 && self.granularity == Granularity::Channel && self.is_symmetric()
+    }
+
+    /// Whether the input's scale, or one of its two, is found on a calibration text.
+    pub fn has_static_activations(&self) -> bool {
+        self.activations.is_static()
+    }
+}
+
+impl Default for LinearScheme {
+    /// `w4a16-g128-sym`.
+    fn default() -> Self {
+        Self::weight_only(WeightFormat::int(4, true), Granularity::Group(128))
+    }
+}
+
+impl FromStr for LinearScheme {
+    type Err = Error;
+
+    /// What the text leaves out comes from the default.
+    fn from_str(text: &str) -> Result<Self> {
+        let request: SchemeRequest = text.parse()?;
+        Ok(request.with_default_symmetry(true))
+    }
+}
+
+impl fmt::Display for LinearScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        SchemeRequest::from(*self).fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests;
