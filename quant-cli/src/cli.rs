@@ -57,6 +57,23 @@ pub enum Command {
     Completions(completions::Args),
 }
 
+impl Command {
+    /// After an interruption: the command line that goes on with the run, if one does.
+    pub fn resuming(&self) -> Option<String> {
+        let adds = match self {
+            Self::Quantize(args) => !args.resume,
+            Self::Eval(args) if args.journal.is_some() => false,
+            _ => return None,
+        };
+        let mut words: Vec<String> =
+            std::env::args_os().map(|word| word.into_string().ok()).collect::<Option<_>>()?;
+        if adds {
+            words.push("--resume".into());
+        }
+        shlex::try_join(words.iter().map(String::as_str)).ok()
+    }
+}
+
 fn threads(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if (1..=1024).contains(&n) => Ok(n),

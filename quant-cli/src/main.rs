@@ -49,7 +49,10 @@ fn main() -> ExitCode {
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    output::tell(&format!("error: {error}\n  {}", error.remedy()));
+    let resuming =
+        Some(cli.command).filter(|_| matches!(error, Error::Interrupted)).and_then(|c| c.resuming());
+    let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
+    output::tell(&format!("error: {error}\n  {remedy}"));
     ExitCode::from(error.category().exit_code())
 }
 

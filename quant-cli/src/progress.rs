@@ -1,10 +1,11 @@
-//! Progress on stderr: a bar with ETA on a terminal, a line now and then elsewhere.
+//! Progress on stderr: a bar with elapsed and remaining time on a terminal, a line now and then elsewhere.
 
+use std::fmt::Write;
 use std::io::IsTerminal;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use quant_core::{Event, Observer};
 use serde::Serialize;
 
@@ -18,6 +19,7 @@ pub struct Progress {
     mode: Mode,
     state: Mutex<Option<Stage>>,
     steps: Mutex<Vec<StepTime>>,
+    expected: Mutex<Option<(&'static str, f64)>>,
 }
 
 /// What a step took in all.
@@ -39,12 +41,53 @@ enum Mode {
 struct Stage {
     name: &'static str,
     unit: &'static str,
+    timing: Timing,
+    last_line: Instant,
+    bar: Option<ProgressBar>,
+    /// Where the bar finds what remains.
+    shown: Arc<Mutex<Timing>>,
+    rate: Option<u64>,
+    step: &'static str,
+    detail: String,
+}
+
+/// The pace of a stage.
+#[derive(Debug, Clone, Copy)]
+struct Timing {
     units: u64,
     done: u64,
     started: Instant,
-    told: Instant,
-    bar: Option<ProgressBar>,
-    rate: Option<u64>,
+    /// Units that an earlier run did, which pass quickly, and the time at which the last of them had passed.
+    resumed: (u64, Instant),
+    /// Seconds that all units were expected to take.
+    expected: Option<f64>,
+}
+
+impl Timing {
+    fn new(units: u64, expected: Option<f64>) -> Self {
+        let started = Instant::now();
+        Self { units, done: 0, started, resumed: (0, started), expected }
+    }
+
+    fn advance(&mut self) {
+        self.done += 1;
+        if self.done <= self.resumed.0 {
+            self.resumed.1 = Instant::now();
+        }
+    }
+
+    /// Seconds that remain: by the pace of the units that this run did, and before the first of them by what was expected.
+    fn left(&self) -> Option<f64> {
+        let (resumed, since) = self.resumed;
+        let spent = since.elapsed().as_secs_f64();
+        match self.done.saturating_sub(resumed) {
+            0 => {
+                let share = self.units.saturating_sub(resumed) as f64 / self.units.max(1) as f64;
+                self.expected.map(|all| all * share - spent).filter(|left| *left > 0.0)
+            }
+            own => Some(spent / own as f64 * self.units.saturating_sub(self.done) as f64),
+        }
+    }
 }
 
 impl Progress {
@@ -56,7 +99,17 @@ impl Progress {
             (false, true) => Mode::Bar,
             (false, false) => Mode::Lines,
         };
-        Self { mode, state: Mutex::new(None), steps: Mutex::default() }
+        Self { mode, state: Mutex::new(None), steps: Mutex::default(), expected: Mutex::default() }
+    }
+
+    /// Whether a bar is drawn, so that an estimate of the time is worth its cost.
+    pub fn draws_bar(&self) -> bool {
+        self.mode == Mode::Bar
+    }
+
+    /// The seconds that the next stage of this name is expected to take: what is shown until its first unit is done.
+    pub fn expect(&self, stage: &'static str, seconds: f64) {
+        *self.expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some((stage, seconds));
     }
 
     /// A note to the user.
@@ -98,22 +151,24 @@ impl Progress {
     fn show(&self, event: &Event, tokens: Option<u64>) {
         match event {
             Event::StageStarted { stage, unit, units } => {
-                let now = Instant::now();
-                let bar = (self.mode == Mode::Bar).then(|| bar(stage, *units));
-                *self.lock() = Some(Stage {
-                    name: stage,
-                    unit,
-                    units: *units,
-                    done: 0,
-                    started: now,
-                    told: now,
-                    bar,
-                    rate: tokens,
-                });
+                let mut expected = self.expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                let seconds = expected.take_if(|(name, _)| name == stage).map(|(_, seconds)| seconds);
+                *self.lock() = Some(Stage::new(stage, unit, Timing::new(*units, seconds), self.mode, tokens));
+            }
+            Event::Resumed { units } => {
+                if let Some(stage) = self.lock().as_mut() {
+                    stage.timing.resumed = (*units, Instant::now());
+                }
             }
             Event::UnitDone { detail } => {
                 if let Some(stage) = self.lock().as_mut() {
                     stage.advance(detail, self.mode);
+                }
+            }
+            Event::StepStarted { step } => {
+                if let Some(stage) = self.lock().as_mut() {
+                    stage.step = step;
+                    stage.draw();
                 }
             }
             Event::StageDone => {
@@ -147,40 +202,114 @@ impl Observer for Rated<'_> {
 }
 
 impl Stage {
+    fn new(name: &'static str, unit: &'static str, timing: Timing, mode: Mode, rate: Option<u64>) -> Self {
+        let shown = Arc::new(Mutex::new(timing));
+        let bar = (mode == Mode::Bar).then(|| bar(name, timing.units, shown.clone()));
+        let (last_line, detail) = (timing.started, String::new());
+        Self { name, unit, timing, last_line, bar, shown, rate, step: "", detail }
+    }
+
     fn advance(&mut self, detail: &str, mode: Mode) {
-        self.done += 1;
-        let elapsed = self.started.elapsed().as_secs_f64();
-        let rate = self
-            .rate
-            .filter(|_| elapsed > 0.0)
-            .map(|tokens| format!("{:.0} tokens/s ", (self.done * tokens) as f64 / elapsed));
-        let rate = rate.unwrap_or_default();
+        self.timing.advance();
+        detail.clone_into(&mut self.detail);
+        self.step = "";
+        self.draw();
         if let Some(bar) = &self.bar {
-            bar.set_message(format!("{rate}{detail}"));
             bar.inc(1);
         }
-        if mode == Mode::Lines && self.told.elapsed() >= LINE_INTERVAL && self.done < self.units {
-            self.told = Instant::now();
-            let left = elapsed / self.done as f64 * (self.units - self.done) as f64;
-            tell(&format!(
-                "{}: {} {} of {}, {rate}{} left",
-                self.name,
-                self.unit,
-                self.done,
-                self.units,
-                duration(left)
-            ));
+        let Timing { units, done, .. } = self.timing;
+        if mode == Mode::Lines && self.last_line.elapsed() >= LINE_INTERVAL && done < units {
+            self.last_line = Instant::now();
+            let left = self.timing.left().map(|left| format!("{} left", duration(left)));
+            let parts = [self.tokens_per_second(), left].into_iter().flatten().collect::<Vec<_>>().join(" ");
+            tell(&format!("{}: {} {done} of {units}, {parts}", self.name, self.unit));
         }
+    }
+
+    fn tokens_per_second(&self) -> Option<String> {
+        let elapsed = self.timing.started.elapsed().as_secs_f64();
+        let tokens = self.rate.filter(|_| elapsed > 0.0)?;
+        Some(format!("{:.0} tokens/s", (self.timing.done * tokens) as f64 / elapsed))
+    }
+
+    /// Gives the bar what stands beside it: the rate, the unit that was done last, and the step of the next.
+    fn draw(&self) {
+        let Some(bar) = &self.bar else { return };
+        *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
+        let rate = self.tokens_per_second().filter(|_| self.timing.done > 0);
+        let detail = Some(self.detail.clone()).filter(|text| !text.is_empty());
+        let done = [rate, detail].into_iter().flatten().collect::<Vec<_>>().join(" ");
+        bar.set_message(match (self.step, self.timing.done) {
+            ("", _) => done,
+            (step, 0) => step.to_owned(),
+            (step, _) => format!("{done} done, {step}"),
+        });
     }
 }
 
-fn bar(stage: &'static str, units: u64) -> ProgressBar {
+fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(units), ProgressDrawTarget::stderr());
-    let style = ProgressStyle::with_template("{prefix:>9} [{bar:30}] {pos}/{len} {eta} left {msg}")
+    let left = move |_: &ProgressState, text: &mut dyn Write| {
+        let timing = *timing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // A line that cannot be formatted is only drawn without it.
+        let _ = match timing.left() {
+            Some(left) => {
+                write!(text, ", about {} left", indicatif::HumanDuration(Duration::from_secs_f64(left)))
+            }
+            None => Ok(()),
+        };
+    };
+    let style = ProgressStyle::with_template("{prefix:>9} [{bar:30}] {pos}/{len} {elapsed}{left} {msg}")
         .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .with_key("left", left)
         .progress_chars("=> ");
     bar.set_style(style);
     bar.set_prefix(stage);
     bar.enable_steady_tick(Duration::from_millis(500));
     bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ago(seconds: u64) -> Instant {
+        Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the machine is up longer")
+    }
+
+    #[test]
+    fn time_left_comes_from_the_expectation_then_from_the_pace() {
+        let mut timing = Timing::new(10, None);
+        assert_eq!(timing.left(), None);
+        timing.expected = Some(100.0);
+        (timing.started, timing.resumed.1) = (ago(10), ago(10));
+        assert!((timing.left().unwrap() - 90.0).abs() < 1.0);
+        // The first unit took 10 s: nine remain.
+        timing.advance();
+        assert!((timing.left().unwrap() - 90.0).abs() < 1.0);
+        timing.expected = Some(1.0);
+        assert!((timing.left().unwrap() - 90.0).abs() < 1.0);
+    }
+
+    #[test]
+    fn nothing_is_said_once_the_expectation_has_passed() {
+        let mut timing = Timing::new(10, Some(5.0));
+        (timing.started, timing.resumed.1) = (ago(10), ago(10));
+        assert_eq!(timing.left(), None);
+    }
+
+    #[test]
+    fn resumed_units_say_nothing_of_the_pace() {
+        let mut timing = Timing::new(10, Some(100.0));
+        timing.resumed.0 = 4;
+        for _ in 0..4 {
+            timing.advance();
+        }
+        // Six of ten units are left of 100 s.
+        assert!((timing.left().unwrap() - 60.0).abs() < 1.0);
+        timing.resumed.1 = ago(20);
+        timing.advance();
+        // The first own unit took 20 s.
+        assert!((timing.left().unwrap() - 100.0).abs() < 1.0);
+    }
 }

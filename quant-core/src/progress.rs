@@ -10,13 +10,19 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// A stage of the run begins; `units` is how many [`Event::UnitDone`] it will tell.
+    /// A stage of the run begins; `units` is how many [`Event::UnitDone`] follow.
     StageStarted {
         /// `calibrate`, `quantize`, `verify`, `evaluate` …
         stage: &'static str,
         /// What one unit is: `block`, `tensor`, `window` …
         unit: &'static str,
         /// How many there are.
+        units: u64,
+    },
+    /// An earlier run has done some of the current stage's units. They come first, and cost no more than what the units
+    /// after them need of them.
+    Resumed {
+        /// How many.
         units: u64,
     },
     /// One unit of the current stage is done.
@@ -26,6 +32,11 @@ pub enum Event {
     },
     /// The current stage is over.
     StageDone,
+    /// A step of a unit begins: `read`, a transform, `gptq`, `write` …
+    StepStarted {
+        /// The step.
+        step: &'static str,
+    },
     /// Some of the run's time went into a step: `read`, a transform, `gptq`, `write` … Steps do not overlap, and come
     /// again with every block.
     StepDone {
@@ -47,9 +58,10 @@ pub trait Observer: Send + Sync {
     fn event(&self, event: &Event);
 }
 
-/// Does some of the work of a step, and tells the observer what it took.
+/// Does some of the work of a step, and reports its start and what it took.
 pub(crate) fn timed<T>(observer: &dyn Observer, step: &'static str, work: impl FnOnce() -> T) -> T {
     let started = Instant::now();
+    observer.event(&Event::StepStarted { step });
     let done = work();
     observer.event(&Event::StepDone { step, elapsed: started.elapsed() });
     done

@@ -34,6 +34,7 @@ pub struct Args {
 /// When a step failed; the others ran nonetheless.
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
+    let fetched = args.only.is_empty().then(|| std::thread::spawn(fetch));
     steps.step("test", || test(&[]));
     steps.step("hub", hub);
     steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
@@ -42,10 +43,23 @@ pub fn run(args: &Args) -> Result<()> {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
     steps.step("deny", || deny(&["licenses", "bans", "sources"]));
-    steps.step("interop", || interop::run(&[]));
-    steps.step("sanitize", sanitize::run);
-    steps.step("cuda", cuda::run);
+    if let Some(fetched) = fetched {
+        let _ = fetched.join();
+    }
+    // Its readers compute on one core for most of their time.
+    let mut interop = Command::new(std::env::current_exe()?);
+    steps.beside("interop", interop.arg("interop"), |steps| {
+        steps.step("sanitize", sanitize::run);
+        steps.step("cuda", cuda::run);
+    });
     steps.finish()
+}
+
+/// Downloads what later steps need, while the first compiles. What cannot be had is fetched again, and its failure
+/// reported, by the step that needs it.
+fn fetch() {
+    interop::fetch();
+    let _ = cuda::fetch();
 }
 
 /// The program with the feature `hub`, tested against a hub of its own.

@@ -43,6 +43,14 @@ const C_TESTS: &str = "cuda_interface";
 /// What the C library is built to, with the feature and without.
 const C_LIBRARY: [&str; 3] = ["libquant_kernels.a", "libquant_kernels.so", "libquant_kernels.rlib"];
 
+/// Downloads the compiler.
+///
+/// # Errors
+/// When it cannot be had.
+pub fn fetch() -> Result<()> {
+    toolkit().map(drop)
+}
+
 /// Runs the tests.
 ///
 /// # Errors

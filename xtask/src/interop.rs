@@ -10,9 +10,19 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use crate::ci::judge_skips;
-use crate::support::shell::{root, shared_dir};
+use crate::support::shell::{output, root, shared_dir};
 
 const SCRIPT: &str = "tests/interop/run.sh";
+/// What it calls first, with the places of their own.
+const SETUP: [&str; 3] =
+    ["tests/interop/setup_chromium.sh", "tests/interop/setup_llama_cpp.sh", "tests/interop/setup_venv.sh"];
+
+/// Downloads and builds what the check needs beside our programs, as far as it can be had here.
+pub fn fetch() {
+    for script in SETUP {
+        let _ = output(Command::new("bash").arg(script).current_dir(root()));
+    }
+}
 
 /// Runs the check with these arguments.
 ///

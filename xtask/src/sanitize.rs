@@ -1,4 +1,4 @@
-//! `cargo xtask sanitize`: the tests of all code that is unsafe, and the fuzz targets' own, under AddressSanitizer.
+//! `cargo xtask sanitize`: the tests of all code that is unsafe under AddressSanitizer; nightly those of the fuzz targets too.
 //!
 //! The compiler's flag is one of nightly's, but the runtime comes with the stable toolchain; standard library and
 //! dependencies' build scripts stay as they are. Tests that plant a fault for every instruction set, on the
@@ -11,11 +11,28 @@ use anyhow::{Context, Result};
 use crate::ci::judge_skips;
 use crate::support::shell::{cargo, output, run as execute, shared_dir, target_dir};
 
-/// Runs them.
+/// The packages with unsafe code.
+const UNSAFE: [&str; 2] = ["quant-kernels-cpu", "quant-kernels-c"];
+/// The package that feeds hostile files to safe code, and with it to our dependencies.
+const FUZZ: &str = "quant-fuzz";
+
+/// Runs the tests of unsafe code.
 ///
 /// # Errors
 /// When a test fails, or was skipped without a reason.
 pub fn run() -> Result<()> {
+    tests(&UNSAFE)
+}
+
+/// Runs the fuzz targets' tests too, for which all dependencies are compiled once more.
+///
+/// # Errors
+/// As [`run`].
+pub fn all() -> Result<()> {
+    tests(&[&UNSAFE[..], &[FUZZ]].concat())
+}
+
+fn tests(packages: &[&str]) -> Result<()> {
     let libraries = output(Command::new("rustc").args(["--print", "target-libdir"]))?;
     let has_runtime = std::fs::read_dir(&libraries)
         .with_context(|| format!("cannot list {libraries}"))?
@@ -28,7 +45,7 @@ pub fn run() -> Result<()> {
     // Optimized for speed the kernels take minutes to compile with what is added to them.
     let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
     let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick, "--lib", "--tests"]);
-    for package in ["quant-kernels-cpu", "quant-kernels-c", "quant-fuzz"] {
+    for package in packages {
         command.args(["--package", package]);
     }
     command.args(["--features", "quant-kernels-cpu/rayon"]);

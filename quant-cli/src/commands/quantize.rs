@@ -11,7 +11,7 @@ use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_o
 use quant_core::engines::{ENGINES, Outline, Verdict};
 use quant_core::format::CONTAINERS;
 use quant_core::pipeline::{self, Job, Program, QuantReport};
-use quant_core::recipe::{Plan, Recipe};
+use quant_core::recipe::{Plan, Rates, Recipe};
 use quant_core::{Category, Error, Result, TensorSink};
 use quant_evaluator::report::quantization_page;
 use serde::Serialize;
@@ -313,6 +313,9 @@ fn quantize(
         ));
     }
     session.cancel.check()?;
+    if session.progress.draws_bar() && plan.needs_text() {
+        session.progress.expect("quantize", Plan::seconds(&plans, &opened.model, Rates::measure()?));
+    }
     let maxima = args.save_channel_maxima.as_ref().map(|path| (path, Mutex::new(ChannelMaxima::default())));
     let job = |plan| Job {
         model: &opened.model,

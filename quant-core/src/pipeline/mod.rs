@@ -112,6 +112,12 @@ fn quantize_all(
     job.observer.event(&Event::StageStarted { stage: "quantize", unit: "block", units });
     let conveyors = jobs.iter().zip(sinks).map(|(job, sink)| Conveyor::new(job, sink, jobs.len() > 1));
     let mut conveyors = conveyors.collect::<Result<Vec<_>>>()?;
+    let resumed =
+        conveyors.iter().map(|c| blocks.clone().filter(|layer| c.is_complete(layer + 1)).count() as u64);
+    match resumed.sum() {
+        0 => {}
+        units => job.observer.event(&Event::Resumed { units }),
+    }
     let looks = jobs.iter().any(|job| job.plan.needs_text());
     let mut hidden = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => None,

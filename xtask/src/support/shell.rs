@@ -1,7 +1,8 @@
 //! Running other programs, and where things lie in the workspace.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -60,24 +61,52 @@ pub fn run(command: &mut Command) -> Result<()> {
 /// # Errors
 /// When either fails; the other runs to its end nonetheless.
 pub fn run_both(first: &mut Command, second: &mut Command) -> Result<()> {
-    let line = display(second);
-    let (reader, writer) = std::io::pipe()?;
-    second.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
-    let mut child = second.spawn().with_context(|| format!("cannot start `{line}`"))?;
-    // The command holds the other end of the pipe; the output ends only when that is closed too.
-    second.stdout(Stdio::null()).stderr(Stdio::null());
-    let held = std::thread::spawn(move || {
-        let mut text = Vec::new();
-        std::io::Read::read_to_end(&mut { reader }, &mut text).map(|_| text)
-    });
+    let second = Held::start(second)?;
     let outcome = run(first);
-    let status = child.wait()?;
-    println!("$ {line}");
-    if let Ok(text) = held.join() {
-        print!("{}", String::from_utf8_lossy(&text?));
-    }
-    ensure!(status.success(), "`{line}` ended with {status}");
+    second.finish()?;
     outcome
+}
+
+/// A command that runs beside others, and whose output is held back until they have ended.
+#[derive(Debug)]
+pub struct Held {
+    line: String,
+    child: Child,
+    output: JoinHandle<std::io::Result<Vec<u8>>>,
+}
+
+impl Held {
+    /// Starts a command.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(command: &mut Command) -> Result<Self> {
+        let line = display(command);
+        let (mut reader, writer) = std::io::pipe()?;
+        command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+        let child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
+        // The command holds the other end of the pipe; the output ends only when that is closed too.
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let output = std::thread::spawn(move || {
+            let mut text = Vec::new();
+            std::io::Read::read_to_end(&mut reader, &mut text).map(|_| text)
+        });
+        Ok(Self { line, child, output })
+    }
+
+    /// Waits for its end, and prints what it has printed.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn finish(mut self) -> Result<()> {
+        let status = self.child.wait()?;
+        println!("$ {}", self.line);
+        if let Ok(text) = self.output.join() {
+            print!("{}", String::from_utf8_lossy(&text?));
+        }
+        ensure!(status.success(), "`{}` ended with {status}", self.line);
+        Ok(())
+    }
 }
 
 /// Runs a command and returns what it printed on stdout; fails when it fails.

@@ -1,10 +1,12 @@
 //! Named steps in order, each timed, with a table at the end.
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
 use super::measure::children_cpu_time;
+use super::shell::Held;
 
 /// Runs steps one after another; a failing one does not keep the rest from running.
 #[derive(Debug, Default)]
@@ -28,9 +30,23 @@ impl Steps {
         Self { rows: Vec::new(), only: only.to_vec() }
     }
 
+    fn is_chosen(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|o| o == name)
+    }
+
+    /// Runs a command as a step beside other steps, and prints what it printed after they have ended. Its time is what
+    /// it took beyond them.
+    pub fn beside(&mut self, name: &str, command: &mut Command, others: impl FnOnce(&mut Self)) {
+        let started = self.is_chosen(name).then(|| Held::start(command));
+        others(self);
+        if let Some(started) = started {
+            self.step(name, || started?.finish());
+        }
+    }
+
     /// Runs a step, unless another choice was made.
     pub fn step(&mut self, name: &str, action: impl FnOnce() -> Result<()>) {
-        if !self.only.is_empty() && !self.only.iter().any(|o| o == name) {
+        if !self.is_chosen(name) {
             return;
         }
         println!("\n==> {name}");
@@ -99,6 +115,17 @@ mod tests {
         assert!(table.contains("first") && table.contains("FAILED"), "{table}");
         assert!(steps.finish().unwrap_err().to_string().contains("first"));
         assert_eq!(ran, ["second"]);
+    }
+
+    #[test]
+    fn a_step_beside_others_ends_after_them_and_fails_alone() {
+        let mut steps = Steps::new(&[]);
+        steps.beside("background", Command::new("false").arg("1"), |steps| steps.step("other", || Ok(())));
+        let names: Vec<_> = steps.rows.iter().map(|row| (&*row.name, row.failure.is_some())).collect();
+        assert_eq!(names, [("other", false), ("background", true)]);
+        let mut steps = Steps::new(&["other".into()]);
+        steps.beside("background", &mut Command::new("false"), |steps| steps.step("other", || Ok(())));
+        steps.finish().unwrap();
     }
 
     #[test]
