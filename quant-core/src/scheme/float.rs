@@ -22,7 +22,7 @@ pub const NV_GROUP: usize = 16;
 pub const MX_GROUP: usize = 32;
 
 /// Names that other tools have for schemes, and what they mean here.
-const ALIASES: [(&str, &str); 9] = [
+pub(super) const ALIASES: [(&str, &str); 9] = [
     ("fp8", "wf8af8-channel"),
     ("fp8-dynamic", "wf8af8-channel"),
     ("fp8-static", "wf8af8-tensor-static"),

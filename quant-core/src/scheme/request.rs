@@ -246,12 +246,59 @@ fn known_integers() -> String {
     }
 }
 
+/// What other tools call some of our schemes.
+const FOREIGN: [(&str, &str); 12] = [
+    ("int2", "w2a16"),
+    ("int3", "w3a16"),
+    ("int4", "w4a16"),
+    ("int8", "w8a16"),
+    ("uint4", "w4a16-asym"),
+    ("4bit", "w4a16"),
+    ("8bit", "w8a16"),
+    ("4", "w4a16"),
+    ("8", "w8a16"),
+    ("w4", "w4a16"),
+    ("w8", "w8a16"),
+    ("nf4", "w4a16"),
+];
+/// Schemes that are asked for often, to which a misspelled name is compared beside those of floats.
+const FREQUENT: [&str; 7] =
+    ["w4a16", "w4a16-g128", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
+/// Names less alike than this are no misspelling of each other.
+const ALIKE: f64 = 0.8;
+
+/// The scheme that was probably meant.
+fn suggestion(text: &str) -> Option<&'static str> {
+    let text = text.to_ascii_lowercase();
+    if let Some((_, scheme)) = FOREIGN.iter().find(|(name, _)| *name == text) {
+        return Some(scheme);
+    }
+    let aliases = float::ALIASES.iter().map(|(name, _)| name);
+    let names = FREQUENT.iter().chain(aliases).chain(FLOAT_SCHEMES.iter());
+    let likeness = names.map(|name| (strsim::jaro_winkler(&text, name), *name));
+    likeness.filter(|(alike, _)| *alike >= ALIKE).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
+}
+
+/// Whether this is how llama.cpp names a type of GGUF files: `q4_k_m`, `IQ4_XS`.
+fn is_gguf_type(text: &str) -> bool {
+    let text = text.to_ascii_lowercase();
+    let rest = text.strip_prefix("iq").or(text.strip_prefix("tq")).or(text.strip_prefix('q'));
+    rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()) && rest.contains('_'))
+}
+
 fn not_understood(text: &str, part: &str) -> Error {
+    let message = format!("scheme `{text}`: `{part}` is not understood");
+    if is_gguf_type(text) {
+        let name = text.to_ascii_uppercase();
+        return Error::usage(message, format!("{name} is a type of GGUF files: add --format gguf"));
+    }
+    let meant = suggestion(text).filter(|_| text.starts_with(part));
+    let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();
     Error::usage(
-        format!("scheme `{text}`: `{part}` is not understood"),
+        message,
         format!(
-            "a scheme is {integers}, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
+            "{meant}a scheme is {integers}, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
          then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
          example w4a16-g64-asym, w8a8, w4a8-g128-progressive; or one of {}",
             FLOAT_SCHEMES.join(", ")

@@ -116,3 +116,21 @@ fn four_bit_integers_under_fp8_activations() {
         assert!(text.parse::<LinearScheme>().is_err(), "{text}");
     }
 }
+
+#[test]
+fn names_of_other_tools_and_misspelled_ones_are_answered_with_ours() {
+    let remedy = |text: &str| text.parse::<SchemeRequest>().unwrap_err().remedy();
+    for (text, meant) in
+        [("int4", "w4a16"), ("INT8", "w8a16"), ("w4a61", "w4a16"), ("w4a16g128", "w4a16"), ("nvfp5", "nvfp4")]
+    {
+        let remedy = remedy(text);
+        let first = remedy.lines().next().unwrap();
+        assert!(first.starts_with(&format!("did you mean {meant}")), "{text}: {remedy}");
+        let named = first.trim_start_matches("did you mean ").trim_end_matches('?');
+        named.parse::<SchemeRequest>().unwrap();
+    }
+    assert_eq!(remedy("q4_k_m"), "Q4_K_M is a type of GGUF files: add --format gguf");
+    assert!(!remedy("banana").contains("did you mean"));
+    // What is wrong with the rest of a name is no misspelling of its head.
+    assert!(!remedy("w4a16-g0").contains("did you mean"));
+}
