@@ -10,16 +10,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Preparation;
-use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
+use super::arch::{self, Architecture, LearnedPositions, Op};
 use super::dequantized::Dequantized;
-use super::{
-    Block, KvCaching, KvScheme, Linear, Norm, OpParameters, PositionTable, RopeTables, StoredWeight,
-    WeightBody,
-};
+use super::{Block, KvCaching, KvScheme, Linear, Norm, OpParameters, RopeTables, StoredWeight, WeightBody};
 use super::{fused_experts, names};
 use crate::checkpoint::{
-    ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
-    require_weight_float,
+    ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, require_weight_float,
 };
 use crate::format::{self, PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
@@ -269,6 +265,15 @@ impl Model {
         if let Some(LearnedPositions { table, offset }) = &a.learned_positions {
             expected.push((table.clone(), vec![a.max_positions + offset, a.hidden]));
         }
+        if let Some(inputs) = &a.per_layer_inputs {
+            let features = a.layers * inputs.width;
+            expected.push((format!("{}.weight", inputs.table), vec![inputs.vocab, features]));
+            if self.module_scheme(&inputs.projection).is_none() {
+                expected.push((format!("{}.weight", inputs.projection), vec![features, a.hidden]));
+            }
+            let norm = inputs.norm.parameters().into_iter();
+            expected.extend(norm.map(|p| (format!("{}.{}", inputs.norm.name(), p.name), p.shape)));
+        }
         if self.module_scheme(&a.embedding_module()).is_none() {
             expected.push((self.embedding_name(), vec![a.vocab, a.hidden]));
         }
@@ -341,7 +346,8 @@ impl Model {
     }
 
     /// Everything that may be quantized, in model order, each with its block, its name and its shape
-    /// `[n, k]`: the linears, the head among them unless it is tied, then the embedding.
+    /// `[n, k]`: the linears, the head among them unless it is tied, and what makes inputs of single blocks; then the
+    /// embedding.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
@@ -350,7 +356,9 @@ impl Model {
             linears.map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
         });
         let embedding = (None, a.embedding_module(), [a.vocab, a.hidden]);
-        in_blocks.chain(head).chain([embedding]).collect()
+        let inputs = a.per_layer_inputs.as_ref();
+        let inputs = inputs.map(|i| (None, i.projection.clone(), [a.layers * i.width, a.hidden]));
+        in_blocks.chain(head).chain(inputs).chain([embedding]).collect()
     }
 
     /// What of the checkpoint lies outside the decoder and is carried along, where a larger model wraps it.
@@ -427,26 +435,6 @@ impl Model {
         Ok(Arc::new(body))
     }
 
-    /// What embeddings are multiplied by; 1 where the family does not scale them.
-    ///
-    /// # Errors
-    /// When the embedding is missing.
-    pub fn embedding_scale(&self) -> Result<f32> {
-        let a = &self.architecture;
-        Ok(match a.embedding_scale {
-            None => 1.0,
-            Some(EmbeddingScale::Exact(scale)) => scale as f32,
-            Some(EmbeddingScale::Rounded(scale)) => {
-                let module = a.embedding_module();
-                let dtype = match self.module_scheme(&module) {
-                    Some(_) => self.packed_scale_dtype(&module)?,
-                    None => self.source.require(&self.embedding_name())?.dtype,
-                };
-                dtype.round(scale as f32)
-            }
-        })
-    }
-
     /// The output head; for tied models it shares `embedding`.
     ///
     /// # Errors
@@ -475,13 +463,13 @@ impl Model {
         Ok(Some((op.clone(), norm)))
     }
 
-    fn norm(&self, name: &str, bias: bool) -> Result<Norm> {
+    pub(super) fn norm(&self, name: &str, bias: bool) -> Result<Norm> {
         let weight = self.vector(&format!("{name}.weight"))?;
         let bias = if bias { Some(self.vector(&format!("{name}.bias"))?) } else { None };
         Ok(Norm { weight, bias })
     }
 
-    fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
+    pub(super) fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
         match self.module_scheme(module) {
             Some(_) => Ok(WeightBody::Quantized(self.packed(module, shape)?)),
             None => self.stored_weight(format!("{module}.weight"), shape),
@@ -494,48 +482,6 @@ impl Model {
     /// When they cannot be made.
     pub fn rope(&self, positions: usize) -> Result<RopeTables> {
         RopeTables::new(self.architecture.ropes(), positions)
-    }
-
-    /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
-    /// are always enough.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] with the number that there is.
-    pub fn check_positions(&self, window: usize) -> Result<()> {
-        let a = &self.architecture;
-        match a.learned_positions {
-            Some(_) if window > a.max_positions => Err(Error::usage(
-                format!(
-                    "windows of {window} tokens are longer than the {} positions that the model has learned",
-                    a.max_positions
-                ),
-                format!(
-                    "ask for {} at most: with --seq-len, --window, or --prefill and --decode together",
-                    a.max_positions
-                ),
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// The rows that are added to the embeddings at positions `0..positions`, where the family has such.
-    ///
-    /// # Errors
-    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
-    pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
-        self.check_positions(positions)?;
-        let Some(LearnedPositions { table, offset }) = &self.architecture.learned_positions else {
-            return Ok(None);
-        };
-        let dtype = self.source.require(table)?.dtype;
-        let row = self.architecture.hidden * dtype.size();
-        let mut bytes = vec![0; positions * row];
-        self.source.read_range(table, (offset * row) as u64, &mut bytes)?;
-        require_finite_bytes(self.source.location(table), table, dtype, &bytes)
-            .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
-        let mut values = vec![0.0; positions * self.architecture.hidden];
-        dtype.widen(&bytes, &mut values);
-        Ok(Some(PositionTable::new(self.architecture.hidden, values)))
     }
 
     /// Block `index` with its weights in the file's dtypes, all in memory.
@@ -572,56 +518,5 @@ impl Model {
             parameters.insert(id, OpParameters(values));
         }
         Block::new(graph.clone(), norms, linears, parameters, ropes)
-    }
-
-    /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
-    /// by row from the checkpoint and [scaled](Self::embedding_scale): the table itself is never in memory. What
-    /// [`position_table`](Self::position_table) has is not added yet.
-    ///
-    /// # Errors
-    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
-    pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        // Only float models are calibrated, but nothing else keeps a caller from asking.
-        self.require_float()?;
-        let (name, hidden) = (self.embedding_name(), self.architecture.hidden);
-        let dtype = self.source.require(&name)?.dtype;
-        let row_bytes = hidden * dtype.size();
-        let scale = self.embedding_scale()?;
-        // Each distinct row is read once, in the order it stands in the file.
-        let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        for (place, &token) in tokens.iter().enumerate() {
-            self.check_token(token)?;
-            places.entry(token).or_default().push(place);
-        }
-        let mut out = vec![0.0; tokens.len() * hidden];
-        let (mut bytes, mut row) = (vec![0; row_bytes], vec![0.0; hidden]);
-        for (token, places) in places {
-            self.source.read_range(&name, u64::from(token) * row_bytes as u64, &mut bytes)?;
-            require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)
-                .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
-            dtype.widen(&bytes, &mut row);
-            if scale != 1.0 {
-                row.iter_mut().for_each(|v| *v *= scale);
-            }
-            for place in places {
-                out[place * hidden..(place + 1) * hidden].copy_from_slice(&row);
-            }
-        }
-        Ok(out)
-    }
-
-    /// Fails when a token is outside the embedding.
-    ///
-    /// # Errors
-    /// [`Error::Tokenizer`]: the tokenizer belongs to another model.
-    pub fn check_token(&self, token: u32) -> Result<()> {
-        let vocab = self.architecture.vocab;
-        if (token as usize) < vocab {
-            return Ok(());
-        }
-        Err(Error::Tokenizer {
-            path: self.path.with_file_name("tokenizer.json"),
-            reason: format!("gives token {token}, but the embedding has {vocab} rows"),
-        })
     }
 }

@@ -154,6 +154,7 @@ impl<'a> Decoder<'a> {
             norms_values: false,
             rope,
             position_scale: None,
+            sharing: None,
         }
     }
 
@@ -203,6 +204,8 @@ impl<'a> Decoder<'a> {
                 ("self_attn.fused_qkv_a_proj", &["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]),
             ],
             wrapper: None,
+            per_layer_inputs: None,
+            unread: None,
             further_blocks: 0,
             fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
                 Mlp::Experts(experts) => Some(experts.fused(self.hidden)),
