@@ -69,7 +69,7 @@ impl<'a> Decoder<'a> {
         let kv_heads = match config.optional_positive("num_key_value_heads")? {
             Some(kv_heads) => kv_heads,
             // `null` means all of them in every family; only a missing key has a family's own default.
-            None if config.map().contains_key("num_key_value_heads") => heads,
+            None if config.has("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
         if heads % kv_heads != 0 {

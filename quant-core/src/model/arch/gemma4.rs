@@ -116,7 +116,7 @@ impl Family for Gemma4Text {
 /// Features of the input that each block has of its own, 0 for none.
 fn own_width(d: &Decoder<'_>) -> Result<usize> {
     const KEY: &str = "hidden_size_per_layer_input";
-    let width = match d.config.map().contains_key(KEY) {
+    let width = match d.config.has(KEY) {
         true => d.config.optional_usize(KEY)?.unwrap_or(0),
         false => 256,
     };
