@@ -16,7 +16,7 @@ use quant_core::model::Model;
 use quant_core::pipeline::{Job, StateFiles, quantize, quantize_part};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{CancelToken, Silent, TensorSource};
-use serde_json::{Value, json};
+use serde_json::json;
 
 const LENGTH: usize = 40;
 

@@ -20,7 +20,7 @@ impl Plan {
         // What is gathered of the batch serves all.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
-            kinds.map(|kind| plan.search_memory(model, kind)).max().unwrap_or(0)
+            kinds.map(|kind| plan.search_memory(kind)).max().unwrap_or(0)
         };
         let search = searched.map(kinds).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
@@ -51,7 +51,7 @@ impl Plan {
 
     /// The block, the batch's hidden states, and what the search keeps. The batch may
     /// be asked for as large as one likes; only then can the sums leave 64 bits.
-    fn search_memory(&self, model: &Model, kind: BlockKind<'_>) -> u64 {
+    fn search_memory(&self, kind: BlockKind<'_>) -> u64 {
         let tokens = match self.needs_text() {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,

@@ -507,15 +507,10 @@ pub fn cases() -> Vec<Case> {
             )
         },
         Case {
-            producers: [
-                "input_layernorm",
-                "pre_feedforward_layernorm",
-                "mlp.up_proj",
-                "pre_feedforward_layernorm_2",
-            ]
-            .into_iter()
-            .chain(UPS.map(|up| up.strip_prefix("mlp.").unwrap_or(up)))
-            .collect(),
+            producers: ["input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj"]
+                .into_iter()
+                .chain(UPS.map(|up| up.strip_prefix("mlp.").unwrap_or(up)))
+                .collect(),
             not_rotated_for: Some(NORMED),
             ..Case::new(
                 "gemma4-experts",

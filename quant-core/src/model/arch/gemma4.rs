@@ -46,6 +46,7 @@ impl Family for Gemma4Text {
         };
         let d = Decoder::read(config, defaults)?;
         check(&d)?;
+        let own = own_width(&d)?;
         let windows = Windows::patterned(config, Some(512), |layer| !(layer + 1).is_multiple_of(6))?;
         // The last layer never slides, whatever the list says.
         let slides = |layer: usize| windows.of(layer).filter(|_| layer + 1 < d.layers);
@@ -71,7 +72,6 @@ impl Family for Gemma4Text {
                 Ok(attention)
             })
             .collect::<Result<_>>()?;
-        let own = own_width(&d)?;
         let first_reader = share(&d, &mut attentions)?;
         let doubled = d.flag("use_double_wide_mlp", false)?;
         let mlp = |layer: usize| Mlp::Gated {
@@ -120,15 +120,15 @@ fn own_width(d: &Decoder<'_>) -> Result<usize> {
         true => d.config.optional_usize(KEY)?.unwrap_or(0),
         false => 256,
     };
-    few_layers(d, KEY, width > 0)?;
+    few_layers(d, width > 0)?;
     Ok(width)
 }
 
 /// Refuses more layers than models have whose blocks all differ.
-fn few_layers(d: &Decoder<'_>, key: &str, all_differ: bool) -> Result<()> {
+fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     if all_differ && d.layers > MAX_LAYERS {
-        let reason = format!("is set, and there are {} blocks; at most {MAX_LAYERS} are supported", d.layers);
-        return Err(d.config.error(key, reason));
+        let reason = format!("is {}; at most {MAX_LAYERS} blocks that all differ are supported", d.layers);
+        return Err(d.config.error("num_hidden_layers", reason));
     }
     Ok(())
 }
@@ -142,7 +142,7 @@ fn pair_of(attention: &Attention) -> usize {
 fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     const KEY: &str = "num_kv_shared_layers";
     let readers = d.config.optional_usize(KEY)?.unwrap_or(0);
-    few_layers(d, KEY, readers > 0)?;
+    few_layers(d, readers > 0)?;
     let Some(first) = d.layers.checked_sub(readers) else {
         return Err(d.config.error(KEY, format!("is {readers}, but there are {} blocks", d.layers)));
     };

@@ -160,7 +160,7 @@ fn is_nothing(value: &Value) -> bool {
 }
 
 /// Fields that a family refuses before it is left alone.
-const REFUSALS: usize = 8;
+const REFUSALS: usize = 16;
 
 /// What a family makes of a configuration.
 struct Reading {
@@ -172,21 +172,27 @@ struct Reading {
 }
 
 impl Reading {
-    /// Has a family describe the configuration, and again without each field that it refuses.
+    /// Has a family describe the configuration, and again without each field that it refuses, and with a number for each
+    /// that it lacks.
     fn of(family: &'static dyn Family, fields: &ConfigFields<'_>) -> Self {
         let mut map = fields.map().clone();
+        let mut filled = BTreeSet::new();
         let mut reading = Self { family, asked: BTreeSet::new(), refused: Vec::new() };
         for _ in 0..REFUSALS {
             let asked = Asked::default();
             let result = family.describe(&ConfigFields::new(fields.path(), &map).noting(&asked));
             reading.asked.extend(asked.into_keys());
             let Err(Error::Config { field, reason, .. }) = result else { break };
-            let key = field.split('.').next().unwrap_or_default();
-            let was_there = map.remove(key).is_some();
-            reading.refused.push((field, reason));
-            if !was_there {
+            let key = field.split('.').next().unwrap_or_default().to_owned();
+            let was_there = map.remove(&key).is_some();
+            if filled.contains(&key) || !was_there && field != key {
                 break;
             }
+            if !was_there {
+                map.insert(key.clone(), 2.into());
+                filled.insert(key);
+            }
+            reading.refused.push((field, reason));
         }
         reading
     }
@@ -206,7 +212,7 @@ impl Reading {
             true => field.weight,
             false => -field.weight,
         });
-        let by_refusals = self.refused.iter().map(|(_, reason)| if Self::lacks(reason) { -6 } else { -3 });
+        let by_refusals = self.refused.iter().map(|(_, reason)| if Self::lacks(reason) { -2 } else { -3 });
         by_name + by_fields.sum::<i64>() + by_refusals.sum::<i64>()
     }
 }
@@ -244,7 +250,7 @@ impl<'a> Telling<'a> {
 }
 
 /// A family that resembles less is not worth naming.
-const LEAST: i64 = 5;
+const LEAST: i64 = 4;
 /// Fields that are listed without a word on each.
 const LISTED: usize = 8;
 

@@ -34,7 +34,11 @@ fn names_and_fields_find_the_nearest_family() {
     });
     let next = json!({
         "model_type": "qwen3_other", "num_experts": 512, "linear_num_value_heads": 32,
-        "partial_rotary_factor": 0.25, "shared_expert_intermediate_size": 512,
+        "partial_rotary_factor": 0.25, "index_topk": 64,
+    });
+    let granite = json!({
+        "embedding_multiplier": 3.0, "attention_sinks": 4, "use_qk_norm": true, "torch_dtype": "bfloat16",
+        "initializer_range": 0.02, "mlp_bias": false,
     });
     for (config, near, says) in [
         (
@@ -42,10 +46,15 @@ fn names_and_fields_find_the_nearest_family() {
             "DeepseekV3ForCausalLM",
             &["`index_topk` is 2048", "indexer"][..],
         ),
+        (dense("Qwen3OtherForCausalLM", &next), "Qwen3NextForCausalLM", &["`index_topk` is 64"]),
         (
-            dense("Qwen3OtherForCausalLM", &next),
-            "Qwen3MoeForCausalLM",
-            &["`linear_num_value_heads` is 32", "gated delta net", "`partial_rotary_factor` is 0.25"],
+            dense("GraniteNewForCausalLM", &granite),
+            "GraniteForCausalLM",
+            &[
+                "no supported family has `attention_sinks`",
+                "`use_qk_norm` is true, which",
+                "GraniteForCausalLM has not",
+            ],
         ),
         (dense("LlamaBitForCausalLM", &json!({})), "LlamaForCausalLM", &["no field of its configuration"]),
         (
@@ -65,18 +74,18 @@ fn nested_text_models_are_looked_at_where_they_are() {
     let text = dense(
         "-",
         &json!({
-            "model_type": "qwen3_9_text", "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
+            "model_type": "qwen3_9_text", "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "clip_qkv": 8,
         }),
     );
     let qwen = json!({
         "architectures": ["Qwen3_9ForConditionalGeneration"], "model_type": "qwen3_9", "text_config": text,
     });
     let (nearest, message) = of(&qwen);
-    assert_eq!(nearest, Some("Qwen3ForCausalLM"), "{message}");
-    for part in ["`text_config.linear_num_value_heads`", "Qwen3VLForConditionalGeneration"] {
+    assert_eq!(nearest, Some("Qwen3_5ForCausalLM"), "{message}");
+    for part in ["`text_config.clip_qkv` is 8", "Qwen3VLForConditionalGeneration"] {
         assert!(message.contains(part), "{message}");
     }
-    assert_eq!(message.matches("gated delta nets").count(), 1, "{message}");
+    assert!(!message.contains("initializer") && !message.contains("gated delta nets"), "{message}");
     let text = dense(
         "-",
         &json!({
