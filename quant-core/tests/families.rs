@@ -40,10 +40,10 @@ fn benches(case: &Case, norms: Dtype, seed: u64) -> Vec<Bench> {
     let bench = |layer: usize| {
         let model = case.random(norms, seed);
         let block = model.block(layer, &model.rope(LENGTH).unwrap()).unwrap();
-        let hidden = model.architecture().hidden;
+        let width = model.architecture().state_width(layer);
         let mut rng = StdRng::seed_from_u64(seed);
-        let values: Vec<f32> = (0..2 * LENGTH * hidden).map(|_| normal(&mut rng)).collect();
-        let x = Tensor::from_vec(values, (2, LENGTH, hidden), &Device::Cpu).unwrap();
+        let values: Vec<f32> = (0..2 * LENGTH * width).map(|_| normal(&mut rng)).collect();
+        let x = Tensor::from_vec(values, (2, LENGTH, width), &Device::Cpu).unwrap();
         Bench { model, block, layer, x }
     };
     layers.into_iter().map(bench).collect()
@@ -79,9 +79,13 @@ impl Bench {
     }
 
     fn output(&self, block: &Block) -> Vec<f32> {
-        // The residual stream would hide an error of the branches: it is taken away.
+        // The residual stream would hide an error of the branches: it is taken away. What stands beside it stays.
         let y = block.forward(&self.x, 0, None, &mut NoTap).unwrap();
-        flat(&(y - &self.x).unwrap())
+        let hidden = self.model.architecture().hidden;
+        let part = |t: &Tensor, first: usize, width: usize| t.narrow(2, first, width).unwrap();
+        let branches = (part(&y, 0, hidden) - part(&self.x, 0, hidden)).unwrap();
+        let beside = part(&y, hidden, y.dim(2).unwrap() - hidden);
+        [flat(&branches), flat(&beside)].concat()
     }
 
     /// How far a rewrite moves the block's output, relative to its largest value.
@@ -408,9 +412,17 @@ fn what_is_not_computed_is_refused_by_its_field() {
         ("qwen3_5_text", "layer_types", json!(["full_attention", "sliding_attention", "full_attention"])),
         ("qwen3_next", "mlp_only_layers", json!([0, 2])),
         ("qwen3_next", "mlp_only_layers", Value::Null),
-        ("gemma4_text", "hidden_size_per_layer_input", json!(256)),
-        ("gemma4_text", "num_kv_shared_layers", json!(1)),
-        ("gemma4_text", "enable_moe_block", json!(true)),
+        ("gemma4_text", "num_kv_shared_layers", json!(4)),
+        ("gemma4_text", "num_kv_shared_layers", json!(3)),
+        ("gemma4_text", "num_kv_shared_layers", json!(-1)),
+        ("gemma4_text", "enable_moe_block", json!(1)),
+        ("gemma4-small", "num_kv_shared_layers", json!(3)),
+        ("gemma4-small", "vocab_size_per_layer_input", json!(79)),
+        ("gemma4-small", "hidden_size_per_layer_input", json!(1_u64 << 40)),
+        ("gemma4-small", "num_hidden_layers", json!(5000)),
+        ("gemma4-experts", "top_k_experts", json!(5)),
+        ("gemma4-experts", "num_experts", Value::Null),
+        ("gemma4-experts", "moe_intermediate_size", json!(0)),
         ("gemma4_text", "use_bidirectional_attention", json!("all")),
         ("gemma4_text", "num_global_key_value_heads", json!(3)),
         ("gemma4_text", "rope_parameters", Value::Null),

@@ -32,7 +32,7 @@ ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
 # Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
 # floats, and run.
-THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe"]
+THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts"]
 # Models that are stored quantized. Their numbers are read from codes and scales without our programs.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
@@ -106,6 +106,13 @@ WEIGHT_TRAPS = {
     "states do not decay": ("qwen3_5", scaled("A_log", lambda w: w - 20)),
     "steps without their bias": ("qwen3_5", scaled("dt_bias", torch.zeros_like)),
     "norms of Gemma 4 multiply by 1 more": ("gemma4", scaled("layernorm.weight", lambda w: w + 1)),
+    "inputs of blocks in another order": ("gemma4-small", scaled(
+        "embed_tokens_per_layer", lambda w: w.unflatten(1, (6, -1)).flip(1).flatten(1))),
+    "rows of inputs not scaled": ("gemma4-small", scaled("embed_tokens_per_layer", lambda w: w / 32 ** 0.5)),
+    "projected inputs without their norm": ("gemma4-small", scaled("per_layer_projection_norm", torch.ones_like)),
+    "inputs added without their norm": ("gemma4-inputs", scaled("post_per_layer_input_norm", torch.ones_like)),
+    "routers without their scale": ("gemma4-experts", scaled("router.scale", torch.ones_like)),
+    "experts without scales of their own": ("gemma4-experts", scaled("per_expert_scale", torch.ones_like)),
     "outputs of blocks not scaled": ("gemma4", scaled("layer_scalar", torch.ones_like)),
     "the first third for the second": ("lfm2", scaled("conv.in_proj", lambda w: w.unflatten(0, (3, -1))[[1, 0, 2]].flatten(0, 1))),
     "short convolutions turned around": ("lfm2", scaled("conv.conv", lambda w: w.flip(-1))),
@@ -114,6 +121,27 @@ WEIGHT_TRAPS = {
     "convolutions of a token alone": ("qwen3_next", scaled("conv1d", lambda w: w * torch.eye(4)[3])),
     "`a` before `b`": ("qwen3_next", scaled("in_proj_ba", halves_swapped(2))),
     "gates before values": ("qwen3_next", scaled("in_proj_qkvz", gates_before_values)),
+}
+
+
+def with_keys_of_their_own(tensors):
+    """Of the blocks that read the keys and values of block 1, the weights of those that they would make themselves."""
+    made = {name: tensor for name, tensor in tensors.items()
+            if name.startswith("model.layers.1.self_attn.") and name.split(".")[4] in ("k_proj", "v_proj", "k_norm")}
+    return tensors | {name.replace(".1.", f".{layer}.", 1): tensor for layer in (2, 3) for name, tensor in made.items()}
+
+
+def norms_swapped(tensors):
+    """Experts and MLP, each behind the norm of the other."""
+    pair = ("pre_feedforward_layernorm.", "pre_feedforward_layernorm_2.")
+    other = {name.replace(a, b): name for name in tensors for a, b in [pair, pair[::-1]] if a in name}
+    return {name: tensors[other.get(name, name)] for name in tensors}
+
+
+# Other tensors, under another configuration.
+TENSOR_TRAPS = {
+    "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
+    "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
 }
 
 
@@ -149,6 +177,9 @@ def run_chosen(check, which, only):
     for title, (name, change) in WEIGHT_TRAPS.items() if which == "all" else ():
         if only in f"family trap: {title}":
             check.step(f"family trap: {title}", lambda: Family(check, name).trap({}, change=change))
+    for title, (name, changes, whole) in TENSOR_TRAPS.items() if which == "all" else ():
+        if only in f"family trap: {title}":
+            check.step(f"family trap: {title}", lambda: Family(check, name).trap(changes, whole=whole))
 
 
 def relative(found, expected):
@@ -227,26 +258,33 @@ class Family:
         config = json.loads((model / "config.json").read_text())
         del config["quantization_config"]
         (floats / "config.json").write_text(json.dumps(config))
-        is_granite = config["model_type"] == "granitemoe"
+        is_granite, is_gemma = (config["model_type"] == kind for kind in ("granitemoe", "gemma4_text"))
         linears = ("w1", "w3", "w2") if is_granite else ("gate_proj", "up_proj", "down_proj")
+        count = config["num_experts" if is_gemma else "num_local_experts"]
         for layer in range(config["num_hidden_layers"]):
-            mlp = f"model.layers.{layer}.{'block_sparse_moe' if is_granite else 'mlp'}"
+            mlp = f"model.layers.{layer}.{'block_sparse_moe.' if is_granite else '' if is_gemma else 'mlp.'}"
 
             def take(linear, what):
-                names = [f"{mlp}.experts.{e}.{linear}.{what}" for e in range(config["num_local_experts"])]
+                names = [f"{mlp}experts.{e}.{linear}.{what}" for e in range(count)]
                 return numpy.stack([tensors.pop(name) for name in names])
+
+            if is_gemma:
+                gate, up, down = (take(linear, "weight") for linear in linears)
+                tensors[f"{mlp}experts.gate_up_proj"] = numpy.concatenate([gate, up], axis=1)
+                tensors[f"{mlp}experts.down_proj"] = down
+                continue
 
             if is_granite:
                 gate, up, down = (take(linear, "weight") for linear in linears)
-                tensors[f"{mlp}.input_linear.weight"] = numpy.concatenate([gate, up], axis=1)
-                tensors[f"{mlp}.output_linear.weight"] = down
+                tensors[f"{mlp}input_linear.weight"] = numpy.concatenate([gate, up], axis=1)
+                tensors[f"{mlp}output_linear.weight"] = down
                 continue
             for what, suffix in [("weight", ""), ("bias", "_bias")]:
                 gate, up, down = (take(linear, what) for linear in linears)
                 both = numpy.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
                 columns = (lambda array: array.swapaxes(1, 2)) if what == "weight" else (lambda array: array)
-                tensors[f"{mlp}.experts.gate_up_proj{suffix}"] = numpy.ascontiguousarray(columns(both))
-                tensors[f"{mlp}.experts.down_proj{suffix}"] = numpy.ascontiguousarray(columns(down))
+                tensors[f"{mlp}experts.gate_up_proj{suffix}"] = numpy.ascontiguousarray(columns(both))
+                tensors[f"{mlp}experts.down_proj{suffix}"] = numpy.ascontiguousarray(columns(down))
         save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
         return floats
 
@@ -265,9 +303,9 @@ class Family:
                           if not numpy.array_equal(ours[f"{experts}.{e}.{linear}.weight"], values[e].numpy())]
         return different or "equal", not different
 
-    def trap(self, changes, zeroed=None, change=None):
-        """Our logits of a changed configuration, of changed weights, or with some tensors zeroed, which must not be
-        transformers' of the right model."""
+    def trap(self, changes, zeroed=None, change=None, whole=None):
+        """Our logits of a changed configuration, of changed weights or other tensors, or with some tensors zeroed, which
+        must not be transformers' of the right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)
@@ -276,6 +314,10 @@ class Family:
         if change:
             path = wrong / "model.safetensors"
             tensors = {name: change(name, tensor) for name, tensor in load_torch(path).items()}
+            save_torch(tensors, path, metadata={"format": "pt"})
+        if whole:
+            path = wrong / "model.safetensors"
+            tensors = {name: tensor.clone() for name, tensor in whole(load_torch(path)).items()}
             save_torch(tensors, path, metadata={"format": "pt"})
         if zeroed:
             tensors = load_file(wrong / "model.safetensors")

@@ -33,7 +33,8 @@ impl Tap for PieceTap<'_> {
     }
 }
 
-/// The hidden states of the calibration batch before some block, `[windows, length, hidden]`.
+/// The hidden states of the calibration batch before some block, `[windows, length, hidden]`, with what travels beside
+/// them: their width may be another one before the next block.
 #[derive(Debug, Clone)]
 pub struct HiddenStates {
     layout: BatchLayout,
@@ -65,7 +66,10 @@ impl HiddenStates {
         if let Some(table) = model.position_table(layout.length())? {
             table.add_to(&mut values, |token| layout.place(token))?;
         }
-        Self::new(layout, model.architecture().hidden, values)
+        if let Some(inputs) = model.per_layer_inputs()? {
+            values = inputs.beside(windows.tokens(), &values)?;
+        }
+        Self::new(layout, model.architecture().state_width(0), values)
     }
 
     /// The shape of the batch, its documents, and which of its tokens count.
@@ -129,16 +133,39 @@ impl HiddenStates {
     /// As [`advance`](Self::advance), and when the tap stops the run. Some of the states may then
     /// be replaced already.
     pub fn advance_watched(&mut self, block: &Block, cancel: &CancelToken, tap: &mut dyn Tap) -> Result<()> {
-        let length = self.layout.length();
-        let piece = self.chunk_windows() * length;
-        for (i, chunk) in self.values.chunks_mut((piece * self.hidden).max(1)).enumerate() {
+        let (graph, length) = (block.graph(), self.layout.length());
+        let (layout, piece) = (self.layout.clone(), self.chunk_windows() * length);
+        self.replace(graph.width(graph.output()), piece, |first, states, width, put| {
             cancel.check()?;
-            let tokens = chunk.len() / self.hidden;
-            let before = Tensor::from_slice(chunk, (tokens / length, length, self.hidden), &Device::Cpu)?;
-            run_piece(block, &self.layout, i * piece, &before, tap, |at, after| {
-                replace_rows(chunk, at * self.hidden, after)
-            })?;
+            let before = piece_of(states, width, length, piece)?;
+            run_piece(block, &layout, first, &before, tap, put)
+        })
+    }
+
+    /// Replaces the states by others of a width, piece by piece of so many tokens: `run` has a piece's first token, its
+    /// states and their width, and puts rows in the place of those from a token of the piece on.
+    fn replace(
+        &mut self,
+        width: usize,
+        piece: usize,
+        mut run: impl FnMut(usize, &[f32], usize, &mut dyn FnMut(usize, &Tensor) -> Result<()>) -> Result<()>,
+    ) -> Result<()> {
+        let old = self.hidden;
+        if old == width {
+            let mut states = Vec::new();
+            for (i, chunk) in self.values.chunks_mut((piece * old).max(1)).enumerate() {
+                states.clear();
+                states.extend_from_slice(chunk);
+                run(i * piece, &states, old, &mut |at, rows| replace_rows(chunk, at * width, rows))?;
+            }
+            return Ok(());
         }
+        let mut moved = vec![0.0; self.tokens() * width];
+        let chunks = moved.chunks_mut((piece * width).max(1));
+        for (i, (chunk, states)) in chunks.zip(self.values.chunks((piece * old).max(1))).enumerate() {
+            run(i * piece, states, old, &mut |at, rows| replace_rows(chunk, at * width, rows))?;
+        }
+        (self.hidden, self.values) = (width, moved);
         Ok(())
     }
 
@@ -150,7 +177,7 @@ impl HiddenStates {
         for chunk in self.chunks() {
             cancel.check()?;
             let (first, before) = chunk?;
-            run_piece(block, &self.layout, first, &before, tap, |_, _| Ok(()))?;
+            run_piece(block, &self.layout, first, &before, tap, &mut |_, _| Ok(()))?;
         }
         Ok(())
     }
@@ -158,21 +185,17 @@ impl HiddenStates {
 
 /// Parts of a block: from the values of one node to those of another.
 impl HiddenStates {
-    /// Takes the states for the values of a node and replaces them by those of a later one, which are as wide and
-    /// from which all that follows is computed.
+    /// Takes the states for the values of a node and replaces them by those of a later one, from which all that follows
+    /// is computed.
     ///
     /// # Errors
     /// When one does not follow from the other, or the run is cancelled. Some states may then be replaced already.
     pub fn advance_between(&mut self, block: &Block, nodes: [NodeId; 2], cancel: &CancelToken) -> Result<()> {
-        let (width, piece) = (self.hidden, self.piece_between(block, nodes));
-        let length = self.layout.length();
-        for (i, chunk) in self.values.chunks_mut((piece * width).max(1)).enumerate() {
-            let before = piece_of(chunk, width, length, piece)?;
-            run_between(block, &self.layout, i * piece, &before, nodes, cancel, |at, value, _| {
-                replace_rows(chunk, at * width, value)
-            })?;
-        }
-        Ok(())
+        let (layout, piece) = (self.layout.clone(), self.piece_between(block, nodes));
+        self.replace(block.graph().width(nodes[1]), piece, |first, states, width, put| {
+            let before = piece_of(states, width, layout.length(), piece)?;
+            run_between(block, &layout, first, &before, nodes, cancel, |at, value, _| put(at, value))
+        })
     }
 
     /// Takes the states for the values of a node, and gathers a statistic of those of a later one, which may be of
@@ -249,19 +272,18 @@ impl HiddenStates {
         (node, values): (NodeId, &[f32]),
         cancel: &CancelToken,
     ) -> Result<()> {
-        let (width, output) = (self.hidden, block.graph().output());
-        let features = block.graph().width(node);
-        let known = values.chunks((CHUNK_TOKENS * features).max(1));
-        for (states, known) in self.values.chunks_mut((CHUNK_TOKENS * width).max(1)).zip(known) {
+        let (graph, output) = (block.graph(), block.graph().output());
+        let features = graph.width(node);
+        self.replace(graph.width(output), CHUNK_TOKENS, |first, states, width, put| {
             cancel.check()?;
             let tokens = states.len() / width;
             let tensor =
                 |rows: &[f32], width: usize| Tensor::from_slice(rows, (1, tokens, width), &Device::Cpu);
+            let known = &values[first * features..][..tokens * features];
             let known = [(from, tensor(states, width)?), (node, tensor(known, features)?)];
             let after = block.evaluate(&known, &[output], &mut CancelTap(cancel))?.swap_remove(0);
-            replace_rows(states, 0, &after)?;
-        }
-        Ok(())
+            put(0, &after)
+        })
     }
 
     /// Tokens that go through a part of a block at a time: whole windows where tokens look at each other.
@@ -335,7 +357,7 @@ fn run_piece(
     first: usize,
     before: &Tensor,
     tap: &mut dyn Tap,
-    mut take: impl FnMut(usize, &Tensor) -> Result<()>,
+    take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<()> {
     let (windows, length, _) = before.dims3()?;
     let segments = layout.segments(first..first + windows * length);

@@ -1,5 +1,7 @@
 //! Reading, first stage of the path: fields of `config.json` by type, each failure naming its key.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -20,17 +22,54 @@ pub struct ConfigFields<'a> {
     map: &'a Map<String, Value>,
     /// Keys of the objects around this one, each followed by a dot.
     prefix: String,
+    /// Where the keys that are asked for are noted, if somebody wants to know.
+    asked: Option<&'a Asked>,
+}
+
+/// The keys of a configuration that somebody has asked for, whether or not they are there; those of objects inside it by
+/// the objects' own keys.
+#[derive(Debug, Default)]
+pub(crate) struct Asked(RefCell<BTreeSet<String>>);
+
+impl Asked {
+    /// The keys.
+    pub(crate) fn into_keys(self) -> BTreeSet<String> {
+        self.0.into_inner()
+    }
 }
 
 impl<'a> ConfigFields<'a> {
     /// The fields of the object `map`, which was read from the file `path`.
     pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
-        Self { path, map, prefix: String::new() }
+        Self { path, map, prefix: String::new(), asked: None }
+    }
+
+    /// The same fields, with what is asked of them noted.
+    pub(crate) fn noting<'b>(&'b self, asked: &'b Asked) -> ConfigFields<'b> {
+        ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
+    }
+
+    /// The same with fields of another object.
+    pub(crate) fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
+        ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
+    }
+
+    fn note(&self, key: &str) {
+        // Of what lies inside an object, the object is noted.
+        if let Some(asked) = self.asked.filter(|_| self.prefix.is_empty()) {
+            asked.0.borrow_mut().insert(key.to_owned());
+        }
+    }
+
+    /// Whether there is such a key, with whatever value.
+    pub fn has(&self, key: &str) -> bool {
+        self.note(key);
+        self.map.contains_key(key)
     }
 
     /// The fields of `map` in place of the object `key` inside this one: the same, with some of them changed.
     pub(crate) fn nested<'b>(&'b self, key: &str, map: &'b Map<String, Value>) -> ConfigFields<'b> {
-        ConfigFields { path: self.path, map, prefix: format!("{}{key}.", self.prefix) }
+        ConfigFields { path: self.path, map, prefix: format!("{}{key}.", self.prefix), asked: self.asked }
     }
 
     /// The file, for messages.
@@ -45,6 +84,7 @@ impl<'a> ConfigFields<'a> {
 
     /// The value of a key, unless it is absent or `null`.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.note(key);
         self.map.get(key).filter(|v| !v.is_null())
     }
 
@@ -207,7 +247,7 @@ impl<'a> ConfigFields<'a> {
         match value.as_object() {
             Some(map) => {
                 let prefix = format!("{}{key}.", self.prefix);
-                Ok(Some(ConfigFields { path: self.path, map, prefix }))
+                Ok(Some(ConfigFields { path: self.path, map, prefix, asked: self.asked }))
             }
             None => Err(self.error(key, format!("is {}, expected an object", describe(value)))),
         }

@@ -35,6 +35,7 @@ mod verify;
 mod writer;
 
 pub use archive::{Archive, SafetensorsDirectory};
+pub(crate) use config_fields::Asked;
 pub use config_fields::ConfigFields;
 pub(crate) use contract::check_specs;
 pub use directory::{ModelDirectory, Sidecar};

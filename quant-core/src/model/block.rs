@@ -428,7 +428,11 @@ impl Run<'_> {
             }
             (Op::Normalize { width, eps }, [x]) => norm::normalize(x, *width, *eps),
             (Op::Multiply, [a, b]) => Ok((a * b)?),
-            (Op::ScaleBy { .. }, [x]) => Ok((x * f64::from(self.block.parameters[&id].number()?))?),
+            (Op::ScaleBy { width: 1, .. }, [x]) => Ok((x * f64::from(self.block.parameters[&id].number()?))?),
+            (Op::ScaleBy { .. }, [x]) => {
+                let stored = self.block.parameters[&id].first().unwrap_or_default();
+                Ok(x.broadcast_mul(&Tensor::from_slice(stored, stored.len(), &Device::Cpu)?)?)
+            }
             (Op::Concatenate, inputs) => Ok(Tensor::cat(inputs, D::Minus1)?),
             (Op::PositionScale(scale), [x]) => {
                 let (batch, positions, _) = x.dims3()?;

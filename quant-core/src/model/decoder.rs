@@ -9,6 +9,7 @@ use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
 use super::attention::soft_capped;
+use super::per_layer::PerLayer;
 use super::{
     AttentionShape, Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model, NoTap,
     NodeId, Norm, Op, PositionTable, Tap, WeightBody,
@@ -23,6 +24,7 @@ pub struct Decoder {
     embedding: Arc<WeightBody>,
     embedding_scale: f32,
     position_table: Option<PositionTable>,
+    per_layer_inputs: Option<PerLayer>,
     blocks: Vec<Block>,
     final_norm: Option<(Op, Norm)>,
     head: Linear,
@@ -61,6 +63,7 @@ impl Decoder {
             embedding,
             embedding_scale: model.embedding_scale()?,
             position_table,
+            per_layer_inputs: model.per_layer_inputs()?,
             blocks,
             final_norm: model.final_norm()?,
             head,
@@ -144,6 +147,11 @@ impl Decoder {
         self.positions
     }
 
+    /// Features of the hidden states.
+    pub fn width(&self) -> usize {
+        self.hidden
+    }
+
     /// How many blocks there are.
     pub fn blocks(&self) -> usize {
         self.blocks.len()
@@ -156,7 +164,9 @@ impl Decoder {
         block.flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
     }
 
-    /// The hidden states of equally long windows before the first block, `[batch, positions, hidden]`.
+    /// The hidden states of equally long windows before the first block, `[batch, positions, hidden]`. Where blocks have
+    /// inputs of their own, or read another's keys and values, these stand behind the hidden states, here and between
+    /// the blocks.
     ///
     /// # Errors
     /// When the windows differ in length or are longer than the decoder allows, or a token is outside the
@@ -188,7 +198,13 @@ impl Decoder {
         if let Some(table) = &self.position_table {
             table.add_to(&mut values, |token| start + token % length)?;
         }
-        Ok(Tensor::from_vec(values, (windows.len(), length, self.hidden), &Device::Cpu)?)
+        let mut width = self.hidden;
+        if let Some(inputs) = &self.per_layer_inputs {
+            let tokens: Vec<u32> = windows.iter().flat_map(|window| window.iter().copied()).collect();
+            values = inputs.beside(&tokens, &values)?;
+            width = values.len().checked_div(tokens.len()).unwrap_or(width);
+        }
+        Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
     /// What block `index` makes of hidden states that begin at position 0; `tap` sees what its linears

@@ -11,6 +11,7 @@ mod block;
 mod cache;
 mod decoder;
 mod dequantized;
+mod embeddings;
 mod experts;
 mod fused_experts;
 mod gates;
@@ -22,6 +23,7 @@ mod names;
 mod norm;
 mod paged;
 mod parameters;
+mod per_layer;
 mod positions;
 mod preparation;
 mod recurrent;
@@ -33,8 +35,8 @@ mod tokens;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,
     DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions, LogitsTransform,
-    Node, NodeId, Op, OrderGroup, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind, Routing, Scores,
-    Wrapper,
+    Node, NodeId, Op, OrderGroup, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind,
+    Routing, Scores, Wrapper,
 };
 pub use block::{Block, CancelTap, NoTap, Tap};
 pub use cache::{KvCache, LayerCache};

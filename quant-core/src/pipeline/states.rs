@@ -172,8 +172,14 @@ pub(super) fn load(
             (None, false) => {}
             (None, true) => return Err(broken(format!("lacks the states `{name}`"))),
             (Some(_), _) => {
-                let states =
-                    read(&source, name, &layout, job.model.architecture().hidden, &mut hash, &broken)?;
+                let states = read(
+                    &source,
+                    name,
+                    &layout,
+                    job.model.architecture().state_width(layer),
+                    &mut hash,
+                    &broken,
+                )?;
                 *stream = wanted.then_some(states);
             }
         }

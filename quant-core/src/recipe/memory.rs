@@ -20,7 +20,7 @@ impl Plan {
         // What is gathered of the batch serves all.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
-            kinds.map(|kind| plan.search_memory(model, kind)).max().unwrap_or(0)
+            kinds.map(|kind| plan.search_memory(kind)).max().unwrap_or(0)
         };
         let search = searched.map(kinds).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
@@ -51,8 +51,7 @@ impl Plan {
 
     /// The block, the batch's hidden states, and what the search keeps. The batch may
     /// be asked for as large as one likes; only then can the sums leave 64 bits.
-    fn search_memory(&self, model: &Model, kind: BlockKind<'_>) -> u64 {
-        let architecture = model.architecture();
+    fn search_memory(&self, kind: BlockKind<'_>) -> u64 {
         let tokens = match self.needs_text() {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
@@ -95,7 +94,10 @@ impl Plan {
         let noted = if plain { 0 } else { 16 };
         let transforms = self.transforms();
         let copies = PassPlan::new(self, false).states_in_memory();
-        let states = (copies * 4 * architecture.hidden as u64 + noted).saturating_mul(tokens);
+        // States of another width are made beside those that they replace.
+        let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
+        let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
+        let states = (copies * before.max(after) + replaced + noted).saturating_mul(tokens);
         let solved = if gptq { self.gptq_memory(graph, one_expert) } else { 0 };
         // What experts read, the weights of their outputs, and the sum of these are kept for the whole batch.
         let expert_states = if one_expert { 4 * graph.expert_features() as u64 } else { 0 };
@@ -109,7 +111,7 @@ impl Plan {
                     .filter(|(id, ..)| graph.feeds_attention(*id))
                     .map(|(.., [n, _], _)| 2 * n as u64)
                     .sum::<u64>()
-                    + 2 * architecture.hidden as u64;
+                    + (graph.width(graph.input()) + graph.width(graph.output())) as u64;
                 (4 * attended).saturating_mul(length).saturating_add(8 * widest * CHUNK_TOKENS)
             }
             _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),

@@ -436,6 +436,13 @@ impl Plan {
             sources.map(|(name, _)| name.to_owned()).collect();
         // Of a head that is the embedding there may be a copy, which goes when the two part.
         planned.extend(self.quantizes(&self.head).then(|| format!("{}.weight", self.head)));
+        // Engines that run parts of one matrix would find them beside parts that are quantized.
+        planned.extend(
+            model.source().names().into_iter().filter(|n| architecture.is_unread(n)).map(str::to_owned),
+        );
+        let inputs = architecture.per_layer_inputs.as_ref().map(|inputs| &inputs.projection);
+        let inputs = inputs.filter(|module| !self.quantizes(module) && !self.float_modules.contains(module));
+        self.float_modules.extend(inputs.cloned());
         for name in model.source().names() {
             if planned.contains(name) {
                 continue;

@@ -116,6 +116,7 @@ impl Case {
                         (Dtype::F32, 0.0, 1.0 / (width as f32).sqrt())
                     }
                     (false, "layer_scalar") => (Dtype::F32, 0.8, 0.1),
+                    (false, _) if matches!(op, Op::ScaleBy { .. }) => (Dtype::F32, 1.0, 0.3),
                     // Corrections of routers are so small that every expert has tokens.
                     (false, _) if matches!(op, Op::Route(_) | Op::Attention(_)) => (Dtype::F32, 0.0, 0.05),
                     // So slow that a state holds many tokens.
@@ -132,6 +133,14 @@ impl Case {
         }
         if let Some(norm) = &architecture.final_norm {
             of_op(norm.name().to_owned(), norm);
+        }
+        if let Some(inputs) = &architecture.per_layer_inputs {
+            of_op(inputs.norm.name().to_owned(), &inputs.norm);
+            let features = architecture.layers * inputs.width;
+            let deviation = 1.0 / (architecture.hidden as f32).sqrt();
+            let shape = [features, architecture.hidden];
+            add(format!("{}.weight", inputs.projection), &shape, Dtype::F32, 0.0, deviation);
+            add(format!("{}.weight", inputs.table), &[inputs.vocab, features], Dtype::F32, 0.0, 0.3);
         }
         let outer = [architecture.vocab, architecture.hidden];
         add(architecture.embedding.clone(), &outer, Dtype::F32, 0.0, 1.0);
@@ -475,6 +484,40 @@ pub fn cases() -> Vec<Case> {
                 "Gemma4ForCausalLM",
                 json!({ "sliding_window": 7, "hidden_size_per_layer_input": 0, "attention_k_eq_v": true,
                         "global_head_dim": 32, "num_global_key_value_heads": 1,
+                        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                        "rope_parameters": {
+                            "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25 },
+                            "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 } } }),
+            )
+        },
+        Case {
+            producers: vec!["input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj"],
+            not_rotated_for: Some(UNNORMED),
+            has_pairs: false,
+            ..Case::new(
+                "gemma4-small",
+                "Gemma4ForCausalLM",
+                json!({ "num_hidden_layers": 4, "sliding_window": 7, "hidden_size_per_layer_input": 32,
+                        "vocab_size_per_layer_input": 80, "num_kv_shared_layers": 2, "use_double_wide_mlp": true,
+                        "global_head_dim": 32,
+                        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                        "rope_parameters": {
+                            "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25 },
+                            "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 } } }),
+            )
+        },
+        Case {
+            producers: ["input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj"]
+                .into_iter()
+                .chain(UPS.map(|up| up.strip_prefix("mlp.").unwrap_or(up)))
+                .collect(),
+            not_rotated_for: Some(NORMED),
+            ..Case::new(
+                "gemma4-experts",
+                "Gemma4ForCausalLM",
+                json!({ "sliding_window": 7, "hidden_size_per_layer_input": 0, "attention_k_eq_v": true,
+                        "global_head_dim": 32, "num_global_key_value_heads": 1, "enable_moe_block": true,
+                        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
                         "rope_parameters": {
                             "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25 },

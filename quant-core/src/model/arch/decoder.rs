@@ -69,7 +69,7 @@ impl<'a> Decoder<'a> {
         let kv_heads = match config.optional_positive("num_key_value_heads")? {
             Some(kv_heads) => kv_heads,
             // `null` means all of them in every family; only a missing key has a family's own default.
-            None if config.map().contains_key("num_key_value_heads") => heads,
+            None if config.has("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
         if heads % kv_heads != 0 {
@@ -154,6 +154,7 @@ impl<'a> Decoder<'a> {
             norms_values: false,
             rope,
             position_scale: None,
+            sharing: None,
         }
     }
 
@@ -203,6 +204,8 @@ impl<'a> Decoder<'a> {
                 ("self_attn.fused_qkv_a_proj", &["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]),
             ],
             wrapper: None,
+            per_layer_inputs: None,
+            unread: None,
             further_blocks: 0,
             fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
                 Mlp::Experts(experts) => Some(experts.fused(self.hidden)),

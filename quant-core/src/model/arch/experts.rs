@@ -47,6 +47,8 @@ pub(super) struct GatedExperts {
 pub(super) enum Product {
     /// `silu(gate) · up`.
     Silu,
+    /// `gelu(gate) · up`, with a hyperbolic tangent.
+    GeluTanh,
     /// gpt-oss's, see [`Op::ClampedGated`].
     Clamped { alpha: f32, limit: f32 },
 }
@@ -97,17 +99,40 @@ impl GatedExperts {
 
     /// Adds the experts that read `x`, `hidden` features wide; gives their sum.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
-        let Self { prefix, linears: [gate, up, down], routing, intermediate, bias, .. } = *self;
-        let router = Op::Linear {
+        let logits = g.add(self.router(hidden), &[x]);
+        let weights = g.add(Op::Route(self.routing), &[logits]);
+        let routed = self.add_routed(g, x, weights, hidden);
+        match self.shared {
+            None => routed,
+            Some(shared) => {
+                let shared = shared.add(g, x, hidden);
+                g.add(Op::Add, &[routed, shared])
+            }
+        }
+    }
+
+    /// The router.
+    pub(super) fn router(&self, hidden: usize) -> Op {
+        Op::Linear {
             name: self.router.to_owned(),
-            shape: [routing.experts, hidden],
+            shape: [self.routing.experts, hidden],
             bias: self.router_bias,
             stays_float: true,
-        };
-        let logits = g.add(router, &[x]);
-        let weights = g.add(Op::Route(routing), &[logits]);
+        }
+    }
+
+    /// Adds the experts alone, with the weights of each token for them; gives their sum.
+    pub(super) fn add_routed(
+        &self,
+        g: &mut GraphBuilder,
+        x: NodeId,
+        weights: NodeId,
+        hidden: usize,
+    ) -> NodeId {
+        let Self { prefix, linears: [gate, up, down], routing, intermediate, bias, .. } = *self;
         let product = match self.product {
             Product::Silu => Op::Gated(Activation::Silu),
+            Product::GeluTanh => Op::Gated(Activation::GeluTanh),
             Product::Clamped { alpha, limit } => Op::ClampedGated { alpha, limit },
         };
         let mut terms = vec![weights];
@@ -122,14 +147,7 @@ impl GatedExperts {
             let product = g.add(product.clone(), &[gated, raised]);
             terms.push(g.add(linear(down, [hidden, intermediate]), &[product]));
         }
-        let routed = g.add(Op::Experts { name: prefix.to_owned() }, &terms);
-        match self.shared {
-            None => routed,
-            Some(shared) => {
-                let shared = shared.add(g, x, hidden);
-                g.add(Op::Add, &[routed, shared])
-            }
-        }
+        g.add(Op::Experts { name: prefix.to_owned() }, &terms)
     }
 }
 
@@ -174,7 +192,7 @@ pub(super) fn routing_by(
     top_k: &[&'static str],
 ) -> Result<Routing> {
     let key = |keys: &[&'static str]| {
-        let there = keys.iter().find(|key| config.map().contains_key(**key));
+        let there = keys.iter().find(|key| config.has(**key));
         there.or(keys.last()).copied().unwrap_or_default()
     };
     let (experts, top_k) = (key(experts), key(top_k));

@@ -91,7 +91,7 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Decode
 
 /// The bound of scores or logits: `default` where the key is missing, none where it is `null`.
 pub(super) fn softcap(d: &Decoder<'_>, key: &str, default: Option<f32>) -> Result<Option<f32>> {
-    match d.config.map().contains_key(key) {
+    match d.config.has(key) {
         true => Ok(d.factor(key)?.map(|cap| cap as f32)),
         false => Ok(default),
     }

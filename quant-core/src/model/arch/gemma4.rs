@@ -1,14 +1,26 @@
-//! The text models of Gemma 4 whose blocks depend on nothing but the hidden states before them: norms before and after
-//! attention and MLP, with plain weights; layers without a window have wider heads, which turn in part, and may share keys
-//! and values; values are normalized, scores are not scaled, and a stored number scales each block's output.
+//! The text models of Gemma 4: norms before and after attention and MLP, with plain weights; layers without a window have
+//! wider heads, which turn in part, and may share keys and values; values are normalized, scores are not scaled, and a
+//! stored number scales each block's output.
+//!
+//! The small models have an input of its own for each block, and their last blocks read keys and values that an earlier
+//! block has made. The models with experts have these beside the MLP, behind norms of their own.
 
+use super::beside::{Beside, OwnInput, SharedKeys, Sharing};
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::gemma::{SANDWICH, softcap};
-use super::parts::{Attention, DecoderBlock, HeadNorms, Projections};
+use super::gemma4_experts::ExpertsBeside;
+use super::parts::{Attention, DecoderBlock, HeadNorms, Mlp, Projections};
 use super::windows::Windows;
-use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family};
+use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family, PerLayerInputs, Unread};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
+
+/// Layers that a model whose blocks all differ may have. What is more is a damaged configuration.
+const MAX_LAYERS: usize = 1024;
+/// Module names of a block's own input.
+const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
+/// What blocks that read another's keys and values do not need, though files may have it.
+const UNREAD: &[&str] = &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
 
 /// The family of `Gemma4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
@@ -34,15 +46,16 @@ impl Family for Gemma4Text {
         };
         let d = Decoder::read(config, defaults)?;
         check(&d)?;
+        let own = own_width(&d)?;
         let windows = Windows::patterned(config, Some(512), |layer| !(layer + 1).is_multiple_of(6))?;
         // The last layer never slides, whatever the list says.
         let slides = |layer: usize| windows.of(layer).filter(|_| layer + 1 < d.layers);
-        let shares = d.flag("attention_k_eq_v", false)?;
+        let same = d.flag("attention_k_eq_v", false)?;
         let bias = d.flag("attention_bias", false)?;
-        let attentions: Vec<Attention> = (0..d.layers)
+        let mut attentions: Vec<Attention> = (0..d.layers)
             .map(|layer| {
                 let window = slides(layer);
-                let shape = shape(&d, layer, window, shares)?;
+                let shape = shape(&d, layer, window, same)?;
                 let mut request = d.rope_request();
                 request.head_dim = shape.head_dim;
                 (request.layer_type, request.theta) = match window {
@@ -53,44 +66,126 @@ impl Family for Gemma4Text {
                 attention.shape = shape;
                 attention.head_norms = Some(HeadNorms::OF_HEADS);
                 attention.norms_values = true;
-                if shares && window.is_none() {
+                if same && window.is_none() {
                     attention.projections = Projections::SharedKeysAndValues;
                 }
                 Ok(attention)
             })
             .collect::<Result<_>>()?;
+        let first_reader = share(&d, &mut attentions)?;
+        let doubled = d.flag("use_double_wide_mlp", false)?;
+        let mlp = |layer: usize| Mlp::Gated {
+            activation: d.defaults.activation.0,
+            intermediate: if doubled && layer >= first_reader { 2 * d.intermediate } else { d.intermediate },
+            bias: false,
+        };
+        let experts = match d.flag("enable_moe_block", false)? {
+            true => Some(ExpertsBeside::read(config)?),
+            false => None,
+        };
         let mut architecture = d.architecture(|layer| DecoderBlock {
             placement: SANDWICH,
             output_scale: Some("layer_scalar"),
-            ..d.block(attentions[layer].clone(), d.mlp(false))
+            experts_beside: experts,
+            beside: beside(layer, &attentions, own),
+            ..d.block(attentions[layer].clone(), mlp(layer))
         })?;
         architecture.embedding_scale = Some(EmbeddingScale::Rounded((d.hidden as f64).sqrt()));
         architecture.logits.softcap = softcap(&d, "final_logit_softcapping", None)?;
+        architecture.fused_experts = experts.map(|experts| experts.0.fused(d.hidden));
+        if own > 0 {
+            let vocab = config.optional_positive("vocab_size_per_layer_input")?.unwrap_or(262_144);
+            if vocab < architecture.vocab {
+                let reason = format!("is {vocab}, but there are {} tokens", architecture.vocab);
+                return Err(config.error("vocab_size_per_layer_input", reason));
+            }
+            architecture.per_layer_inputs = Some(PerLayerInputs {
+                width: own,
+                vocab,
+                table: "model.embed_tokens_per_layer".into(),
+                projection: "model.per_layer_model_projection".into(),
+                norm: d.norm.op("model.per_layer_projection_norm", own),
+            });
+        }
+        architecture.unread =
+            (first_reader < d.layers).then_some(Unread { first: first_reader, modules: UNREAD });
         Ok(architecture)
     }
 }
 
-/// Refuses what blocks of this family may have beside their hidden states.
+/// Features of the input that each block has of its own, 0 for none.
+fn own_width(d: &Decoder<'_>) -> Result<usize> {
+    const KEY: &str = "hidden_size_per_layer_input";
+    let width = match d.config.has(KEY) {
+        true => d.config.optional_usize(KEY)?.unwrap_or(0),
+        false => 256,
+    };
+    few_layers(d, width > 0)?;
+    Ok(width)
+}
+
+/// Refuses more layers than models have whose blocks all differ.
+fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
+    if all_differ && d.layers > MAX_LAYERS {
+        let reason = format!("is {}; at most {MAX_LAYERS} blocks that all differ are supported", d.layers);
+        return Err(d.config.error("num_hidden_layers", reason));
+    }
+    Ok(())
+}
+
+/// Which of two pairs of keys and values a layer makes or reads.
+fn pair_of(attention: &Attention) -> usize {
+    usize::from(attention.shape.window.is_none())
+}
+
+/// Has the last blocks read the keys and values of the last one of their kind before them; gives the first that does.
+fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
+    const KEY: &str = "num_kv_shared_layers";
+    let readers = d.config.optional_usize(KEY)?.unwrap_or(0);
+    few_layers(d, readers > 0)?;
+    let Some(first) = d.layers.checked_sub(readers) else {
+        return Err(d.config.error(KEY, format!("is {readers}, but there are {} blocks", d.layers)));
+    };
+    let (makers, readers) = attentions.split_at_mut(first);
+    for (at, reader) in readers.iter_mut().enumerate() {
+        let pair = pair_of(reader);
+        let Some(maker) = makers.iter_mut().rfind(|maker| pair_of(maker) == pair) else {
+            let reason = format!("leaves no block that makes the keys of block {}", first + at);
+            return Err(d.config.error(KEY, reason));
+        };
+        let [made, read] = [&maker.shape, &reader.shape].map(|shape| (shape.kv_heads, shape.head_dim));
+        if made != read {
+            let reason = format!("has block {} read keys of another width than its own", first + at);
+            return Err(d.config.error(KEY, reason));
+        }
+        maker.sharing = Some(Sharing::Makes(pair));
+        reader.sharing = Some(Sharing::Reads(pair));
+    }
+    Ok(first)
+}
+
+/// What travels beside the residual stream of a block.
+fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
+    let shared = [0, 1].map(|pair| {
+        let place = |sharing: Sharing| attentions.iter().rposition(|a| a.sharing == Some(sharing));
+        match (place(Sharing::Makes(pair)), place(Sharing::Reads(pair))) {
+            (Some(maker), Some(last)) => SharedKeys {
+                width: attentions[maker].shape.kv_heads * attentions[maker].shape.head_dim,
+                enter: maker < layer && layer <= last,
+                leave: maker <= layer && layer < last,
+            },
+            _ => SharedKeys::default(),
+        }
+    });
+    // Where neither comes in nor goes out, blocks are alike.
+    let shared = shared.map(|keys| if keys.enter || keys.leave { keys } else { SharedKeys::default() });
+    let input = OwnInput { width: own, activation: Activation::GeluTanh, names: OWN };
+    Beside { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
+}
+
+/// Refuses what is not computed.
 fn check(d: &Decoder<'_>) -> Result<()> {
     let config = d.config;
-    match config.map().contains_key("hidden_size_per_layer_input") {
-        true => match config.optional_usize("hidden_size_per_layer_input")?.unwrap_or(0) {
-            0 => {}
-            n => {
-                let reason = format!("is {n}: embeddings for each layer are not supported");
-                return Err(config.error("hidden_size_per_layer_input", reason));
-            }
-        },
-        false => {
-            let reason = "is missing, which means 256: embeddings for each layer are not supported";
-            return Err(config.error("hidden_size_per_layer_input", reason));
-        }
-    }
-    if let Some(layers) = config.optional_usize("num_kv_shared_layers")?.filter(|layers| *layers > 0) {
-        let reason = format!("is {layers}: layers that share keys and values are not supported");
-        return Err(config.error("num_kv_shared_layers", reason));
-    }
-    d.refuse("enable_moe_block", "experts beside the MLP are not supported")?;
     if config.optional_object("rope_parameters")?.is_none() {
         return Err(config.error("rope_parameters", "is missing"));
     }

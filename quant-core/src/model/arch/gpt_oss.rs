@@ -32,7 +32,7 @@ impl Family for GptOss {
                 "original_max_position_embeddings": 4096,
             });
             map.insert(ROPE.into(), yarn);
-            return describe(self.name(), &ConfigFields::new(config.path(), &map));
+            return describe(self.name(), &config.with_map(&map));
         }
         describe(self.name(), config)
     }

@@ -392,6 +392,11 @@ impl BlockGraph {
             [single] => *single,
             several => self.meeting_node(several)?,
         };
+        // A search computes the one from the other. Experts that a router with another input chooses do not follow from
+        // what they read.
+        if !self.follows_from(inspected, input) {
+            return None;
+        }
         Some(FoldGroup { producer, rows, consumers: walk.consumers, input, inspected, repeat, run })
     }
 
@@ -497,6 +502,21 @@ impl BlockGraph {
             }
         }
         Some(())
+    }
+
+    /// Whether a node's value is computed from that of `from` and from nothing else.
+    fn follows_from(&self, id: NodeId, from: NodeId) -> bool {
+        let mut needed = vec![false; id + 1];
+        needed[id] = true;
+        for node in (0..=id).rev().filter(|node| *node != from) {
+            if needed[node] {
+                if self.nodes[node].inputs.is_empty() {
+                    return false;
+                }
+                self.nodes[node].inputs.iter().for_each(|&input| needed[input] = true);
+            }
+        }
+        true
     }
 
     /// The nodes that read a value, in order of evaluation, each with the input that the value is to it.

@@ -70,7 +70,7 @@ fn intermediate(d: &Decoder<'_>) -> Result<usize> {
         return Ok(given);
     }
     let width = 2 * given / 3;
-    let factor = match config.map().contains_key("block_ffn_dim_multiplier") {
+    let factor = match config.has("block_ffn_dim_multiplier") {
         true => d.factor("block_ffn_dim_multiplier")?,
         false => Some(1.0),
     };

@@ -161,7 +161,7 @@ impl Family for SeedOss {
 
 /// The width of heads where the key is missing; where it is `null`, it is the hidden size's share.
 fn head_dim_or(config: &ConfigFields<'_>, default: usize) -> Option<usize> {
-    (!config.map().contains_key("head_dim")).then_some(default)
+    (!config.has("head_dim")).then_some(default)
 }
 
 impl Family for Ernie45 {

@@ -46,7 +46,7 @@ impl Family for Mixtral {
             ..GatedExperts::new(routing, config.require_positive("intermediate_size")?)
         };
         // Unlike Mistral's, a window that is not named is none.
-        let windows = match config.map().contains_key("sliding_window") {
+        let windows = match config.has("sliding_window") {
             true => Windows::uniform(config, Some(4096), true)?,
             false => Windows::Never,
         };

@@ -1,6 +1,7 @@
 //! Families of models as data. No tensor name of an architecture stands outside this folder.
 
 mod attention_shape;
+mod beside;
 mod blocks;
 mod cohere;
 mod decoder;
@@ -10,6 +11,7 @@ mod experts_variants;
 mod fused_experts;
 mod gemma;
 mod gemma4;
+mod gemma4_experts;
 mod glm;
 mod gpt_neox;
 mod gpt_oss;
@@ -93,6 +95,10 @@ pub struct Architecture {
     pub fused: &'static [(&'static str, &'static [&'static str])],
     /// The model that the decoder is a part of, if it is not the whole of it.
     pub wrapper: Option<Wrapper>,
+    /// What is computed of every token before the first block, for all blocks, where the family has such inputs.
+    pub per_layer_inputs: Option<PerLayerInputs>,
+    /// Tensors that a checkpoint may hold and that nothing computes with, where the family has such.
+    pub unread: Option<Unread>,
     /// Blocks that may follow the last one and predict further tokens. They are copied, and no part of what is run here.
     pub further_blocks: usize,
     /// The tensors that may hold all experts of a block together, where blocks have experts.
@@ -133,7 +139,55 @@ pub struct LearnedPositions {
     pub offset: usize,
 }
 
+/// Inputs of single blocks that depend on the token and its embedding `x`: of block `i` it is part `i` of
+/// `(table[token] · √width + norm(projection(x) / √hidden)) / √2`, where each of the three is `width` features for every
+/// block, and the norm is over each block's.
+///
+/// They stand after the embedding in what enters the first block.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PerLayerInputs {
+    /// Features of a block's input.
+    pub width: usize,
+    /// Rows of the table.
+    pub vocab: usize,
+    /// Module name of the table `[vocab, layers · width]`; its factor is rounded to the type that it is stored in.
+    pub table: String,
+    /// Module name of the projection `[layers · width, hidden]`.
+    pub projection: String,
+    /// The norm, with its whole name.
+    pub norm: Op,
+}
+
+/// Modules of some blocks that are no part of these blocks' computation, though checkpoints may hold them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unread {
+    /// The first block that they are unread in; those after it have none either.
+    pub first: usize,
+    /// Their names inside the block.
+    pub modules: &'static [&'static str],
+}
+
 impl Architecture {
+    /// Features of what stands before block `layer`, or after the last one: the hidden states, and what travels beside
+    /// them.
+    pub fn state_width(&self, layer: usize) -> usize {
+        match layer < self.layers {
+            true => self.graph(layer).width(self.graph(layer).input()),
+            false => self.hidden,
+        }
+    }
+
+    /// Whether nothing computes with a tensor, by its name.
+    pub fn is_unread(&self, tensor: &str) -> bool {
+        let Some(unread) = self.unread else { return false };
+        let within = |layer: usize| tensor.strip_prefix(&self.in_block(layer, "")).map(str::to_owned);
+        let name = self.layer_of(tensor).filter(|layer| *layer >= unread.first).and_then(within);
+        let of = |module: &&str| {
+            name.as_ref().is_some_and(|n| n.strip_prefix(*module).is_some_and(|n| n.starts_with('.')))
+        };
+        unread.modules.iter().any(of)
+    }
+
     /// The graph of block `layer`.
     ///
     /// # Panics

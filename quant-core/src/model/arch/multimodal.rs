@@ -31,7 +31,14 @@ const BASE: &str = "model.";
 /// The prefix of its blocks.
 const BLOCKS: &str = "model.layers.{}.";
 /// What stands directly below the base of a text tower.
-const PARTS: [&str; 3] = ["embed_tokens.", "layers.", "norm."];
+const PARTS: [&str; 6] = [
+    "embed_tokens.",
+    "layers.",
+    "norm.",
+    "embed_tokens_per_layer.",
+    "per_layer_model_projection.",
+    "per_layer_projection_norm.",
+];
 
 /// The model that a decoder is the text tower of.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -407,7 +414,8 @@ fn rename(
     let heads = heads.iter().filter_map(|head| Some((*head, example(&|name| in_module(name, head))?)));
     let head = only(heads.collect())?.unwrap_or(layout.heads[0]);
 
-    let unexpected = || Error::Internal(format!("the family `{}` has names of its own", architecture.family));
+    let family = architecture.family;
+    let unexpected = || Error::Internal(format!("the family `{family}` has names of its own"));
     let rebased = |name: &str| Some(format!("{}{}", layout.base, name.strip_prefix(BASE)?));
     let embedding = rebased(&architecture.embedding).ok_or_else(unexpected)?;
     if architecture.block_prefix != BLOCKS || architecture.learned_positions.is_some() {
@@ -415,6 +423,14 @@ fn rename(
     }
     if let Some(Op::RmsNorm { name, .. } | Op::LayerNorm { name, .. }) = &mut architecture.final_norm {
         *name = rebased(name).ok_or_else(|| Error::Internal(format!("`{name}` has a name of its own")))?;
+    }
+    if let Some(inputs) = &mut architecture.per_layer_inputs {
+        for name in [&mut inputs.table, &mut inputs.projection] {
+            *name = rebased(name).ok_or_else(unexpected)?;
+        }
+        if let Op::RmsNorm { name, .. } = &mut inputs.norm {
+            *name = rebased(name).ok_or_else(unexpected)?;
+        }
     }
     architecture.embedding = embedding;
     architecture.block_prefix = layout.blocks;

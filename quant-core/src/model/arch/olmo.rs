@@ -83,8 +83,7 @@ impl Family for Exaone4 {
         const PATTERN: &str = "sliding_window_pattern";
         let kv_heads = Some(32);
         let d = Decoder::read(config, Defaults { kv_heads, norm_eps: 1e-5, ..Defaults::new(self.name()) })?;
-        let has_windows =
-            !config.map().contains_key("sliding_window") || config.get("sliding_window").is_some();
+        let has_windows = !config.has("sliding_window") || config.get("sliding_window").is_some();
         let windows = match has_windows {
             true => {
                 // Some releases have the pattern as text, `LLLG`, beside the list of layer types that readers go by.

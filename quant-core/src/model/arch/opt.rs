@@ -97,6 +97,8 @@ impl Family for Opt {
             base: "model.",
             fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
             wrapper: None,
+            per_layer_inputs: None,
+            unread: None,
             further_blocks: 0,
             fused_experts: None,
             blocks: Blocks::uniform(layers, block(&sizes)),

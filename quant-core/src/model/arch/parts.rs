@@ -3,7 +3,9 @@
 //! Families differ in few things, and each difference is a field here. A family says which of them it has, per layer
 //! where layers differ; the graph follows.
 
+use super::beside::{Beside, Parts, Sharing};
 use super::experts::GatedExperts;
+use super::gemma4_experts::ExpertsBeside;
 use super::latent::Latent;
 use super::mixers::Mixer;
 use super::{
@@ -28,6 +30,10 @@ pub(super) struct DecoderBlock {
     pub(super) residual_scale: Option<f32>,
     /// The tensor of a number that the whole output is multiplied by, if there is one.
     pub(super) output_scale: Option<&'static str>,
+    /// Experts beside the MLP, if there are any.
+    pub(super) experts_beside: Option<ExpertsBeside>,
+    /// What travels beside the residual stream.
+    pub(super) beside: Beside,
 }
 
 /// Norms of one kind.
@@ -96,6 +102,8 @@ pub(super) struct Attention {
     /// `None` where queries and keys are not turned.
     pub(super) rope: Option<Rope>,
     pub(super) position_scale: Option<PositionScale>,
+    /// Whether other blocks read its keys and values, or it reads those of another.
+    pub(super) sharing: Option<Sharing>,
 }
 
 /// The linears that make queries, keys and values.
@@ -161,13 +169,16 @@ impl DecoderBlock {
             mlp,
             residual_scale: None,
             output_scale: None,
+            experts_beside: None,
+            beside: Beside::default(),
         }
     }
 
     /// The block's graph.
     pub(super) fn graph(&self) -> BlockGraph {
         let mut g = GraphBuilder::default();
-        let input = g.add(Op::Input { width: self.hidden }, &[]);
+        let mut parts = self.beside.enter(&mut g, self.hidden);
+        let input = parts.stream;
         let side_by_side = match self.placement {
             Placement::Shared(norm) => Some((norm, None)),
             Placement::Parallel([first, second]) => Some((first, Some(second))),
@@ -176,12 +187,12 @@ impl DecoderBlock {
         if let Some((first, second)) = side_by_side {
             let x = g.add(self.norm.op(first, self.hidden), &[input]);
             let y = second.map_or(x, |second| g.add(self.norm.op(second, self.hidden), &[input]));
-            let attended = self.mix(&mut g, x);
+            let attended = self.mix(&mut g, x, &mut parts);
             let out = self.mlp.add(&mut g, y, self.hidden);
             // The two meet before the residual stream joins them, so that a search can watch their sum.
             let both = g.add(Op::Add, &[attended, out]);
-            self.add_to(&mut g, input, both);
-            return g.finish();
+            let output = self.add_to(&mut g, input, both);
+            return self.finish(g, output, &parts);
         }
         let norm = |g: &mut GraphBuilder, name: Option<&str>, x: NodeId| match name {
             Some(name) => g.add(self.norm.op(name, self.hidden), &[x]),
@@ -194,24 +205,34 @@ impl DecoderBlock {
             Placement::Shared(_) | Placement::Parallel(_) => ([None; 2], [None; 2]),
         };
         let x = norm(&mut g, before[0], input);
-        let attended = self.mix(&mut g, x);
+        let attended = self.mix(&mut g, x, &mut parts);
         let attended = norm(&mut g, after[0], attended);
         let middle = self.add_to(&mut g, input, attended);
         let x = norm(&mut g, before[1], middle);
-        let out = self.mlp.add(&mut g, x, self.hidden);
+        let mut out = self.mlp.add(&mut g, x, self.hidden);
+        if let Some(experts) = &self.experts_beside {
+            out = experts.add(&mut g, middle, out, self);
+        }
         let out = norm(&mut g, after[1], out);
         let output = self.add_to(&mut g, middle, out);
+        self.finish(g, output, &parts)
+    }
+
+    /// The graph, with what follows the MLP.
+    fn finish(&self, mut g: GraphBuilder, output: NodeId, parts: &Parts) -> BlockGraph {
+        let mut output = self.beside.add_own(&mut g, output, parts, self);
         if let Some(tensor) = self.output_scale {
-            g.add(Op::ScaleBy { tensor }, &[output]);
+            output = g.add(Op::ScaleBy { tensor, width: 1 }, &[output]);
         }
+        self.beside.leave(&mut g, output, parts);
         g.finish()
     }
 
     /// Adds what mixes the tokens of `x`; gives what its output projection puts out.
-    fn mix(&self, g: &mut GraphBuilder, x: NodeId) -> NodeId {
+    fn mix(&self, g: &mut GraphBuilder, x: NodeId, parts: &mut Parts) -> NodeId {
         match &self.mixer {
             Some(mixer) => mixer.add(g, x, self),
-            None => self.attention.add(g, x, self),
+            None => self.attention.add(g, x, self, parts),
         }
     }
 
@@ -231,9 +252,23 @@ pub(super) fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
 
 impl Attention {
     /// Adds the attention that reads `x`; gives what its output projection puts out.
-    fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
+    fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock, parts: &mut Parts) -> NodeId {
         let (hidden, head_dim, [bias, o_bias]) = (block.hidden, self.shape.head_dim, self.bias);
         let out = linear(self.output, [hidden, self.shape.heads() * self.shape.value_dim], o_bias);
+        if let Some(Sharing::Reads(pair)) = self.sharing
+            && let Some([k, v]) = parts.shared[pair]
+        {
+            let q_width = self.shape.heads() * head_dim;
+            let mut q = g.add(linear("self_attn.q_proj", [q_width, hidden], bias), &[x]);
+            if let Some(norms) = self.head_norms {
+                q = g.add(block.norm.op(norms.names[0], head_dim), &[q]);
+            }
+            if let Some(rope) = &self.rope {
+                q = g.add(Op::Rope(rope.clone()), &[q]);
+            }
+            let attended = g.add(Op::Attention(self.shape), &[q, k, v]);
+            return g.add(out, &[attended]);
+        }
         if let (Projections::Latent(latent), Some(rope)) = (self.projections, &self.rope) {
             let inputs = latent.add(g, x, hidden, (self.shape, rope, bias));
             let attended = g.add(Op::Attention(self.shape), &inputs);
@@ -291,6 +326,9 @@ impl Attention {
         }
         if self.norms_values {
             v = g.add(Op::Normalize { width: head_dim, eps: block.norm.eps }, &[v]);
+        }
+        if let Some(Sharing::Makes(pair)) = self.sharing {
+            parts.shared[pair] = Some([k, v]);
         }
         let mut attended = g.add(Op::Attention(self.shape), &[q, k, v]);
         if let Some(gate) = gate {

@@ -1,56 +1,30 @@
 //! What is said of a family that is not supported: the nearest one that is, and where the two differ.
 //!
-//! Differences are read from the configuration ([`MARKS`], and what the nearest family itself refuses), and known of
-//! published families where no field shows them ([`FACTS`]).
+//! Every supported family is asked to describe the configuration, and what it asks for is noted: the nearest family is the
+//! one that asks for most of what there is, and refuses least of it. Fields that it does not ask for, but other families do,
+//! make another model of it; of some it is known what they mean ([`MARKS`]). What no field shows is known of published
+//! families ([`FACTS`]).
+
+use std::collections::BTreeSet;
 
 use serde_json::Value;
 
 use super::{FAMILIES, Family, known, multimodal};
 use crate::Error;
-use crate::checkpoint::ConfigFields;
+use crate::checkpoint::{Asked, ConfigFields, printable};
 
-/// A field that makes another model than the supported families are.
+/// A field that makes another model than most families are.
 struct Mark {
     key: &'static str,
     /// Whether the value asks for it. `null` and absent fields never do.
     asks: fn(&Value) -> bool,
     /// What it means, ending the sentence that the field begins.
     means: &'static str,
-    /// Families that do the same.
-    honoured: &'static [&'static str],
 }
 
 const fn mark(key: &'static str, asks: fn(&Value) -> bool, means: &'static str) -> Mark {
-    Mark { key, asks, means, honoured: &[] }
+    Mark { key, asks, means }
 }
-
-const fn of_experts(key: &'static str) -> Mark {
-    let means = "layers are mixtures of experts";
-    Mark { key, asks: |v| v.as_u64().is_some_and(|n| n > 1), means, honoured: EXPERTS }
-}
-
-/// Families with experts.
-const EXPERTS: &[&str] = &[
-    "mixtral",
-    "qwen3_moe",
-    "qwen2_moe",
-    "olmoe",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_oss",
-    "minimax_m2",
-    "ernie4_5_moe",
-    "granitemoe",
-    "hunyuan_v1_moe",
-];
-/// Those whose routers take a sigmoid, with a correction of each expert's score.
-const BY_SIGMOID: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v3"];
-/// Families with a shared expert as wide as some of the others.
-const SHARED: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"];
-/// Families with latent attention.
-const LATENT: &[&str] = &["glm4_moe_lite", "deepseek_v2", "deepseek_v3"];
 
 fn any(_: &Value) -> bool {
     true
@@ -64,46 +38,27 @@ fn not_one(value: &Value) -> bool {
     value.as_f64().is_some_and(|n| n != 1.0)
 }
 
+fn several(value: &Value) -> bool {
+    value.as_u64().is_some_and(|n| n > 1)
+}
+
 fn is_true(value: &Value) -> bool {
     value.as_bool() == Some(true)
 }
 
+const EXPERTS: &str = "layers are mixtures of experts";
+
 static MARKS: &[Mark] = &[
-    of_experts("num_experts"),
-    of_experts("num_local_experts"),
-    of_experts("n_routed_experts"),
-    Mark {
-        key: "n_shared_experts",
-        asks: positive,
-        means: "shared experts see every token",
-        honoured: SHARED,
-    },
-    Mark {
-        key: "shared_expert_intermediate_size",
-        asks: positive,
-        means: "a shared expert sees every token",
-        honoured: &["qwen2_moe"],
-    },
-    Mark {
-        key: "topk_method",
-        asks: |v| v.as_str() == Some("noaux_tc"),
-        means: "experts are chosen with a correction bias",
-        honoured: BY_SIGMOID,
-    },
-    Mark {
-        key: "kv_lora_rank",
-        asks: positive,
-        means: "keys and values are projected from a latent vector (MLA)",
-        honoured: LATENT,
-    },
+    mark("num_experts", several, EXPERTS),
+    mark("num_local_experts", several, EXPERTS),
+    mark("n_routed_experts", several, EXPERTS),
+    mark("n_shared_experts", positive, "shared experts see every token"),
+    mark("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
+    mark("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
+    mark("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
     mark("index_topk", positive, "queries see the keys that an indexer selects"),
     mark("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
-    Mark {
-        key: "swiglu_limit",
-        asks: positive,
-        means: "gate and up projections are clamped",
-        honoured: &["gpt_oss"],
-    },
+    mark("swiglu_limit", positive, "gate and up projections are clamped"),
     mark("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
     mark("final_logit_softcapping", positive, "logits are bounded by a tanh"),
     mark("query_pre_attn_scalar", positive, "scores are scaled by a number of their own"),
@@ -125,11 +80,6 @@ static MARKS: &[Mark] = &[
     mark("conv_L_cache", positive, "some layers are short convolutions"),
     mark("clip_qkv", positive, "queries, keys and values are clamped"),
     mark("alibi", is_true, "positions bias the scores (ALiBi)"),
-    mark(
-        "hidden_activation",
-        |v| v.as_str().is_some_and(|s| s != "silu"),
-        "the MLP has another activation than SiLU",
-    ),
 ];
 
 /// What of published families no field of their configuration shows.
@@ -158,55 +108,170 @@ fn common_prefix(one: &str, other: &str) -> usize {
     one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count()
 }
 
-/// How much a family resembles what a configuration asks for: letters that the names begin with, and what kind of
-/// block its fields describe.
-fn resemblance(family: &dyn Family, found: &str, fields: &ConfigFields<'_>) -> i64 {
-    let has = |key: &str| fields.get(key).is_some();
-    let names = family.architectures().iter();
-    let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-    // Shorter beginnings are chance.
-    let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
-    let wants_experts = MARKS
-        .iter()
-        .filter(|mark| mark.honoured == EXPERTS)
-        .any(|mark| fields.get(mark.key).is_some_and(mark.asks));
-    let by_experts = if EXPERTS.contains(&family.name()) == wants_experts { 4 } else { -4 };
-    let is_layer_norm = family.name() == "opt";
-    let by_norm = match (has("rms_norm_eps"), has("layer_norm_eps") || has("layer_norm_epsilon")) {
-        (true, _) if is_layer_norm => -2,
-        (true, _) => 2,
-        (false, true) if is_layer_norm => 2,
-        _ => 0,
-    };
-    let by_feed_forward = match (has("ffn_dim"), has("intermediate_size")) {
-        (true, false) if is_layer_norm => 2,
-        (false, true) if !is_layer_norm => 1,
-        _ => 0,
-    };
-    by_name + by_experts + by_norm + by_feed_forward
+/// Whether a key says nothing of what a model computes: training, tokens, files, and versions of programs.
+fn is_bookkeeping(key: &str) -> bool {
+    const KEYS: &[&str] = &[
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "bos_token",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token",
+        "id2label",
+        "initializer_factor",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "max_length",
+        "model_type",
+        "pretraining_tp",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "router_aux_loss_coef",
+        "task_specific_params",
+        "text_config",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    ];
+    let ends = ["token_id", "token_ids", "pdrop", "_loss_coef"];
+    KEYS.contains(&key)
+        || key.contains("dropout")
+        || ["_", "output_", "use_flash", "unsloth"].iter().any(|start| key.starts_with(start))
+        || ends.iter().any(|end| key.ends_with(end))
 }
 
-/// Families that honour none of the [`MARKS`] but for experts.
-const PLAIN: &[&str] =
-    &["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "opt"];
+/// Whether a value asks for nothing: in most configurations such fields stand for what a family does not have.
+fn is_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(true) => false,
+    }
+}
+
+/// Fields that a family refuses before it is left alone.
+const REFUSALS: usize = 16;
+
+/// What a family makes of a configuration.
+struct Reading {
+    family: &'static dyn Family,
+    /// The keys that it asks for.
+    asked: BTreeSet<String>,
+    /// Fields that it refuses, with the reasons.
+    refused: Vec<(String, String)>,
+}
+
+impl Reading {
+    /// Has a family describe the configuration, and again without each field that it refuses, and with a number for each
+    /// that it lacks.
+    fn of(family: &'static dyn Family, fields: &ConfigFields<'_>) -> Self {
+        let mut map = fields.map().clone();
+        let mut filled = BTreeSet::new();
+        let mut reading = Self { family, asked: BTreeSet::new(), refused: Vec::new() };
+        for _ in 0..REFUSALS {
+            let asked = Asked::default();
+            let result = family.describe(&ConfigFields::new(fields.path(), &map).noting(&asked));
+            reading.asked.extend(asked.into_keys());
+            let Err(Error::Config { field, reason, .. }) = result else { break };
+            let key = field.split('.').next().unwrap_or_default().to_owned();
+            let was_there = map.remove(&key).is_some();
+            if filled.contains(&key) || !was_there && field != key {
+                break;
+            }
+            if !was_there {
+                map.insert(key.clone(), 2.into());
+                filled.insert(key);
+            }
+            reading.refused.push((field, reason));
+        }
+        reading
+    }
+
+    fn lacks(reason: &str) -> bool {
+        reason.starts_with("is missing")
+    }
+
+    /// How much the family resembles a configuration whose telling keys are these: what the names of both begin with,
+    /// fields that it has too, and fields that it has not or refuses.
+    fn resemblance(&self, found: &str, telling: &[Telling<'_>]) -> i64 {
+        let names = self.family.architectures().iter();
+        let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
+        // Shorter beginnings are chance.
+        let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
+        let by_fields = telling.iter().map(|field| match self.asked.contains(field.key) {
+            true => field.weight,
+            false => -field.weight,
+        });
+        let by_refusals = self.refused.iter().map(|(_, reason)| if Self::lacks(reason) { -2 } else { -3 });
+        by_name + by_fields.sum::<i64>() + by_refusals.sum::<i64>()
+    }
+}
+
+/// A field that says what a model computes.
+struct Telling<'a> {
+    key: &'a str,
+    value: &'a Value,
+    mark: Option<&'static Mark>,
+    /// How much it tells.
+    weight: i64,
+}
+
+impl<'a> Telling<'a> {
+    fn of(fields: &ConfigFields<'a>) -> Vec<Self> {
+        let telling = |(key, value): (&'a String, &'a Value)| {
+            let mark = MARKS.iter().find(|mark| mark.key == *key);
+            let tells =
+                !is_bookkeeping(key) && !is_nothing(value) && mark.is_none_or(|mark| (mark.asks)(value));
+            let weight = if mark.is_some() { 3 } else { 1 };
+            tells.then_some(Self { key, value, mark, weight })
+        };
+        fields.map().iter().filter_map(telling).collect()
+    }
+
+    /// The field and its value, as a message has them.
+    fn says(&self, fields: &ConfigFields<'_>) -> String {
+        let value = match self.value {
+            Value::Array(_) | Value::Object(_) => "set".to_owned(),
+            Value::String(text) => format!("`{}`", printable(text)),
+            scalar => scalar.to_string(),
+        };
+        format!("`{}` is {value}", printable(&fields.name_of(self.key)))
+    }
+}
 
 /// A family that resembles less is not worth naming.
-const LEAST: i64 = 5;
+const LEAST: i64 = 4;
+/// Fields that are listed without a word on each.
+const LISTED: usize = 8;
 
 /// [`Error::UnknownArchitecture`] for the class `found`.
 pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
     let nested = config.optional_object(multimodal::TEXT).ok().flatten();
     let fields = nested.as_ref().unwrap_or(config);
-    let mut ranked: Vec<(i64, &dyn Family)> =
-        FAMILIES.iter().map(|family| (resemblance(*family, found, fields), *family)).collect();
+    let telling = Telling::of(fields);
+    let readings = FAMILIES.iter().map(|family| Reading::of(*family, fields));
+    let mut ranked: Vec<(i64, Reading)> =
+        readings.map(|reading| (reading.resemblance(found, &telling), reading)).collect();
     // Stable: of equals, the first in the registry.
     ranked.sort_by_key(|(score, _)| std::cmp::Reverse(*score));
-    let nearest = ranked.first().filter(|(score, _)| *score >= LEAST).map(|(_, family)| *family);
+    let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= LEAST);
+    let ranked: Vec<Reading> = ranked.into_iter().map(|(_, reading)| reading).collect();
+    let nearest = ranked.first().filter(|_| has_nearest);
     Error::UnknownArchitecture {
         path: config.path().to_owned(),
         found: found.to_owned(),
-        nearest: nearest.map(|family| family.architectures()[0]),
-        differences: differences(config, fields, nested.is_some(), nearest),
+        nearest: nearest.map(|reading| reading.family.architectures()[0]),
+        differences: differences(config, fields, nested.is_some(), &telling, nearest, &ranked),
         known: known(),
     }
 }
@@ -215,7 +280,9 @@ fn differences(
     config: &ConfigFields<'_>,
     fields: &ConfigFields<'_>,
     is_nested: bool,
-    nearest: Option<&dyn Family>,
+    telling: &[Telling<'_>],
+    nearest: Option<&Reading>,
+    ranked: &[Reading],
 ) -> Vec<String> {
     let mut said = Vec::new();
     if is_nested {
@@ -225,17 +292,19 @@ fn differences(
             classes.join(", ")
         ));
     }
-    let name = nearest.map_or("", Family::name);
-    // Other families honour some of these fields, each its own.
-    let plain = nearest.is_none() || PLAIN.contains(&name) || SHARED.contains(&name);
-    for mark in MARKS.iter().filter(|mark| plain && !mark.honoured.contains(&name)) {
-        let Some(value) = fields.get(mark.key).filter(|value| (mark.asks)(value)) else { continue };
-        let value = match value {
-            Value::Array(_) | Value::Object(_) => "set".to_owned(),
-            Value::String(text) => crate::checkpoint::printable(text),
-            scalar => scalar.to_string(),
-        };
-        said.push(format!("`{}` is {value}: {}", fields.name_of(mark.key), mark.means));
+    let of_nearest = |field: &&Telling<'_>| nearest.is_some_and(|reading| reading.asked.contains(field.key));
+    let mut unknown = Vec::new();
+    for field in telling.iter().filter(|field| !of_nearest(field)) {
+        let other = ranked.iter().find(|reading| reading.asked.contains(field.key));
+        match (field.mark, other, nearest) {
+            (Some(mark), ..) => said.push(format!("{}: {}", field.says(fields), mark.means)),
+            (None, Some(other), Some(nearest)) => {
+                let [nearest, other] = [nearest, other].map(|reading| reading.family.architectures()[0]);
+                said.push(format!("{}, which {other} has and {nearest} has not", field.says(fields)));
+            }
+            (None, Some(_), None) => {}
+            (None, None, _) => unknown.push(format!("`{}`", printable(&fields.name_of(field.key)))),
+        }
     }
     let kinds = [config, fields].map(|fields| fields.optional_str("model_type").ok().flatten().unwrap_or(""));
     let facts = |kind: &str| {
@@ -249,10 +318,15 @@ fn differences(
         }
     }
     // A field that only the nearest family needs says nothing of this one.
-    if let Some(Err(Error::Config { field, reason, .. })) = nearest.map(|family| family.describe(fields))
-        && !reason.starts_with("is missing")
-    {
-        said.push(format!("`{field}` {reason}"));
+    let refused = nearest.iter().flat_map(|reading| &reading.refused);
+    for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
+        said.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
+    }
+    if !unknown.is_empty() && nearest.is_some() {
+        let more = unknown.len().saturating_sub(LISTED);
+        let listed = unknown[..unknown.len() - more].join(", ");
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        said.push(format!("no supported family has {listed}{more}"));
     }
     if said.is_empty() && nearest.is_some() {
         said.push(
@@ -262,152 +336,12 @@ fn differences(
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();
         if crate::format::container_of(method).is_none() {
-            said.push(format!(
-                "its weights are quantized by `{}`, which is not read",
-                crate::checkpoint::printable(method)
-            ));
+            said.push(format!("its weights are quantized by `{}`, which is not read", printable(method)));
         }
     }
     said
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    /// The nearest architecture, and the message.
-    fn of(config: &Value) -> (Option<&'static str>, String) {
-        let config = config.as_object().unwrap();
-        let found = config["architectures"][0].as_str().unwrap();
-        let error = refuse(&ConfigFields::new(std::path::Path::new("config.json"), config), found);
-        let message = error.to_string();
-        match error {
-            Error::UnknownArchitecture { nearest, .. } => (nearest, message),
-            other => panic!("{other}"),
-        }
-    }
-
-    /// A configuration of a dense decoder with more fields.
-    fn dense(architecture: &str, more: &Value) -> Value {
-        let mut config = json!({
-            "architectures": [architecture], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-        });
-        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        config
-    }
-
-    #[test]
-    fn names_and_fields_find_the_nearest_family() {
-        let deepseek = json!({
-            "model_type": "deepseek_v32", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
-            "topk_method": "noaux_tc", "index_topk": 2048, "quantization_config": { "quant_method": "fp8" },
-        });
-        let next = json!({
-            "model_type": "qwen3_other", "num_experts": 512, "linear_num_value_heads": 32,
-            "partial_rotary_factor": 0.25, "shared_expert_intermediate_size": 512,
-        });
-        for (config, near, says) in [
-            (
-                dense("DeepseekV32ForCausalLM", &deepseek),
-                "DeepseekV3ForCausalLM",
-                &["`index_topk` is 2048", "indexer"][..],
-            ),
-            (
-                dense("Qwen3OtherForCausalLM", &next),
-                "Qwen3MoeForCausalLM",
-                &["`linear_num_value_heads` is 32", "gated delta net", "`partial_rotary_factor` is 0.25"],
-            ),
-            (
-                dense("LlamaBitForCausalLM", &json!({})),
-                "LlamaForCausalLM",
-                &["no field of its configuration"],
-            ),
-            (
-                dense("Qwen3BitForCausalLM", &json!({ "hidden_act": "gelu" })),
-                "Qwen3ForCausalLM",
-                &["`hidden_act` is `gelu`"],
-            ),
-        ] {
-            let (nearest, message) = of(&config);
-            assert_eq!(nearest, Some(near), "{message}");
-            assert!(message.contains(near) && says.iter().all(|part| message.contains(part)), "{message}");
-        }
-    }
-
-    #[test]
-    fn nested_text_models_are_looked_at_where_they_are() {
-        let text = dense(
-            "-",
-            &json!({
-                "model_type": "qwen3_9_text", "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
-            }),
-        );
-        let qwen = json!({
-            "architectures": ["Qwen3_9ForConditionalGeneration"], "model_type": "qwen3_9", "text_config": text,
-        });
-        let (nearest, message) = of(&qwen);
-        assert_eq!(nearest, Some("Qwen3ForCausalLM"), "{message}");
-        for part in ["`text_config.linear_num_value_heads`", "Qwen3VLForConditionalGeneration"] {
-            assert!(message.contains(part), "{message}");
-        }
-        assert_eq!(message.matches("gated delta nets").count(), 1, "{message}");
-        let text = dense(
-            "-",
-            &json!({
-                "model_type": "llama4_text", "num_local_experts": 16, "attention_chunk_size": 8192,
-                "no_rope_layers": [1, 1, 1, 0],
-            }),
-        );
-        let llama = json!({
-            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text,
-        });
-        let (nearest, message) = of(&llama);
-        assert!(nearest.is_some(), "{message}");
-        for part in ["attention_chunk_size` is 8192", "no_rope_layers` is set", "neighboring channels"] {
-            assert!(message.contains(part), "{message}");
-        }
-    }
-
-    #[test]
-    fn what_resembles_nothing_has_no_nearest() {
-        let (nearest, message) = of(&json!({ "architectures": ["BertModel"], "num_experts": 0 }));
-        assert_eq!(nearest, None, "{message}");
-        // Nothing that a file says is shown raw, and nothing of it is trusted.
-        let hostile = json!({
-            "architectures": ["Evil\u{1b}[2J"], "text_config": 7, "num_experts": "many", "kv_lora_rank": [],
-            "quantization_config": { "quant_method": "\u{202e}x" },
-        });
-        let (_, message) = of(&hostile);
-        assert!(!message.contains('\u{1b}') && !message.contains('\u{202e}'), "{message}");
-    }
-
-    /// The table of `docs/families.md` says yes of what is supported, and no of nothing that is.
-    #[test]
-    fn the_table_of_families_is_right() {
-        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/families.md");
-        let text = std::fs::read_to_string(path).unwrap();
-        let table = text.split("## Other families").nth(1).unwrap().split("\n## ").next().unwrap();
-        let rows = table.lines().filter(|line| line.starts_with("| `")).skip(1);
-        let rows: Vec<Vec<&str>> = rows.map(|line| line.split('|').map(str::trim).collect()).collect();
-        let listed = |supported: bool| -> Vec<&str> {
-            let rows = rows.iter().filter(|row| (row[2] != "no") == supported);
-            rows.flat_map(|row| row[1].split('`').skip(1).step_by(2)).collect()
-        };
-        let (yes, no) = (listed(true), listed(false));
-        assert!(no.len() > 10, "{no:?}");
-        for name in known() {
-            assert!(yes.contains(&name) && !no.contains(&name), "{name}");
-        }
-        assert!(yes.iter().all(|name| known().contains(name)), "{yes:?}");
-    }
-
-    #[test]
-    fn supported_families_are_not_among_the_unsupported() {
-        for (family, _) in FACTS {
-            assert!(FAMILIES.iter().all(|known| known.name() != *family), "{family}");
-        }
-    }
-}
+#[path = "unknown_tests.rs"]
+mod tests;

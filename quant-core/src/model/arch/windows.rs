@@ -29,7 +29,7 @@ impl Windows {
         if let Some(slides) = layer_types(config)? {
             return Self::listed(config, slides, window);
         }
-        let first = match config.map().contains_key("use_sliding_window") {
+        let first = match config.has("use_sliding_window") {
             true => config.optional_usize("max_window_layers")?.unwrap_or(28),
             false => 0,
         };
@@ -97,7 +97,7 @@ impl Windows {
 
 /// `sliding_window`: `default` where the key is missing, none where it is `null`.
 fn window(config: &ConfigFields<'_>, default: Option<usize>) -> Result<Option<usize>> {
-    match config.map().contains_key("sliding_window") {
+    match config.has("sliding_window") {
         true => config.optional_positive("sliding_window"),
         false => Ok(default),
     }

@@ -1,4 +1,4 @@
-//! What a configuration promises, checked against the tensors that are there, and requests against the model.
+//! What a configuration promises, checked against the tensors that are there.
 
 use crate::checkpoint::require_weight_float;
 use crate::model::Model;
@@ -17,6 +17,15 @@ impl Model {
         }
         if let Some(LearnedPositions { table, offset }) = &a.learned_positions {
             expected.push((table.clone(), vec![a.max_positions + offset, a.hidden]));
+        }
+        if let Some(inputs) = &a.per_layer_inputs {
+            let features = a.layers * inputs.width;
+            expected.push((format!("{}.weight", inputs.table), vec![inputs.vocab, features]));
+            if self.module_scheme(&inputs.projection).is_none() {
+                expected.push((format!("{}.weight", inputs.projection), vec![features, a.hidden]));
+            }
+            let norm = inputs.norm.parameters().into_iter();
+            expected.extend(norm.map(|p| (format!("{}.{}", inputs.norm.name(), p.name), p.shape)));
         }
         if self.module_scheme(&a.embedding_module()).is_none() {
             expected.push((self.embedding_name(), vec![a.vocab, a.hidden]));
@@ -87,42 +96,5 @@ impl Model {
             }
         }
         Ok(())
-    }
-
-    /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
-    /// are always enough.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] with the number that there is.
-    pub fn check_positions(&self, window: usize) -> Result<()> {
-        let a = &self.architecture;
-        match a.learned_positions {
-            Some(_) if window > a.max_positions => Err(Error::usage(
-                format!(
-                    "windows of {window} tokens are longer than the {} positions that the model has learned",
-                    a.max_positions
-                ),
-                format!(
-                    "ask for {} at most: with --seq-len, --window, or --prefill and --decode together",
-                    a.max_positions
-                ),
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// Fails when a token is outside the embedding.
-    ///
-    /// # Errors
-    /// [`Error::Tokenizer`]: the tokenizer belongs to another model.
-    pub fn check_token(&self, token: u32) -> Result<()> {
-        let vocab = self.architecture.vocab;
-        if (token as usize) < vocab {
-            return Ok(());
-        }
-        Err(Error::Tokenizer {
-            path: self.path.with_file_name("tokenizer.json"),
-            reason: format!("gives token {token}, but the embedding has {vocab} rows"),
-        })
     }
 }

@@ -253,7 +253,8 @@ impl Model {
     }
 
     /// Everything that may be quantized, in model order, each with its block, its name and its shape
-    /// `[n, k]`: the linears, the head among them unless it is tied, then the embedding.
+    /// `[n, k]`: the linears, the head among them unless it is tied, and what makes inputs of single blocks; then the
+    /// embedding.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
@@ -262,7 +263,9 @@ impl Model {
             linears.map(move |(_, name, shape, _)| (Some(layer), a.in_block(layer, name), shape))
         });
         let embedding = (None, a.embedding_module(), [a.vocab, a.hidden]);
-        in_blocks.chain(head).chain([embedding]).collect()
+        let inputs = a.per_layer_inputs.as_ref();
+        let inputs = inputs.map(|i| (None, i.projection.clone(), [a.layers * i.width, a.hidden]));
+        in_blocks.chain(head).chain(inputs).chain([embedding]).collect()
     }
 
     /// What of the checkpoint lies outside the decoder and is carried along, where a larger model wraps it.

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use crate::checkpoint::{Dtype, TensorSpec, non_finite_in_whole, require_finite_bytes};
+use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::{PackedReader, PackedWeight};
-use crate::model::arch::{EmbeddingScale, LearnedPositions, Op};
+use crate::model::arch::Op;
 use crate::model::{
-    Block, Linear, Model, Norm, OpParameters, PositionTable, RopeTables, StoredWeight, WeightBody,
+    Block, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight, WeightBody,
 };
 use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
@@ -80,26 +80,6 @@ impl Model {
         Ok(Arc::new(body))
     }
 
-    /// What embeddings are multiplied by; 1 where the family does not scale them.
-    ///
-    /// # Errors
-    /// When the embedding is missing.
-    pub fn embedding_scale(&self) -> Result<f32> {
-        let a = &self.architecture;
-        Ok(match a.embedding_scale {
-            None => 1.0,
-            Some(EmbeddingScale::Exact(scale)) => scale as f32,
-            Some(EmbeddingScale::Rounded(scale)) => {
-                let module = a.embedding_module();
-                let dtype = match self.module_scheme(&module) {
-                    Some(_) => self.packed_scale_dtype(&module)?,
-                    None => self.source.require(&self.embedding_name())?.dtype,
-                };
-                dtype.round(scale as f32)
-            }
-        })
-    }
-
     /// The output head; for tied models it shares `embedding`.
     ///
     /// # Errors
@@ -128,13 +108,13 @@ impl Model {
         Ok(Some((op.clone(), norm)))
     }
 
-    fn norm(&self, name: &str, bias: bool) -> Result<Norm> {
+    pub(in crate::model) fn norm(&self, name: &str, bias: bool) -> Result<Norm> {
         let weight = self.vector(&format!("{name}.weight"))?;
         let bias = if bias { Some(self.vector(&format!("{name}.bias"))?) } else { None };
         Ok(Norm { weight, bias })
     }
 
-    fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
+    pub(in crate::model) fn linear_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
         match self.module_scheme(module) {
             Some(_) => Ok(WeightBody::Quantized(self.packed(module, shape)?)),
             None => self.stored_weight(format!("{module}.weight"), shape),
@@ -147,26 +127,6 @@ impl Model {
     /// When they cannot be made.
     pub fn rope(&self, positions: usize) -> Result<RopeTables> {
         RopeTables::new(self.architecture.ropes(), positions)
-    }
-
-    /// The rows that are added to the embeddings at positions `0..positions`, where the family has such.
-    ///
-    /// # Errors
-    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
-    pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
-        self.check_positions(positions)?;
-        let Some(LearnedPositions { table, offset }) = &self.architecture.learned_positions else {
-            return Ok(None);
-        };
-        let dtype = self.source.require(table)?.dtype;
-        let row = self.architecture.hidden * dtype.size();
-        let mut bytes = vec![0; positions * row];
-        self.source.read_range(table, (offset * row) as u64, &mut bytes)?;
-        require_finite_bytes(self.source.location(table), table, dtype, &bytes)
-            .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
-        let mut values = vec![0.0; positions * self.architecture.hidden];
-        dtype.widen(&bytes, &mut values);
-        Ok(Some(PositionTable::new(self.architecture.hidden, values)))
     }
 
     /// Block `index` with its weights in the file's dtypes, all in memory.
@@ -203,41 +163,5 @@ impl Model {
             parameters.insert(id, OpParameters(values));
         }
         Block::new(graph.clone(), norms, linears, parameters, ropes)
-    }
-
-    /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
-    /// by row from the checkpoint and [scaled](Self::embedding_scale): the table itself is never in memory. What
-    /// [`position_table`](Self::position_table) has is not added yet.
-    ///
-    /// # Errors
-    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
-    pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        // Only float models are calibrated, but nothing else keeps a caller from asking.
-        self.require_float()?;
-        let (name, hidden) = (self.embedding_name(), self.architecture.hidden);
-        let dtype = self.source.require(&name)?.dtype;
-        let row_bytes = hidden * dtype.size();
-        let scale = self.embedding_scale()?;
-        // Each distinct row is read once, in the order it stands in the file.
-        let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        for (place, &token) in tokens.iter().enumerate() {
-            self.check_token(token)?;
-            places.entry(token).or_default().push(place);
-        }
-        let mut out = vec![0.0; tokens.len() * hidden];
-        let (mut bytes, mut row) = (vec![0; row_bytes], vec![0.0; hidden]);
-        for (token, places) in places {
-            self.source.read_range(&name, u64::from(token) * row_bytes as u64, &mut bytes)?;
-            require_finite_bytes(self.source.location(&name), &name, dtype, &bytes)
-                .map_err(|e| non_finite_in_whole(self.source.as_ref(), dtype, e))?;
-            dtype.widen(&bytes, &mut row);
-            if scale != 1.0 {
-                row.iter_mut().for_each(|v| *v *= scale);
-            }
-            for place in places {
-                out[place * hidden..(place + 1) * hidden].copy_from_slice(&row);
-            }
-        }
-        Ok(out)
     }
 }

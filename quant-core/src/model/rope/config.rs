@@ -293,9 +293,7 @@ impl Reader<'_, '_, '_> {
         match fields.optional_f64("factor")? {
             Some(factor) if factor > 0.0 && (factor as f32).is_normal() => Ok(factor),
             Some(factor) => Err(fields.error("factor", format!("is {factor}; it must be positive"))),
-            None if required && !fields.map().contains_key("factor") => {
-                Err(fields.error("factor", "is missing"))
-            }
+            None if required && !fields.has("factor") => Err(fields.error("factor", "is missing")),
             None => Ok(self.config.require_positive("max_position_embeddings")? as f64 / original as f64),
         }
     }

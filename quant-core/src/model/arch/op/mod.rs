@@ -126,10 +126,12 @@ pub enum Op {
     Multiply,
     /// The input times a constant.
     Scale(f32),
-    /// The input times a number that the block stores under this name.
+    /// The input times numbers that the block stores: one for all channels, or one for each.
     ScaleBy {
         /// The tensor's name inside the block.
         tensor: &'static str,
+        /// How many numbers it holds.
+        width: usize,
     },
     /// The sum of its two inputs.
     Add,
@@ -211,7 +213,7 @@ impl Op {
                 let stored = |_| Parameter { name: "sinks", shape: vec![shape.heads()] };
                 shape.sinks.map(stored).into_iter().collect()
             }
-            Self::ScaleBy { tensor } => vec![Parameter { name: tensor, shape: vec![1] }],
+            Self::ScaleBy { tensor, width } => vec![Parameter { name: tensor, shape: vec![*width] }],
             Self::Input { .. }
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
@@ -442,7 +444,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::Multiply
             | Self::Scale(_)
-            | Self::ScaleBy { .. } => ChannelOrder::OfInputs,
+            | Self::ScaleBy { width: 1, .. } => ChannelOrder::OfInputs,
             Self::Attention(shape) => ChannelOrder::OfHeads { port: 2, shape: *shape },
             Self::Input { .. }
             | Self::RmsNorm { .. }
@@ -458,6 +460,7 @@ impl Op {
             | Self::Recurrent(_)
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::ScaleBy { .. }
             | Self::Add => ChannelOrder::Fixed,
         }
     }

@@ -1,0 +1,47 @@
+//! Experts beside the MLP of a block: both have norms of their own before and after, and their sum goes on. The router reads
+//! the residual stream as it is, divided by its root mean square and scaled by what is stored.
+
+use super::experts::{GATE_UP_DOWN, GatedExperts, Product, routing_by};
+use super::parts::DecoderBlock;
+use super::{GraphBuilder, NodeId, Op, Routing};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// The experts of Gemma 4.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct ExpertsBeside(pub(super) GatedExperts);
+
+impl ExpertsBeside {
+    /// Reads their sizes.
+    pub(super) fn read(config: &ConfigFields<'_>) -> Result<Self> {
+        let routing = routing_by(config, &["num_experts"], &["top_k_experts"])?;
+        let routing = Routing { normalized: true, ..routing };
+        let intermediate = config.require_positive("moe_intermediate_size")?;
+        Ok(Self(GatedExperts {
+            router: "router.proj",
+            prefix: "experts",
+            linears: GATE_UP_DOWN,
+            product: Product::GeluTanh,
+            fused: ["experts.gate_up_proj", "experts.down_proj"],
+            ..GatedExperts::new(routing, intermediate)
+        }))
+    }
+
+    /// Adds the experts that read the residual stream `x`; gives what they and the MLP put out together.
+    pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, mlp: NodeId, block: &DecoderBlock) -> NodeId {
+        let (experts, hidden) = (&self.0, block.hidden);
+        let norm = |g: &mut GraphBuilder, name: &str, x: NodeId| g.add(block.norm.op(name, hidden), &[x]);
+        let mlp = norm(g, "post_feedforward_layernorm_1", mlp);
+        let normalized = g.add(Op::Normalize { width: hidden, eps: block.norm.eps }, &[x]);
+        let scaled = g.add(Op::ScaleBy { tensor: "router.scale", width: hidden }, &[normalized]);
+        let scaled = g.add(Op::Scale((1.0 / (hidden as f64).sqrt()) as f32), &[scaled]);
+        let logits = g.add(experts.router(hidden), &[scaled]);
+        let weights = g.add(Op::Route(experts.routing), &[logits]);
+        let scales = Op::ScaleBy { tensor: "router.per_expert_scale", width: experts.routing.experts };
+        let weights = g.add(scales, &[weights]);
+        let normed = norm(g, "pre_feedforward_layernorm_2", x);
+        let routed = experts.add_routed(g, normed, weights, hidden);
+        let routed = norm(g, "post_feedforward_layernorm_2", routed);
+        g.add(Op::Add, &[mlp, routed])
+    }
+}

@@ -1,0 +1,178 @@
+//! What a model makes of tokens before its first block: embeddings, positions, and the inputs of single blocks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::arch::{EmbeddingScale, LearnedPositions};
+use super::per_layer::PerLayer;
+use super::{Linear, Model, PositionTable};
+use crate::checkpoint::{Dtype, TensorSource, non_finite_in_whole, require_finite_bytes};
+use crate::{Error, Result};
+
+/// Rows of a float matrix in a checkpoint.
+pub(super) struct Rows {
+    source: Arc<dyn TensorSource>,
+    name: String,
+    dtype: Dtype,
+    /// Rows, and values of each.
+    shape: [usize; 2],
+}
+
+impl std::fmt::Debug for Rows {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rows").field("name", &self.name).field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+impl Rows {
+    fn of(model: &Model, name: String, shape: [usize; 2]) -> Result<Self> {
+        let dtype = model.source().require(&name)?.dtype;
+        Ok(Self { source: model.source().clone(), name, dtype, shape })
+    }
+
+    /// The type of the values.
+    pub(super) fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Hands over the row of every token, with the token's place. Each distinct row is read once, in the order it stands in
+    /// the file.
+    ///
+    /// # Errors
+    /// When there is no row for a token, or it cannot be read or is not finite.
+    pub(super) fn each(&self, tokens: &[u32], mut take: impl FnMut(usize, &[f32])) -> Result<()> {
+        let [rows, width] = self.shape;
+        let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (place, &token) in tokens.iter().enumerate() {
+            if token as usize >= rows {
+                return Err(Error::Internal(format!("`{}` has no row for token {token}", self.name)));
+            }
+            places.entry(token).or_default().push(place);
+        }
+        let (mut bytes, mut row) = (vec![0; width * self.dtype.size()], vec![0.0; width]);
+        for (token, places) in places {
+            self.source.read_range(&self.name, u64::from(token) * bytes.len() as u64, &mut bytes)?;
+            require_finite_bytes(self.source.location(&self.name), &self.name, self.dtype, &bytes)
+                .map_err(|e| non_finite_in_whole(self.source.as_ref(), self.dtype, e))?;
+            self.dtype.widen(&bytes, &mut row);
+            places.into_iter().for_each(|place| take(place, &row));
+        }
+        Ok(())
+    }
+}
+
+impl Model {
+    /// What embeddings are multiplied by; 1 where the family does not scale them.
+    ///
+    /// # Errors
+    /// When the embedding is missing.
+    pub fn embedding_scale(&self) -> Result<f32> {
+        let a = self.architecture();
+        Ok(match a.embedding_scale {
+            None => 1.0,
+            Some(EmbeddingScale::Exact(scale)) => scale as f32,
+            Some(EmbeddingScale::Rounded(scale)) => {
+                let module = a.embedding_module();
+                let dtype = match self.module_scheme(&module) {
+                    Some(_) => self.packed_scale_dtype(&module)?,
+                    None => self.source().require(&self.embedding_name())?.dtype,
+                };
+                dtype.round(scale as f32)
+            }
+        })
+    }
+
+    /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
+    /// are always enough.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the number that there is.
+    pub fn check_positions(&self, window: usize) -> Result<()> {
+        let a = self.architecture();
+        match a.learned_positions {
+            Some(_) if window > a.max_positions => Err(Error::usage(
+                format!(
+                    "windows of {window} tokens are longer than the {} positions that the model has learned",
+                    a.max_positions
+                ),
+                format!(
+                    "ask for {} at most: with --seq-len, --window, or --prefill and --decode together",
+                    a.max_positions
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The rows that are added to the embeddings at positions `0..positions`, where the family has such.
+    ///
+    /// # Errors
+    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
+    pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
+        self.check_positions(positions)?;
+        let Some(LearnedPositions { table, offset }) = &self.architecture().learned_positions else {
+            return Ok(None);
+        };
+        let dtype = self.source().require(table)?.dtype;
+        let row = self.architecture().hidden * dtype.size();
+        let mut bytes = vec![0; positions * row];
+        self.source().read_range(table, (offset * row) as u64, &mut bytes)?;
+        require_finite_bytes(self.source().location(table), table, dtype, &bytes)
+            .map_err(|e| non_finite_in_whole(self.source().as_ref(), dtype, e))?;
+        let mut values = vec![0.0; positions * self.architecture().hidden];
+        dtype.widen(&bytes, &mut values);
+        Ok(Some(PositionTable::new(self.architecture().hidden, values)))
+    }
+
+    /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
+    /// by row from the checkpoint and [scaled](Self::embedding_scale): the table itself is never in memory. What
+    /// [`position_table`](Self::position_table) has is not added yet.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
+    pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
+        // Only float models are calibrated, but nothing else keeps a caller from asking.
+        self.require_float()?;
+        tokens.iter().try_for_each(|&token| self.check_token(token))?;
+        let (hidden, scale) = (self.architecture().hidden, self.embedding_scale()?);
+        let rows = Rows::of(self, self.embedding_name(), [self.architecture().vocab, hidden])?;
+        let mut out = vec![0.0; tokens.len() * hidden];
+        rows.each(tokens, |place, row| {
+            let values = out[place * hidden..(place + 1) * hidden].iter_mut().zip(row);
+            values.for_each(|(out, value)| *out = if scale == 1.0 { *value } else { value * scale });
+        })?;
+        Ok(out)
+    }
+
+    /// What computes the inputs of single blocks, where the family has such.
+    ///
+    /// # Errors
+    /// When the projection or the norm cannot be read or is not finite.
+    pub(crate) fn per_layer_inputs(&self) -> Result<Option<PerLayer>> {
+        let a = self.architecture();
+        let Some(inputs) = &a.per_layer_inputs else { return Ok(None) };
+        let features = a.layers * inputs.width;
+        let rows = Rows::of(self, format!("{}.weight", inputs.table), [inputs.vocab, features])?;
+        let scale = rows.dtype().round((inputs.width as f64).sqrt() as f32);
+        let projection = self.linear_weight(&inputs.projection, [features, a.hidden])?;
+        projection.load()?;
+        let projection = Linear::new(Arc::new(projection), None);
+        let norm = (inputs.norm.clone(), self.norm(inputs.norm.name(), false)?);
+        Ok(Some(PerLayer { rows, scale, projection, norm }))
+    }
+
+    /// Fails when a token is outside the embedding.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the tokenizer belongs to another model.
+    pub fn check_token(&self, token: u32) -> Result<()> {
+        let vocab = self.architecture().vocab;
+        if (token as usize) < vocab {
+            return Ok(());
+        }
+        Err(Error::Tokenizer {
+            path: self.path().with_file_name("tokenizer.json"),
+            reason: format!("gives token {token}, but the embedding has {vocab} rows"),
+        })
+    }
+}
