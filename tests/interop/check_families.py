@@ -60,6 +60,7 @@ TRAPS = {
     "another base of a part": ("qwen3_next", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
     "weights of experts that add up to 1": ("qwen2_moe", {"norm_topk_prob": True}),
+    "weights of experts that do not add up to 1": ("qwen3_next-experts", {"norm_topk_prob": False}),
     "windows of the last layers": ("qwen2_moe", {"layer_types": [make_tiny.FULL, make_tiny.FULL, make_tiny.FULL,
                                                                  make_tiny.SLIDING]}),
     "all experts as one group": ("glm4_moe", {"n_group": 1, "topk_group": 1}),
@@ -112,6 +113,8 @@ WEIGHT_TRAPS = {
     "short convolutions without biases": ("lfm2-bias", scaled("conv.conv.bias", torch.zeros_like)),
     "convolutions turned around": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
     "convolutions of a token alone": ("qwen3_next", scaled("conv1d", lambda w: w * torch.eye(4)[3])),
+    "gates of shared experts that are always a half": ("qwen3_5_moe", scaled("shared_expert_gate", lambda w: 0 * w)),
+    "ups before gates": ("qwen3_5_moe-published", scaled("gate_up_proj", lambda w: w.unflatten(1, (2, -1)).flip(1).flatten(1, 2))),
     "`a` before `b`": ("qwen3_next", scaled("in_proj_ba", halves_swapped(2))),
     "gates before values": ("qwen3_next", scaled("in_proj_qkvz", gates_before_values)),
 }

@@ -4,7 +4,7 @@
 use candle_core::{D, Device, Tensor};
 
 use super::observe::CHUNK_TOKENS;
-use super::{BatchLayout, HiddenStates, InputRows, Statistic};
+use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic};
 use crate::model::{Block, BlockGraph, CancelTap, NodeId, Op, Segments, TokenRows, add_expert, with_values};
 use crate::{CancelToken, Error, Result};
 
@@ -69,36 +69,78 @@ impl ExpertStates {
         Ok(Self { layout: states.layout().clone(), inputs, sum, outputs, added: 0 })
     }
 
-    /// Gathers a statistic of a value inside an expert.
+    /// Gathers a statistic of a value inside the expert that `selects` takes rows for: of the expert's own tokens, or of
+    /// all, as `sampling` says. Gives how many of these that count are its own, where it was of all.
     ///
     /// # Errors
     /// When the block or the statistic fails, or the run is cancelled.
     pub fn gather(
         &self,
         block: &Block,
-        value: NodeId,
+        [selects, value]: [NodeId; 2],
+        sampling: ExpertSampling,
         cancel: &CancelToken,
         statistic: &mut dyn Statistic,
-    ) -> Result<()> {
+    ) -> Result<Option<u64>> {
+        let expert = self.expert_of(block.graph(), selects).ok_or_else(|| no_experts(selects))?;
+        let routed = self.routed(expert);
+        if sampling.takes_all(routed) {
+            self.gather_all(block, [selects, value], cancel, statistic)?;
+            return Ok(Some(routed));
+        }
         self.each_piece(block, value, cancel, |first, values, width, tokens| {
             let tokens = TokenRows::indices(tokens).shifted(first);
             match tokens.count() {
                 0 => Ok(()),
                 _ => statistic.take(&InputRows::new(values, width, tokens, &self.layout)?),
             }
-        })
+        })?;
+        Ok(None)
+    }
+
+    /// The same of all tokens, as if each were routed to the expert.
+    fn gather_all(
+        &self,
+        block: &Block,
+        [selects, value]: [NodeId; 2],
+        cancel: &CancelToken,
+        statistic: &mut dyn Statistic,
+    ) -> Result<()> {
+        for first in (0..self.layout.tokens()).step_by(CHUNK_TOKENS) {
+            cancel.check()?;
+            let tokens = CHUNK_TOKENS.min(self.layout.tokens() - first);
+            let (_, rows) = self.inputs[0].piece(first, tokens)?;
+            let tap = &mut CancelTap(cancel);
+            let rows = block.evaluate(&[(selects, rows)], &[value], tap)?.swap_remove(0);
+            let width = rows.dim(D::Minus1)?;
+            with_values(&rows, |rows| {
+                statistic.take(&InputRows::new(rows, width, TokenRows::range(first, tokens), &self.layout)?)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// How many tokens that count are routed to an expert.
+    fn routed(&self, expert: usize) -> u64 {
+        let weights = &self.inputs[1];
+        let rows = weights.values.chunks_exact(weights.width.max(1)).enumerate();
+        rows.filter(|(token, row)| row[expert] != 0.0 && self.layout.counts(*token)).count() as u64
+    }
+
+    /// The expert that `selects` takes rows for.
+    fn expert_of(&self, graph: &BlockGraph, selects: NodeId) -> Option<usize> {
+        self.outputs.iter().position(|output| graph.rows_selected_by(*output) == Some(selects))
     }
 
     /// The experts that are not in the sum yet, up to the one that `selects` takes rows for; all of them without one.
     pub fn left_before(&self, graph: &BlockGraph, selects: Option<NodeId>) -> std::ops::Range<usize> {
-        let of = |output: &NodeId| graph.rows_selected_by(*output);
-        let end = selects.and_then(|selects| self.outputs.iter().position(|o| of(o) == Some(selects)));
+        let end = selects.and_then(|selects| self.expert_of(graph, selects));
         self.added..end.unwrap_or(self.outputs.len()).max(self.added)
     }
 
     /// Whether the expert that `selects` takes rows for is one of these.
     pub fn have(&self, graph: &BlockGraph, selects: NodeId) -> bool {
-        self.outputs.iter().any(|output| graph.rows_selected_by(*output) == Some(selects))
+        self.expert_of(graph, selects).is_some()
     }
 
     /// Runs the next expert and adds what it puts out to the sum, or passes it by if the sum is not `wanted`. Gives the

@@ -29,6 +29,7 @@ mod rope;
 mod segments;
 mod tensor_values;
 mod tokens;
+mod unrouted;
 
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,

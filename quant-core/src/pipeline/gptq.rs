@@ -12,7 +12,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::StaticScale;
 
 use super::decision::{GptqRecord, Rounded, StageRounded, stored};
-use crate::calibrate::{ExpertStates, HiddenStates, StatisticsPass};
+use crate::calibrate::{ExpertSampling, ExpertStates, HiddenStates, StatisticsPass, watched};
 use crate::format::Container;
 use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve_within};
@@ -34,6 +34,10 @@ pub(super) struct GptqTask<'a> {
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
+    /// Which tokens an expert is calibrated on.
+    pub(super) experts: ExpertSampling,
+    /// Experts that are calibrated on all tokens of the float model, with how many are routed to each.
+    pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub(super) scale_search: ScaleSearch,
     /// Where the quantized linears are going to stand.
@@ -87,6 +91,7 @@ impl<'a> GptqRun<'a> {
     pub(super) fn next_stage(&mut self) -> Result<Option<StageRounded>> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
         let task = &mut self.task;
+        let mut routed = None;
         let mut hessian = match &mut self.inputs {
             StageInputs::Rounded { from, experts, advance } => {
                 let graph = task.block.graph().clone();
@@ -105,7 +110,11 @@ impl<'a> GptqRun<'a> {
                 match (selects, experts) {
                     (Some(selects), Some(experts)) if experts.have(&graph, selects) => {
                         task.pass_experts(experts, Some(selects), *advance, &self.before)?;
-                        experts.gather(&task.block, value, task.cancel, &mut hessian)?;
+                        let nodes = [selects, value];
+                        routed = experts.gather(&task.block, nodes, task.experts, task.cancel, &mut hessian)?;
+                    }
+                    _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
+                        return Err(Error::Internal("experts before what mixes tokens".into()));
                     }
                     _ => {
                         let nodes = [*from, value];
@@ -114,12 +123,17 @@ impl<'a> GptqRun<'a> {
                 }
                 hessian
             }
-            StageInputs::Gathered(hessians) => hessians
-                .next()
-                .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?,
+            StageInputs::Gathered(hessians) => {
+                let selects = task.block.graph().rows_selected_by(value);
+                routed = selects.and_then(|selects| task.unrouted.get(&selects)).copied();
+                hessians
+                    .next()
+                    .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?
+            }
         };
         hessian.finish();
-        let rounded = task.solve_stage(&hessian, &linears)?;
+        let mut rounded = task.solve_stage(&hessian, &linears)?;
+        rounded.values_mut().for_each(|rounded| rounded.routed = routed);
         if let StageInputs::Rounded { .. } = self.inputs {
             for (&node, rounded) in &rounded {
                 let bias = task.block.linear(node).bias().cloned();
@@ -177,11 +191,16 @@ impl GptqTask<'_> {
         advance: bool,
     ) -> Result<Vec<Hessian>> {
         let mut hessians: Vec<_> = stages.values().map(|linears| self.hessian(linears)).collect();
-        let mut pass = StatisticsPass::new(&self.block, states.layout(), self.cancel);
+        let watched = watched(&self.block, self.unrouted);
+        let mut pass = StatisticsPass::new(&watched, states.layout(), self.cancel);
         for (value, hessian) in stages.keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
-        pass.run(states, advance)?;
+        // States that move on are those of the block as it is, bit for bit.
+        pass.run(states, advance && self.unrouted.is_empty())?;
+        if advance && !self.unrouted.is_empty() {
+            states.advance(&self.block, self.cancel)?;
+        }
         Ok(hessians)
     }
 
@@ -262,7 +281,7 @@ impl GptqTask<'_> {
             };
             tracing::debug!(tensor, loss, damping = record.damping, dead = record.dead_channels, "rounded");
             let weight = Arc::new(WeightBody::Quantized(quantized));
-            rounded.insert(node, Rounded { weight, record, tokens: hessian.tokens() });
+            rounded.insert(node, Rounded { weight, record, tokens: hessian.tokens(), routed: None });
             latest = Some(factor);
         }
         Ok(rounded)

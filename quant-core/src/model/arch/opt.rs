@@ -98,6 +98,7 @@ impl Family for Opt {
             fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
             wrapper: None,
             further_blocks: 0,
+            further_module: None,
             fused_experts: None,
             blocks: Blocks::uniform(layers, block(&sizes)),
         })

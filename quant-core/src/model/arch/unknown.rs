@@ -44,6 +44,8 @@ const EXPERTS: &[&str] = &[
     "ernie4_5_moe",
     "granitemoe",
     "hunyuan_v1_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 ];
 /// Those whose routers take a sigmoid, with a correction of each expert's score.
 const BY_SIGMOID: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v3"];
@@ -82,7 +84,7 @@ static MARKS: &[Mark] = &[
         key: "shared_expert_intermediate_size",
         asks: positive,
         means: "a shared expert sees every token",
-        honoured: &["qwen2_moe"],
+        honoured: &["qwen2_moe", "qwen3_5_moe_text", "qwen3_next"],
     },
     Mark {
         key: "topk_method",
@@ -97,7 +99,12 @@ static MARKS: &[Mark] = &[
         honoured: LATENT,
     },
     mark("index_topk", positive, "queries see the keys that an indexer selects"),
-    mark("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
+    Mark {
+        key: "linear_num_value_heads",
+        asks: positive,
+        means: "some layers have linear attention (gated delta nets)",
+        honoured: &["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"],
+    },
     Mark {
         key: "swiglu_limit",
         asks: positive,
@@ -158,8 +165,8 @@ fn common_prefix(one: &str, other: &str) -> usize {
     one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count()
 }
 
-/// How much a family resembles what a configuration asks for: letters that the names begin with, and what kind of
-/// block its fields describe.
+/// How much a family resembles what a configuration asks for: letters that the names begin with, what kind of block its
+/// fields describe, and how many of the fields that set families apart this one has too.
 fn resemblance(family: &dyn Family, found: &str, fields: &ConfigFields<'_>) -> i64 {
     let has = |key: &str| fields.get(key).is_some();
     let names = family.architectures().iter();
@@ -183,7 +190,13 @@ fn resemblance(family: &dyn Family, found: &str, fields: &ConfigFields<'_>) -> i
         (false, true) if !is_layer_norm => 1,
         _ => 0,
     };
-    by_name + by_experts + by_norm + by_feed_forward
+    let honours = |mark: &&Mark| {
+        mark.honoured != EXPERTS
+            && mark.honoured.contains(&family.name())
+            && fields.get(mark.key).is_some_and(mark.asks)
+    };
+    let by_fields = MARKS.iter().filter(honours).count() as i64;
+    by_name + by_experts + by_norm + by_feed_forward + by_fields
 }
 
 /// Families that honour none of the [`MARKS`] but for experts.
@@ -315,10 +328,11 @@ mod tests {
                 "DeepseekV3ForCausalLM",
                 &["`index_topk` is 2048", "indexer"][..],
             ),
+            (dense("Qwen3OtherForCausalLM", &next), "Qwen3_5MoeForCausalLM", &["no field of its configuration"]),
             (
-                dense("Qwen3OtherForCausalLM", &next),
+                dense("Qwen3OtherForCausalLM", &json!({ "num_experts": 8, "partial_rotary_factor": 0.25 })),
                 "Qwen3MoeForCausalLM",
-                &["`linear_num_value_heads` is 32", "gated delta net", "`partial_rotary_factor` is 0.25"],
+                &["`partial_rotary_factor` is 0.25"],
             ),
             (
                 dense("LlamaBitForCausalLM", &json!({})),
@@ -349,11 +363,10 @@ mod tests {
             "architectures": ["Qwen3_9ForConditionalGeneration"], "model_type": "qwen3_9", "text_config": text,
         });
         let (nearest, message) = of(&qwen);
-        assert_eq!(nearest, Some("Qwen3ForCausalLM"), "{message}");
-        for part in ["`text_config.linear_num_value_heads`", "Qwen3VLForConditionalGeneration"] {
-            assert!(message.contains(part), "{message}");
-        }
-        assert_eq!(message.matches("gated delta nets").count(), 1, "{message}");
+        // A field that this family has too.
+        assert_eq!(nearest, Some("Qwen3_5ForCausalLM"), "{message}");
+        assert!(message.contains("Qwen3VLForConditionalGeneration"), "{message}");
+        assert!(!message.contains("gated delta nets"), "{message}");
         let text = dense(
             "-",
             &json!({
