@@ -77,6 +77,8 @@ TRAPS = {
     "yarn truncated": ("gpt_oss", {"rope_parameters": make_tiny.yarn(truncate=True)}),
     "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
     "no correction of scores": ("deepseek_v3", {}, ".e_score_correction_bias"),
+    "no bias of experts": ("lfm2_moe", {}, ".expert_bias"),
+    "weights of LFM2's experts not scaled": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "no sinks": ("gpt_oss", {}, ".sinks"),
 }
 

@@ -123,6 +123,12 @@ FAMILIES = {
              "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
     "lfm2-bias": {"model_type": "lfm2", "conv_bias": True, "full_attn_idxs": [1], "conv_L_cache": 4,
                   "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    "lfm2_moe": EXPERTS | {"model_type": "lfm2_moe", "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL],
+                           "num_experts": 6, "moe_intermediate_size": 64, "num_dense_layers": 1,
+                           "routed_scaling_factor": 1.5},
+    "lfm2_moe-plain": EXPERTS | {"model_type": "lfm2_moe", "layer_types": [FULL, "conv", FULL], "num_experts": 5,
+                                 "moe_intermediate_size": 64, "num_dense_layers": 0, "norm_topk_prob": False,
+                                 "use_expert_bias": False, "tie_word_embeddings": False},
     "gemma3-older-keys": GEMMA | ALTERNATING | {"model_type": "gemma3_text", "final_logit_softcapping": 3.0},
     "olmo2": {"model_type": "olmo2", "attention_bias": True},
     "olmo3": LAYERS | {"model_type": "olmo3", "rope_parameters": {
@@ -195,7 +201,7 @@ FAMILIES = {
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
 }
 # transformers names the width of heads by the hidden size in these.
-WITHOUT_HEAD_DIM = {"lfm2", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
+WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
                     "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
                     "ernie4_5_moe", "granitemoe"}
 

@@ -70,6 +70,7 @@ const OTHER_EXPERTS: &[&str] = &[
     "ernie4_5_moe",
     "hunyuan_v1_moe",
     "qwen3_5_moe_text",
+    "lfm2_moe",
 ];
 /// Families of which transformers has run compressed-tensors checkpoints, and no other engine any.
 const OTHER_DENSE: &[&str] = &[

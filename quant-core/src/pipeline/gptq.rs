@@ -98,6 +98,7 @@ impl<'a> GptqRun<'a> {
                 if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
                     self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
                     *from = cut;
+                    task.let_go(&self.before, |node| node <= cut);
                 }
                 let mut hessian = task.hessian(&linears);
                 // Where tokens do not see each other between here and the end of the block.
@@ -109,9 +110,9 @@ impl<'a> GptqRun<'a> {
                 }
                 match (selects, experts) {
                     (Some(selects), Some(experts)) if experts.have(&graph, selects) => {
-                        task.pass_experts(experts, Some(selects), *advance, &self.before)?;
-                        let nodes = [selects, value];
-                        routed = experts.gather(&task.block, nodes, task.experts, task.cancel, &mut hessian)?;
+                        task.pass_experts((experts, self.states), Some(selects), *advance, &self.before)?;
+                        let (nodes, how) = ([selects, value], (task.experts, task.cancel));
+                        routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
                     _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
                         return Err(Error::Internal("experts before what mixes tokens".into()));
@@ -147,7 +148,7 @@ impl<'a> GptqRun<'a> {
     pub(super) fn finish(mut self) -> Result<()> {
         match self.inputs {
             StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
-                self.task.pass_experts(&mut experts, None, true, &self.before)?;
+                self.task.pass_experts((&mut experts, self.states), None, true, &self.before)?;
                 let (node, sum) = experts.into_sum();
                 self.states.advance_with(&self.task.block, from, (node, &sum), self.task.cancel)
             }
@@ -165,22 +166,24 @@ impl GptqTask<'_> {
     /// go: nothing looks at them again.
     fn pass_experts(
         &mut self,
-        experts: &mut ExpertStates,
+        (experts, states): (&mut ExpertStates, &HiddenStates),
         selects: Option<NodeId>,
         wanted: bool,
         before: &Block,
     ) -> Result<()> {
         let graph = self.block.graph().clone();
         for _ in experts.left_before(&graph, selects) {
-            let passed = experts.add_next(&self.block, wanted, self.cancel)?;
-            let of_expert = |id: &NodeId| {
-                passed.is_some() && graph.rows_selected_by(graph.nodes()[*id].inputs[0]) == passed
-            };
-            for node in graph.linears().map(|(id, ..)| id).filter(of_expert) {
-                self.block.replace_linear(node, before.linear(node).clone());
-            }
+            let passed = experts.add_next(states, &self.block, wanted, self.cancel)?;
+            self.let_go(before, |node| graph.expert_of(node) == Some(passed));
         }
         Ok(())
+    }
+
+    /// Lets the rounded weights of some linears go, which nothing looks at again.
+    fn let_go(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
+        for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
+            self.block.replace_linear(node, before.linear(node).clone());
+        }
     }
 
     /// The Hessians of all stages, from one pass of the block as it is.

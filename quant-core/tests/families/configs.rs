@@ -513,6 +513,32 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["operator_norm", "conv.in_proj", "ffn_norm", "feed_forward.w3"],
+            other_producers: vec![
+                vec![
+                    "operator_norm",
+                    "self_attn.v_proj",
+                    "ffn_norm",
+                    "feed_forward.experts.0.w3",
+                    "feed_forward.experts.1.w3",
+                ],
+                vec![
+                    "operator_norm",
+                    "conv.in_proj",
+                    "ffn_norm",
+                    "feed_forward.experts.0.w3",
+                    "feed_forward.experts.1.w3",
+                ],
+            ],
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "lfm2_moe",
+                "Lfm2MoeForCausalLM",
+                json!({ "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 2,
+                        "num_experts_per_tok": 1, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5 }),
+            )
+        },
+        Case {
+            producers: vec!["operator_norm", "conv.in_proj", "ffn_norm", "feed_forward.w3"],
             other_producers: vec![vec!["operator_norm", "self_attn.v_proj", "ffn_norm", "feed_forward.w3"]],
             ..Case::new(
                 "lfm2",

@@ -261,6 +261,7 @@ pub static FAMILIES: &[&dyn Family] = &[
     &starcoder2::Starcoder2,
     &gpt_neox::GptNeoX,
     &lfm2::Lfm2,
+    &lfm2::Lfm2Moe,
     &qwen3_next::Qwen35,
     &mixtral::Mixtral,
     &mixtral::Qwen3Moe,

@@ -46,6 +46,7 @@ const EXPERTS: &[&str] = &[
     "hunyuan_v1_moe",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "lfm2_moe",
 ];
 /// Those whose routers take a sigmoid, with a correction of each expert's score.
 const BY_SIGMOID: &[&str] = &["glm4_moe", "glm4_moe_lite", "deepseek_v3"];
