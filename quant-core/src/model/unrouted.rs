@@ -10,7 +10,9 @@ use super::arch::NodeId;
 impl Block {
     /// The same block with these experts, each by the node that selects its tokens' rows, run on all tokens.
     pub fn unrouted(&self, experts: BTreeSet<NodeId>) -> Self {
-        Self { unrouted: Arc::new(experts), ..self.clone() }
+        let mut block = self.clone();
+        block.unrouted = Arc::new(experts);
+        block
     }
 
     /// The same block with every expert run on its own tokens.
