@@ -169,7 +169,7 @@ FAMILIES = {
                                      "attention_bias": True},
     "glm4_moe": DEEPSEEK | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True,
                             "routed_scaling_factor": 1.4} | rope(rope_type="default", partial_rotary_factor=0.5),
-    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 1,
+    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
     # Stored in 8 bits: blocks are cut off, and no width divides by 128, so that inputs are not rounded.

@@ -143,7 +143,9 @@ fn check_importance(options: &RecipeOptions, gathers: bool) -> Result<()> {
     ];
     if let Some((option, _)) = of_experts.into_iter().find(|(_, given)| *given) {
         return Err(Error::usage(
-            format!("{option} has no effect: importance is that of the tokens that are routed to each expert"),
+            format!(
+                "{option} has no effect: importance is that of the tokens that are routed to each expert"
+            ),
             "leave it out",
         ));
     }

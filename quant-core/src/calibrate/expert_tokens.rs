@@ -69,7 +69,10 @@ impl ExpertSampling {
     pub fn check(self) -> Result<()> {
         match self.tokens == ExpertTokens::All && self.floor > 0 {
             true => Err(Error::usage(
-                format!("a floor of {} tokens for each expert has no effect: all experts see all tokens", self.floor),
+                format!(
+                    "a floor of {} tokens for each expert has no effect: all experts see all tokens",
+                    self.floor
+                ),
                 "leave one of the two out",
             )),
             false => Ok(()),
@@ -102,17 +105,23 @@ impl ExpertSampling {
             let mut routed = vec![0; width];
             let mut first = 0;
             // The second value is not needed; it is the same one.
-            states.values_between(block, graph.input(), [weights; 2], cancel, &mut |values: &[Tensor]| {
-                with_values(&values[0], |values| {
-                    for (token, row) in values.chunks_exact(width.max(1)).enumerate() {
-                        if states.layout().counts(first + token) {
-                            row.iter().zip(&mut routed).for_each(|(w, n)| *n += u64::from(*w != 0.0));
+            states.values_between(
+                block,
+                graph.input(),
+                [weights; 2],
+                cancel,
+                &mut |values: &[Tensor]| {
+                    with_values(&values[0], |values| {
+                        for (token, row) in values.chunks_exact(width.max(1)).enumerate() {
+                            if states.layout().counts(first + token) {
+                                row.iter().zip(&mut routed).for_each(|(w, n)| *n += u64::from(*w != 0.0));
+                            }
                         }
-                    }
-                    first += values.len() / width.max(1);
-                    Ok(())
-                })
-            })?;
+                        first += values.len() / width.max(1);
+                        Ok(())
+                    })
+                },
+            )?;
             let few = experts.into_iter().filter_map(|(expert, id)| Some((id, *routed.get(expert)?)));
             counts.extend(few.filter(|(_, routed)| self.takes_all(*routed)));
         }
@@ -129,7 +138,10 @@ fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> 
 }
 
 /// Of each linear inside one of some experts, how many tokens are routed to it.
-pub(crate) fn routed_to_linears(graph: &BlockGraph, experts: &BTreeMap<NodeId, u64>) -> BTreeMap<NodeId, u64> {
+pub(crate) fn routed_to_linears(
+    graph: &BlockGraph,
+    experts: &BTreeMap<NodeId, u64>,
+) -> BTreeMap<NodeId, u64> {
     let routed = |id: NodeId| graph.rows_selected_by(id).and_then(|selects| experts.get(&selects)).copied();
     graph.linears().filter_map(|(id, ..)| Some((id, routed(id)?))).collect()
 }

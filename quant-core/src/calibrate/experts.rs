@@ -51,7 +51,9 @@ impl ExpertStates {
                 for row in values.chunks_exact(experts.max(1)) {
                     let chosen = tokens.iter_mut().zip(row).filter(|(_, weight)| **weight != 0.0);
                     chosen.for_each(|(tokens, weight)| tokens.push((first, *weight)));
-                    first = first.checked_add(1).ok_or_else(|| Error::Internal("more than 2^32 tokens".into()))?;
+                    first = first
+                        .checked_add(1)
+                        .ok_or_else(|| Error::Internal("more than 2^32 tokens".into()))?;
                 }
                 Ok(())
             })
@@ -123,14 +125,21 @@ impl ExpertStates {
             let (width, weights) = (self.width, &self.tokens[expert]);
             let tokens: Vec<u32> = weights.iter().map(|(token, _)| *token).collect();
             let mut sums = std::mem::take(&mut self.sums);
-            let added = self.each_piece(states, block, [selects, output], &tokens, cancel, |tokens, values, _| {
-                let (Some(&first), Some(&last)) = (tokens.first(), tokens.last()) else { return Ok(()) };
-                let weight = |token: usize| {
-                    let found = weights.binary_search_by_key(&(first as usize + token), |(token, _)| *token as usize);
-                    found.map_or(0.0, |i| weights[i].1)
-                };
-                add_expert(&mut sums[first as usize * width..(last as usize + 1) * width], width, weight, values)
-            });
+            let added =
+                self.each_piece(states, block, [selects, output], &tokens, cancel, |tokens, values, _| {
+                    let (Some(&first), Some(&last)) = (tokens.first(), tokens.last()) else { return Ok(()) };
+                    let weight = |token: usize| {
+                        let found = weights
+                            .binary_search_by_key(&(first as usize + token), |(token, _)| *token as usize);
+                        found.map_or(0.0, |i| weights[i].1)
+                    };
+                    add_expert(
+                        &mut sums[first as usize * width..(last as usize + 1) * width],
+                        width,
+                        weight,
+                        values,
+                    )
+                });
             self.sums = sums;
             added?;
         }

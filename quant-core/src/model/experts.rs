@@ -310,7 +310,8 @@ mod tests {
         let summed = flat(&sum(&weights, &outputs).unwrap());
         assert_eq!(summed, [0.5, 1.0, -3.0, -4.0, -1.25, -1.5]);
         // The rows of all tokens, of which two are not the first expert's.
-        let of_all = [rows(&x, &[0, 1, 2]).unwrap() * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
+        let of_all =
+            [rows(&x, &[0, 1, 2]).unwrap() * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
         assert_eq!(flat(&sum(&weights, &of_all).unwrap()), summed);
         assert!(sum(&weights, &outputs[..2]).is_err());
         assert!(sum(&weights, &[outputs[1].clone(), outputs[1].clone(), outputs[2].clone()]).is_err());

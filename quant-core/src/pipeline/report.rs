@@ -276,7 +276,8 @@ impl TensorReport {
         error: WeightError,
         search: Searched,
     ) -> Self {
-        let Searched { fold, clip, tokens, routed, gptq, smooth, attention, reordered, stored, input } = search;
+        let Searched { fold, clip, tokens, routed, gptq, smooth, attention, reordered, stored, input } =
+            search;
         let asked = entry.quantized().map(|(_, scheme)| scheme);
         Self {
             scheme: stored.map(|s| s.to_string()),

@@ -41,7 +41,8 @@ impl Plan {
 
     /// Fails where it is said which tokens experts are calibrated on, and no block that is looked at has any.
     pub(super) fn check_experts(&self, architecture: &Architecture) -> Result<()> {
-        let has_experts = |graph: &BlockGraph| graph.nodes().iter().any(|n| matches!(n.op, Op::ExpertInput { .. }));
+        let has_experts =
+            |graph: &BlockGraph| graph.nodes().iter().any(|n| matches!(n.op, Op::ExpertInput { .. }));
         let experts = self.sampling.experts;
         match experts.is_routed() || architecture.blocks.kinds().any(|kind| has_experts(kind.graph)) {
             true => Ok(()),

@@ -117,7 +117,8 @@ impl Plan {
             }
             for (&value, k) in &widths {
                 // In f64 the factor runs at half the rate.
-                operations += self.tokens() * self.share_of_tokens(graph, value) * k * k + 4.0 / 3.0 * k.powi(3);
+                operations +=
+                    self.tokens() * self.share_of_tokens(graph, value) * k * k + 4.0 / 3.0 * k.powi(3);
             }
             operations
         };
@@ -162,7 +163,9 @@ impl Plan {
     fn block_operations(&self, graph: &BlockGraph) -> f64 {
         let length = self.sampling.length as f64;
         let nodes = graph.nodes().iter().enumerate();
-        nodes.map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(graph, id), length)).sum()
+        nodes
+            .map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(graph, id), length))
+            .sum()
     }
 
     /// What mixes the tokens of the whole batch.

@@ -124,7 +124,11 @@ pub(crate) fn kept_bytes(
     candidates: usize,
 ) -> u64 {
     let shares = batch.experts.shares(graph.share_of_tokens(group.input));
-    shares.map(|share| kept_of_share(graph, group, batch, [n, k], (candidates, share))).into_iter().max().unwrap_or(0)
+    shares
+        .map(|share| kept_of_share(graph, group, batch, [n, k], (candidates, share)))
+        .into_iter()
+        .max()
+        .unwrap_or(0)
 }
 
 /// The same where this share of all tokens has a row in the input.

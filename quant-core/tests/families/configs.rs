@@ -195,7 +195,11 @@ pub fn cases() -> Vec<Case> {
         |mixer: &'static str| vec!["input_layernorm", mixer, "post_attention_layernorm", "mlp.up_proj"];
     let hybrid_experts = |mixer: &'static str| {
         let block = ["input_layernorm", mixer, "post_attention_layernorm"];
-        block.into_iter().chain(UPS.into_iter().take(3)).chain(["mlp.shared_expert.up_proj"]).collect::<Vec<_>>()
+        block
+            .into_iter()
+            .chain(UPS.into_iter().take(3))
+            .chain(["mlp.shared_expert.up_proj"])
+            .collect::<Vec<_>>()
     };
     let hybrid = json!({
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -487,7 +491,11 @@ pub fn cases() -> Vec<Case> {
             has_pairs: false,
             rounding: 1.0,
             not_rotated_for: Some(EXPERTS),
-            ..Case::new("qwen3_next, experts", "Qwen3NextForCausalLM", with_experts(json!({ "mlp_only_layers": [1] })))
+            ..Case::new(
+                "qwen3_next, experts",
+                "Qwen3NextForCausalLM",
+                with_experts(json!({ "mlp_only_layers": [1] })),
+            )
         },
         Case {
             producers: hybrid_experts("linear_attn.norm"),

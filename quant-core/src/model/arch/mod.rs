@@ -16,6 +16,7 @@ mod gpt_oss;
 mod graph;
 mod latent;
 mod lfm2;
+mod liveness;
 mod llama;
 mod llama_variants;
 mod mixers;

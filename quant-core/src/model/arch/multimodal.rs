@@ -439,6 +439,8 @@ fn rename(
     roots.dedup();
     wrapper.names = WrapperNames { outside: roots, renamed };
     architecture.wrapper = Some(wrapper);
+    // It lies outside of the text tower, and is named so.
+    architecture.further_module = None;
     Ok(())
 }
 

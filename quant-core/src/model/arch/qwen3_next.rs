@@ -71,7 +71,7 @@ impl Family for Qwen3Next {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = Decoder::read(config, defaults(self.name(), 2))?;
-        let sparse = match config.optional_usize(EXPERTS[0])? {
+        let sparse = match config.optional_usize(EXPERTS[1])? {
             Some(0) => vec![false; d.layers],
             _ => sparse_layers(config)?,
         };
@@ -84,8 +84,8 @@ impl Family for Qwen3Next {
     }
 }
 
-/// transformers 5 takes either name.
-const EXPERTS: [&str; 2] = ["num_experts", "num_local_experts"];
+/// transformers 5 takes either name; the second is the published one.
+const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
 /// The width of an expert.
 const INTERMEDIATE: &str = "moe_intermediate_size";
 
@@ -98,7 +98,10 @@ fn defaults(family: &'static str, kv_heads: usize) -> Defaults {
 fn experts(d: &Decoder<'_>, normalized: bool) -> Result<GatedExperts> {
     let routing = Routing { normalized, ..routing(d.config, &EXPERTS)? };
     let shared = SharedExpert::gated(d.config)?;
-    Ok(GatedExperts { shared: Some(shared), ..GatedExperts::new(routing, d.config.require_positive(INTERMEDIATE)?) })
+    Ok(GatedExperts {
+        shared: Some(shared),
+        ..GatedExperts::new(routing, d.config.require_positive(INTERMEDIATE)?)
+    })
 }
 
 /// The architecture whose layers have these experts, or an MLP.
@@ -180,4 +183,52 @@ fn full_attention(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>>
         }
     };
     types.iter().map(is_full).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(family: &dyn Family, changes: &Value) -> Result<Architecture> {
+        let mut config = json!({
+            "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 100,
+            "intermediate_size": 96, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        });
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        family.describe(&ConfigFields::new(Path::new("config.json"), config.as_object().unwrap()))
+    }
+
+    #[test]
+    fn experts_stand_where_the_configuration_leaves_them() {
+        let sparse = |family: &dyn Family, changes: Value| -> Vec<bool> {
+            let architecture = read(family, &changes).unwrap();
+            let has =
+                |layer: usize| architecture.graph(layer).linears().any(|(_, name, ..)| name == "mlp.gate");
+            (0..4).map(has).collect()
+        };
+        assert_eq!(sparse(&Qwen3Next, json!({})), [true; 4]);
+        assert_eq!(sparse(&Qwen3Next, json!({ "mlp_only_layers": [0] })), [false, true, true, true]);
+        assert_eq!(sparse(&Qwen3Next, json!({ "decoder_sparse_step": 2 })), [false, true, false, true]);
+        assert_eq!(sparse(&Qwen3Next, json!({ "num_experts": 0 })), [false; 4]);
+        // Qwen3.5 has them in all layers, and no width of an MLP.
+        let all = json!({ "mlp_only_layers": [0], "intermediate_size": null });
+        assert_eq!(sparse(&Qwen35Moe, all), [true; 4]);
+        assert_eq!(sparse(&Qwen35, json!({})), [false; 4]);
+        let message = read(&Qwen35Moe, &json!({ "norm_topk_prob": false })).unwrap_err().to_string();
+        assert!(message.contains("norm_topk_prob"), "{message}");
+    }
+
+    #[test]
+    fn layers_that_predict_further_tokens_belong_to_no_block() {
+        let architecture = read(&Qwen3Next, &json!({})).unwrap();
+        assert!(architecture.is_in_further_block("mtp.layers.0.mlp.experts.1.up_proj.weight"));
+        assert!(!architecture.is_in_further_block("model.layers.0.mlp.gate.weight"));
+        let fused = read(&Qwen35Moe, &json!({})).unwrap().fused_modules();
+        assert!(fused.iter().any(|f| f.name == "model.layers.2.mlp.shared_expert.gate_up_proj"));
+    }
 }

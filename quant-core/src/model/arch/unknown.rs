@@ -329,7 +329,11 @@ mod tests {
                 "DeepseekV3ForCausalLM",
                 &["`index_topk` is 2048", "indexer"][..],
             ),
-            (dense("Qwen3OtherForCausalLM", &next), "Qwen3_5MoeForCausalLM", &["no field of its configuration"]),
+            (
+                dense("Qwen3OtherForCausalLM", &next),
+                "Qwen3_5MoeForCausalLM",
+                &["no field of its configuration"],
+            ),
             (
                 dense("Qwen3OtherForCausalLM", &json!({ "num_experts": 8, "partial_rotary_factor": 0.25 })),
                 "Qwen3MoeForCausalLM",
