@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use quant_core::Result;
-use quant_core::calibrate::{ChannelMaxima, Sampling};
+use quant_core::calibrate::{ChannelMaxima, ExpertSampling, Sampling};
 use quant_core::model::Model;
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method, steps};
@@ -118,6 +118,12 @@ pub struct RecipeOptions {
     /// Tokens that the search leaves out: none, or the prompts of conversations [default: none]
     #[arg(long, value_name = "none|prompts", help_heading = "Calibration")]
     pub mask: Option<String>,
+    /// Tokens that an expert is calibrated on: those that are routed to it, or all [default: routed]
+    #[arg(long, value_name = "routed|all", help_heading = "Calibration")]
+    pub expert_tokens: Option<String>,
+    /// An expert that fewer tokens than N are routed to is calibrated on all tokens [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Calibration")]
+    pub expert_floor: Option<u64>,
 }
 
 impl RecipeOptions {
@@ -204,6 +210,8 @@ impl RecipeOptions {
                 ("--seed", self.seed.is_some()),
                 ("--packing", self.packing.is_some()),
                 ("--mask", self.mask.is_some()),
+                ("--expert-tokens", self.expert_tokens.is_some()),
+                ("--expert-floor", self.expert_floor.is_some()),
             ];
             let given = given.into_iter().find(|(_, given)| *given);
             if let Some((option, _)) = given {
@@ -245,6 +253,10 @@ impl RecipeOptions {
             seed: self.seed.unwrap_or(sampling.seed),
             packing: self.packing.as_deref().map_or(Ok(sampling.packing), str::parse)?,
             mask: self.mask.as_deref().map_or(Ok(sampling.mask), str::parse)?,
+            experts: ExpertSampling {
+                tokens: self.expert_tokens.as_deref().map_or(Ok(sampling.experts.tokens), str::parse)?,
+                floor: self.expert_floor.unwrap_or(sampling.experts.floor),
+            },
         };
         Ok(recipe)
     }
@@ -276,6 +288,8 @@ impl RecipeOptions {
             || !(ignore.is_empty() && overrides.is_empty())
             || [samples, seq_len].iter().any(|o| o.is_some())
             || seed.is_some()
+            || self.expert_tokens.is_some()
+            || self.expert_floor.is_some()
             || !self.skip.is_empty()
             || self.output_alpha.is_some()
             || self.attention_alpha.is_some()

@@ -4,9 +4,9 @@
 //! cargo run --release -p quant-core --example experts_memory -- METHOD [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]
 //! ```
 //!
-//! METHOD is a method such as `rtn` or `gptq`. Defaults: 256 experts of 7168 × 2048, 8 for each token, as DeepSeek-V3
-//! has them, with plain attention of 56 heads of 128; 32 windows of 512 random tokens. What is written is hashed and
-//! dropped. Prints the time, the peak resident memory (VmHWM), what the plan predicted, and the hash.
+//! METHOD is a method such as `rtn` or `gptq`. Defaults are those of a block of DeepSeek-V3: 256 experts of 7168 × 2048, 8
+//! for each token, a shared one, and latent attention of 128 heads; 128 windows of 512 random tokens. With another HIDDEN,
+//! which 1792 must divide, attention shrinks with it. What is written is hashed and dropped. Prints the time, the peak resident memory (VmHWM), what the plan predicted, and the hash.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -24,8 +24,9 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 const VOCAB: usize = 1024;
-const HEAD_DIM: usize = 128;
 const TOP_K: usize = 8;
+/// Features of a head that are not turned, of the part that is, and of a value.
+const HEAD: [usize; 3] = [128, 64, 128];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -35,7 +36,7 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     let size = |i: usize, default: usize| sizes.get(i).copied().unwrap_or(default);
-    let shape = [size(0, 256), size(1, 7168), size(2, 2048), size(3, 32), size(4, 512)];
+    let shape = [size(0, 256), size(1, 7168), size(2, 2048), size(3, 128), size(4, 512)];
     match run(name, shape) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -76,20 +77,36 @@ fn run(name: &str, [experts, hidden, width, samples, length]: [usize; 5]) -> Res
     Ok(())
 }
 
-/// Of a Qwen3-MoE with one block.
+/// Heads, and the widths of the vectors that queries, and keys and values, are made from.
+fn latent(hidden: usize) -> [usize; 3] {
+    [hidden / 56, hidden / 14 * 3, hidden / 14]
+}
+
+/// Of a DeepSeek-V3 with one block.
 fn config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
+    let [heads, query_rank, rank] = latent(hidden);
+    let [plain, turned, value] = HEAD;
+    // As many groups as leave each two experts, up to DeepSeek's.
+    let groups = (experts / 2).clamp(1, 8);
     let config = json!({
-        "architectures": ["Qwen3MoeForCausalLM"],
+        "architectures": ["DeepseekV3ForCausalLM"],
         "hidden_size": hidden,
         "intermediate_size": width,
         "moe_intermediate_size": width,
         "num_hidden_layers": 1,
-        "num_attention_heads": hidden / HEAD_DIM,
-        "num_key_value_heads": hidden / HEAD_DIM,
-        "head_dim": HEAD_DIM,
-        "num_experts": experts,
+        "first_k_dense_replace": 0,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": value,
+        "n_routed_experts": experts,
         "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": true,
+        "n_shared_experts": 1,
+        "n_group": groups,
+        "topk_group": groups.div_ceil(2),
         "vocab_size": VOCAB,
     });
     config.as_object().cloned().unwrap_or_default()
@@ -114,18 +131,30 @@ impl Generated {
         for norm in ["input_layernorm", "post_attention_layernorm"] {
             add(format!("{block}.{norm}"), &[hidden]);
         }
-        for linear in ["q_proj", "k_proj", "v_proj", "o_proj"] {
-            add(format!("{block}.self_attn.{linear}"), &[hidden, hidden]);
-        }
-        for norm in ["q_norm", "k_norm"] {
-            add(format!("{block}.self_attn.{norm}"), &[HEAD_DIM]);
+        let [heads, query_rank, rank] = latent(hidden);
+        let [plain, turned, value] = HEAD;
+        for (name, shape) in [
+            ("q_a_proj", &[query_rank, hidden][..]),
+            ("q_a_layernorm", &[query_rank]),
+            ("q_b_proj", &[heads * (plain + turned), query_rank]),
+            ("kv_a_proj_with_mqa", &[rank + turned, hidden]),
+            ("kv_a_layernorm", &[rank]),
+            ("kv_b_proj", &[heads * (plain + value), rank]),
+            ("o_proj", &[hidden, heads * value]),
+        ] {
+            add(format!("{block}.self_attn.{name}"), shape);
         }
         add(format!("{block}.mlp.gate"), &[experts, hidden]);
-        for expert in 0..experts {
-            add(format!("{block}.mlp.experts.{expert}.gate_proj"), &[width, hidden]);
-            add(format!("{block}.mlp.experts.{expert}.up_proj"), &[width, hidden]);
-            add(format!("{block}.mlp.experts.{expert}.down_proj"), &[hidden, width]);
+        let all = (0..experts).map(|expert| format!("experts.{expert}"));
+        for expert in all.chain(["shared_experts".to_owned()]) {
+            for (linear, shape) in
+                [("gate_proj", [width, hidden]), ("up_proj", [width, hidden]), ("down_proj", [hidden, width])]
+            {
+                add(format!("{block}.mlp.{expert}.{linear}"), &shape);
+            }
         }
+        let correction = TensorInfo { dtype: Dtype::Bf16, shape: vec![experts] };
+        tensors.insert(format!("{block}.mlp.gate.e_score_correction_bias"), correction);
         Self { tensors }
     }
 }
@@ -153,8 +182,8 @@ impl TensorSource for Generated {
 
     fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let info = self.require(name)?;
-        let is_norm = info.shape.len() == 1;
-        let scale = if is_norm { 0.2 } else { 2.0 / (info.shape[1] as f32).sqrt() };
+        let is_norm = name.ends_with("norm.weight");
+        let scale = if info.shape.len() == 1 { 0.2 } else { 2.0 / (info.shape[1] as f32).sqrt() };
         let seed = name
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));

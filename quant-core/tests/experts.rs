@@ -12,12 +12,14 @@ use common::{
     relative_difference, run, windows,
 };
 use quant_core::TensorSource;
+use quant_core::calibrate::{ExpertSampling, ExpertTokens};
 use quant_core::checkpoint::Dtype;
 use quant_core::engines::{LayerKind, Outline};
 use quant_core::model::Model;
 use quant_core::pipeline::TensorReport;
 use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
+use quant_core::transform::Search;
 
 /// Groups of 32 divide all widths.
 fn tiny(family: Kind) -> Tiny {
@@ -210,12 +212,128 @@ fn the_order_of_experts_changes_nothing() {
     }
 }
 
+/// Routed so that the experts 1 and 3 of the first block see all tokens and the others none, and so that expert 0 sees all.
+fn starved_and_fed(seed: u64) -> [Checkpoint; 2] {
+    let of = |columns: [f32; EXPERTS]| {
+        let mut checkpoint = tiny(Kind::Mixtral).random(seed);
+        steer(&mut checkpoint, columns);
+        checkpoint
+    };
+    [of([-50.0, 50.0, -50.0, 40.0, -50.0]), of([50.0, -50.0, 40.0, -50.0, -50.0])]
+}
+
+fn sampled(recipe: &Recipe, tokens: ExpertTokens, floor: u64) -> Recipe {
+    let mut recipe = recipe.clone();
+    recipe.sampling.experts = ExpertSampling { tokens, floor };
+    recipe
+}
+
+/// An expert that is calibrated on all tokens is rounded as if all were routed to it; a floor does so to those that are
+/// below it, and to no others.
+#[test]
+fn experts_may_be_calibrated_on_all_tokens() {
+    let [starved, fed] = starved_and_fed(14);
+    let tokens = 4 * 48;
+    let (_, experts) = starved.tiny.family.experts(0).unwrap();
+    let module = |expert: usize, which: usize| format!("model.layers.0.{}", experts[expert][which]);
+    for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
+        let usual = recipe("gptq", "w4a16-g32-sym");
+        let usual = Recipe { gptq: GptqSettings { inputs, ..usual.gptq }, ..usual };
+        let routed = [&starved, &fed].map(|checkpoint| quantized(checkpoint, &usual));
+        let all = quantized(&starved, &sampled(&usual, ExpertTokens::All, 0));
+        let floored = quantized(&starved, &sampled(&usual, ExpertTokens::Routed, 1));
+        for (result, own) in [(&all, Some(tokens)), (&floored, None)] {
+            let reports = reports(result);
+            for expert in [0, 1, 4] {
+                for which in 0..3 {
+                    let module = module(expert, which);
+                    let report = reports[&*format!("{module}.weight")];
+                    assert_eq!(report.calibration_tokens, Some(tokens), "{module}");
+                    let is_own = expert == 1;
+                    assert_eq!(report.routed_tokens, if is_own { own } else { Some(0) }, "{module}");
+                    match expert {
+                        0 => {
+                            assert_eq!(written(result, &module), written(&routed[1], &module), "{module}");
+                            assert_ne!(written(result, &module), written(&routed[0], &module), "{module}");
+                        }
+                        1 => assert_eq!(written(result, &module), written(&routed[0], &module), "{module}"),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        // More than any expert has.
+        let above = quantized(&starved, &sampled(&usual, ExpertTokens::Routed, tokens + 1));
+        for name in all.source.names() {
+            assert_eq!(above.source.read(name).unwrap(), all.source.read(name).unwrap(), "{name}");
+        }
+        // The float model's states do not depend on what is watched.
+        if inputs == LayerInputs::Float {
+            for linear in ["q_proj", "o_proj"] {
+                let module = format!("model.layers.1.self_attn.{linear}");
+                assert_eq!(written(&all, &module), written(&routed[0], &module), "{module}");
+            }
+        }
+    }
+}
+
+/// Searches see the same tokens as GPTQ does.
+#[test]
+fn searches_see_all_tokens_of_an_expert() {
+    let [starved, fed] = starved_and_fed(15);
+    for search in [Search::Fast, Search::Reference] {
+        let mut usual = recipe("awq", "w4a16-g32-sym");
+        usual.settings.search = search;
+        let all = quantized(&starved, &sampled(&usual, ExpertTokens::All, 0));
+        let expected = quantized(&fed, &usual);
+        let down = "model.layers.0.block_sparse_moe.experts.0.w2.weight";
+        let [found, expected] = [&all, &expected].map(|result| reports(result)[down].clone());
+        let [found_search, expected_search] = [&found, &expected].map(|r| r.scale_search.clone().unwrap());
+        assert_eq!(found_search.tokens, expected_search.tokens, "{search:?}");
+        approx::assert_relative_eq!(
+            found_search.error_before,
+            expected_search.error_before,
+            max_relative = 1e-5
+        );
+        assert!(found_search.error_before > 0.0);
+        assert_eq!((found.calibration_tokens, found.routed_tokens), (Some(4 * 48), Some(0)));
+        assert_eq!((expected.calibration_tokens, expected.routed_tokens), (Some(4 * 48), None));
+    }
+    // Ranges of inputs, for static grids.
+    let usual = recipe("rtn", "w8a8-channel-sym-static");
+    let of = |checkpoint: &Checkpoint, recipe: &Recipe| {
+        let result = quantized(checkpoint, recipe);
+        let module = "model.layers.0.block_sparse_moe.experts.0.w2.weight";
+        reports(&result)[module].input.unwrap()
+    };
+    let all = of(&starved, &sampled(&usual, ExpertTokens::All, 0));
+    assert_eq!(all, of(&fed, &usual));
+    assert_ne!(all, of(&starved, &usual));
+}
+
+/// What would change nothing is refused.
+#[test]
+fn expert_tokens_without_experts_are_refused() {
+    let refused = |kind: Kind, tokens: ExpertTokens, floor: u64| {
+        let recipe = sampled(&recipe("gptq", "w4a16-g32-sym"), tokens, floor);
+        let plan = Plan::new(&tiny(kind).random(1).model(), &recipe, recipe.containers[0]);
+        plan.err().map(|error| error.to_string())
+    };
+    let message = refused(Kind::Llama, ExpertTokens::All, 0).unwrap();
+    assert!(message.contains("no layer of the model has experts"), "{message}");
+    assert!(refused(Kind::Llama, ExpertTokens::Routed, 1).is_some());
+    assert_eq!(refused(Kind::Llama, ExpertTokens::Routed, 0), None);
+    let message = refused(Kind::Mixtral, ExpertTokens::All, 64).unwrap();
+    assert!(message.contains("a floor of 64 tokens for each expert has no effect"), "{message}");
+    assert_eq!(refused(Kind::Mixtral, ExpertTokens::Routed, 64), None);
+}
+
 /// The bits of a run do not depend on the number of threads, with experts too.
 #[test]
 fn threads_do_not_change_a_bit() {
     let checkpoint = tiny(Kind::Qwen3Moe(true)).random(10);
-    for method in ["awq", "gptq"] {
-        let recipe = recipe(method, "w4a16-g32-asym");
+    for (method, floor) in [("awq", 0), ("gptq", 0), ("gptq", 80), ("awq-gptq", 80)] {
+        let recipe = sampled(&recipe(method, "w4a16-g32-asym"), ExpertTokens::Routed, floor);
         let bytes = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let result = pool.install(|| quantized(&checkpoint, &recipe));
@@ -225,7 +343,7 @@ fn threads_do_not_change_a_bit() {
                 .map(|name| (name.to_owned(), result.source.read(name).unwrap()))
                 .collect::<Vec<_>>()
         };
-        assert!(bytes(1) == bytes(3), "{method}");
+        assert!(bytes(1) == bytes(3), "{method}, {floor}");
     }
 }
 

@@ -1,8 +1,11 @@
 """Families of models, each against transformers: float and quantized logits, from whole windows and from a cache.
 
 A tiny random model of each is run on windows shorter and longer than its attention's windows and than the lengths at
-which its rotation changes. Our logits may be off by 2e-6 of the largest one, or by twice as much as transformers' own
-in single precision are, from what it computes in double precision. Checkpoints quantized to 4 bits, by plain
+which its rotation changes. Our logits may be off by 2e-6 of the largest one from what transformers computes in double
+precision, or else by so much: their error's root mean square by half more than that of transformers' own logits in single
+precision, and the largest error by four times theirs. The largest of some 30 000 errors is a matter of chance: from one
+random model to the next of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the root mean
+squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain
 rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give our logits.
 """
 
@@ -23,6 +26,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 TOLERANCE = 2e-6
 # Quantized weights are the same numbers for both, so nothing but the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
+# Of our errors to transformers', where they are above the tolerance: the largest, and the root mean square.
+LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
 OPTIONS = ["--group-size", "32"]
 SAMPLES = ["--samples", "4", "--seq-len", "128"]
@@ -60,6 +65,7 @@ TRAPS = {
     "another base of a part": ("qwen3_next", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
     "weights of experts that add up to 1": ("qwen2_moe", {"norm_topk_prob": True}),
+    "weights of experts that do not add up to 1": ("qwen3_next-experts", {"norm_topk_prob": False}),
     "windows of the last layers": ("qwen2_moe", {"layer_types": [make_tiny.FULL, make_tiny.FULL, make_tiny.FULL,
                                                                  make_tiny.SLIDING]}),
     "all experts as one group": ("glm4_moe", {"n_group": 1, "topk_group": 1}),
@@ -76,6 +82,8 @@ TRAPS = {
     "yarn truncated": ("gpt_oss", {"rope_parameters": make_tiny.yarn(truncate=True)}),
     "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
     "no correction of scores": ("deepseek_v3", {}, ".e_score_correction_bias"),
+    "no bias of experts": ("lfm2_moe", {}, ".expert_bias"),
+    "weights of LFM2's experts not scaled": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "no sinks": ("gpt_oss", {}, ".sinks"),
 }
 
@@ -119,6 +127,8 @@ WEIGHT_TRAPS = {
     "short convolutions without biases": ("lfm2-bias", scaled("conv.conv.bias", torch.zeros_like)),
     "convolutions turned around": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
     "convolutions of a token alone": ("qwen3_next", scaled("conv1d", lambda w: w * torch.eye(4)[3])),
+    "gates of shared experts that are always a half": ("qwen3_5_moe", scaled("shared_expert_gate", lambda w: 0 * w)),
+    "ups before gates": ("qwen3_5_moe-published", scaled("gate_up_proj", lambda w: w.unflatten(1, (2, -1)).flip(1).flatten(1, 2))),
     "`a` before `b`": ("qwen3_next", scaled("in_proj_ba", halves_swapped(2))),
     "gates before values": ("qwen3_next", scaled("in_proj_qkvz", gates_before_values)),
 }
@@ -187,6 +197,30 @@ def relative(found, expected):
     return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
 
 
+class Errors:
+    """Differences from exact logits, as shares of the largest of these: the largest, and the root mean square."""
+
+    def __init__(self):
+        self.largest, self.squares, self.count = 0.0, 0.0, 0
+
+    def add(self, found, exact):
+        scaled = (found - exact) / numpy.abs(exact).max()
+        self.largest = max(self.largest, float(numpy.abs(scaled).max()))
+        self.squares += float((scaled ** 2).sum())
+        self.count += scaled.size
+
+    def mean(self):
+        return (self.squares / self.count) ** 0.5
+
+    def within(self, others, tolerance):
+        """At most the tolerance, or as large as others, but for chance."""
+        return self.largest <= tolerance or (
+            self.largest <= LARGEST_RATIO * others.largest and self.mean() <= MEAN_RATIO * others.mean())
+
+    def __str__(self):
+        return f"{self.largest:.1e}, mean {self.mean():.1e}"
+
+
 class Family:
     def __init__(self, check, name):
         self.check, self.name = check, name
@@ -203,13 +237,13 @@ class Family:
         """Whole windows and a cache, short and long, of what transformers computes in double precision."""
         reference = self.reference(model)
         single, double = reference_model.load(reference), reference_model.load(reference).double()
-        ours, theirs = 0.0, 0.0
+        ours, theirs = Errors(), Errors()
         for window in map(self.tokens, LENGTHS):
             for compute, command in [(reference_model.logits, "logits"), (reference_model.decoded_logits, "decoded")]:
                 exact = compute(double, window, torch.float64).numpy()
-                ours = max(ours, relative(self.ours(model, command, window), exact))
-                theirs = max(theirs, relative(compute(single, window).numpy(), exact))
-        return f"{ours:.1e} (transformers {theirs:.1e})", ours <= max(TOLERANCE, 2 * theirs)
+                ours.add(self.ours(model, command, window), exact)
+                theirs.add(compute(single, window).numpy(), exact)
+        return f"{ours} (transformers {theirs})", ours.within(theirs, TOLERANCE)
 
     def quantized_logits(self, model, method, options):
         out = self.check.scratch / f"{self.name}-{method}"
@@ -222,8 +256,11 @@ class Family:
         with torch.inference_mode():
             model.double()
         exact = reference_model.logits(model, window, torch.float64).numpy()
-        theirs, ours = (relative(logits, exact) for logits in (theirs, self.ours(out, "logits", window)))
-        return f"{ours:.1e} (transformers {theirs:.1e})", ours <= max(QUANTIZED_TOLERANCE, 2 * theirs)
+        errors = Errors(), Errors()
+        for error, logits in zip(errors, (self.ours(out, "logits", window), theirs)):
+            error.add(logits, exact)
+        ours, theirs = errors
+        return f"{ours} (transformers {theirs})", ours.within(theirs, QUANTIZED_TOLERANCE)
 
     def reference(self, model):
         """The model that transformers runs: one with the same numbers as floats, where it is stored quantized."""

@@ -27,6 +27,7 @@ QUANTIZED = [
     ("qwen3-vl", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
     ("gemma4-vl", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
     ("qwen3.5", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
+    ("qwen3.5-moe-published", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("mistral3", "rtn-w4-g32-ignored",
      ["--method", "rtn", "--group-size", "32", "--ignore", "*.layers.1.self_attn.*"], False),
     ("gemma3-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),

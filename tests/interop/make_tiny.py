@@ -88,6 +88,7 @@ HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_h
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
 EXPERTS = {"num_experts_per_tok": 3}
+SHARED_EXPERT = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 64, "n_group": 4,
                       "topk_group": 2, "first_k_dense_replace": 1}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -132,6 +133,12 @@ FAMILIES = {
              "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
     "lfm2-bias": {"model_type": "lfm2", "conv_bias": True, "full_attn_idxs": [1], "conv_L_cache": 4,
                   "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    "lfm2_moe": EXPERTS | {"model_type": "lfm2_moe", "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL],
+                           "num_experts": 6, "moe_intermediate_size": 64, "num_dense_layers": 1,
+                           "routed_scaling_factor": 1.5},
+    "lfm2_moe-plain": EXPERTS | {"model_type": "lfm2_moe", "layer_types": [FULL, "conv", FULL], "num_experts": 5,
+                                 "moe_intermediate_size": 64, "num_dense_layers": 0, "norm_topk_prob": False,
+                                 "use_expert_bias": False, "tie_word_embeddings": False},
     "gemma3-older-keys": GEMMA | ALTERNATING | {"model_type": "gemma3_text", "final_logit_softcapping": 3.0},
     "olmo2": {"model_type": "olmo2", "attention_bias": True},
     "olmo3": LAYERS | {"model_type": "olmo3", "rope_parameters": {
@@ -154,6 +161,13 @@ FAMILIES = {
     "qwen3_5-interval": HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2, "layer_types": None,
                                   "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
     "qwen3_next": HYBRID | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4},
+    # The first block has an MLP. Experts one by one, as published.
+    "qwen3_next-experts": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": True},
+    "qwen3_next-unnormalized": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "decoder_sparse_step": 2,
+                                                         "norm_topk_prob": False},
+    # As transformers saves it, and as published: all experts of a block together.
+    "qwen3_5_moe": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text"},
+    "qwen3_5_moe-published": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text", "attention_bias": True},
     "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 64,
                             "shared_expert_intermediate_size": 96, "mlp_only_layers": [1], "num_hidden_layers": 4,
                             "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
@@ -165,7 +179,7 @@ FAMILIES = {
                                      "attention_bias": True},
     "glm4_moe": DEEPSEEK | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True,
                             "routed_scaling_factor": 1.4} | rope(rope_type="default", partial_rotary_factor=0.5),
-    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 1,
+    "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
     # Stored in 8 bits: blocks are cut off, and no width divides by 128, so that inputs are not rounded.
@@ -197,7 +211,7 @@ FAMILIES = {
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
 }
 # transformers names the width of heads by the hidden size in these.
-WITHOUT_HEAD_DIM = {"lfm2", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
+WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
                     "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
                     "ernie4_5_moe", "granitemoe"}
 
@@ -309,6 +323,21 @@ def store_as_fp8(out):
     edit_config(out / "config.json", lambda config: config.update(ours))
 
 
+def join_experts(out):
+    """Puts all experts of a block in two tensors: gates and then ups, and downs."""
+    path, singles = out / "model.safetensors", {}
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
+        experts, _, rest = name.partition(".experts.")
+        expert, linear, _ = rest.split(".")
+        singles.setdefault(f"{experts}.experts", {})[linear, int(expert)] = tensors.pop(name)
+    for experts, weights in singles.items():
+        gate, up, down = (torch.stack([weights[linear, expert] for expert in range(len(weights) // 3)])
+                          for linear in ("gate_proj", "up_proj", "down_proj"))
+        tensors |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def make_tokenizer():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
@@ -371,6 +400,8 @@ def main():
         store_as_mxfp4(model, arguments.out)
     if arguments.variant == "deepseek_v3-fp8":
         store_as_fp8(arguments.out)
+    if arguments.variant == "qwen3_5_moe-published":
+        join_experts(arguments.out)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))
     if arguments.variant == "mistral-layer-types":
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

@@ -45,6 +45,8 @@ QWEN3_5 = {"model_type": "qwen3_5", "vision_config": {key: value for key, value 
                            "linear_value_head_dim": 32, "rope_parameters": ROPE | {
                                "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
                                "mrope_interleaved": True}}} | QWEN_TOKENS
+QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe", "text_config": QWEN3_5["text_config"] | {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}}
 QWEN3_VL_MOE = QWEN3_VL | {"model_type": "qwen3_vl_moe", "text_config": QWEN3_VL["text_config"] | {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "mlp_only_layers": [1],
     "num_hidden_layers": 3}}
@@ -90,6 +92,9 @@ VARIANTS = {
     "qwen3-vl": QWEN3_VL,
     "qwen3-vl-tied": QWEN3_VL | {"tie_word_embeddings": True},
     "qwen3.5": QWEN3_5,
+    "qwen3.5-moe": QWEN3_5_MOE,
+    # As published: all experts of a block in one tensor.
+    "qwen3.5-moe-published": QWEN3_5_MOE,
     "qwen3-vl-moe": QWEN3_VL_MOE,
     # As published: all experts of a block in one tensor, whose rows are inputs.
     "qwen3-vl-moe-published": QWEN3_VL_MOE,
@@ -167,8 +172,10 @@ def main():
         (arguments.out / name).write_text('{"of": "the vision tower"}')
     if arguments.variant.endswith("-modules"):
         use_module_names(arguments.out)
-    if arguments.variant.endswith("-published"):
+    if arguments.variant == "qwen3-vl-moe-published":
         transpose_experts(arguments.out)
+    if arguments.variant == "qwen3.5-moe-published":
+        make_tiny.join_experts(arguments.out)
     if arguments.variant.endswith("-flat"):
         make_tiny.edit_config(arguments.out / "config.json", flatten)
 

@@ -137,6 +137,18 @@ fn check_importance(options: &RecipeOptions, gathers: bool) -> Result<()> {
         ("--packing", options.packing.is_some()),
         ("--mask", options.mask.is_some()),
     ];
+    let of_experts = [
+        ("--expert-tokens", options.expert_tokens.is_some()),
+        ("--expert-floor", options.expert_floor.is_some()),
+    ];
+    if let Some((option, _)) = of_experts.into_iter().find(|(_, given)| *given) {
+        return Err(Error::usage(
+            format!(
+                "{option} has no effect: importance is that of the tokens that are routed to each expert"
+            ),
+            "leave it out",
+        ));
+    }
     match sampling.into_iter().find(|(_, given)| *given && !gathers) {
         Some((option, _)) => Err(Error::usage(
             format!("{option} has no effect: no calibration text is looked at"),
@@ -173,6 +185,7 @@ fn importance(
         seed: options.seed.unwrap_or(defaults.seed),
         packing: options.packing.as_deref().map_or(Ok(Packing::Auto), str::parse)?,
         mask: options.mask.as_deref().map_or(Ok(defaults.mask), str::parse)?,
+        ..defaults
     };
     sampling.check()?;
     let text = args.calibration.as_deref().unwrap_or(inputs::BUILTIN);

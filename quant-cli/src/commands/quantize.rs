@@ -99,6 +99,24 @@ struct Calibration {
     /// Linears of experts that few of these tokens went to.
     #[serde(skip_serializing_if = "Option::is_none")]
     few: Option<Few>,
+    /// Linears of experts that were calibrated on all tokens, and not on those that are routed to them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    all: Option<OnAll>,
+}
+
+/// Linears of experts that were calibrated on all tokens.
+#[derive(Debug, PartialEq, Serialize)]
+struct OnAll {
+    linears: usize,
+    /// The fewest tokens that are routed to one of them.
+    least_routed: u64,
+}
+
+impl OnAll {
+    /// Of the tokens that are routed to each of them.
+    fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
+        Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
+    }
 }
 
 /// Linears that saw fewer than [`FEW`] tokens.
@@ -423,8 +441,9 @@ fn calibration(report: &QuantReport) -> Option<Calibration> {
     let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
     let tokens_counted = seen.unwrap_or(batch.tokens_counted);
     let few = Few::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
-    let notable = tokens_counted < tokens || padding > 0 || few.is_some();
-    notable.then_some(Calibration { tokens, tokens_counted, padding, few })
+    let all = OnAll::of(report.tensors.iter().filter_map(|t| t.routed_tokens));
+    let notable = tokens_counted < tokens || padding > 0 || few.is_some() || all.is_some();
+    notable.then_some(Calibration { tokens, tokens_counted, padding, few, all })
 }
 
 /// Where the time went, where it is long enough to ask.
@@ -440,7 +459,7 @@ fn breakdown(summary: &Summary) -> String {
 
 fn text(summary: &Summary) -> String {
     let mut text = String::new();
-    if let Some(Calibration { tokens, tokens_counted, padding, few }) = &summary.calibration {
+    if let Some(Calibration { tokens, tokens_counted, padding, few, all }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);
         let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
         text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
@@ -451,6 +470,11 @@ fn text(summary: &Summary) -> String {
         if let Some(Few { linears, least }) = few {
             text.push_str(&format!(
                 "{linears} linears of experts saw fewer than {FEW} tokens, one of them {least}; more text reaches more experts\n"
+            ));
+        }
+        if let Some(OnAll { linears, least_routed }) = all {
+            text.push_str(&format!(
+                "{linears} linears of experts were calibrated on all tokens; {least_routed} are routed to one of them\n"
             ));
         }
     }
@@ -491,5 +515,7 @@ mod tests {
         assert_eq!(few(&[64, 64, 8, 0]), Some(Few { linears: 2, least: 0 }));
         assert_eq!(few(&[4096, 4096, 128]), None);
         assert_eq!(few(&[4096, 4096, 127, 100, 128]), Some(Few { linears: 2, least: 100 }));
+        let all = |routed: &[u64]| OnAll::of(routed.iter().copied());
+        assert_eq!((all(&[]), all(&[7, 3])), (None, Some(OnAll { linears: 2, least_routed: 3 })));
     }
 }

@@ -1,35 +1,26 @@
-//! A block's experts one at a time: what they read is computed once and kept, each expert runs on the rows of its
-//! tokens, and what it puts out is added up, so that an expert's weights are needed only while it is worked on.
+//! A block's experts one at a time. What they read is computed from the states as it is needed, of the expert's own tokens;
+//! which these are is an index. An expert's output is added up, so that its weights are needed only while it is worked on.
 
-use candle_core::{D, Device, Tensor};
+use candle_core::D;
 
 use super::observe::CHUNK_TOKENS;
-use super::{BatchLayout, HiddenStates, InputRows, Statistic};
-use crate::model::{Block, BlockGraph, CancelTap, NodeId, Op, Segments, TokenRows, add_expert, with_values};
+use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic};
+use crate::model::{Block, BlockGraph, CancelTap, NodeId, Op, TokenRows, add_expert, with_values};
 use crate::{CancelToken, Error, Result};
 
-/// A value of the whole batch: a node, its features, and `[tokens, features]`.
-struct Kept {
-    node: NodeId,
-    width: usize,
-    values: Vec<f32>,
-}
-
-impl Kept {
-    /// The rows of `tokens` tokens from `first` on.
-    fn piece(&self, first: usize, tokens: usize) -> Result<(NodeId, Tensor)> {
-        let rows = &self.values[first * self.width..(first + tokens) * self.width];
-        Ok((self.node, Tensor::from_slice(rows, (1, tokens, self.width), &Device::Cpu)?))
-    }
-}
-
-/// The inputs of a block's experts, and the sum of those that have run.
+/// The tokens of a block's experts, and the sum of the outputs of those that have run. What experts read follows from the
+/// states that it was made with, which are to stay as they are.
 pub struct ExpertStates {
     layout: BatchLayout,
-    /// What the experts read, and each token's weights for them.
-    inputs: [Kept; 2],
-    /// The node that adds the experts up, and the sum so far.
-    sum: Kept,
+    /// The node that the states are the values of, and the one that experts read.
+    from: NodeId,
+    input: NodeId,
+    /// Of each expert its tokens, ascending, with their weights.
+    tokens: Vec<Vec<(u32, f32)>>,
+    /// The node that adds the experts up, its features, and the sum so far, `[tokens, width]`.
+    sum: NodeId,
+    width: usize,
+    sums: Vec<f32>,
     /// The output of each expert.
     outputs: Vec<NodeId>,
     /// Experts that are in the sum.
@@ -37,8 +28,8 @@ pub struct ExpertStates {
 }
 
 impl ExpertStates {
-    /// The inputs of the experts among which `selects` is one that takes its tokens' rows, from states that are the
-    /// values of node `from`.
+    /// The tokens of the experts among which `selects` is one that takes its tokens' rows, from states that are the values
+    /// of node `from`.
     ///
     /// # Errors
     /// When the block fails or the run is cancelled; [`Error::Internal`] when `selects` belongs to no experts.
@@ -50,55 +41,69 @@ impl ExpertStates {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let graph = block.graph();
-        let [x, weights] = graph.nodes()[selects].inputs[..] else { return Err(no_experts(selects)) };
-        let node = sum_of(graph, weights).ok_or_else(|| no_experts(selects))?;
-        let kept = |node| Kept { node, width: graph.width(node), values: Vec::new() };
-        let mut inputs = [kept(x), kept(weights)];
-        states.values_between(block, from, [x, weights], cancel, &mut |values| {
-            for (kept, value) in inputs.iter_mut().zip(values) {
-                with_values(value, |value| {
-                    kept.values.extend_from_slice(value);
-                    Ok(())
-                })?;
-            }
-            Ok(())
+        let [input, weights] = graph.nodes()[selects].inputs[..] else { return Err(no_experts(selects)) };
+        let sum = sum_of(graph, weights).ok_or_else(|| no_experts(selects))?;
+        let experts = graph.width(weights);
+        let mut tokens: Vec<Vec<(u32, f32)>> = vec![Vec::new(); experts];
+        let mut first = 0_u32;
+        states.values_between(block, from, [weights; 2], cancel, &mut |values| {
+            with_values(&values[0], |values| {
+                for row in values.chunks_exact(experts.max(1)) {
+                    let chosen = tokens.iter_mut().zip(row).filter(|(_, weight)| **weight != 0.0);
+                    chosen.for_each(|(tokens, weight)| tokens.push((first, *weight)));
+                    first = first
+                        .checked_add(1)
+                        .ok_or_else(|| Error::Internal("more than 2^32 tokens".into()))?;
+                }
+                Ok(())
+            })
         })?;
-        let width = graph.width(node);
-        let sum = Kept { node, width, values: vec![0.0; states.tokens() * width] };
-        let outputs = graph.nodes()[node].inputs[1..].to_vec();
-        Ok(Self { layout: states.layout().clone(), inputs, sum, outputs, added: 0 })
+        let (layout, width) = (states.layout().clone(), graph.width(sum));
+        let sums = vec![0.0; states.tokens() * width];
+        let outputs = graph.nodes()[sum].inputs[1..].to_vec();
+        Ok(Self { layout, from, input, tokens, sum, width, sums, outputs, added: 0 })
     }
 
-    /// Gathers a statistic of a value inside an expert.
+    /// Gathers a statistic of a value inside the expert that `selects` takes rows for: of the expert's own tokens, or of
+    /// all, as `sampling` says. Gives how many of these that count are its own, where it was of all.
     ///
     /// # Errors
     /// When the block or the statistic fails, or the run is cancelled.
     pub fn gather(
         &self,
+        states: &HiddenStates,
         block: &Block,
-        value: NodeId,
-        cancel: &CancelToken,
+        [selects, value]: [NodeId; 2],
+        (sampling, cancel): (ExpertSampling, &CancelToken),
         statistic: &mut dyn Statistic,
-    ) -> Result<()> {
-        self.each_piece(block, value, cancel, |first, values, width, tokens| {
-            let tokens = TokenRows::indices(tokens).shifted(first);
-            match tokens.count() {
-                0 => Ok(()),
-                _ => statistic.take(&InputRows::new(values, width, tokens, &self.layout)?),
-            }
-        })
+    ) -> Result<Option<u64>> {
+        let expert = self.expert_of(block.graph(), selects).ok_or_else(|| no_experts(selects))?;
+        let own = self.tokens[expert].iter().filter(|(token, _)| self.layout.counts(*token as usize));
+        let routed = own.count() as u64;
+        let takes_all = sampling.takes_all(routed);
+        let all: Vec<u32> = if takes_all { (0..self.layout.tokens() as u32).collect() } else { Vec::new() };
+        let own: Vec<u32> = self.tokens[expert].iter().map(|(token, _)| *token).collect();
+        let tokens = if takes_all { &all } else { &own };
+        self.each_piece(states, block, [selects, value], tokens, cancel, |tokens, values, width| {
+            statistic.take(&InputRows::new(values, width, TokenRows::indices(tokens), &self.layout)?)
+        })?;
+        Ok(takes_all.then_some(routed))
+    }
+
+    /// The expert that `selects` takes rows for.
+    fn expert_of(&self, graph: &BlockGraph, selects: NodeId) -> Option<usize> {
+        self.outputs.iter().position(|output| graph.rows_selected_by(*output) == Some(selects))
     }
 
     /// The experts that are not in the sum yet, up to the one that `selects` takes rows for; all of them without one.
     pub fn left_before(&self, graph: &BlockGraph, selects: Option<NodeId>) -> std::ops::Range<usize> {
-        let of = |output: &NodeId| graph.rows_selected_by(*output);
-        let end = selects.and_then(|selects| self.outputs.iter().position(|o| of(o) == Some(selects)));
+        let end = selects.and_then(|selects| self.expert_of(graph, selects));
         self.added..end.unwrap_or(self.outputs.len()).max(self.added)
     }
 
     /// Whether the expert that `selects` takes rows for is one of these.
     pub fn have(&self, graph: &BlockGraph, selects: NodeId) -> bool {
-        self.outputs.iter().any(|output| graph.rows_selected_by(*output) == Some(selects))
+        self.expert_of(graph, selects).is_some()
     }
 
     /// Runs the next expert and adds what it puts out to the sum, or passes it by if the sum is not `wanted`. Gives the
@@ -106,48 +111,67 @@ impl ExpertStates {
     ///
     /// # Errors
     /// When the block fails or the run is cancelled; [`Error::Internal`] when there is none left.
-    pub fn add_next(&mut self, block: &Block, wanted: bool, cancel: &CancelToken) -> Result<Option<NodeId>> {
+    pub fn add_next(
+        &mut self,
+        states: &HiddenStates,
+        block: &Block,
+        wanted: bool,
+        cancel: &CancelToken,
+    ) -> Result<NodeId> {
         let expert = self.added;
         let output = *self.outputs.get(expert).ok_or_else(|| no_experts(expert))?;
-        if !wanted {
-            self.added += 1;
-            return Ok(block.graph().rows_selected_by(output));
+        let selects = block.graph().rows_selected_by(output).ok_or_else(|| no_experts(output))?;
+        if wanted {
+            let (width, weights) = (self.width, &self.tokens[expert]);
+            let tokens: Vec<u32> = weights.iter().map(|(token, _)| *token).collect();
+            let mut sums = std::mem::take(&mut self.sums);
+            let added =
+                self.each_piece(states, block, [selects, output], &tokens, cancel, |tokens, values, _| {
+                    let (Some(&first), Some(&last)) = (tokens.first(), tokens.last()) else { return Ok(()) };
+                    let weight = |token: usize| {
+                        let found = weights
+                            .binary_search_by_key(&(first as usize + token), |(token, _)| *token as usize);
+                        found.map_or(0.0, |i| weights[i].1)
+                    };
+                    add_expert(
+                        &mut sums[first as usize * width..(last as usize + 1) * width],
+                        width,
+                        weight,
+                        values,
+                    )
+                });
+            self.sums = sums;
+            added?;
         }
-        let (width, experts) = (self.sum.width, self.inputs[1].width);
-        let mut sum = std::mem::take(&mut self.sum.values);
-        let weights = &self.inputs[1].values;
-        let added = self.each_piece(block, output, cancel, |first, values, _, _| {
-            let tokens = CHUNK_TOKENS.min(self.layout.tokens() - first);
-            let weight = |token: usize| weights[(first + token) * experts + expert];
-            add_expert(&mut sum[first * width..(first + tokens) * width], width, weight, values)
-        });
-        self.sum.values = sum;
-        added?;
         self.added += 1;
-        Ok(block.graph().rows_selected_by(output))
+        Ok(selects)
     }
 
     /// The node that adds the experts up, and its values once all of them ran.
     pub fn into_sum(self) -> (NodeId, Vec<f32>) {
-        (self.sum.node, self.sum.values)
+        (self.sum, self.sums)
     }
 
-    /// Hands over a value inside an expert piece by piece: the piece's first token, the rows, their width, and their
-    /// tokens in the piece.
+    /// Hands over a value inside an expert as it is computed of these tokens, ascending, piece by piece: the piece's
+    /// tokens, the rows, and their width.
     fn each_piece(
         &self,
+        states: &HiddenStates,
         block: &Block,
-        value: NodeId,
+        [selects, value]: [NodeId; 2],
+        tokens: &[u32],
         cancel: &CancelToken,
-        mut take: impl FnMut(usize, &[f32], usize, &[u32]) -> Result<()>,
+        mut take: impl FnMut(&[u32], &[f32], usize) -> Result<()>,
     ) -> Result<()> {
-        for first in (0..self.layout.tokens()).step_by(CHUNK_TOKENS) {
+        // What is multiplied together are the tokens of a piece of the batch, as where all of a block runs at once.
+        for piece in tokens.chunk_by(|a, b| *a as usize / CHUNK_TOKENS == *b as usize / CHUNK_TOKENS) {
+            let tap = &mut CancelTap(cancel);
             cancel.check()?;
-            let tokens = CHUNK_TOKENS.min(self.layout.tokens() - first);
-            let known = [self.inputs[0].piece(first, tokens)?, self.inputs[1].piece(first, tokens)?];
-            let (rows, of) = block.evaluate_rows(&known, value, Segments::whole(), &mut CancelTap(cancel))?;
-            let (width, of) = (rows.dim(D::Minus1)?, of.ok_or_else(|| no_experts(value))?);
-            with_values(&rows, |rows| take(first, rows, width, &of))?;
+            let before = [(self.from, states.rows(piece)?)];
+            let read = block.evaluate(&before, &[self.input], tap)?.swap_remove(0);
+            let rows = block.evaluate(&[(selects, read)], &[value], tap)?.swap_remove(0);
+            let width = rows.dim(D::Minus1)?;
+            with_values(&rows, |rows| take(piece, rows, width))?;
         }
         Ok(())
     }

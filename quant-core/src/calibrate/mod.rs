@@ -6,6 +6,7 @@
 //! ```
 
 mod chat;
+mod expert_tokens;
 mod experts;
 mod layout;
 mod maxima;
@@ -20,6 +21,8 @@ mod tokenizer;
 mod windows;
 
 pub use chat::{ChatTemplate, Conversation, RenderedChat};
+pub use expert_tokens::{ExpertSampling, ExpertTokens};
+pub(crate) use expert_tokens::{routed_to_linears, watched};
 pub use experts::ExpertStates;
 pub use layout::{BatchLayout, TokenUse};
 pub use maxima::ChannelMaxima;

@@ -113,6 +113,19 @@ impl HiddenStates {
         })
     }
 
+    /// The states of some tokens, `[1, tokens, width]`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the batch has no such token.
+    pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
+        let mut values = Vec::with_capacity(tokens.len() * self.hidden);
+        for &token in tokens {
+            let row = self.values.chunks_exact(self.hidden.max(1)).nth(token as usize);
+            values.extend_from_slice(row.ok_or_else(|| Error::Internal(format!("no token {token}")))?);
+        }
+        Ok(Tensor::from_vec(values, (1, tokens.len(), self.hidden), &Device::Cpu)?)
+    }
+
     /// The segments of a piece that begins with token `first`.
     pub fn segments(&self, first: usize, piece: &Tensor) -> Segments<'_> {
         let tokens = piece.elem_count().checked_div(self.hidden).unwrap_or(0);

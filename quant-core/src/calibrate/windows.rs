@@ -18,7 +18,7 @@ use std::path::Path;
 use sha2::{Digest, Sha256};
 
 use super::packing::{Document, Packed, pack, stream};
-use super::{BatchLayout, Mask, Packing, TextTokenizer, TokenUse};
+use super::{BatchLayout, ExpertSampling, Mask, Packing, TextTokenizer, TokenUse};
 use crate::digest::hex;
 use crate::model::Segments;
 use crate::random::SplitMix64;
@@ -37,16 +37,18 @@ pub struct Sampling {
     pub packing: Packing,
     /// Which tokens a search looks at.
     pub mask: Mask,
+    /// Which of these an expert is calibrated on.
+    pub experts: ExpertSampling,
 }
 
 impl Sampling {
     /// Whether there is anything to calibrate on.
     ///
     /// # Errors
-    /// [`Error::Usage`] for no windows, or windows of fewer than two tokens.
+    /// [`Error::Usage`] for no windows, windows of fewer than two tokens, or as [`ExpertSampling::check`].
     pub fn check(self) -> Result<()> {
         if self.samples > 0 && self.length >= 2 {
-            return Ok(());
+            return self.experts.check();
         }
         Err(Error::usage(
             format!("{} windows of {} tokens are no calibration batch", self.samples, self.length),
@@ -56,9 +58,11 @@ impl Sampling {
 }
 
 impl Default for Sampling {
-    /// 64 windows of 512 tokens, seed 0, packed as the data asks for, all tokens counted.
+    /// 64 windows of 512 tokens, seed 0, packed as the data asks for, all tokens counted, by experts those that are routed
+    /// to them.
     fn default() -> Self {
-        Self { samples: 64, length: 512, seed: 0, packing: Packing::Auto, mask: Mask::None }
+        let (packing, mask, experts) = (Packing::Auto, Mask::None, ExpertSampling::default());
+        Self { samples: 64, length: 512, seed: 0, packing, mask, experts }
     }
 }
 

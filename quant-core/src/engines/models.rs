@@ -69,6 +69,8 @@ const OTHER_EXPERTS: &[&str] = &[
     "minimax_m2",
     "ernie4_5_moe",
     "hunyuan_v1_moe",
+    "qwen3_5_moe_text",
+    "lfm2_moe",
 ];
 /// Families of which transformers has run compressed-tensors checkpoints, and no other engine any.
 const OTHER_DENSE: &[&str] = &[
@@ -105,8 +107,12 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 
 /// Those whose other readers were not looked at.
-const OTHER_VISION_LANGUAGE: &[&str] =
-    &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
+const OTHER_VISION_LANGUAGE: &[&str] = &[
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+];
 
 /// Engines that read experts of gpt-oss under names of their own.
 const GPT_OSS: &[&str] = &["gpt_oss"];

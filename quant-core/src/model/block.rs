@@ -1,6 +1,6 @@
 //! One decoder block: its weights, and the evaluation of its graph, whole or in part.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use candle_core::{D, Device, Tensor};
@@ -70,6 +70,8 @@ pub struct Block {
     parameters: BTreeMap<NodeId, OpParameters>,
     ropes: BTreeMap<NodeId, Arc<RopeTable>>,
     caching: KvCaching,
+    /// Experts that run on all tokens, by the nodes that select their rows.
+    pub(super) unrouted: Arc<BTreeSet<NodeId>>,
 }
 
 impl Block {
@@ -104,7 +106,8 @@ impl Block {
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching: KvCaching::Float })
+        let (caching, unrouted) = (KvCaching::Float, Arc::default());
+        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching, unrouted })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -401,7 +404,10 @@ impl Run<'_> {
                     })
             }
             (Op::ExpertInput { expert, .. }, [x, weights]) => {
-                let tokens = experts::tokens_of_expert(weights, *expert)?;
+                let tokens = match self.block.takes_all_rows(id) {
+                    true => (0..tokens_of(x)?.count() as u32).collect(),
+                    false => experts::tokens_of_expert(weights, *expert)?,
+                };
                 let rows = experts::rows(x, &tokens)?;
                 self.selected.insert(id, tokens);
                 Ok(rows)

@@ -141,8 +141,8 @@ pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, (1, tokens.len(), width), &Device::Cpu)?)
 }
 
-/// Adds up what the experts put out: `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens in order.
-/// Each token's terms are added in the order of experts.
+/// Adds up what the experts put out: `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens in order, or for
+/// all tokens, of which those count that are its own. Each token's terms are added in the order of experts.
 ///
 /// # Errors
 /// When there are other than as many outputs as experts, or an output has other than its tokens' rows.
@@ -159,7 +159,15 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
     with_values(weights, |weights| {
         for (expert, output) in outputs.iter().enumerate() {
             let of = |token: usize| weights[token * experts + expert];
-            with_values(output, |output| add_expert(&mut sums, width, of, output))?;
+            with_values(output, |output| {
+                let has_others = output.len() == tokens * width && (0..tokens).any(|token| of(token) == 0.0);
+                if !has_others {
+                    return add_expert(&mut sums, width, of, output);
+                }
+                let rows = output.chunks_exact(width.max(1)).enumerate();
+                let own = rows.filter(|(token, _)| of(*token) != 0.0).flat_map(|(_, row)| row);
+                add_expert(&mut sums, width, of, &own.copied().collect::<Vec<f32>>())
+            })?;
         }
         Ok(())
     })?;
@@ -301,6 +309,10 @@ mod tests {
         let outputs = [&inputs[0] * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
         let summed = flat(&sum(&weights, &outputs).unwrap());
         assert_eq!(summed, [0.5, 1.0, -3.0, -4.0, -1.25, -1.5]);
+        // The rows of all tokens, of which two are not the first expert's.
+        let of_all =
+            [rows(&x, &[0, 1, 2]).unwrap() * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
+        assert_eq!(flat(&sum(&weights, &of_all).unwrap()), summed);
         assert!(sum(&weights, &outputs[..2]).is_err());
         assert!(sum(&weights, &[outputs[1].clone(), outputs[1].clone(), outputs[2].clone()]).is_err());
     }

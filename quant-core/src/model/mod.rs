@@ -31,6 +31,7 @@ mod rope;
 mod segments;
 mod tensor_values;
 mod tokens;
+mod unrouted;
 
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,

@@ -14,7 +14,7 @@ use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::Held;
 use super::states::{self, StateFiles};
 use super::{Job, WRITE};
-use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
+use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched};
 use crate::model::{Block, NodeId, Preparation, RopeTables};
 use crate::progress::timed;
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
@@ -115,21 +115,23 @@ impl Batch {
         // A sink that does not give back what it holds: what was decided is decided again.
         let open = if open.is_empty() { &[0][..] } else { open };
         self.states.copy = if self.passes.copy_float() { self.states.float.clone() } else { None };
+        let unrouted = self.unrouted(job, &block)?;
+        let watched = watched(&block, &unrouted);
         let ranges = match self.passes.first {
-            Some(pass) => self.float_pass(job, &prefix, &block, pass)?,
+            Some(pass) => self.float_pass(job, &prefix, [&block, &watched], pass)?,
             None => BTreeMap::new(),
         };
         let norm_dtypes = norm_dtypes(job.model, layer)?;
         let grids: Vec<_> =
             open.iter().map(|&i| grids(conveyors[i].job().plan, conveyors[i].entries(span))).collect();
         let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
-        let rewrites = self.search(&context, &block, &grids)?;
+        let rewrites = self.search(&context, [&block, &watched], &grids)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
             let inputs = context.input_grids(&block, grids, &rewrite)?;
-            let decision = Decision { rewrite, inputs };
+            let decision = Decision { rewrite, inputs, routed: routed_to_linears(block.graph(), &unrouted) };
             if let Some(which) = self.passes.gptq {
-                let run = self.gptq(&context, &block, grids, &decision, which, advance)?;
+                let run = self.gptq(&context, &block, grids, (&decision, &unrouted), which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, &block)?;
             }
             decisions.insert(i, decision);
@@ -138,11 +140,22 @@ impl Batch {
         Ok(BlockDone { block: Some(block), decisions })
     }
 
-    /// The rewrite of the block for each of `grids`.
+    /// Experts of the block that are calibrated on all tokens of the float model, with how many are routed to each.
+    fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
+        let sampling = job.plan.sampling.experts;
+        match &self.states.float {
+            Some(states) if !sampling.is_routed() => {
+                timed(job.observer, "count", || sampling.unrouted(states, block, job.cancel))
+            }
+            _ => Ok(BTreeMap::new()),
+        }
+    }
+
+    /// The rewrite of the block for each of `grids`: the block that moves the states on, and the one that is watched.
     fn search(
         &mut self,
         context: &Context<'_, '_>,
-        block: &Block,
+        [block, watched]: [&Block; 2],
         grids: &[BTreeMap<NodeId, Grid>],
     ) -> Result<Vec<Rewrite>> {
         let job = context.job;
@@ -151,7 +164,13 @@ impl Batch {
             timed(job.observer, reading(job), || block.load())?;
         }
         let advance = self.passes.search == Some(States::Float);
-        search_rewrites(&self.transforms, context, block, grids, states, advance)
+        let is_watched = watched.runs_unrouted();
+        let rewrites =
+            search_rewrites(&self.transforms, context, watched, grids, states, advance && !is_watched)?;
+        if let (Some(float), true) = (&mut self.states.float, advance && is_watched) {
+            timed(job.observer, "forward", || float.advance(block, job.cancel))?;
+        }
+        Ok(rewrites)
     }
 
     /// Moves the states past a block that is finished, if `advance` is set. Nothing is done, and the result is
@@ -172,20 +191,20 @@ impl Batch {
         if self.passes.follow_quantized() && written.is_none() {
             return Ok(false);
         }
-        self.float_pass(job, prefix, block, FirstPass { ranges: job.maxima.is_some(), advance })?;
+        self.float_pass(job, prefix, [block; 2], FirstPass { ranges: job.maxima.is_some(), advance })?;
         if let (Some(quantized), Some(written), true) = (&mut self.states.quantized, written, advance) {
             timed(job.observer, "forward", || quantized.advance(&written, job.cancel))?;
         }
         Ok(true)
     }
 
-    /// A pass of the float states through the float block. Gives the ranges that it gathers, and keeps their maxima
-    /// where the job wants them.
+    /// A pass of the float states through the float block, as it is and as it is watched. Gives the ranges that it
+    /// gathers, and keeps their maxima where the job wants them.
     fn float_pass(
         &mut self,
         job: &Job<'_>,
         prefix: &str,
-        block: &Block,
+        [block, watched]: [&Block; 2],
         FirstPass { ranges, advance }: FirstPass,
     ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
         let Some(float) = self.states.float.as_mut().filter(|_| ranges || advance) else {
@@ -196,7 +215,11 @@ impl Batch {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
             return Ok(BTreeMap::new());
         }
-        let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, block, float, advance))?;
+        let together = advance && !watched.runs_unrouted();
+        let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, watched, float, together))?;
+        if advance && !together {
+            timed(job.observer, "forward", || float.advance(block, job.cancel))?;
+        }
         if let Some(kept) = job.maxima {
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
             for (node, name, ..) in block.graph().linears() {
@@ -213,7 +236,7 @@ impl Batch {
         context: &Context<'a, '_>,
         block: &Block,
         grids: &'a BTreeMap<NodeId, Grid>,
-        decision: &'a Decision,
+        (decision, unrouted): (&'a Decision, &'a BTreeMap<NodeId, u64>),
         which: States,
         advance: bool,
     ) -> Result<GptqRun<'a>> {
@@ -231,6 +254,8 @@ impl Batch {
             rewrite: &decision.rewrite,
             inputs: &decision.inputs,
             settings: job.plan.gptq,
+            experts: job.plan.sampling.experts,
+            unrouted,
             scale_search: job.plan.settings.scale_search,
             container: job.plan.container,
             cancel: job.cancel,

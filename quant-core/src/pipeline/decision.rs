@@ -20,6 +20,8 @@ pub(super) struct Decision {
     pub(super) rewrite: Rewrite,
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: BTreeMap<NodeId, StaticScale>,
+    /// Of each linear of an expert that was calibrated on all tokens, how many are routed to it.
+    pub(super) routed: BTreeMap<NodeId, u64>,
 }
 
 /// Linears that GPTQ has rounded.
@@ -33,6 +35,8 @@ pub(super) struct Rounded {
     pub(super) record: GptqRecord,
     /// Tokens that the Hessian is a sum over.
     pub(super) tokens: u64,
+    /// How many of these are routed to the linear's expert, where it was calibrated on all.
+    pub(super) routed: Option<u64>,
 }
 
 impl Rounded {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::StaticScale;
 
 use super::decision::{GptqRecord, Rounded, StageRounded, stored};
-use crate::calibrate::{ExpertStates, HiddenStates, StatisticsPass};
+use crate::calibrate::{ExpertSampling, ExpertStates, HiddenStates, StatisticsPass, watched};
 use crate::format::Container;
 use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve_within};
@@ -34,6 +34,10 @@ pub(super) struct GptqTask<'a> {
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
+    /// Which tokens an expert is calibrated on.
+    pub(super) experts: ExpertSampling,
+    /// Experts that are calibrated on all tokens of the float model, with how many are routed to each.
+    pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub(super) scale_search: ScaleSearch,
     /// Where the quantized linears are going to stand.
@@ -87,12 +91,14 @@ impl<'a> GptqRun<'a> {
     pub(super) fn next_stage(&mut self) -> Result<Option<StageRounded>> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
         let task = &mut self.task;
+        let mut routed = None;
         let mut hessian = match &mut self.inputs {
             StageInputs::Rounded { from, experts, advance } => {
                 let graph = task.block.graph().clone();
                 if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
                     self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
                     *from = cut;
+                    task.let_go(&self.before, |node| node <= cut);
                 }
                 let mut hessian = task.hessian(&linears);
                 // Where tokens do not see each other between here and the end of the block.
@@ -104,8 +110,12 @@ impl<'a> GptqRun<'a> {
                 }
                 match (selects, experts) {
                     (Some(selects), Some(experts)) if experts.have(&graph, selects) => {
-                        task.pass_experts(experts, Some(selects), *advance, &self.before)?;
-                        experts.gather(&task.block, value, task.cancel, &mut hessian)?;
+                        task.pass_experts((experts, self.states), Some(selects), *advance, &self.before)?;
+                        let (nodes, how) = ([selects, value], (task.experts, task.cancel));
+                        routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
+                    }
+                    _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
+                        return Err(Error::Internal("experts before what mixes tokens".into()));
                     }
                     _ => {
                         let nodes = [*from, value];
@@ -114,12 +124,17 @@ impl<'a> GptqRun<'a> {
                 }
                 hessian
             }
-            StageInputs::Gathered(hessians) => hessians
-                .next()
-                .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?,
+            StageInputs::Gathered(hessians) => {
+                let selects = task.block.graph().rows_selected_by(value);
+                routed = selects.and_then(|selects| task.unrouted.get(&selects)).copied();
+                hessians
+                    .next()
+                    .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?
+            }
         };
         hessian.finish();
-        let rounded = task.solve_stage(&hessian, &linears)?;
+        let mut rounded = task.solve_stage(&hessian, &linears)?;
+        rounded.values_mut().for_each(|rounded| rounded.routed = routed);
         if let StageInputs::Rounded { .. } = self.inputs {
             for (&node, rounded) in &rounded {
                 let bias = task.block.linear(node).bias().cloned();
@@ -133,7 +148,7 @@ impl<'a> GptqRun<'a> {
     pub(super) fn finish(mut self) -> Result<()> {
         match self.inputs {
             StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
-                self.task.pass_experts(&mut experts, None, true, &self.before)?;
+                self.task.pass_experts((&mut experts, self.states), None, true, &self.before)?;
                 let (node, sum) = experts.into_sum();
                 self.states.advance_with(&self.task.block, from, (node, &sum), self.task.cancel)
             }
@@ -151,22 +166,24 @@ impl GptqTask<'_> {
     /// go: nothing looks at them again.
     fn pass_experts(
         &mut self,
-        experts: &mut ExpertStates,
+        (experts, states): (&mut ExpertStates, &HiddenStates),
         selects: Option<NodeId>,
         wanted: bool,
         before: &Block,
     ) -> Result<()> {
         let graph = self.block.graph().clone();
         for _ in experts.left_before(&graph, selects) {
-            let passed = experts.add_next(&self.block, wanted, self.cancel)?;
-            let of_expert = |id: &NodeId| {
-                passed.is_some() && graph.rows_selected_by(graph.nodes()[*id].inputs[0]) == passed
-            };
-            for node in graph.linears().map(|(id, ..)| id).filter(of_expert) {
-                self.block.replace_linear(node, before.linear(node).clone());
-            }
+            let passed = experts.add_next(states, &self.block, wanted, self.cancel)?;
+            self.let_go(before, |node| graph.expert_of(node) == Some(passed));
         }
         Ok(())
+    }
+
+    /// Lets the rounded weights of some linears go, which nothing looks at again.
+    fn let_go(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
+        for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
+            self.block.replace_linear(node, before.linear(node).clone());
+        }
     }
 
     /// The Hessians of all stages, from one pass of the block as it is.
@@ -177,11 +194,16 @@ impl GptqTask<'_> {
         advance: bool,
     ) -> Result<Vec<Hessian>> {
         let mut hessians: Vec<_> = stages.values().map(|linears| self.hessian(linears)).collect();
-        let mut pass = StatisticsPass::new(&self.block, states.layout(), self.cancel);
+        let watched = watched(&self.block, self.unrouted);
+        let mut pass = StatisticsPass::new(&watched, states.layout(), self.cancel);
         for (value, hessian) in stages.keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
-        pass.run(states, advance)?;
+        // States that move on are those of the block as it is, bit for bit.
+        pass.run(states, advance && self.unrouted.is_empty())?;
+        if advance && !self.unrouted.is_empty() {
+            states.advance(&self.block, self.cancel)?;
+        }
         Ok(hessians)
     }
 
@@ -262,7 +284,7 @@ impl GptqTask<'_> {
             };
             tracing::debug!(tensor, loss, damping = record.damping, dead = record.dead_channels, "rounded");
             let weight = Arc::new(WeightBody::Quantized(quantized));
-            rounded.insert(node, Rounded { weight, record, tokens: hessian.tokens() });
+            rounded.insert(node, Rounded { weight, record, tokens: hessian.tokens(), routed: None });
             latest = Some(factor);
         }
         Ok(rounded)

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{GptqRecord, Job, REPORT};
-use crate::calibrate::{Mask, Packing, TokenWindows};
+use crate::calibrate::{ExpertSampling, Mask, Packing, TokenWindows};
 use crate::checkpoint::{TensorInfo, parse_strictly, read_capped};
 use crate::digest::sha256_hex;
 use crate::model::{Carried, KvScheme, Model};
@@ -90,6 +90,9 @@ pub struct CalibrationReport {
     pub packing: Packing,
     /// Which tokens count.
     pub mask: Mask,
+    /// Which tokens experts were calibrated on; absent where on those that are routed to each, however few.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertSampling>,
     /// Tokens of the text in all windows.
     pub tokens: u64,
     /// How many of these the method looked at; the others are masked prompts.
@@ -172,6 +175,9 @@ pub struct TensorReport {
     /// were looked at.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration_tokens: Option<u64>,
+    /// Of a linear of an expert that was calibrated on all tokens: how many are routed to the expert.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub routed_tokens: Option<u64>,
     /// Bytes in the input.
     pub bytes_before: u64,
     /// Bytes written for it.
@@ -196,6 +202,8 @@ pub(super) struct Searched {
     pub(super) clip: Option<ClipRecord>,
     /// Tokens that it saw go through.
     pub(super) tokens: Option<u64>,
+    /// How many of these are routed to its expert, where that was calibrated on all.
+    pub(super) routed: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
     pub(super) smooth: Option<SmoothRecord>,
     pub(super) attention: Option<AttentionRecord>,
@@ -238,6 +246,7 @@ impl TensorReport {
             reordered: false,
             input: None,
             calibration_tokens: None,
+            routed_tokens: None,
             bytes_before: entry.input_bytes(),
             bytes_after: entry.output_bytes(),
             source_sha256,
@@ -267,7 +276,8 @@ impl TensorReport {
         error: WeightError,
         search: Searched,
     ) -> Self {
-        let Searched { fold, clip, tokens, gptq, smooth, attention, reordered, stored, input } = search;
+        let Searched { fold, clip, tokens, routed, gptq, smooth, attention, reordered, stored, input } =
+            search;
         let asked = entry.quantized().map(|(_, scheme)| scheme);
         Self {
             scheme: stored.map(|s| s.to_string()),
@@ -282,6 +292,7 @@ impl TensorReport {
             smooth,
             input,
             calibration_tokens: tokens,
+            routed_tokens: routed,
             ..Self::new(entry, "quantized", source_sha256)
         }
     }
@@ -380,6 +391,7 @@ pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationR
         seed: job.plan.sampling.seed,
         packing: windows.packing(),
         mask: job.plan.sampling.mask,
+        experts: Some(job.plan.sampling.experts).filter(|experts| !experts.is_routed()),
         tokens: (counted + context) as u64,
         tokens_counted: counted as u64,
         padding: padding as u64,

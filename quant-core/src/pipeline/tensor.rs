@@ -66,7 +66,7 @@ pub(super) fn apply_rewrite(
                 input,
                 context: ScaleContext { search: job.plan.settings.scale_search, amax },
             };
-            linear.quantize(source, &decision.rewrite, rounded)
+            linear.quantize(source, decision, rounded)
         }
     }
 }
@@ -174,7 +174,8 @@ struct Linear<'a> {
 }
 
 impl Linear<'_> {
-    fn quantize(&self, source: Source, rewrite: &Rewrite, rounded: Option<&Rounded>) -> Result<Finished> {
+    fn quantize(&self, source: Source, decision: &Decision, rounded: Option<&Rounded>) -> Result<Finished> {
+        let rewrite = &decision.rewrite;
         let (bytes, sha256) = source.float()?;
         let clip = self.node.and_then(|node| rewrite.clips.get(&node)).map(Vec::as_slice);
         let changed = self.node.filter(|node| clip.is_some() || rewrite.changes(*node));
@@ -197,7 +198,7 @@ impl Linear<'_> {
             }
         };
         let outputs = packed(self.job, self.module, quantized)?;
-        let searched = self.searched(rewrite, rounded, quantized);
+        let searched = self.searched(decision, rounded, quantized);
         let report = TensorReport::quantized(self.entry, sha256, WeightError::from(error), searched);
         Ok(Finished { report, outputs, spare })
     }
@@ -250,12 +251,17 @@ impl Linear<'_> {
     /// What the searches and GPTQ found out about it.
     fn searched(
         &self,
-        rewrite: &Rewrite,
+        Decision { rewrite, routed, .. }: &Decision,
         rounded: Option<&Rounded>,
         quantized: &QuantizedTensor,
     ) -> Searched {
         let is_it = |module: &String| module == self.module;
         let seen = self.node.and_then(|node| rewrite.tokens.get(&node)).copied();
+        // Of the pass that counted the tokens.
+        let routed = match seen {
+            Some(_) => self.node.and_then(|node| routed.get(&node)).copied(),
+            None => rounded.and_then(|rounded| rounded.routed),
+        };
         Searched {
             fold: rewrite
                 .folds
@@ -265,6 +271,7 @@ impl Linear<'_> {
                 .map(FoldRecord::shortened),
             clip: rewrite.clip_records.iter().find(|c| is_it(&c.module)).cloned(),
             tokens: seen.or(rounded.map(|r| r.tokens)),
+            routed,
             gptq: rounded.map(|r| r.record.clone()),
             smooth: rewrite
                 .smooth

@@ -34,6 +34,8 @@
 //! seed = 0
 //! packing = "auto"
 //! mask = "none"
+//! expert_tokens = "routed"
+//! expert_floor = 0
 //! ```
 //!
 //! Transforms run in the order in which they stand, then weights are rounded. A key that is not
@@ -46,7 +48,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Method, Pattern, Recipe, Rounding, kv, schema};
-use crate::calibrate::{Mask, Packing, Sampling};
+use crate::calibrate::{ExpertSampling, ExpertTokens, Mask, Packing, Sampling};
 use crate::quantize::ScaleSearch;
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::scheme::SchemeRequest;
@@ -237,6 +239,12 @@ struct CalibrationEntry {
     /// Which tokens of conversations count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mask: Option<Mask>,
+    /// Which tokens an expert is calibrated on: those that are routed to it, or all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    expert_tokens: Option<ExpertTokens>,
+    /// An expert that fewer tokens than these are routed to is calibrated on all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    expert_floor: Option<u64>,
 }
 
 impl Recipe {
@@ -320,6 +328,10 @@ impl Recipe {
                 seed: calibration.and_then(|c| c.seed).unwrap_or(usual.seed),
                 packing: calibration.and_then(|c| c.packing).unwrap_or(usual.packing),
                 mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
+                experts: ExpertSampling {
+                    tokens: calibration.and_then(|c| c.expert_tokens).unwrap_or(usual.experts.tokens),
+                    floor: calibration.and_then(|c| c.expert_floor).unwrap_or(usual.experts.floor),
+                },
             },
             settings,
             gptq: gptq.map_or(usual_gptq, |entry| entry.settings(usual_gptq)),
@@ -359,6 +371,8 @@ impl Recipe {
                 seed: Some(self.sampling.seed),
                 packing: Some(self.sampling.packing),
                 mask: Some(self.sampling.mask),
+                expert_tokens: Some(self.sampling.experts.tokens),
+                expert_floor: Some(self.sampling.experts.floor),
             }),
         };
         // Nothing in it is a kind of value that TOML lacks.
@@ -441,6 +455,7 @@ mod tests {
             seed = 7
             packing = "documents"
             mask = "prompts"
+            expert_floor = 200
             "#,
         )
         .unwrap();
@@ -450,7 +465,8 @@ mod tests {
         assert_eq!(recipe.ignore.len(), 2);
         assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
         let (packing, mask) = (Packing::Documents, Mask::Prompts);
-        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7, packing, mask });
+        let experts = ExpertSampling { tokens: ExpertTokens::Routed, floor: 200 };
+        assert_eq!(recipe.sampling, Sampling { samples: 3, length: 100, seed: 7, packing, mask, experts });
         assert_eq!(recipe.calibration.as_deref(), Some("pile-val"));
         assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
     }
@@ -514,6 +530,10 @@ mod tests {
             (
                 "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nmask = \"users\"",
                 "line 6: unknown variant `users`",
+            ),
+            (
+                "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nexpert_tokens = \"some\"",
+                "line 6: unknown variant `some`",
             ),
             ("format = \"gguf9\"\n[quantize]\nscheme = \"w4a16\"", "unknown format `gguf9`"),
             (

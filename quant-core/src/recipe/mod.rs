@@ -15,6 +15,7 @@ mod plan;
 mod repack;
 mod schema;
 mod select;
+mod stage_memory;
 mod time;
 
 pub use method::{METHODS, Method, Rounding, method, steps};

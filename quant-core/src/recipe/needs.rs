@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Action, Plan, PlanEntry};
-use crate::model::{Architecture, NodeId};
+use crate::model::{Architecture, BlockGraph, NodeId, Op};
 use crate::scheme::ActivationScheme;
 use crate::transform::{Producers, check_maxima};
 use crate::{Error, Result};
@@ -37,6 +37,20 @@ impl Plan {
         self.entries
             .iter()
             .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_global_scale()))
+    }
+
+    /// Fails where it is said which tokens experts are calibrated on, and no block that is looked at has any.
+    pub(super) fn check_experts(&self, architecture: &Architecture) -> Result<()> {
+        let has_experts =
+            |graph: &BlockGraph| graph.nodes().iter().any(|n| matches!(n.op, Op::ExpertInput { .. }));
+        let experts = self.sampling.experts;
+        match experts.is_routed() || architecture.blocks.kinds().any(|kind| has_experts(kind.graph)) {
+            true => Ok(()),
+            false => Err(Error::usage(
+                "which tokens experts are calibrated on has no effect: no layer of the model has experts",
+                "leave --expert-tokens and --expert-floor out, in a recipe expert_tokens and expert_floor",
+            )),
+        }
     }
 
     /// Fails where a step makes no sense for floating-point weights.

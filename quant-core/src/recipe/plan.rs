@@ -351,6 +351,7 @@ impl Plan {
         plan.check_maxima(architecture)?;
         if plan.needs_text() {
             plan.sampling.check()?;
+            plan.check_experts(architecture)?;
             model.check_positions(plan.sampling.length)?;
         }
         if plan.method.rounding == Rounding::Gptq {

@@ -117,7 +117,8 @@ impl Plan {
             }
             for (&value, k) in &widths {
                 // In f64 the factor runs at half the rate.
-                operations += self.tokens() * graph.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
+                operations +=
+                    self.tokens() * self.share_of_tokens(graph, value) * k * k + 4.0 / 3.0 * k.powi(3);
             }
             operations
         };
@@ -147,6 +148,12 @@ impl Plan {
         self.sampling.samples as f64 * self.sampling.length as f64
     }
 
+    /// The share of all tokens that a value is computed for while the block is watched; experts that few tokens are routed
+    /// to are taken to be few.
+    fn share_of_tokens(&self, graph: &BlockGraph, id: usize) -> f64 {
+        self.sampling.experts.shares(graph.share_of_tokens(id))[0]
+    }
+
     /// The batch through all blocks.
     fn forward_operations(&self, model: &Model) -> f64 {
         self.in_all_blocks(model, |graph| self.block_operations(graph))
@@ -156,7 +163,9 @@ impl Plan {
     fn block_operations(&self, graph: &BlockGraph) -> f64 {
         let length = self.sampling.length as f64;
         let nodes = graph.nodes().iter().enumerate();
-        nodes.map(|(id, n)| n.op.product_operations(self.tokens() * graph.share_of_tokens(id), length)).sum()
+        nodes
+            .map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(graph, id), length))
+            .sum()
     }
 
     /// What mixes the tokens of the whole batch.
@@ -185,7 +194,7 @@ impl Plan {
             let own: f64 = group.consumers.iter().map(|&c| weights(c)).sum();
             rounded += candidates * own;
             let [n, k] = shape(group.consumers[0]).map(|s| s as f64);
-            let tokens = self.tokens() * graph.share_of_tokens(group.input);
+            let tokens = self.tokens() * self.share_of_tokens(graph, group.input);
             let gram = group.consumers.len() == 1 && self.is_gram(graph, group, shape(group.consumers[0]));
             if gram {
                 operations += tokens * k * k + candidates * 2.0 * n * k * k;

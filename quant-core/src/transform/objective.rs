@@ -234,7 +234,7 @@ fn with_counted<T>(
 
 /// The block with the quantized consumers rounded as they would be under these scales.
 pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
-    let mut block = task.block.clone();
+    let mut block = task.block.routed();
     for &node in consumers {
         let Some(&grid) = task.grids.get(&node) else { continue };
         let linear = task.block.linear(node);

@@ -251,10 +251,11 @@ impl Batch {
                 Ok(Self::Differences(prepared.collect::<Result<_>>()?))
             }
             None => {
+                let block = task.block.routed();
                 let whole = chunks.map(|chunk: Result<_>| {
                     let (x, starts) = chunk?;
                     let mut chunk = Chunk { y: x.clone(), x, starts };
-                    chunk.y = watched(task.block, group, &chunk, task.cancel)?;
+                    chunk.y = watched(&block, group, &chunk, task.cancel)?;
                     Ok(chunk)
                 });
                 Ok(Self::Whole(whole.collect::<Result<_>>()?))

@@ -388,7 +388,7 @@ impl<'a> BlockSearch<'a> {
     /// What a block makes of the tokens that count.
     fn output(&self, block: &Block) -> Result<Vec<f32>> {
         let segments = self.hidden.segments(self.first, &self.x);
-        let y = block.forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;
+        let y = block.routed().forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;
         let (windows, length, width) = y.dims3()?;
         let tokens = TokenRows::range(self.first, windows * length);
         with_values(&y, |y| {

@@ -83,7 +83,7 @@ fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> B
     let rows = |&node: &NodeId| {
         let input = graph.nodes()[node].inputs[0];
         // Of a value that has rows for a share of the tokens, more of them are kept.
-        let tokens = (wanted.clip_tokens as f64 / graph.share_of_tokens(input)) as usize;
+        let tokens = (wanted.clip_tokens as f64 / task.block.share_of_tokens(input)) as usize;
         (input, SampledRows::new(shape(task, node)[1], layout.counted(), tokens))
     };
     clipped.map(rows).collect()
@@ -100,7 +100,7 @@ fn kept(
     let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
     for group in wanted.groups {
         let k = shape(task, group.consumers[0])[1];
-        let share = graph.share_of_tokens(group.input);
+        let share = task.block.share_of_tokens(group.input);
         let work =
             Work { tokens: tokens as f64 * share, n: graph.width(group.inspected) as f64, k: k as f64 };
         if group.consumers.len() == 1 && work.gram_is_cheaper(wanted.candidates) {
@@ -123,8 +123,23 @@ pub(crate) fn kept_bytes(
     [n, k]: [u64; 2],
     candidates: usize,
 ) -> u64 {
+    let shares = batch.experts.shares(graph.share_of_tokens(group.input));
+    shares
+        .map(|share| kept_of_share(graph, group, batch, [n, k], (candidates, share)))
+        .into_iter()
+        .max()
+        .unwrap_or(0)
+}
+
+/// The same where this share of all tokens has a row in the input.
+fn kept_of_share(
+    graph: &BlockGraph,
+    group: &FoldGroup,
+    batch: Sampling,
+    [n, k]: [u64; 2],
+    (candidates, share): (usize, f64),
+) -> u64 {
     let tokens = (batch.samples as u64).saturating_mul(batch.length as u64);
-    let share = graph.share_of_tokens(group.input);
     let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
     // A sample of a few tokens takes all of them.
     let most = most.min((2.0 * tokens as f64 * share) as u64);

@@ -202,12 +202,29 @@ pub fn cases() -> Vec<Case> {
     });
     let around =
         |mixer: &'static str| vec!["input_layernorm", mixer, "post_attention_layernorm", "mlp.up_proj"];
+    let hybrid_experts = |mixer: &'static str| {
+        let block = ["input_layernorm", mixer, "post_attention_layernorm"];
+        block
+            .into_iter()
+            .chain(UPS.into_iter().take(3))
+            .chain(["mlp.shared_expert.up_proj"])
+            .collect::<Vec<_>>()
+    };
     let hybrid = json!({
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
         "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mlp_only_layers": [0, 1, 2],
     });
+    let with_experts = |more: Value| {
+        let mut config = hybrid.clone();
+        let experts = json!({ "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                              "shared_expert_intermediate_size": 64, "mlp_only_layers": [] });
+        for changes in [experts, more] {
+            config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        }
+        config
+    };
     vec![
         Case::new("llama, yarn", "LlamaForCausalLM", json!({ "rope_scaling": yarn })),
         Case {
@@ -474,7 +491,28 @@ pub fn cases() -> Vec<Case> {
             has_pairs: false,
             // Lengths of queries and keys are divided out, and a state adds errors up.
             rounding: 1.0,
-            ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid)
+            ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid.clone())
+        },
+        Case {
+            producers: hybrid_experts("linear_attn.norm"),
+            // The second block has an MLP.
+            other_producers: vec![around("self_attn.v_proj")],
+            has_pairs: false,
+            rounding: 1.0,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "qwen3_next, experts",
+                "Qwen3NextForCausalLM",
+                with_experts(json!({ "mlp_only_layers": [1] })),
+            )
+        },
+        Case {
+            producers: hybrid_experts("linear_attn.norm"),
+            other_producers: vec![hybrid_experts("self_attn.v_proj")],
+            has_pairs: false,
+            rounding: 1.0,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", with_experts(json!({})))
         },
         Case {
             producers: vec!["input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj"],
@@ -522,6 +560,32 @@ pub fn cases() -> Vec<Case> {
                         "rope_parameters": {
                             "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25 },
                             "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 } } }),
+            )
+        },
+        Case {
+            producers: vec!["operator_norm", "conv.in_proj", "ffn_norm", "feed_forward.w3"],
+            other_producers: vec![
+                vec![
+                    "operator_norm",
+                    "self_attn.v_proj",
+                    "ffn_norm",
+                    "feed_forward.experts.0.w3",
+                    "feed_forward.experts.1.w3",
+                ],
+                vec![
+                    "operator_norm",
+                    "conv.in_proj",
+                    "ffn_norm",
+                    "feed_forward.experts.0.w3",
+                    "feed_forward.experts.1.w3",
+                ],
+            ],
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "lfm2_moe",
+                "Lfm2MoeForCausalLM",
+                json!({ "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 2,
+                        "num_experts_per_tok": 1, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5 }),
             )
         },
         Case {

@@ -1,5 +1,6 @@
 //! What most families' configurations say under the same keys, and the architecture that follows from it.
 
+use super::experts::GatedExperts;
 use super::parts::{Attention, DecoderBlock, Mlp, NormKind, Norms, Projections};
 use super::{Activation, Architecture, AttentionShape, Blocks, LogitsTransform};
 use crate::Result;
@@ -10,6 +11,8 @@ use crate::model::rope::{Rope, RopeRequest};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Defaults {
     pub(super) family: &'static str,
+    /// The key of the MLP's width, or of what stands for it where no layer has one.
+    pub(super) intermediate_key: &'static str,
     /// Key and value heads; `None` means as many as query heads.
     pub(super) kv_heads: Option<usize>,
     /// Width of a head; `None` means the hidden size's share.
@@ -35,6 +38,7 @@ impl Defaults {
     pub(super) fn new(family: &'static str) -> Self {
         Self {
             family,
+            intermediate_key: "intermediate_size",
             kv_heads: None,
             head_dim: None,
             theta: 10_000.0,
@@ -64,7 +68,7 @@ pub(super) struct Decoder<'a> {
 impl<'a> Decoder<'a> {
     pub(super) fn read(config: &'a ConfigFields<'a>, defaults: Defaults) -> Result<Self> {
         let hidden = config.require_positive("hidden_size")?;
-        let intermediate = config.require_positive("intermediate_size")?;
+        let intermediate = config.require_positive(defaults.intermediate_key)?;
         let heads = config.require_positive("num_attention_heads")?;
         let kv_heads = match config.optional_positive("num_key_value_heads")? {
             Some(kv_heads) => kv_heads,
@@ -168,6 +172,21 @@ impl<'a> Decoder<'a> {
         DecoderBlock::new(self.hidden, self.norm, attention, mlp)
     }
 
+    /// The architecture whose layers have these blocks, with experts in the place of the MLP where `experts` has some.
+    pub(super) fn with_experts(
+        &self,
+        block: impl Fn(usize) -> DecoderBlock,
+        experts: impl Fn(usize) -> Option<GatedExperts>,
+    ) -> Result<Architecture> {
+        self.architecture(|layer| {
+            let block = block(layer);
+            match experts(layer) {
+                Some(experts) => DecoderBlock { mlp: Mlp::Experts(experts), ..block },
+                None => block,
+            }
+        })
+    }
+
     /// The architecture whose layers have these blocks.
     pub(super) fn architecture(&self, block: impl Fn(usize) -> DecoderBlock) -> Result<Architecture> {
         let (config, defaults) = (self.config, self.defaults);
@@ -207,6 +226,7 @@ impl<'a> Decoder<'a> {
             per_layer_inputs: None,
             unread: None,
             further_blocks: 0,
+            further_module: None,
             fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
                 Mlp::Experts(experts) => Some(experts.fused(self.hidden)),
                 Mlp::Gated { .. } | Mlp::GatedAs { .. } | Mlp::FusedGated { .. } | Mlp::Plain { .. } => None,

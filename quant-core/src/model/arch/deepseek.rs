@@ -6,7 +6,7 @@ use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};
 use super::latent::Latent;
-use super::parts::{Attention, HeadNorms, Mlp, Projections};
+use super::parts::{Attention, HeadNorms, Projections};
 use super::{Architecture, Correction, Family, Groups, Routing, Scores};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
@@ -244,13 +244,7 @@ fn architecture(
     is_dense: impl Fn(usize) -> bool,
 ) -> Result<Architecture> {
     let block = d.block(attention.clone(), d.mlp(false));
-    let architecture = d.architecture(|layer| {
-        let mut block = block.clone();
-        if !is_dense(layer) {
-            block.mlp = Mlp::Experts(experts);
-        }
-        block
-    })?;
+    let architecture = d.with_experts(|_| block.clone(), |layer| (!is_dense(layer)).then_some(experts))?;
     let further = d.config.optional_usize("num_nextn_predict_layers")?.unwrap_or(0);
     Ok(Architecture { further_blocks: further.min(MAX_LAYERS), ..architecture })
 }

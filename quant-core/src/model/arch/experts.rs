@@ -152,6 +152,18 @@ impl GatedExperts {
 }
 
 impl SharedExpert {
+    /// That of the Qwen families, as wide as the configuration says.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) when its width is missing or malformed.
+    pub(super) fn gated(config: &ConfigFields<'_>) -> Result<Self> {
+        Ok(Self {
+            prefix: "mlp.shared_expert",
+            intermediate: config.require_positive("shared_expert_intermediate_size")?,
+            gate: Some("mlp.shared_expert_gate"),
+        })
+    }
+
     fn add(self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         let linear = |name: &str, shape: [usize; 2]| {
             let name = format!("{}.{name}", self.prefix);

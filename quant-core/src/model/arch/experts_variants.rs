@@ -126,13 +126,8 @@ impl Family for Ernie45Moe {
         };
         let rope = RopeRequest { layout: RopeLayout::Interleaved, ..d.rope_request() }.read(config)?;
         let block = d.block(d.attention(Some(rope), [false; 2]), d.mlp(false));
-        d.architecture(|layer| {
-            let mut block = block.clone();
-            if (first..=last).contains(&layer) && (layer + 1).is_multiple_of(step) {
-                block.mlp = Mlp::Experts(experts);
-            }
-            block
-        })
+        let has_experts = |layer: usize| (first..=last).contains(&layer) && (layer + 1).is_multiple_of(step);
+        d.with_experts(|_| block.clone(), |layer| has_experts(layer).then_some(experts))
     }
 }
 

@@ -6,7 +6,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, Product, routing};
 use super::parts::Mlp;
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Family, Routing};
+use super::{Architecture, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -64,9 +64,5 @@ fn describe(family: &'static str, config: &ConfigFields<'_>) -> Result<Architect
     attention.shape.sinks = Some("self_attn");
     let windows = Windows::patterned(config, Some(128), |layer| layer.is_multiple_of(2))?;
     let block = d.block(attention, Mlp::Experts(experts));
-    d.architecture(|layer| {
-        let mut block = block.clone();
-        block.attention.shape = AttentionShape { window: windows.of(layer), ..block.attention.shape };
-        block
-    })
+    d.architecture(|layer| windows.apply(&block, layer))
 }

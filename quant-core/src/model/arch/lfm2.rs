@@ -1,15 +1,21 @@
-//! LFM2: most layers convolve over a few tokens in the place of attention; heads are normed; names of its own.
+//! LFM2, dense and with experts: most layers convolve over a few tokens in the place of attention; heads are normed; names
+//! of its own.
 
 use super::decoder::{Decoder, Defaults};
+use super::experts::{GatedExperts, routing};
 use super::mixers::{Mixer, ShortConvolution};
 use super::parts::{DecoderBlock, HeadNorms, Mlp, Placement};
-use super::{Activation, Architecture, Family};
+use super::{Activation, Architecture, Correction, Family, Routing, Scores};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
 /// The family of `Lfm2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lfm2;
+
+/// The family of `Lfm2MoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lfm2Moe;
 
 impl Family for Lfm2 {
     fn name(&self) -> &'static str {
@@ -21,45 +27,87 @@ impl Family for Lfm2 {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let defaults = Defaults {
-            kv_heads: Some(8),
-            theta: 1e6,
-            norm_eps_key: "norm_eps",
-            norm_eps: 1e-5,
-            tied: true,
-            ..Defaults::new(self.name())
-        };
-        let d = Decoder::read(config, defaults)?;
-        let mut attention = d.attention(Some(d.rope()?), [false; 2]);
-        attention.output = "self_attn.out_proj";
-        attention.head_norms = Some(HeadNorms {
-            names: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
-            ..HeadNorms::OF_HEADS
-        });
-        let mlp = Mlp::GatedAs {
-            names: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
-            activation: Activation::Silu,
-            intermediate: intermediate(&d)?,
-        };
-        let placement = Placement::Pre(["operator_norm", "ffn_norm"]);
-        let attends = DecoderBlock { placement, ..d.block(attention, mlp) };
-        let kernel = config.optional_positive("conv_L_cache")?.unwrap_or(3);
-        let convolution = ShortConvolution { kernel, bias: d.flag("conv_bias", false)? };
-        let convolves = DecoderBlock { mixer: Some(Mixer::ShortConvolution(convolution)), ..attends.clone() };
-        let attention_layers = attention_layers(config, d.layers)?;
-        let mut architecture = d.architecture(|layer| match attention_layers[layer] {
-            true => attends.clone(),
-            false => convolves.clone(),
-        })?;
-        // The older name counts where both are there.
-        architecture.tied = d.flag("tie_embedding", architecture.tied)?;
-        architecture.final_norm = Some(d.norm.op("model.embedding_norm", d.hidden));
-        architecture.fused = &[
-            ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
-            ("feed_forward.w13", &["feed_forward.w1", "feed_forward.w3"]),
-        ];
-        Ok(architecture)
+        let d = decoder(config, self.name())?;
+        architecture(&d, intermediate(&d)?, |_| None)
     }
+}
+
+impl Family for Lfm2Moe {
+    fn name(&self) -> &'static str {
+        "lfm2_moe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Lfm2MoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let d = decoder(config, self.name())?;
+        let stored = Correction { module: "feed_forward", tensor: "expert_bias", is_row: false };
+        let routing = Routing {
+            scores: Scores::Sigmoid,
+            correction: d.flag("use_expert_bias", true)?.then_some(stored),
+            normalized: d.flag("norm_topk_prob", true)?,
+            epsilon: 1e-6,
+            scale: d.factor("routed_scaling_factor")?.unwrap_or(1.0) as f32,
+            ..routing(config, &["num_experts", "num_local_experts"])?
+        };
+        let experts = GatedExperts {
+            router: "feed_forward.gate",
+            prefix: "feed_forward.experts",
+            linears: ["w1", "w3", "w2"],
+            fused: ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+            ..GatedExperts::new(routing, config.require_positive("moe_intermediate_size")?)
+        };
+        let dense = config.optional_usize("num_dense_layers")?.unwrap_or(2);
+        architecture(&d, d.intermediate, |layer| (layer >= dense).then_some(experts))
+    }
+}
+
+fn decoder<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Decoder<'a>> {
+    let defaults = Defaults {
+        kv_heads: Some(8),
+        theta: 1e6,
+        norm_eps_key: "norm_eps",
+        norm_eps: 1e-5,
+        tied: true,
+        ..Defaults::new(family)
+    };
+    Decoder::read(config, defaults)
+}
+
+/// The architecture whose layers have these experts, or an MLP with so many features between its linears.
+fn architecture(
+    d: &Decoder<'_>,
+    intermediate: usize,
+    experts: impl Fn(usize) -> Option<GatedExperts>,
+) -> Result<Architecture> {
+    let config = d.config;
+    let mut attention = d.attention(Some(d.rope()?), [false; 2]);
+    attention.output = "self_attn.out_proj";
+    attention.head_norms =
+        Some(HeadNorms { names: ["self_attn.q_layernorm", "self_attn.k_layernorm"], ..HeadNorms::OF_HEADS });
+    let mlp = Mlp::GatedAs {
+        names: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
+        activation: Activation::Silu,
+        intermediate,
+    };
+    let placement = Placement::Pre(["operator_norm", "ffn_norm"]);
+    let attends = DecoderBlock { placement, ..d.block(attention, mlp) };
+    let kernel = config.optional_positive("conv_L_cache")?.unwrap_or(3);
+    let convolution = ShortConvolution { kernel, bias: d.flag("conv_bias", false)? };
+    let convolves = DecoderBlock { mixer: Some(Mixer::ShortConvolution(convolution)), ..attends.clone() };
+    let attention_layers = attention_layers(config, d.layers)?;
+    let block = |layer: usize| if attention_layers[layer] { attends.clone() } else { convolves.clone() };
+    let mut architecture = d.with_experts(block, experts)?;
+    // The older name counts where both are there.
+    architecture.tied = d.flag("tie_embedding", architecture.tied)?;
+    architecture.final_norm = Some(d.norm.op("model.embedding_norm", d.hidden));
+    architecture.fused = &[
+        ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("feed_forward.w13", &["feed_forward.w1", "feed_forward.w3"]),
+    ];
+    Ok(architecture)
 }
 
 /// Features between the linears of the MLP: two thirds of what the configuration says, times a factor, rounded up.

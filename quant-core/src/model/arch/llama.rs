@@ -4,7 +4,7 @@
 use super::decoder::{Decoder, Defaults};
 use super::parts::HeadNorms;
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Family};
+use super::{Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -102,11 +102,7 @@ impl Decoder<'_> {
         let mut attention = self.attention(Some(self.rope()?), bias);
         attention.head_norms = head_norms;
         let block = self.block(attention, self.mlp(false));
-        self.architecture(|layer| {
-            let mut block = block.clone();
-            block.attention.shape = AttentionShape { window: windows.of(layer), ..self.shape };
-            block
-        })
+        self.architecture(|layer| windows.apply(&block, layer))
     }
 }
 

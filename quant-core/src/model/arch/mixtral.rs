@@ -5,7 +5,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
 use super::parts::{HeadNorms, Mlp};
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Family, Routing};
+use super::{Architecture, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -56,11 +56,7 @@ impl Family for Mixtral {
             Defaults { kv_heads: Some(8), theta, norm_eps, ..Defaults::new(self.name()) },
         )?;
         let block = d.block(d.attention(Some(d.rope()?), [false; 2]), Mlp::Experts(experts));
-        d.architecture(|layer| {
-            let mut block = block.clone();
-            block.attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
-            block
-        })
+        d.architecture(|layer| windows.apply(&block, layer))
     }
 }
 
@@ -83,14 +79,8 @@ impl Family for Qwen3Moe {
         let windows = Windows::uniform(config, Some(4096), d.flag("use_sliding_window", false)?)?;
         let sparse = sparse_layers(config)?;
         let block = d.block(attention, d.mlp(false));
-        d.architecture(|layer| {
-            let mut block = block.clone();
-            block.attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
-            if sparse.get(layer) == Some(&true) {
-                block.mlp = Mlp::Experts(experts);
-            }
-            block
-        })
+        let experts = |layer: usize| (sparse.get(layer) == Some(&true)).then_some(experts);
+        d.with_experts(|layer| windows.apply(&block, layer), experts)
     }
 }
 
@@ -105,13 +95,8 @@ impl Family for Qwen2Moe {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let routing = normalized_if_asked(config)?;
-        let shared = SharedExpert {
-            prefix: "mlp.shared_expert",
-            intermediate: config.require_positive("shared_expert_intermediate_size")?,
-            gate: Some("mlp.shared_expert_gate"),
-        };
         let experts = GatedExperts {
-            shared: Some(shared),
+            shared: Some(SharedExpert::gated(config)?),
             ..GatedExperts::new(routing, config.require_positive("moe_intermediate_size")?)
         };
         let d = Decoder::read(config, Defaults { kv_heads: Some(16), ..Defaults::new(self.name()) })?;
@@ -127,14 +112,8 @@ impl Family for Qwen2Moe {
         };
         let sparse = sparse_layers(config)?;
         let block = d.block(attention, d.mlp(false));
-        d.architecture(|layer| {
-            let mut block = block.clone();
-            block.attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
-            if sparse.get(layer) == Some(&true) {
-                block.mlp = Mlp::Experts(experts);
-            }
-            block
-        })
+        let experts = |layer: usize| (sparse.get(layer) == Some(&true)).then_some(experts);
+        d.with_experts(|layer| windows.apply(&block, layer), experts)
     }
 }
 

@@ -18,6 +18,7 @@ mod gpt_oss;
 mod graph;
 mod latent;
 mod lfm2;
+mod liveness;
 mod llama;
 mod llama_variants;
 mod mixers;
@@ -101,6 +102,8 @@ pub struct Architecture {
     pub unread: Option<Unread>,
     /// Blocks that may follow the last one and predict further tokens. They are copied, and no part of what is run here.
     pub further_blocks: usize,
+    /// What the names of such blocks begin with, where they are not named like the others.
+    pub further_module: Option<&'static str>,
     /// The tensors that may hold all experts of a block together, where blocks have experts.
     pub fused_experts: Option<FusedExperts>,
     /// The graph of each block.
@@ -250,6 +253,9 @@ impl Architecture {
 
     /// Whether a tensor belongs to one of the [further blocks](Self::further_blocks), by its name.
     pub fn is_in_further_block(&self, tensor: &str) -> bool {
+        if self.further_module.is_some_and(|module| tensor.starts_with(module)) {
+            return true;
+        }
         let further = self.layers..self.layers.saturating_add(self.further_blocks);
         self.index_of(tensor).is_some_and(|index| further.contains(&index))
     }
@@ -310,12 +316,14 @@ pub static FAMILIES: &[&dyn Family] = &[
     &starcoder2::Starcoder2,
     &gpt_neox::GptNeoX,
     &lfm2::Lfm2,
+    &lfm2::Lfm2Moe,
     &qwen3_next::Qwen35,
-    &qwen3_next::Qwen3Next,
     &mixtral::Mixtral,
     &mixtral::Qwen3Moe,
     &mixtral::Qwen2Moe,
     &mixtral::Olmoe,
+    &qwen3_next::Qwen35Moe,
+    &qwen3_next::Qwen3Next,
     &gpt_oss::GptOss,
     &experts_variants::MiniMaxM2,
     &experts_variants::Ernie45Moe,

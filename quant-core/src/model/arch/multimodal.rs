@@ -128,6 +128,7 @@ fn qwen3_vl() -> Value {
     json!({ "rope_theta": 5e5, "max_position_embeddings": 128_000 })
 }
 
+/// Qwen3.5, dense and with experts.
 fn qwen3_5() -> Value {
     json!({ "max_position_embeddings": 32768 })
 }
@@ -211,6 +212,14 @@ static CLASSES: &[Class] = &[
         name: "Qwen3_5ForConditionalGeneration",
         model_type: "qwen3_5",
         texts: &[Text { model_type: "qwen3_5_text", family: "qwen3_5_text", defaults: qwen3_5 }],
+        may_be_flat: false,
+        tied: false,
+        layouts: &[MODULES],
+    },
+    Class {
+        name: "Qwen3_5MoeForConditionalGeneration",
+        model_type: "qwen3_5_moe",
+        texts: &[Text { model_type: "qwen3_5_moe_text", family: "qwen3_5_moe_text", defaults: qwen3_5 }],
         may_be_flat: false,
         tied: false,
         layouts: &[MODULES],
@@ -446,6 +455,8 @@ fn rename(
     roots.dedup();
     wrapper.names = WrapperNames { outside: roots, renamed };
     architecture.wrapper = Some(wrapper);
+    // It lies outside of the text tower, and is named so.
+    architecture.further_module = None;
     Ok(())
 }
 

@@ -100,6 +100,7 @@ impl Family for Opt {
             per_layer_inputs: None,
             unread: None,
             further_blocks: 0,
+            further_module: None,
             fused_experts: None,
             blocks: Blocks::uniform(layers, block(&sizes)),
         })

@@ -1,16 +1,22 @@
-//! Qwen3-Next and the text models of Qwen3.5 and Qwen3.6: most layers have a gated delta net in the place of attention;
-//! attention has an output gate, and turns a quarter of each head; norms multiply by `1 + weight`.
+//! Qwen3-Next and the text models of Qwen3.5 and Qwen3.6, dense and with experts: most layers have a gated delta net in the
+//! place of attention; attention has an output gate, and turns a quarter of each head; norms multiply by `1 + weight`.
+//! Experts stand beside a shared one with a gate.
 
 use super::decoder::{Decoder, Defaults};
+use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
 use super::mixers::{DeltaProjections, GatedDeltaNet, Mixer};
 use super::parts::{DecoderBlock, HeadNorms, NormKind, Projections};
-use super::{Architecture, DeltaNet, Family};
+use super::{Architecture, DeltaNet, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
 /// The family of `Qwen3_5ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen35;
+
+/// The family of `Qwen3_5MoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Qwen35Moe;
 
 /// The family of `Qwen3NextForCausalLM`.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +32,31 @@ impl Family for Qwen35 {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        describe(config, self.name(), 4, DeltaProjections::Separate)
+        let d = Decoder::read(config, defaults(self.name(), 4))?;
+        architecture(&d, DeltaProjections::Separate, |_| None)
+    }
+}
+
+impl Family for Qwen35Moe {
+    fn name(&self) -> &'static str {
+        "qwen3_5_moe_text"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Qwen3_5MoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        const NORMALIZED: &str = "norm_topk_prob";
+        if config.optional_bool(NORMALIZED)? == Some(false) {
+            let reason = "is false: readers disagree on whether weights of experts then add up to 1";
+            return Err(config.error(NORMALIZED, reason));
+        }
+        // No layer has an MLP, so that the width of one is not configured.
+        let defaults = Defaults { intermediate_key: INTERMEDIATE, ..defaults(self.name(), 2) };
+        let d = Decoder::read(config, defaults)?;
+        let experts = experts(&d, true)?;
+        architecture(&d, DeltaProjections::Separate, |_| Some(experts))
     }
 }
 
@@ -40,36 +70,47 @@ impl Family for Qwen3Next {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let architecture = describe(config, self.name(), 2, DeltaProjections::ByKeyHead)?;
-        check_dense(config, architecture.layers)?;
-        Ok(architecture)
+        let d = Decoder::read(config, defaults(self.name(), 2))?;
+        let sparse = match config.optional_usize(EXPERTS[1])? {
+            Some(0) => vec![false; d.layers],
+            _ => sparse_layers(config)?,
+        };
+        let experts = match sparse.contains(&true) {
+            true => Some(experts(&d, d.flag("norm_topk_prob", true)?)?),
+            false => None,
+        };
+        let of = |layer: usize| experts.filter(|_| sparse.get(layer) == Some(&true));
+        architecture(&d, DeltaProjections::ByKeyHead, of)
     }
 }
 
-/// Fails where a layer has experts: those of this family stand beside a shared one, which is not read.
-fn check_dense(config: &ConfigFields<'_>, layers: usize) -> Result<()> {
-    let experts = config.optional_usize("num_experts")?.unwrap_or(512);
-    let step = config.optional_positive("decoder_sparse_step")?.unwrap_or(1);
-    let dense = config.optional_usize_list("mlp_only_layers")?.unwrap_or_default();
-    let has_experts = |layer: &usize| !dense.contains(layer) && (layer + 1).is_multiple_of(step);
-    match (0..layers).find(has_experts).filter(|_| experts > 0) {
-        Some(layer) => Err(config.error(
-            "mlp_only_layers",
-            format!("leaves experts to layer {layer}, and experts of this family are not supported"),
-        )),
-        None => Ok(()),
-    }
-}
+/// transformers 5 takes either name; the second is the published one.
+const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
+/// The width of an expert.
+const INTERMEDIATE: &str = "moe_intermediate_size";
 
-fn describe(
-    config: &ConfigFields<'_>,
-    family: &'static str,
-    kv_heads: usize,
-    projections: DeltaProjections,
-) -> Result<Architecture> {
+fn defaults(family: &'static str, kv_heads: usize) -> Defaults {
     let (kv_heads, head_dim) = (Some(kv_heads), Some(256));
-    let norm = NormKind::RmsZeroCentered;
-    let d = Decoder::read(config, Defaults { kv_heads, head_dim, norm, ..Defaults::new(family) })?;
+    Defaults { kv_heads, head_dim, norm: NormKind::RmsZeroCentered, ..Defaults::new(family) }
+}
+
+/// Experts with a shared one, whose output is multiplied by a gate.
+fn experts(d: &Decoder<'_>, normalized: bool) -> Result<GatedExperts> {
+    let routing = Routing { normalized, ..routing(d.config, &EXPERTS)? };
+    let shared = SharedExpert::gated(d.config)?;
+    Ok(GatedExperts {
+        shared: Some(shared),
+        ..GatedExperts::new(routing, d.config.require_positive(INTERMEDIATE)?)
+    })
+}
+
+/// The architecture whose layers have these experts, or an MLP.
+fn architecture(
+    d: &Decoder<'_>,
+    projections: DeltaProjections,
+    experts: impl Fn(usize) -> Option<GatedExperts>,
+) -> Result<Architecture> {
+    let config = d.config;
     let mixer = Mixer::GatedDeltaNet(GatedDeltaNet {
         net: delta_net(config)?,
         kernel: config.optional_positive("linear_conv_kernel_dim")?.unwrap_or(4),
@@ -83,8 +124,9 @@ fn describe(
     let full = d.block(attention, d.mlp(false));
     let linear = DecoderBlock { mixer: Some(mixer), ..full.clone() };
     let is_full = full_attention(config, d.layers)?;
-    let mut architecture =
-        d.architecture(|layer| if is_full[layer] { full.clone() } else { linear.clone() })?;
+    let block = |layer: usize| if is_full[layer] { full.clone() } else { linear.clone() };
+    let mut architecture = d.with_experts(block, experts)?;
+    architecture.further_module = Some("mtp.");
     // Parts of one value, which engines multiply as one matrix.
     architecture.fused = match projections {
         DeltaProjections::Separate => FUSED,
@@ -97,6 +139,7 @@ const FUSED: &[(&str, &[&str])] = &[
     ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
     ("linear_attn.in_proj_qkvz", &["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"]),
     ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
+    ("mlp.shared_expert.gate_up_proj", &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
 ];
 
 /// Heads, and channels of a head. No model has a hundredth of it; what is more is a damaged configuration.
@@ -140,4 +183,52 @@ fn full_attention(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>>
         }
     };
     types.iter().map(is_full).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(family: &dyn Family, changes: &Value) -> Result<Architecture> {
+        let mut config = json!({
+            "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 100,
+            "intermediate_size": 96, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        });
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        family.describe(&ConfigFields::new(Path::new("config.json"), config.as_object().unwrap()))
+    }
+
+    #[test]
+    fn experts_stand_where_the_configuration_leaves_them() {
+        let sparse = |family: &dyn Family, changes: Value| -> Vec<bool> {
+            let architecture = read(family, &changes).unwrap();
+            let has =
+                |layer: usize| architecture.graph(layer).linears().any(|(_, name, ..)| name == "mlp.gate");
+            (0..4).map(has).collect()
+        };
+        assert_eq!(sparse(&Qwen3Next, json!({})), [true; 4]);
+        assert_eq!(sparse(&Qwen3Next, json!({ "mlp_only_layers": [0] })), [false, true, true, true]);
+        assert_eq!(sparse(&Qwen3Next, json!({ "decoder_sparse_step": 2 })), [false, true, false, true]);
+        assert_eq!(sparse(&Qwen3Next, json!({ "num_experts": 0 })), [false; 4]);
+        // Qwen3.5 has them in all layers, and no width of an MLP.
+        let all = json!({ "mlp_only_layers": [0], "intermediate_size": null });
+        assert_eq!(sparse(&Qwen35Moe, all), [true; 4]);
+        assert_eq!(sparse(&Qwen35, json!({})), [false; 4]);
+        let message = read(&Qwen35Moe, &json!({ "norm_topk_prob": false })).unwrap_err().to_string();
+        assert!(message.contains("norm_topk_prob"), "{message}");
+    }
+
+    #[test]
+    fn layers_that_predict_further_tokens_belong_to_no_block() {
+        let architecture = read(&Qwen3Next, &json!({})).unwrap();
+        assert!(architecture.is_in_further_block("mtp.layers.0.mlp.experts.1.up_proj.weight"));
+        assert!(!architecture.is_in_further_block("model.layers.0.mlp.gate.weight"));
+        let fused = read(&Qwen35Moe, &json!({})).unwrap().fused_modules();
+        assert!(fused.iter().any(|f| f.name == "model.layers.2.mlp.shared_expert.gate_up_proj"));
+    }
 }

@@ -1,6 +1,7 @@
 //! Which layers slide a window over the keys.
 
 use super::Blocks;
+use super::parts::DecoderBlock;
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -92,6 +93,13 @@ impl Windows {
             Self::From { first, window } => (layer >= *first).then_some(*window),
             Self::Listed { slides, window } => slides.get(layer)?.then_some(*window),
         }
+    }
+
+    /// A block whose attention has the window of a layer.
+    pub(super) fn apply(&self, block: &DecoderBlock, layer: usize) -> DecoderBlock {
+        let mut block = block.clone();
+        block.attention.shape.window = self.of(layer);
+        block
     }
 }
 
