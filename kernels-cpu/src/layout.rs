@@ -26,6 +26,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::weight_view::Scales;
 use crate::{FloatFormat, KernelError, WeightView, e8m0_value};
 
@@ -88,6 +89,9 @@ impl ScaleType {
 
 /// The E8M0 code of a scale, where it has one.
 fn e8m0_code(scale: f32) -> Option<u8> {
+    if scale.is_nan() {
+        return None;
+    }
     let code = if scale == e8m0_value(0) { 0 } else { (scale.to_bits() >> 23) as u8 };
     (e8m0_value(code).to_bits() == scale.to_bits()).then_some(code)
 }
@@ -503,7 +507,7 @@ impl Layout {
     }
 
     /// The code of a weight, from the panel of its row.
-    fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
+    pub(crate) fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
         let (g, i, r) = (k / self.group_size, k % self.group_size, row % PANEL_ROWS);
         let step = (g * self.steps() + i / STEP) * self.step_bytes();
         let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
@@ -527,7 +531,7 @@ impl Layout {
         }
     }
 
-    fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
+    pub(crate) fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
         let at = g * PANEL_ROWS + row % PANEL_ROWS;
         match (self.middle, self.code_bits) {
             (Some(middle), _) => middle,
@@ -593,13 +597,23 @@ impl Layout {
             let panel = self.panel_of(packed, row);
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
-                if self.scales == ScaleType::E4m3 {
-                    scale /= self.channel(panel, row);
+                // As the kernels multiply them, whatever the bytes are.
+                let byte = panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
+                match self.scales {
+                    ScaleType::E4m3 => {
+                        scale = 256.0 * e4m3_scale_packed(byte) / self.channel(panel, row);
+                    }
+                    ScaleType::E8m0 => scale = e8m0_packed(byte),
+                    _ => {}
                 }
                 for (i, out) in out.iter_mut().enumerate() {
                     let code = self.code(panel, row, g * self.group_size + i);
                     if let Some(format) = self.float {
-                        *out = format.value(code) * scale;
+                        let value = match format {
+                            FloatFormat::E4m3 => e4m3_packed(code),
+                            FloatFormat::E2m1 => format.value(code),
+                        };
+                        *out = value * scale;
                         continue;
                     }
                     let code = i32::from(code) - zero;
@@ -621,10 +635,10 @@ pub(crate) fn factor(global: f32) -> f32 {
 }
 
 /// The smallest E4M3 code that is no number without a sign.
-const E4M3_NAN: u8 = 0x7f;
+pub(crate) const E4M3_NAN: u8 = 0x7f;
 
 /// The largest magnitude of a progressive weight's whole part, a signed number of 8 bits.
-const PROGRESSIVE_MOST: i32 = 128;
+pub(crate) const PROGRESSIVE_MOST: i32 = 128;
 
 /// Grows whenever the order of anything changes.
 const VERSION: u64 = 1;

@@ -5,6 +5,7 @@
 //! conversations ─► chat template ──┘
 //! ```
 
+mod cached;
 mod chat;
 mod experts;
 mod layout;
@@ -19,6 +20,7 @@ mod text;
 mod tokenizer;
 mod windows;
 
+pub use cached::CachedMaxima;
 pub use chat::{ChatTemplate, Conversation, RenderedChat};
 pub use experts::ExpertStates;
 pub use layout::{BatchLayout, TokenUse};

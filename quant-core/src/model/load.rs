@@ -13,16 +13,17 @@ use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::dequantized::Dequantized;
 use super::{
-    Block, KvCaching, KvScheme, Linear, Norm, OpParameters, PositionTable, RopeTables, StoredWeight,
-    WeightBody,
+    Block, CachedValue, KvCaching, KvScheme, Linear, Norm, OpParameters, PositionTable, RopeTables, StoredWeight,
+    WeightBody, cached_values,
 };
 use super::{fused_experts, names};
 use crate::checkpoint::{
     ConfigFields, Dtype, ModelDirectory, TensorSource, TensorSpec, non_finite_in_whole, require_finite_bytes,
     require_weight_float,
 };
-use crate::format::{self, PackedReader, PackedWeight};
+use crate::format::{self, PackedReader, PackedWeight, read_positive};
 use crate::quantize::QuantizedTensor;
+use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
 /// A checkpoint whose configuration and tensors agree.
@@ -87,12 +88,20 @@ impl Model {
         let architecture = arch::describe(&fields, source.as_ref())?;
         let kv = KvScheme::from_config(&fields)?;
         let source = fused_experts::split(names::with_base(source, &architecture), &architecture)?;
+        let mut kv = kv;
         let quantization = match quantization_settings(&fields)? {
             None => None,
             Some(settings) => {
                 let mut reader = format::reader(settings)
                     .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?;
                 reader.survey(source.as_ref())?;
+                if reader.has_fp8_cache() {
+                    if kv.is_some() {
+                        let reason = "contradicts the cache of FP8 in `quantization_config`";
+                        return Err(fields.error(KV_CONFIG_KEY, reason));
+                    }
+                    kv = Some(KvScheme::Kvf8);
+                }
                 let method = settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
                 Some(Quantization { method: method.to_owned(), reader })
             }
@@ -132,7 +141,9 @@ impl Model {
     /// When a tensor that should hold a quantized weight is missing.
     pub fn dequantized(self) -> Result<Self> {
         let Some(method) = self.quantization.as_ref().map(|q| q.method.clone()) else { return Ok(self) };
-        let (architecture, path, kv) = (self.architecture.clone(), self.path.clone(), self.kv);
+        // Scales of FP8 are left behind with those of the weights.
+        let kv = self.kv.filter(|kv| *kv != KvScheme::Kvf8);
+        let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
         let (quantization, prepared, parts_head, source_method) = (None, None, false, Some(method));
         let mut model =
@@ -312,7 +323,40 @@ impl Model {
                 self.check_float(&name, &parameter.shape)?;
             }
         }
-        Ok(())
+        self.kv_scale_tensors(layer).map(|_| ())
+    }
+
+    /// The static scales of a block's keys and values, and the tensors that hold them; none where the checkpoint has none
+    /// to have.
+    ///
+    /// # Errors
+    /// When one is missing, which engines take for 1 and others for garbage, or is not one number.
+    pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
+        if self.kv != Some(KvScheme::Kvf8) {
+            return Ok(Vec::new());
+        }
+        let graph = self.architecture.graph(layer);
+        let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
+            path: self.path.clone(),
+            reason: format!("a cache of FP8 of keys and values that come from several linears, in block {layer}"),
+        })?;
+        let tensor = |value: CachedValue| {
+            let linear = self.architecture.in_block(layer, graph.name(value.linear));
+            let known = value.part.known_names(&linear);
+            let name = known.iter().find(|name| self.source.info(name).is_some()).unwrap_or(&known[0]).clone();
+            let info = self.source.require(&name)?;
+            require_weight_float(self.source.location(&name), &name, info.dtype)?;
+            match info.elements() {
+                1 => Ok((value, name)),
+                _ => Err(Error::TensorShape {
+                    path: self.source.location(&name),
+                    tensor: name,
+                    expected: vec![1],
+                    got: info.shape.clone(),
+                }),
+            }
+        };
+        values.into_iter().map(tensor).collect()
     }
 
     fn check(&self) -> Result<()> {
@@ -571,7 +615,11 @@ impl Model {
             let values = tensors.map(|name| self.source.read_f32(&name)).collect::<Result<_>>()?;
             parameters.insert(id, OpParameters(values));
         }
-        Block::new(graph.clone(), norms, linears, parameters, ropes)
+        let scale = |(value, name): (CachedValue, String)| {
+            Ok(((value.attention, value.part), read_positive(self.source.as_ref(), &name)?))
+        };
+        let scales = self.kv_scale_tensors(index)?.into_iter().map(scale).collect::<Result<_>>()?;
+        Ok(Block::new(graph.clone(), norms, linears, parameters, ropes)?.with_kv_scales(scales))
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::StaticScale;
 use serde::{Deserialize, Serialize};
 
+use crate::calibrate::CachedMaxima;
 use crate::checkpoint::Dtype;
 use crate::format::Container;
 use crate::model::{NodeId, WeightBody};
@@ -20,6 +21,8 @@ pub(super) struct Decision {
     pub(super) rewrite: Rewrite,
     /// The grids of inputs that are the same for all tokens.
     pub(super) inputs: BTreeMap<NodeId, StaticScale>,
+    /// The largest of what its attentions cache, where that is to be in FP8.
+    pub(super) cached: CachedMaxima,
 }
 
 /// Linears that GPTQ has rounded.
