@@ -23,16 +23,43 @@ const CONFIGS: [&str; 6] = [
 ];
 /// What may stand in the place of a text, or beside one.
 const PARTS: [&str; 16] = [
-    "null", "0", "true", "[]", "{}", "8", "4", "-1", "\"float\"", "\"tensor\"", "\"local\"", "\"FP8\"", "\"re:(\"", "1e999",
-    "{\"num_bits\":8,\"type\":\"float\",\"symmetric\":true,\"strategy\":\"tensor\",\"dynamic\":false}", "\"torch.uint8\"",
+    "null",
+    "0",
+    "true",
+    "[]",
+    "{}",
+    "8",
+    "4",
+    "-1",
+    "\"float\"",
+    "\"tensor\"",
+    "\"local\"",
+    "\"FP8\"",
+    "\"re:(\"",
+    "1e999",
+    "{\"num_bits\":8,\"type\":\"float\",\"symmetric\":true,\"strategy\":\"tensor\",\"dynamic\":false}",
+    "\"torch.uint8\"",
 ];
 /// Keys that may be added.
 const KEYS: [&str; 8] = [
-    "kv_cache_scheme", "kv_cache_quant_algo", "quant_algo", "format", "ignore", "group_size", "quantization", "version",
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "quant_algo",
+    "format",
+    "ignore",
+    "group_size",
+    "quantization",
+    "version",
 ];
 /// Tensors of the linear.
 const TENSORS: [&str; 8] = [
-    "weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv", "input_scale",
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_scale_inv",
+    "input_scale",
     "input_global_scale",
 ];
 
@@ -66,7 +93,9 @@ pub fn float_files(data: &[u8]) {
             "weight" => (Dtype::F8E4M3, vec![n, k]),
             "weight_packed" => (Dtype::U8, vec![n, k / 2]),
             "weight_scale" if text.contains("mxfp4") => (Dtype::U8, vec![n, k / 32]),
-            "weight_scale" if text.contains("FP4") || text.contains("nvfp4") => (Dtype::F8E4M3, vec![n, k / 16]),
+            "weight_scale" if text.contains("FP4") || text.contains("nvfp4") => {
+                (Dtype::F8E4M3, vec![n, k / 16])
+            }
             "weight_scale" => (Dtype::F32, vec![n, 1]),
             "weight_scale_inv" => (Dtype::F32, vec![n.div_ceil(128), k.div_ceil(128)]),
             "weight_scale_2" => (Dtype::F32, vec![]),

@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use quant_kernels_cpu::{
-    FloatFormat, FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, ScaleType, Scales, Serial,
-    WeightView,
+    FloatFormat, FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, ScaleType, Scales,
+    Serial, WeightView,
 };
 
 fn bytes(len: usize, mut state: u64) -> Vec<u8> {
@@ -146,7 +146,9 @@ fn what_no_packing_writes_is_told() {
                 match layout.scales() {
                     ScaleType::E8m0 => assert!(refused(at, 255) && !refused(at, 254) && !refused(at, 0)),
                     ScaleType::E4m3 => {
-                        assert!(refused(at, 0x7f) && refused(at, 0x80) && refused(at, 0xff) && !refused(at, 0x7e));
+                        assert!(
+                            refused(at, 0x7f) && refused(at, 0x80) && refused(at, 0xff) && !refused(at, 0x7e)
+                        );
                     }
                     ScaleType::Progressive => assert!(refused(at, 255) && !refused(at, 1)),
                     _ => {}
@@ -155,7 +157,9 @@ fn what_no_packing_writes_is_told() {
             if layout.scales() == ScaleType::E4m3 {
                 // A row's factor and its global scale.
                 let channels = scales + 16 * k / size;
-                assert!(refused(channels + 3, 0xff) && refused(channels + 64 + 3, 0xff) && refused(channels, 1));
+                assert!(
+                    refused(channels + 3, 0xff) && refused(channels + 64 + 3, 0xff) && refused(channels, 1)
+                );
             }
         }
     }

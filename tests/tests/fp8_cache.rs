@@ -136,10 +136,11 @@ fn scales_are_of_the_block_as_it_is_written() {
     let tiny = TinyLlama { kv_heads: 4, ..wide() };
     let mut weights = tiny.tensors();
     for tensor in weights.iter_mut().filter(|t| t.name.ends_with("v_proj.weight")) {
-        (0..128 * 8).for_each(|i| tensor.set_f16(i * 16, 9.0));
+        // Some channels are far larger than the others.
+        (0..3 * 128).for_each(|i| tensor.set_f16(i, ((i % 7) as f32 - 3.0) * 2.0));
     }
     tiny.write_with(&at("model"), &weights);
-    let options = ["--scheme", "w4a16kvf8-g32", "--method", "awq", "--skip", "clip"];
+    let options = ["--scheme", "w4a16kvf8-g32", "--method", "awq"];
     quantize(&at("model"), &at("out"), &[&options[..], &BATCH].concat()).succeeded();
     // The same scales come of the checkpoint's own keys and values: of 4 bits, with the folds undone nowhere.
     let again = ["--scheme", "w8a16kvf8-g32", "--method", "rtn", "--requantize"];
@@ -150,8 +151,8 @@ fn scales_are_of_the_block_as_it_is_written() {
     let mut folded = false;
     for name in ["model.layers.0.self_attn.v_scale", "model.layers.1.self_attn.v_scale"] {
         let [out, again, plain] = [&out, &again, &plain].map(|t| number(t, name));
-        assert!((out / again - 1.0).abs() < 0.1, "{name}: {out}, and {again} of what was written");
-        folded |= (out / plain - 1.0).abs() > 0.2;
+        assert!((out / again - 1.0).abs() < 0.2, "{name}: {out}, and {again} of what was written");
+        folded |= (out / plain - 1.0).abs() > 0.3;
     }
     assert!(folded, "nothing was folded into values, and nothing is shown");
 }
@@ -168,7 +169,8 @@ fn files_are_obeyed_and_restated() {
         quantize(&at(from), &at(to), &["--format", format]).succeeded();
     }
     let [before, between, after] = ["ct", "modelopt", "again"].map(|name| tensors(&at(name)));
-    let scale = |tensors: &[RawTensor], name: &str| number(tensors, &format!("model.layers.0.self_attn.{name}"));
+    let scale =
+        |tensors: &[RawTensor], name: &str| number(tensors, &format!("model.layers.0.self_attn.{name}"));
     for (here, there) in [("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale")] {
         let expected = scale(&before, here);
         assert_eq!((scale(&between, there), scale(&after, here)), (expected, expected));
@@ -183,7 +185,8 @@ fn files_are_obeyed_and_restated() {
     assert_eq!(*scheme, json!({ "dynamic": false, "num_bits": 8, "type": "float" }));
 
     // Directly and by way of the other layout: the same.
-    quantize(&at("model"), &at("direct"), &[&options[..], &BATCH, &["--format", "modelopt"]].concat()).succeeded();
+    quantize(&at("model"), &at("direct"), &[&options[..], &BATCH, &["--format", "modelopt"]].concat())
+        .succeeded();
     assert_eq!(scale(&tensors(&at("direct")), "k_proj.k_scale"), scale(&before, "k_scale"));
 
     let obeyed = result(&at("ct"), &[]);
@@ -208,7 +211,8 @@ fn files_are_obeyed_and_restated() {
     assert_ne!(without["window_nll"], result(&at("model"), &[])["window_nll"]);
 
     // What is rounded once more leaves its scales behind.
-    quantize(&at("ct"), &at("rounded"), &["--requantize", "--scheme", "w8a16-g32", "--method", "rtn"]).succeeded();
+    quantize(&at("ct"), &at("rounded"), &["--requantize", "--scheme", "w8a16-g32", "--method", "rtn"])
+        .succeeded();
     assert!(!tensors(&at("rounded")).iter().any(|t| t.name.ends_with("k_scale")));
     assert_eq!(result(&at("rounded"), &[])["model"]["kv_cache"], Value::Null);
 }
@@ -221,7 +225,7 @@ fn models_are_generated_from_with_such_a_cache() {
     quantize(&quant_tests::demo_model(), &out, &[&options[..], &BATCH].concat()).succeeded();
     let generate = |more: &[&str]| {
         let mut arguments =
-            args!["generate", &out, "--prompt", "The cat", "--max-new-tokens", "12", "--temperature", "0", "--json"];
+            args!["generate", &out, "--prompt", "The cat", "--max-new-tokens", "12", "--greedy", "--json"];
         arguments.extend(more.iter().map(Into::into));
         quant(arguments).succeeded()
     };
@@ -293,7 +297,11 @@ fn what_is_damaged_or_not_known_is_refused() {
         check_message(case, &eval(&at(case), &[]), code, &[says]);
     }
     for (key, value, says) in [
-        ("strategy", json!("attn_head"), "kv_cache_scheme.strategy` is \"attn_head\"; only tensor can be read"),
+        (
+            "strategy",
+            json!("attn_head"),
+            "kv_cache_scheme.strategy` is \"attn_head\"; only tensor can be read",
+        ),
         ("dynamic", json!(true), "kv_cache_scheme.strategy`"),
         ("num_bits", json!(4), "kv_cache_scheme.strategy`"),
         ("type", json!("int"), "kv_cache_scheme.type` is \"int\"; only float can be read"),
@@ -305,9 +313,15 @@ fn what_is_damaged_or_not_known_is_refused() {
         quant_tests::models::write_model(&at(key), &changed, &good);
         check_message(key, &eval(&at(key), &[]), 4, &[says]);
     }
-    let setting = json!({ "bits": 4, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" });
+    let setting =
+        json!({ "bits": 4, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" });
     edit_config(&at("ct"), &json!({ "kv_cache_quantization": setting }));
-    check_message("two caches", &eval(&at("ct"), &[]), 4, &["kv_cache_quantization", "contradicts the cache of FP8"]);
+    check_message(
+        "two caches",
+        &eval(&at("ct"), &[]),
+        4,
+        &["kv_cache_quantization", "contradicts the cache of FP8"],
+    );
 }
 
 #[test]
@@ -318,7 +332,10 @@ fn requests_that_make_no_sense_are_refused() {
     for (options, says) in [
         (&["--scheme", "w4a16kvf8-g32", "--format", "awq"][..], "the awq format has no place for the scales"),
         (&["--scheme", "w4a16kvf8-g32", "--format", "gptq"], "the gptq format has no place for the scales"),
-        (&["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"], "`smooth-attention` helps caches of integers"),
+        (
+            &["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"],
+            "`smooth-attention` helps caches of integers",
+        ),
         (&["--scheme", "w4a16kvf4"], "a cache of `kvf4` is not known"),
     ] {
         let run = quantize(&at("model"), &at("out"), &[&["--method", "rtn"][..], options].concat());
@@ -329,5 +346,9 @@ fn requests_that_make_no_sense_are_refused() {
     let options = ["--scheme", "nvfp4a16kvf8", "--method", "rtn"];
     quantize(&at("model"), &at("ct"), &[&options[..], &BATCH].concat()).succeeded();
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();
-    assert!(plan.stdout.contains("--kv-cache-dtype fp8") && plan.stdout.contains("FP8 scales of keys"), "{plan}");
+    let said = format!("{}{}", plan.stdout, plan.stderr);
+    assert!(
+        said.contains("--kv-cache-dtype fp8") && said.contains("stops at FP8 scales of keys and values"),
+        "{plan}"
+    );
 }

@@ -213,7 +213,8 @@ fn fp8_of_modelopt_is_read() {
     let inspected = quant(args!["inspect", at("native"), "--json"]).json();
     assert_eq!(inspected["kv_cache"], "kvf8");
     // Restated for other readers, the scales of the cache are where those look.
-    quant(args!["quantize", at("native"), "-o", at("ct"), "--format", "compressed-tensors", "--quiet"]).succeeded();
+    quant(args!["quantize", at("native"), "-o", at("ct"), "--format", "compressed-tensors", "--quiet"])
+        .succeeded();
     let restated = read_safetensors(&at("ct").join("model.safetensors"));
     for (name, scale) in [("k_scale", 0.031_f32), ("v_scale", 0.017)] {
         let name = format!("model.layers.1.self_attn.{name}");
@@ -222,7 +223,11 @@ fn fp8_of_modelopt_is_read() {
     for (key, value, says) in [
         ("kv_cache_quant_algo", json!("NVFP4"), "kv_cache_quant_algo` is \"NVFP4\""),
         ("kv_cache_scheme", json!({ "num_bits": 4, "type": "float" }), "kv_cache_scheme` is not"),
-        ("kv_cache_scheme", json!({ "num_bits": 8, "type": "float", "dynamic": true }), "kv_cache_scheme` is not"),
+        (
+            "kv_cache_scheme",
+            json!({ "num_bits": 8, "type": "float", "dynamic": true }),
+            "kv_cache_scheme` is not",
+        ),
         ("quant_algo", json!("FP8_SOMETHING"), "quant_algo` is FP8_SOMETHING"),
     ] {
         let mut changed = config(Value::Null);
@@ -254,7 +259,8 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
         assert_eq!(data(&nv, format!("{module}.weight")), tensor.data, "{module}: other codes");
         let scale = data(&nv, format!("{module}.weight_scale_2"));
         let multiplier = f32::from_le_bytes(scale[..].try_into().unwrap());
-        let (before, after) = (data(&mx, format!("{module}.weight_scale")), data(&nv, format!("{module}.weight_scale")));
+        let (before, after) =
+            (data(&mx, format!("{module}.weight_scale")), data(&nv, format!("{module}.weight_scale")));
         assert_eq!(after.len(), 2 * before.len());
         for (pair, exponent) in after.chunks(2).zip(before) {
             let power = 2.0_f32.powi(i32::from(exponent) - 127);
@@ -263,7 +269,11 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
         multipliers.insert(module.to_owned(), multiplier);
     }
     assert_eq!(multipliers.len(), 14);
-    for (a, b) in [("self_attn.q_proj", "self_attn.k_proj"), ("self_attn.q_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")] {
+    for (a, b) in [
+        ("self_attn.q_proj", "self_attn.k_proj"),
+        ("self_attn.q_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    ] {
         for layer in 0..2 {
             let of = |part: &str| multipliers[&format!("model.layers.{layer}.{part}")];
             assert_eq!(of(a), of(b), "engines run {a} and {b} as one");
@@ -271,7 +281,8 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     }
     let text = quant_tests::workspace_root().join(TEXT);
     let windows = |name: &str| {
-        let arguments = args!["eval", at(name), "--text", &text, "--window", "32", "--windows", "2", "--quiet", "--json"];
+        let arguments =
+            args!["eval", at(name), "--text", &text, "--window", "32", "--windows", "2", "--quiet", "--json"];
         quant(arguments).json()["window_nll"].clone()
     };
     assert_eq!((windows("nv"), windows("again")), (windows("mx"), windows("mx")));
@@ -285,7 +296,18 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     check_message("apart", &refused, 4, &["_proj", "below one global scale E4M3 has powers of two"]);
     assert!(!at("refused").exists());
     // A float model is not written so: NVFP4 of its own is more exact.
-    let fresh = quant(args!["quantize", at("model"), "-o", at("refused"), "--scheme", "mxfp4a16", "--method", "rtn", "--format", "modelopt"]);
+    let fresh = quant(args![
+        "quantize",
+        at("model"),
+        "-o",
+        at("refused"),
+        "--scheme",
+        "mxfp4a16",
+        "--method",
+        "rtn",
+        "--format",
+        "modelopt"
+    ]);
     check_message("float", &fresh, 2, &["is written with NVFP4 weights, not wf4a16-g32-mx"]);
 }
 
