@@ -43,6 +43,7 @@ pub fn floating_point(data: &[u8]) {
         return;
     };
     assert!(are_numbers, "a code that is not a number was packed");
+    packed.view().check().expect("what was packed");
     let parts = packed.layout().unpack(packed.view().bytes()).expect("as long as the layout says");
     assert_eq!(parts.codes, codes);
     let mut values = [vec![0.0; n * k], vec![0.0; n * k]];

@@ -14,6 +14,7 @@ mod c;
 mod c_abi;
 #[allow(unsafe_code, reason = "a C caller's side of the interface")]
 mod c_attention;
+mod float_files;
 mod gguf;
 mod input;
 mod kernels;
@@ -22,6 +23,7 @@ mod kernels_floats;
 pub use attention::attention;
 pub use c_abi::{c_abi, c_hadamard};
 pub use c_attention::c_attention;
+pub use float_files::float_files;
 pub use gguf::gguf;
 pub use kernels::{pack, packed, round_trip};
 pub use kernels_floats::floating_point;
@@ -30,11 +32,12 @@ pub use kernels_floats::floating_point;
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
     ("c_hadamard", c_hadamard),
+    ("float_files", float_files),
     ("floating_point", floating_point),
     ("gguf", gguf),
     ("pack", pack),

@@ -712,6 +712,14 @@ qz1_status qz1_pack(const struct qz1_weights *weights,
                     const struct qz1_parallel *parallel,
                     const struct qz1_message *message);
 
+// Whether packed bytes that come from elsewhere, such as a file, are what `qz1_pack` writes: codes and scales are numbers
+// of their formats. It reads all of them, once. Kernels take other bytes too, and count a code of NaN as 480, a scale of
+// NaN as 480 or infinity.
+qz1_status qz1_check(const struct qz1_layout *layout,
+                     const uint8_t *packed,
+                     size_t packed_len,
+                     const struct qz1_message *message);
+
 // Writes the parts of packed weights, each of the length that `qz1_parts` says.
 qz1_status qz1_unpack(const struct qz1_layout *layout,
                       const uint8_t *packed,

@@ -353,6 +353,23 @@ fn pack(
     }
 }
 
+/// Whether packed bytes that come from elsewhere, such as a file, are what `qz1_pack` writes: codes and scales are numbers
+/// of their formats. It reads all of them, once. Kernels take other bytes too, and count a code of NaN as 480, a scale of
+/// NaN as 480 or infinity.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_check(
+    layout: *const qz1_layout,
+    packed: *const u8,
+    packed_len: usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: as the caller vouches.
+    call(message, |scope| unsafe { Ok(self::packed(scope, layout, packed, packed_len)?.check()?) })
+}
+
 /// Writes the parts of packed weights, each of the length that `qz1_parts` says.
 ///
 /// # Safety

@@ -131,6 +131,29 @@ const fn e4m3_value(code: u8) -> f32 {
     f32::from_bits(magnitude.to_bits() | sign)
 }
 
+/// What a packed E4M3 code is multiplied as: its value, and of the two codes that are no numbers what their bits would be
+/// without that exception, ±480. Vectors read every code so, and so do all paths that are held to them.
+#[inline(always)]
+pub(crate) fn e4m3_packed(code: u8) -> f32 {
+    match code & 0x7f {
+        0x7f => f32::copysign(480.0, FloatFormat::E4m3.value(code)),
+        _ => FloatFormat::E4m3.value(code),
+    }
+}
+
+/// What a packed E8M0 scale is multiplied as: its value, and infinity of 255, which is no number.
+#[inline(always)]
+pub(crate) fn e8m0_packed(code: u8) -> f32 {
+    f32::from_bits((u32::from(code) << 23).max(1 << 22))
+}
+
+/// What a packed E4M3 scale of a group is multiplied as, times `2⁻⁸`: the same bits as a half. It has no sign, and what has
+/// one is no scale.
+#[inline(always)]
+pub(crate) fn e4m3_scale_packed(code: u8) -> f32 {
+    half::f16::from_bits(u16::from(code) << 7).to_f32()
+}
+
 /// Mantissa bits of an f32 that E4M3 does not have.
 const DROPPED: u32 = 20;
 /// The smallest normal value, `2⁻⁶`.

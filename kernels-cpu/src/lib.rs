@@ -22,6 +22,7 @@ mod layout;
 pub mod limits;
 #[allow(unsafe_code, reason = "tiles read and write through pointers, whose bounds callers check")]
 mod linear;
+mod packed_check;
 mod parallel;
 pub mod reference;
 #[allow(unsafe_code, reason = "vector instructions, loads and stores")]

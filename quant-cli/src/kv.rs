@@ -17,6 +17,8 @@ pub enum KvBits {
     /// 4 bits.
     #[value(name = "4")]
     Four,
+    /// FP8, with the scales of the model, or 1 where it has none.
+    Fp8,
 }
 
 impl KvBits {
@@ -27,6 +29,7 @@ impl KvBits {
             Self::Float => None,
             Self::Eight => Some(KvScheme::Kv8),
             Self::Four => Some(KvScheme::Kv4),
+            Self::Fp8 => Some(KvScheme::Kvf8),
         }
     }
 }

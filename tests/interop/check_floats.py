@@ -8,7 +8,10 @@
   modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, but for the
            rounding of a reciprocal; made from a file of compressed-tensors it holds the same codes and scales, and
            becomes that file again, byte for byte
-  source   FP8 blocks as they are published (`quant_method: fp8`), made by torch: the weights that we read
+  source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that we
+           read
+  cache    keys and values in FP8: what is made of them, against numpy alone, every number of the format and what lies
+           between and beyond; and the logits of a model with calibrated scales, against transformers' own simulation
 """
 
 import contextlib
@@ -199,6 +202,103 @@ def source(check):
     return different or f"{len(expected)} linears", bool(expected) and not different
 
 
+def modelopt_fp8(check):
+    """ModelOpt's FP8 per tensor, made by torch, with scales of inputs and of a cache beside: the weights that we read."""
+    model, out = check.model("demo"), check.scratch / "modelopt-fp8"
+    shutil.copytree(model, out)
+    expected, stored = {}, {}
+    for name, weight in load_torch(out / "model.safetensors").items():
+        if not re.search(r"_proj\.weight$", name):
+            stored[name] = weight
+            continue
+        module, scale = name.removesuffix(".weight"), (weight.float().abs().max() / 448).reshape(())
+        stored[name] = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{module}.weight_scale"] = scale
+        stored[f"{module}.input_scale"] = torch.tensor(0.0173)
+        for part in "kv":
+            if module.endswith(f"self_attn.{part}_proj"):
+                stored[f"{module}.{part}_scale"] = torch.tensor(0.02)
+    save_torch(stored, out / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(out)
+    for name in stored:
+        if name.endswith(".weight_scale"):
+            module = name.removesuffix(".weight_scale")
+            codes = checkpoint.read(f"{module}.weight")
+            expected[f"{module}.weight"] = e4m3_numbers()[codes] * numpy.float32(checkpoint.read(name).reshape(()))
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.47.0"}}
+    (out / "config.json").write_text(json.dumps(config))
+    dump = check.scratch / "weights.safetensors"
+    check.program("interop-dump", "weights", out, dump)
+    ours = load_file(dump)
+    different = [name for name, weight in expected.items() if not numpy.array_equal(ours[name], weight)]
+    return different or f"{len(expected)} linears", bool(expected) and not different
+
+
+def fp8_of(values, scale):
+    """Values as a cache of FP8 gives them back, from the definition of the format."""
+    number = (values / numpy.float32(scale)).astype(numpy.float32)
+    magnitude = numpy.minimum(numpy.abs(number), 448).astype(numpy.float64)
+    step = 2.0 ** (numpy.floor(numpy.log2(numpy.maximum(magnitude, 2.0 ** -6))) - 3)
+    rounded = numpy.copysign(numpy.minimum(numpy.rint(magnitude / step) * step, 448), number).astype(numpy.float32)
+    return rounded * numpy.float32(scale)
+
+
+def cache_numbers(check):
+    finite = e4m3_numbers()
+    finite = finite[numpy.isfinite(finite)]
+    middles = (numpy.sort(finite)[1:] + numpy.sort(finite)[:-1]) / 2
+    random = numpy.random.default_rng(3).normal(size=2000).astype(numpy.float32) * 40
+    values = numpy.concatenate([finite, middles, numpy.nextafter(middles, numpy.float32(1e9)), random,
+                                numpy.float32([448, 449, 464, 480, 1e9, 3e38, 1e-30])]).astype(numpy.float32)
+    values = numpy.concatenate([values, -values])
+    stored, rounded = check.scratch / "cached.safetensors", check.scratch / "cache.safetensors"
+    for scale in [1.0, 2.0 ** -7, 0.0123291015625, 37.25]:
+        x = (values * numpy.float32(scale)).reshape(1, -1)
+        x = x[numpy.isfinite(x)].reshape(1, -1)
+        save_file({"x": x}, stored)
+        check.program("interop-dump", "inputs", "kv-fp8", stored, rounded, repr(scale))
+        ours, expected = load_file(rounded)["x"], fp8_of(x, scale)
+        torchs = ((torch.from_numpy(x) / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).numpy()
+        for name, other in [("numpy", expected), ("torch", torchs)]:
+            if not numpy.array_equal(ours.view(numpy.uint32), other.view(numpy.uint32)):
+                place = numpy.argmax(ours != other)
+                return f"{name}, scale {scale}: {x.flat[place]} becomes {ours.flat[place]}, not {other.flat[place]}", False
+    return f"{len(values)} values, 4 scales", True
+
+
+def cache_logits(check):
+    """Ours and transformers' with the same scales: far nearer than either is to floats."""
+    out, plain = check.scratch / "cache", check.scratch / "cache-plain"
+    check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", "wf8a16kvf8-channel",
+                  "--method", "rtn", *QUICK)
+    config = json.loads((out / "config.json").read_text())
+    scheme = config["quantization_config"].pop("kv_cache_scheme")
+    if scheme != {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}:
+        return f"kv_cache_scheme is {scheme}", False
+    shutil.copytree(out, plain)
+    (plain / "config.json").write_text(json.dumps(config))
+    tokens = check.scratch / "cache-tokens.json"
+    tokens.write_text(json.dumps([[(i * 37 + w * 11) % 251 for i in range(48)] for w in range(3)]))
+    logits = {}
+    for name, path in [("cached", out), ("float", plain)]:
+        check.program("interop-dump", "logits", path, tokens, check.scratch / "logits.safetensors")
+        logits[name] = load_file(check.scratch / "logits.safetensors")["logits"]
+    with contextlib.redirect_stdout(sys.stderr):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            out, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    problems = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
+    if problems:
+        return f"loading reports {json.dumps(problems)}", False
+    with torch.inference_mode():
+        theirs = model(input_ids=torch.tensor(json.loads(tokens.read_text())), use_cache=True).logits.numpy()
+    off, moved = (numpy.abs(logits["cached"] - other).mean() for other in (theirs, logits["float"]))
+    return f"{off:.2e} from transformers, {moved:.2e} from floats", moved > 1e-4 and off < 0.05 * moved
+
+
 def layouts(check):
     first, other, back = (check.scratch / f"layout-{name}" for name in ("ct", "modelopt", "ct-again"))
     check.program("quant", "quantize", check.model("sharded-bf16"), "-o", first, "--quiet", "--scheme", "nvfp4a16",
@@ -244,6 +344,12 @@ def run_all(check, only):
         check.step("inputs floats", lambda: inputs(check))
     if only in "layouts nvfp4 modelopt":
         check.step("layouts nvfp4 modelopt", lambda: layouts(check))
+    if only in "source modelopt fp8":
+        check.step("source modelopt fp8", lambda: modelopt_fp8(check))
+    if only in "cache numbers":
+        check.step("cache numbers", lambda: cache_numbers(check))
+    if only in "cache logits":
+        check.step("cache logits", lambda: cache_logits(check))
     if only in "source native fp8":
         check.step("source native fp8", lambda: source(check))
     for name, scheme, options in CASES:

@@ -12,7 +12,7 @@
 //! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows of a block type, from and to little-endian files;
 //! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type stand for;
 //! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as the inputs of a linear are: `fp8-token`,
-//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`.
+//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as the cache does keys and values: `kv-fp8`.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use quant_core::blocks::{BlockType, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
-use quant_core::model::{Decoder, Model};
+use quant_core::model::{Decoder, KvScheme, Model};
 use quant_core::quantize::InputGrid;
 use quant_core::{CancelToken, Silent, gguf};
 use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
@@ -113,11 +113,12 @@ fn decode(kind: &str, columns: &str, from: &str, out: &str) -> Result<(), Failur
 
 fn inputs(rule: &str, scale: Option<f32>, from: &str, out: &str) -> Result<(), Failure> {
     let grid = match (rule, scale) {
-        ("fp8-token", None) => InputGrid::Fp8Token,
-        ("fp8-group", None) => InputGrid::Fp8Group,
-        ("mxfp8", None) => InputGrid::Mxfp8,
-        ("fp8-static", Some(scale)) => InputGrid::Fp8Static { scale },
-        ("nvfp4", Some(global)) => InputGrid::Nvfp4 { global },
+        ("kv-fp8", Some(_)) => None,
+        ("fp8-token", None) => Some(InputGrid::Fp8Token),
+        ("fp8-group", None) => Some(InputGrid::Fp8Group),
+        ("mxfp8", None) => Some(InputGrid::Mxfp8),
+        ("fp8-static", Some(scale)) => Some(InputGrid::Fp8Static { scale }),
+        ("nvfp4", Some(global)) => Some(InputGrid::Nvfp4 { global }),
         _ => return Err(format!("no rule {rule} with scale {scale:?}").into()),
     };
     let bytes = std::fs::read(from)?;
@@ -126,7 +127,10 @@ fn inputs(rule: &str, scale: Option<f32>, from: &str, out: &str) -> Result<(), F
     let &[tokens, k] = x.shape() else { return Err("x is not a matrix".into()) };
     let mut values = vec![0.0; tokens * k];
     Dtype::F32.widen(x.data(), &mut values);
-    grid.round(&mut values, k);
+    match grid {
+        Some(grid) => grid.round(&mut values, k),
+        None => KvScheme::Kvf8.round(&mut values, k, scale.unwrap_or(1.0))?,
+    }
     save(&BTreeMap::from([("x".to_owned(), (vec![tokens, k], values))]), out)
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use quant_tests::args;
-use quant_tests::models::{RawTensor, TinyLlama, edit_config, read_safetensors};
+use quant_tests::models::{RawTensor, TinyLlama, edit_config, read_safetensors, safetensors};
 use quant_tests::program::quant;
 use quant_tests::refusal::check_message;
 use serde_json::{Value, json};
@@ -172,6 +172,143 @@ fn fp8_is_evaluated_and_restated_without_loss() {
         };
         assert_eq!(codes(&tensors), codes(&read_safetensors(&at("native").join("model.safetensors"))));
     }
+}
+
+/// ModelOpt's FP8: the same tensors under its configuration, beside scales of inputs and of cached keys and values.
+#[test]
+fn fp8_of_modelopt_is_read() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    fp8_models(&at("native"), &at("float"), Scales::Tensor("F32"));
+    let mut tensors = read_safetensors(&at("native").join("model.safetensors"));
+    let number = |name: String, value: f32| RawTensor {
+        name,
+        dtype: "F32".into(),
+        shape: vec![],
+        data: value.to_le_bytes().to_vec(),
+    };
+    for layer in 0..2 {
+        for (part, scale) in [("k", 0.031), ("v", 0.017)] {
+            let name = format!("model.layers.{layer}.self_attn.{part}_proj.{part}_scale");
+            tensors.push(number(name, scale));
+        }
+    }
+    std::fs::write(at("native").join("model.safetensors"), safetensors(&tensors)).unwrap();
+    let config = |cache: Value| {
+        json!({ "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": cache,
+                "producer": { "name": "modelopt", "version": "0.47.0" } })
+    };
+    let cache = json!({ "dynamic": false, "num_bits": 8, "type": "float" });
+    edit_config(&at("native"), &json!({ "quantization_config": config(cache) }));
+    let quantize = |from: &str, to: &str, more: &[&str]| {
+        let options = ["--scheme", "w4a16-g32", "--method", "rtn", "--quiet"];
+        let mut arguments = args!["quantize", at(from), "-o", at(to)];
+        arguments.extend(options.iter().chain(more).map(Into::into));
+        quant(arguments).succeeded()
+    };
+    quantize("native", "out", &["--requantize"]);
+    quantize("float", "expected", &[]);
+    let read = |name: &str| std::fs::read(at(name).join("model.safetensors")).unwrap();
+    assert!(read("out") == read("expected"));
+    let inspected = quant(args!["inspect", at("native"), "--json"]).json();
+    assert_eq!(inspected["kv_cache"], "kvf8");
+    // Restated for other readers, the scales of the cache are where those look.
+    quant(args!["quantize", at("native"), "-o", at("ct"), "--format", "compressed-tensors", "--quiet"])
+        .succeeded();
+    let restated = read_safetensors(&at("ct").join("model.safetensors"));
+    for (name, scale) in [("k_scale", 0.031_f32), ("v_scale", 0.017)] {
+        let name = format!("model.layers.1.self_attn.{name}");
+        assert_eq!(restated.iter().find(|t| t.name == name).unwrap().data, scale.to_le_bytes());
+    }
+    for (key, value, says) in [
+        ("kv_cache_quant_algo", json!("NVFP4"), "kv_cache_quant_algo` is \"NVFP4\""),
+        ("kv_cache_scheme", json!({ "num_bits": 4, "type": "float" }), "kv_cache_scheme` is not"),
+        (
+            "kv_cache_scheme",
+            json!({ "num_bits": 8, "type": "float", "dynamic": true }),
+            "kv_cache_scheme` is not",
+        ),
+        ("quant_algo", json!("FP8_SOMETHING"), "quant_algo` is FP8_SOMETHING"),
+    ] {
+        let mut changed = config(Value::Null);
+        changed[key] = value;
+        edit_config(&at("native"), &json!({ "quantization_config": changed }));
+        check_message(says, &quant(args!["inspect", at("native")]), 4, &[says]);
+    }
+}
+
+/// MXFP4 becomes NVFP4 with the same codes, and scales that are the same powers of two.
+#[test]
+fn mxfp4_is_restated_as_nvfp4_without_loss() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
+        .write(&at("model"));
+    let options = ["--scheme", "mxfp4a16", "--method", "rtn", "--quiet"].map(Into::into);
+    quant(args!["quantize", at("model"), "-o", at("mx")].into_iter().chain(options)).succeeded();
+    for (from, to, format) in [("mx", "nv", "modelopt"), ("nv", "again", "compressed-tensors")] {
+        quant(args!["quantize", at(from), "-o", at(to), "--format", format, "--quiet"]).succeeded();
+    }
+    let [mx, nv] = ["mx", "nv"].map(|name| read_safetensors(&at(name).join("model.safetensors")));
+    let data = |tensors: &[RawTensor], name: String| {
+        tensors.iter().find(|t| t.name == name).unwrap_or_else(|| panic!("there is no {name}")).data.clone()
+    };
+    let mut multipliers = std::collections::BTreeMap::new();
+    for tensor in mx.iter().filter(|t| t.name.ends_with(".weight_packed")) {
+        let module = tensor.name.trim_end_matches(".weight_packed");
+        assert_eq!(data(&nv, format!("{module}.weight")), tensor.data, "{module}: other codes");
+        let scale = data(&nv, format!("{module}.weight_scale_2"));
+        let multiplier = f32::from_le_bytes(scale[..].try_into().unwrap());
+        let (before, after) =
+            (data(&mx, format!("{module}.weight_scale")), data(&nv, format!("{module}.weight_scale")));
+        assert_eq!(after.len(), 2 * before.len());
+        for (pair, exponent) in after.chunks(2).zip(before) {
+            let power = 2.0_f32.powi(i32::from(exponent) - 127);
+            assert_eq!([e4m3(pair[0]) * multiplier, e4m3(pair[1]) * multiplier], [power; 2], "{module}");
+        }
+        multipliers.insert(module.to_owned(), multiplier);
+    }
+    assert_eq!(multipliers.len(), 14);
+    for (a, b) in [
+        ("self_attn.q_proj", "self_attn.k_proj"),
+        ("self_attn.q_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    ] {
+        for layer in 0..2 {
+            let of = |part: &str| multipliers[&format!("model.layers.{layer}.{part}")];
+            assert_eq!(of(a), of(b), "engines run {a} and {b} as one");
+        }
+    }
+    let text = quant_tests::workspace_root().join(TEXT);
+    let windows = |name: &str| {
+        let arguments =
+            args!["eval", at(name), "--text", &text, "--window", "32", "--windows", "2", "--quiet", "--json"];
+        quant(arguments).json()["window_nll"].clone()
+    };
+    assert_eq!((windows("nv"), windows("again")), (windows("mx"), windows("mx")));
+
+    // Scales further apart than E4M3 has powers of two are refused, with the weight's name.
+    let mut apart = mx.clone();
+    let name = "model.layers.1.mlp.up_proj.weight_scale";
+    apart.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
+    std::fs::write(at("mx").join("model.safetensors"), safetensors(&apart)).unwrap();
+    let refused = quant(args!["quantize", at("mx"), "-o", at("refused"), "--format", "modelopt", "--quiet"]);
+    check_message("apart", &refused, 4, &["_proj", "below one global scale E4M3 has powers of two"]);
+    assert!(!at("refused").exists());
+    // A float model is not written so: NVFP4 of its own is more exact.
+    let fresh = quant(args![
+        "quantize",
+        at("model"),
+        "-o",
+        at("refused"),
+        "--scheme",
+        "mxfp4a16",
+        "--method",
+        "rtn",
+        "--format",
+        "modelopt"
+    ]);
+    check_message("float", &fresh, 2, &["is written with NVFP4 weights, not wf4a16-g32-mx"]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The page of one evaluation.
 
 use maud::{Markup, html};
+use quant_core::model::KvScheme;
 use quant_core::pipeline::QuantReport;
 
 use super::quantization::{LinearCell, bit_map, tensor_errors};
@@ -56,7 +57,7 @@ impl EvaluationReport<'_> {
         let r = self.result;
         let subtitle = html! {
             (r.profile) " on " (r.text.name) ": " (r.tokens_scored) " tokens in " (r.windows) " windows"
-            @if let Some(kv) = r.model.kv_cache { "; keys and values cached in " (kv.bits()) " bits" }
+            @if let Some(kv) = r.model.kv_cache { "; keys and values cached in " (cached_in(kv)) }
             @if let Some(reference) = &r.reference { "; compared with " (reference.path) }
             ". ± is one standard error over windows."
         };
@@ -241,9 +242,18 @@ fn beginning(bos: &BosPolicy) -> String {
 }
 
 fn cache(model: &ModelIdentity) -> String {
-    model
-        .kv_cache
-        .map_or_else(|| "floats".to_owned(), |kv| format!("{kv}, a scale and a zero a token and head"))
+    let grid = |kv| match kv {
+        KvScheme::Kvf8 => format!("{kv}, a scale for the keys and one for the values of a layer"),
+        _ => format!("{kv}, a scale and a zero a token and head"),
+    };
+    model.kv_cache.map_or_else(|| "floats".to_owned(), grid)
+}
+
+fn cached_in(kv: KvScheme) -> String {
+    match kv {
+        KvScheme::Kvf8 => "FP8".to_owned(),
+        _ => format!("{} bits", kv.bits()),
+    }
 }
 
 fn provenance(r: &Evaluation) -> Markup {

@@ -34,7 +34,7 @@ pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};
 use self::tiles::{TILE_ROWS, Tiling, resize_lines};
 use crate::layout::{Line, STEP};
-use crate::linear::{MAX_ROWS, ONE_STRIP, TILED_ROWS};
+use crate::linear::{MAX_ROWS, ONE_STRIP, TILED_ROWS, UNTILED_GROUP};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Layout, Parallel};
 
@@ -241,7 +241,8 @@ impl Int8Rows {
         // No rows until all are there: threads of the caller may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         self.scales.clear();
-        let tiling = (self.token.has_tiles() && m >= TILED_ROWS).then(|| Tiling::new(m, layout, STEP, 1));
+        let tiled = self.token.has_tiles() && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
+        let tiling = tiled.then(|| Tiling::new(m, layout, STEP, 1));
         if let Some(tiling) = tiling {
             resize_lines(&mut self.tiles, tiling.bytes(m))?;
             resize(&mut self.tile_sums, tiling.sums(m))?;

@@ -167,3 +167,33 @@ mod tests {
         size.div_ceil(STEP)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{FloatFormat, Int8Rows, Isa, PackedLinear, RowLayout, Scales, Serial, WeightView, reference};
+
+    /// Groups of 16 are left to lanes, in as many rows as one likes; wider ones go through tiles from 16 rows on. Both
+    /// equal the definition.
+    #[test]
+    fn narrow_groups_are_not_tiled() {
+        let (n, k) = (40, 96);
+        let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 16) as u8).collect();
+        for (size, m, tiled) in
+            [(16, 16, false), (16, 60, false), (32, 16, true), (48, 60, true), (32, 15, false)]
+        {
+            let groups: Vec<u8> = (0..n * k / size).map(|i| 0x30 + (i % 9) as u8).collect();
+            let scales = Scales::E4m3 { groups: &groups, global: 7.5 };
+            let view =
+                WeightView::float_with_scales([n, k], FloatFormat::E2m1, size, &codes, scales).unwrap();
+            let packed = PackedLinear::pack(&view, None, false, &Serial).unwrap();
+            let x: Vec<f32> = (0..m * k).map(|i| ((i * i) as f32 * 0.013).sin()).collect();
+            let token = Isa::AmxEmulated.token().unwrap();
+            let mut rows = Int8Rows::new(token);
+            rows.quantize(&x, RowLayout::of(packed.layout()), &Serial).unwrap();
+            assert_eq!(rows.tiling.is_some(), tiled, "groups of {size}, {m} rows");
+            let mut out = vec![f32::NAN; m * n];
+            packed.view().multiply(token, &rows, None, &mut out, &Serial).unwrap();
+            assert_eq!(out, reference::int8_linear(&view, &rows, None), "groups of {size}, {m} rows");
+        }
+    }
+}

@@ -92,6 +92,9 @@ impl ScaleType {
 
 /// The E8M0 code of a scale, where it has one.
 fn e8m0_code(scale: f32) -> Option<u8> {
+    if scale.is_nan() {
+        return None;
+    }
     let code = if scale == e8m0_value(0) { 0 } else { (scale.to_bits() >> 23) as u8 };
     (e8m0_value(code).to_bits() == scale.to_bits()).then_some(code)
 }
@@ -513,10 +516,10 @@ pub(crate) fn factor(global: f32) -> f32 {
 }
 
 /// The smallest E4M3 code that is no number without a sign.
-const E4M3_NAN: u8 = 0x7f;
+pub(crate) const E4M3_NAN: u8 = 0x7f;
 
 /// The largest magnitude of a progressive weight's whole part, a signed number of 8 bits.
-const PROGRESSIVE_MOST: i32 = 128;
+pub(crate) const PROGRESSIVE_MOST: i32 = 128;
 
 /// Grows whenever the order of anything changes.
 const VERSION: u64 = 1;

@@ -5,11 +5,12 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::{Layout, PANEL_ROWS, STEP, ScaleType};
+use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::{FloatFormat, KernelError, e8m0_value};
 
 impl Layout {
     /// The code of a weight, from the panel of its row.
-    fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
+    pub(crate) fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
         let (g, i, r) = (k / self.group_size, k % self.group_size, row % PANEL_ROWS);
         let step = (g * self.steps() + i / STEP) * self.step_bytes();
         let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
@@ -33,7 +34,7 @@ impl Layout {
         }
     }
 
-    fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
+    pub(crate) fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
         let at = g * PANEL_ROWS + row % PANEL_ROWS;
         match (self.middle, self.code_bits) {
             (Some(middle), _) => middle,
@@ -99,13 +100,24 @@ impl Layout {
             let panel = self.panel_of(packed, row);
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
-                if self.scales == ScaleType::E4m3 {
-                    scale /= self.channel(panel, row);
+                // As the kernels multiply them, whatever the bytes are.
+                let byte =
+                    panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
+                match self.scales {
+                    ScaleType::E4m3 => {
+                        scale = 256.0 * e4m3_scale_packed(byte) / self.channel(panel, row);
+                    }
+                    ScaleType::E8m0 => scale = e8m0_packed(byte),
+                    _ => {}
                 }
                 for (i, out) in out.iter_mut().enumerate() {
                     let code = self.code(panel, row, g * self.group_size + i);
                     if let Some(format) = self.float {
-                        *out = format.value(code) * scale;
+                        let value = match format {
+                            FloatFormat::E4m3 => e4m3_packed(code),
+                            FloatFormat::E2m1 => format.value(code),
+                        };
+                        *out = value * scale;
                         continue;
                     }
                     let code = i32::from(code) - zero;

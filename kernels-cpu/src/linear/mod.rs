@@ -35,7 +35,7 @@ use std::sync::{Mutex, PoisonError};
 
 pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP};
 pub use self::product::{Product, multiply_each, multiply_float_each};
-pub(crate) use self::tiled::TILED_ROWS;
+pub(crate) use self::tiled::{TILED_ROWS, UNTILED_GROUP};
 use crate::layout::{LINE, Line, PANEL_ROWS};
 use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
@@ -48,8 +48,8 @@ pub struct PackedView<'a> {
 }
 
 impl<'a> PackedView<'a> {
-    /// Bytes that [`Layout::pack`] wrote, in memory or in a mapped file. Kernels read fastest where they begin
-    /// at a multiple of [`LINE`].
+    /// Bytes that [`Layout::pack`] wrote, in memory or in a mapped file; those of a file that others may have written
+    /// are [checked](Self::check) once. Kernels read fastest where they begin at a multiple of [`LINE`].
     ///
     /// # Errors
     /// When `id` is not that of the layout, or the length is another.

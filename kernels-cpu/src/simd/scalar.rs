@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::{E2M1_DOUBLED, FloatLanes, Lanes};
 use crate::FloatFormat;
+use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 
 /// Plain Rust.
 #[derive(Clone, Copy)]
@@ -108,12 +109,12 @@ impl Lanes for Scalar {
     #[inline(always)]
     unsafe fn load_e8m0(at: *const u8) -> Self::F {
         // SAFETY: the caller guarantees 16 bytes.
-        unsafe { bytes::<16>(at) }.map(crate::e8m0_value)
+        unsafe { bytes::<16>(at) }.map(e8m0_packed)
     }
     #[inline(always)]
     unsafe fn load_e4m3(at: *const u8) -> Self::F {
         // SAFETY: the caller guarantees 16 bytes.
-        unsafe { bytes::<16>(at) }.map(|code| f16::from_bits(u16::from(code) << 7).to_f32())
+        unsafe { bytes::<16>(at) }.map(e4m3_scale_packed)
     }
     #[inline(always)]
     unsafe fn e2m1_table() -> Self::I {
@@ -125,7 +126,7 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn e4m3(codes: Self::I) -> Self::F {
-        codes.map(|code| FloatFormat::E4m3.value(code as u8))
+        codes.map(|code| e4m3_packed(code as u8))
     }
     #[inline(always)]
     unsafe fn store_f32(at: *mut f32, a: Self::F) {

@@ -29,12 +29,14 @@ pub struct BatchLayout {
     starts: Option<Arc<[u32]>>,
     /// How many tokens that count stand before each, and in all; `None` where all count.
     ranks: Option<Arc<[u32]>>,
+    /// Which tokens are padding; `None` where none is.
+    padding: Option<Arc<[bool]>>,
 }
 
 impl BatchLayout {
     /// Windows of one segment each, all of whose tokens count.
     pub fn plain(windows: usize, length: usize) -> Self {
-        Self { windows, length, starts: None, ranks: None }
+        Self { windows, length, starts: None, ranks: None, padding: None }
     }
 
     /// Windows with segments and uses, each `[windows, length]` where it is given.
@@ -54,7 +56,10 @@ impl BatchLayout {
             });
             std::iter::once(0).chain(before).collect()
         });
-        Self { windows, length, starts: starts.map(Arc::from), ranks }
+        let is_padding = |u: &TokenUse| *u == TokenUse::Padding;
+        let padding = uses.filter(|uses| uses.iter().any(is_padding));
+        let padding = padding.map(|uses| uses.iter().map(is_padding).collect());
+        Self { windows, length, starts: starts.map(Arc::from), ranks, padding }
     }
 
     /// Windows.
@@ -91,6 +96,14 @@ impl BatchLayout {
     /// When there is no such token.
     pub fn counts(&self, token: usize) -> bool {
         self.ranks.as_ref().is_none_or(|r| r[token] < r[token + 1])
+    }
+
+    /// Whether a token only fills its window: nothing sees it.
+    ///
+    /// # Panics
+    /// When there is no such token.
+    pub fn is_padding(&self, token: usize) -> bool {
+        self.padding.as_ref().is_some_and(|padding| padding[token])
     }
 
     /// A token's place in its segment.
@@ -139,12 +152,13 @@ mod tests {
         let uses = [Context, Counted, Counted, Context, Counted, Padding, Counted, Counted];
         let layout = BatchLayout::new(2, 4, Some(&[0, 0, 2, 2, 0, 1, 2, 2]), Some(&uses));
         assert_eq!((layout.tokens(), layout.counted()), (8, 5));
+        assert_eq!((0..8).filter(|t| layout.is_padding(*t)).collect::<Vec<_>>(), [5]);
         assert_eq!((0..8).map(|t| layout.place(t)).collect::<Vec<_>>(), [0, 1, 0, 1, 0, 0, 0, 1]);
         assert_eq!(layout.count(TokenRows::range(2, 4)), 2);
         assert_eq!(layout.count(TokenRows::indices(&[0, 1, 4, 5, 7])), 3);
         assert_eq!((layout.counted_before(3), layout.counts(3), layout.counts(4)), (2, false, true));
         let plain = BatchLayout::new(2, 4, None, Some(&[Counted; 8]));
         assert_eq!((plain.counted(), plain.place(6), plain.counts(7)), (8, 2, true));
-        assert!(plain.segments(0..4).is_whole());
+        assert!(plain.segments(0..4).is_whole() && !plain.is_padding(3));
     }
 }

@@ -5,6 +5,7 @@
 //! conversations ─► chat template ──┘
 //! ```
 
+mod cached;
 mod chat;
 mod expert_tokens;
 mod experts;
@@ -20,6 +21,7 @@ mod text;
 mod tokenizer;
 mod windows;
 
+pub use cached::CachedMaxima;
 pub use chat::{ChatTemplate, Conversation, RenderedChat};
 pub use expert_tokens::{ExpertSampling, ExpertTokens};
 pub(crate) use expert_tokens::{routed_to_linears, watched};

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, LinearScheme};
+use crate::scheme::{ActivationScheme, CachePart, LinearScheme};
 use crate::{Error, Result};
 
 pub use awq::AutoAwq;
@@ -28,6 +28,7 @@ pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, word
 pub use compressed_tensors::CompressedTensors;
 pub use gptq::GptqV1;
 pub use modelopt::ModelOpt;
+pub(crate) use numbers::read_positive;
 pub use qserve::QServe;
 
 /// Linears that engines run as one matrix.
@@ -72,6 +73,8 @@ pub struct ModuleSchemes<'a> {
     pub embedding: Option<LinearScheme>,
     /// `[n, k]` of the quantized linears, by module name.
     pub shapes: BTreeMap<&'a str, [usize; 2]>,
+    /// Whether keys and values are to be cached in FP8, with the scales that stand beside the weights.
+    pub fp8_cache: bool,
     /// The types of tensors that are not quantized, each once.
     pub float_dtypes: Vec<Dtype>,
     /// What the decoder is a part of, where it is not the whole model.
@@ -180,6 +183,12 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         }
     }
 
+    /// How a linear that is quantized to this scheme already is written: as [`stored_scheme`](Self::stored_scheme) says, or
+    /// in other words that say the same.
+    fn restated_scheme(&self, scheme: LinearScheme) -> LinearScheme {
+        self.stored_scheme(scheme)
+    }
+
     /// Whether these schemes can stand in one checkpoint.
     ///
     /// # Errors
@@ -205,6 +214,12 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`layout`](Self::layout).
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
+
+    /// The tensor that holds the static FP8 scale of keys or values, by the linear that they come from; `None` where the
+    /// container has no place for it.
+    fn cache_scale(&self, _linear: &str, _part: CachePart) -> Option<TensorSpec> {
+        None
+    }
 
     /// The value of `quantization_config` in `config.json`.
     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value;
@@ -252,6 +267,11 @@ pub trait PackedReader: Send + Sync {
     /// The scheme of the embedding, a module of this name, or `None` if it is stored float.
     fn embedding_scheme(&self, _module: &str) -> Option<LinearScheme> {
         None
+    }
+
+    /// Whether keys and values are cached in FP8, with the scales that stand beside the weights.
+    fn has_fp8_cache(&self) -> bool {
+        false
     }
 
     /// The type that a quantized module's scales are stored in.

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 ///
 /// # Errors
 /// When it is not, or cannot be read.
-pub(super) fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
+pub(crate) fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
     let scale = source.read_f32(name)?.first().copied().unwrap_or(f32::NAN);
     if scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite() {
         return Ok(scale);

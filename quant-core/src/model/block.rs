@@ -10,9 +10,11 @@ use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
 use super::attention::{activate, cached_attention, causal_attention, gated};
 use super::tensor_values::with_slices;
 use super::{
-    CudaRunner, KvCaching, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
+    CudaRunner, KvCaching, KvScales, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight,
+    TokenRows,
 };
 use super::{OpParameters, experts, gates, norm, paged, recurrent};
+use crate::scheme::CachePart;
 use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
@@ -72,6 +74,7 @@ pub struct Block {
     caching: KvCaching,
     /// Experts that run on all tokens, by the nodes that select their rows.
     pub(super) unrouted: Arc<BTreeSet<NodeId>>,
+    kv_scales: KvScales,
 }
 
 impl Block {
@@ -106,14 +109,20 @@ impl Block {
         if !complete {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
-        let (caching, unrouted) = (KvCaching::Float, Arc::default());
-        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching, unrouted })
+        let (caching, unrouted, kv_scales) = (KvCaching::Float, Arc::default(), KvScales::new());
+        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching, unrouted, kv_scales })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
     /// [`KvCaching::Float`]: what is searched for and calibrated is so on float keys and values.
     pub fn with_caching(mut self, caching: KvCaching) -> Self {
         self.caching = caching;
+        self
+    }
+
+    /// The same block with static scales for keys and values, which a cache of FP8 takes. They are 1 where there is none.
+    pub fn with_kv_scales(mut self, scales: KvScales) -> Self {
+        self.kv_scales = scales;
         self
     }
 
@@ -468,14 +477,16 @@ impl Run<'_> {
     fn attend(&mut self, id: NodeId, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let block = self.block;
         let sinks = block.parameters.get(&id).and_then(OpParameters::first);
-        let rounded = |x: &Tensor, width: usize| -> Result<Tensor> {
+        let rounded = |x: &Tensor, part: CachePart, width: usize| -> Result<Tensor> {
             let KvCaching::Simulated(scheme) = block.caching else { return Ok(x.clone()) };
             let mut values = x.flatten_all()?.to_vec1::<f32>()?;
-            scheme.round(&mut values, width)?;
+            let scale = block.kv_scales.get(&(id, part)).copied().unwrap_or(1.0);
+            scheme.round(&mut values, width, scale)?;
             Ok(Tensor::from_vec(values, x.shape(), x.device())?)
         };
         let float = |[k, v]: [&Tensor; 2]| {
-            Ok::<_, Error>((rounded(k, shape.head_dim)?, rounded(v, shape.value_dim)?))
+            let keys = rounded(k, CachePart::Keys, shape.head_dim)?;
+            Ok::<_, Error>((keys, rounded(v, CachePart::Values, shape.value_dim)?))
         };
         let Some(cache) = self.cache.as_deref_mut() else {
             return match block.caching {

@@ -95,7 +95,7 @@ impl Decoder {
     /// kernels hold such heads: what engines do, for those who measure their speed.
     pub fn with_half_cache(self) -> Self {
         match self.caching() {
-            KvCaching::Float if KvCaching::refusal(KvType::F16, &self.attentions).is_none() => {
+            KvCaching::Float if KvCaching::refusal(Some(KvType::F16), &self.attentions).is_none() => {
                 self.with_caching(KvCaching::Kernels(KvType::F16))
             }
             _ => self,
@@ -130,9 +130,10 @@ impl Decoder {
     /// A simulated cache becomes the kernels' own where they hold such heads.
     fn with_kernel_cache(self) -> Self {
         match self.caching() {
-            KvCaching::Simulated(kv) if KvCaching::refusal(kv.kind(), &self.attentions).is_none() => {
-                self.with_caching(KvCaching::Kernels(kv.kind()))
-            }
+            KvCaching::Simulated(kv) => match (kv.kind(), KvCaching::refusal(kv.kind(), &self.attentions)) {
+                (Some(kind), None) => self.with_caching(KvCaching::Kernels(kind)),
+                _ => self,
+            },
             _ => self,
         }
     }

@@ -14,8 +14,10 @@ use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::Held;
 use super::states::{self, StateFiles};
 use super::{Job, WRITE};
-use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched};
-use crate::model::{Block, NodeId, Preparation, RopeTables};
+use crate::calibrate::{
+    CachedMaxima, ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched,
+};
+use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
 use crate::progress::timed;
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
 use crate::transform::{Grid, Rewrite, Transform};
@@ -115,6 +117,10 @@ impl Batch {
         // A sink that does not give back what it holds: what was decided is decided again.
         let open = if open.is_empty() { &[0][..] } else { open };
         self.states.copy = if self.passes.copy_float() { self.states.float.clone() } else { None };
+        let cached = match self.passes.cache {
+            Some(States::Float) => self.cached(job, &prefix, &block, States::Float)?,
+            _ => CachedMaxima::new(),
+        };
         let unrouted = self.unrouted(job, &block)?;
         let watched = watched(&block, &unrouted);
         let ranges = match self.passes.first {
@@ -129,7 +135,14 @@ impl Batch {
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
             let inputs = context.input_grids(&block, grids, &rewrite)?;
-            let decision = Decision { rewrite, inputs, routed: routed_to_linears(block.graph(), &unrouted) };
+            let cached = match self.passes.cache {
+                Some(which) if which != States::Float => {
+                    self.cached(job, &prefix, &rewrite.apply(&block)?, which)?
+                }
+                _ => cached.clone(),
+            };
+            let routed = routed_to_linears(block.graph(), &unrouted);
+            let decision = Decision { rewrite, inputs, routed, cached };
             if let Some(which) = self.passes.gptq {
                 let run = self.gptq(&context, &block, grids, (&decision, &unrouted), which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, &block)?;
@@ -171,6 +184,21 @@ impl Batch {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
         }
         Ok(rewrites)
+    }
+
+    /// The largest of what the attentions of a block cache on these states.
+    fn cached(&mut self, job: &Job<'_>, prefix: &str, block: &Block, which: States) -> Result<CachedMaxima> {
+        let states = self.states.of(which);
+        let states = states.ok_or_else(|| Error::Internal("scales of a cache without a batch".into()))?;
+        timed(job.observer, reading(job), || block.load())?;
+        let values = cached_values(block.graph()).unwrap_or_default();
+        let found = timed(job.observer, "cache", || states.cached_maxima(block, &values, job.cancel));
+        found.map_err(|e| match e {
+            Error::Calibration { tensor, what } => {
+                Error::Calibration { tensor: format!("{prefix}{tensor}"), what }
+            }
+            other => other,
+        })
     }
 
     /// Moves the states past a block that is finished, if `advance` is set. Nothing is done, and the result is

@@ -10,7 +10,7 @@ use super::Job;
 use super::decision::{Decision, Rounded, StageRounded};
 use super::report::{QuantReport, TensorReport};
 use super::source::{Held, Source, copy, recalled, remembered};
-use super::tensor::{Finished, apply_rewrite, largest_magnitude};
+use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
@@ -158,7 +158,11 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
         if entry.action == Action::Copy {
             self.drain()?;
-            return Ok(Finished::written(copy(job, entry, &work.held, self.sink)?));
+            let mut report = copy(job, entry, &work.held, self.sink)?;
+            for (name, bytes) in cache_scales(entry, work.decision, &mut report)? {
+                self.sink.write(&name, 0, &bytes)?;
+            }
+            return Ok(Finished::written(report));
         }
         let source = match self.ahead.take() {
             Some((ahead, source)) if ahead == index => source?,
@@ -180,6 +184,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         flushed?;
         self.tell(end);
         let mut done = done?;
+        let scales = cache_scales(entry, work.decision, &mut done.report)?;
+        done.outputs.extend(scales);
         self.ahead = ahead;
         self.spare = std::mem::take(&mut done.spare);
         Ok(done)

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::StaticScale;
 use serde::{Deserialize, Serialize};
 
+use crate::calibrate::CachedMaxima;
 use crate::checkpoint::Dtype;
 use crate::format::Container;
 use crate::model::{NodeId, WeightBody};
@@ -22,6 +23,8 @@ pub(super) struct Decision {
     pub(super) inputs: BTreeMap<NodeId, StaticScale>,
     /// Of each linear of an expert that was calibrated on all tokens, how many are routed to it.
     pub(super) routed: BTreeMap<NodeId, u64>,
+    /// The largest of what its attentions cache, where that is to be in FP8.
+    pub(super) cached: CachedMaxima,
 }
 
 /// Linears that GPTQ has rounded.

@@ -31,7 +31,11 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         }
     }
     match plan.settings.kv {
-        Some(kv) => drop(config.insert(KV_CONFIG_KEY.into(), kv.config_value())),
+        // That of FP8 stands in `quantization_config`.
+        Some(kv) => match kv.config_value() {
+            Some(value) => drop(config.insert(KV_CONFIG_KEY.into(), value)),
+            None => drop(config.remove(KV_CONFIG_KEY)),
+        },
         // Where numbers stay, so does what was said of the cache.
         None if plan.method.name == REPACK.name => {}
         None => drop(config.remove(KV_CONFIG_KEY)),

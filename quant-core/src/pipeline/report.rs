@@ -3,6 +3,7 @@
 //! The report holds nothing that differs between two runs of the same job (no times, no paths), so
 //! it is the same bytes every time.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -171,6 +172,9 @@ pub struct TensorReport {
     /// The grid of the input, where it is the same for all tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub input: Option<InputReport>,
+    /// The static scales of cached keys and values that come from it, by their tensors; absent where there are none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub cache_scales: BTreeMap<String, f32>,
     /// Tokens of the calibration batch that went through the linear and counted; absent where none
     /// were looked at.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -245,6 +249,7 @@ impl TensorReport {
             attention: None,
             reordered: false,
             input: None,
+            cache_scales: BTreeMap::new(),
             calibration_tokens: None,
             routed_tokens: None,
             bytes_before: entry.input_bytes(),

@@ -8,8 +8,11 @@ use super::report::{InputReport, Searched, TensorReport, WeightError};
 use super::source::{Bytes, Held, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, Op, WeightRows};
-use crate::quantize::{ErrorStats, QuantizedTensor, Rows, ScaleContext, SharedExtents, quantize_within};
-use crate::recipe::{Action, PlanEntry};
+use crate::quantize::{
+    ErrorStats, QuantizedTensor, Rows, ScaleContext, ScaleExponents, SharedExtents, fp8_static_scale,
+    quantize_within,
+};
+use crate::recipe::{Action, CacheScale, PlanEntry};
 use crate::scheme::LinearScheme;
 use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
 use crate::{Error, Result};
@@ -43,7 +46,11 @@ pub(super) fn apply_rewrite(
         Action::Copy => Err(Error::Internal(format!("`{}` is copied, not transformed", entry.tensor))),
         Action::Repack { module, scheme, scale_dtype, .. } => {
             let (tensor, sha256) = source.packed()?;
-            let tensor = tensor.restated(*scheme, *scale_dtype).map_err(|reason| Error::NotRepackable {
+            let restated = match tensor.scheme.as_nvfp4() {
+                Some(nvfp4) if nvfp4 == *scheme => tensor.into_nvfp4(shared_exponents(job, module)?),
+                _ => tensor.restated(*scheme, *scale_dtype),
+            };
+            let tensor = restated.map_err(|reason| Error::NotRepackable {
                 path: job.model.source().location(entry.sources()[0].0),
                 module: module.clone(),
                 reason,
@@ -69,6 +76,24 @@ pub(super) fn apply_rewrite(
             linear.quantize(source, decision, rounded)
         }
     }
+}
+
+/// The exponents of the scales of an MXFP4 weight and of those that engines run as one with it.
+fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
+    let parts = job.plan.fused_with(module);
+    let shares = |entry: &&PlanEntry| match &entry.action {
+        Action::Repack { module: other, from, .. } => {
+            from.as_nvfp4().is_some() && (other == module || parts.is_some_and(|parts| parts.contains(other)))
+        }
+        _ => false,
+    };
+    let mut all = ScaleExponents::default();
+    for entry in job.plan.entries.iter().filter(shares) {
+        let Some((other, _)) = entry.quantized() else { continue };
+        let shape = [entry.info.shape[0], entry.info.shape[1]];
+        all = all.and(ScaleExponents::of(&job.model.packed(other, shape)?));
+    }
+    Ok(all)
 }
 
 /// The largest magnitude of a weight as the rewrite leaves it.
@@ -98,6 +123,23 @@ pub(super) fn largest_magnitude(
     };
     let extents = SharedExtents::of(*scheme, [n, k], load).map_err(|e| e.within(&entry.tensor, None))?;
     Ok(extents.map_or(0.0, |extents| extents.amax()))
+}
+
+/// The tensors of the static scales of keys and values that come from a linear, which its report is to name.
+pub(super) fn cache_scales(
+    entry: &PlanEntry,
+    decision: &Decision,
+    report: &mut TensorReport,
+) -> Result<Vec<(String, Bytes)>> {
+    let tensor = |scale: &CacheScale| {
+        let largest = decision.cached.get(&(scale.attention, scale.part)).copied();
+        let largest =
+            largest.ok_or_else(|| Error::Internal(format!("`{}` was not calibrated", scale.tensor)))?;
+        let value = fp8_static_scale([-largest, largest]);
+        report.cache_scales.insert(scale.tensor.clone(), value);
+        Ok((scale.tensor.clone(), Bytes::Own(value.to_le_bytes().to_vec())))
+    };
+    entry.cache.iter().map(tensor).collect()
 }
 
 /// The tensors of the container that hold a quantized weight.

@@ -9,6 +9,7 @@ pub mod activations;
 mod error_stats;
 pub mod gptq;
 pub mod grid;
+mod mx_to_nv;
 pub mod progressive;
 mod rows;
 pub mod rtn;
@@ -17,6 +18,7 @@ mod tensor;
 
 pub use activations::{InputGrid, fp8_static_scale, nvfp4_input_scale, static_grid};
 pub use error_stats::ErrorStats;
+pub use mx_to_nv::ScaleExponents;
 pub use progressive::Levels;
 pub use rows::{Rows, RowsError};
 pub use rtn::{

@@ -15,10 +15,10 @@ pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
     let Some((linear, bits)) = head.split_once("kv") else { return Ok((text.to_owned(), None)) };
     let bits = match bits {
         "16" => None,
-        _ => Some(KvScheme::ALL.into_iter().find(|kv| kv.bits().to_string() == bits).ok_or_else(|| {
+        _ => Some(KvScheme::ALL.into_iter().find(|kv| kv.suffix() == bits).ok_or_else(|| {
             Error::usage(
                 format!("scheme `{text}`: a cache of `kv{bits}` is not known"),
-                "keys and values are kv4, kv8 or kv16, for example w4a8kv4-g128",
+                "keys and values are kv4, kv8, kvf8 or kv16, for example w4a8kv4-g128",
             )
         })?),
     };
@@ -28,7 +28,7 @@ pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
 
 /// The text of a scheme with such a cache.
 pub fn joined(scheme: &str, kv: Option<KvScheme>) -> String {
-    let Some(bits) = kv.map(KvScheme::bits) else { return scheme.to_owned() };
+    let Some(bits) = kv.map(KvScheme::suffix) else { return scheme.to_owned() };
     match scheme.split_once('-') {
         Some((head, rest)) => format!("{head}kv{bits}-{rest}"),
         None => format!("{scheme}kv{bits}"),
@@ -44,13 +44,15 @@ mod tests {
         for (text, linear, bits) in [
             ("w4a8kv4-g128-sym", "w4a8-g128-sym", Some(KvScheme::Kv4)),
             ("w8a8kv8", "w8a8", Some(KvScheme::Kv8)),
+            ("wf8af8kvf8-channel", "wf8af8-channel", Some(KvScheme::Kvf8)),
+            ("nvfp4kvf8", "nvfp4", Some(KvScheme::Kvf8)),
             ("w4a16-g64", "w4a16-g64", None),
         ] {
             assert_eq!(split(text).unwrap(), (linear.to_owned(), bits));
             assert_eq!(joined(linear, bits), text);
         }
         assert_eq!(split("w4a8kv16").unwrap(), ("w4a8".to_owned(), None));
-        for text in ["w4a8kv5", "w4a8kv", "w4a8kvx-g128", "w4a8kv44"] {
+        for text in ["w4a8kv5", "w4a8kv", "w4a8kvx-g128", "w4a8kv44", "w4a8kvf4", "w4a8kvf"] {
             assert!(matches!(split(text), Err(Error::Usage { .. })), "{text}");
         }
     }

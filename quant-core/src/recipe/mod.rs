@@ -3,6 +3,7 @@
 //! A [`Recipe`] is the request; [`Plan::new`] holds it against a model before any compute and
 //! settles every tensor's fate, with the bytes it will take. Every later stage obeys the plan.
 
+mod cache_scales;
 mod file;
 pub mod kv;
 mod memory;
@@ -18,6 +19,7 @@ mod select;
 mod stage_memory;
 mod time;
 
+pub use cache_scales::CacheScale;
 pub use method::{METHODS, Method, Rounding, method, steps};
 pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;
@@ -28,7 +30,7 @@ pub use time::Rates;
 
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
-use crate::model::{Model, Preparation};
+use crate::model::{KvScheme, Model, Preparation};
 use crate::quantize::gptq::GptqSettings;
 use crate::scheme::{ActivationScheme, SchemeRequest};
 use crate::transform::{TransformSettings, fold_norms, rotate};
@@ -94,11 +96,12 @@ impl Recipe {
         }
     }
 
-    /// Whether a calibration text is looked at: by the method, or for grids of activations.
+    /// Whether a calibration text is looked at: by the method, or for grids of activations or of cached keys and values.
     pub fn needs_text(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         let mut activations = schemes.map(|s| s.activations);
-        self.method.needs_text(&self.settings) || activations.any(ActivationScheme::is_static)
+        let cached = self.settings.kv == Some(KvScheme::Kvf8);
+        cached || self.method.needs_text(&self.settings) || activations.any(ActivationScheme::is_static)
     }
 
     /// Whether some scheme has scales that are searched for: those of NVFP4.

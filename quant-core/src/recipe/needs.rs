@@ -11,7 +11,7 @@ use crate::{Error, Result};
 impl Plan {
     /// Whether a calibration text is looked at.
     pub fn needs_text(&self) -> bool {
-        self.method.needs_text(&self.settings) || self.has_static_activations()
+        self.method.needs_text(&self.settings) || self.has_static_activations() || self.calibrates_cache()
     }
 
     /// Whether blocks are looked at, and not only their weights one by one.
@@ -23,6 +23,11 @@ impl Plan {
     pub(crate) fn needs_ranges(&self) -> bool {
         let by_transforms = self.transforms().iter().any(|t| t.needs(&self.settings).ranges);
         by_transforms || self.has_static_activations()
+    }
+
+    /// Whether static scales of cached keys and values are found.
+    pub(crate) fn calibrates_cache(&self) -> bool {
+        self.entries.iter().any(|entry| !entry.cache.is_empty())
     }
 
     fn has_static_activations(&self) -> bool {
@@ -67,6 +72,13 @@ impl Plan {
                     scheme.granularity.group_size(0)
                 ),
                 "choose --method rtn, gptq or awq, or a scheme such as wf8af8-channel",
+            ));
+        }
+        if self.calibrates_cache() && self.method.has("smooth-attention") {
+            return Err(Error::usage(
+                "`smooth-attention` helps caches of integers: FP8 has steps that grow with the numbers, and one scale for all \
+                 channels of keys",
+                "leave the step out, for example with --skip smooth-attention",
             ));
         }
         if self.method.has("clip") && !quantized().any(|(_, scheme)| scheme.takes_clip_bounds()) {

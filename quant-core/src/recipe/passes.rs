@@ -37,6 +37,9 @@ pub(crate) struct PassPlan {
     pub(crate) first: Option<FirstPass>,
     /// What the searches look at, where one of them looks at states: [`States::Float`] or [`States::Copy`].
     pub(crate) search: Option<States>,
+    /// What the maxima of cached keys and values are found on, where they are: before the first pass on
+    /// [`States::Float`], which stay, or in the rewritten block on [`States::Copy`].
+    pub(crate) cache: Option<States>,
     /// What GPTQ looks at, where it rounds.
     pub(crate) gptq: Option<States>,
 }
@@ -50,6 +53,8 @@ struct Wanted {
     searched: bool,
     /// Whether ranges are gathered, for grids, transforms or a file of maxima.
     ranges: bool,
+    /// Whether the maxima of cached keys and values are found.
+    cache: bool,
     /// Whose states GPTQ looks at, where it rounds.
     gptq: Option<LayerInputs>,
 }
@@ -62,12 +67,13 @@ impl PassPlan {
             transforms: transforms.len(),
             searched: transforms.iter().any(|t| t.needs(&plan.settings).states),
             ranges: plan.needs_ranges() || keeps_maxima,
+            cache: plan.calibrates_cache(),
             gptq: (plan.method.rounding == Rounding::Gptq).then_some(plan.gptq.inputs),
         })
     }
 
     fn of(wanted: Wanted) -> Self {
-        let Wanted { transforms, searched, ranges, gptq } = wanted;
+        let Wanted { transforms, searched, ranges, cache, gptq } = wanted;
         // A single search has a pass of its own; several look at the same states one after the other.
         let search = match (searched, transforms, ranges) {
             (false, ..) => None,
@@ -80,9 +86,11 @@ impl PassPlan {
             LayerInputs::Float if transforms == 0 => States::Float,
             LayerInputs::Float => States::Copy,
         });
-        let mut passes = Self { first: None, search, gptq };
+        // What a transform rewrites may be cached.
+        let cache = cache.then_some(if transforms == 0 { States::Float } else { States::Copy });
+        let mut passes = Self { first: None, search, cache, gptq };
         let advance = !passes.look_at(States::Float);
-        if ranges || advance && passes.look_at(States::Copy) {
+        if ranges || advance && (passes.look_at(States::Copy) || cache.is_some()) {
             passes.first = Some(FirstPass { ranges, advance });
         }
         passes
@@ -105,7 +113,7 @@ impl PassPlan {
 
     /// Whether a pass looks at a copy of the float model's states from before the block.
     pub(crate) fn copy_float(&self) -> bool {
-        self.look_at(States::Copy)
+        self.look_at(States::Copy) || self.cache == Some(States::Copy)
     }
 
     /// How many times the hidden states of the batch are in memory at once.
@@ -171,9 +179,9 @@ mod tests {
     fn every_combination_has_its_passes() {
         for ((transforms, searched, ranges, gptq), (first, search, on), states) in ALL {
             for transforms in if transforms == 2 { 2..5 } else { transforms..transforms + 1 } {
-                let wanted = Wanted { transforms, searched, ranges, gptq };
+                let wanted = Wanted { transforms, searched, ranges, cache: false, gptq };
                 let passes = PassPlan::of(wanted);
-                assert_eq!(passes, PassPlan { first, search, gptq: on }, "{wanted:?}");
+                assert_eq!(passes, PassPlan { first, search, cache: None, gptq: on }, "{wanted:?}");
                 assert_eq!(passes.states_in_memory(), states, "{wanted:?}");
             }
         }
@@ -182,11 +190,20 @@ mod tests {
     #[test]
     fn one_pass_moves_the_float_states_on() {
         for ((transforms, searched, ranges, gptq), ..) in ALL {
-            let passes = PassPlan::of(Wanted { transforms, searched, ranges, gptq });
-            let first = passes.first.is_some_and(|first| first.advance);
-            let moving =
-                [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();
-            assert_eq!(moving, usize::from(passes.follow_float()), "{passes:?}");
+            for cache in [false, true] {
+                let passes = PassPlan::of(Wanted { transforms, searched, ranges, cache, gptq });
+                let first = passes.first.is_some_and(|first| first.advance);
+                let moving =
+                    [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();
+                assert_eq!(moving, usize::from(passes.follow_float()), "{passes:?}");
+                // What is cached is found on states from before the block, of the block as it will be written.
+                assert_eq!(
+                    passes.cache,
+                    cache.then_some(if transforms == 0 { States::Float } else { States::Copy })
+                );
+                assert!(!cache || passes.follow_float(), "{passes:?}");
+                assert!(passes.cache != COPY || passes.copy_float(), "{passes:?}");
+            }
         }
     }
 }

@@ -4,14 +4,14 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 use super::select::Selection;
-use super::{Recipe, SelectorMatches};
+use super::{CacheScale, Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::digest::sha256_hex;
 use crate::error::Indivisible;
 use crate::format::FusedLinears;
 use crate::format::{Container, ModuleSchemes, WrapperNames};
-use crate::model::{Architecture, Model, NodeId};
+use crate::model::{Architecture, KvScheme, Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
 use crate::scheme::{LinearScheme, SchemeRequest};
@@ -73,8 +73,10 @@ pub struct PlanEntry {
     pub turned: bool,
     /// What happens to it.
     pub action: Action,
-    /// What is written.
+    /// What is written: the tensor, or what holds it, and then the scales of `cache`.
     pub outputs: Vec<TensorSpec>,
+    /// Static scales of keys and values that come from it.
+    pub cache: Vec<CacheScale>,
 }
 
 impl PlanEntry {
@@ -169,6 +171,7 @@ impl Draft {
                 turned: false,
                 action: float,
                 outputs,
+                cache: Vec::new(),
             })));
         };
         let scheme = request.resolve(|bits| container.symmetric_by_default(bits));
@@ -179,7 +182,8 @@ impl Draft {
         let scale_dtype = container.scale_dtype(scheme, info.dtype);
         let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
-        let entry = PlanEntry { tensor, stored, layer, info, turned: false, action, outputs };
+        let cache = Vec::new();
+        let entry = PlanEntry { tensor, stored, layer, info, turned: false, action, outputs, cache };
         Ok(Drafted::Entry(Box::new(entry)))
     }
 }
@@ -328,7 +332,7 @@ impl Plan {
         if !entries.iter().any(|e| e.quantized().is_some()) {
             return Err(Error::usage("nothing is left to quantize", "ignore fewer linears"));
         }
-        let plan = Self {
+        let mut plan = Self {
             method: recipe.method.clone(),
             container,
             sampling: recipe.sampling,
@@ -346,6 +350,7 @@ impl Plan {
             fused: architecture.fused_modules(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
+        plan.add_cache_scales(model)?;
         plan.check_activations()?;
         plan.check_floats()?;
         plan.check_maxima(architecture)?;
@@ -398,7 +403,7 @@ impl Plan {
     }
 
     /// Fails when two tensors would be written under one name.
-    fn check_names(&self, model: &Model) -> Result<()> {
+    pub(super) fn check_names(&self, model: &Model) -> Result<()> {
         let mut writers: HashMap<&str, &PlanEntry> = HashMap::new();
         for entry in &self.entries {
             for output in &entry.outputs {
@@ -467,7 +472,17 @@ impl Plan {
                 });
             }
             let (tensor, stored) = (name.to_owned(), name.to_owned());
-            self.entries.push(PlanEntry { tensor, stored, layer, info, turned: false, action, outputs });
+            let cache = Vec::new();
+            self.entries.push(PlanEntry {
+                tensor,
+                stored,
+                layer,
+                info,
+                turned: false,
+                action,
+                outputs,
+                cache,
+            });
         }
         Ok(())
     }
@@ -527,6 +542,7 @@ impl Plan {
             head: self.quantizes(&self.head).then_some(self.head.as_str()),
             embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),
             shapes: self.entries.iter().filter_map(PlanEntry::quantized_shape).collect(),
+            fp8_cache: self.settings.kv == Some(KvScheme::Kvf8),
             float_dtypes,
             wrapper: self.wrapper.as_ref(),
         }

@@ -8,7 +8,7 @@ use super::{Action, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
 use crate::format::Container;
-use crate::model::Model;
+use crate::model::{KvScheme, Model};
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
@@ -51,7 +51,7 @@ impl Plan {
                 continue;
             };
             let from = stored.with_symmetry(stored.is_symmetric() || symmetric);
-            let scheme = container.stored_scheme(from);
+            let scheme = container.restated_scheme(from);
             let mut sources = model.packed_tensors(&module, shape)?;
             for spec in &mut sources {
                 spec.info = model.source().require(&spec.name)?.clone();
@@ -62,8 +62,8 @@ impl Plan {
             let stored = if flattens { Dtype::F32 } else { stored_dtype };
             // Scales that are of no weight's type stay as they are.
             let scale_dtype = match scheme.float_format() {
-                Some(_) => stored_dtype,
-                None => container.scale_dtype(scheme, stored),
+                Some(_) if scheme.fixed_scales() == from.fixed_scales() => stored_dtype,
+                _ => container.scale_dtype(scheme, stored),
             };
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
@@ -74,16 +74,19 @@ impl Plan {
                 info: TensorInfo { dtype: stored_dtype, shape: shape.to_vec() },
                 action: Action::Repack { module, from, scheme, scale_dtype, sources },
                 outputs,
+                cache: Vec::new(),
             });
         }
         if architecture.tied {
             float_modules.push(architecture.head.clone());
         }
+        // What else may be said of a cache stands in a key that is kept.
+        let fp8_cache = model.kv_scheme().filter(|kv| *kv == KvScheme::Kvf8);
         let plan = Self {
             method: REPACK.clone(),
             container,
             sampling: Sampling::default(),
-            settings: TransformSettings::default(),
+            settings: TransformSettings { kv: fp8_cache, ..TransformSettings::default() },
             gptq: GptqSettings::default(),
             entries,
             blocks: 0..architecture.layers,
@@ -98,7 +101,10 @@ impl Plan {
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;
-        plan.complete(model, &FoldedNodes::default())
+        let mut plan = plan.complete(model, &FoldedNodes::default())?;
+        plan.rename_cache_scales(model).map_err(unfit)?;
+        plan.check_names(model)?;
+        Ok(plan)
     }
 }
 

@@ -1,11 +1,13 @@
 //! Numeric formats of linears, and the short names they are asked for by.
 
+mod cache;
 mod float;
 mod request;
 
 use std::fmt;
 use std::str::FromStr;
 
+pub use cache::CachePart;
 pub use float::{BLOCK, FLOAT_SCHEMES, MX_GROUP, NV_GROUP};
 pub use quant_kernels_cpu::FloatFormat;
 pub use request::{SchemeRequest, WeightRequest};

@@ -298,7 +298,7 @@ fn not_understood(text: &str, part: &str) -> Error {
     Error::usage(
         message,
         format!(
-            "{meant}a scheme is {integers}, then a16 or a8 (and kv4 or kv8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
+            "{meant}a scheme is {integers}, then a16 or a8 (and kv4, kv8 or kvf8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
          then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
          example w4a16-g64-asym, w8a8, w4a8-g128-progressive; or one of {}",
             FLOAT_SCHEMES.join(", ")

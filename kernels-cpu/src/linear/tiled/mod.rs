@@ -31,6 +31,9 @@ use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 
 /// So many rows are multiplied by tiles if activations are integers: fewer wait for memory on any path.
 pub(crate) const TILED_ROWS: usize = 16;
+/// The widest group that integers are not multiplied in tiles of: a tile's step is 64 products of bytes, of which such a
+/// group fills a quarter, and the sums of every group are stored and joined. Lanes are faster there.
+pub(crate) const UNTILED_GROUP: usize = 16;
 /// Tiles of sums that a piece of work keeps, row tiles times panels.
 const SLOTS: usize = 32;
 /// Panels that a piece of work takes, at most: what a stretch leaves in `out` stays in the L2 cache, too.

@@ -5,6 +5,7 @@ use half::bf16;
 use super::{ROW, Shape, TileUnit};
 use crate::FloatFormat;
 use crate::activation::float::PAIRS;
+use crate::float_format::e4m3_packed;
 use crate::simd::scalar::Scalar;
 use crate::simd::{E2M1_OFFSET, Lanes, codes};
 
@@ -150,7 +151,7 @@ impl TileUnit for Emulated {
                 for (r, code) in codes.into_iter().enumerate() {
                     let value = match CODES {
                         codes::E2M1 => FloatFormat::E2m1.value(code as u8),
-                        codes::E4M3 => FloatFormat::E4m3.value(code as u8),
+                        codes::E4M3 => e4m3_packed(code as u8),
                         _ => (code - centre) as f32,
                     };
                     let value = bf16::from_f32(value).to_le_bytes();

@@ -84,14 +84,18 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
         [one] => one.name(),
         _ => MIXED,
     };
-    json!({
+    let mut config = json!({
         "quant_method": METHOD,
         "format": format,
         // Without it, transformers loads the file without complaint and computes garbage.
         "quantization_status": STATUS,
         "config_groups": config_groups,
         "ignore": ignored.collect::<Vec<_>>(),
-    })
+    });
+    if schemes.fp8_cache {
+        config["kv_cache_scheme"] = input_activations(ActivationScheme::Fp8Static);
+    }
+    config
 }
 
 fn weights(scheme: LinearScheme) -> Value {
@@ -185,6 +189,15 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
         "llama.cpp's converter does not read static scales of activations",
     );
     note(groups.len() > 1, "llama.cpp's converter does not read checkpoints that mix several schemes");
+    note(
+        schemes.fp8_cache,
+        "vLLM 0.33 caches keys and values in FP8 only when it is started with --kv-cache-dtype fp8, and then takes these \
+         scales",
+    );
+    note(
+        schemes.fp8_cache && !groups.iter().all(|g| g.scheme.has_global_scale()),
+        "llama.cpp's converter stops at FP8 scales of keys and values beside other weights than NVFP4",
+    );
     notes
 }
 

@@ -60,6 +60,22 @@ pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String
     }
 }
 
+/// Whether the `kv_cache_scheme` of a configuration says FP8 with one static scale for the keys of a layer and one for its
+/// values; `false` where there is none.
+pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
+    if root.get("kv_cache_scheme").is_none() {
+        return Ok(false);
+    }
+    let scheme = root.object("kv_cache_scheme")?;
+    scheme.allow_only(QUANTIZATION_ARGUMENTS)?;
+    scheme.require("type", "float")?;
+    scheme.require("strategy", "tensor")?;
+    match float_activations(&scheme)? {
+        ActivationScheme::Fp8Static => Ok(true),
+        _ => Err(scheme.refuse("strategy", "and the keys beside it are not FP8 with static scales")),
+    }
+}
+
 /// The `input_activations` of a group, where they are floating-point numbers.
 fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     for key in ["block_structure", "actorder"] {

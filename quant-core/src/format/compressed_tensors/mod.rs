@@ -20,7 +20,7 @@ use super::{Container, ModuleSchemes, PackedReader};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::LinearScheme;
+use crate::scheme::{CachePart, LinearScheme};
 
 /// `quant_method`.
 const METHOD: &str = "compressed-tensors";
@@ -64,6 +64,10 @@ impl Container for CompressedTensors {
 
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
         layout::pack(module, tensor)
+    }
+
+    fn cache_scale(&self, linear: &str, part: CachePart) -> Option<TensorSpec> {
+        Some(TensorSpec::new(part.of_attention(linear), Dtype::F32, [1]))
     }
 
     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {

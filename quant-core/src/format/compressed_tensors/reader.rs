@@ -9,7 +9,7 @@ use quant_kernels_cpu::StaticScale;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
-use super::group::{activations, kind_of, reject_padded_words, scheme, storage};
+use super::group::{activations, fp8_cache, kind_of, reject_padded_words, scheme, storage};
 use super::layout::{
     self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
     scale_name, shape_name, unpack_zeros, weight_name, zero_point_name,
@@ -36,6 +36,7 @@ const READ_BYTES: usize = 8 << 20;
 pub(super) struct Reader {
     targets: Names<Target>,
     ignored: Names<()>,
+    fp8_cache: bool,
 }
 
 /// What a group says of its modules.
@@ -108,7 +109,7 @@ impl Reader {
         let root = Object::new(config, "quantization_config".into())?;
         let storage = storage(&root, true)?;
         root.require("quantization_status", STATUS)?;
-        root.require_absent("kv_cache_scheme")?;
+        let fp8_cache = fp8_cache(&root)?;
         match root.get("sparsity_config") {
             None => {}
             Some(Value::Object(sparsity)) if sparsity.is_empty() => {}
@@ -171,7 +172,7 @@ impl Reader {
                 ignored.add(name, (), &path)?;
             }
         }
-        Ok(Some(Self { targets, ignored }))
+        Ok(Some(Self { targets, ignored, fp8_cache }))
     }
 }
 
@@ -201,6 +202,10 @@ impl PackedReader for Reader {
 
     fn embedding_scheme(&self, module: &str) -> Option<LinearScheme> {
         self.embedding(module).map(|target| target.scheme)
+    }
+
+    fn has_fp8_cache(&self) -> bool {
+        self.fp8_cache
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {

@@ -212,7 +212,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("/format", json!(null), "format` is missing"),
         ("/quantization_status", json!("frozen"), "quantization_status` is \"frozen\""),
         ("/quantization_status", json!(null), "quantization_status` is missing"),
-        ("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme` is set"),
+        ("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme.type` is missing"),
         ("/sparsity_config", json!({"format": "sparse-24"}), "sparsity_config.format` is"),
         ("/sparsity_config", json!(7), "sparsity_config` is not an object"),
         ("/transform_config", json!({"config_groups": {"R1": {}}}), "transform_config` is not supported"),

@@ -8,6 +8,7 @@
 //! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | scales of groups |
 //! | `X.weight_scale_2` | F32 | `[]` | what those are multiplied by |
 //! | `X.input_scale` | F32 | `[]` | the same of the input; rounded activations only |
+//! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | what cached keys and values are multiplied by; FP8 caches only |
 //!
 //! Codes and scales of groups are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
 //! divisor there: [`reciprocal`] turns one into the other, [`reader`] takes checkpoints apart.
@@ -23,7 +24,7 @@ use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, LinearScheme, NV_GROUP};
+use crate::scheme::{ActivationScheme, CachePart, LinearScheme, NV_GROUP};
 use crate::{Error, Result};
 
 /// `quant_method`, and the name of the format.
@@ -32,6 +33,8 @@ const METHOD: &str = "modelopt";
 const CONFIG_FILE: &str = "hf_quant_config.json";
 /// `quant_algo` of rounded weights and activations.
 const NVFP4: &str = "NVFP4";
+/// `kv_cache_quant_algo` of keys and values in FP8.
+const FP8: &str = "FP8";
 /// `quant_algo` of rounded weights alone.
 const WEIGHT_ONLY: &str = "W4A16_NVFP4";
 
@@ -62,6 +65,11 @@ impl Container for ModelOpt {
 
     fn summary(&self) -> &'static str {
         "ModelOpt's layout of NVFP4, for vLLM, SGLang and TensorRT-LLM"
+    }
+
+    /// MXFP4 becomes NVFP4, whose codes and scales hold all of it.
+    fn restated_scheme(&self, scheme: LinearScheme) -> LinearScheme {
+        scheme.as_nvfp4().unwrap_or_else(|| self.stored_scheme(scheme))
     }
 
     fn layout(
@@ -125,6 +133,16 @@ impl Container for ModelOpt {
         }
     }
 
+    /// Readers look for the scales below the projections only where there are projections for keys and for values alone.
+    fn cache_scale(&self, linear: &str, part: CachePart) -> Option<TensorSpec> {
+        let own = match part {
+            CachePart::Keys => ".self_attn.k_proj",
+            CachePart::Values => ".self_attn.v_proj",
+        };
+        let name = if linear.ends_with(own) { part.of_linear(linear) } else { part.of_attention(linear) };
+        Some(TensorSpec::new(name, Dtype::F32, []))
+    }
+
     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
         let numbers = json!({ "num_bits": 4, "type": "float", "group_size": NV_GROUP, "dynamic": false });
         let mut group = json!({ "targets": ["Linear"], "weights": numbers });
@@ -137,7 +155,7 @@ impl Container for ModelOpt {
             "group_size": NV_GROUP,
             "ignore": excluded(schemes),
             "config_groups": { "group_0": group },
-            "kv_cache_scheme": null,
+            "kv_cache_scheme": schemes.fp8_cache.then(cache_scheme),
             "producer": producer(),
         })
     }
@@ -147,7 +165,7 @@ impl Container for ModelOpt {
             "producer": producer(),
             "quantization": {
                 "quant_algo": algorithm(schemes),
-                "kv_cache_quant_algo": null,
+                "kv_cache_quant_algo": schemes.fp8_cache.then_some(FP8),
                 "group_size": NV_GROUP,
                 "exclude_modules": excluded(schemes),
             },
@@ -175,6 +193,11 @@ impl Container for ModelOpt {
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
         Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
     }
+}
+
+/// `kv_cache_scheme` of FP8.
+fn cache_scheme() -> Value {
+    json!({ "dynamic": false, "num_bits": 8, "type": "float" })
 }
 
 /// Readers ask for the name of the program whose layout it is.

@@ -38,6 +38,19 @@ const KEYS: [&str; 12] = [
 const ALGORITHMS: [&str; 6] =
     ["NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION"];
 
+fn is_fp8(name: &str) -> bool {
+    name.eq_ignore_ascii_case(super::FP8)
+}
+
+/// Whether a `kv_cache_scheme` says FP8 with static scales.
+fn is_fp8_scheme(scheme: &Value) -> bool {
+    let mut known = super::cache_scheme();
+    known["strategy"] = "tensor".into();
+    known["symmetric"] = true.into();
+    let same = |(key, value): (&String, &Value)| known.get(key) == Some(value);
+    scheme.as_object().is_some_and(|map| map.contains_key("num_bits") && map.iter().all(same))
+}
+
 /// Reads such a checkpoint.
 #[derive(Debug)]
 pub(super) struct Reader {
@@ -46,6 +59,8 @@ pub(super) struct Reader {
     nvfp4: BTreeMap<String, LinearScheme>,
     /// Whether the configuration says that no input is rounded.
     weight_only: bool,
+    /// Whether keys and values are cached in FP8.
+    fp8_cache: bool,
 }
 
 impl Reader {
@@ -74,10 +89,16 @@ impl Reader {
             let known = ALGORITHMS.join(", ");
             return Err(format!("`{path}.quant_algo` is {algorithm}; only {known} can be read"));
         }
-        for key in ["kv_cache_scheme", "kv_cache_quant_algo"] {
-            if said(key).is_some() {
-                return Err(format!("`{path}.{key}` is set, which is not supported"));
-            }
+        let algorithm_of_cache = said("kv_cache_quant_algo");
+        if let Some(other) = algorithm_of_cache.filter(|said| !said.as_str().is_some_and(is_fp8)) {
+            return Err(format!("`{path}.kv_cache_quant_algo` is {other}; only FP8 can be read"));
+        }
+        let scheme_of_cache = said("kv_cache_scheme");
+        if scheme_of_cache.is_some_and(|scheme| !is_fp8_scheme(scheme)) {
+            return Err(format!(
+                "`{path}.kv_cache_scheme` is not {}, and nothing else can be read",
+                super::cache_scheme()
+            ));
         }
         for key in ["has_zero_point", "pre_quant_scale"] {
             if said(key).is_some_and(|value| *value != Value::Bool(false)) {
@@ -92,6 +113,7 @@ impl Reader {
             fp8: NativeFp8::new(true),
             nvfp4: BTreeMap::new(),
             weight_only: algorithm == "W4A16_NVFP4",
+            fp8_cache: algorithm_of_cache.is_some() || scheme_of_cache.is_some(),
         }))
     }
 
@@ -177,6 +199,10 @@ impl PackedReader for Reader {
         }
         self.nvfp4 = nvfp4;
         Ok(())
+    }
+
+    fn has_fp8_cache(&self) -> bool {
+        self.fp8_cache
     }
 
     fn scheme(&self, module: &str) -> Option<LinearScheme> {

@@ -166,7 +166,9 @@ fn configurations_of_others_are_read_strictly() {
         (json!({ "quant_algo": "W4A8_AWQ" }), "quant_algo` is W4A8_AWQ"),
         (json!({ "quant_algo": null }), "quant_algo` is not a string"),
         (json!({ "group_size": 32 }), "group_size` is 32"),
-        (json!({ "kv_cache_scheme": { "num_bits": 8, "type": "float" } }), "kv_cache_scheme` is set"),
+        (json!({ "kv_cache_scheme": { "num_bits": 4, "type": "float" } }), "kv_cache_scheme` is not"),
+        (json!({ "kv_cache_scheme": "FP8" }), "kv_cache_scheme` is not"),
+        (json!({ "kv_cache_quant_algo": "NVFP4" }), "kv_cache_quant_algo` is \"NVFP4\""),
         (json!({ "pre_quant_scale": true }), "pre_quant_scale` is not false"),
         (json!({ "something": 1 }), "something` is not known"),
     ] {
@@ -175,6 +177,28 @@ fn configurations_of_others_are_read_strictly() {
         let error = ModelOpt.reader(&config).map(|_| ()).unwrap_err();
         assert!(error.contains(expected), "{error}");
     }
+}
+
+#[test]
+fn caches_of_fp8() {
+    let schemes = |fp8_cache| ModuleSchemes {
+        quantized: vec![("m", "wf4a16-g16-nv".parse().unwrap())],
+        fp8_cache,
+        ..ModuleSchemes::default()
+    };
+    let written = ModelOpt.quantization_config(&schemes(true));
+    assert_eq!(written["kv_cache_scheme"], json!({ "dynamic": false, "num_bits": 8, "type": "float" }));
+    let files = ModelOpt.companion_files(&schemes(true));
+    assert_eq!(files[0].1["quantization"]["kv_cache_quant_algo"], json!("FP8"));
+    let reads = |config: &Value| ModelOpt.reader(config).unwrap().unwrap().has_fp8_cache();
+    assert!(reads(&written) && !reads(&ModelOpt.quantization_config(&schemes(false))));
+    let mut nested = files[0].1.clone();
+    nested["quant_method"] = json!("modelopt");
+    assert!(reads(&nested));
+    let name = |linear: &str, part| ModelOpt.cache_scale(linear, part).unwrap().name;
+    assert_eq!(name("l.self_attn.k_proj", CachePart::Keys), "l.self_attn.k_proj.k_scale");
+    assert_eq!(name("l.self_attn.v_proj", CachePart::Values), "l.self_attn.v_proj.v_scale");
+    assert_eq!(name("l.self_attn.qkv_proj", CachePart::Values), "l.self_attn.v_scale");
 }
 
 #[test]

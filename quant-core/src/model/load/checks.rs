@@ -1,8 +1,8 @@
 //! What a configuration promises, checked against the tensors that are there.
 
 use crate::checkpoint::require_weight_float;
-use crate::model::Model;
 use crate::model::arch::LearnedPositions;
+use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
@@ -70,7 +70,43 @@ impl Model {
                 self.check_float(&name, &parameter.shape)?;
             }
         }
-        Ok(())
+        self.kv_scale_tensors(layer).map(|_| ())
+    }
+
+    /// The static scales of a block's keys and values, and the tensors that hold them; none where the checkpoint has none
+    /// to have.
+    ///
+    /// # Errors
+    /// When one is missing, which engines take for 1 and others for garbage, or is not one number.
+    pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
+        if self.kv != Some(KvScheme::Kvf8) {
+            return Ok(Vec::new());
+        }
+        let graph = self.architecture.graph(layer);
+        let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
+            path: self.path.clone(),
+            reason: format!(
+                "a cache of FP8 of keys and values that come from several linears, in block {layer}"
+            ),
+        })?;
+        let tensor = |value: CachedValue| {
+            let linear = self.architecture.in_block(layer, graph.name(value.linear));
+            let known = value.part.known_names(&linear);
+            let name =
+                known.iter().find(|name| self.source.info(name).is_some()).unwrap_or(&known[0]).clone();
+            let info = self.source.require(&name)?;
+            require_weight_float(self.source.location(&name), &name, info.dtype)?;
+            match info.elements() {
+                1 => Ok((value, name)),
+                _ => Err(Error::TensorShape {
+                    path: self.source.location(&name),
+                    tensor: name,
+                    expected: vec![1],
+                    got: info.shape.clone(),
+                }),
+            }
+        };
+        values.into_iter().map(tensor).collect()
     }
 
     pub(super) fn check(&self) -> Result<()> {

@@ -18,6 +18,7 @@ use super::{KvCaching, KvScheme};
 use super::{fused_experts, names};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
 use crate::format::{self, PackedReader};
+use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
 /// A checkpoint whose configuration and tensors agree.
@@ -80,7 +81,7 @@ impl Model {
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
         let fields = ConfigFields::new(path, config);
         let architecture = arch::describe(&fields, source.as_ref())?;
-        let kv = KvScheme::from_config(&fields)?;
+        let mut kv = KvScheme::from_config(&fields)?;
         let source = fused_experts::split(names::with_base(source, &architecture), &architecture)?;
         let quantization = match quantization_settings(&fields)? {
             None => None,
@@ -88,6 +89,13 @@ impl Model {
                 let mut reader = format::reader(settings)
                     .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?;
                 reader.survey(source.as_ref())?;
+                if reader.has_fp8_cache() {
+                    if kv.is_some() {
+                        let reason = "contradicts the cache of FP8 in `quantization_config`";
+                        return Err(fields.error(KV_CONFIG_KEY, reason));
+                    }
+                    kv = Some(KvScheme::Kvf8);
+                }
                 let method = settings.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
                 Some(Quantization { method: method.to_owned(), reader })
             }
@@ -127,7 +135,9 @@ impl Model {
     /// When a tensor that should hold a quantized weight is missing.
     pub fn dequantized(self) -> Result<Self> {
         let Some(method) = self.quantization.as_ref().map(|q| q.method.clone()) else { return Ok(self) };
-        let (architecture, path, kv) = (self.architecture.clone(), self.path.clone(), self.kv);
+        // Scales of FP8 are left behind with those of the weights.
+        let kv = self.kv.filter(|kv| *kv != KvScheme::Kvf8);
+        let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
         let (quantization, prepared, parts_head, source_method) = (None, None, false, Some(method));
         let mut model =

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use crate::checkpoint::{Dtype, TensorSpec};
-use crate::format::{PackedReader, PackedWeight};
+use crate::format::{PackedReader, PackedWeight, read_positive};
 use crate::model::arch::Op;
 use crate::model::{
-    Block, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight, WeightBody,
+    Block, CachedValue, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight, WeightBody,
 };
 use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
@@ -162,6 +162,10 @@ impl Model {
             let values = tensors.map(|name| self.source.read_f32(&name)).collect::<Result<_>>()?;
             parameters.insert(id, OpParameters(values));
         }
-        Block::new(graph.clone(), norms, linears, parameters, ropes)
+        let scale = |(value, name): (CachedValue, String)| {
+            Ok(((value.attention, value.part), read_positive(self.source.as_ref(), &name)?))
+        };
+        let scales = self.kv_scale_tensors(index)?.into_iter().map(scale).collect::<Result<_>>()?;
+        Ok(Block::new(graph.clone(), norms, linears, parameters, ropes)?.with_kv_scales(scales))
     }
 }

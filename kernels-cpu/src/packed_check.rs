@@ -1,0 +1,67 @@
+//! Packed bytes from elsewhere, such as a file: whether they are what [`Layout::pack`] writes.
+//!
+//! Kernels read any bytes of a layout without harm, and all paths make the same numbers of them, but not of all of them
+//! numbers that mean something: codes and scales that are NaN in their format count as what their bits would be without
+//! that exception, ±480 and infinity. Whoever loads packed bytes asks here once.
+
+use crate::layout::{E4M3_NAN, LINE, PANEL_ROWS, PROGRESSIVE_MOST, factor};
+use crate::{FloatFormat, KernelError, Layout, PackedView, ScaleType};
+
+impl PackedView<'_> {
+    /// Fails on bytes that packing refuses to write: codes that are no numbers of their format, scales of E4M3 or E8M0
+    /// that are none or have a sign, a global scale that is not positive and finite, and progressive weights beyond 8 bits.
+    /// Reads everything once; nothing is allocated.
+    ///
+    /// # Errors
+    /// [`KernelError::Scheme`] with what is wrong.
+    pub fn check(&self) -> Result<(), KernelError> {
+        let layout = self.layout();
+        self.bytes().chunks_exact(layout.panel_bytes().max(LINE)).try_for_each(|panel| check(layout, panel))
+    }
+}
+
+fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
+    let codes = &panel[..layout.scales_at()];
+    let scales = &panel[layout.scales_at()..layout.zeros_at()];
+    // Fillers are 0, which is a number.
+    if layout.float_format() == Some(FloatFormat::E4m3) && codes.iter().any(|code| code & 0x7f == E4M3_NAN) {
+        return Err(KernelError::Scheme("a code that is not a number"));
+    }
+    match layout.scales() {
+        ScaleType::E4m3 => {
+            if scales.iter().any(|&scale| scale >= E4M3_NAN) {
+                return Err(KernelError::Scheme("a scale of a group that is negative or NaN"));
+            }
+            let number = |at: usize| {
+                let at = layout.channels_at() + 4 * at;
+                f32::from_le_bytes([panel[at], panel[at + 1], panel[at + 2], panel[at + 3]])
+            };
+            for row in 0..PANEL_ROWS {
+                let [by, global] = [number(row), number(PANEL_ROWS + row)];
+                // Rows that fill the last panel have none.
+                let is_filler = by == 0.0 && global == 0.0;
+                let fits = global > 0.0 && global.is_finite() && by.is_normal() && by == factor(global);
+                if !is_filler && !fits {
+                    return Err(KernelError::Scheme("a global scale that is not positive and finite"));
+                }
+            }
+        }
+        ScaleType::E8m0 if scales.contains(&u8::MAX) => {
+            return Err(KernelError::Scheme("a scale of a group that is NaN"));
+        }
+        ScaleType::Progressive => {
+            for row in 0..PANEL_ROWS {
+                for (k, group) in (0..layout.k()).map(|k| (k, k / layout.group_size())) {
+                    let code =
+                        i32::from(layout.code(panel, row, k)) - i32::from(layout.zero(panel, row, group));
+                    let scale = i32::from(scales[group * PANEL_ROWS + row]);
+                    if (code * scale).abs() > PROGRESSIVE_MOST {
+                        return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
+                    }
+                }
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! The static scales of keys and values that are cached in FP8: which tensors they become, and beside which linears.
+//!
+//! A scale is written with the linear that its keys or values come from: in its shard, and with its commit, so that a
+//! resumed run finds both or neither.
+
+use super::{Action, Plan};
+use crate::checkpoint::{TensorInfo, TensorSpec};
+use crate::model::{KvScheme, Model, NodeId, cached_values};
+use crate::scheme::CachePart;
+use crate::{Error, Result};
+
+/// The scale of keys or values that is found on the calibration text and written beside a linear.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheScale {
+    /// The attention, in the block of the linear.
+    pub attention: NodeId,
+    /// Keys or values.
+    pub part: CachePart,
+    /// The tensor.
+    pub tensor: String,
+}
+
+impl Plan {
+    /// Adds the scales of an FP8 cache, where one is asked for, to the entries of the linears that keys and values come
+    /// from.
+    pub(super) fn add_cache_scales(&mut self, model: &Model) -> Result<()> {
+        if self.settings.kv != Some(KvScheme::Kvf8) {
+            return Ok(());
+        }
+        let architecture = model.architecture();
+        for layer in 0..architecture.layers {
+            let graph = architecture.graph(layer);
+            let values = cached_values(graph).ok_or_else(|| {
+                Error::usage(
+                    format!("keys and values of block {layer} cannot be cached in FP8: engines cache a latent vector"),
+                    "leave kvf8 out of the scheme",
+                )
+            })?;
+            for value in values {
+                let linear = architecture.in_block(layer, graph.name(value.linear));
+                let spec = self.cache_spec(&linear, value.part)?;
+                let weight = format!("{linear}.weight");
+                let entry = self.entries.iter_mut().find(|e| e.layer == Some(layer) && e.tensor == weight);
+                let entry = entry.ok_or_else(|| Error::Internal(format!("`{weight}` is not planned")))?;
+                let (attention, part) = (value.attention, value.part);
+                entry.cache.push(CacheScale { attention, part, tensor: spec.name.clone() });
+                entry.outputs.push(spec);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the scales of an FP8 cache that the input has the names that they have in this container.
+    pub(super) fn rename_cache_scales(&mut self, model: &Model) -> Result<()> {
+        let architecture = model.architecture();
+        for layer in 0..architecture.layers {
+            for (value, stored) in model.kv_scale_tensors(layer)? {
+                let linear = architecture.in_block(layer, architecture.graph(layer).name(value.linear));
+                let TensorSpec { name, info } = self.cache_spec(&linear, value.part)?;
+                let entry = self.entries.iter_mut().find(|e| e.stored == stored && e.action == Action::Copy);
+                let entry = entry.ok_or_else(|| Error::Internal(format!("`{stored}` is not planned")))?;
+                let info = TensorInfo { dtype: entry.info.dtype, ..info };
+                entry.outputs = vec![TensorSpec { name, info }];
+            }
+        }
+        Ok(())
+    }
+
+    fn cache_spec(&self, linear: &str, part: CachePart) -> Result<TensorSpec> {
+        self.container.cache_scale(linear, part).ok_or_else(|| {
+            let format = self.container.name();
+            Error::usage(
+                format!("the {format} format has no place for the scales of keys and values in FP8"),
+                "leave kvf8 out of the scheme, or write --format compressed-tensors",
+            )
+        })
+    }
+}

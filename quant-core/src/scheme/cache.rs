@@ -1,0 +1,59 @@
+//! Keys and values of an attention as they are cached in FP8: what their static scales are called.
+
+use serde::{Deserialize, Serialize};
+
+/// Keys or values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CachePart {
+    /// Keys, after rotary embedding.
+    Keys,
+    /// Values, as they are projected.
+    Values,
+}
+
+impl CachePart {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
+
+    /// The last part of the name of its scale.
+    pub fn scale(self) -> &'static str {
+        match self {
+            Self::Keys => "k_scale",
+            Self::Values => "v_scale",
+        }
+    }
+
+    /// The name of its scale beside the linears of an attention, of which `linear` is one:
+    /// `model.layers.0.self_attn.k_scale` of `model.layers.0.self_attn.k_proj`.
+    pub fn of_attention(self, linear: &str) -> String {
+        match linear.rsplit_once('.') {
+            Some((attention, _)) => format!("{attention}.{}", self.scale()),
+            None => self.scale().to_owned(),
+        }
+    }
+
+    /// The name of its scale as a tensor of the linear: `model.layers.0.self_attn.k_proj.k_scale`.
+    pub fn of_linear(self, linear: &str) -> String {
+        format!("{linear}.{}", self.scale())
+    }
+
+    /// All names that files have for its scale, by the linear that it comes from; the last one is of old files.
+    pub fn known_names(self, linear: &str) -> [String; 3] {
+        [self.of_attention(linear), self.of_linear(linear), format!("{linear}.output_scale")]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_from_the_linear() {
+        let linear = "model.layers.3.self_attn.v_proj";
+        assert_eq!(CachePart::Values.of_attention(linear), "model.layers.3.self_attn.v_scale");
+        assert_eq!(CachePart::Values.of_linear(linear), "model.layers.3.self_attn.v_proj.v_scale");
+        assert_eq!(CachePart::Keys.of_attention("k"), "k_scale");
+        assert_eq!(CachePart::Keys.known_names(linear)[2], "model.layers.3.self_attn.v_proj.output_scale");
+    }
+}
