@@ -13,6 +13,8 @@ use crate::{Profile, wikitext};
 
 /// A stride far below its windows makes many times a text's tokens; so many are held at most.
 const MOST_READ: usize = 1 << 28;
+/// Documents that are tokenized together.
+const DOCUMENTS_AT_ONCE: usize = 256;
 
 /// Tokens of which the last ones are scored, each given those before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -209,9 +211,15 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn of(tokenizer: &TextTokenizer, text: &str) -> Result<Self> {
-        let placed = tokenizer.encode_with_places(text)?;
+    /// The tokens of texts, each by itself.
+    fn of_each(tokenizer: &TextTokenizer, texts: &[&str]) -> Result<Vec<Self>> {
         let alone = tokenizer.encode("")?;
+        let each = tokenizer.encode_all_with_places(texts)?.into_iter();
+        Ok(each.map(|placed| Self::of(placed, &alone)).collect())
+    }
+
+    /// From tokens with their places, and those that an empty text has.
+    fn of(placed: Vec<(u32, Range<usize>)>, alone: &[u32]) -> Self {
         let begins_with_special = placed.first().map(|(id, _)| id) == alone.first() && !alone.is_empty();
         let mut bytes = Vec::with_capacity(placed.len());
         let mut ids = Vec::with_capacity(placed.len());
@@ -221,7 +229,7 @@ impl Tokens {
             bytes.push(place.end.saturating_sub(end) as u64);
             end = end.max(place.end);
         }
-        Ok(Self { ids, bytes, begins_with_special })
+        Self { ids, bytes, begins_with_special }
     }
 
     fn window(&self, tokens: Range<usize>, scored: Range<usize>) -> (Window, u64) {
@@ -241,7 +249,8 @@ fn of_stream(
     wanted: Option<usize>,
     origin: &Path,
 ) -> Result<Cut> {
-    let tokens = Tokens::of(tokenization.tokenizer, text)?;
+    let tokenized = Tokens::of_each(tokenization.tokenizer, &[text])?.into_iter().next();
+    let tokens = tokenized.ok_or_else(|| Error::Internal("a text was not tokenized".into()))?;
     let count = tokens.ids.len();
     let bos = tokens.begins_with_special.then(|| tokens.ids[0]);
     let mut warnings = Vec::new();
@@ -319,9 +328,11 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
     let (mut words, mut count, mut bytes_without_tokens) = (0, 0, 0);
     let mut warnings = Vec::new();
-    for document in documents {
+    for some in documents.chunks(DOCUMENTS_AT_ONCE) {
+        let texts: Vec<&str> = some.iter().map(String::as_str).collect();
+        let tokenized = Tokens::of_each(tokenization.tokenizer, &texts)?;
+        for (document, tokens) in texts.into_iter().zip(tokenized) {
         words += word_count(document);
-        let tokens = Tokens::of(tokenization.tokenizer, document)?;
         if tokens.ids.is_empty() {
             bytes_without_tokens += document.len() as u64;
         }
@@ -356,6 +367,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             bytes.push(scored);
             predicted = end;
         }
+    }
     }
     if let Some(last) = bytes.last_mut() {
         *last += bytes_without_tokens;
@@ -400,7 +412,7 @@ fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
     })?;
     tokenization
         .tokenizer
-        .token_id(token)
+        .token_id(token)?
         .ok_or_else(|| fault(format!("names a `{name}` that tokenizer.json does not have")))
 }
 

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use quant_core::checkpoint::printable_lines;
 use quant_core::{Event, Observer};
 use serde::Serialize;
 
@@ -156,7 +157,7 @@ impl Stage {
             .map(|tokens| format!("{:.0} tokens/s ", (self.done * tokens) as f64 / elapsed));
         let rate = rate.unwrap_or_default();
         if let Some(bar) = &self.bar {
-            bar.set_message(format!("{rate}{detail}"));
+            bar.set_message(format!("{rate}{}", printable_lines(detail)));
             bar.inc(1);
         }
         if mode == Mode::Lines && self.told.elapsed() >= LINE_INTERVAL && self.done < self.units {
@@ -181,6 +182,9 @@ fn bar(stage: &'static str, units: u64) -> ProgressBar {
         .progress_chars("=> ");
     bar.set_style(style);
     bar.set_prefix(stage);
-    bar.enable_steady_tick(Duration::from_millis(500));
+    // It takes a thread, without which the bar moves with the units.
+    if std::thread::Builder::new().spawn(|| ()).is_ok() {
+        bar.enable_steady_tick(Duration::from_millis(500));
+    }
     bar
 }

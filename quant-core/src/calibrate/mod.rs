@@ -7,6 +7,7 @@
 
 mod chat;
 mod experts;
+mod in_process;
 mod layout;
 mod maxima;
 mod observe;
@@ -21,6 +22,7 @@ mod windows;
 
 pub use chat::{ChatTemplate, Conversation, RenderedChat};
 pub use experts::ExpertStates;
+pub use in_process::InProcess;
 pub use layout::{BatchLayout, TokenUse};
 pub use maxima::ChannelMaxima;
 pub use observe::HiddenStates;
