@@ -13,6 +13,8 @@ use crate::{Profile, wikitext};
 
 /// A stride far below its windows makes many times a text's tokens; so many are held at most.
 const MOST_READ: usize = 1 << 28;
+/// Documents that are tokenized together.
+const DOCUMENTS_AT_ONCE: usize = 256;
 
 /// Tokens of which the last ones are scored, each given those before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -209,9 +211,15 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn of(tokenizer: &TextTokenizer, text: &str) -> Result<Self> {
-        let placed = tokenizer.encode_with_places(text)?;
+    /// The tokens of texts, each by itself.
+    fn of_each(tokenizer: &TextTokenizer, texts: &[&str]) -> Result<Vec<Self>> {
         let alone = tokenizer.encode("")?;
+        let each = tokenizer.encode_all_with_places(texts)?.into_iter();
+        Ok(each.map(|placed| Self::of(placed, &alone)).collect())
+    }
+
+    /// From tokens with their places, and those that an empty text has.
+    fn of(placed: Vec<(u32, Range<usize>)>, alone: &[u32]) -> Self {
         let begins_with_special = placed.first().map(|(id, _)| id) == alone.first() && !alone.is_empty();
         let mut bytes = Vec::with_capacity(placed.len());
         let mut ids = Vec::with_capacity(placed.len());
@@ -221,7 +229,7 @@ impl Tokens {
             bytes.push(place.end.saturating_sub(end) as u64);
             end = end.max(place.end);
         }
-        Ok(Self { ids, bytes, begins_with_special })
+        Self { ids, bytes, begins_with_special }
     }
 
     fn window(&self, tokens: Range<usize>, scored: Range<usize>) -> (Window, u64) {
@@ -241,7 +249,8 @@ fn of_stream(
     wanted: Option<usize>,
     origin: &Path,
 ) -> Result<Cut> {
-    let tokens = Tokens::of(tokenization.tokenizer, text)?;
+    let tokenized = Tokens::of_each(tokenization.tokenizer, &[text])?.into_iter().next();
+    let tokens = tokenized.ok_or_else(|| Error::Internal("a text was not tokenized".into()))?;
     let count = tokens.ids.len();
     let bos = tokens.begins_with_special.then(|| tokens.ids[0]);
     let mut warnings = Vec::new();
@@ -319,42 +328,46 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
     let (mut words, mut count, mut bytes_without_tokens) = (0, 0, 0);
     let mut warnings = Vec::new();
-    for document in documents {
-        words += word_count(document);
-        let tokens = Tokens::of(tokenization.tokenizer, document)?;
-        if tokens.ids.is_empty() {
-            bytes_without_tokens += document.len() as u64;
-        }
-        count += tokens.ids.len();
-        if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
-            warnings.push(
+    for some in documents.chunks(DOCUMENTS_AT_ONCE) {
+        let texts: Vec<&str> = some.iter().map(String::as_str).collect();
+        let tokenized = Tokens::of_each(tokenization.tokenizer, &texts)?;
+        for (document, tokens) in texts.into_iter().zip(tokenized) {
+            words += word_count(document);
+            if tokens.ids.is_empty() {
+                bytes_without_tokens += document.len() as u64;
+            }
+            count += tokens.ids.len();
+            if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
+                warnings.push(
                 "the tokenizer adds the prefix itself: as in lm-evaluation-harness it stands there twice, and the \
                  second is scored"
                     .to_owned(),
             );
-        }
-        let mut predicted = 0;
-        // All of a document counts, also what no token stands for.
-        let mut rest = document.len() as u64;
-        while predicted < tokens.ids.len() {
-            let end = (predicted + window).min(tokens.ids.len());
-            let scored = match end == tokens.ids.len() {
-                true => rest,
-                false => tokens.bytes[predicted..end].iter().sum(),
-            };
-            rest -= scored;
-            if predicted == 0 {
-                let mut ids = Vec::with_capacity(end + 1);
-                ids.push(prefix);
-                ids.extend_from_slice(&tokens.ids[..end]);
-                windows.push(Window { tokens: ids, first: 1 });
-            } else {
-                // The model reads `window` tokens, the last of which it need not be told.
-                let begin = end - window - 1;
-                windows.push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });
             }
-            bytes.push(scored);
-            predicted = end;
+            let mut predicted = 0;
+            // All of a document counts, also what no token stands for.
+            let mut rest = document.len() as u64;
+            while predicted < tokens.ids.len() {
+                let end = (predicted + window).min(tokens.ids.len());
+                let scored = match end == tokens.ids.len() {
+                    true => rest,
+                    false => tokens.bytes[predicted..end].iter().sum(),
+                };
+                rest -= scored;
+                if predicted == 0 {
+                    let mut ids = Vec::with_capacity(end + 1);
+                    ids.push(prefix);
+                    ids.extend_from_slice(&tokens.ids[..end]);
+                    windows.push(Window { tokens: ids, first: 1 });
+                } else {
+                    // The model reads `window` tokens, the last of which it need not be told.
+                    let begin = end - window - 1;
+                    windows
+                        .push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });
+                }
+                bytes.push(scored);
+                predicted = end;
+            }
         }
     }
     if let Some(last) = bytes.last_mut() {
@@ -400,7 +413,7 @@ fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
     })?;
     tokenization
         .tokenizer
-        .token_id(token)
+        .token_id(token)?
         .ok_or_else(|| fault(format!("names a `{name}` that tokenizer.json does not have")))
 }
 

@@ -71,7 +71,8 @@ impl DecodingOptions {
         if settings.eos_token_ids.is_empty() {
             let special = TokenizerSettings::open(&opened.directory)?.special_tokens()?;
             let eos = special.iter().find(|(name, _)| *name == "eos_token");
-            settings.eos_token_ids.extend(eos.and_then(|(_, token)| tokenizer.token_id(token)));
+            let id = eos.map(|(_, token)| tokenizer.token_id(token)).transpose()?;
+            settings.eos_token_ids.extend(id.flatten());
         }
         let draws = self.temperature.is_some()
             || self.top_k.is_some()

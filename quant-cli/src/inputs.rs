@@ -32,7 +32,8 @@ pub fn open(path: &Path, session: &Session) -> Result<Opened> {
     let directory = match gguf::is_gguf(path) {
         true => gguf::open(path)?,
         false => ModelDirectory::open(&hub::model_directory(path, session)?)?,
-    };
+    }
+    .with_text_workers(session.text_workers.clone());
     for warning in directory.warnings() {
         session.progress.note(&format!("warning: {warning}"));
     }

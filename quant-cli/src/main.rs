@@ -1,7 +1,8 @@
 //! The `quant` command line: arguments, progress and exit codes; the work is done by the crates it
 //! drives.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+mod allocator;
 mod cli;
 mod commands;
 mod device;
@@ -15,19 +16,39 @@ mod progress;
 mod provenance;
 mod recipe;
 mod signals;
+mod text_worker;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
 use quant_core::Error;
+use quant_core::calibrate::InProcess;
+use quant_core::worker::ProcessWorkers;
 
-/// Blocks are evaluated in tensors of some megabytes that come and go. The system's allocator gives
-/// such pages back each time and faults them in again, which takes longer than small products.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: allocator::Allocator = allocator::Allocator;
+
+/// Stack of the thread that reads arguments and files, whatever the system's limit is.
+const STACK: usize = 8 << 20;
 
 fn main() -> ExitCode {
-    let cli = cli::Cli::parse();
+    if text_worker::is_asked_for() {
+        return text_worker::run();
+    }
+    let program = std::thread::Builder::new().name("main".into()).stack_size(STACK).spawn(begin);
+    match program.map(std::thread::JoinHandle::join) {
+        Ok(Ok(code)) => code,
+        Ok(Err(_)) => ended(&Error::Internal("the program panicked".into())),
+        Err(error) => ended(&no_threads(&error)),
+    }
+}
+
+fn begin() -> ExitCode {
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return output::refused_arguments(&error),
+    };
     // What hf-hub would log, we tell ourselves, with a remedy.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
@@ -41,12 +62,16 @@ fn main() -> ExitCode {
     }));
     // Any other panic is a bug of ours; it must end in its own exit code, with a line that says so.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli)));
-    let error = match outcome {
-        Ok(Ok(code)) => return code,
-        Ok(Err(error)) => error,
-        Err(_) => Error::Internal("the program panicked".into()),
-    };
-    if output::is_closed_pipe(&error) {
+    match outcome {
+        Ok(Ok(code)) => code,
+        Ok(Err(error)) => ended(&error),
+        Err(_) => ended(&Error::Internal("the program panicked".into())),
+    }
+}
+
+/// Tells an error; the exit code that it means.
+fn ended(error: &Error) -> ExitCode {
+    if output::is_closed_pipe(error) {
         return ExitCode::SUCCESS;
     }
     let resuming =
@@ -54,6 +79,15 @@ fn main() -> ExitCode {
     let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
     output::tell(&format!("error: {error}\n  {remedy}"));
     ExitCode::from(error.category().exit_code())
+}
+
+fn no_threads(error: &dyn std::error::Error) -> Error {
+    Error::Unavailable {
+        what: "a thread".into(),
+        reason: error.to_string(),
+        remedy: "ask for fewer (--threads), or raise the limits on processes and memory (ulimit -u and -v)"
+            .into(),
+    }
 }
 
 fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
@@ -67,10 +101,12 @@ fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
         Some(threads) => threads,
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
-    let session = commands::Session { progress: progress::Progress::new(cli.quiet), cancel };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))?;
+    let text_workers = ProcessWorkers::of_this_program(threads, cancel.clone()).or_else(Arc::new(InProcess));
+    let session = commands::Session {
+        progress: progress::Progress::new(cli.quiet),
+        cancel,
+        text_workers: Arc::new(text_workers),
+    };
     pool.install(|| commands::run(&cli.command, &session))
 }

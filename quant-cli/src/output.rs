@@ -1,15 +1,28 @@
 //! Results go to stdout: text for people, or JSON.
 
-use std::io::{ErrorKind, Write};
+use std::borrow::Cow;
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
+use quant_core::checkpoint::{printable_lines, steers};
 use quant_core::{Error, Result};
 pub use quant_evaluator::report::bytes;
 use serde::Serialize;
 
-/// Prints a result. A closed pipe (`| head`) surfaces as an error that
-/// [`is_closed_pipe`] recognizes, not as a panic.
+/// Prints a result, in which control characters are escaped: it holds names and paths. A closed pipe (`| head`)
+/// surfaces as an error that [`is_closed_pipe`] recognizes, not as a panic.
 pub fn print(text: &str) -> Result<()> {
+    print_raw(&printable_lines(text))
+}
+
+/// Prints what a model wrote: as it is, but what would steer a terminal that it goes to.
+pub fn print_written(text: &str) -> Result<()> {
+    if std::io::stdout().is_terminal() { print(text) } else { print_raw(text) }
+}
+
+/// Prints a text of our own.
+pub fn print_raw(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|e| Error::io("write", "standard output", e))
@@ -17,7 +30,19 @@ pub fn print(text: &str) -> Result<()> {
 
 /// Tells the user something on stderr. Nobody may be reading it; that must not stop the work.
 pub fn tell(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", printable_lines(text));
+}
+
+/// Tells what is wrong with the arguments, or prints the help that was asked for; the exit code.
+pub fn refused_arguments(error: &clap::Error) -> ExitCode {
+    let plain = error.render().to_string();
+    match printable_lines(plain.trim_end()) {
+        // Arguments that steer a terminal are shown without colours too.
+        escaped @ Cow::Owned(_) if error.use_stderr() => tell(&escaped),
+        // Nobody may be reading it.
+        _ => drop(error.print()),
+    }
+    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
 }
 
 /// Whether a run ended because nobody reads its output any more.
@@ -29,7 +54,18 @@ pub fn is_closed_pipe(error: &Error) -> bool {
 /// A result as JSON with a final newline.
 pub fn json<T: Serialize>(value: &T) -> Result<String> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::Internal(e.to_string()))?;
-    Ok(text + "\n")
+    if !text.chars().any(steers) {
+        return Ok(text + "\n");
+    }
+    // Such characters stand in strings only, where their numbers say the same.
+    let mut escaped = String::with_capacity(text.len() + 64);
+    for c in text.chars() {
+        match steers(c) {
+            true => escaped.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => escaped.push(c),
+        }
+    }
+    Ok(escaped + "\n")
 }
 
 /// Where `--json[=FILE]` sends a result.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use quant_core::checkpoint::printable_lines;
 use quant_core::{Event, Observer};
 use serde::Serialize;
 
@@ -211,7 +212,7 @@ impl Stage {
 
     fn advance(&mut self, detail: &str, mode: Mode) {
         self.timing.advance();
-        detail.clone_into(&mut self.detail);
+        self.detail = printable_lines(detail).to_string();
         self.step = "";
         self.draw();
         if let Some(bar) = &self.bar {
@@ -265,7 +266,10 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
         .progress_chars("=> ");
     bar.set_style(style);
     bar.set_prefix(stage);
-    bar.enable_steady_tick(Duration::from_millis(500));
+    // It takes a thread, without which the bar moves with the units.
+    if std::thread::Builder::new().spawn(|| ()).is_ok() {
+        bar.enable_steady_tick(Duration::from_millis(500));
+    }
     bar
 }
 

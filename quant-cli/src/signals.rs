@@ -12,7 +12,9 @@ use signal_hook::{flag, low_level};
 pub fn install() -> Result<CancelToken> {
     let pulled = Arc::new(AtomicBool::new(false));
     let failed = |e| Error::Io { action: "watch signals for", path: "the process".into(), source: e };
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    // Where a hangup is ignored, as under nohup, it goes on being so.
+    let watched: &[i32] = if is_ignored(SIGHUP) { &[SIGINT, SIGTERM] } else { &[SIGINT, SIGTERM, SIGHUP] };
+    let mut signals = Signals::new(watched).map_err(failed)?;
     let told = pulled.clone();
     // One thread takes them one after the other: of two that arrive together, one is the second.
     let watch = move || {
@@ -26,4 +28,12 @@ pub fn install() -> Result<CancelToken> {
     // Left alone, it kills the process; watched, the write fails instead and its error is told.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
     Ok(CancelToken::from_flag(pulled))
+}
+
+/// Whether the process was started with a signal ignored, where the system tells.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0);
+    mask & 1 << (signal - 1) != 0
 }

@@ -268,6 +268,14 @@ pub enum Error {
         /// How to do without.
         remedy: String,
     },
+    /// Memory that is needed cannot be had.
+    #[error("there is too little memory for {what}{}", bytes.map(|b| format!(": {b} bytes")).unwrap_or_default())]
+    Memory {
+        /// What it is for.
+        what: String,
+        /// How much of it, where that is known.
+        bytes: Option<u64>,
+    },
     /// A tensor of the input has the name of one that would be written for another.
     #[error("{}: tensor `{tensor}` has the name of what is written for `{module}`", path.display())]
     NameTaken {
@@ -427,6 +435,7 @@ impl Error {
             | Self::UnknownText { .. } => Category::Input,
             Self::Io { .. }
             | Self::Unavailable { .. }
+            | Self::Memory { .. }
             | Self::DiskFull { .. }
             | Self::Locked { .. }
             | Self::Verification { .. } => Category::Environment,
@@ -534,6 +543,11 @@ impl Error {
                 format!("give the path of a text file or .jsonl, or one of {}", known.join(", "))
             }
             Self::Io { .. } => "check the path, its permissions and the disk".into(),
+            Self::Memory { .. } => {
+                "free some memory, raise the limit on it (ulimit -v, or the container's), or ask for fewer or shorter \
+                 windows; `quant plan` predicts what a run takes"
+                    .into()
+            }
             Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
             Self::Locked { .. } => "wait for it to finish, or stop it".into(),
             Self::Verification { .. } => {

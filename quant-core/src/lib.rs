@@ -34,6 +34,7 @@ pub mod recipe;
 pub mod scheme;
 pub mod transform;
 mod vector;
+pub mod worker;
 
 pub use checkpoint::{TensorSink, TensorSource};
 pub use error::{Category, Error, Result};

@@ -20,7 +20,7 @@ const STAGES: [&str; 13] = [
     "engines",
 ];
 /// What every stage may use. Of the stages they name error types alone.
-const SHARED: [&str; 5] = ["digest", "error", "progress", "random", "vector"];
+const SHARED: [&str; 6] = ["digest", "error", "progress", "random", "vector", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {

@@ -139,7 +139,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         let mut answer = String::new();
         let mut show = |text: &str| {
             answer.push_str(text);
-            output::print(text)
+            output::print_written(text)
         };
         let (stop, cancel) = (args.decoding.stop(), &session.cancel);
         let written =

@@ -18,5 +18,5 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "quant", &mut script);
-    output::print(&String::from_utf8_lossy(&script))
+    output::print_raw(&String::from_utf8_lossy(&script))
 }

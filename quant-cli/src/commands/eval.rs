@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use quant_core::calibrate::TokenizerSettings;
+use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::digest::sha256_hex;
 use quant_core::model::{CudaRunner, Decoder};
 use quant_core::pipeline::QuantReport;
@@ -302,7 +302,7 @@ pub fn text(
         session.progress.note(&format!("warning: {warning}"));
     }
     // Of a larger tokenizer even the tokens that the embedding has may mean others.
-    if let Some(largest) = text.largest_token().max(tokenizer.largest_token()) {
+    if let Some(largest) = text.largest_token().max(tokenizer.largest_token()?) {
         opened.model.check_token(largest)?;
     }
     Ok(text)
@@ -314,11 +314,7 @@ pub fn load(opened: &Opened, text: &EvaluationText, session: &Session) -> Result
 }
 
 fn read_tokenizer(opened: &Opened) -> Result<Vec<u8>> {
-    let tokenizer = inputs::tokenizer(&opened.directory)?;
-    match made_tokenizer(opened) {
-        Some(contents) => Ok(contents.to_vec()),
-        None => std::fs::read(tokenizer.path()).map_err(|e| Error::io("read", tokenizer.path(), e)),
-    }
+    TextTokenizer::bytes_of(&opened.directory)
 }
 
 /// The tokenizer that was made from metadata, where the model has it there.

@@ -88,7 +88,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let positions = tokens.len().saturating_add(settings.max_new_tokens);
     let decoder = args.decoding.load(&opened, positions, session)?;
     let to_stdout = args.json.json.as_deref() == Some(Path::new("-"));
-    let mut show = |text: &str| if to_stdout { Ok(()) } else { output::print(text) };
+    let mut show = |text: &str| if to_stdout { Ok(()) } else { output::print_written(text) };
     let mut generator = Generator::new(&decoder);
     let written = generation::write(
         &mut generator,

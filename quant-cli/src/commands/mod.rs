@@ -14,7 +14,9 @@ pub mod plan;
 pub mod quantize;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
+use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Result};
 
 use crate::cli::Command;
@@ -26,6 +28,8 @@ pub struct Session {
     pub progress: Progress,
     /// Pulled by signals.
     pub cancel: CancelToken,
+    /// What runs the tokenizers and chat templates of models.
+    pub text_workers: Arc<dyn TextWorkers>,
 }
 
 /// Runs a verb; only the gate has several good ends.

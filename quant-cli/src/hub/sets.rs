@@ -83,7 +83,11 @@ mod tests {
     #[test]
     fn the_manifest_s_hash_wins_over_the_first_one() {
         let scratch = tempfile::tempdir().unwrap();
-        let session = Session { progress: Progress::new(true), cancel: CancelToken::new() };
+        let session = Session {
+            progress: Progress::new(true),
+            cancel: CancelToken::new(),
+            text_workers: std::sync::Arc::new(quant_core::calibrate::InProcess),
+        };
         let cache = RepositoryCache::new(scratch.path(), "datasets", "a/b");
         let path = scratch.path().join("file");
         let mut set = quant_calibration_data::public_sets().unwrap().remove(0);

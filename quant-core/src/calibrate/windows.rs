@@ -125,8 +125,9 @@ impl TokenWindows {
                 "give conversations (.jsonl with `messages`) with --calibration, or leave the mask out",
             ));
         }
-        let encode = |text: &String| Ok(Document { tokens: tokenizer.encode(text)?, uses: None });
-        let documents = documents.iter().map(encode).collect::<Result<_>>()?;
+        let texts: Vec<&str> = documents.iter().map(String::as_str).collect();
+        let encoded = tokenizer.encode_all(&texts)?.into_iter();
+        let documents = encoded.map(|tokens| Document { tokens, uses: None }).collect();
         Self::of_documents(documents, sampling, origin)
     }
 

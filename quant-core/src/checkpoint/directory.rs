@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 use super::input_file::{Lookup, Root, read_capped};
 use super::names::printable;
 use super::{Checkpoint, ConfigFields, ShardedCheckpoint, strict_json};
+use crate::worker::TextWorkers;
 use crate::{Error, Result};
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -50,6 +51,7 @@ pub struct ModelDirectory {
     source: Arc<dyn Checkpoint>,
     sidecars: Vec<Sidecar>,
     warnings: Vec<String>,
+    text_workers: Option<Arc<dyn TextWorkers>>,
 }
 
 /// A file that goes along with the weights.
@@ -113,7 +115,15 @@ impl ModelDirectory {
             warnings.push(format!("{CONFIG}: `auto_map` is ignored, code of a model is never run"));
         }
         let source: Arc<dyn Checkpoint> = Arc::new(source);
-        Ok(Self { path: path.to_owned(), config, config_path, source, sidecars, warnings })
+        Ok(Self {
+            path: path.to_owned(),
+            config,
+            config_path,
+            source,
+            sidecars,
+            warnings,
+            text_workers: None,
+        })
     }
 
     /// A model that is not a directory: the file at `path` holds all of it.
@@ -125,7 +135,17 @@ impl ModelDirectory {
         warnings: Vec<String>,
     ) -> Self {
         let (path, config_path) = (path.to_owned(), path.to_owned());
-        Self { path, config, config_path, source, sidecars, warnings }
+        Self { path, config, config_path, source, sidecars, warnings, text_workers: None }
+    }
+
+    /// The same, with its tokenizer and chat template run by these workers in place of this process.
+    pub fn with_text_workers(self, workers: Arc<dyn TextWorkers>) -> Self {
+        Self { text_workers: Some(workers), ..self }
+    }
+
+    /// What runs its tokenizer and chat template; nothing where this process does.
+    pub fn text_workers(&self) -> Option<&dyn TextWorkers> {
+        self.text_workers.as_deref()
     }
 
     /// The directory as it was given, or the file where that is the whole model.

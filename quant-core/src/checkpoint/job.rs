@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::file_system::{FileSystem, failure, remove_if_present, replace_file};
+use super::input_file::read_capped;
 use super::names::printable;
 use crate::{Error, Result};
 
@@ -26,6 +27,8 @@ const RECORD: &str = "job.json";
 const JOURNAL: &str = "journal.jsonl";
 const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
+/// A record says what every linear becomes, and a longer one was not written here.
+const MOST_RECORD_BYTES: u64 = 256 << 20;
 /// A lock holds the number of a process and no more.
 const LOCK_BYTES: u64 = 32;
 /// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
@@ -45,6 +48,27 @@ pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
     let mut name = name.to_owned();
     name.push(".job");
     Ok(target.with_file_name(name))
+}
+
+/// Fails when a target lies in a job directory: what it holds becomes part of that job's result, or is removed with it.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
+    let is_job = |path: &&Path| {
+        path.extension() == Some(OsStr::new("job")) && is_lock(&path.join(LOCK)).unwrap_or(false)
+    };
+    match target.ancestors().skip(1).find(is_job) {
+        Some(job) => Err(Error::usage(
+            format!(
+                "{} lies in {}, in which another run prepares its output",
+                target.display(),
+                job.display()
+            ),
+            "choose an output outside of it",
+        )),
+        None => Ok(()),
+    }
 }
 
 /// The directory that a path lies in.
@@ -131,14 +155,19 @@ impl Job {
     /// [`Error::Usage`] when the record is damaged: what the staged files are for is unknown then.
     pub(crate) fn read_record(&self) -> Result<Option<Value>> {
         let path = self.path.join(RECORD);
-        let text = match std::fs::read(&path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(Error::io("read", path, e)),
+        let damaged = |reason: String| {
+            let remedy = "run without --resume to start over";
+            Error::usage(format!("{} is damaged: {reason}", path.display()), remedy)
         };
-        serde_json::from_slice(&text).map(Some).map_err(|e| {
-            Error::usage(format!("{} is damaged: {e}", path.display()), "run without --resume to start over")
-        })
+        match path.symlink_metadata() {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            // A pipe would be waited for.
+            Ok(metadata) if !metadata.is_file() => return Err(damaged("it is not a regular file".into())),
+            _ => {}
+        }
+        let text = read_capped(&path, &path, MOST_RECORD_BYTES)?
+            .map_err(|reason| damaged(format!("it {reason}")))?;
+        serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
     }
 
     /// Records what the job was asked for; from here on it can be resumed.

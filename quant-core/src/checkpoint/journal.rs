@@ -6,7 +6,6 @@
 //! Beside them stand records, which whoever writes the tensors leaves for the run after.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 
@@ -14,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::file_system::{FileSystem, StagedFile, failure, replace_file};
+use super::input_file::open_regular;
 use crate::digest::{Digest256, from_hex, hex};
 use crate::{Error, Result};
 
@@ -53,8 +53,8 @@ impl Journal {
     /// and of two lines on one tensor or record the later counts.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
-        let mut reader = match File::open(path) {
-            Ok(file) => BufReader::new(file),
+        let mut reader = match path.symlink_metadata() {
+            Ok(_) => BufReader::new(open_regular(path, path)?),
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Entries::default()),
             Err(e) => return Err(fail(e)),
         };

@@ -49,6 +49,7 @@ pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 pub use manifest::PublishedFile;
 pub use memory::{MemorySink, MemorySource};
 pub(crate) use names::printable;
+pub use names::{printable_lines, steers};
 pub use overlap::refuse_overlap;
 pub use publish::Published;
 pub use repository::{WantedFiles, shards_of_index, wanted_files};

@@ -1,5 +1,7 @@
 //! Names that come from files: which tensor names are accepted, and how text is shown in messages.
 
+use std::borrow::Cow;
+
 /// The longest name of a tensor, in bytes.
 pub(crate) const MAX_NAME_BYTES: usize = 1024;
 
@@ -37,4 +39,21 @@ pub(crate) fn printable(text: &str) -> String {
         if c.is_control() || is_deceptive(c) { out.extend(c.escape_default()) } else { out.push(c) }
     }
     out
+}
+
+/// Whether a character in a line or paragraph of text would steer a terminal, or reorder what is shown.
+pub fn steers(c: char) -> bool {
+    c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
+}
+
+/// A text of several lines, fit for a terminal: what would steer it is escaped.
+pub fn printable_lines(text: &str) -> Cow<'_, str> {
+    if !text.chars().any(steers) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if steers(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    Cow::Owned(out)
 }

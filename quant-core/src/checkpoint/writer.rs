@@ -15,7 +15,7 @@ use sha2::Digest;
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
-use super::job::{Job, differences, job_path, parent_of};
+use super::job::{Job, differences, job_path, parent_of, refuse_within_job};
 use super::journal::{Entries, Journal};
 use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
@@ -138,6 +138,7 @@ impl CheckpointWriter {
     ) -> Result<Self> {
         let target = resolve(target)?;
         let job = job_path(&target)?;
+        refuse_within_job(&target)?;
         let place = options.place();
         check_target(&target, &place)?;
         let layout = options.archive.layout(&tensors, options.max_shard_bytes)?;

@@ -64,8 +64,7 @@ impl<'a> TextStream<'a> {
 
     /// The text of the tokens after `decoded`.
     fn new_text(&self) -> Result<String> {
-        let before = self.tokenizer.decode(&self.tokens[..self.decoded])?;
-        let all = self.tokenizer.decode(&self.tokens)?;
+        let [before, all] = self.tokenizer.decode_each([&self.tokens[..self.decoded], &self.tokens])?;
         // Some tokenizers change the end of what stood before, such as a space before a comma.
         Ok(match all.strip_prefix(before.as_str()) {
             Some(new) => new.to_owned(),

@@ -12,6 +12,8 @@ use crate::scheme::KV_CONFIG_KEY;
 use crate::transform::SmoothSettings;
 use crate::{Error, Result};
 
+/// Bytes of the files that are copied beside the weights: real models have some tens of millions.
+const MOST_SIDECAR_BYTES: u64 = 1 << 30;
 /// The name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
@@ -58,16 +60,26 @@ fn pretty(value: &Value) -> Result<String> {
 /// tensor usually needs.
 ///
 /// # Errors
-/// When a file of the model cannot be looked at.
+/// When a file of the model cannot be looked at, or they have more than 1 GiB.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     const REPORT_OF_A_TENSOR: u64 = 4096;
     let beside = plan.container.companion_files(&plan.module_schemes());
     let beside = beside.iter().map(|(_, value)| pretty(value));
     let beside = beside.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
     let mut bytes = beside + quantized_config(directory, plan)?.len() as u64;
+    let mut room = MOST_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
         // Opened, so that one that may not be read is told now and not after the work.
-        bytes += sidecar.bytes()?;
+        let len = sidecar.bytes()?;
+        room = room.checked_sub(len).ok_or_else(|| Error::InputFile {
+            path: sidecar.path.clone(),
+            line: None,
+            reason: format!(
+                "has {len} bytes; files that go along with the weights have at most {MOST_SIDECAR_BYTES} together"
+            ),
+            remedy: "fetch the model again, or remove what is not part of it".into(),
+        })?;
+        bytes += len;
     }
     Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)
 }

@@ -209,7 +209,7 @@ fn read(
     // The header was held against the file's length, so no more is reserved than there is.
     values
         .try_reserve_exact(layout.tokens() * hidden)
-        .map_err(|e| Error::io("read", source.location(name), std::io::Error::other(e)))?;
+        .map_err(|_| Error::Memory { what: format!("the states of {name}"), bytes: Some(info.byte_len()) })?;
     let (len, piece) = (info.byte_len(), 4 * PIECE as u64);
     let mut bytes = Vec::new();
     let mut at = 0;

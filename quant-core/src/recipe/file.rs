@@ -41,7 +41,7 @@
 //! Transforms run in the order in which they stand, then weights are rounded. A key that is not
 //! known is an error, as is one that would have no effect.
 
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use schemars::JsonSchema;
@@ -49,6 +49,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Method, Pattern, Recipe, Rounding, kv, schema};
 use crate::calibrate::{ExpertSampling, ExpertTokens, Mask, Packing, Sampling};
+use crate::checkpoint::read_capped;
 use crate::quantize::ScaleSearch;
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::scheme::SchemeRequest;
@@ -261,12 +262,12 @@ impl Recipe {
             ErrorKind::NotFound => broken("does not exist".into()),
             _ => Error::io("read", path, e),
         };
-        let mut bytes = Vec::new();
-        let file = std::fs::File::open(path).map_err(refused)?;
-        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(refused)?;
-        if bytes.len() as u64 > MAX_BYTES {
-            return Err(broken(format!("has more than {MAX_BYTES} bytes")));
+        // Before it is opened: opening a pipe waits for its other end.
+        let real = path.canonicalize().map_err(refused)?;
+        if !std::fs::metadata(&real).map_err(refused)?.is_file() {
+            return Err(broken("is not a regular file".into()));
         }
+        let bytes = read_capped(&real, path, MAX_BYTES)?.map_err(broken)?;
         let text = String::from_utf8(bytes).map_err(|_| broken("is not UTF-8".into()))?;
         let mut recipe = Self::parse(&text).map_err(|e| match e {
             Error::Usage { message, remedy } => wrong(message, remedy),

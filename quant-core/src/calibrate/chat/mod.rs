@@ -1,6 +1,7 @@
 //! Conversations become text through the model's own chat template, and of that text it is known
 //! what the assistant wrote.
 
+mod compiled;
 mod generation;
 mod python;
 mod render;
@@ -9,12 +10,13 @@ mod template;
 use std::ops::Range;
 use std::path::Path;
 
-use rayon::prelude::*;
 use serde_json::Value;
 
+pub(super) use self::compiled::Compiled;
 pub use self::template::ChatTemplate;
 use super::packing::Document;
 use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};
+use crate::worker::Chat;
 use crate::{CancelToken, Error, Result};
 
 /// More messages of one conversation are refused: finding what the assistant wrote renders it once a
@@ -28,8 +30,7 @@ const AT_ONCE: usize = 64;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Conversation {
     line: usize,
-    messages: Vec<Value>,
-    tools: Value,
+    chat: Chat,
 }
 
 impl Conversation {
@@ -56,7 +57,7 @@ impl Conversation {
             None | Some(Value::Null | Value::Array(_)) => Value::Null,
             Some(_) => return Err("has a field `tools` that is no list".into()),
         };
-        Ok(Self { line, messages, tools })
+        Ok(Self { line, chat: Chat { messages, tools } })
     }
 
     /// From messages that a program holds, each with a string `role`; errors name line 1.
@@ -106,13 +107,10 @@ impl TokenWindows {
         let mut answered = false;
         for some in conversations.chunks(AT_ONCE) {
             cancel.check()?;
-            let made: Vec<Result<Document>> = some
-                .par_iter()
-                .map(|c| document(tokenizer, &template.render(c, sampling.mask, origin)?, sampling.mask))
-                .collect();
-            // In order: of several faults the first is told, whichever was found first.
-            for document in made {
-                let document = document?;
+            let rendered = template.render_all(some, sampling.mask, origin)?;
+            let texts: Vec<&str> = rendered.iter().map(|chat| chat.text.as_str()).collect();
+            for (chat, tokens) in rendered.iter().zip(tokenizer.encode_all_rendered(&texts)?) {
+                let document = document(chat, tokens, sampling.mask);
                 answered |= document.uses.as_ref().is_some_and(|u| u.contains(&TokenUse::Counted));
                 documents.push(document);
             }
@@ -142,7 +140,11 @@ impl RenderedChat {
     /// # Errors
     /// When the tokenizer fails on the text.
     pub fn tokenize(&self, tokenizer: &TextTokenizer) -> Result<(Vec<u32>, Vec<bool>)> {
-        let tokens = tokenizer.encode_rendered(&self.text)?;
+        Ok(self.attribute(tokenizer.encode_rendered(&self.text)?))
+    }
+
+    /// The tokens of the text, and which of them the assistant wrote.
+    fn attribute(&self, tokens: Vec<(u32, Range<usize>)>) -> (Vec<u32>, Vec<bool>) {
         let mut assistant = vec![false; tokens.len()];
         let mut after = 0;
         for span in &self.assistant {
@@ -155,17 +157,17 @@ impl RenderedChat {
             assistant[first..=last].fill(true);
             after = last;
         }
-        Ok((tokens.into_iter().map(|(token, _)| token).collect(), assistant))
+        (tokens.into_iter().map(|(token, _)| token).collect(), assistant)
     }
 }
 
-fn document(tokenizer: &TextTokenizer, chat: &RenderedChat, mask: Mask) -> Result<Document> {
-    let (tokens, assistant) = chat.tokenize(tokenizer)?;
+fn document(chat: &RenderedChat, tokens: Vec<(u32, Range<usize>)>, mask: Mask) -> Document {
+    let (tokens, assistant) = chat.attribute(tokens);
     let uses = (mask == Mask::Prompts).then(|| {
         let of = |written: bool| if written { TokenUse::Counted } else { TokenUse::Context };
         assistant.into_iter().map(of).collect()
     });
-    Ok(Document { tokens, uses })
+    Document { tokens, uses }
 }
 
 #[cfg(test)]

@@ -7,78 +7,62 @@
 
 use std::io::{self, Write};
 use std::ops::Range;
-use std::path::Path;
 
 use minijinja::value::Serde;
 use minijinja::{ErrorKind, Value};
 use serde_json::Value as Json;
 
+use super::compiled::{Compiled, MARKED, PLAIN, describe};
 use super::generation::{MARKS, take_marks};
-use super::template::{MARKED, PLAIN, REMEDY, describe};
-use super::{ChatTemplate, Conversation, RenderedChat};
-use crate::calibrate::{Mask, guard_panics};
-use crate::{Error, Result};
+use super::template::REMEDY;
+use crate::calibrate::guard_panics;
+use crate::worker::{Chat, ChatForm, Fault, RenderedText};
 
 /// A longer text of one conversation is refused.
 const LONGEST_TEXT: usize = 16 << 20;
 /// The role whose messages a model learns to write.
 const ASSISTANT: &str = "assistant";
 
-impl ChatTemplate {
-    /// The text of a conversation, and with [`Mask::Prompts`] what of it the assistant wrote. `origin`
-    /// is its file, for messages.
+impl Compiled {
+    /// The text of a conversation in a form.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the conversation's line when the template refuses it, goes beyond its
-    /// bounds, or does not let the assistant's text be told from the rest.
-    pub fn render(&self, conversation: &Conversation, mask: Mask, origin: &Path) -> Result<RenderedChat> {
-        let one = One { template: self, conversation, origin };
-        let messages = &conversation.messages[..];
-        let text = one.text(PLAIN, messages, false)?;
-        let assistant = match mask {
-            Mask::None => Vec::new(),
-            Mask::Prompts if self.marks_generation => one.marked(&text)?,
-            Mask::Prompts => one.by_prefixes(&text)?,
+    /// When the template refuses it, goes beyond its bounds, or does not let the assistant's text be told from the
+    /// rest.
+    pub(super) fn render(&self, chat: &Chat, form: ChatForm) -> Result<RenderedText, Fault> {
+        let one = One { template: self, chat };
+        let text = one.text(PLAIN, &chat.messages, form == ChatForm::Prompt)?;
+        let assistant = match form {
+            ChatForm::Whole | ChatForm::Prompt => Vec::new(),
+            ChatForm::Marked if self.marks_generation => one.marked(&text)?,
+            ChatForm::Marked => one.by_prefixes(&text)?,
         };
-        Ok(RenderedChat { text, assistant })
-    }
-}
-
-impl ChatTemplate {
-    /// The text of a conversation and the beginning of the assistant's answer to it: the prompt of the next answer.
-    /// `origin` says in messages where the conversation comes from.
-    ///
-    /// # Errors
-    /// As [`render`](Self::render).
-    pub fn prompt(&self, conversation: &Conversation, origin: &Path) -> Result<String> {
-        One { template: self, conversation, origin }.text(PLAIN, &conversation.messages, true)
+        Ok(RenderedText { text, assistant })
     }
 }
 
 /// One conversation on its way through a template.
 struct One<'a> {
-    template: &'a ChatTemplate,
-    conversation: &'a Conversation,
-    origin: &'a Path,
+    template: &'a Compiled,
+    chat: &'a Chat,
 }
 
 impl One<'_> {
-    fn fault(&self, reason: impl std::fmt::Display, remedy: &str) -> Error {
-        Error::InputFile {
-            path: self.origin.to_owned(),
-            line: Some(self.conversation.line),
-            reason: format!("{} {reason}", self.template.path.display()),
-            remedy: remedy.into(),
-        }
+    fn fault(&self, reason: impl std::fmt::Display, remedy: &str) -> Fault {
+        let reason = format!("{} {reason}", self.template.path.display());
+        Fault { line: None, reason, remedy: remedy.into() }
     }
 
     /// Renders some messages with one form of the template.
-    fn text(&self, form: &str, messages: &[Json], ask_for_answer: bool) -> Result<String> {
+    fn text(&self, form: &str, messages: &[Json], ask_for_answer: bool) -> Result<String, Fault> {
         let template = self.template;
-        let mut context: Vec<(&str, Value)> =
-            template.tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))).collect();
+        let mut context: Vec<(&str, Value)> = template
+            .tokens
+            .iter()
+            .map(|(name, token)| (name.as_str(), Value::from(token.as_str())))
+            .collect();
         context.push(("messages", Value::from(Serde(messages))));
-        context.push(("tools", Value::from(Serde(&self.conversation.tools))));
+        context.push(("tools", Value::from(Serde(&self.chat.tools))));
         context.push(("documents", Value::from(())));
         context.push(("add_generation_prompt", Value::from(ask_for_answer)));
         let context = Value::from_pairs(context);
@@ -101,17 +85,17 @@ impl One<'_> {
                 Err(self.fault(format_args!("fails on it: {place}{}", describe(&error)), other))
             }
             Some(Ok(())) => String::from_utf8(output.bytes)
-                .map_err(|_| Error::Internal("a template wrote something else than text".into())),
+                .map_err(|_| self.fault("writes something else than text of it", REMEDY)),
         }
     }
 
     /// By the template's own generation blocks.
-    fn marked(&self, text: &str) -> Result<Vec<Range<usize>>> {
+    fn marked(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         if text.contains(MARKS) {
             let remedy = "remove it from the conversation";
             return Err(self.fault("writes a noncharacter (U+FDD0 or U+FDD1) of it", remedy));
         }
-        let marked = self.text(MARKED, &self.conversation.messages, false)?;
+        let marked = self.text(MARKED, &self.chat.messages, false)?;
         let (without, spans) = take_marks(&marked).map_err(|e| self.unmaskable(&e))?;
         if without != text {
             return Err(self.unmaskable("its output changes when generation blocks are marked"));
@@ -120,19 +104,17 @@ impl One<'_> {
     }
 
     /// By rendering the conversation up to each answer, and with it.
-    fn by_prefixes(&self, text: &str) -> Result<Vec<Range<usize>>> {
-        let messages = &self.conversation.messages;
+    fn by_prefixes(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
+        let messages = &self.chat.messages;
         let mut spans: Vec<Range<usize>> = Vec::new();
         for (i, message) in messages.iter().enumerate() {
             if message.get("role").and_then(Json::as_str) != Some(ASSISTANT) {
                 continue;
             }
-            let up_to = |end: usize, ask_for_answer| match self.text(PLAIN, &messages[..end], ask_for_answer)
-            {
-                Err(Error::InputFile { reason, .. }) => {
-                    Err(self.unmaskable(&format!("of the first {end} messages alone, {reason}")))
-                }
-                other => other,
+            let up_to = |end: usize, ask_for_answer| {
+                self.text(PLAIN, &messages[..end], ask_for_answer).map_err(|Fault { reason, .. }| {
+                    self.unmaskable(&format!("of the first {end} messages alone, {reason}"))
+                })
             };
             let before = up_to(i, true)?;
             let with = match i + 1 == messages.len() {
@@ -156,7 +138,7 @@ impl One<'_> {
         Ok(spans)
     }
 
-    fn unmaskable(&self, reason: &str) -> Error {
+    fn unmaskable(&self, reason: &str) -> Fault {
         self.fault(
             format_args!("does not let prompts be told from answers: {reason}"),
             "give a template with {% generation %} blocks around what the assistant writes \

@@ -1,48 +1,35 @@
-//! A model's chat template, as transformers would run it, but within bounds: it comes with the model,
-//! and is a program.
+//! A model's chat template, asked through a worker: it comes with the model, and is a program.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-use minijinja::syntax::SyntaxConfig;
-use minijinja::{AutoEscape, Environment, Value};
 use serde_json::{Map, Value as Json};
 
-use super::generation::{FILTER, MARKS, replace_tags};
-use super::python::{raise_exception, strftime_now, tojson};
+use super::{Conversation, RenderedChat};
 use crate::calibrate::settings::CONFIG;
-use crate::calibrate::{TokenizerSettings, guard_panics};
-use crate::checkpoint::{ModelDirectory, printable};
+use crate::calibrate::{InProcess, Mask, TokenizerSettings};
+use crate::checkpoint::ModelDirectory;
+use crate::worker::{Answer, ChatForm, Content, Loadable, Question, RenderedText, TextWorker, TextWorkers};
 use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
 /// Longer templates are refused; real ones have some kilobytes.
 const LARGEST_TEMPLATE: u64 = 1 << 20;
-/// Steps that rendering one conversation may take.
-const FUEL: u64 = 10_000_000;
-/// Macros and blocks in each other.
-const DEPTH: usize = 200;
 /// What helps where a template cannot be used.
 pub(super) const REMEDY: &str = "correct the model's chat template, or put another one as \
                                  chat_template.jinja beside it, which is taken first";
 
-/// A compiled chat template with the special tokens that it may write.
+/// A chat template with the special tokens that it may write.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    /// The template without marks, and with them where it has generation blocks.
-    pub(super) environment: Environment<'static>,
-    pub(super) marks_generation: bool,
-    pub(super) tokens: Vec<(&'static str, String)>,
-    pub(super) path: PathBuf,
+    worker: Box<dyn TextWorker>,
+    path: PathBuf,
 }
-
-/// The names of the two forms of a template.
-pub(super) const PLAIN: &str = "template";
-pub(super) const MARKED: &str = "marked template";
 
 impl ChatTemplate {
     /// The template of a model: `chat_template.jinja` beside it, or else `chat_template` in its
     /// `tokenizer_config.json`, a text or a list of named ones of which `default` is taken. Special
-    /// tokens come from `tokenizer_config.json`.
+    /// tokens come from `tokenizer_config.json`. It is run by the directory's workers.
     ///
     /// # Errors
     /// [`Error::InputFile`] when there is none, or it or the settings cannot be read.
@@ -57,12 +44,12 @@ impl ChatTemplate {
             let source = String::from_utf8(bytes).map_err(|e| {
                 fault(&path, format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
             })?;
-            return Self::compile(source, tokens, path);
+            return Self::load(directory.text_workers(), source, tokens, path);
         }
         let source = configured(settings.fields()).map_err(|reason| fault(&config_path, reason))?;
         match source {
             Some(source) if source.len() as u64 <= LARGEST_TEMPLATE => {
-                Self::compile(source, tokens, config_path)
+                Self::load(directory.text_workers(), source, tokens, config_path)
             }
             Some(source) => {
                 let reason = format!(
@@ -85,80 +72,108 @@ impl ChatTemplate {
         }
     }
 
-    /// A template from its source, with special tokens by name; `path` is for messages.
+    /// A template from its source, with special tokens by name, run in this process; `path` is for messages.
     ///
     /// # Errors
     /// [`Error::InputFile`] with the line of the template that is no template.
     pub fn compile(source: String, tokens: Vec<(&'static str, String)>, path: PathBuf) -> Result<Self> {
-        if source.contains(MARKS) {
-            return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
-        }
-        let mut environment = environment();
-        let (replaced, generations) = replace_tags(&source);
-        let plain = replaced.replace(FILTER, UNMARKED);
-        let compiled = guard_panics(|| {
-            environment.add_template_owned(PLAIN, plain)?;
-            if generations > 0 { environment.add_template_owned(MARKED, replaced) } else { Ok(()) }
-        });
-        match compiled {
-            Some(Ok(())) => Ok(Self { environment, marks_generation: generations > 0, tokens, path }),
-            Some(Err(error)) => {
-                let (line, reason) = (error.line(), describe(&error));
-                Err(Error::InputFile { path, line, reason, remedy: REMEDY.into() })
-            }
-            None => Err(fault(&path, "makes the template library panic".into())),
-        }
+        Self::load(None, source, tokens, path)
+    }
+
+    /// The same, run by workers, or without them in this process.
+    ///
+    /// # Errors
+    /// As [`compile`](Self::compile), and when no worker can be had.
+    pub fn load(
+        workers: Option<&dyn TextWorkers>,
+        source: String,
+        tokens: Vec<(&'static str, String)>,
+        path: PathBuf,
+    ) -> Result<Self> {
+        let tokens = tokens.into_iter().map(|(name, token)| (name.to_owned(), token)).collect();
+        let content = Content::Template { source, tokens };
+        let worker = workers.unwrap_or(&InProcess).load(Loadable { path: path.clone(), content })?;
+        Ok(Self { worker, path })
     }
 
     /// The file that it comes from.
     pub fn path(&self) -> &Path {
         &self.path
     }
-}
 
-/// The filter of generation blocks where nothing is marked. As long as the other, so that nothing
-/// else differs.
-const UNMARKED: &str = "quant_unmarked__";
+    /// The text of a conversation, and with [`Mask::Prompts`] what of it the assistant wrote. `origin`
+    /// is its file, for messages.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] with the conversation's line when the template refuses it, goes beyond its
+    /// bounds, or does not let the assistant's text be told from the rest.
+    pub fn render(&self, conversation: &Conversation, mask: Mask, origin: &Path) -> Result<RenderedChat> {
+        self.only(self.render_all(std::slice::from_ref(conversation), mask, origin)?)
+    }
 
-/// A block's tag takes the white space before it and the line's end after it.
-fn whitespace() -> SyntaxConfig {
-    // Nothing but delimiters can be refused.
-    SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().unwrap_or_default()
-}
+    /// [`render`](Self::render) of several conversations. Of several faults the first is told.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn render_all(
+        &self,
+        conversations: &[Conversation],
+        mask: Mask,
+        origin: &Path,
+    ) -> Result<Vec<RenderedChat>> {
+        let form = match mask {
+            Mask::None => ChatForm::Whole,
+            Mask::Prompts => ChatForm::Marked,
+        };
+        self.ask(conversations, form, origin)
+    }
 
-/// What transformers makes of Jinja, with bounds.
-fn environment() -> Environment<'static> {
-    let mut environment = Environment::new();
-    environment.set_syntax(whitespace());
-    environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_fuel(Some(FUEL));
-    environment.set_recursion_limit(DEPTH);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_function("raise_exception", |message: &str| raise_exception(message));
-    environment.add_function("strftime_now", |format: &str| strftime_now(format));
-    environment.add_filter("tojson", tojson);
-    environment.add_filter(FILTER, |text: Value| format!("{}{text}{}", MARKS[0], MARKS[1]));
-    environment.add_filter(UNMARKED, |text: Value| text);
-    environment
+    /// The text of a conversation and the beginning of the assistant's answer to it: the prompt of the next answer.
+    /// `origin` says in messages where the conversation comes from.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn prompt(&self, conversation: &Conversation, origin: &Path) -> Result<String> {
+        let rendered = self.ask(std::slice::from_ref(conversation), ChatForm::Prompt, origin)?;
+        Ok(self.only(rendered)?.text)
+    }
+
+    fn ask(
+        &self,
+        conversations: &[Conversation],
+        form: ChatForm,
+        origin: &Path,
+    ) -> Result<Vec<RenderedChat>> {
+        let chats = conversations.iter().map(|c| Cow::Borrowed(&c.chat)).collect();
+        let Answer::Rendered(rendered) = self.worker.ask(&Question::Render { chats, form })? else {
+            return Err(self.unexpected());
+        };
+        let told = conversations.iter().zip(rendered).map(|(conversation, rendered)| match rendered {
+            Ok(RenderedText { text, assistant }) => Ok(RenderedChat { text, assistant }),
+            Err(fault) => Err(Error::InputFile {
+                path: origin.to_owned(),
+                line: Some(conversation.line),
+                reason: fault.reason,
+                remedy: fault.remedy,
+            }),
+        });
+        told.collect()
+    }
+
+    fn only(&self, rendered: Vec<RenderedChat>) -> Result<RenderedChat> {
+        rendered.into_iter().next().ok_or_else(|| self.unexpected())
+    }
+
+    fn unexpected(&self) -> Error {
+        Error::Internal(format!(
+            "the worker of {} gave another answer than was asked for",
+            self.path.display()
+        ))
+    }
 }
 
 pub(super) fn fault(path: &Path, reason: String) -> Error {
     Error::InputFile { path: path.to_owned(), line: None, reason, remedy: REMEDY.into() }
-}
-
-/// What an error of the template library says, with its causes, without the place.
-pub(super) fn describe(error: &minijinja::Error) -> String {
-    let mut text = match error.detail() {
-        Some(detail) if detail.starts_with(super::python::RAISED) => detail.to_owned(),
-        Some(detail) => format!("{}: {detail}", error.kind()),
-        None => error.kind().to_string(),
-    };
-    let mut cause = std::error::Error::source(error);
-    while let Some(deeper) = cause {
-        text.push_str(&format!(": {deeper}"));
-        cause = deeper.source();
-    }
-    printable(&text)
 }
 
 /// The template that a configuration holds.

@@ -4,7 +4,6 @@ use serde_json::Value as Json;
 
 use super::added::added;
 use super::{Vocabulary, kinds, list, pre};
-use crate::calibrate::TextTokenizer;
 
 /// What kind of tokenizer a `tokenizer.json` is.
 pub(super) enum Kind {
@@ -34,15 +33,16 @@ impl Kind {
     }
 }
 
-/// The vocabulary, for an embedding of `rows`.
+/// The vocabulary, for an embedding of `rows`; `probe` holds the tokens of [`pre::PROBE`], where no pre-tokenizer is
+/// named.
 pub(super) fn read(
     json: &Json,
     rows: usize,
     named_pre: Option<&str>,
-    tokenizer: &TextTokenizer,
+    probe: &[u32],
 ) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused("gpt2", rows);
-    vocabulary.pre = Some(pre::find(json, tokenizer, named_pre)?);
+    vocabulary.pre = Some(pre::find(json, probe, named_pre)?);
     let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {
         let id = id.as_u64().ok_or_else(|| format!("`model.vocab` gives `{text}` no number"))?;

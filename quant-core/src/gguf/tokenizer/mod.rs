@@ -85,9 +85,12 @@ pub(super) fn metadata(
     let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
     let bytes = sidecar.read(LARGEST)?.map_err(fault)?;
     let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not acceptable JSON: {reason}")))?;
-    let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
+    let tokenizer = TextTokenizer::load(directory.text_workers(), &path, bytes)?;
     let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {
-        bpe::Kind::ByteLevel => bpe::read(&json, rows, pre, &tokenizer).map_err(fault)?,
+        bpe::Kind::ByteLevel => {
+            let probe = pre.is_none().then(|| tokenizer.encode(pre::PROBE)).transpose()?;
+            bpe::read(&json, rows, pre, &probe.unwrap_or_default()).map_err(fault)?
+        }
         bpe::Kind::SentencePiece => {
             if pre.is_some() {
                 return Err(Error::usage(

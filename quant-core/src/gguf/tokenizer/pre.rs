@@ -6,11 +6,10 @@
 
 use serde_json::{Value as Json, json};
 
-use crate::calibrate::TextTokenizer;
 use crate::digest::sha256_hex;
 
 /// The text whose tokens are hashed.
-const PROBE: &str = "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u{200d}🌫\u{fe0f} (multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL";
+pub(super) const PROBE: &str = "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u{200d}🌫\u{fe0f} (multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL";
 
 /// Names by the SHA-256 of the tokens, written as a Python list.
 const HASHES: &[(&str, &str)] = &[
@@ -167,17 +166,12 @@ fn leaves_text(json: &Json) -> bool {
     }
 }
 
-/// The name and how it was found: named by the user, by hash, or by structure.
-pub(super) fn find(
-    json: &Json,
-    tokenizer: &TextTokenizer,
-    named: Option<&str>,
-) -> Result<(String, String), String> {
+/// The name and how it was found: named by the user, by hash of the tokens of [`PROBE`], or by structure.
+pub(super) fn find(json: &Json, probe: &[u32], named: Option<&str>) -> Result<(String, String), String> {
     if let Some(name) = named {
         return Ok((name.to_owned(), "as named".into()));
     }
-    let ids: Vec<String> =
-        tokenizer.encode(PROBE).map_err(|e| e.to_string())?.iter().map(u32::to_string).collect();
+    let ids: Vec<String> = probe.iter().map(u32::to_string).collect();
     let hash = sha256_hex(format!("[{}]", ids.join(", ")));
     if let Some((name, _)) = HASHES.iter().find(|(_, known)| *known == hash) {
         return Ok(((*name).to_owned(), "recognized by its vocabulary".into()));

@@ -1,0 +1,88 @@
+//! The program's allocator, which ends the program where memory runs out.
+//!
+//! Blocks are evaluated in tensors of some megabytes that come and go. The system's allocator gives such pages back each
+//! time and faults them in again, which takes longer than small products.
+//!
+//! Much of what is allocated is so in libraries that cannot go on without, and Rust's own answer is to abort, as if
+//! there were a bug. Too little memory is none: the program says so and ends with the code for it. Whatever was being
+//! written stays as a crash would leave it, which is what jobs are made for.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::fmt::Write;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use mimalloc::MiMalloc;
+use quant_core::Category;
+
+/// [`MiMalloc`], whose failures end the program.
+pub struct Allocator;
+
+// SAFETY: every call is MiMalloc's, with its arguments; a null pointer is never returned.
+unsafe impl GlobalAlloc for Allocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller keeps the contract of `alloc`, which is MiMalloc's.
+        there(unsafe { MiMalloc.alloc(layout) }, layout.size())
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller keeps the contract of `alloc_zeroed`, which is MiMalloc's.
+        there(unsafe { MiMalloc.alloc_zeroed(layout) }, layout.size())
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract of `dealloc`, and the pointer is MiMalloc's.
+        unsafe { MiMalloc.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller keeps the contract of `realloc`, and the pointer is MiMalloc's.
+        there(unsafe { MiMalloc.realloc(pointer, layout, size) }, size)
+    }
+}
+
+fn there(pointer: *mut u8, size: usize) -> *mut u8 {
+    if pointer.is_null() {
+        end(size);
+    }
+    pointer
+}
+
+/// Says that memory ran out, once, and ends the program. Nothing in here allocates or waits for a lock.
+#[cold]
+fn end(size: usize) -> ! {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    if TOLD.swap(true, Ordering::SeqCst) {
+        // Another thread is saying it.
+        std::thread::sleep(Duration::from_secs(1));
+    } else {
+        let mut text = Message { bytes: [0; 512], len: 0 };
+        // What does not fit is cut.
+        let _ = write!(
+            text,
+            "error: memory ran out: {size} bytes more are not to be had\n  free some memory, raise the limit on it \
+             (ulimit -v, or the container's), or ask for less; `quant plan` predicts what a run takes, and \
+             `quant quantize` goes on with --resume\n"
+        );
+        // Nobody may be reading it.
+        let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);
+    }
+    signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))
+}
+
+struct Message {
+    bytes: [u8; 512],
+    len: usize,
+}
+
+impl Write for Message {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        let room = &mut self.bytes[self.len..];
+        let taken = text.len().min(room.len());
+        room[..taken].copy_from_slice(&text.as_bytes()[..taken]);
+        self.len += taken;
+        Ok(())
+    }
+}

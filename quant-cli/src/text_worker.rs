@@ -1,0 +1,44 @@
+//! The process that runs a model's tokenizer or chat template for another one of this program, within limits that the
+//! other sets.
+
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+
+use quant_core::calibrate::InProcess;
+use quant_core::worker::{WORKER_ARGUMENT, serve};
+use quant_core::{Error, Result};
+use signal_hook::low_level;
+
+/// Whether this process was started as a worker.
+pub fn is_asked_for() -> bool {
+    std::env::args_os().nth(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
+}
+
+/// Serves until the other process has no more questions, or is no more.
+pub fn run() -> ExitCode {
+    // What panics on a crafted file is an answer, and nobody reads this process's output.
+    std::panic::set_hook(Box::new(|_| ()));
+    match answer() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => ExitCode::from(error.category().exit_code()),
+    }
+}
+
+fn answer() -> Result<()> {
+    let failed = |e| Error::io("use", "the socket of the text worker", e);
+    // It closes when the other process ends, whatever this one is busy with.
+    let lifeline = || {
+        let mut byte = [0];
+        while std::io::stdin().read(&mut byte).is_err_and(|e| e.kind() == ErrorKind::Interrupted) {}
+        low_level::exit(0);
+    };
+    std::thread::Builder::new()
+        .name("lifeline".into())
+        .stack_size(64 << 10)
+        .spawn(lifeline)
+        .map_err(failed)?;
+    let socket = std::io::stdout().as_fd().try_clone_to_owned().map(UnixStream::from).map_err(failed)?;
+    serve(&mut &socket, &mut &socket, &InProcess)
+}

@@ -1,0 +1,120 @@
+//! A chat template that is compiled and run here, as transformers would run it, but within bounds: it comes with the
+//! model, and is a program.
+
+use std::borrow::Cow;
+use std::path::PathBuf;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{AutoEscape, Environment, Value};
+
+use super::generation::{FILTER, MARKS, replace_tags};
+use super::python::{raise_exception, strftime_now, tojson};
+use super::template::{REMEDY, fault};
+use crate::calibrate::guard_panics;
+use crate::calibrate::in_process::in_order;
+use crate::checkpoint::printable;
+use crate::worker::{Answer, Chat, Question, TextWorker};
+use crate::{Error, Result};
+
+/// Steps that rendering one conversation may take.
+const FUEL: u64 = 10_000_000;
+/// Macros and blocks in each other.
+const DEPTH: usize = 200;
+
+/// A compiled chat template with the special tokens that it may write.
+#[derive(Debug)]
+pub(in crate::calibrate) struct Compiled {
+    /// The template without marks, and with them where it has generation blocks.
+    pub(super) environment: Environment<'static>,
+    pub(super) marks_generation: bool,
+    pub(super) tokens: Vec<(String, String)>,
+    pub(super) path: PathBuf,
+}
+
+/// The names of the two forms of a template.
+pub(super) const PLAIN: &str = "template";
+pub(super) const MARKED: &str = "marked template";
+
+impl Compiled {
+    /// Compiles a template; `path` is for messages.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] with the line of the template that is no template.
+    pub(in crate::calibrate) fn new(
+        source: String,
+        tokens: Vec<(String, String)>,
+        path: PathBuf,
+    ) -> Result<Self> {
+        if source.contains(MARKS) {
+            return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
+        }
+        let mut environment = environment();
+        let (replaced, generations) = replace_tags(&source);
+        let plain = replaced.replace(FILTER, UNMARKED);
+        let compiled = guard_panics(|| {
+            environment.add_template_owned(PLAIN, plain)?;
+            if generations > 0 { environment.add_template_owned(MARKED, replaced) } else { Ok(()) }
+        });
+        match compiled {
+            Some(Ok(())) => Ok(Self { environment, marks_generation: generations > 0, tokens, path }),
+            Some(Err(error)) => {
+                let (line, reason) = (error.line(), describe(&error));
+                Err(Error::InputFile { path, line, reason, remedy: REMEDY.into() })
+            }
+            None => Err(fault(&path, "makes the template library panic".into())),
+        }
+    }
+}
+
+impl TextWorker for Compiled {
+    fn ask(&self, question: &Question<'_>) -> Result<Answer> {
+        match question {
+            Question::Render { chats, form } => {
+                let each = |chat: &Cow<'_, Chat>| Ok(self.render(chat, *form));
+                Ok(Answer::Rendered(in_order(chats, each)?))
+            }
+            _ => Err(Error::Internal("a template was asked to tokenize".into())),
+        }
+    }
+}
+
+/// The filter of generation blocks where nothing is marked. As long as the other, so that nothing
+/// else differs.
+const UNMARKED: &str = "quant_unmarked__";
+
+/// A block's tag takes the white space before it and the line's end after it.
+fn whitespace() -> SyntaxConfig {
+    // Nothing but delimiters can be refused.
+    SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().unwrap_or_default()
+}
+
+/// What transformers makes of Jinja, with bounds.
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_syntax(whitespace());
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(DEPTH);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", |message: &str| raise_exception(message));
+    environment.add_function("strftime_now", |format: &str| strftime_now(format));
+    environment.add_filter("tojson", tojson);
+    environment.add_filter(FILTER, |text: Value| format!("{}{text}{}", MARKS[0], MARKS[1]));
+    environment.add_filter(UNMARKED, |text: Value| text);
+    environment
+}
+
+/// What an error of the template library says, with its causes, without the place.
+pub(super) fn describe(error: &minijinja::Error) -> String {
+    let mut text = match error.detail() {
+        Some(detail) if detail.starts_with(super::python::RAISED) => detail.to_owned(),
+        Some(detail) => format!("{}: {detail}", error.kind()),
+        None => error.kind().to_string(),
+    };
+    let mut cause = std::error::Error::source(error);
+    while let Some(deeper) = cause {
+        text.push_str(&format!(": {deeper}"));
+        cause = deeper.source();
+    }
+    printable(&text)
+}

@@ -1,0 +1,118 @@
+//! The workers that run tokenizers and templates in this process: the default, and what the process of
+//! [`ProcessWorkers`](crate::worker::ProcessWorkers) has.
+
+use std::borrow::Cow;
+
+use rayon::prelude::*;
+use tokenizers::Tokenizer;
+
+use super::chat::Compiled;
+use super::tokenizer::guard_panics;
+use crate::worker::{Answer, Content, Encoded, Fault, Loadable, Question, TextWorker, TextWorkers};
+use crate::{Error, Result};
+
+/// Runs tokenizers and templates where it is asked to. Panics of the libraries are errors; a stack that overflows, or
+/// memory that runs out, ends the process.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct InProcess;
+
+impl TextWorkers for InProcess {
+    fn load(&self, loadable: Loadable) -> Result<Box<dyn TextWorker>> {
+        let Loadable { path, content } = loadable;
+        match content {
+            Content::Tokenizer(json) => {
+                let held = Held { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
+                let tokenizer = parse(&json).map_err(|reason| held.fault(reason))?;
+                Ok(Box::new(LocalTokenizer { held, tokenizer }))
+            }
+            Content::Template { source, tokens } => Ok(Box::new(Compiled::new(source, tokens, path)?)),
+        }
+    }
+}
+
+/// Truncation and padding that a tokenizer may ask for are switched off: evaluation must see the whole text.
+fn parse(json: &[u8]) -> Result<Tokenizer, String> {
+    let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
+    let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
+    tokenizer.with_padding(None);
+    tokenizer.with_truncation(None).map_err(|e| e.to_string())?;
+    Ok(tokenizer)
+}
+
+/// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
+const PANICS: &str = "makes the tokenizer library panic";
+
+/// The file, without its contents, for messages.
+#[derive(Debug)]
+struct Held {
+    loadable: Loadable,
+}
+
+impl Held {
+    fn fault(&self, reason: String) -> Error {
+        self.loadable.error(Fault { reason, ..Fault::default() })
+    }
+}
+
+#[derive(Debug)]
+struct LocalTokenizer {
+    held: Held,
+    tokenizer: Tokenizer,
+}
+
+impl LocalTokenizer {
+    fn guarded<T>(&self, work: impl FnOnce() -> tokenizers::Result<T>, on: &str) -> Result<T> {
+        let done = guard_panics(work).ok_or_else(|| self.held.fault(PANICS.into()))?;
+        done.map_err(|e| self.held.fault(format!("fails on {on}: {e}")))
+    }
+
+    fn encode(&self, text: &str, special: bool, places: bool) -> Result<Encoded> {
+        let encoding = self.guarded(
+            || match places {
+                true => self.tokenizer.encode(text, special),
+                false => self.tokenizer.encode_fast(text, special),
+            },
+            "the text",
+        )?;
+        let place = |&(from, to): &(usize, usize)| Some([u32::try_from(from).ok()?, u32::try_from(to).ok()?]);
+        let placed = match places {
+            true => encoding.get_offsets().iter().map(place).collect(),
+            false => Some(Vec::new()),
+        };
+        let places = placed.ok_or_else(|| self.held.fault("is given a text of more than 4 GiB".into()))?;
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), places })
+    }
+}
+
+impl TextWorker for LocalTokenizer {
+    fn ask(&self, question: &Question<'_>) -> Result<Answer> {
+        match question {
+            Question::Encode { texts, special, places } => {
+                let each = |text: &&str| self.encode(text, *special, *places);
+                Ok(Answer::Encoded(in_order(texts, each)?))
+            }
+            Question::Decode { tokens } => {
+                let each =
+                    |tokens: &Cow<'_, [u32]>| self.guarded(|| self.tokenizer.decode(tokens, true), "tokens");
+                Ok(Answer::Decoded(tokens.iter().map(each).collect::<Result<_>>()?))
+            }
+            Question::LargestToken => {
+                Ok(Answer::LargestToken(self.tokenizer.get_vocab(true).into_values().max()))
+            }
+            Question::TokenId(token) => Ok(Answer::TokenId(self.tokenizer.token_to_id(token))),
+            Question::Render { .. } => Err(Error::Internal("a tokenizer was asked to render".into())),
+        }
+    }
+}
+
+/// The results of items that do not depend on each other; of several errors the first, whichever was found first.
+pub(super) fn in_order<T: Sync, R: Send>(
+    items: &[T],
+    each: impl Fn(&T) -> Result<R> + Send + Sync,
+) -> Result<Vec<R>> {
+    match items {
+        // No pool is needed for one.
+        [] | [_] => items.iter().map(each).collect(),
+        _ => items.par_iter().map(each).collect::<Vec<_>>().into_iter().collect(),
+    }
+}

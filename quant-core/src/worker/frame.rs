@@ -1,0 +1,86 @@
+//! Frames between a process and its worker: a length and so many bytes.
+//!
+//! Neither side trusts a length: bytes are taken as they come, so that a false one costs nothing, and whoever reads
+//! says how long a frame may be.
+
+use std::borrow::Cow;
+use std::io::{self, ErrorKind, Read, Write};
+
+/// Bytes that are read at once.
+const PIECE: usize = 1 << 20;
+
+/// A message in parts, of which large ones are borrowed.
+#[derive(Debug, Default)]
+pub(super) struct Frame<'a> {
+    parts: Vec<Cow<'a, [u8]>>,
+}
+
+impl<'a> Frame<'a> {
+    /// Adds bytes that are kept elsewhere.
+    pub(super) fn borrow(&mut self, bytes: &'a [u8]) {
+        self.parts.push(Cow::Borrowed(bytes));
+    }
+
+    /// Adds a few bytes.
+    pub(super) fn put(&mut self, bytes: &[u8]) {
+        match self.parts.last_mut() {
+            Some(Cow::Owned(last)) => last.extend_from_slice(bytes),
+            _ => self.parts.push(Cow::Owned(bytes.to_vec())),
+        }
+    }
+
+    /// Its bytes, without the length before them.
+    pub(super) fn len(&self) -> u64 {
+        self.parts.iter().map(|part| part.len() as u64).sum()
+    }
+
+    /// All of it in one piece.
+    #[cfg(test)]
+    pub(super) fn concat(&self) -> Vec<u8> {
+        self.parts.concat()
+    }
+
+    /// Writes it.
+    pub(super) fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        // The length goes along with what is small, in one write.
+        let mut head = self.len().to_le_bytes().to_vec();
+        let mut parts = &self.parts[..];
+        if let Some((first @ Cow::Owned(_), rest)) = parts.split_first() {
+            head.extend_from_slice(first);
+            parts = rest;
+        }
+        out.write_all(&head)?;
+        parts.iter().try_for_each(|part| out.write_all(part))
+    }
+}
+
+/// Reads a frame of at most `most` bytes; nothing at the end of the input.
+pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<Vec<u8>>> {
+    let mut head = [0; 8];
+    let mut have = 0;
+    while have < head.len() {
+        match input.read(&mut head[have..]) {
+            Ok(0) if have == 0 => return Ok(None),
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => have += n,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    let len = u64::from_le_bytes(head);
+    if len > most {
+        return Err(io::Error::new(
+            ErrorKind::InvalidData,
+            format!("a frame of {len} bytes, of at most {most}"),
+        ));
+    }
+    let mut bytes = Vec::new();
+    while (bytes.len() as u64) < len {
+        let from = bytes.len();
+        let piece = usize::try_from(len - from as u64).unwrap_or(PIECE).min(PIECE);
+        bytes.try_reserve(piece).map_err(|_| io::Error::from(ErrorKind::OutOfMemory))?;
+        bytes.resize(from + piece, 0);
+        input.read_exact(&mut bytes[from..])?;
+    }
+    Ok(Some(bytes))
+}

@@ -1,0 +1,142 @@
+//! What a worker process may take, by what is asked of it.
+//!
+//! Tokenizing takes some hundred bytes and about a microsecond for each byte of text, so the limits grow with the text,
+//! and an honest one never meets them. What remains is bounded by the machine.
+
+use std::time::Duration;
+
+use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+
+use super::Loadable;
+use super::{Content, Question};
+
+/// Limits of a worker process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of address space, whatever is asked.
+    pub memory: u64,
+    /// Bytes more for each byte of the file that is loaded.
+    pub memory_of_loaded_byte: u64,
+    /// Bytes more for each byte of the longest question.
+    pub memory_of_asked_byte: u64,
+    /// Processor time, whatever is asked.
+    pub time: Duration,
+    /// Time more for each byte of the file that is loaded, and of every question.
+    pub time_of_byte: Duration,
+}
+
+impl Default for Limits {
+    /// 2 GiB and 10 seconds, and for each byte of text 256 bytes and 20 microseconds.
+    fn default() -> Self {
+        Self {
+            memory: 2 << 30,
+            memory_of_loaded_byte: 32,
+            memory_of_asked_byte: 256,
+            time: Duration::from_secs(10),
+            time_of_byte: Duration::from_micros(20),
+        }
+    }
+}
+
+/// What a process has been granted so far.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Granted {
+    limits: Limits,
+    loaded: u64,
+    longest: u64,
+    time: Duration,
+    /// The machine's memory, or what the process that started it has for itself.
+    most: Option<u64>,
+    inherited: Option<u64>,
+    set: Option<(u64, u64)>,
+}
+
+impl Granted {
+    /// For a process that loads a file, on `threads` threads with stacks of so many bytes.
+    pub(super) fn for_loading(limits: Limits, loadable: &Loadable, stacks: u64) -> Self {
+        let loaded = match &loadable.content {
+            Content::Tokenizer(json) => json.len(),
+            Content::Template { source, .. } => source.len(),
+        } as u64;
+        let limits = Limits { memory: limits.memory.saturating_add(stacks), ..limits };
+        let inherited = getrlimit(Resource::As).current;
+        let machine = machine_memory().map(|bytes| (bytes / 4 * 3).max(limits.memory / 2));
+        let time = limits.time.saturating_add(of_bytes(limits.time_of_byte, loaded));
+        Self { limits, loaded, longest: 0, time, most: machine, inherited, set: None }
+    }
+
+    /// Adds what a question may take.
+    pub(super) fn add(&mut self, question: &Question<'_>) {
+        let (bytes, repeated) = match question {
+            Question::Encode { texts, .. } => (texts.iter().map(|t| t.len() as u64).sum(), 1),
+            Question::Decode { tokens } => (tokens.iter().map(|t| 4 * t.len() as u64).sum(), 1),
+            Question::LargestToken => (0, 1),
+            Question::TokenId(token) => (token.len() as u64, 1),
+            Question::Render { chats, .. } => {
+                let bytes = |value: &serde_json::Value| value.to_string().len() as u64;
+                let of_chat = |c: &super::Chat| c.messages.iter().map(bytes).sum::<u64>() + bytes(&c.tools);
+                // What the assistant wrote is found by rendering once a message.
+                let messages = chats.iter().map(|c| c.messages.len() as u64).max().unwrap_or(0);
+                (chats.iter().map(|c| of_chat(c)).sum(), 2 + messages / 8)
+            }
+        };
+        const OF_A_QUESTION: Duration = Duration::from_millis(10);
+        self.longest = self.longest.max(bytes);
+        let time = of_bytes(self.limits.time_of_byte, bytes.saturating_mul(repeated));
+        self.time = self.time.saturating_add(time).saturating_add(OF_A_QUESTION);
+    }
+
+    /// Bytes of address space, and whether it is our limit rather than that of the machine or of whoever started us.
+    pub(super) fn memory(&self) -> (u64, bool) {
+        let Limits { memory, memory_of_loaded_byte, memory_of_asked_byte, .. } = self.limits;
+        let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);
+        let asked = self.longest.saturating_mul(memory_of_asked_byte);
+        let ours = memory.saturating_add(loaded).saturating_add(asked);
+        let least = [self.most, self.inherited].into_iter().flatten().min().unwrap_or(u64::MAX);
+        (ours.min(least), ours <= least)
+    }
+
+    /// Seconds of processor time.
+    pub(super) fn seconds(&self) -> u64 {
+        self.time.as_secs() + 1
+    }
+
+    /// Sets the limits of the process where they have changed.
+    pub(super) fn set(&mut self, process: Pid) {
+        let wanted = (self.memory().0, self.seconds());
+        if self.set == Some(wanted) {
+            return;
+        }
+        if self.set.is_none() {
+            // No core file of what a crash leaves, and no file at all.
+            let none = Rlimit { current: Some(0), maximum: Some(0) };
+            lower(process, Resource::Core, none);
+            lower(process, Resource::Fsize, none);
+        }
+        for (resource, most) in [(Resource::As, wanted.0), (Resource::Cpu, wanted.1)] {
+            let Rlimit { current, maximum } = getrlimit(resource);
+            let current = [Some(most), current, maximum].into_iter().flatten().min();
+            lower(process, resource, Rlimit { current, maximum });
+        }
+        self.set = Some(wanted);
+    }
+}
+
+/// A system that does not let us leaves the process without this limit; its crashes are still not ours.
+fn lower(process: Pid, resource: Resource, limit: Rlimit) {
+    if let Err(error) = prlimit(Some(process), resource, limit) {
+        tracing::debug!("{resource:?} of the text worker is not limited: {error}");
+    }
+}
+
+fn of_bytes(each: Duration, bytes: u64) -> Duration {
+    let nanos = each.as_nanos().saturating_mul(u128::from(bytes));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+/// Bytes of memory that the machine has.
+fn machine_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}

@@ -1,0 +1,340 @@
+//! Workers in processes of their own: one for each file, limited in memory, stack and time.
+//!
+//! The file's contents go through a socket once the limits are set. A process that ends, whatever the file made of it,
+//! is an error of that file; one that does not end is killed when the run is cancelled. It is never waited for
+//! otherwise, and it ends with us: its standard input closes then.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+use super::frame::{Frame, read_frame};
+use super::limits::{Granted, Limits};
+use super::serve::{READY, STACK};
+use super::wire::{longest_answer, read_answer, write_load, write_question};
+use super::{Answer, Content, Fault, Loadable, Question, TextWorker, TextWorkers};
+use crate::{CancelToken, Category, Error, Result};
+
+/// The first argument of a process that is a worker.
+pub const WORKER_ARGUMENT: &str = "__text-worker";
+/// How often a wait looks whether the run was cancelled.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long a process that has closed its socket may take to end.
+const ENDING: Duration = Duration::from_secs(2);
+/// More threads than this gain little on batches.
+const MOST_THREADS: usize = 16;
+
+/// Starts a process for each file: a program with the argument [`WORKER_ARGUMENT`], which calls
+/// [`serve`](super::serve) on its standard output, a socket.
+#[derive(Debug, Clone)]
+pub struct ProcessWorkers {
+    program: PathBuf,
+    threads: usize,
+    limits: Limits,
+    cancel: CancelToken,
+    instead: Option<Arc<dyn TextWorkers>>,
+}
+
+impl ProcessWorkers {
+    /// Workers of this very executable, on so many threads; the token ends them.
+    pub fn of_this_program(threads: usize, cancel: CancelToken) -> Self {
+        // The link leads to the file that runs, even after an upgrade has replaced it under its path.
+        Self::of(Path::new("/proc/self/exe"), threads, cancel)
+    }
+
+    /// Workers of another executable.
+    pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
+        let threads = threads.clamp(1, MOST_THREADS);
+        Self { program: program.to_owned(), threads, limits: Limits::default(), cancel, instead: None }
+    }
+
+    /// The same with other limits.
+    pub fn with_limits(self, limits: Limits) -> Self {
+        Self { limits, ..self }
+    }
+
+    /// The same with what takes over on systems that do not let processes be started at all; a warning says so.
+    pub fn or_else(self, instead: Arc<dyn TextWorkers>) -> Self {
+        Self { instead: Some(instead), ..self }
+    }
+
+    fn spawn(&self) -> io::Result<Running> {
+        let (ours, theirs) = UnixStream::pair()?;
+        ours.set_read_timeout(Some(LOOK))?;
+        ours.set_write_timeout(Some(LOOK))?;
+        let mut command = Command::new(&self.program);
+        command.arg0("quant-text-worker").arg(WORKER_ARGUMENT).env("RUST_BACKTRACE", "0");
+        // In a group of its own no key of the terminal reaches it: what ends it is decided here.
+        command.process_group(0).stdin(Stdio::piped()).stdout(OwnedFd::from(theirs)).stderr(Stdio::null());
+        Ok(Running { child: command.spawn()?, socket: ours, granted: None })
+    }
+}
+
+impl TextWorkers for ProcessWorkers {
+    fn load(&self, loadable: Loadable) -> Result<Box<dyn TextWorker>> {
+        let worker = ProcessWorker { workers: self.clone(), loadable, running: Mutex::default() };
+        let running = match self.spawn() {
+            Ok(running) => running,
+            Err(error) => match &self.instead {
+                Some(instead) if !is_shortage(&error) => {
+                    tracing::warn!(
+                        "no process can be started ({error}): the model's tokenizer and template run in this one, \
+                         where a hostile one can end it"
+                    );
+                    return instead.load(worker.loadable);
+                }
+                _ => return Err(worker.unavailable(&error.to_string())),
+            },
+        };
+        let running = worker.start(running)?;
+        *worker.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
+        Ok(Box::new(worker))
+    }
+}
+
+/// Whether the system has too little of something, and would let a process be started at another time.
+fn is_shortage(error: &io::Error) -> bool {
+    const TOO_MANY_FILES: [i32; 2] = [23, 24];
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory)
+        || error.raw_os_error().is_some_and(|code| TOO_MANY_FILES.contains(&code))
+}
+
+/// A worker whose process is started again when it was killed.
+#[derive(Debug)]
+struct ProcessWorker {
+    workers: ProcessWorkers,
+    loadable: Loadable,
+    running: Mutex<Option<Running>>,
+}
+
+/// A process that lives; it ends when this is dropped.
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    socket: UnixStream,
+    granted: Option<Granted>,
+}
+
+/// Why no answer came.
+enum Failure {
+    /// The run was cancelled.
+    Cancelled,
+    /// The process has closed its socket.
+    Ended,
+    /// It said more than an answer may be long.
+    TooLong,
+    /// What it said is no answer.
+    Malformed,
+}
+
+impl ProcessWorker {
+    /// Brings a process to the point where it can be asked.
+    fn start(&self, mut running: Running) -> Result<Running> {
+        let mut ready = [0];
+        let mut socket = Watched::new(&running.socket, &self.workers.cancel);
+        if socket.read_exact(&mut ready).is_err() || ready != [READY] {
+            if socket.is_cancelled {
+                return Err(Error::Interrupted);
+            }
+            let status = running.end();
+            return Err(self.unavailable(&format!("it ended before it was ready ({status})")));
+        }
+        let stacks = (self.workers.threads as u64 + 1) * STACK as u64;
+        let mut granted = Granted::for_loading(self.workers.limits, &self.loadable, stacks);
+        granted.set(Pid::from_child(&running.child));
+        running.granted = Some(granted);
+        let load = write_load(&self.loadable, self.workers.threads);
+        match self.exchange(&running, &load, longest_answer(&Question::LargestToken)) {
+            Ok(Ok(_)) => Ok(running),
+            Ok(Err(fault)) => Err(self.loadable.error(fault)),
+            Err(failure) => Err(self.failed(running, &failure)),
+        }
+    }
+
+    /// Sends a frame and reads the answer.
+    fn exchange(
+        &self,
+        running: &Running,
+        frame: &Frame<'_>,
+        most: u64,
+    ) -> Result<Result<Answer, Fault>, Failure> {
+        let mut socket = Watched::new(&running.socket, &self.workers.cancel);
+        let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, most));
+        match answer {
+            Ok(Some(bytes)) => read_answer(&bytes).ok_or(Failure::Malformed),
+            _ if socket.is_cancelled => Err(Failure::Cancelled),
+            Err(e) if e.kind() == ErrorKind::InvalidData => Err(Failure::TooLong),
+            _ => Err(Failure::Ended),
+        }
+    }
+
+    /// What a process that gave no answer means.
+    fn failed(&self, mut running: Running, failure: &Failure) -> Error {
+        if matches!(failure, Failure::Cancelled) {
+            return Error::Interrupted;
+        }
+        let status = running.end();
+        // Whoever ends all our processes means us.
+        let signal = status.signal();
+        if [Signal::TERM, Signal::INT, Signal::HUP].iter().any(|s| signal == Some(s.as_raw())) {
+            return Error::Interrupted;
+        }
+        let what = match self.loadable.content {
+            Content::Tokenizer(_) => "tokenizing",
+            Content::Template { .. } => "the chat template",
+        };
+        let Some(granted) = running.granted else { return self.unavailable(&status.to_string()) };
+        let (memory, is_ours) = granted.memory();
+        let out_of_memory = status.code() == Some(i32::from(Category::Environment.exit_code()));
+        let is = |s: Signal| signal == Some(s.as_raw());
+        if is(Signal::KILL) || out_of_memory && !is_ours {
+            return Error::Memory {
+                what: format!("{what} with {}", self.loadable.path.display()),
+                bytes: None,
+            };
+        }
+        let reason = if matches!(failure, Failure::TooLong) {
+            "makes more of the text than any text should become".to_owned()
+        } else if out_of_memory {
+            format!("takes more than {} MiB of memory", memory >> 20)
+        } else if is(Signal::XCPU) {
+            format!("takes more than {} seconds of processor time", granted.seconds())
+        } else if [Signal::ABORT, Signal::SEGV, Signal::BUS, Signal::ILL].into_iter().any(is) {
+            "overflows the stack, or crashes the library that reads it".to_owned()
+        } else {
+            format!("makes the process that runs it fail ({status})")
+        };
+        let remedy = match self.loadable.content {
+            Content::Tokenizer(_) => {
+                "take the tokenizer.json that belongs to the model; if this is it, give a shorter text, or one in several \
+                 documents (.jsonl)"
+            }
+            Content::Template { .. } => {
+                "correct the model's chat template, or put another one as chat_template.jinja beside it, which is taken \
+                 first"
+            }
+        };
+        Error::InputFile { path: self.loadable.path.clone(), line: None, reason, remedy: remedy.into() }
+    }
+
+    fn unavailable(&self, reason: &str) -> Error {
+        Error::Unavailable {
+            what: format!("a process that runs {}", self.loadable.path.display()),
+            reason: reason.to_owned(),
+            remedy:
+                "free memory, or raise the limits on memory, processes and open files (ulimit -v, -u and -n)"
+                    .into(),
+        }
+    }
+}
+
+impl TextWorker for ProcessWorker {
+    fn ask(&self, question: &Question<'_>) -> Result<Answer> {
+        let mut held = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = match held.take() {
+            Some(running) => running,
+            None => self.start(self.workers.spawn().map_err(|e| self.unavailable(&e.to_string()))?)?,
+        };
+        if let Some(granted) = &mut running.granted {
+            granted.add(question);
+            granted.set(Pid::from_child(&running.child));
+        }
+        match self.exchange(&running, &write_question(question), longest_answer(question)) {
+            Ok(Ok(answer)) if question.fits(&answer) => {
+                *held = Some(running);
+                Ok(answer)
+            }
+            Ok(Ok(_)) => Err(self.failed(running, &Failure::Malformed)),
+            Ok(Err(fault)) => {
+                *held = Some(running);
+                Err(self.loadable.error(fault))
+            }
+            Err(failure) => Err(self.failed(running, &failure)),
+        }
+    }
+}
+
+impl Running {
+    /// Waits for the end of a process that is ending, and ends one that is not.
+    fn end(&mut self) -> ExitStatus {
+        let started = Instant::now();
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        let mut pause = Duration::from_micros(100);
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return status,
+                Ok(None) if started.elapsed() < ENDING => std::thread::sleep(pause),
+                _ => break,
+            }
+            pause = (pause * 2).min(Duration::from_millis(10));
+        }
+        let _ = self.child.kill();
+        self.child.wait().unwrap_or_default()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A socket on which waits end when the run is cancelled.
+struct Watched<'a> {
+    socket: &'a UnixStream,
+    cancel: &'a CancelToken,
+    since: Option<Instant>,
+    is_cancelled: bool,
+}
+
+impl<'a> Watched<'a> {
+    fn new(socket: &'a UnixStream, cancel: &'a CancelToken) -> Self {
+        Self { socket, cancel, since: None, is_cancelled: false }
+    }
+
+    /// Repeats an operation until it does something. What takes a moment is let finish, so that a cancelled answer
+    /// of a chat costs no process.
+    fn wait<T>(&mut self, mut operation: impl FnMut(&UnixStream) -> io::Result<T>) -> io::Result<T> {
+        loop {
+            if self.cancel.is_cancelled() {
+                let since = *self.since.get_or_insert_with(Instant::now);
+                self.is_cancelled = since.elapsed() >= LOOK;
+            }
+            if self.is_cancelled {
+                return Err(io::Error::other("cancelled"));
+            }
+            match operation(self.socket) {
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                    ) => {}
+                done => return done,
+            }
+        }
+    }
+}
+
+impl Read for Watched<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.wait(|mut socket| socket.read(bytes))
+    }
+}
+
+impl Write for Watched<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.wait(|mut socket| socket.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
