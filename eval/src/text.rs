@@ -332,42 +332,43 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
         let texts: Vec<&str> = some.iter().map(String::as_str).collect();
         let tokenized = Tokens::of_each(tokenization.tokenizer, &texts)?;
         for (document, tokens) in texts.into_iter().zip(tokenized) {
-        words += word_count(document);
-        if tokens.ids.is_empty() {
-            bytes_without_tokens += document.len() as u64;
-        }
-        count += tokens.ids.len();
-        if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
-            warnings.push(
+            words += word_count(document);
+            if tokens.ids.is_empty() {
+                bytes_without_tokens += document.len() as u64;
+            }
+            count += tokens.ids.len();
+            if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
+                warnings.push(
                 "the tokenizer adds the prefix itself: as in lm-evaluation-harness it stands there twice, and the \
                  second is scored"
                     .to_owned(),
             );
-        }
-        let mut predicted = 0;
-        // All of a document counts, also what no token stands for.
-        let mut rest = document.len() as u64;
-        while predicted < tokens.ids.len() {
-            let end = (predicted + window).min(tokens.ids.len());
-            let scored = match end == tokens.ids.len() {
-                true => rest,
-                false => tokens.bytes[predicted..end].iter().sum(),
-            };
-            rest -= scored;
-            if predicted == 0 {
-                let mut ids = Vec::with_capacity(end + 1);
-                ids.push(prefix);
-                ids.extend_from_slice(&tokens.ids[..end]);
-                windows.push(Window { tokens: ids, first: 1 });
-            } else {
-                // The model reads `window` tokens, the last of which it need not be told.
-                let begin = end - window - 1;
-                windows.push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });
             }
-            bytes.push(scored);
-            predicted = end;
+            let mut predicted = 0;
+            // All of a document counts, also what no token stands for.
+            let mut rest = document.len() as u64;
+            while predicted < tokens.ids.len() {
+                let end = (predicted + window).min(tokens.ids.len());
+                let scored = match end == tokens.ids.len() {
+                    true => rest,
+                    false => tokens.bytes[predicted..end].iter().sum(),
+                };
+                rest -= scored;
+                if predicted == 0 {
+                    let mut ids = Vec::with_capacity(end + 1);
+                    ids.push(prefix);
+                    ids.extend_from_slice(&tokens.ids[..end]);
+                    windows.push(Window { tokens: ids, first: 1 });
+                } else {
+                    // The model reads `window` tokens, the last of which it need not be told.
+                    let begin = end - window - 1;
+                    windows
+                        .push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });
+                }
+                bytes.push(scored);
+                predicted = end;
+            }
         }
-    }
     }
     if let Some(last) = bytes.last_mut() {
         *last += bytes_without_tokens;

@@ -36,6 +36,10 @@ fn main() -> ExitCode {
     if text_worker::is_asked_for() {
         return text_worker::run();
     }
+    // Its stack is that of four.
+    if let Err(error) = allocator::check_room_for_threads(4) {
+        return ended(&error);
+    }
     let program = std::thread::Builder::new().name("main".into()).stack_size(STACK).spawn(begin);
     match program.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
@@ -82,7 +86,8 @@ fn no_threads(error: &dyn std::error::Error) -> Error {
     Error::Unavailable {
         what: "a thread".into(),
         reason: error.to_string(),
-        remedy: "ask for fewer (--threads), or raise the limits on processes and memory (ulimit -u and -v)".into(),
+        remedy: "ask for fewer (--threads), or raise the limits on processes and memory (ulimit -u and -v)"
+            .into(),
     }
 }
 
@@ -92,15 +97,13 @@ fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
         message: error.to_string(),
         remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),
     })?;
-    let cancel = signals::install()?;
     let threads = match cli.threads {
         Some(threads) => threads,
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .map_err(|e| no_threads(&e))?;
+    allocator::check_room_for_threads(threads + 2)?;
+    let cancel = signals::install()?;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))?;
     let text_workers = ProcessWorkers::of_this_program(threads, cancel.clone()).or_else(Arc::new(InProcess));
     let session = commands::Session {
         progress: progress::Progress::new(cli.quiet),

@@ -34,7 +34,11 @@ fn answer() -> Result<()> {
         while std::io::stdin().read(&mut byte).is_err_and(|e| e.kind() == ErrorKind::Interrupted) {}
         low_level::exit(0);
     };
-    std::thread::Builder::new().name("lifeline".into()).stack_size(64 << 10).spawn(lifeline).map_err(failed)?;
+    std::thread::Builder::new()
+        .name("lifeline".into())
+        .stack_size(64 << 10)
+        .spawn(lifeline)
+        .map_err(failed)?;
     let socket = std::io::stdout().as_fd().try_clone_to_owned().map(UnixStream::from).map_err(failed)?;
     serve(&mut &socket, &mut &socket, &InProcess)
 }

@@ -92,9 +92,8 @@ impl TextWorker for LocalTokenizer {
                 Ok(Answer::Encoded(in_order(texts, each)?))
             }
             Question::Decode { tokens } => {
-                let each = |tokens: &Cow<'_, [u32]>| {
-                    self.guarded(|| self.tokenizer.decode(tokens, true), "tokens")
-                };
+                let each =
+                    |tokens: &Cow<'_, [u32]>| self.guarded(|| self.tokenizer.decode(tokens, true), "tokens");
                 Ok(Answer::Decoded(tokens.iter().map(each).collect::<Result<_>>()?))
             }
             Question::LargestToken => {
@@ -107,7 +106,10 @@ impl TextWorker for LocalTokenizer {
 }
 
 /// The results of items that do not depend on each other; of several errors the first, whichever was found first.
-pub(super) fn in_order<T: Sync, R: Send>(items: &[T], each: impl Fn(&T) -> Result<R> + Send + Sync) -> Result<Vec<R>> {
+pub(super) fn in_order<T: Sync, R: Send>(
+    items: &[T],
+    each: impl Fn(&T) -> Result<R> + Send + Sync,
+) -> Result<Vec<R>> {
     match items {
         // No pool is needed for one.
         [] | [_] => items.iter().map(each).collect(),

@@ -221,7 +221,10 @@ impl TextTokenizer {
     }
 
     fn unexpected(&self) -> Error {
-        Error::Internal(format!("the worker of {} gave another answer than was asked for", self.path.display()))
+        Error::Internal(format!(
+            "the worker of {} gave another answer than was asked for",
+            self.path.display()
+        ))
     }
 
     fn fault(path: &Path, reason: String) -> Error {

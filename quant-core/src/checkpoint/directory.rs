@@ -115,7 +115,15 @@ impl ModelDirectory {
             warnings.push(format!("{CONFIG}: `auto_map` is ignored, code of a model is never run"));
         }
         let source: Arc<dyn Checkpoint> = Arc::new(source);
-        Ok(Self { path: path.to_owned(), config, config_path, source, sidecars, warnings, text_workers: None })
+        Ok(Self {
+            path: path.to_owned(),
+            config,
+            config_path,
+            source,
+            sidecars,
+            warnings,
+            text_workers: None,
+        })
     }
 
     /// A model that is not a directory: the file at `path` holds all of it.

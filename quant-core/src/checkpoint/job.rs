@@ -60,7 +60,11 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     };
     match target.ancestors().skip(1).find(is_job) {
         Some(job) => Err(Error::usage(
-            format!("{} lies in {}, in which another run prepares its output", target.display(), job.display()),
+            format!(
+                "{} lies in {}, in which another run prepares its output",
+                target.display(),
+                job.display()
+            ),
             "choose an output outside of it",
         )),
         None => Ok(()),
@@ -161,7 +165,8 @@ impl Job {
             Ok(metadata) if !metadata.is_file() => return Err(damaged("it is not a regular file".into())),
             _ => {}
         }
-        let text = read_capped(&path, &path, MOST_RECORD_BYTES)?.map_err(|reason| damaged(format!("it {reason}")))?;
+        let text = read_capped(&path, &path, MOST_RECORD_BYTES)?
+            .map_err(|reason| damaged(format!("it {reason}")))?;
         serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
     }
 

@@ -69,7 +69,10 @@ pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<V
     }
     let len = u64::from_le_bytes(head);
     if len > most {
-        return Err(io::Error::new(ErrorKind::InvalidData, format!("a frame of {len} bytes, of at most {most}")));
+        return Err(io::Error::new(
+            ErrorKind::InvalidData,
+            format!("a frame of {len} bytes, of at most {most}"),
+        ));
     }
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < len {

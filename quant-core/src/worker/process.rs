@@ -159,7 +159,12 @@ impl ProcessWorker {
     }
 
     /// Sends a frame and reads the answer.
-    fn exchange(&self, running: &Running, frame: &Frame<'_>, most: u64) -> Result<Result<Answer, Fault>, Failure> {
+    fn exchange(
+        &self,
+        running: &Running,
+        frame: &Frame<'_>,
+        most: u64,
+    ) -> Result<Result<Answer, Fault>, Failure> {
         let mut socket = Watched::new(&running.socket, &self.workers.cancel);
         let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, most));
         match answer {
@@ -190,7 +195,10 @@ impl ProcessWorker {
         let out_of_memory = status.code() == Some(i32::from(Category::Environment.exit_code()));
         let is = |s: Signal| signal == Some(s.as_raw());
         if is(Signal::KILL) || out_of_memory && !is_ours {
-            return Error::Memory { what: format!("{what} with {}", self.loadable.path.display()), bytes: None };
+            return Error::Memory {
+                what: format!("{what} with {}", self.loadable.path.display()),
+                bytes: None,
+            };
         }
         let reason = if matches!(failure, Failure::TooLong) {
             "makes more of the text than any text should become".to_owned()
@@ -220,7 +228,9 @@ impl ProcessWorker {
         Error::Unavailable {
             what: format!("a process that runs {}", self.loadable.path.display()),
             reason: reason.to_owned(),
-            remedy: "free memory, or raise the limits on memory, processes and open files (ulimit -v, -u and -n)".into(),
+            remedy:
+                "free memory, or raise the limits on memory, processes and open files (ulimit -v, -u and -n)"
+                    .into(),
         }
     }
 }
@@ -302,7 +312,11 @@ impl<'a> Watched<'a> {
                 return Err(io::Error::other("cancelled"));
             }
             match operation(self.socket) {
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                    ) => {}
                 done => return done,
             }
         }

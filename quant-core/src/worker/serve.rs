@@ -49,7 +49,9 @@ fn answer_all(input: &mut dyn Read, output: &mut dyn Write, workers: &dyn TextWo
             drop(first);
             workers.load(loadable).map(|worker| (worker, threads)).map_err(Fault::from)
         }
-        None => Err(Fault { reason: "is loaded by another version of the worker".into(), ..Fault::default() }),
+        None => {
+            Err(Fault { reason: "is loaded by another version of the worker".into(), ..Fault::default() })
+        }
     };
     let (worker, threads) = match loaded {
         Ok(loaded) => loaded,

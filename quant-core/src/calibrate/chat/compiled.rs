@@ -40,7 +40,11 @@ impl Compiled {
     ///
     /// # Errors
     /// [`Error::InputFile`] with the line of the template that is no template.
-    pub(in crate::calibrate) fn new(source: String, tokens: Vec<(String, String)>, path: PathBuf) -> Result<Self> {
+    pub(in crate::calibrate) fn new(
+        source: String,
+        tokens: Vec<(String, String)>,
+        path: PathBuf,
+    ) -> Result<Self> {
         if source.contains(MARKS) {
             return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
         }

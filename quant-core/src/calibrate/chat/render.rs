@@ -56,8 +56,11 @@ impl One<'_> {
     /// Renders some messages with one form of the template.
     fn text(&self, form: &str, messages: &[Json], ask_for_answer: bool) -> Result<String, Fault> {
         let template = self.template;
-        let mut context: Vec<(&str, Value)> =
-            template.tokens.iter().map(|(name, token)| (name.as_str(), Value::from(token.as_str()))).collect();
+        let mut context: Vec<(&str, Value)> = template
+            .tokens
+            .iter()
+            .map(|(name, token)| (name.as_str(), Value::from(token.as_str())))
+            .collect();
         context.push(("messages", Value::from(Serde(messages))));
         context.push(("tools", Value::from(Serde(&self.chat.tools))));
         context.push(("documents", Value::from(())));

@@ -165,7 +165,10 @@ impl ChatTemplate {
     }
 
     fn unexpected(&self) -> Error {
-        Error::Internal(format!("the worker of {} gave another answer than was asked for", self.path.display()))
+        Error::Internal(format!(
+            "the worker of {} gave another answer than was asked for",
+            self.path.display()
+        ))
     }
 }
 

@@ -167,11 +167,7 @@ fn leaves_text(json: &Json) -> bool {
 }
 
 /// The name and how it was found: named by the user, by hash of the tokens of [`PROBE`], or by structure.
-pub(super) fn find(
-    json: &Json,
-    probe: &[u32],
-    named: Option<&str>,
-) -> Result<(String, String), String> {
+pub(super) fn find(json: &Json, probe: &[u32], named: Option<&str>) -> Result<(String, String), String> {
     if let Some(name) = named {
         return Ok((name.to_owned(), "as named".into()));
     }
