@@ -15,7 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use mimalloc::MiMalloc;
-use quant_core::Category;
+use quant_core::{Category, Error, Result};
+use rustix::process::{Resource, getrlimit};
 
 /// [`MiMalloc`], whose failures end the program.
 pub struct Allocator;
@@ -70,6 +71,26 @@ fn end(size: usize) -> ! {
         let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);
     }
     signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))
+}
+
+/// Fails where a limit on the address space leaves no room to start so many threads: what the standard library does in a
+/// new thread cannot fail otherwise than by a panic.
+pub fn check_room_for_threads(threads: usize) -> Result<()> {
+    /// A stack, with what else a thread maps before it runs.
+    const OF_A_THREAD: u64 = 5 << 19;
+    const OF_THE_PROGRAM: u64 = 16 << 20;
+    let Some(limit) = getrlimit(Resource::As).current else { return Ok(()) };
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let taken = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix("kB")?.trim().parse().ok());
+    let bytes = OF_THE_PROGRAM + OF_A_THREAD * threads as u64;
+    match taken.map(|kib: u64| limit.saturating_sub(kib << 10)) {
+        Some(room) if room < bytes => {
+            Err(Error::Memory { what: format!("{threads} threads"), bytes: Some(bytes) })
+        }
+        _ => Ok(()),
+    }
 }
 
 struct Message {

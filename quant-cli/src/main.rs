@@ -36,10 +36,14 @@ fn main() -> ExitCode {
     if text_worker::is_asked_for() {
         return text_worker::run();
     }
+    // Its stack is that of four.
+    if let Err(error) = allocator::check_room_for_threads(4) {
+        return ended(&error);
+    }
     let program = std::thread::Builder::new().name("main".into()).stack_size(STACK).spawn(begin);
     match program.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
-        Ok(Err(_)) => ended(&Error::Internal("the program panicked".into())),
+        Ok(Err(_)) => ended(&Error::Internal("the program panicked".into()), None),
         Err(error) => ended(&no_threads(&error)),
     }
 }
@@ -64,18 +68,18 @@ fn begin() -> ExitCode {
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli)));
     match outcome {
         Ok(Ok(code)) => code,
-        Ok(Err(error)) => ended(&error),
-        Err(_) => ended(&Error::Internal("the program panicked".into())),
+        Ok(Err(error)) => ended(&error, cli.command.resuming()),
+        Err(_) => ended(&Error::Internal("the program panicked".into()), None),
     }
 }
 
-/// Tells an error; the exit code that it means.
-fn ended(error: &Error) -> ExitCode {
+/// Prints an error with its remedy, or after an interruption with the command that resumes the run; the exit code that it
+/// means.
+fn ended(error: &Error, resuming: Option<String>) -> ExitCode {
     if output::is_closed_pipe(error) {
         return ExitCode::SUCCESS;
     }
-    let resuming =
-        Some(cli.command).filter(|_| matches!(error, Error::Interrupted)).and_then(|c| c.resuming());
+    let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
     let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
     output::tell(&format!("error: {error}\n  {remedy}"));
     ExitCode::from(error.category().exit_code())
@@ -96,11 +100,12 @@ fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
         message: error.to_string(),
         remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),
     })?;
-    let cancel = signals::install()?;
     let threads = match cli.threads {
         Some(threads) => threads,
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
+    allocator::check_room_for_threads(threads + 2)?;
+    let cancel = signals::install()?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))?;
     let text_workers = ProcessWorkers::of_this_program(threads, cancel.clone()).or_else(Arc::new(InProcess));
     let session = commands::Session {

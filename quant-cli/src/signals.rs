@@ -24,7 +24,7 @@ pub fn install() -> Result<CancelToken> {
             }
         }
     };
-    std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(failed)?;
+    std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(|e| crate::no_threads(&e))?;
     // Left alone, it kills the process; watched, the write fails instead and its error is told.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
     Ok(CancelToken::from_flag(pulled))

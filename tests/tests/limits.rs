@@ -1,0 +1,263 @@
+//! Limits of the environment, and what stands where files should: each ends in its code, with a message that can be
+//! acted on; what was being written stays as it was, and can be resumed.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use quant_tests::args;
+use quant_tests::files::{hashes, snapshot};
+use quant_tests::models::TinyLlama;
+use quant_tests::program::{Run, Running, Signal, command, program, quant};
+use quant_tests::refusal::{check_message, job_of};
+use tempfile::TempDir;
+
+const SEARCH: [&str; 6] = ["--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"];
+
+struct Bench {
+    scratch: TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let bench = Self { scratch: tempfile::tempdir().unwrap() };
+        TinyLlama::default().write(&bench.at("model"));
+        bench
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn quantize(&self, out: &str, options: &[&str]) -> Command {
+        let mut command = command(args!["quantize", self.at("model"), "-o", self.at(out)]);
+        command.args(options);
+        command
+    }
+}
+
+fn run(command: Command) -> Run {
+    Running::start(command).wait()
+}
+
+/// The command under a limit of the shell.
+fn limited(limit: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", &format!("ulimit {limit} && exec \"$@\""), "sh"])
+        .arg(program())
+        .args(command.get_args());
+    shell.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0").env("HF_HUB_OFFLINE", "1");
+    shell
+}
+
+fn fifo(path: &Path) {
+    let _ = std::fs::remove_file(path);
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+/// From too little to begin with to enough: done, or too little memory, and no trace of a crash between.
+#[test]
+fn too_little_memory() {
+    let bench = Bench::new();
+    for method in ["rtn", "awq", "gptq", "smoothquant", "qoq"] {
+        let mut options = vec!["--method", method, "--threads", "2"];
+        options.extend(match method {
+            "rtn" => &["--scheme", "w4a16-g32"][..],
+            "smoothquant" => &["--samples", "2", "--seq-len", "64"],
+            "qoq" => &["--group-size", "32", "--samples", "2", "--seq-len", "64"],
+            _ => &SEARCH,
+        });
+        let whole = bench.quantize("whole", &options);
+        let expected = run(whole);
+        let (mut done, mut short) = (0, 0);
+        let step = |kib: u32| {
+            let run = run(limited(&format!("-v {kib}"), &bench.quantize("out", &options)));
+            (run.code(), run)
+        };
+        // 20 steps from less than the executable takes up to what is enough for the model, and one with room to spare.
+        let mut spoken = false;
+        for kib in (1..=20).map(|i| 12_000 * i).chain([4_000_000]) {
+            let out = bench.at("out");
+            match step(kib) {
+                (Some(code), run) if Some(code) == expected.code() && code != 5 => {
+                    (done, spoken) = (done + 1, true);
+                    assert_eq!(hashes(&out), hashes(&bench.at("whole")), "{method} at {kib} KiB: {run}");
+                }
+                // Whoever loads the program found no room for it; with more there is some.
+                (None | Some(126 | 127), run) if !spoken && !run.stderr.contains("error: ") => {}
+                (_, run) => {
+                    (short, spoken) = (short + 1, true);
+                    check_message(&format!("{method} at {kib} KiB"), &run, 5, &[]);
+                    assert!(!out.exists(), "{method} at {kib} KiB: {run}");
+                    assert!(
+                        !run.stderr.contains("abort") && run.stderr.matches("error: ").count() == 1,
+                        "{run}"
+                    );
+                }
+            }
+            let _ = std::fs::remove_dir_all(&out);
+            let _ = std::fs::remove_dir_all(job_of(&out));
+        }
+        assert!(
+            expected.code() == Some(0) && done > 0 && short > 0,
+            "{method}: {done} done, {short} short: {expected}"
+        );
+        std::fs::remove_dir_all(bench.at("whole")).unwrap();
+    }
+}
+
+/// A small stack of the system is none of ours.
+#[test]
+fn a_small_stack() {
+    let bench = Bench::new();
+    let quantize = bench.quantize("out", &["--method", "rtn", "--scheme", "w4a16-g32"]);
+    run(limited("-s 128", &quantize)).succeeded();
+}
+
+/// A pipe in the place of a file is refused where nobody could be at its other end; none is waited for.
+#[test]
+fn pipes_in_the_place_of_files() {
+    let bench = Bench::new();
+    let recipe = bench.at("recipe.toml");
+    fifo(&recipe);
+    let mut quantize = bench.quantize("out", &["--recipe"]);
+    quantize.arg(&recipe);
+    check_message("a recipe", &run(quantize), 2, &["recipe.toml", "not a regular file"]);
+
+    // Files of a job that was interrupted.
+    let (mut done, job) = (0, job_of(&bench.at("out")));
+    for name in ["job.json", "journal.jsonl", "lock"] {
+        let mut awq = Running::start(bench.quantize("out", &SEARCH));
+        let begun = job.join("journal.jsonl");
+        if awq.wait_until(|| begun.exists()) {
+            awq.signal(Signal::KILL);
+        }
+        if awq.wait().code() == Some(0) {
+            std::fs::remove_dir_all(bench.at("out")).unwrap();
+            continue;
+        }
+        done += 1;
+        fifo(&job.join(name));
+        let mut resume = SEARCH.to_vec();
+        resume.push("--resume");
+        let run = run(bench.quantize("out", &resume));
+        let code = if name == "journal.jsonl" { 5 } else { 2 };
+        check_message(name, &run, code, &[name]);
+        std::fs::remove_dir_all(&job).unwrap();
+    }
+    assert!(done > 0, "every run was done before it could be killed");
+}
+
+/// Files that go along with the weights are copied within reason.
+#[test]
+fn companions_of_any_size() {
+    let bench = Bench::new();
+    let rtn = ["--method", "rtn", "--scheme", "w4a16-g32"];
+    let sparse =
+        |name: &str, len: u64| File::create(bench.at("model").join(name)).unwrap().set_len(len).unwrap();
+    sparse("LICENSE.txt", 20 << 30);
+    check_message("one", &run(bench.quantize("out", &rtn)), 4, &["LICENSE.txt", "has 21474836480 bytes"]);
+    sparse("LICENSE.txt", 600 << 20);
+    sparse("NOTICE", 600 << 20);
+    check_message("two", &run(bench.quantize("out", &rtn)), 4, &["NOTICE", "together"]);
+    assert!(!bench.at("out").exists());
+}
+
+/// What somebody else prepares is not written into.
+#[test]
+fn an_output_in_the_job_of_another_run() {
+    let bench = Bench::new();
+    let job = job_of(&bench.at("out"));
+    let mut awq = Running::start(bench.quantize("out", &SEARCH));
+    assert!(awq.wait_until(|| job.join("journal.jsonl").exists()), "{}", awq.wait());
+    awq.signal(Signal::KILL);
+    if awq.wait().code() == Some(0) {
+        panic!("the run was done before it could be killed");
+    }
+    let before = snapshot(&job);
+    for inside in ["out.job/out/x", "out.job/x", "out.job/out/a/b/c"] {
+        for force in [None, Some("--force")] {
+            let options =
+                ["--method", "rtn", "--scheme", "w4a16-g32"].into_iter().chain(force).collect::<Vec<_>>();
+            let run = run(bench.quantize(inside, &options));
+            check_message(inside, &run, 2, &["out.job", "another run prepares its output"]);
+        }
+    }
+    assert_eq!(snapshot(&job), before);
+    // A directory of that name which is nobody's job holds what one likes.
+    std::fs::create_dir(bench.at("mine.job")).unwrap();
+    std::fs::write(bench.at("mine.job/lock"), "of my door").unwrap();
+    run(bench.quantize("mine.job/out", &["--method", "rtn", "--scheme", "w4a16-g32"])).succeeded();
+}
+
+/// Under `nohup` a hangup changes nothing; without, it ends the run.
+#[test]
+fn a_hangup_that_is_ignored() {
+    let bench = Bench::new();
+    let eval =
+        args!["eval", bench.at("model"), "--text", "builtin-heldout", "--window", "512", "--threads", "1"];
+    let started = |through: &[&str]| {
+        let mut command = Command::new("env");
+        command.args(through).arg(program()).args(&eval).stdin(File::open("/dev/null").unwrap());
+        command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
+        let run = Running::start(command);
+        std::thread::sleep(std::time::Duration::from_millis(400));
+        run.signal(Signal::HUP);
+        run.wait()
+    };
+    started(&["nohup"]).succeeded();
+    let without = started(&[]);
+    assert!(matches!(without.code(), Some(0 | 75)), "{without}");
+}
+
+/// What steers a terminal is escaped, wherever it comes from.
+#[test]
+fn paths_that_steer_a_terminal() {
+    let bench = Bench::new();
+    let wild = "e\u{1b}[31m\u{9b}2J\u{202e}";
+    let clean = |run: &Run| {
+        let steers = |c: char| c.is_control() && c != '\n' || ('\u{202a}'..='\u{202e}').contains(&c);
+        assert!(!run.stdout.contains(steers) && !run.stderr.contains(steers), "{run}");
+    };
+    let model = bench.at("model");
+    let wild_text = bench.at(wild);
+    std::fs::write(&wild_text, "Rain in the morning. ".repeat(100)).unwrap();
+    let rtn = ["--method", "rtn", "--scheme", "w4a16-g32"];
+    let cases: Vec<(Vec<OsString>, i32)> = vec![
+        (args!["inspect", bench.at(&format!("no{wild}"))], 4),
+        (args!["quantize", &model, "-o", bench.at(&format!("out{wild}")), rtn[0], rtn[1], rtn[2], rtn[3]], 0),
+        (args!["quantize", &model, "-o", bench.at(&format!("out{wild}")), rtn[0], rtn[1], rtn[2], rtn[3]], 2),
+        (
+            args![
+                "quantize",
+                &model,
+                "-o",
+                bench.at(&format!("o{wild}")),
+                rtn[0],
+                rtn[1],
+                rtn[2],
+                rtn[3],
+                "--json"
+            ],
+            0,
+        ),
+        (args!["eval", &model, "--text", &wild_text, "--windows", "1", "--window", "64"], 0),
+        (args!["eval", &model, "--text", &wild_text, "--windows", "1", "--window", "64", "--json"], 0),
+        (args!["plan", &model, "--scheme", format!("w4{wild}")], 2),
+        (args!["plan", &model, "--ignore", wild], 2),
+        (args![format!("verb{wild}")], 2),
+        (args!["plan", format!("--option{wild}")], 2),
+        (args!["quantize", &model, "-o", bench.at("x"), "--recipe", bench.at(&format!("r{wild}"))], 2),
+    ];
+    for (arguments, code) in cases {
+        let json = arguments.iter().any(|a| a == "--json");
+        let run = quant(arguments);
+        assert_eq!(run.code(), Some(code), "{run}");
+        clean(&run);
+        if json {
+            assert!(run.json().to_string().contains("2J"), "the path is there");
+        }
+    }
+}
