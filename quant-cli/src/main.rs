@@ -38,13 +38,13 @@ fn main() -> ExitCode {
     }
     // Its stack is that of four.
     if let Err(error) = allocator::check_room_for_threads(4) {
-        return ended(&error);
+        return ended(&error, None);
     }
     let program = std::thread::Builder::new().name("main".into()).stack_size(STACK).spawn(begin);
     match program.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
         Ok(Err(_)) => ended(&Error::Internal("the program panicked".into()), None),
-        Err(error) => ended(&no_threads(&error)),
+        Err(error) => ended(&no_threads(&error), None),
     }
 }
 
