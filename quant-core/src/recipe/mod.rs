@@ -15,7 +15,6 @@ mod plan;
 mod repack;
 mod schema;
 mod select;
-mod stage_memory;
 mod time;
 
 pub use method::{METHODS, Method, Rounding, method, steps};
