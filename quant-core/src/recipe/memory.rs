@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{Action, PassPlan, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
-use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, Op};
+use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Alpha, SCALE_CANDIDATES, Search, kept_bytes};
 
@@ -23,7 +23,7 @@ impl Plan {
             kinds.map(|kind| plan.search_memory(kind)).max().unwrap_or(0)
         };
         let search = searched.map(kinds).max().unwrap_or(0);
-        let tensors: u64 = plans.iter().map(|plan| plan.largest_tensor(model)).sum();
+        let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
         // A tensor whose columns are turned stands in memory whole, as it was and as it is, and the last one is kept.
         let turned =
             if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
@@ -32,10 +32,7 @@ impl Plan {
 
     /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
     /// where a transform rewrites it.
-    fn largest_tensor(&self, model: &Model) -> u64 {
-        let kinds = || model.architecture().blocks.kinds_in(self.blocks());
-        // Those of blocks that are rounded in stages are counted there.
-        let outside = self.is_staged() && kinds().all(|kind| has_experts(kind.graph));
+    fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
             _ => {
@@ -44,15 +41,7 @@ impl Plan {
                 2 * entry.info.byte_len() + elements + widened + entry.output_bytes()
             }
         };
-        self.entries.iter().filter(|entry| !outside || entry.layer.is_none()).map(of).max().unwrap_or(0)
-    }
-
-    /// Whether GPTQ takes experts one at a time: on the inputs of the quantized model, with nothing before it that looks at
-    /// all of them.
-    fn is_staged(&self) -> bool {
-        let gptq = self.method.rounding == Rounding::Gptq;
-        let alone = self.transforms().is_empty() && !self.needs_ranges();
-        gptq && self.gptq.inputs == LayerInputs::Quantized && alone
+        self.entries.iter().map(of).max().unwrap_or(0)
     }
 
     /// Bytes of the largest weight of a block.
@@ -69,7 +58,10 @@ impl Plan {
         };
         let graph = kind.graph;
         let gptq = self.method.rounding == Rounding::Gptq;
-        let block = self.block_bytes(kind);
+        // GPTQ on the inputs of the quantized model takes experts one at a time, unless a transform has made all of
+        // them anew.
+        let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && self.transforms().is_empty();
+        let block = self.block_bytes(kind, one_expert);
         let width =
             |id: usize| graph.nodes()[id].op.linear_shape().map_or([0, 0], |shape| shape.map(|s| s as u64));
         let groups = if self.method.has("awq") { graph.fold_groups() } else { Vec::new() };
@@ -106,10 +98,10 @@ impl Plan {
         let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
         let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
         let states = (copies * before.max(after) + replaced + noted).saturating_mul(tokens);
-        if self.is_staged() && has_experts(graph) {
-            return states.saturating_add(self.stage_memory(graph, tokens));
-        }
-        let solved = if gptq { self.gptq_memory(graph) } else { 0 };
+        let solved = if gptq { self.gptq_memory(graph, one_expert) } else { 0 };
+        // What experts read, the weights of their outputs, and the sum of these are kept for the whole batch.
+        let expert_states = if one_expert { 4 * graph.expert_features() as u64 } else { 0 };
+        let states = states.saturating_add(expert_states.saturating_mul(tokens));
         let length = self.sampling.length as u64;
         let running = match self.settings.search {
             // A longer window goes through attention whole, and through the rest in pieces.
@@ -143,18 +135,28 @@ impl Plan {
         states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
     }
 
-    /// The weights of a block.
-    fn block_bytes(&self, kind: BlockKind<'_>) -> u64 {
-        self.entries.iter().filter(|e| e.layer == Some(kind.first)).map(|e| e.info.byte_len()).sum()
+    /// The weights of a block that are in memory at a time.
+    fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
+        let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
+        let node = |entry: &super::PlanEntry| match entry.action {
+            Action::Quantize { node, .. } => node,
+            Action::Rewrite { node, .. } => Some(node),
+            Action::Copy | Action::Repack { .. } => None,
+        };
+        let expert = |entry: &super::PlanEntry| node(entry).and_then(|node| kind.graph.expert_of(node));
+        resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
     }
 
     /// Hessians, what is made of them, and the codes that are kept.
-    fn gptq_memory(&self, graph: &BlockGraph) -> u64 {
+    fn gptq_memory(&self, graph: &BlockGraph, one_expert: bool) -> u64 {
         let mut widths = BTreeMap::new();
         for (id, _, [_, k], _) in graph.linears() {
             widths.insert(graph.nodes()[id].inputs[0], k as u64);
         }
-        let codes: u64 = graph.linears().map(|(_, _, [n, k], _)| (n * k) as u64).sum();
+        let codes = resident(
+            graph.linears().map(|(id, _, [n, k], _)| (graph.expert_of(id), (n * k) as u64)),
+            one_expert,
+        );
         let one = widths.values().map(|k| Hessian::peak_bytes(*k)).max().unwrap_or(0);
         let others: u64 = match self.gptq.inputs {
             LayerInputs::Quantized => 0,
@@ -167,7 +169,19 @@ impl Plan {
     }
 }
 
-/// Whether a block has experts.
-fn has_experts(graph: &BlockGraph) -> bool {
-    graph.nodes().iter().any(|node| matches!(node.op, Op::Experts { .. }))
+/// Bytes of what belongs to no expert, and of all experts, or of the largest where they come one at a time.
+fn resident(parts: impl Iterator<Item = (Option<NodeId>, u64)>, one_expert: bool) -> u64 {
+    let mut experts: BTreeMap<NodeId, u64> = BTreeMap::new();
+    let mut shared = 0;
+    for (expert, bytes) in parts {
+        match expert {
+            Some(expert) => *experts.entry(expert).or_default() += bytes,
+            None => shared += bytes,
+        }
+    }
+    let experts: u64 = match one_expert {
+        true => experts.into_values().max().unwrap_or(0),
+        false => experts.into_values().sum(),
+    };
+    shared + experts
 }

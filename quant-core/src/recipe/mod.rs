@@ -16,7 +16,6 @@ mod plan;
 mod repack;
 mod schema;
 mod select;
-mod stage_memory;
 mod time;
 
 pub use cache_scales::CacheScale;

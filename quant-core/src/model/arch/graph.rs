@@ -186,6 +186,20 @@ impl BlockGraph {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
     }
 
+    /// Features of a token that have to be kept while a block's experts run one after the other: what they read,
+    /// their weights, and the sum of their outputs. 0 without experts.
+    pub fn expert_features(&self) -> usize {
+        let of = |(id, node): (NodeId, &Node)| match node.op {
+            Op::Experts { .. } => {
+                let outputs = node.inputs[1..].iter().filter_map(|&output| self.rows[output]);
+                let read = outputs.map(|selects| self.widths[selects]).max().unwrap_or(0);
+                Some(read + self.widths[node.inputs[0]] + self.widths[id])
+            }
+            _ => None,
+        };
+        self.nodes.iter().enumerate().filter_map(of).max().unwrap_or(0)
+    }
+
     /// The share of all tokens that a node's value has rows for, if tokens are spread evenly.
     pub fn share_of_tokens(&self, id: NodeId) -> f64 {
         match self.rows[id].map(|selects| self.nodes[selects].op.rows()) {

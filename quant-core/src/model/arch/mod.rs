@@ -18,7 +18,6 @@ mod gpt_oss;
 mod graph;
 mod latent;
 mod lfm2;
-mod liveness;
 mod llama;
 mod llama_variants;
 mod mixers;
