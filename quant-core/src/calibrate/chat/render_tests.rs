@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use super::*;
-use crate::Result;
+use crate::{Error, Result};
 use crate::calibrate::Mask;
 use crate::calibrate::chat::{ChatTemplate, Conversation, RenderedChat};
 
