@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use super::*;
-use crate::{Error, Result};
 use crate::calibrate::Mask;
 use crate::calibrate::chat::{ChatTemplate, Conversation, RenderedChat};
+use crate::{Error, Result};
 
 /// Turns between two marks, as ChatML has it.
 const CHATML: &str = "\
