@@ -1,10 +1,13 @@
 //! Templates in the styles that models have, hostile ones, and what the assistant wrote in each.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
 use super::*;
+use crate::calibrate::Mask;
+use crate::calibrate::chat::{ChatTemplate, Conversation, RenderedChat};
+use crate::{Error, Result};
 
 /// Turns between two marks, as ChatML has it.
 const CHATML: &str = "\
