@@ -598,7 +598,8 @@ impl Layout {
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
                 // As the kernels multiply them, whatever the bytes are.
-                let byte = panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
+                let byte =
+                    panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
                 match self.scales {
                     ScaleType::E4m3 => {
                         scale = 256.0 * e4m3_scale_packed(byte) / self.channel(panel, row);

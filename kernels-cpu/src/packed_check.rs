@@ -52,7 +52,8 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
         ScaleType::Progressive => {
             for row in 0..PANEL_ROWS {
                 for (k, group) in (0..layout.k()).map(|k| (k, k / layout.group_size())) {
-                    let code = i32::from(layout.code(panel, row, k)) - i32::from(layout.zero(panel, row, group));
+                    let code =
+                        i32::from(layout.code(panel, row, k)) - i32::from(layout.zero(panel, row, group));
                     let scale = i32::from(scales[group * PANEL_ROWS + row]);
                     if (code * scale).abs() > PROGRESSIVE_MOST {
                         return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));

@@ -99,7 +99,8 @@ fn pages_are_near_what_is_simulated() {
         let tokens = tokens(&tiny);
         for scheme in KvScheme::INTEGERS {
             let simulated = at_once(&load(&tiny).with_kv(Some(scheme)), &tokens);
-            let pages = at_once(&load(&tiny).with_caching(KvCaching::Kernels(scheme.kind().unwrap())), &tokens);
+            let pages =
+                at_once(&load(&tiny).with_caching(KvCaching::Kernels(scheme.kind().unwrap())), &tokens);
             let off = apart(&simulated, &pages);
             // What a block makes of a small difference may move a key of the next to a neighbouring code.
             let bound = if scheme == KvScheme::Kv8 { 3e-2 } else { 0.1 };

@@ -178,7 +178,9 @@ mod tests {
     fn narrow_groups_are_not_tiled() {
         let (n, k) = (40, 96);
         let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 16) as u8).collect();
-        for (size, m, tiled) in [(16, 16, false), (16, 60, false), (32, 16, true), (48, 60, true), (32, 15, false)] {
+        for (size, m, tiled) in
+            [(16, 16, false), (16, 60, false), (32, 16, true), (48, 60, true), (32, 15, false)]
+        {
             let groups: Vec<u8> = (0..n * k / size).map(|i| 0x30 + (i % 9) as u8).collect();
             let scales = Scales::E4m3 { groups: &groups, global: 7.5 };
             let view =

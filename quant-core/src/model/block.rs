@@ -10,7 +10,8 @@ use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
 use super::attention::{activate, cached_attention, causal_attention, gated};
 use super::tensor_values::with_slices;
 use super::{
-    CudaRunner, KvCaching, KvScales, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight, TokenRows,
+    CudaRunner, KvCaching, KvScales, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight,
+    TokenRows,
 };
 use super::{OpParameters, experts, gates, norm, paged, recurrent};
 use crate::scheme::CachePart;

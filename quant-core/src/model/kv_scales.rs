@@ -24,8 +24,7 @@ pub struct CachedValue {
 /// What the attentions of a block cache, in order of evaluation; none where a value does not come from one linear, as
 /// those of latent attention, of which engines cache something else.
 pub fn cached_values(graph: &BlockGraph) -> Option<Vec<CachedValue>> {
-    let attentions =
-        graph.nodes().iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Attention(_)));
+    let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Attention(_)));
     let values = attentions.flat_map(|(attention, node)| {
         [(CachePart::Keys, node.inputs[1]), (CachePart::Values, node.inputs[2])].map(|(part, node)| {
             let linear = source(graph, node)?;

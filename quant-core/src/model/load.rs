@@ -13,8 +13,8 @@ use super::Preparation;
 use super::arch::{self, Architecture, EmbeddingScale, LearnedPositions, Op};
 use super::dequantized::Dequantized;
 use super::{
-    Block, CachedValue, KvCaching, KvScheme, Linear, Norm, OpParameters, PositionTable, RopeTables, StoredWeight,
-    WeightBody, cached_values,
+    Block, CachedValue, KvCaching, KvScheme, Linear, Norm, OpParameters, PositionTable, RopeTables,
+    StoredWeight, WeightBody, cached_values,
 };
 use super::{fused_experts, names};
 use crate::checkpoint::{
@@ -338,12 +338,15 @@ impl Model {
         let graph = self.architecture.graph(layer);
         let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
             path: self.path.clone(),
-            reason: format!("a cache of FP8 of keys and values that come from several linears, in block {layer}"),
+            reason: format!(
+                "a cache of FP8 of keys and values that come from several linears, in block {layer}"
+            ),
         })?;
         let tensor = |value: CachedValue| {
             let linear = self.architecture.in_block(layer, graph.name(value.linear));
             let known = value.part.known_names(&linear);
-            let name = known.iter().find(|name| self.source.info(name).is_some()).unwrap_or(&known[0]).clone();
+            let name =
+                known.iter().find(|name| self.source.info(name).is_some()).unwrap_or(&known[0]).clone();
             let info = self.source.require(&name)?;
             require_weight_float(self.source.location(&name), &name, info.dtype)?;
             match info.elements() {

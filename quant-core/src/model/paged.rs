@@ -286,8 +286,7 @@ mod tests {
                     x
                 });
                 let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], None);
-                let whole =
-                    flat(&prefill(kind, case.shape, [&q, &k, &v], Segments::whole()).unwrap());
+                let whole = flat(&prefill(kind, case.shape, [&q, &k, &v], Segments::whole()).unwrap());
                 check(&case, &whole, &expected);
                 // A prompt, some tokens at once, then one by one: the same bits.
                 let mut cache = LayerCache::new(case.positions);

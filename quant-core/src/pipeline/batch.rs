@@ -165,13 +165,7 @@ impl Batch {
     }
 
     /// The largest of what the attentions of a block cache on these states.
-    fn cached(
-        &mut self,
-        job: &Job<'_>,
-        prefix: &str,
-        block: &Block,
-        which: States,
-    ) -> Result<CachedMaxima> {
+    fn cached(&mut self, job: &Job<'_>, prefix: &str, block: &Block, which: States) -> Result<CachedMaxima> {
         let states = self.states.of(which);
         let states = states.ok_or_else(|| Error::Internal("scales of a cache without a batch".into()))?;
         timed(job.observer, reading(job), || block.load())?;

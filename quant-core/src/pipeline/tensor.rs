@@ -9,7 +9,8 @@ use super::source::{Bytes, Held, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, Op, WeightRows};
 use crate::quantize::{
-    ErrorStats, QuantizedTensor, Rows, ScaleContext, ScaleExponents, SharedExtents, fp8_static_scale, quantize_within,
+    ErrorStats, QuantizedTensor, Rows, ScaleContext, ScaleExponents, SharedExtents, fp8_static_scale,
+    quantize_within,
 };
 use crate::recipe::{Action, CacheScale, PlanEntry};
 use crate::scheme::LinearScheme;

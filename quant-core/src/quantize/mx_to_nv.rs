@@ -99,8 +99,9 @@ mod tests {
     /// Rows of one group of MXFP4, with such exponents of scales, and all codes; in the last row all are zeros.
     fn rows(exponents: &[i32]) -> QuantizedTensor {
         let n = exponents.len() + 1;
-        let codes: Vec<u8> =
-            (0..n * MX_GROUP).map(|i| if i / MX_GROUP == n - 1 { 8 * (i % 2) as u8 } else { i as u8 % 16 }).collect();
+        let codes: Vec<u8> = (0..n * MX_GROUP)
+            .map(|i| if i / MX_GROUP == n - 1 { 8 * (i % 2) as u8 } else { i as u8 % 16 })
+            .collect();
         let value = |e: &i32| if *e == -127 { f32::from_bits(1 << 22) } else { power(*e) };
         let scales = exponents.iter().map(value).chain([f32::from_bits(1 << 22)]).collect();
         QuantizedTensor {
@@ -122,7 +123,8 @@ mod tests {
 
     #[test]
     fn weights_stay_what_they_are() {
-        for exponents in [&[0_i32][..], &[-17, 0], &[-9, -5, 7], &[-110, -120, -127], &[-127], &[], &[-10, 7]] {
+        for exponents in [&[0_i32][..], &[-17, 0], &[-9, -5, 7], &[-110, -120, -127], &[-127], &[], &[-10, 7]]
+        {
             let tensor = rows(exponents);
             let expected = tensor.dequantize().unwrap();
             let own = ScaleExponents::of(&tensor);

@@ -197,7 +197,10 @@ mod tests {
                     [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();
                 assert_eq!(moving, usize::from(passes.follow_float()), "{passes:?}");
                 // What is cached is found on states from before the block, of the block as it will be written.
-                assert_eq!(passes.cache, cache.then_some(if transforms == 0 { States::Float } else { States::Copy }));
+                assert_eq!(
+                    passes.cache,
+                    cache.then_some(if transforms == 0 { States::Float } else { States::Copy })
+                );
                 assert!(!cache || passes.follow_float(), "{passes:?}");
                 assert!(passes.cache != COPY || passes.copy_float(), "{passes:?}");
             }

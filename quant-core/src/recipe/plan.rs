@@ -465,7 +465,16 @@ impl Plan {
             }
             let (tensor, stored) = (name.to_owned(), name.to_owned());
             let cache = Vec::new();
-            self.entries.push(PlanEntry { tensor, stored, layer, info, turned: false, action, outputs, cache });
+            self.entries.push(PlanEntry {
+                tensor,
+                stored,
+                layer,
+                info,
+                turned: false,
+                action,
+                outputs,
+                cache,
+            });
         }
         Ok(())
     }

@@ -4,8 +4,8 @@ use half::bf16;
 
 use super::{ROW, Shape, TileUnit};
 use crate::FloatFormat;
-use crate::float_format::e4m3_packed;
 use crate::activation::float::PAIRS;
+use crate::float_format::e4m3_packed;
 use crate::simd::scalar::Scalar;
 use crate::simd::{E2M1_OFFSET, Lanes, codes};
 
