@@ -100,7 +100,7 @@ pub fn run(args: &Args) -> Result<()> {
         let texts: Vec<_> =
             texts.into_iter().filter(|(_, t)| t.extension().is_some_and(|e| e != "jsonl")).collect();
         let mut found: Vec<Vec<Vec<f64>>> = vec![Vec::new(); texts.len()];
-        for (name, scheme, options) in cases(row) {
+        for &(name, scheme, options) in cases(row) {
             remove_dir(&out)?;
             let mut command = quantize(&quant, &model, &out);
             command.args(["--scheme", scheme, "--method", "rtn"]).args(options).args(ignored(row));
