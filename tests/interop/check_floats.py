@@ -257,7 +257,8 @@ def cache_numbers(check):
     values = numpy.concatenate([values, -values])
     stored, rounded = check.scratch / "cached.safetensors", check.scratch / "cache.safetensors"
     for scale in [1.0, 2.0 ** -7, 0.0123291015625, 37.25]:
-        x = (values * numpy.float32(scale)).reshape(1, -1)
+        with numpy.errstate(over="ignore"):
+            x = (values * numpy.float32(scale)).reshape(1, -1)
         x = x[numpy.isfinite(x)].reshape(1, -1)
         save_file({"x": x}, stored)
         check.program("interop-dump", "inputs", "kv-fp8", stored, rounded, repr(scale))

@@ -166,16 +166,15 @@ mod tests {
     fn size_of_steps(size: usize) -> usize {
         size.div_ceil(STEP)
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::{FloatFormat, Int8Rows, Isa, PackedLinear, RowLayout, Scales, Serial, WeightView, reference};
 
     /// Groups of 16 are left to lanes, in as many rows as one likes; wider ones go through tiles from 16 rows on. Both
     /// equal the definition.
     #[test]
     fn narrow_groups_are_not_tiled() {
+        use crate::{
+            FloatFormat, Int8Rows, Isa, PackedLinear, RowLayout, Scales, Serial, WeightView, reference,
+        };
+
         let (n, k) = (40, 96);
         let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 16) as u8).collect();
         for (size, m, tiled) in

@@ -244,3 +244,23 @@ fn formats_of_codes() {
     });
     assert_eq!((status, integers.format), (qz1_status::Ok, QZ1_CODES_INTEGER));
 }
+
+#[test]
+fn what_was_packed_is_told_from_what_was_not() {
+    for weights in Weights::all() {
+        let (rust, layout) = (weights.packed(), weights.layout());
+        let mut bytes = rust.view().bytes().to_vec();
+        // SAFETY: all lives.
+        let check = |bytes: &[u8], len| unsafe { qz1_check(&layout, bytes.as_ptr(), len, null()) };
+        assert_eq!(check(&bytes, bytes.len()), qz1_status::Ok);
+        assert_eq!(check(&bytes, bytes.len() - 1), qz1_status::Length);
+        bytes[7] = 0xff;
+        // Of integers, and of E2M1, every code is a number.
+        let expected = match weights.float {
+            Some(FloatFormat::E4m3) => qz1_status::Scheme,
+            _ if layout.scales == QZ1_SCALES_PROGRESSIVE => continue,
+            _ => qz1_status::Ok,
+        };
+        assert_eq!(check(&bytes, bytes.len()), expected);
+    }
+}

@@ -411,3 +411,7 @@ mod tests {
         assert!(notes(&[("a", "w8a16"), ("b", "w4a16")]).contains("several schemes"));
     }
 }
+
+#[cfg(test)]
+#[path = "config_float_tests.rs"]
+mod float_tests;

@@ -1,0 +1,81 @@
+//! What configurations and notes say of floating-point formats, where readers take one for another.
+
+use super::*;
+
+fn of(scheme: &str) -> ModuleSchemes<'static> {
+    let shapes = [("a", [64, 64])].into();
+    ModuleSchemes { quantized: vec![("a", scheme.parse().unwrap())], shapes, ..Default::default() }
+}
+
+fn group(scheme: &str) -> Value {
+    quantization_config(&of(scheme))["config_groups"]["group_0"].clone()
+}
+
+/// Readers know MX groups by the type of their scales, and round the scales of NVFP4 activations only where it stands;
+/// older ones refuse the key, so that it stands nowhere else.
+#[test]
+fn types_of_scales_are_said_where_readers_need_them() {
+    for (scheme, weights, inputs) in [
+        ("wf4a16-g16-nv", Value::Null, Value::Null),
+        ("wf4af4-g16-nv", json!("torch.float8_e4m3fn"), json!("torch.float8_e4m3fn")),
+        ("wf4a16-g32-mx", json!("torch.uint8"), Value::Null),
+        ("wf8a16-g32-mx", json!("torch.uint8"), Value::Null),
+        ("wf8af8-g32-mx", json!("torch.uint8"), json!("torch.uint8")),
+        ("wf8af8-channel", Value::Null, Value::Null),
+        ("wf8af8-b128", Value::Null, Value::Null),
+    ] {
+        let group = group(scheme);
+        assert_eq!(group["weights"]["scale_dtype"], weights, "{scheme}");
+        assert_eq!(group["input_activations"]["scale_dtype"], inputs, "{scheme}");
+    }
+}
+
+/// 4-bit integers under FP8 activations say their format in the group: without it readers take the words for bytes.
+#[test]
+fn w4afp8_says_that_it_is_packed() {
+    let group = group("w4af8-g128-sym");
+    assert_eq!(group["format"], json!("pack-quantized"));
+    assert_eq!(
+        group["input_activations"],
+        json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true })
+    );
+}
+
+#[test]
+fn caches_of_fp8_are_said_and_explained() {
+    let plain = of("wf8af8-channel");
+    assert!(quantization_config(&plain).get("kv_cache_scheme").is_none());
+    let cached = ModuleSchemes { fp8_cache: true, ..plain.clone() };
+    let scheme =
+        json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": "tensor", "dynamic": false });
+    assert_eq!(quantization_config(&cached)["kv_cache_scheme"], scheme);
+    let new: Vec<String> = warnings(&cached).into_iter().filter(|n| !warnings(&plain).contains(n)).collect();
+    assert!(
+        new.len() == 2 && new[0].contains("--kv-cache-dtype fp8") && new[1].contains("llama.cpp"),
+        "{new:?}"
+    );
+    // Beside NVFP4 alone llama.cpp's converter passes over them.
+    let nvfp4 = ModuleSchemes { fp8_cache: true, ..of("wf4a16-g16-nv") };
+    assert!(!warnings(&nvfp4).iter().any(|n| n.contains("stops at FP8 scales")));
+}
+
+#[test]
+fn notes_name_the_traps_of_each_format() {
+    for (scheme, says) in [
+        ("wf8a16-channel", &["load in transformers", "was not seen"][..]),
+        ("wf8af8-channel", &["compute capability 8.9"]),
+        ("wf8af8-tensor", &["not per tensor"]),
+        (
+            "wf4af4-g16-nv",
+            &["compute capability 10.0", "in BF16 (dtype=torch.bfloat16); in F32 it does not load"],
+        ),
+        ("wf4a16-g32-mx", &["whatever the file says", "for experts only", "dequantize=True"]),
+        ("wf8a16-g32-mx", &["llama.cpp's converter does not read them"]),
+        ("w4af8-g128-sym", &["compute capability 9.0 alone"]),
+    ] {
+        let notes = warnings(&of(scheme)).join("\n");
+        says.iter().for_each(|said| assert!(notes.contains(said), "{scheme}: {notes}"));
+    }
+    let narrow = ModuleSchemes { shapes: [("a", [64, 48])].into(), ..of("wf4a16-g16-nv") };
+    assert!(warnings(&narrow).join("\n").contains("`a` has 48, which is no multiple"));
+}
