@@ -147,6 +147,8 @@ pub enum LayerNormParameters {
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,
+    /// `max(x, 0)²`.
+    ReluSquared,
     /// `x · σ(x)`.
     Silu,
     /// `σ(x)`: an output gate.
@@ -483,7 +485,11 @@ impl Op {
             // begins behind the slice.
             Self::Gated(_)
             | Self::Activation(
-                Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
+                Activation::ReluSquared
+                | Activation::Silu
+                | Activation::Sigmoid
+                | Activation::Gelu
+                | Activation::GeluTanh,
             )
             | Self::ClampedGated { .. }
             | Self::TokenGate
