@@ -50,6 +50,11 @@ TRAPS = {
     "another scale of scores": ("gemma3", {"query_pre_attn_scalar": 40}),
     "one rotation for all layers": ("gemma3", {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 5000.0} for kind in (make_tiny.FULL, make_tiny.SLIDING)}}),
+    "gates before norms": ("falcon_h1", {"mamba_norm_before_gate": False}),
+    "norms before gates": ("falcon_h1-gate-first", {"mamba_norm_before_gate": True}),
+    "keys not scaled": ("falcon_h1", {"key_multiplier": 1.0}),
+    "steps with other bounds": ("falcon_h1", {"time_step_limit": [0.9, 1.5]}),
+    "parts of state spaces scaled alike": ("falcon_h1", {"ssm_multipliers": [1.0] * 5}),
     "no residual multiplier": ("granite", {"residual_multiplier": 1.0}),
     "scores divided by the root of the width": ("granite", {"attention_multiplier": 24 ** -0.5}),
     "all layers turned": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
@@ -123,6 +128,11 @@ WEIGHT_TRAPS = {
     "experts without scales of their own": ("gemma4-experts", scaled("per_expert_scale", torch.ones_like)),
     "outputs of blocks not scaled": ("gemma4", scaled("layer_scalar", torch.ones_like)),
     "the first third for the second": ("lfm2", scaled("conv.in_proj", lambda w: w.unflatten(0, (3, -1))[[1, 0, 2]].flatten(0, 1))),
+    "steps of state spaces without their bias": ("nemotron_h", scaled("dt_bias", torch.zeros_like)),
+    "inputs of state spaces left out": ("nemotron_h", scaled("mixer.D", torch.zeros_like)),
+    "heads of state spaces in other groups": ("nemotron_h", scaled(
+        "in_proj", lambda w: torch.cat([w[:192], w[192:224].roll(16, 0), w[224:]]))),
+    "weights of gated norms left out": ("falcon_h1", scaled("mamba.norm", torch.ones_like)),
     "short convolutions turned around": ("lfm2", scaled("conv.conv", lambda w: w.flip(-1))),
     "short convolutions without biases": ("lfm2-bias", scaled("conv.conv.bias", torch.zeros_like)),
     "convolutions turned around": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
@@ -290,7 +300,7 @@ class Family:
         self.check.script("independent_pack", model, "--out", read)
         tensors = {name: tensor.float().numpy() for path in model.glob("*.safetensors")
                    for name, tensor in load_torch(path).items()}
-        packed = {name for name in tensors if name.endswith(("_packed", "_scale", "_shape"))}
+        packed = {name for name in tensors if name.endswith((".weight_packed", ".weight_scale", ".weight_shape"))}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in packed} | load_file(read)
         config = json.loads((model / "config.json").read_text())
         del config["quantization_config"]

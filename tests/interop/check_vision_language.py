@@ -17,7 +17,7 @@ from reference_model import module_name
 # computes in f64.
 TOLERANCE = 5e-6
 # Scores that are not scaled make the softmax steep: transformers' own differ by 4.7e-6.
-STEEP = {"gemma4-vl": 1e-5}
+STEEP = {"gemma4-vl": 1e-5, "gemma4-vl-small": 1e-5}
 QUICK = ["--samples", "4", "--seq-len", "64"]
 # Model, name of the case, options of `quant quantize`, whether transformers must dequantize. The first of each class is
 # part of every run, the others are run with --whole.
@@ -35,6 +35,7 @@ QUANTIZED = [
      ["--method", "rtn", "--override", "down_proj=w8a16-g64", "--override", "lm_head=w8a16"], False),
 ]
 MORE = [
+    ("gemma4-vl-small", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2-vl-modules", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
     ("qwen3-vl-tied", "awq-w4-g32-head", ["--group-size", "32", "--override", "lm_head=w4a16-g32", *QUICK], False),
     ("qwen2-vl", "format-awq-g32", ["--format", "awq", "--group-size", "32", *QUICK], False),

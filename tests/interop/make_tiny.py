@@ -87,6 +87,16 @@ LINEAR = "linear_attention"
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
+# Groups of heads, states narrower than heads. transformers bounds steps from below in whole windows alone, by
+# `time_step_min`, and engines do not.
+NEMOTRON = {"model_type": "nemotron_h", "num_hidden_layers": 4, "ssm_state_size": 16, "mamba_num_heads": 8,
+            "mamba_head_dim": 12, "n_groups": 2, "chunk_size": 32, "time_step_min": 1e-9,
+            "layers_block_type": [LINEAR, "mlp", FULL, LINEAR]}
+FALCON = {"model_type": "falcon_h1", "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2,
+          "mamba_d_state": 16, "mamba_chunk_size": 32,
+          "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9], "ssm_in_multiplier": 0.6, "ssm_out_multiplier": 1.3,
+          "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "key_multiplier": 0.6,
+          "mlp_multipliers": [0.8, 1.3], "embedding_multiplier": 2.5, "lm_head_multiplier": 0.4}
 EXPERTS = {"num_experts_per_tok": 3}
 SHARED_EXPERT = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 64, "n_group": 4,
@@ -125,10 +135,17 @@ FAMILIES = {
                               "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, FULL]},
     "gemma4-inputs": GEMMA4 | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY + 10,
                                "attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False},
-    "gemma4-shared": GEMMA4 | {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL, FULL, FULL],
+    "gemma4-shared": GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 32,
+                               "vocab_size_per_layer_input": VOCABULARY, "layer_types": [SLIDING, FULL, FULL, FULL],
                                "final_logit_softcapping": None},
     "gemma4-experts": GEMMA4 | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
                                 "moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "nemotron_h": NEMOTRON,
+    "nemotron_h-bias": NEMOTRON | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "n_groups": 1,
+                                   "tie_word_embeddings": True},
+    "falcon_h1": FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "falcon_h1-gate-first": FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True},
+    "falcon_h1-plain": FALCON | {"mamba_rms_norm": False, "mamba_conv_bias": False, "tie_word_embeddings": True},
     "lfm2": {"model_type": "lfm2", "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", "conv"],
              "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3},
     "lfm2-bias": {"model_type": "lfm2", "conv_bias": True, "full_attn_idxs": [1], "conv_L_cache": 4,
@@ -237,7 +254,8 @@ def make_model(variant, seed):
     options = family_options(variant) if variant in FAMILIES else options | VARIANTS[variant]
     # Weights of these families' norms are what is added to 1, but for those of gated delta nets.
     centered = options["model_type"].startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
-    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    model_type = options.pop("model_type")
+    config = AutoConfig.for_model(model_type, **options)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -254,6 +272,9 @@ def make_model(variant, seed):
             elif parameter.ndim == 1:
                 center = 0.0 if centered and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.3 * noise)
+                # Scores that are not scaled would be so large that single precision decides which key is looked at.
+                if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                    parameter.mul_(0.15)
             else:
                 # transformers holds all experts of a block in one parameter.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)

@@ -82,8 +82,13 @@ GEMMA4 = {"model_type": "gemma4", "audio_config": None, "image_token_id": 268, "
                               "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
                                                  "rope_theta": 50000.0},
                               "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}}
+# Inputs of each block, and one that reads the keys and values of another.
+GEMMA4_SMALL = GEMMA4 | {"text_config": GEMMA4["text_config"] | {
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": make_tiny.VOCABULARY, "num_kv_shared_layers": 1,
+    "attention_k_eq_v": False, "num_global_key_value_heads": None, "use_double_wide_mlp": True}}
 VARIANTS = {
     "gemma4-vl": GEMMA4,
+    "gemma4-vl-small": GEMMA4_SMALL,
     "qwen2-vl": QWEN2_VL,
     "qwen2-vl-flat": QWEN2_VL | {"tie_word_embeddings": True},
     "qwen2-vl-modules": QWEN2_VL,

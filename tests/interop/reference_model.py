@@ -171,6 +171,8 @@ def check_modules(model, packed, attribute, dequantize):
     modules = dict(model.named_modules())
     if "vision_config" in model.config.to_dict():
         packed = {module_name(name) for name in packed}
+    # Nemotron-H is published under another name than its module has.
+    packed = {re.sub(r"^backbone\.", "model.", name) for name in packed}
     held = {name for name, module in modules.items() if hasattr(module, attribute)}
     fused = {name for name in packed if name not in modules and re.search(r"\.experts\.\d+\.", name)}
     expected = set() if dequantize else packed - fused

@@ -93,8 +93,9 @@ const OTHER_DENSE: &[&str] = &[
     "cohere2",
     "starcoder2",
     "gpt_neox",
-    "gemma4_text",
     "lfm2",
+    "nemotron_h",
+    "falcon_h1",
     "qwen3_5_text",
     "qwen3_next",
 ];
@@ -109,7 +110,6 @@ const VISION_LANGUAGE: &[&str] = &[
 /// Those whose other readers were not looked at.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
     "Gemma3ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 ];
@@ -154,6 +154,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_EXPERTS, Has::Yes, Basis::Run),
+    fact(&["gemma4_text", "Gemma4ForConditionalGeneration"], Has::With(gemma4_without_experts), Basis::Run),
     fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
     fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),
@@ -210,6 +211,15 @@ fn head_of_opt(outline: &Outline) -> Verdict {
     match outline.head.is_some() || outline.embedding.is_some() {
         true => Unsure("whether its OPT reads a quantized head or embedding".into()),
         false => Yes,
+    }
+}
+
+/// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
+fn gemma4_without_experts(outline: &Outline) -> Verdict {
+    match outline.experts.is_empty() {
+        true if outline.wrapper.is_some() => Yes,
+        true => compressed_tensors_alone(outline),
+        false => No("it does not read experts of this model one by one".into()),
     }
 }
 

@@ -274,6 +274,9 @@ pub(super) fn in_place(activation: Activation, values: &mut [f32]) {
     match activation {
         // `f32::max`, and candle's own operation with it, would turn NaN into 0.
         Activation::Relu => values.iter_mut().for_each(|v| *v = if *v < 0.0 { 0.0 } else { *v }),
+        Activation::ReluSquared => {
+            values.iter_mut().for_each(|v| *v = if *v < 0.0 { 0.0 } else { *v * *v });
+        }
         Activation::Silu => values.iter_mut().for_each(|v| *v = silu(*v)),
         Activation::Sigmoid => values.iter_mut().for_each(|v| *v = sigmoid(*v)),
         Activation::GeluTanh => values.iter_mut().for_each(|v| *v = gelu_tanh(*v)),

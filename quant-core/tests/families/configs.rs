@@ -563,6 +563,38 @@ pub fn cases() -> Vec<Case> {
             )
         },
         Case {
+            producers: vec!["norm"],
+            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            rounding: 1.0,
+            ..Case::new(
+                "nemotron_h",
+                "NemotronHForCausalLM",
+                json!({ "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 4,
+                        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 12, "mlp_bias": true,
+                        "time_step_limit": [0.05, { "__float__": "Infinity" }] }),
+            )
+        },
+        Case {
+            producers: vec![
+                "input_layernorm",
+                "self_attn.v_proj",
+                "pre_ff_layernorm",
+                "feed_forward.up_proj",
+            ],
+            has_pairs: false,
+            rounding: 1.0,
+            not_rotated_for: Some("is no linear's output"),
+            ..Case::new(
+                "falcon_h1",
+                "FalconH1ForCausalLM",
+                json!({ "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
+                        "mamba_d_state": 12, "mamba_rms_norm": true, "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+                        "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 0.9, "attention_in_multiplier": 1.1,
+                        "attention_out_multiplier": 0.8, "key_multiplier": 0.6, "mlp_multipliers": [0.8, 1.3],
+                        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5 }),
+            )
+        },
+        Case {
             producers: vec!["operator_norm", "conv.in_proj", "ffn_norm", "feed_forward.w3"],
             other_producers: vec![
                 vec![

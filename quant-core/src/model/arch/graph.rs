@@ -390,13 +390,8 @@ impl BlockGraph {
         let inspected = match walk.consumers.as_slice() {
             [] => return None,
             [single] => *single,
-            several => self.meeting_node(several)?,
+            several => self.meeting_node(several, input)?,
         };
-        // A search computes the one from the other. Experts that a router with another input chooses do not follow from
-        // what they read.
-        if !self.follows_from(inspected, input) {
-            return None;
-        }
         Some(FoldGroup { producer, rows, consumers: walk.consumers, input, inspected, repeat, run })
     }
 
@@ -524,8 +519,10 @@ impl BlockGraph {
         self.users[value].iter().copied()
     }
 
-    /// The first linear that depends on all of these, or the first node of any kind where no linear does.
-    fn meeting_node(&self, sources: &[NodeId]) -> Option<NodeId> {
+    /// The first linear that depends on all of these, or the first node of any kind where no linear does. A search computes
+    /// it from the value that all of these read, so that it must follow from that: experts that a router with another input
+    /// chooses do not.
+    fn meeting_node(&self, sources: &[NodeId], input: NodeId) -> Option<NodeId> {
         // Of each node, how many of the sources it depends on.
         let mut reached = vec![0_usize; self.nodes.len()];
         for &source in sources {
@@ -537,7 +534,9 @@ impl BlockGraph {
             }
         }
         let meets = |id: &NodeId| !sources.contains(id) && reached[*id] == sources.len();
-        self.linears().map(|(id, ..)| id).find(meets).or_else(|| (0..self.nodes.len()).find(meets))
+        let linear = self.linears().map(|(id, ..)| id).find(meets);
+        let any = || (0..self.nodes.len()).find(meets).filter(|id| self.follows_from(*id, input));
+        linear.filter(|id| self.follows_from(*id, input)).or_else(any)
     }
 }
 

@@ -8,6 +8,7 @@ mod decoder;
 mod deepseek;
 mod experts;
 mod experts_variants;
+mod falcon_h1;
 mod fused_experts;
 mod gemma;
 mod gemma4;
@@ -20,9 +21,11 @@ mod latent;
 mod lfm2;
 mod llama;
 mod llama_variants;
+mod mamba;
 mod mixers;
 mod mixtral;
 mod multimodal;
+mod nemotron_h;
 mod olmo;
 mod op;
 mod opt;
@@ -42,7 +45,7 @@ pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup, Q
 pub(crate) use multimodal::TEXT as TEXT_CONFIG;
 pub use multimodal::Wrapper;
 pub use op::*;
-pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind};
+pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind, StateSpace};
 pub use routing::{Correction, Groups, Routing, Scores};
 
 use crate::Result;
@@ -316,6 +319,8 @@ pub static FAMILIES: &[&dyn Family] = &[
     &gpt_neox::GptNeoX,
     &lfm2::Lfm2,
     &lfm2::Lfm2Moe,
+    &nemotron_h::NemotronH,
+    &falcon_h1::FalconH1,
     &qwen3_next::Qwen35,
     &mixtral::Mixtral,
     &mixtral::Qwen3Moe,

@@ -23,6 +23,8 @@ pub enum RecurrentKind {
     Convolution(Convolution),
     /// The gated delta rule, of inputs `[queries, keys and values; b; a]`.
     DeltaNet(DeltaNet),
+    /// State spaces, of inputs `[inputs, what writes into states, what reads them; steps]`.
+    StateSpace(StateSpace),
 }
 
 /// `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first token.
@@ -75,6 +77,39 @@ impl DeltaNet {
     }
 }
 
+/// State spaces with one decay a head (Dao and Gu, "Transformers are SSMs", 2024: Mamba 2).
+///
+/// Of each head, with inputs `x` and with `b` and `c` of its group: the step `Δ = softplus(dt + dt_bias)`, within bounds, and
+/// the state `S`, a matrix `[state_dim, head_dim]`, becomes `S' = e^(−Δ e^A_log) S + b (Δ x)ᵀ`. The output is `S'ᵀ c + D x`.
+///
+/// The first input holds the `x` of all heads, then the `b` of all groups, then their `c`. The other one has a channel for
+/// each head.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StateSpace {
+    /// Heads.
+    pub heads: usize,
+    /// Groups of consecutive heads that share `b` and `c`.
+    pub groups: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Channels of `b` and `c`.
+    pub state_dim: usize,
+    /// The smallest step and the largest.
+    pub steps: [f32; 2],
+}
+
+impl StateSpace {
+    /// Features of the first input.
+    pub fn mixed_width(&self) -> usize {
+        self.width() + 2 * self.groups * self.state_dim
+    }
+
+    /// Features of the output.
+    pub fn width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+}
+
 impl Recurrent {
     /// The tensors that a checkpoint stores for it.
     pub(super) fn parameters(&self) -> Vec<Parameter> {
@@ -87,6 +122,9 @@ impl Recurrent {
             RecurrentKind::DeltaNet(net) => {
                 ["A_log", "dt_bias"].map(|name| parameter(name, &[net.value_heads()])).into()
             }
+            RecurrentKind::StateSpace(space) => {
+                ["A_log", "D", "dt_bias"].map(|name| parameter(name, &[space.heads])).into()
+            }
         }
     }
 
@@ -95,6 +133,7 @@ impl Recurrent {
         match &self.kind {
             RecurrentKind::Convolution(convolution) => convolution.channels,
             RecurrentKind::DeltaNet(net) => net.width(),
+            RecurrentKind::StateSpace(space) => space.width(),
         }
     }
 
@@ -103,6 +142,7 @@ impl Recurrent {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { channels, kernel, .. }) => (kernel - 1) * channels,
             RecurrentKind::DeltaNet(net) => net.value_heads() * net.key_dim * net.value_dim,
+            RecurrentKind::StateSpace(space) => space.width() * space.state_dim,
         }
     }
 
@@ -113,7 +153,9 @@ impl Recurrent {
                 ScalePass::UNCHANGED
             }
             // A bias would have to be scaled too; lengths are divided out, and values share their input with them.
-            RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) => ScalePass::Stopped,
+            RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) | RecurrentKind::StateSpace(_) => {
+                ScalePass::Stopped
+            }
         }
     }
 
@@ -126,6 +168,11 @@ impl Recurrent {
                 let chunk = 64.0 * (2 * net.key_dim + 2 * net.value_dim) as f64;
                 let state = 3.0 * (net.key_dim * net.value_dim) as f64;
                 2.0 * tokens * net.value_heads() as f64 * (state + chunk)
+            }
+            RecurrentKind::StateSpace(space) => {
+                let chunk = 64.0 * (space.state_dim + space.head_dim) as f64;
+                let state = 2.0 * (space.state_dim * space.head_dim) as f64;
+                2.0 * tokens * space.heads as f64 * (state + chunk)
             }
         }
     }

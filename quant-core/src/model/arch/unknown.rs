@@ -83,17 +83,14 @@ static MARKS: &[Mark] = &[
 ];
 
 /// What of published families no field of their configuration shows.
-static FACTS: &[(&str, &[&str])] = &[
-    (
-        "llama4",
-        &[
-            "rotation pairs neighboring channels",
-            "queries and keys are normalized after the rotation",
-            "each block's experts are one tensor",
-        ],
-    ),
-    ("nemotron_h", &["each layer is one of attention, MLP, experts and Mamba", "the MLP has no gate"]),
-];
+static FACTS: &[(&str, &[&str])] = &[(
+    "llama4",
+    &[
+        "rotation pairs neighboring channels",
+        "queries and keys are normalized after the rotation",
+        "each block's experts are one tensor",
+    ],
+)];
 
 /// Characters of a name that count when two are compared.
 fn letters(name: &str) -> String {

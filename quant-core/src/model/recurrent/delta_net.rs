@@ -34,7 +34,7 @@ impl Gates {
 }
 
 /// `ln(1 + eˣ)`.
-fn softplus(x: f32) -> f32 {
+pub(super) fn softplus(x: f32) -> f32 {
     // Beyond 20 the sum rounds to x.
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
@@ -154,12 +154,12 @@ fn stepwise(net: &DeltaNet, head: &Head, state: &mut [f32]) -> Vec<f32> {
     out
 }
 
-fn matrix(values: &[f32], rows: usize, columns: usize) -> MatRef<'_, f32> {
+pub(super) fn matrix(values: &[f32], rows: usize, columns: usize) -> MatRef<'_, f32> {
     MatRef::from_row_major_slice(values, rows, columns)
 }
 
 /// `into = a b`, or `into += factor · a b`.
-fn product(into: &mut [f32], accum: Accum, a: MatRef<'_, f32>, b: MatRef<'_, f32>, factor: f32) {
+pub(super) fn product(into: &mut [f32], accum: Accum, a: MatRef<'_, f32>, b: MatRef<'_, f32>, factor: f32) {
     let into = MatMut::from_row_major_slice_mut(into, a.nrows(), b.ncols());
     matmul(into, accum, a, b, factor, Par::Seq);
 }

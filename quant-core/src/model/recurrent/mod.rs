@@ -2,6 +2,7 @@
 
 mod convolution;
 mod delta_net;
+mod state_space;
 
 use candle_core::{Device, Tensor};
 
@@ -91,6 +92,15 @@ pub(super) fn run(
                 Ok(delta_net::apply(net, x, &gates, &runs, state))
             };
             (with_slices([x, b, a], work)?, net.width())
+        }
+        (RecurrentKind::StateSpace(space), [x, steps], [a_log, d, dt_bias])
+            if width == space.mixed_width() && fits(steps, space.heads) =>
+        {
+            let parameters = state_space::Parameters { a_log, d, dt_bias };
+            let work = |[x, steps, _]: [&[f32]; 3]| {
+                Ok(state_space::apply(space, &parameters, [x, steps], &runs, state))
+            };
+            (with_slices([x, steps, steps], work)?, space.width())
         }
         _ => return Err(misfit()),
     };

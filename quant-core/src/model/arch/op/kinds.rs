@@ -16,6 +16,8 @@ pub enum LayerNormParameters {
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,
+    /// `max(x, 0)²`.
+    ReluSquared,
     /// `x · σ(x)`.
     Silu,
     /// `σ(x)`: an output gate.

@@ -413,7 +413,11 @@ impl Op {
             // commute with a scale. A scale of some rows of a fused linear begins behind the slice.
             Self::Gated(_)
             | Self::Activation(
-                Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
+                Activation::ReluSquared
+                | Activation::Silu
+                | Activation::Sigmoid
+                | Activation::Gelu
+                | Activation::GeluTanh,
             )
             | Self::ClampedGated { .. }
             | Self::TokenGate

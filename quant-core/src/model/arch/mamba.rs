@@ -1,0 +1,126 @@
+//! Mamba 2 as a part of a block graph: one linear makes the gate, what is convolved, and the steps; the state spaces
+//! follow, and a gated norm or the gate alone.
+
+use super::parts::linear;
+use super::{Activation, Convolution, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind, StateSpace};
+use crate::Result;
+use crate::checkpoint::ConfigFields;
+
+/// A Mamba 2 mixer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Mamba2 {
+    pub(super) space: StateSpace,
+    /// Tokens that the convolution sees.
+    pub(super) kernel: usize,
+    /// Whether the convolution has a bias.
+    pub(super) conv_bias: bool,
+    /// Whether the linears have: that which reads the hidden states, and that which gives them.
+    pub(super) bias: [bool; 2],
+    /// The module that all is stored in.
+    pub(super) module: &'static str,
+    pub(super) norm: Option<GatedNorm>,
+    /// What the parts of the first linear's output are multiplied by: gate, inputs, what writes into states and what reads
+    /// them, and steps.
+    pub(super) scales: [f32; 5],
+}
+
+/// A norm of groups of channels, with a weight for each channel, before or after the gate.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct GatedNorm {
+    /// The name of the weight.
+    pub(super) weight: &'static str,
+    pub(super) groups: usize,
+    pub(super) eps: f64,
+    /// Whether the norm comes first.
+    pub(super) before_gate: bool,
+}
+
+impl Mamba2 {
+    /// Adds what reads `x`; gives what its output projection puts out.
+    pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
+        let Self { space, module, .. } = *self;
+        let (width, mixed, heads) = (space.width(), space.mixed_width(), space.heads);
+        let period = width + mixed + heads;
+        let all = g.add(linear(&format!("{module}.in_proj"), [period, hidden], self.bias[0]), &[x]);
+        let part = |g: &mut GraphBuilder, start: usize, width: usize, scale: f32| {
+            let taken = g.add(Op::Slice { period, start, width }, &[all]);
+            scaled(g, taken, scale)
+        };
+        let [gate, input, write, read, step] = self.scales;
+        let groups = space.groups * space.state_dim;
+        let z = part(g, 0, width, gate);
+        let convolved = if [input, write, read] == [1.0; 3] {
+            part(g, width, mixed, 1.0)
+        } else {
+            let x = part(g, width, width, input);
+            let b = part(g, 2 * width, groups, write);
+            let c = part(g, 2 * width + groups, groups, read);
+            g.add(Op::Concatenate, &[x, b, c])
+        };
+        let dt = part(g, width + mixed, heads, step);
+        let recurrent = |name: String, kind| Op::Recurrent(Recurrent { name, kind });
+        let convolution = Convolution {
+            channels: mixed,
+            kernel: self.kernel,
+            bias: self.conv_bias,
+            activation: Some(Activation::Silu),
+        };
+        let convolution = RecurrentKind::Convolution(convolution);
+        let mixed = g.add(recurrent(format!("{module}.conv1d"), convolution), &[convolved]);
+        let spaces = recurrent(module.to_owned(), RecurrentKind::StateSpace(space));
+        let mut y = g.add(spaces, &[mixed, dt]);
+        let norm = |g: &mut GraphBuilder, norm: GatedNorm, y: NodeId| {
+            let normed = g.add(Op::Normalize { width: width / norm.groups, eps: norm.eps }, &[y]);
+            g.add(Op::ScaleBy { tensor: norm.weight, width }, &[normed])
+        };
+        if let Some(first) = self.norm.filter(|norm| norm.before_gate) {
+            y = norm(g, first, y);
+        }
+        y = g.add(Op::Gated(Activation::Silu), &[z, y]);
+        if let Some(last) = self.norm.filter(|norm| !norm.before_gate) {
+            y = norm(g, last, y);
+        }
+        g.add(linear(&format!("{module}.out_proj"), [hidden, width], self.bias[1]), &[y])
+    }
+}
+
+/// A value times a constant, if that is not 1.
+pub(super) fn scaled(g: &mut GraphBuilder, value: NodeId, scale: f32) -> NodeId {
+    if scale == 1.0 { value } else { g.add(Op::Scale(scale), &[value]) }
+}
+
+/// Heads, groups, and channels of a head. No model has a hundredth of it; what is more is a damaged configuration.
+const MOST: usize = 1 << 16;
+
+/// The sizes of state spaces, by the keys of heads, channels of a head, groups and channels of a state, each with its
+/// default.
+pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>); 4]) -> Result<StateSpace> {
+    let number = |(key, default): (&str, Option<usize>)| {
+        let found = config.optional_positive(key)?.or(default);
+        match found {
+            Some(number) if number <= MOST => Ok(number),
+            Some(number) => Err(config.error(key, format!("is {number}; at most {MOST} are supported"))),
+            None => Err(config.error(key, "is missing")),
+        }
+    };
+    let [heads, head_dim, groups, state_dim] =
+        [number(keys[0])?, number(keys[1])?, number(keys[2])?, number(keys[3])?];
+    if heads % groups != 0 {
+        let reason = format!("is {groups}, which does not divide the {heads} heads");
+        return Err(config.error(keys[2].0, reason));
+    }
+    Ok(StateSpace { heads, groups, head_dim, state_dim, steps: steps(config)? })
+}
+
+/// The bounds of steps: two numbers, of which the second may be infinite in any of the ways that it is written.
+fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
+    const KEY: &str = "time_step_limit";
+    let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };
+    let wrong = || config.error(KEY, "is not a list of two numbers, the first the smaller");
+    let [least, most] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
+    let infinite = most.as_str() == Some("Infinity")
+        || most.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");
+    let least = least.as_f64().map(|v| v as f32).ok_or_else(wrong)?;
+    let most = if infinite { f32::INFINITY } else { most.as_f64().map(|v| v as f32).ok_or_else(wrong)? };
+    if least >= 0.0 && least <= most { Ok([least, most]) } else { Err(wrong()) }
+}
