@@ -16,15 +16,16 @@ mod progress;
 mod provenance;
 mod recipe;
 mod signals;
+#[cfg(target_os = "linux")]
 mod text_worker;
 
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Parser;
-use quant_core::Error;
 use quant_core::calibrate::InProcess;
-use quant_core::worker::ProcessWorkers;
+use quant_core::worker::TextWorkers;
+use quant_core::{CancelToken, Error};
 
 #[global_allocator]
 static ALLOCATOR: allocator::Allocator = allocator::Allocator;
@@ -33,6 +34,7 @@ static ALLOCATOR: allocator::Allocator = allocator::Allocator;
 const STACK: usize = 8 << 20;
 
 fn main() -> ExitCode {
+    #[cfg(target_os = "linux")]
     if text_worker::is_asked_for() {
         return text_worker::run();
     }
@@ -107,11 +109,19 @@ fn run(cli: &cli::Cli) -> quant_core::Result<ExitCode> {
     allocator::check_room_for_threads(threads + 2)?;
     let cancel = signals::install()?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))?;
-    let text_workers = ProcessWorkers::of_this_program(threads, cancel.clone()).or_else(Arc::new(InProcess));
-    let session = commands::Session {
-        progress: progress::Progress::new(cli.quiet),
-        cancel,
-        text_workers: Arc::new(text_workers),
-    };
+    let text_workers = text_workers(threads, &cancel);
+    let session = commands::Session { progress: progress::Progress::new(cli.quiet), cancel, text_workers };
     pool.install(|| commands::run(&cli.command, &session))
+}
+
+/// What runs tokenizers and templates: processes of their own where the system can limit them.
+#[cfg(target_os = "linux")]
+fn text_workers(threads: usize, cancel: &CancelToken) -> Arc<dyn TextWorkers> {
+    let workers = quant_core::worker::ProcessWorkers::of_this_program(threads, cancel.clone());
+    Arc::new(workers.or_else(Arc::new(InProcess)))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn text_workers(_threads: usize, _cancel: &CancelToken) -> Arc<dyn TextWorkers> {
+    Arc::new(InProcess)
 }
