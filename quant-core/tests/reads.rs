@@ -108,7 +108,11 @@ struct Until {
 }
 
 impl Observer for Until {
-    fn event(&self, _event: &Event) {
+    fn event(&self, event: &Event) {
+        // A step begins where the one before it ended.
+        if matches!(event, Event::StepStarted { .. }) {
+            return;
+        }
         let mut seen = self.seen.lock().unwrap();
         *seen += 1;
         if *seen == self.events {

@@ -53,7 +53,7 @@ fn recipes() {
             &["--attention-alpha has no effect"],
         ),
         (&["--method", "qoq", "--output-alpha", "2"], &["alpha 2 is outside 0 to 1"]),
-        (&["--scheme", "w4a8kv5"], &["`kv5` is not known", "kv4, kv8 or kv16"]),
+        (&["--scheme", "w4a8kv5"], &["`kv5` is not known", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
         (&["--scheme", "w4a8-channel-progressive"], &["one scale per row has one level"]),
         (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),

@@ -185,7 +185,7 @@ fn tokenizers_that_grow() {
 #[test]
 fn an_interrupt_ends_what_a_file_never_does() {
     let endless = |bench: &Bench| {
-        let pattern = json!({ "Regex": "(?:(?:.|\\n)*)*+(?=ZZZ)|(?<=a)(?:.)*" });
+        let pattern = json!({ "Regex": "(?:(?:.|\\n)*)*+(?=ZZZ)" });
         let split = json!({ "type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false });
         bench.tokenizer("pre_tokenizer", split);
         bench.text(400_000)

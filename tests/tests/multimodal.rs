@@ -167,12 +167,14 @@ fn what_is_refused() {
             "architectures": ["Qwen3OtherForConditionalGeneration"],
             "model_type": "qwen3_other",
             "text_config": { "model_type": "qwen3_other_text", "rms_norm_eps": 1e-6, "intermediate_size": 96,
+                             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                             "num_key_value_heads": 2, "vocab_size": 256, "hidden_act": "silu",
                              "linear_num_value_heads": 4 },
         }),
     );
     let says = [
         "`Qwen3OtherForConditionalGeneration` is not supported",
-        "`Qwen3ForCausalLM`",
+        "the nearest that is: `Qwen3_5ForCausalLM`",
         "`text_config.linear_num_value_heads` is 4",
         "LlavaForConditionalGeneration",
     ];

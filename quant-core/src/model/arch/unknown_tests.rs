@@ -33,8 +33,10 @@ fn names_and_fields_find_the_nearest_family() {
         "topk_method": "noaux_tc", "index_topk": 2048, "quantization_config": { "quant_method": "fp8" },
     });
     let next = json!({
-        "model_type": "qwen3_other", "num_experts": 512, "linear_num_value_heads": 32,
-        "partial_rotary_factor": 0.25, "index_topk": 64,
+        "model_type": "qwen3_other", "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": [1],
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25, "index_topk": 64,
     });
     let granite = json!({
         "embedding_multiplier": 3.0, "attention_sinks": 4, "use_qk_norm": true, "torch_dtype": "bfloat16",
