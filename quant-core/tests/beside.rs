@@ -65,8 +65,8 @@ fn states_are_as_wide_as_blocks_read_them() {
     let mut states = HiddenStates::embed(&model, &batch).unwrap();
     let inputs: Vec<&[u32]> = (0..3).map(|i| batch.window(i)).collect();
     let mut expected = decoder.embed(&inputs).unwrap();
-    for layer in 0..architecture.layers {
-        assert_eq!(states.width(), widths[layer]);
+    for (layer, width) in widths.into_iter().enumerate().take(architecture.layers) {
+        assert_eq!(states.width(), width);
         assert_eq!(states.values(), common::flat(&expected), "before block {layer}");
         states.advance(&model.block(layer, &ropes).unwrap(), &CancelToken::new()).unwrap();
         expected = decoder.advance(layer, &expected, &mut quant_core::model::NoTap).unwrap();

@@ -36,6 +36,9 @@ pub fn guard_panics<T>(work: impl FnOnce() -> T) -> Option<T> {
     outcome.ok()
 }
 
+/// The tokens of a text, each with the bytes of the text that it stands for.
+pub type PlacedTokens = Vec<(u32, Range<usize>)>;
+
 /// A model's tokenizer.
 #[derive(Debug)]
 pub struct TextTokenizer {
@@ -123,7 +126,7 @@ impl TextTokenizer {
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
-    pub fn encode_with_places(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+    pub fn encode_with_places(&self, text: &str) -> Result<PlacedTokens> {
         Ok(placed(self.encode_one(text, true, true)?))
     }
 
@@ -131,7 +134,7 @@ impl TextTokenizer {
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.
-    pub fn encode_all_with_places(&self, texts: &[&str]) -> Result<Vec<Vec<(u32, Range<usize>)>>> {
+    pub fn encode_all_with_places(&self, texts: &[&str]) -> Result<Vec<PlacedTokens>> {
         Ok(self.encode_batches(texts, true, true)?.into_iter().map(placed).collect())
     }
 
@@ -140,7 +143,7 @@ impl TextTokenizer {
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
-    pub fn encode_rendered(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+    pub fn encode_rendered(&self, text: &str) -> Result<PlacedTokens> {
         Ok(placed(self.encode_one(text, false, true)?))
     }
 
@@ -148,7 +151,7 @@ impl TextTokenizer {
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.
-    pub fn encode_all_rendered(&self, texts: &[&str]) -> Result<Vec<Vec<(u32, Range<usize>)>>> {
+    pub fn encode_all_rendered(&self, texts: &[&str]) -> Result<Vec<PlacedTokens>> {
         Ok(self.encode_batches(texts, false, true)?.into_iter().map(placed).collect())
     }
 

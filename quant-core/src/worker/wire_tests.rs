@@ -88,7 +88,7 @@ fn an_answer_belongs_to_its_question() {
         (&encode(false), &Answer::Encoded(vec![]), false),
         (&Question::LargestToken, &Answer::TokenId(None), false),
         (render, &rendered(vec![0..1, 1..3]), true),
-        (render, &rendered(vec![0..4]), false),
+        (render, &rendered(vec![0..1, 1..4]), false),
         (render, &rendered(vec![1..2, 0..1]), false),
         (render, &rendered(vec![Range { start: 2, end: 1 }]), false),
         (render, &Answer::Rendered(vec![]), false),

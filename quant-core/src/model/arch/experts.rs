@@ -204,7 +204,7 @@ pub(super) fn routing_by(
     top_k: &[&'static str],
 ) -> Result<Routing> {
     let key = |keys: &[&'static str]| {
-        let there = keys.iter().find(|key| config.has(**key));
+        let there = keys.iter().find(|key| config.has(key));
         there.or(keys.last()).copied().unwrap_or_default()
     };
     let (experts, top_k) = (key(experts), key(top_k));
