@@ -54,8 +54,8 @@ fn there(pointer: *mut u8, size: usize) -> *mut u8 {
 /// Says that memory ran out, once, and ends the program. Nothing in here allocates or waits for a lock.
 #[cold]
 fn end(size: usize) -> ! {
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    if TOLD.swap(true, Ordering::SeqCst) {
+    static REPORTED: AtomicBool = AtomicBool::new(false);
+    if REPORTED.swap(true, Ordering::SeqCst) {
         // Another thread is saying it.
         std::thread::sleep(Duration::from_secs(1));
     } else {

@@ -260,7 +260,7 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
             None => Ok(()),
         };
     };
-    let style = ProgressStyle::with_template("{prefix:>9} [{bar:30}] {pos}/{len} {elapsed}{left} {msg}")
+    let style = ProgressStyle::with_template("{prefix:>9} [{bar:30}] {pos}/{len} {elapsed}{left}  {msg}")
         .unwrap_or_else(|_| ProgressStyle::default_bar())
         .with_key("left", left)
         .progress_chars("=> ");

@@ -98,7 +98,7 @@ pub struct Fault {
     pub line: Option<usize>,
     /// What is wrong, ending the sentence that the file's name begins.
     pub reason: String,
-    /// What to do about it; of tokenizers it is not told.
+    /// What to do about it; not shown for tokenizers.
     pub remedy: String,
 }
 

@@ -111,7 +111,7 @@ impl ChatTemplate {
         self.only(self.render_all(std::slice::from_ref(conversation), mask, origin)?)
     }
 
-    /// [`render`](Self::render) of several conversations. Of several faults the first is told.
+    /// [`render`](Self::render) of several conversations. Of several faults the first is reported.
     ///
     /// # Errors
     /// As there.
