@@ -1,5 +1,5 @@
-//! Tensors and configurations of floating-point checkpoints, of which anything may be something else: an error, or a weight
-//! whose parts fit.
+//! Floating-point checkpoints with arbitrary tensors and configurations: reading gives an error, or a weight whose parts
+//! fit.
 
 use quant_core::checkpoint::{Dtype, MemorySource, parse_strictly};
 use quant_core::format::{self, PackedWeight};

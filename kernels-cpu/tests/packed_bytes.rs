@@ -1,5 +1,4 @@
-//! Packed bytes that nobody packed: all paths make the same of them, and those that mean no numbers are told from those
-//! that do.
+//! Arbitrary packed bytes: all paths compute the same from them, and the check refuses those that do not encode numbers.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::{

@@ -3,9 +3,9 @@
 //! Blocks are evaluated in tensors of some megabytes that come and go. The system's allocator gives such pages back each
 //! time and faults them in again, which takes longer than small products.
 //!
-//! Much of what is allocated is so in libraries that cannot go on without, and Rust's own answer is to abort, as if
-//! there were a bug. Too little memory is none: the program says so and ends with the code for it. Whatever was being
-//! written stays as a crash would leave it, which is what jobs are made for.
+//! Many allocations happen in libraries that have no way to report a failure, and Rust aborts there, as for a bug. Too
+//! little memory is not a bug: the program says so and exits with the code for it. Files stay as a crash would leave
+//! them, and the job can be resumed.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout};

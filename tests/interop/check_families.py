@@ -2,8 +2,8 @@
 
 A tiny random model of each is run on windows shorter and longer than its attention's windows and than the lengths at
 which its rotation changes. Our logits may be off by 2e-6 of the largest one from what transformers computes in double
-precision, or else by so much: their error's root mean square by half more than that of transformers' own logits in single
-precision, and the largest error by four times theirs. The largest of some 30 000 errors is a matter of chance: from one
+precision. Above that, compared with transformers' own logits in single precision, the root mean square of the errors may
+be 1.5 times as large and the largest error 4 times. The largest of some 30 000 errors is a matter of chance: from one
 random model to the next of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the root mean
 squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain
 rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give our logits.

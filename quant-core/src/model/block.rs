@@ -120,7 +120,7 @@ impl Block {
         self
     }
 
-    /// The same block with static scales for keys and values, which a cache of FP8 takes. They are 1 where there is none.
+    /// The same block with static scales for keys and values, for a cache in FP8. Missing scales are 1.
     pub fn with_kv_scales(mut self, scales: KvScales) -> Self {
         self.kv_scales = scales;
         self

@@ -30,7 +30,7 @@ const NOT_FINITE: &str = "a key or value that is not finite";
 /// How keys and values are cached: integers on asymmetric grids, a scale and a zero in f16 for every token and head, or
 /// FP8 (E4M3) with one scale for the keys of a layer and one for its values.
 ///
-/// Written `kv4`, `kv8` or `kvf8`; where there is none, keys and values are cached as floats.
+/// Written `kv4`, `kv8` or `kvf8`. By default keys and values are cached as floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvScheme {
@@ -127,7 +127,7 @@ impl KvScheme {
     /// static one of FP8, beyond 448 times which values saturate. Integers have scales of their own.
     ///
     /// # Errors
-    /// When `x` is no whole heads, or a value is none that a cache can hold: not finite, or, of integers, beyond ±65504.
+    /// When the length of `x` is no multiple of a head, or a value is not finite or, for integers, beyond ±65504.
     pub fn round(self, x: &mut [f32], head_dim: usize, scale: f32) -> Result<()> {
         if head_dim == 0 || !x.len().is_multiple_of(head_dim) {
             return Err(Error::Internal(format!("{} keys or values are no heads of {head_dim}", x.len())));

@@ -156,7 +156,7 @@ pub struct Chat {
 pub enum ChatForm {
     /// As it stands.
     Whole,
-    /// As it stands, and what of it the assistant wrote.
+    /// As it stands, with the spans that the assistant wrote.
     Marked,
     /// With the beginning of the assistant's next answer.
     Prompt,

@@ -101,7 +101,7 @@ impl ChatTemplate {
         &self.path
     }
 
-    /// The text of a conversation, and with [`Mask::Prompts`] what of it the assistant wrote. `origin`
+    /// The text of a conversation, and with [`Mask::Prompts`] the spans that the assistant wrote. `origin`
     /// is its file, for messages.
     ///
     /// # Errors
