@@ -85,6 +85,8 @@ pub fn test(environment: &[(&str, &str)]) -> Result<()> {
     std::fs::create_dir_all(log.parent().context("the log has a directory")?)?;
     std::fs::write(&log, "").with_context(|| format!("cannot write {}", log.display()))?;
     let mut command = cargo(&TEST_COMMAND);
+    // One run shows every failure.
+    command.arg("--no-fail-fast");
     command.env(SKIP_LOG, &log).envs(environment.iter().copied());
     let outcome = execute(&mut command);
     let skipped = std::fs::read_to_string(&log)?;

@@ -1,6 +1,7 @@
 //! What several commands share.
 
 pub mod base;
+pub mod excerpt;
 pub mod host;
 pub mod llama;
 pub mod llama_cpp;

@@ -1,10 +1,13 @@
 //! Running other programs, and where things lie in the workspace.
 
+use std::io::{BufReader, IsTerminal, PipeReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail, ensure};
+
+use super::excerpt::Excerpt;
 
 /// The workspace's root directory.
 pub fn root() -> PathBuf {
@@ -44,15 +47,31 @@ fn file_name(program: &std::ffi::OsStr) -> String {
     path.file_name().unwrap_or(program).to_string_lossy().into_owned()
 }
 
-/// Runs a command with our own output; fails when it fails.
+/// Runs a command with our own output; fails when it fails. Where nobody watches a terminal, the error has an excerpt
+/// of what the command printed.
 pub fn run(command: &mut Command) -> Result<()> {
     let line = display(command);
     println!("$ {line}");
-    let status = command.status().with_context(|| format!("cannot start `{line}`"))?;
-    if !status.success() {
-        bail!("`{line}` ended with {status}");
+    if std::io::stdout().is_terminal() {
+        let status = command.status().with_context(|| format!("cannot start `{line}`"))?;
+        ensure!(status.success(), "`{line}` ended with {status}");
+        return Ok(());
     }
+    let (mut child, reader) = start(command, &line)?;
+    let excerpt = Excerpt::copy(BufReader::new(reader), std::io::stdout())?;
+    let status = child.wait()?;
+    ensure!(status.success(), "`{line}` ended with {status}\n{excerpt}");
     Ok(())
+}
+
+/// Starts a command whose output, errors included, comes through the pipe.
+fn start(command: &mut Command, line: &str) -> Result<(Child, PipeReader)> {
+    let (reader, writer) = std::io::pipe()?;
+    command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+    let child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
+    // The command holds the other end of the pipe; the output ends only when that is closed too.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    Ok((child, reader))
 }
 
 /// Runs two commands at the same time. The first has our own output; what the second prints is held back until both
@@ -82,11 +101,7 @@ impl Held {
     /// When it cannot be started.
     pub fn start(command: &mut Command) -> Result<Self> {
         let line = display(command);
-        let (mut reader, writer) = std::io::pipe()?;
-        command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
-        let child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
-        // The command holds the other end of the pipe; the output ends only when that is closed too.
-        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let (child, mut reader) = start(command, &line)?;
         let output = std::thread::spawn(move || {
             let mut text = Vec::new();
             std::io::Read::read_to_end(&mut reader, &mut text).map(|_| text)
@@ -101,10 +116,10 @@ impl Held {
     pub fn finish(mut self) -> Result<()> {
         let status = self.child.wait()?;
         println!("$ {}", self.line);
-        if let Ok(text) = self.output.join() {
-            print!("{}", String::from_utf8_lossy(&text?));
-        }
-        ensure!(status.success(), "`{}` ended with {status}", self.line);
+        let Ok(text) = self.output.join() else { bail!("`{}`: its output was not read", self.line) };
+        let text = String::from_utf8_lossy(&text?).into_owned();
+        print!("{text}");
+        ensure!(status.success(), "`{}` ended with {status}\n{}", self.line, Excerpt::of(&text));
         Ok(())
     }
 }

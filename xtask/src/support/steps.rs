@@ -52,8 +52,8 @@ impl Steps {
         println!("\n==> {name}");
         let (start, cpu_before) = (Instant::now(), children_cpu_time());
         let failure = action().err().map(|e| format!("{e:#}"));
-        if let Some(reason) = &failure {
-            println!("==> {name} FAILED: {reason}");
+        if failure.is_some() {
+            println!("==> {name} FAILED");
         }
         let cpu = children_cpu_time().zip(cpu_before).map(|(after, before)| after.saturating_sub(before));
         self.rows.push(Row { name: name.to_owned(), took: start.elapsed(), cpu, failure });
@@ -64,6 +64,12 @@ impl Steps {
     /// # Errors
     /// When a step failed, or none ran.
     pub fn finish(self) -> Result<()> {
+        // Said again at the end: what stands above may be long, or cut off.
+        for row in &self.rows {
+            if let Some(reason) = &row.failure {
+                println!("\n==> {} FAILED: {reason}", row.name);
+            }
+        }
         println!("\n{}", self.table());
         if self.rows.is_empty() {
             bail!("no step is named {}", self.only.join(", "));
