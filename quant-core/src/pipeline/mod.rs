@@ -29,7 +29,7 @@ pub use states::StateFiles;
 use self::batch::{Batch, BlockDone};
 use self::conveyor::{Conveyor, Work};
 use self::decision::Decision;
-use self::source::Held;
+use self::source::{Hashes, Held};
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
 use crate::progress::timed;
@@ -138,9 +138,10 @@ fn quantize_all(
     };
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
+        let hashes = Hashes::default();
         let Some(batch) = &mut hidden else {
             let nothing = Decision::default();
-            let work = Work::new(&nothing, Held::default());
+            let work = Work::new(&nothing, Held::of(None, false, &hashes));
             timed(job.observer, WRITE, || {
                 conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &work, layers + 1))
             })?;
@@ -160,7 +161,7 @@ fn quantize_all(
             conveyors.iter_mut().enumerate().try_for_each(|(i, conveyor)| {
                 let decision = decisions.remove(&i).unwrap_or_default();
                 let is_last = i + 1 == jobs.len();
-                let work = Work::new(&decision, Held::of(block.as_ref(), !is_last));
+                let work = Work::new(&decision, Held::of(block.as_ref(), !is_last, &hashes));
                 conveyor.take(span, layer, &work, span)
             })
         })?;

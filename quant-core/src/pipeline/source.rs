@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use sha2::{Digest, Sha256};
 
@@ -19,19 +19,39 @@ use crate::{Error, Result, TensorSink};
 /// Tensors that are only copied go through in pieces of this many bytes.
 const COPY_BYTES: usize = 8 << 20;
 
-/// The weights of a block that were read already, by the names of their tensors.
+/// The SHA-256 of tensors that an earlier run has finished, by the names that
+/// each was read from: several jobs over one model read them once.
 #[derive(Default)]
+pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
+
+/// The weights of a block that were read already, by the names of their tensors.
 pub(super) struct Held<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
     /// Whether they are needed again after this.
     shared: bool,
+    hashes: &'b Hashes,
 }
 
 impl<'b> Held<'b> {
-    /// What was read of a block; of none, nothing.
-    pub(super) fn of(block: Option<&'b Block>, shared: bool) -> Self {
+    /// What was read of a block; without one, nothing. The hashes are of the same span.
+    pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
-        Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared }
+        Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared, hashes }
+    }
+
+    /// The SHA-256 of an entry's bytes in the input.
+    fn sha256(&self, job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
+        if let Some(bytes) = self.take(&entry.stored) {
+            return Ok(sha256_hex(&*bytes));
+        }
+        let names: Vec<_> = entry.sources().into_iter().map(|(name, _)| name.to_owned()).collect();
+        let mut hashes = self.hashes.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = hashes.get(&names) {
+            return Ok(known.clone());
+        }
+        let sha256 = sha256_of(job, entry)?;
+        hashes.insert(names, sha256.clone());
+        Ok(sha256)
     }
 
     /// The bytes of a tensor, if they are at hand, which stay there.
@@ -150,11 +170,7 @@ pub(super) fn recalled(
 ) -> Result<TensorReport> {
     let tensor = remembered(entry, sink)
         .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
-    let sha256 = match held.take(&entry.stored) {
-        Some(bytes) => sha256_hex(&*bytes),
-        None => sha256_of(job, entry)?,
-    };
-    if sha256 != tensor.source_sha256 {
+    if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
             format!("tensor `{}` is not what it was when the run was interrupted", entry.tensor),
             "start again without --resume",
