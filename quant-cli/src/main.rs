@@ -11,6 +11,7 @@ mod gguf;
 mod hub;
 mod inputs;
 mod kv;
+mod model_card;
 mod output;
 mod progress;
 mod provenance;

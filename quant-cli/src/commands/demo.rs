@@ -1,6 +1,6 @@
 //! `quant demo`: the main job on the model that comes with the program, with each method.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use quant_calibration_data::demo_model;
@@ -28,6 +28,9 @@ pub struct Args {
     /// Fewer windows: a check that all works rather than a measurement
     #[arg(long)]
     pub quick: bool,
+    /// Write the built-in model to DIR and stop: a checkpoint to try the other commands on
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["quick", "json"])]
+    pub save_model: Option<PathBuf>,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -61,6 +64,10 @@ struct Row {
 
 /// Shows it.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    if let Some(directory) = &args.save_model {
+        save(directory)?;
+        return output::print(&format!("written to {}\n", directory.display()));
+    }
     args.json.check()?;
     let started = Instant::now();
     let scratch = tempfile::tempdir().map_err(|e| Error::io("create", std::env::temp_dir(), e))?;
@@ -102,6 +109,21 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         seconds: started.elapsed().as_secs_f64(),
     };
     args.json.emit(&report, || show(&report))
+}
+
+/// Writes the built-in model; the directory appears with everything in it.
+fn save(directory: &Path) -> Result<()> {
+    if directory.symlink_metadata().is_ok() {
+        return Err(Error::usage(
+            format!("{} exists already", directory.display()),
+            "name a directory that does not exist yet",
+        ));
+    }
+    let parent = directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let scratch = tempfile::tempdir_in(parent).map_err(|e| Error::io("create a directory in", parent, e))?;
+    let model = scratch.path().join("model");
+    unpack(&model)?;
+    std::fs::rename(&model, directory).map_err(|e| Error::io("write", directory, e))
 }
 
 fn unpack(directory: &Path) -> Result<()> {

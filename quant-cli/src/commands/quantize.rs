@@ -19,6 +19,7 @@ use serde::Serialize;
 use super::Session;
 use crate::hub;
 use crate::inputs::{self, Opened};
+use crate::model_card::{self, model_card};
 use crate::output::{self, bytes, duration};
 use crate::progress::StepTime;
 use crate::provenance;
@@ -206,7 +207,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if args.json {
         return output::print(&output::json(&summary)?);
     }
-    output::print(&text(&summary))
+    output::print(&text(&summary, &args.model))
 }
 
 /// What was opened, with the model that the recipe works on.
@@ -392,6 +393,7 @@ pub fn write(
     let outcome = pipeline::quantize_each(jobs, sinks).and_then(|reports| {
         for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
             pipeline::add_companions(&opened.directory, job.plan, report, writer)?;
+            writer.add_file(model_card::NAME, model_card(&opened.directory, job, report).as_bytes())?;
         }
         Ok(reports)
     });
@@ -457,7 +459,7 @@ fn breakdown(summary: &Summary) -> String {
     }
 }
 
-fn text(summary: &Summary) -> String {
+fn text(summary: &Summary, model: &Path) -> String {
     let mut text = String::new();
     if let Some(Calibration { tokens, tokens_counted, padding, few, all }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);
@@ -499,7 +501,16 @@ fn text(summary: &Summary) -> String {
         text.push_str(&format!("written to {}\n", output.path));
     }
     text.push_str(&format!("in {}{}\n", duration(summary.seconds), breakdown(summary)));
+    text.push_str(&next_step(summary, model));
     text
+}
+
+/// How what was written is compared with what it was made from.
+fn next_step(summary: &Summary, model: &Path) -> String {
+    let Some(output) = summary.outputs.first() else { return String::new() };
+    let model = model.display().to_string();
+    let words = ["quant", "eval", &output.path, "--reference", &model, "--text", inputs::HELDOUT_NAME];
+    shlex::try_join(words).map(|line| format!("next, measure what it cost: {line}\n")).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -72,6 +72,8 @@ pub struct Engine {
     pub name: &'static str,
     /// The version whose sources were read.
     pub version: &'static str,
+    /// How it is given a checkpoint in the directory `OUT`.
+    pub command: &'static str,
     /// Whether users of either container are likely to mean it, so that they are warned of a "no".
     pub is_common: bool,
     /// Whether it splits linears over ranks.
@@ -115,6 +117,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "vLLM, CUDA",
         version: "0.33.0",
+        command: "vllm serve OUT",
         is_common: true,
         tensor_parallel: true,
         reads: WITH_MODELOPT,
@@ -125,6 +128,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "vLLM, CPU",
         version: "0.33.0",
+        command: "vllm serve OUT",
         is_common: false,
         tensor_parallel: true,
         reads: USUAL,
@@ -135,6 +139,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "SGLang, CUDA",
         version: "0.5.23",
+        command: "python -m sglang.launch_server --model-path OUT",
         is_common: true,
         tensor_parallel: true,
         reads: WITH_MODELOPT,
@@ -145,6 +150,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "transformers",
         version: "5.23.0",
+        command: "AutoModelForCausalLM.from_pretrained(\"OUT\")",
         is_common: true,
         tensor_parallel: false,
         reads: USUAL,
@@ -155,6 +161,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "LMDeploy TurboMind",
         version: "0.18.0",
+        command: "lmdeploy serve api_server OUT --backend turbomind",
         is_common: false,
         tensor_parallel: true,
         reads: USUAL,
@@ -165,6 +172,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "mlx-lm",
         version: "0.32.2",
+        command: "mlx_lm.generate --model OUT --prompt TEXT",
         is_common: false,
         tensor_parallel: false,
         reads: &["awq"],
@@ -175,6 +183,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "llama.cpp, converter",
         version: "0.5.0",
+        command: "convert_hf_to_gguf.py OUT",
         is_common: false,
         tensor_parallel: false,
         reads: &["compressed-tensors", "gptq", "modelopt"],

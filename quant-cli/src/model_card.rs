@@ -1,0 +1,115 @@
+//! The model card of a checkpoint that `quant quantize` writes, `README.md`: what was done to the model and how it is
+//! loaded. Hubs show it, and read its header.
+
+use std::collections::BTreeMap;
+
+use quant_core::checkpoint::ModelDirectory;
+use quant_core::engines::{ENGINES, Outline, Verdict};
+use quant_core::pipeline::{Job, QuantReport};
+use quant_core::recipe::PlanEntry;
+use serde_json::Value;
+
+use crate::output::bytes;
+
+/// The name of the card in a checkpoint.
+pub const NAME: &str = "README.md";
+
+/// The card. Like the report it holds no paths and no times: the same job gives the same bytes.
+pub fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &QuantReport) -> String {
+    let base = directory.config().get("_name_or_path").and_then(Value::as_str).filter(|name| is_hub_name(name));
+    let mut card = String::from("---\nlibrary_name: transformers\npipeline_tag: text-generation\n");
+    if let Some(base) = base {
+        card += &format!("base_model: {base}\nbase_model_relation: quantized\n");
+    }
+    card += &format!("tags:\n- quantized\n- {}\n- {}\n---\n\n", report.method, report.format);
+    let title = base.and_then(|name| name.split('/').next_back()).unwrap_or("Quantized model");
+    card += &format!("# {title}, {}\n\n| | |\n|---|---|\n", schemes(job).join(", "));
+    if let Some(base) = base {
+        card += &format!("| Base model | {base} |\n");
+    }
+    card += &format!("| Method | {} |\n| Scheme | {} |\n", report.method, counts(job));
+    card += &format!("| Format | {} |\n", report.format);
+    if let Some(kv) = report.kv {
+        card += &format!("| KV cache | {kv} |\n");
+    }
+    card += &format!(
+        "| Size | {}, before {}; {:.2} bits per quantized weight |\n",
+        bytes(report.bytes_after),
+        bytes(report.bytes_before),
+        report.bits_per_quantized_weight
+    );
+    if let Some(batch) = &report.calibration {
+        let (tokens, samples, length) = (batch.tokens, batch.samples, batch.length);
+        card += &format!("| Calibration | {tokens} tokens in {samples} windows of {length} |\n");
+    }
+    card += &format!("| Made with | quant {} |\n\n## Load it\n\n", report.version);
+    card += &engines(job);
+    card + "\n## Accuracy\n\nIt was not measured by the run that wrote this file. With the base model in `MODEL`:\n\n```\n\
+            quant eval OUT --reference MODEL --text builtin-heldout\n```\n\n`quant_report.json` has the rounding error of \
+            every tensor, `quant_manifest.json` the SHA-256 of every file.\n"
+}
+
+/// `organization/name`, of the characters that hubs allow.
+fn is_hub_name(name: &str) -> bool {
+    let is_part = |part: &str| {
+        !part.is_empty()
+            && !part.starts_with('.')
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+    };
+    name.len() <= 200 && name.split_once('/').is_some_and(|(owner, name)| is_part(owner) && is_part(name))
+}
+
+/// How many linears have each scheme.
+fn by_scheme(job: &Job<'_>) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for (_, scheme) in job.plan.entries.iter().filter_map(PlanEntry::quantized) {
+        *counts.entry(scheme.to_string()).or_default() += 1;
+    }
+    counts
+}
+
+fn schemes(job: &Job<'_>) -> Vec<String> {
+    by_scheme(job).into_keys().collect()
+}
+
+fn counts(job: &Job<'_>) -> String {
+    let counts = by_scheme(job).into_iter().map(|(scheme, count)| format!("`{scheme}`: {count} linears"));
+    counts.collect::<Vec<_>>().join("; ")
+}
+
+/// The engines that load it, with their commands.
+fn engines(job: &Job<'_>) -> String {
+    let outline = Outline::new(job.plan, job.model);
+    let loads = |engine: &&quant_core::engines::Engine| {
+        matches!(engine.loads(&outline, 1), Some(Verdict::Yes | Verdict::With(_)))
+    };
+    let rows: Vec<String> = ENGINES
+        .iter()
+        .filter(loads)
+        .map(|engine| format!("| {} {} | `{}` |\n", engine.name, engine.version, engine.command))
+        .collect();
+    match rows.is_empty() {
+        true => "No engine that `quant` has rules for is known to load it.\n".to_owned(),
+        false => {
+            format!(
+                "| engine | command |\n|---|---|\n{}\n`quant plan` says more, such as on how many GPUs.\n",
+                rows.concat()
+            )
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_a_hub_go_into_the_header() {
+        for good in ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "a/b"] {
+            assert!(is_hub_name(good), "{good}");
+        }
+        for bad in ["", "a", "/a", "a/", "a/b/c", "/home/me/model", "./a", "a/..", "a/b\ntags:", "ä/b", "a/b c"] {
+            assert!(!is_hub_name(bad), "{bad}");
+        }
+    }
+}
