@@ -16,7 +16,8 @@ pub const NAME: &str = "README.md";
 
 /// The card. Like the report it holds no paths and no times: the same job gives the same bytes.
 pub fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &QuantReport) -> String {
-    let base = directory.config().get("_name_or_path").and_then(Value::as_str).filter(|name| is_hub_name(name));
+    let base =
+        directory.config().get("_name_or_path").and_then(Value::as_str).filter(|name| is_hub_name(name));
     let mut card = String::from("---\nlibrary_name: transformers\npipeline_tag: text-generation\n");
     if let Some(base) = base {
         card += &format!("base_model: {base}\nbase_model_relation: quantized\n");
@@ -108,7 +109,9 @@ mod tests {
         for good in ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "a/b"] {
             assert!(is_hub_name(good), "{good}");
         }
-        for bad in ["", "a", "/a", "a/", "a/b/c", "/home/me/model", "./a", "a/..", "a/b\ntags:", "ä/b", "a/b c"] {
+        for bad in
+            ["", "a", "/a", "a/", "a/b/c", "/home/me/model", "./a", "a/..", "a/b\ntags:", "ä/b", "a/b c"]
+        {
             assert!(!is_hub_name(bad), "{bad}");
         }
     }

@@ -127,7 +127,21 @@ macro_rules! args {
 
 /// The program with these arguments, without what the environment could change in it.
 pub fn command<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Command {
-    let mut command = Command::new(program());
+    without_environment(Command::new(program()), arguments)
+}
+
+/// The same with the default handling of a hangup: programs under `nohup`, as CI may run its tests, ignore it, and
+/// pass that on to what they start.
+pub fn command_that_hangs_up<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Command {
+    let mut env = Command::new("env");
+    env.arg("--default-signal=HUP").arg(program());
+    without_environment(env, arguments)
+}
+
+fn without_environment<A: AsRef<OsStr>>(
+    mut command: Command,
+    arguments: impl IntoIterator<Item = A>,
+) -> Command {
     command.args(arguments).stdin(Stdio::null());
     command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
     // Whatever features the binary was built with, no test reaches for the network.

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use quant_tests::args;
 use quant_tests::files::{hashes, snapshot};
 use quant_tests::models::write_cut_demo_model;
-use quant_tests::program::{Run, Running, Signal, command, program, quant};
+use quant_tests::program::{Run, Running, Signal, command, command_that_hangs_up, program, quant};
 use quant_tests::refusal::{check_message, job_of, old_checkpoint};
 use tempfile::TempDir;
 
@@ -38,7 +38,7 @@ impl Bench {
 
     /// A run that has finished a block and works on the next one.
     fn midway(&self, out: &Path, options: &[&str]) -> Running {
-        let mut run = Running::start(command(quantize(&self.model, out, options)));
+        let mut run = Running::start(command_that_hangs_up(quantize(&self.model, out, options)));
         let journal = job_of(out).join("journal.jsonl");
         let block_done = || {
             let text = std::fs::read_to_string(&journal).unwrap_or_default();
