@@ -4,6 +4,7 @@
 
 mod allocator;
 mod cli;
+mod colors;
 mod commands;
 mod device;
 mod generation;

@@ -10,10 +10,18 @@ use quant_core::{Error, Result};
 pub use quant_evaluator::report::bytes;
 use serde::Serialize;
 
+use crate::colors;
+
 /// Prints a result, in which control characters are escaped: it holds names and paths. A closed pipe (`| head`)
 /// surfaces as an error that [`is_closed_pipe`] recognizes, not as a panic.
 pub fn print(text: &str) -> Result<()> {
     print_raw(&printable_lines(text))
+}
+
+/// Prints the table of a gate.
+pub fn print_verdicts(text: &str) -> Result<()> {
+    let text = printable_lines(text);
+    if colors::shows(&std::io::stdout()) { print_raw(&colors::verdicts(&text)) } else { print_raw(&text) }
 }
 
 /// Prints what a model wrote: as it is, but what would steer a terminal that it goes to.
@@ -30,7 +38,9 @@ pub fn print_raw(text: &str) -> Result<()> {
 
 /// Tells the user something on stderr. Nobody may be reading it; that must not stop the work.
 pub fn tell(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", printable_lines(text));
+    let text = printable_lines(text);
+    let text = if colors::shows(&std::io::stderr()) { colors::message(&text) } else { text.as_ref().into() };
+    let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 /// Tells what is wrong with the arguments, or prints the help that was asked for; the exit code.
@@ -109,13 +119,18 @@ impl JsonOption {
 
     /// Prints the table, or the JSON, or both in their places.
     pub fn emit<T: Serialize>(&self, value: &T, table: impl FnOnce() -> String) -> Result<()> {
+        self.emit_by(value, || print(&table()))
+    }
+
+    /// The same with a table that prints itself.
+    pub fn emit_by<T: Serialize>(&self, value: &T, table: impl FnOnce() -> Result<()>) -> Result<()> {
         match &self.json {
             Some(path) if path == Path::new("-") => print(&json(value)?),
             Some(path) => {
                 std::fs::write(path, json(value)?).map_err(|e| Error::io("write", path, e))?;
-                print(&table())
+                table()
             }
-            None => print(&table()),
+            None => table(),
         }
     }
 }

@@ -19,7 +19,8 @@ use serde_json::{Value, json};
 /// A short search: what is tested here does not depend on how good it is.
 const SHORT: [&str; 4] = ["--samples", "4", "--seq-len", "128"];
 /// What every quantized checkpoint of the demo model consists of.
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
+    "README.md",
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -112,6 +113,12 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     let settings = config.as_object_mut().unwrap().remove("quantization_config").unwrap();
     assert_eq!(config, read_json(model.join("config.json")), "{case}: other keys are as they were");
     assert_eq!(settings["format"], "pack-quantized");
+    let card = std::fs::read_to_string(out.join("README.md")).unwrap();
+    let scheme = scheme_of("model.layers.1.mlp.down_proj");
+    for expected in ["---\nlibrary_name: transformers\n", "- compressed-tensors\n---", "## Load it", &scheme]
+    {
+        assert!(card.contains(expected), "{case}: no {expected:?} in {card}");
+    }
 }
 
 /// Perplexity of a quantized demo model over the float one's, on held-out text; checked to be

@@ -91,7 +91,7 @@ fn judged(
     if let Some(path) = &args.report {
         std::fs::write(path, gate_page(&outcome, results)).map_err(|e| Error::io("write", path, e))?;
     }
-    match args.json.emit(&outcome, || show(&outcome)) {
+    match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
         // Nobody reads on; the verdict stands.
         Err(error) if output::is_closed_pipe(&error) => {}
         told => told?,

@@ -45,11 +45,14 @@ impl Excerpt {
 
     fn add(&mut self, line: &str) {
         let line = line.trim_end();
-        let line = &line[..line.floor_char_boundary(MAX_LINE_BYTES)];
+        let mut end = line.len().min(MAX_LINE_BYTES);
+        while !line.is_char_boundary(end) {
+            end -= 1;
+        }
+        let line = &line[..end];
         if names_a_failure(line) {
             self.following = LINES_AFTER + 1;
         }
-        // What leaves the last lines is kept as a failure, or dropped.
         let keep = self.following > 0;
         self.following = self.following.saturating_sub(1);
         if keep && self.failures.len() < MAX_FAILURE_LINES {
