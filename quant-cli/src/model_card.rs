@@ -81,23 +81,28 @@ fn counts(job: &Job<'_>) -> String {
 /// The engines that load it, with their commands.
 fn engines(job: &Job<'_>) -> String {
     let outline = Outline::new(job.plan, job.model);
-    let loads = |engine: &&quant_core::engines::Engine| {
-        matches!(engine.loads(&outline, 1), Some(Verdict::Yes | Verdict::With(_)))
+    let row = |engine: &quant_core::engines::Engine| {
+        let remark = match engine.loads(&outline, 1)? {
+            Verdict::Yes => String::new(),
+            Verdict::With(remark) => cell(&remark),
+            Verdict::Unsure(_) | Verdict::No(_) => return None,
+        };
+        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.version, engine.command))
     };
-    let rows: Vec<String> = ENGINES
-        .iter()
-        .filter(loads)
-        .map(|engine| format!("| {} {} | `{}` |\n", engine.name, engine.version, engine.command))
-        .collect();
+    let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {
         true => "No engine that `quant` has rules for is known to load it.\n".to_owned(),
-        false => {
-            format!(
-                "| engine | command |\n|---|---|\n{}\n`quant plan` says more, such as on how many GPUs.\n",
-                rows.concat()
-            )
-        }
+        false => format!(
+            "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` says more, such as on how many GPUs.\n",
+            rows.concat()
+        ),
     }
+}
+
+/// Text of a table's cell: it may hold names from the checkpoint.
+fn cell(text: &str) -> String {
+    let clean = |c: char| if c.is_control() || c == '|' { ' ' } else { c };
+    text.chars().map(clean).collect()
 }
 
 #[cfg(test)]
