@@ -1,4 +1,4 @@
-//! The verbs and what they share.
+//! The commands, and the options that all have.
 
 use clap::{Parser, Subcommand};
 
@@ -8,23 +8,23 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0   done and verified; the gate passes
   1   the gate fails
-  2   usage: what was asked for cannot be done
+  2   usage: the request cannot be carried out
   3   the gate is inconclusive: too few windows to tell
   4   bad input: a file that was given is broken, hostile or unsupported
   5   environment: disk, memory, permission, network
   6   numeric: NaN or infinity, degenerate statistics
-  70  a bug of ours
-  75  interrupted; run again with --resume to go on";
+  70  a bug in quant
+  75  interrupted; run again with --resume to continue";
 
 /// Quantize Hugging Face language models into checkpoints that other engines load, and measure what
 /// it cost.
 #[derive(Debug, Parser)]
 #[command(name = "quant", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub struct Cli {
-    /// Threads to use; all cores when not given. Results do not depend on it
+    /// Number of threads [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_parser = threads)]
     pub threads: Option<usize>,
-    /// No progress and no notes
+    /// Print no progress and no notes
     #[arg(long, short, global = true)]
     pub quiet: bool,
     /// What to do
@@ -32,7 +32,7 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The verbs.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Quantize the built-in model with each method and show what it costs
@@ -41,9 +41,9 @@ pub enum Command {
     Plan(plan::Args),
     /// Quantize a model
     Quantize(quantize::Args),
-    /// Measure the perplexity of a model, float or quantized
+    /// Measure perplexity, and the distance from another model
     Eval(eval::Args),
-    /// Judge evaluations by a policy: has a model become worse than it may?
+    /// Decide by a policy whether a model has become worse
     Gate(gate::Args),
     /// Show what a checkpoint holds
     Inspect(inspect::Args),
@@ -51,7 +51,7 @@ pub enum Command {
     Generate(generate::Args),
     /// Talk to a chat model
     Chat(chat::Args),
-    /// Measure how many tokens a second a model reads and writes
+    /// Measure tokens per second of prompts and generation
     Bench(bench::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),

@@ -20,37 +20,37 @@ const MAX_CONTEXT: usize = 1 << 20;
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Decoding (default: the model's generation_config.json)")]
 pub struct DecodingOptions {
-    /// Write at most N tokens
+    /// Generate at most N tokens
     #[arg(long, value_name = "N")]
     max_new_tokens: Option<usize>,
-    /// Take the most probable token each time instead of drawing one
+    /// Always take the most probable token
     #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p", "seed"])]
     greedy: bool,
-    /// Draw tokens, with logits divided by T; 0 means --greedy
+    /// Sample with logits divided by T; 0 means --greedy
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Draw from the K most probable tokens; 0 means all
+    /// Sample from the K most probable tokens; 0 means all
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Draw from the fewest tokens that have the probability P together
+    /// Sample from the fewest tokens whose probabilities add up to P
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
-    /// Draw no token with less than P times the probability of the most probable one
+    /// Leave out tokens with less than P times the probability of the most probable one
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// Draw with this seed: the same seed gives the same text [default: 0]
+    /// Seed of sampling: the same seed gives the same text [default: 0]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Divide positive logits of tokens that have occurred by X, and multiply negative ones
+    /// Divide positive logits of tokens that have occurred by X, and multiply negative ones by it
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// End before TEXT is written; may be given several times
+    /// Stop before TEXT; can be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Go on after the tokens that end a text
+    /// Continue after end-of-text tokens
     #[arg(long)]
     ignore_eos: bool,
-    /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
+    /// Bits of the KV cache: auto (what config.json says), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
     /// Where quantized linears are computed: cuda is the first NVIDIA GPU

@@ -16,113 +16,133 @@ use crate::gguf::GgufOptions;
 /// What to do with a model.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RecipeOptions {
-    /// Named combination of method and scheme [default: awq-w4a16]
+    /// Method and scheme by one name [default: awq-w4a16]
     #[arg(long, help_heading = "Recipe", long_help = preset_help())]
     pub preset: Option<String>,
-    /// Recipe file (TOML), which the options below refine
+    /// Recipe file (TOML); the options below override it
     #[arg(long, value_name = "FILE", conflicts_with = "preset", help_heading = "Recipe")]
     pub recipe: Option<PathBuf>,
-    /// How the numbers are found: a name, or steps with commas between (rotate,awq,gptq); the preset's when not given.
-    /// Without a preset or a scheme its first preset's scheme is taken
+    /// How weights are found: rtn, awq, gptq, smoothquant, qoq, or steps in order (rotate,awq,gptq) [default: the
+    /// preset's]
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Numeric format: w2, w3, w4 or w8, then a16 or a8, optionally kv4 or kv8, optionally with -g128, -channel, -sym,
-    /// -asym, -progressive (two levels of scales), and after a8 with -static or -static-asym; or floating-point weights:
-    /// wf8af8-channel, wf8af8-tensor-static, wf8af8-b128, wf4a16-g16-nv (NVFP4), wf4a16-g32-mx (MXFP4) and others, see
-    /// docs/naming.md; fp8, nvfp4 and mxfp8 are understood too
+    /// Number format, such as w4a16, w4a16-g64-asym, w8a8, fp8 or nvfp4 [default: the preset's]
+    ///
+    /// Integers: w2 to w8, then a16 or a8, then optionally kv4 or kv8 (KV cache), -gSIZE or -channel, -sym or -asym,
+    /// -progressive (two levels of scales), and after a8 -static or -static-asym. Floats: fp8, fp8-static, fp8-block,
+    /// nvfp4, nvfp4a16, mxfp4a16, mxfp8, or whole names such as wf8af8-channel. docs/naming.md has the grammar.
     #[arg(long, help_heading = "Recipe")]
     pub scheme: Option<String>,
-    /// Container to write [default: compressed-tensors]; several go into OUT/FORMAT each
+    /// Checkpoint format [default: compressed-tensors]; repeat the option to write several into OUT/FORMAT
     #[arg(long, help_heading = "Recipe", long_help = format_help())]
     pub format: Vec<String>,
-    /// Weights of a row that share a scale, or `channel` for all of it
+    /// Weights of a row that share a scale, or `channel` for one scale per row
     #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
     pub group_size: Option<String>,
-    /// Grids symmetric about zero (the container's default where neither is given)
-    #[arg(long, conflicts_with = "asymmetric", help_heading = "Recipe")]
+    /// Symmetric grids [default: what the format's engines expect]
+    #[arg(long, hide_short_help = true, conflicts_with = "asymmetric", help_heading = "Recipe")]
     pub symmetric: bool,
     /// Grids with a zero point
-    #[arg(long, help_heading = "Recipe")]
+    #[arg(long, hide_short_help = true, help_heading = "Recipe")]
     pub asymmetric: bool,
-    /// Linears that stay float: a name (down_proj), a glob (*.layers.0.*) or re:EXPRESSION
+    /// Linears that stay float: a name (down_proj), a glob (*.layers.0.*) or re:REGEX
     #[arg(long, value_name = "PATTERN", help_heading = "Recipe")]
     pub ignore: Vec<String>,
-    /// Linears with a scheme of their own; the last that matches wins, and lm_head=SCHEME quantizes
-    /// the head
+    /// Linears with a scheme of their own (down_proj=w8a16)
+    ///
+    /// The last pattern that matches wins. lm_head=SCHEME quantizes the head.
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
     pub overrides: Vec<String>,
     #[command(flatten)]
     pub gguf: GgufOptions,
-    /// SmoothQuant: how much of the outliers moves from the activations into the weights, 0 to 1, or auto: what
-    /// leaves each block the least error [default: the family's]
-    #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
+    /// SmoothQuant: migration strength, 0 to 1, or auto (least error per block) [default: the family's]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_name = "A|auto",
+        allow_hyphen_values = true,
+        help_heading = "Recipe"
+    )]
     pub alpha: Option<String>,
-    /// SmoothQuant: what is divided by its scales: norms, or all (linears too, whose outputs reach the next linear
-    /// channel by channel) [default: norms]
-    #[arg(long, value_name = "norms|all", help_heading = "Recipe")]
+    /// SmoothQuant: what is divided by the scales: norms, or all (also linears that feed a linear channel by channel)
+    /// [default: norms]
+    #[arg(long, hide_short_help = true, value_name = "norms|all", help_heading = "Recipe")]
     pub smooth_producers: Option<String>,
-    /// SmoothQuant: maxima of channels from FILE (safetensors), as --save-channel-maxima of quantize writes them,
-    /// instead of a calibration text
-    #[arg(long, value_name = "FILE", help_heading = "Recipe")]
+    /// SmoothQuant: read channel maxima from FILE (of --save-channel-maxima) instead of calibrating
+    #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Recipe")]
     pub channel_maxima: Option<PathBuf>,
-    /// QoQ: a step that is left out; several with commas. `quant plan` shows the steps of a method
-    #[arg(long, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
+    /// QoQ: leave out a step, or several separated by commas; `quant plan` lists the steps
+    #[arg(long, hide_short_help = true, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
     pub skip: Vec<String>,
-    /// QoQ: how much of the outliers of what o_proj and down_proj read moves into their weights, 0 to 1, or auto
-    /// [default: 0.3, or 0.1 where a row has one scale]
-    #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
+    /// QoQ: smoothing exponent of the inputs of o_proj and down_proj, 0 to 1, or auto [default: 0.3, or 0.1 with one
+    /// scale per row]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_name = "A|auto",
+        allow_hyphen_values = true,
+        help_heading = "Recipe"
+    )]
     pub output_alpha: Option<String>,
-    /// QoQ: how much of the outliers of keys moves into the queries, 0 to 1, or auto [default: auto]
-    #[arg(long, value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
+    /// QoQ: exponent of SmoothAttention, 0 to 1, or auto [default: auto]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_name = "A|auto",
+        allow_hyphen_values = true,
+        help_heading = "Recipe"
+    )]
     pub attention_alpha: Option<String>,
-    /// AWQ: how candidate scales are compared: fast (on growing shares of the batch) or reference (each
-    /// on the whole batch) [default: fast]
-    #[arg(long, value_name = "fast|reference", help_heading = "Recipe")]
+    /// AWQ: compare candidate scales on growing shares of the batch (fast) or on all of it (reference) [default: fast]
+    #[arg(long, hide_short_help = true, value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
-    /// GPTQ: what is added to the diagonal of the Hessian, as a share of its mean [default: 0.01]
-    #[arg(long, value_name = "SHARE", help_heading = "Recipe")]
+    /// GPTQ: damping added to the diagonal of the Hessian, as a share of its mean [default: 0.01]
+    #[arg(long, hide_short_help = true, value_name = "SHARE", help_heading = "Recipe")]
     pub damping: Option<f64>,
-    /// GPTQ: columns whose updates of later ones are one matrix product [default: 128]
-    #[arg(long, value_name = "COLUMNS", help_heading = "Recipe")]
+    /// GPTQ: columns per block of lazy updates; changes the speed, and results by rounding only [default: 128]
+    #[arg(long, hide_short_help = true, value_name = "COLUMNS", help_heading = "Recipe")]
     pub block_size: Option<usize>,
-    /// GPTQ: the order in which columns are rounded: none (as they stand), static-groups (the largest inputs
-    /// first, on grids found before) or group-aware (the groups with the largest inputs first, and so in each)
-    /// [default: static-groups]
-    #[arg(long, value_name = "none|static-groups|group-aware", help_heading = "Recipe")]
+    /// GPTQ: order of columns: none, static-groups (largest inputs first, grids fixed before) or group-aware (largest
+    /// inputs first among and within groups) [default: static-groups]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_name = "none|static-groups|group-aware",
+        help_heading = "Recipe"
+    )]
     pub act_order: Option<String>,
-    /// GPTQ: what a linear is judged on: inputs from the model that is quantized up to it, or from the float
-    /// model [default: quantized; of qoq float]
-    #[arg(long, value_name = "quantized|float", help_heading = "Recipe")]
+    /// GPTQ: inputs that a linear is judged on, from the quantized or from the float model [default: quantized; float
+    /// for qoq]
+    #[arg(long, hide_short_help = true, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
-    /// NVFP4: how the scale of a group is chosen: amax (the largest weight gets the largest code), four-over-six (or the
-    /// code of 4, whichever leaves the smaller error) or sweep (the best of 13 neighbouring scales) [default: sweep]
-    #[arg(long, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
+    /// NVFP4: how group scales are chosen: amax, four-over-six (the better of two) or sweep (the best of 13) [default:
+    /// sweep]
+    #[arg(long, hide_short_help = true, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
     pub scale_search: Option<String>,
-    /// MODEL is quantized: take what its codes stand for as weights. What its quantization lost stays lost, and rounding
-    /// loses more; start from the float checkpoint where there is one
-    #[arg(long, help_heading = "Recipe")]
+    /// Quantize a model that is already quantized from its dequantized weights; accuracy is lost twice
+    #[arg(long, hide_short_help = true, help_heading = "Recipe")]
     pub requantize: bool,
     /// Calibration windows [default: 64]
     #[arg(long, value_name = "N", help_heading = "Calibration")]
     pub samples: Option<usize>,
-    /// Tokens of a calibration window [default: 512]
+    /// Tokens per calibration window [default: 512]
     #[arg(long, value_name = "L", help_heading = "Calibration")]
     pub seq_len: Option<usize>,
-    /// Seed of the windows' selection [default: 0]
-    #[arg(long, value_name = "S", help_heading = "Calibration")]
+    /// Seed for selecting windows [default: 0]
+    #[arg(long, hide_short_help = true, value_name = "S", help_heading = "Calibration")]
     pub seed: Option<u64>,
-    /// How documents become windows: stream (joined and cut) or documents (whole where they fit, and
-    /// none sees another); auto means documents for conversations, stream for text [default: auto]
-    #[arg(long, value_name = "auto|stream|documents", help_heading = "Calibration")]
+    /// How documents become windows: stream (joined and cut), documents (whole and separate) or auto (documents for
+    /// conversations, stream for text) [default: auto]
+    #[arg(long, hide_short_help = true, value_name = "auto|stream|documents", help_heading = "Calibration")]
     pub packing: Option<String>,
-    /// Tokens that the search leaves out: none, or the prompts of conversations [default: none]
-    #[arg(long, value_name = "none|prompts", help_heading = "Calibration")]
+    /// Tokens to leave out: none, or prompts (only what the assistant wrote counts) [default: none]
+    #[arg(long, hide_short_help = true, value_name = "none|prompts", help_heading = "Calibration")]
     pub mask: Option<String>,
-    /// Tokens that an expert is calibrated on: those that are routed to it, or all [default: routed]
-    #[arg(long, value_name = "routed|all", help_heading = "Calibration")]
+    /// Calibrate experts on the tokens routed to them, or on all [default: routed]
+    #[arg(long, hide_short_help = true, value_name = "routed|all", help_heading = "Calibration")]
     pub expert_tokens: Option<String>,
-    /// An expert that fewer tokens than N are routed to is calibrated on all tokens [default: 0]
-    #[arg(long, value_name = "N", help_heading = "Calibration")]
+    /// Calibrate an expert on all tokens if fewer than N are routed to it [default: 0]
+    #[arg(long, hide_short_help = true, value_name = "N", help_heading = "Calibration")]
     pub expert_floor: Option<u64>,
 }
 
@@ -376,27 +396,27 @@ fn listed<'a>(what: &str, lines: impl Iterator<Item = (&'a str, String)>) -> Str
 
 fn preset_help() -> String {
     listed(
-        "Named combination of method and scheme",
+        "Method and scheme by one name [default: awq-w4a16]",
         PRESETS.iter().map(|p| (p.name, format!("{} {}", p.method, p.scheme))),
     )
 }
 
 fn method_help() -> String {
     let named = listed(
-        "How the numbers are found; the preset's when not given",
+        "How weights are found [default: the preset's]",
         METHODS.iter().map(|m| (&*m.name, m.summary.to_owned())),
     );
     let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();
     let own = listed(
-        "Or steps of one's own order with commas between, and gptq or rtn last (rtn without)",
+        "Or steps in your own order, separated by commas, with gptq or rtn (the default) last",
         steps.into_iter(),
     );
     format!("{named}\n\n{own}")
 }
 
 fn format_help() -> String {
-    let what = "Container to write [default: compressed-tensors]; given several times, each goes into \
-                OUT/FORMAT, and the calibration text goes through the model once for all";
+    let what = "Checkpoint format [default: compressed-tensors]; repeat the option to write several into \
+                OUT/FORMAT, with one calibration pass for all";
     let containers = format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned()));
     listed(what, containers.chain([(gguf::FORMAT, gguf::SUMMARY.to_owned())]))
 }

@@ -34,10 +34,10 @@ const COMMANDS: &str = "\
 pub struct Args {
     /// Model directory with a chat template, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// A message of the system before the conversation
+    /// System message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Tokens that the conversation may have [default: 8192, or what the model has]
+    /// Context length in tokens [default: 8192, or the model's if that is less]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
     #[command(flatten)]

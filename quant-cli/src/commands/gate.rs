@@ -18,19 +18,19 @@ use crate::output::{self, JsonOption, table};
 /// What to judge by what.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Results: files that quant eval --json=FILE wrote, known by their names without the ending
+    /// Results of `quant eval --json=FILE`; each is known by its file name without the extension
     #[arg(required = true, value_name = "RESULT")]
     results: Vec<PathBuf>,
-    /// What must hold (TOML)
+    /// Policy (TOML)
     #[arg(long, value_name = "FILE", required_unless_present = "update")]
     policy: Option<PathBuf>,
-    /// Results that were good, to compare with
+    /// Baseline to compare with
     #[arg(long, value_name = "FILE", required_if_eq("update", "true"))]
     baseline: Option<PathBuf>,
-    /// Make the results the baseline, and show what changes
+    /// Make these results the baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
-    /// Write a page that shows the outcome to FILE (HTML)
+    /// Write an HTML report to FILE
     #[arg(long, value_name = "FILE", conflicts_with = "update")]
     report: Option<PathBuf>,
     /// Write JUnit XML to FILE

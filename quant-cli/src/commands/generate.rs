@@ -23,16 +23,16 @@ const LONGEST_PROMPT: u64 = 16 << 20;
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// The text to go on from; without it and --prompt-file, standard input
+    /// Prompt; standard input without it and --prompt-file
     #[arg(long, short, value_name = "TEXT", conflicts_with = "prompt_file")]
     prompt: Option<String>,
-    /// A file with the text to go on from; - is standard input
+    /// File with the prompt; - is standard input
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Put the prompt to the model as a user's message, by its chat template
+    /// Send the prompt as a user message, through the model's chat template
     #[arg(long)]
     chat: bool,
-    /// With --chat, a message of the system before it
+    /// System message, with --chat
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
     #[command(flatten)]

@@ -28,7 +28,7 @@ pub struct Args {
     print_recipe_schema: bool,
     #[command(flatten)]
     recipe: RecipeOptions,
-    /// Show every tensor, not one line a kind
+    /// Show every tensor, not one line per kind
     #[arg(long)]
     all: bool,
     #[command(flatten)]

@@ -33,27 +33,26 @@ const FEW_TOKENS: usize = 256;
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Directory to write; it appears when all is done and verified. With several formats it holds
-    /// a directory of each name
+    /// Directory to write; it appears only when complete and verified
+    ///
+    /// With several formats it holds one directory per format.
     #[arg(long, short)]
     pub output: PathBuf,
     #[command(flatten)]
     pub recipe: RecipeOptions,
-    /// Calibration text: a file (plain text, or .jsonl with a `text` field, or with `messages`, which
-    /// go through the model's chat template) or the name of a set [default: builtin]
+    /// Calibration text: a file (plain text, or .jsonl with `text` or `messages`) or a named set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
-    /// Write the largest magnitude of every input channel of every linear to FILE (safetensors), for --channel-maxima
-    /// of another run
-    #[arg(long, value_name = "FILE", help_heading = "Calibration")]
+    /// Write the maxima of all input channels to FILE (safetensors), for --channel-maxima
+    #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Calibration")]
     pub save_channel_maxima: Option<PathBuf>,
-    /// Replace OUT if it exists; the old one stays until the new one is complete
+    /// Replace OUT if it exists, once the new one is complete
     #[arg(long)]
     pub force: bool,
-    /// Go on with a run that was interrupted
+    /// Continue an interrupted run
     #[arg(long)]
     pub resume: bool,
-    /// Write a page that shows what was done to FILE (HTML)
+    /// Write an HTML report to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
     /// Print the summary as JSON

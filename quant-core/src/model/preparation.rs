@@ -24,9 +24,9 @@ impl Preparation {
     /// One line for help and tables.
     pub fn summary(self) -> &'static str {
         match self {
-            Self::FoldNorms => "weights of norms move into the linears that read them",
+            Self::FoldNorms => "moves norm weights into the linears that read them",
             Self::Rotate => {
-                "the residual stream is rotated, which spreads what stands out in it over all channels; folds norms"
+                "rotates the residual stream, which spreads outliers over all channels; folds norms"
             }
         }
     }

@@ -104,7 +104,7 @@ impl Method {
         for (i, step) in steps.iter().enumerate() {
             if steps[..i].contains(step) {
                 return Err(Error::usage(
-                    format!("step `{step}` stands twice: the second would find nothing left to do"),
+                    format!("step `{step}` is listed twice"),
                     "leave one of them out",
                 ));
             }
@@ -154,7 +154,7 @@ impl Method {
         }
         Ok(Self {
             name: name.join(",").into(),
-            summary: "steps in an order of one's own",
+            summary: "steps in your own order",
             preparation: steps.first().and_then(|step| prepares(step)),
             transforms: transforms.into(),
             rounding,
@@ -230,7 +230,7 @@ pub static METHODS: &[Method] = &[
     plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
     plain(
         "gptq",
-        "columns that make up for each other's rounding, by the inputs that a calibration text gives",
+        "rounds column by column and corrects the rest for the error, on a calibration text",
         &[],
         Rounding::Gptq,
     ),
@@ -240,10 +240,10 @@ pub static METHODS: &[Method] = &[
         Rounding::Gptq,
     ),
     qoq("qoq-rtn", "QServe's steps, then round to nearest", Rounding::Nearest),
-    plain("rtn", "round to nearest: needs no text and no forward pass", &[], Rounding::Nearest),
+    plain("rtn", "round to nearest; needs no calibration", &[], Rounding::Nearest),
     plain(
         "smoothquant",
-        "outliers of activations move into the weights, for activations of 8 bits",
+        "moves outliers of activations into the weights, for 8-bit activations",
         &[&SmoothQuant],
         Rounding::Nearest,
     ),
@@ -276,7 +276,7 @@ pub fn method(name: &str) -> Result<Method> {
         return Err(Error::usage(
             format!("unknown method `{name}`"),
             format!(
-                "known methods: {}; or steps with commas between, as in rotate,awq,gptq",
+                "known methods: {}; or steps separated by commas, as in rotate,awq,gptq",
                 known.join(", ")
             ),
         ));
@@ -332,7 +332,7 @@ mod tests {
             ("reorder,rotate", "makes another model", "put `rotate` first"),
             ("awq,fold-norms", "makes another model", "put `fold-norms` first"),
             ("fold-norms,rotate", "`rotate` folds norms itself", "leave `fold-norms` out"),
-            ("reorder,reorder", "stands twice", "leave one"),
+            ("reorder,reorder", "listed twice", "leave one"),
             ("reorder,gptq,clip", "`gptq` is how weights are rounded", "put it last"),
             ("gptq,rtn", "`gptq` is how weights are rounded", "once"),
             ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),

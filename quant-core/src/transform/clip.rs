@@ -33,7 +33,7 @@ impl Transform for Clip {
     }
 
     fn summary(&self) -> &'static str {
-        "ranges of weights are narrowed where the error of the output falls"
+        "narrows the ranges of weights where that reduces the output error"
     }
 
     fn folded_nodes(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {

@@ -25,7 +25,7 @@ impl Transform for Reorder {
     }
 
     fn summary(&self) -> &'static str {
-        "channels between linears are sorted by how large they become, so that groups are of a kind"
+        "sorts channels by magnitude, so that groups hold similar ones"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {

@@ -185,7 +185,7 @@ impl Transform for SmoothQuant {
     }
 
     fn summary(&self) -> &'static str {
-        "outliers of activations move into the weights, for activations of 8 bits"
+        "moves outliers of activations into the weights, for 8-bit activations"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {
@@ -214,7 +214,7 @@ impl Transform for SmoothOutputs {
     }
 
     fn summary(&self) -> &'static str {
-        "what a linear makes for the next one alone is evened out against its weight"
+        "smooths the inputs of o_proj and down_proj against their weights"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {

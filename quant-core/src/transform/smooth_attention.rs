@@ -59,7 +59,7 @@ impl Transform for SmoothAttention {
     }
 
     fn summary(&self) -> &'static str {
-        "outliers of keys move into queries, for keys of 4 bits"
+        "moves outliers of keys into queries, for a 4-bit KV cache"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {

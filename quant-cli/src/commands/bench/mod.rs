@@ -18,25 +18,25 @@ use crate::output::{JsonOption, bytes, table};
 /// What to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or kernels, for what
-    /// this machine can do at most and how near the kernels come to it
+    /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
+    /// kernels beside the limits of this machine
     pub model: PathBuf,
-    /// Tokens of the prompt, read at once
+    /// Tokens of the prompt, processed at once
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub prefill: usize,
-    /// Tokens generated one after another
+    /// Tokens to generate one by one
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub decode: usize,
     /// Repetitions; the median is shown
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub repeat: usize,
-    /// In how many bits keys and values are cached: auto is what the model's config.json says, 16 means floats
+    /// Bits of the KV cache: auto (what config.json says), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Of kernels, measure those with TEXT in their name, shape and tokens
+    /// Measure only kernels with TEXT in their name, shape or tokens
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Where MODEL's quantized linears are computed, or whose kernels are measured: cuda is the first NVIDIA GPU
+    /// Where quantized linears are computed, or whose kernels are measured: cuda is the first NVIDIA GPU
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
     #[command(flatten)]

@@ -38,7 +38,7 @@ impl Container for AutoAwq {
     }
 
     fn summary(&self) -> &'static str {
-        "AutoAWQ gemm for vLLM, SGLang and transformers: 4 bits, one group size, asymmetric unless told otherwise"
+        "AutoAWQ (gemm), for vLLM, SGLang and transformers: 4 bits, one group size, asymmetric by default"
     }
 
     fn symmetric_by_default(&self, _bits: u8) -> bool {

@@ -49,7 +49,7 @@ impl Container for CompressedTensors {
     }
 
     fn summary(&self) -> &'static str {
-        "for vLLM, SGLang, transformers and, weight-only, llama.cpp's converter"
+        "for vLLM, SGLang and transformers: every scheme, progressive groups as one level"
     }
 
     fn layout(

@@ -39,7 +39,7 @@ impl Container for GptqV1 {
     }
 
     fn summary(&self) -> &'static str {
-        "GPTQ v1 for vLLM, SGLang, transformers and llama.cpp's converter: 2, 3, 4 or 8 bits, one scheme"
+        "GPTQ v1, for vLLM, SGLang and transformers: 2, 3, 4 or 8 bits, one scheme"
     }
 
     fn scale_dtype(&self, _scheme: LinearScheme, _weight: Dtype) -> Dtype {

@@ -43,7 +43,7 @@ impl Container for QServe {
     }
 
     fn summary(&self) -> &'static str {
-        "QServe W4A8 (QoQ) with both levels of scales, in the order of its kernels; no engine of today loads it"
+        "QServe's W4A8 with both levels of scales, in the order of its kernels; no current engine loads it"
     }
 
     fn symmetric_by_default(&self, bits: u8) -> bool {
