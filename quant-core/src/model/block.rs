@@ -8,6 +8,7 @@ use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
 use super::attention::{activate, cached_attention, causal_attention, gated};
+use super::grouped::{GroupedExperts, grouped};
 use super::tensor_values::with_slices;
 use super::{
     CudaRunner, KvCaching, KvScales, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight,
@@ -19,6 +20,11 @@ use crate::{CancelToken, Error, Result};
 
 /// Watches the inputs of linears while a block runs.
 pub trait Tap {
+    /// Whether it looks at the inputs of linears. If it does not, linears may run several at once.
+    fn watches(&self) -> bool {
+        true
+    }
+
     /// Called before a linear runs, with its input `[…, k]` and the tokens that its rows belong to, by their
     /// places in what the block was given.
     ///
@@ -47,6 +53,10 @@ pub trait Tap {
 pub struct NoTap;
 
 impl Tap for NoTap {
+    fn watches(&self) -> bool {
+        false
+    }
+
     fn linear_input(&mut self, _linear: NodeId, _x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
         Ok(())
     }
@@ -58,6 +68,10 @@ impl Tap for NoTap {
 pub struct CancelTap<'a>(pub &'a CancelToken);
 
 impl Tap for CancelTap<'_> {
+    fn watches(&self) -> bool {
+        false
+    }
+
     fn linear_input(&mut self, _linear: NodeId, _x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
         self.0.check()
     }
@@ -75,6 +89,8 @@ pub struct Block {
     /// Experts that run on all tokens, by the nodes that select their rows.
     pub(super) unrouted: Arc<BTreeSet<NodeId>>,
     kv_scales: KvScales,
+    /// Experts that run in one call, by the nodes that are their sums.
+    grouped: BTreeMap<NodeId, GroupedExperts>,
 }
 
 impl Block {
@@ -110,7 +126,8 @@ impl Block {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
         let (caching, unrouted, kv_scales) = (KvCaching::Float, Arc::default(), KvScales::new());
-        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching, unrouted, kv_scales })
+        let (ropes, grouped) = (tables, BTreeMap::new());
+        Ok(Self { graph, norms, linears, parameters, ropes, caching, unrouted, kv_scales, grouped })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -173,12 +190,14 @@ impl Block {
         self.norms[&id].bias.as_ref()
     }
 
-    /// The same block with one linear replaced.
+    /// The same block with one linear replaced. Experts that ran in one call run one by one again.
     pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
+        self.grouped.clear();
         self.linears.insert(id, linear);
     }
 
-    /// The same block with all its quantized linears packed for the kernels.
+    /// The same block with all its quantized linears packed for the kernels; experts whose linears all are run in one
+    /// call.
     ///
     /// # Errors
     /// As [`WeightBody::packed`](super::WeightBody::packed).
@@ -186,6 +205,7 @@ impl Block {
         for linear in self.linears.values_mut() {
             *linear = linear.packed(runner)?;
         }
+        self.grouped = grouped(&self.graph, &self.linears)?;
         Ok(self)
     }
 
@@ -301,6 +321,17 @@ impl Run<'_> {
         values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
     }
 
+    /// Experts that run in one call here.
+    fn grouped(&self, id: NodeId) -> Option<&GroupedExperts> {
+        let whole = !self.tap.watches() && self.block.unrouted.is_empty();
+        self.block.grouped.get(&id).filter(|_| whole)
+    }
+
+    /// What a node reads.
+    fn inputs(&self, id: NodeId) -> &[NodeId] {
+        self.grouped(id).map_or(&self.block.graph.nodes()[id].inputs, |experts| experts.inputs())
+    }
+
     fn evaluate(&mut self, known: &[(NodeId, Tensor)], targets: &[NodeId]) -> Result<Vec<Tensor>> {
         let nodes = self.block.graph.nodes();
         let mut values: Vec<Option<Tensor>> = vec![None; nodes.len()];
@@ -316,7 +347,7 @@ impl Run<'_> {
         }
         for id in (0..nodes.len()).rev() {
             if needed[id] && values[id].is_none() {
-                for &input in &nodes[id].inputs {
+                for &input in self.inputs(id) {
                     uses[input] += 1;
                     needed[input] = true;
                 }
@@ -340,8 +371,8 @@ impl Run<'_> {
                 }
                 continue;
             }
-            let mut inputs = Vec::with_capacity(nodes[id].inputs.len());
-            for &input in &nodes[id].inputs {
+            let mut inputs = Vec::new();
+            for &input in self.inputs(id) {
                 uses[input] -= 1;
                 // The last reader takes the value, so that memory is freed as early as possible.
                 let value = if uses[input] == 0 { values[input].take() } else { values[input].clone() };
@@ -420,6 +451,9 @@ impl Run<'_> {
                 let rows = experts::rows(x, &tokens)?;
                 self.selected.insert(id, tokens);
                 Ok(rows)
+            }
+            (Op::Experts { .. }, [weights, x]) if let Some(experts) = self.grouped(id) => {
+                experts.run(weights, x)
             }
             (Op::Experts { .. }, [weights, outputs @ ..]) => experts::sum(weights, outputs),
             (Op::Gated(_) | Op::ClampedGated { .. }, [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),

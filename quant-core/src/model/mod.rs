@@ -15,6 +15,7 @@ mod embeddings;
 mod experts;
 mod fused_experts;
 mod gates;
+mod grouped;
 mod kv;
 mod kv_scales;
 mod linear;
