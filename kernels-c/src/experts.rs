@@ -13,7 +13,7 @@ use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32, by_kind, qz1_values
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{layout_of_many, qz1_layout};
 
-/// Weights are multiplied with whole numbers of 8 bits, a scale for every row.
+/// Weights are multiplied with integers of 8 bits, a scale for every row.
 pub const QZ1_EXPERT_ROWS_INT8: u32 = 1;
 /// Weights are multiplied with floats.
 pub const QZ1_EXPERT_ROWS_FLOAT: u32 = 2;

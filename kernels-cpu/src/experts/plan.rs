@@ -43,7 +43,7 @@ impl ExpertsPlan {
     ) -> Result<Self, KernelError> {
         experts.require(rows)?;
         if let ExpertGate::Clamped { limit, .. } = gate
-            && !(limit >= 0.0)
+            && (limit.is_nan() || limit < 0.0)
         {
             return Err(KernelError::Scheme("a limit of a gate that is negative or no number"));
         }

@@ -32,6 +32,11 @@ impl GroupedExperts {
         &self.inputs
     }
 
+    /// How many experts there are.
+    pub(super) fn count(&self) -> usize {
+        self.experts.count()
+    }
+
     /// The sum of the experts, for weights `[…, experts]` and `x` `[…, width]`.
     ///
     /// # Errors
