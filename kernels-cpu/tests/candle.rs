@@ -386,7 +386,7 @@ fn experts_of_a_layer() {
                 for (x, numbers, shares) in [
                     (&shares, &numbers, &shares),
                     (&x, &numbers.narrow(1, 0, 2).unwrap(), &shares),
-                    (&x, &(&numbers + 3.0).unwrap(), &shares),
+                    (&x, &Tensor::full(9_u32, (1, 3, 2), &Device::Cpu).unwrap(), &shares),
                     (&x, &numbers, &shares.narrow(2, 0, 1).unwrap()),
                     (&x, &shares, &shares),
                     (&x.to_dtype(DType::F64).unwrap(), &numbers, &shares),

@@ -3,6 +3,7 @@
 
 mod common;
 #[path = "families/configs.rs"]
+#[allow(dead_code, reason = "what folds are tested by")]
 mod configs;
 
 use candle_core::Tensor;
