@@ -260,8 +260,9 @@ proptest! {
 fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
     let part = |[n, k]: [usize; 2]| {
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
-        let view = WeightView::new([n, k], bits, k, &codes, &vec![0.01; n], None).unwrap();
-        PackedLinear::pack(&view, Some(&vec![0.5; n]), false, &Serial).unwrap()
+        let (scales, bias) = (vec![0.01; n], vec![0.5; n]);
+        let view = WeightView::new([n, k], bits, k, &codes, &scales, None).unwrap();
+        PackedLinear::pack(&view, Some(&bias), false, &Serial).unwrap()
     };
     let (reads, down) = (part([inner, hidden]), part([hidden, inner]));
     let expert = Expert { gate: (&reads).into(), up: (&reads).into(), down: (&down).into() };

@@ -180,3 +180,61 @@ impl<'a> Experts<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use crate::reference::{clamped_gate, gelu_tanh, silu};
+
+    /// Every value of a few, with every other: ordinary, tiny, huge, and not finite.
+    fn pairs() -> (Vec<f32>, Vec<f32>) {
+        let special = [0.0, -0.0, 1e-40, -1e-30, 87.1, -87.1, 3e20, -3e20, f32::MAX, f32::INFINITY, f32::NAN];
+        let ordinary = (-300..300).map(|i| i as f32 * 0.037);
+        let values: Vec<f32> = ordinary.chain(special).chain([f32::NEG_INFINITY]).collect();
+        let others = [0.7, -6.9, 7.0, 9.5, -1e30, f32::NAN, f32::INFINITY];
+        values.iter().flat_map(|&g| others.map(|u| (g, u))).unzip()
+    }
+
+    #[test]
+    fn gates_are_the_definition_on_every_path() {
+        let (gate, up) = pairs();
+        let limits = ExpertGate::Clamped { alpha: 1.702, limit: 7.0 };
+        type Definition = fn(f32, f32) -> f32;
+        let definitions: [(ExpertGate, Definition); 3] = [
+            (ExpertGate::Silu, |g, u| silu(g) * u),
+            (ExpertGate::GeluTanh, |g, u| gelu_tanh(g) * u),
+            (limits, |g, u| clamped_gate(g, u, 1.702, 7.0)),
+        ];
+        for isa in Isa::runnable() {
+            for (kind, definition) in definitions {
+                let mut out = vec![1.0; gate.len()];
+                kind.apply(isa.token().unwrap(), &gate, &up, &mut out);
+                for ((&g, &u), &got) in gate.iter().zip(&up).zip(&out) {
+                    let expected = definition(g, u);
+                    let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+                    assert!(same, "{isa:?}, {kind:?} of {g} and {u}: {got}, not {expected}");
+                }
+            }
+        }
+    }
+
+    /// The definitions are the formulas, within what is said of them.
+    #[test]
+    fn definitions_are_the_formulas() {
+        for i in -400_000..400_000 {
+            let g = i as f32 * 2.3e-5;
+            let x = f64::from(g);
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            let exact = 0.5 * x * (1.0 + inner.tanh());
+            let off = (f64::from(gelu_tanh(g)) - exact).abs();
+            assert!(off <= x.abs() * 2.0_f64.powi(-20), "gelu of {g}");
+            let u = 0.6_f32;
+            let exact = x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()) * 1.6;
+            let off = (f64::from(clamped_gate(g, u, 1.702, 7.0)) - exact).abs();
+            // What rounding 1.702 · g moves an exponential by.
+            assert!(off <= exact.abs() * 2.0_f64.powi(-18), "clamped gate of {g}");
+        }
+        assert_eq!((gelu_tanh(100.0), gelu_tanh(-100.0)), (100.0, 0.0));
+    }
+}

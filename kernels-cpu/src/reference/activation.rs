@@ -56,7 +56,7 @@ fn sigmoid(g: f32) -> f32 {
 }
 
 /// `2 √(2/π)`, and that times 0.044715.
-pub(crate) const GELU: [f32; 2] = [1.595_769_1, 0.071_354_814];
+pub(crate) const GELU: [f32; 2] = [1.595_769, 0.071_354_814];
 
 /// GELU with a hyperbolic tangent, `g / 2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))`, which is
 /// `g · σ(g · (2 √(2/π) + 2 √(2/π) 0.044715 g²))`, with the `σ` of [`silu`].

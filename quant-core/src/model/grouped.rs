@@ -5,7 +5,6 @@
 //! floating-point grid, experts stay nodes that run one by one. They do, too, while somebody watches what linears read.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use candle_core::{D, Device, Tensor};
 use quant_kernels_cpu::candle::{Activations, ExpertLinear, QuantizedExperts, QuantizedLinear};
@@ -132,12 +131,12 @@ fn experts_of(
         let Some(parts) = parts_of(graph, number, weights, output) else { return Ok(None) };
         let mut own = Vec::with_capacity(3);
         for linear in parts.linears.iter().map(|id| linears.get(id)) {
-            let Some((packed, bias)) = linear.map(packed).transpose()?.flatten() else { return Ok(None) };
+            let Some((packed, part)) = linear.map(packed).transpose()?.flatten() else { return Ok(None) };
             let first = shared.as_ref().map_or(packed.activations(), |(_, first)| first.activations());
             if packed.activations() != first || matches!(first, Activations::Static(_)) {
                 return Ok(None);
             }
-            own.push(ExpertLinear { weight: packed.weight().clone(), bias });
+            own.push(part);
             if shared.is_none() {
                 shared = Some((parts, packed));
             }
@@ -162,9 +161,10 @@ fn experts_of(
     Ok(Some(GroupedExperts { inputs, top_k: parts.top_k, experts: experts.map_err(kernel_error)? }))
 }
 
-/// A packed linear whose input has no grid of its own, with the bias that it adds.
-fn packed(linear: &Linear) -> Result<Option<(&QuantizedLinear, Option<Arc<[f32]>>)>> {
+/// A packed linear whose input has no grid of its own, and the same as the kernels take it, with the bias that it adds.
+fn packed(linear: &Linear) -> Result<Option<(&QuantizedLinear, ExpertLinear)>> {
     let WeightBody::Packed { linear: packed, grid: None } = &**linear.weight() else { return Ok(None) };
     let bias = linear.bias().map(|bias| bias.flatten_all()?.to_vec1::<f32>()).transpose()?;
-    Ok(Some((packed, bias.map(Into::into))))
+    let weight = packed.weight().clone();
+    Ok(Some((packed, ExpertLinear { weight, bias: bias.map(Into::into) })))
 }
