@@ -5,104 +5,9 @@
 // else into plain memory. A pass is one graph of one product a copy of the weights, each of which quantizes the
 // activations, on threads of ggml that wait for work as in llama.cpp, and sleep between the passes of others.
 
-#include "ggml-alloc.h"
-#include "ggml-backend.h"
-#include "ggml-cpu.h"
-#include "ggml.h"
-
-#include <chrono>
-#include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <dlfcn.h>
-#include <fstream>
-#include <iostream>
-#include <map>
-#include <memory>
-#include <random>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <vector>
+#include "ggml_worker.hpp"
 
 namespace {
-
-// Rows of weights that differ; further rows repeat them, which no kernel looks at.
-constexpr int64_t BASE = 128;
-
-double now() {
-    using namespace std::chrono;
-    return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
-
-std::vector<float> normal(size_t count, float deviation, unsigned seed) {
-    std::mt19937 engine(seed);
-    std::normal_distribution<float> distribution(0.0f, deviation);
-    std::vector<float> values(count);
-    for (float & v : values) v = distribution(engine);
-    return values;
-}
-
-void require(bool holds, const char * what) {
-    if (!holds) throw std::runtime_error(what);
-}
-
-// The library of the code for this processor, one of several.
-std::string variant() {
-    std::ifstream maps("/proc/self/maps");
-    for (std::string line; std::getline(maps, line);) {
-        if (line.find("libggml-cpu-") != std::string::npos) return line.substr(line.find('/'));
-    }
-    throw std::runtime_error("no library of the CPU backend");
-}
-
-// The device, its threads, and the functions of the library that was chosen for this processor.
-struct Cpu {
-    ggml_backend_dev_t device;
-    ggml_backend_t backend;
-    ggml_threadpool * pool;
-    decltype(&ggml_threadpool_pause) pause;
-    std::vector<ggml_backend_buffer_type_t> places;
-
-    explicit Cpu(int threads) {
-        device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-        require(device, "no CPU backend");
-        backend = ggml_backend_dev_init(device, nullptr);
-        auto set_threads = function<ggml_backend_set_n_threads_t>("ggml_backend_set_n_threads");
-        set_threads(backend, threads);
-        ggml_threadpool_params params = ggml_threadpool_params_default(threads);
-        pool = function<decltype(&ggml_threadpool_new)>("ggml_threadpool_new")(&params);
-        // This one is not handed out by name, but it is in the library that was loaded.
-        void * library = dlopen(variant().c_str(), RTLD_NOW | RTLD_NOLOAD);
-        require(library, "the library of the CPU backend is not loaded");
-        pause = reinterpret_cast<decltype(pause)>(dlsym(library, "ggml_threadpool_pause"));
-        require(pause, "ggml_threadpool_pause");
-        function<decltype(&ggml_backend_cpu_set_threadpool)>("ggml_backend_cpu_set_threadpool")(backend, pool);
-        auto extra = function<ggml_backend_dev_get_extra_bufts_t>("ggml_backend_dev_get_extra_bufts")(device);
-        for (; extra && *extra; ++extra) places.push_back(*extra);
-        places.push_back(ggml_backend_dev_buffer_type(device));
-    }
-
-    template <typename F> F function(const char * name) {
-        auto found = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
-        require(found, name);
-        return reinterpret_cast<F>(found);
-    }
-};
-
-struct Context {
-    ggml_context * at;
-    ggml_backend_buffer_t buffer = nullptr;
-
-    explicit Context(size_t tensors) {
-        at = ggml_init({ tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(tensors, false), nullptr, true });
-    }
-    ~Context() {
-        ggml_backend_buffer_free(buffer);
-        ggml_free(at);
-    }
-    Context(const Context &) = delete;
-};
 
 struct Case {
     Cpu & cpu;
@@ -121,7 +26,10 @@ struct Case {
         const size_t count = (rotate + bytes - 1) / bytes;
         weights = std::make_unique<Context>(count);
         for (size_t i = 0; i < count; ++i) copies.push_back(ggml_new_tensor_2d(weights->at, type, k, n));
-        ggml_backend_buffer_type_t chosen = choose(type);
+        ggml_backend_buffer_type_t chosen = choose(cpu, [&](ggml_context * at) {
+            ggml_tensor * w = ggml_new_tensor_2d(at, type, k, n);
+            return ggml_mul_mat(at, w, ggml_new_tensor_2d(at, GGML_TYPE_F32, k, 512));
+        });
         place = ggml_backend_buft_name(chosen);
         weights->buffer = ggml_backend_alloc_ctx_tensors_from_buft(weights->at, chosen);
         require(weights->buffer, "no memory");
@@ -133,21 +41,6 @@ struct Case {
         for (int64_t r = BASE; r < n; ++r) std::memcpy(&rows[r * row], &rows[r % BASE * row], row);
         for (ggml_tensor * copy : copies) ggml_backend_tensor_set(copy, rows.data(), 0, rows.size());
         if (copies[0]->extra) place += ", repacked";
-    }
-
-    // The first place in which the product can be computed, as llama.cpp looks for one.
-    ggml_backend_buffer_type_t choose(ggml_type type) {
-        for (ggml_backend_buffer_type_t candidate : cpu.places) {
-            Context probe(3);
-            ggml_tensor * w = ggml_new_tensor_2d(probe.at, type, k, n);
-            ggml_tensor * x = ggml_new_tensor_2d(probe.at, GGML_TYPE_F32, k, 512);
-            ggml_tensor * y = ggml_mul_mat(probe.at, w, x);
-            w->buffer = ggml_backend_buft_alloc_buffer(candidate, 0);
-            const bool can = ggml_backend_dev_supports_op(cpu.device, y);
-            ggml_backend_buffer_free(w->buffer);
-            if (can) return candidate;
-        }
-        throw std::runtime_error("no place for the weights");
     }
 
     void tokens(int64_t count, bool rotate) {
@@ -189,29 +82,7 @@ struct Case {
         }
         return std::sqrt(wrong / all);
     }
-
-    // Seconds of a product, of as many passes as fit the time; the first one only warms up, unless it was long.
-    std::vector<double> passes(double milliseconds) {
-        std::vector<double> taken;
-        const double started = now();
-        for (;;) {
-            const double before = now();
-            pass();
-            const double after = now();
-            taken.push_back((after - before) / used);
-            if (after - started >= milliseconds / 1e3) break;
-        }
-        if (taken.size() > 1) taken.erase(taken.begin());
-        return taken;
-    }
 };
-
-ggml_type type_of(const std::string & name) {
-    if (name == "Q4_0") return GGML_TYPE_Q4_0;
-    if (name == "Q4_K") return GGML_TYPE_Q4_K;
-    if (name == "Q8_0") return GGML_TYPE_Q8_0;
-    throw std::runtime_error("unknown type");
-}
 
 } // namespace
 
@@ -247,13 +118,8 @@ int main(int argc, char ** argv) {
             } else if (request == "run") {
                 double milliseconds;
                 words >> milliseconds;
-                std::string list;
-                for (double seconds : cases.at(name)->passes(milliseconds)) {
-                    char text[32];
-                    std::snprintf(text, sizeof text, "%s%.9f", list.empty() ? "" : ",", seconds);
-                    list += text;
-                }
-                std::printf("{\"seconds\":[%s]}\n", list.c_str());
+                Case & own = *cases.at(name);
+                print_seconds(passes(milliseconds, own.used, [&] { own.pass(); }));
             } else if (request == "drop") {
                 cases.erase(name);
                 std::printf("{}\n");

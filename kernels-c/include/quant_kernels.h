@@ -25,6 +25,24 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+// Weights are multiplied with integers of 8 bits, a scale for every row.
+#define QZ1_EXPERT_ROWS_INT8 1
+
+// Weights are multiplied with floats.
+#define QZ1_EXPERT_ROWS_FLOAT 2
+
+// `silu(gate) · up`
+#define QZ1_GATE_SILU 1
+
+// `gelu(gate) · up`, with a hyperbolic tangent.
+#define QZ1_GATE_GELU_TANH 2
+
+// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`.
+#define QZ1_GATE_CLAMPED 3
+
+// In a slot of a token: no expert.
+#define QZ1_NO_EXPERT UINT32_MAX
+
 // The fastest instructions of the processor, or those that the environment variable `QUANT_ISA` names.
 #define QZ1_ISA_DETECT 0
 
@@ -78,6 +96,9 @@
 
 // Kernels for NVIDIA GPUs, `quant_kernels_cuda.h`: where the library was built with them.
 #define QZ1_FEATURE_CUDA 8
+
+// The experts of a layer in one call.
+#define QZ1_FEATURE_EXPERTS 9
 
 // Codes of 4 bits, a scale and a zero a token and head.
 #define QZ1_KV_4BIT 1
@@ -178,6 +199,9 @@ typedef uint32_t qz1_status;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// The plan of calls of a layer's experts, and their memory.
+typedef struct qz1_experts qz1_experts;
+
 // Float activations in the order of the kernels.
 typedef struct qz1_float_rows qz1_float_rows;
 
@@ -189,6 +213,104 @@ typedef struct qz1_int8_rows qz1_int8_rows;
 
 // The keys and values of one sequence in one layer, and a workspace.
 typedef struct qz1_kv_cache qz1_kv_cache;
+
+// Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
+// checked against `id` whenever it is used.
+typedef struct qz1_layout {
+  // `sizeof(qz1_layout)`
+  uint32_t struct_size;
+  // Bits that a code takes: 4 or 8.
+  uint32_t code_bits;
+  // `QZ1_SCALES_…`
+  uint32_t scales;
+  // 1 where every group has a zero of its own.
+  uint32_t zeros;
+  // The zero of every group where `zeros` is 0, else 0.
+  uint32_t middle;
+  // 1 with the sums that activations with a zero need.
+  uint32_t sums;
+  // Output features.
+  uint64_t n;
+  // Input features.
+  uint64_t k;
+  // Input features that share a scale.
+  uint64_t group_size;
+  // Panels of sixteen rows.
+  uint64_t panels;
+  // Bytes of a panel.
+  uint64_t panel_bytes;
+  // Bytes of the matrix. Kernels read fastest where they begin at a multiple of 64.
+  uint64_t bytes;
+  // Names the order and all that it depends on.
+  uint64_t id;
+  // `QZ1_CODES_…`
+  uint32_t format;
+  // 0
+  uint32_t reserved;
+} qz1_layout;
+
+// One expert: packed weights of its gate and up `[inner, hidden]` and its down `[hidden, inner]`, whose bits, groups,
+// scales and zeros are its own. Gate and up have the same groups.
+typedef struct qz1_expert {
+  // `sizeof(qz1_expert)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // That of the gate.
+  const struct qz1_layout *gate_layout;
+  // As `qz1_pack` writes them.
+  const uint8_t *gate;
+  // Bytes of `gate`.
+  size_t gate_len;
+  // `[inner]`, or null.
+  const float *gate_bias;
+  // Elements of `gate_bias`.
+  size_t gate_bias_len;
+  // That of the up.
+  const struct qz1_layout *up_layout;
+  // As `qz1_pack` writes them.
+  const uint8_t *up;
+  // Bytes of `up`.
+  size_t up_len;
+  // `[inner]`, or null.
+  const float *up_bias;
+  // Elements of `up_bias`.
+  size_t up_bias_len;
+  // That of the down.
+  const struct qz1_layout *down_layout;
+  // As `qz1_pack` writes them.
+  const uint8_t *down;
+  // Bytes of `down`.
+  size_t down_len;
+  // `[hidden]`, or null.
+  const float *down_bias;
+  // Elements of `down_bias`.
+  size_t down_bias_len;
+} qz1_expert;
+
+// What calls of a layer's experts do.
+typedef struct qz1_experts_config {
+  // `sizeof(qz1_experts_config)`
+  uint32_t struct_size;
+  // `QZ1_ISA_…`
+  uint32_t isa;
+  // `QZ1_EXPERT_ROWS_…`
+  uint32_t rows;
+  // `QZ1_GATE_…`
+  uint32_t gate;
+  // Of a clamped gate.
+  float alpha;
+  // Of a clamped gate, not negative.
+  float limit;
+  // `QZ1_TYPE_…` of activations.
+  uint32_t kind;
+  // 0
+  uint32_t reserved;
+  // Tokens of a call, at most.
+  size_t tokens;
+  // Experts of a token, at most.
+  size_t top_k;
+} qz1_experts_config;
 
 // Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
 // stays as it was where the message itself is refused, or where the text overlaps other memory of the call.
@@ -202,6 +324,36 @@ typedef struct qz1_message {
   // Bytes at `text`.
   size_t capacity;
 } qz1_message;
+
+// Values of rows, row-major, which are read.
+typedef struct qz1_values {
+  // `sizeof(qz1_values)`
+  uint32_t struct_size;
+  // `QZ1_TYPE_…`
+  uint32_t kind;
+  // The values, aligned to their type.
+  const void *data;
+  // Values, not bytes.
+  size_t len;
+} qz1_values;
+
+// Which experts each token goes to.
+typedef struct qz1_routing {
+  // `sizeof(qz1_routing)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // Slots of a token.
+  size_t top_k;
+  // Numbers of experts, or `QZ1_NO_EXPERT`, `[tokens, top_k]`.
+  const uint32_t *experts;
+  // Elements of `experts`.
+  size_t experts_len;
+  // What each expert's output is multiplied by, `[tokens, top_k]`.
+  const float *weights;
+  // Elements of `weights`.
+  size_t weights_len;
+} qz1_routing;
 
 // A piece of work: `piece(work, i)` does number `i`.
 typedef void (*qz1_piece)(void *work, size_t index);
@@ -268,53 +420,6 @@ typedef struct qz1_heads {
   // Key-value heads.
   size_t kv;
 } qz1_heads;
-
-// Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
-// checked against `id` whenever it is used.
-typedef struct qz1_layout {
-  // `sizeof(qz1_layout)`
-  uint32_t struct_size;
-  // Bits that a code takes: 4 or 8.
-  uint32_t code_bits;
-  // `QZ1_SCALES_…`
-  uint32_t scales;
-  // 1 where every group has a zero of its own.
-  uint32_t zeros;
-  // The zero of every group where `zeros` is 0, else 0.
-  uint32_t middle;
-  // 1 with the sums that activations with a zero need.
-  uint32_t sums;
-  // Output features.
-  uint64_t n;
-  // Input features.
-  uint64_t k;
-  // Input features that share a scale.
-  uint64_t group_size;
-  // Panels of sixteen rows.
-  uint64_t panels;
-  // Bytes of a panel.
-  uint64_t panel_bytes;
-  // Bytes of the matrix. Kernels read fastest where they begin at a multiple of 64.
-  uint64_t bytes;
-  // Names the order and all that it depends on.
-  uint64_t id;
-  // `QZ1_CODES_…`
-  uint32_t format;
-  // 0
-  uint32_t reserved;
-} qz1_layout;
-
-// Values of rows, row-major, which are read.
-typedef struct qz1_values {
-  // `sizeof(qz1_values)`
-  uint32_t struct_size;
-  // `QZ1_TYPE_…`
-  uint32_t kind;
-  // The values, aligned to their type.
-  const void *data;
-  // Values, not bytes.
-  size_t len;
-} qz1_values;
 
 // One scale and zero for all tokens: `x ≈ scale · (a − zero)`.
 typedef struct qz1_static_scale {
@@ -417,6 +522,32 @@ typedef struct qz1_parts {
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+// A handle for calls of these experts, with the memory that they take, whatever the routing; freed by
+// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. `out` is null where there is none.
+// Nothing of the experts is kept: other weights of the same layouts may be passed to `qz1_experts_run`.
+qz1_status qz1_experts_new(const struct qz1_expert *experts,
+                           size_t count,
+                           const struct qz1_experts_config *config,
+                           size_t *workspace_bytes,
+                           struct qz1_experts **out,
+                           const struct qz1_message *message);
+
+// Frees a handle; null is none.
+void qz1_experts_free(struct qz1_experts *handle);
+
+// `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens, hidden]`, `out` the
+// same in single precision and overwritten; a token without experts gets zeros. Results are those of single products,
+// to the bit, with any threads. Where `for_each` fails, `out` is written in part.
+qz1_status qz1_experts_run(struct qz1_experts *handle,
+                           const struct qz1_expert *experts,
+                           size_t count,
+                           const struct qz1_values *x,
+                           const struct qz1_routing *routing,
+                           float *out,
+                           size_t out_len,
+                           const struct qz1_parallel *parallel,
+                           const struct qz1_message *message);
 
 // The version of this interface: major above 16 bits of minor. Within a major, functions and fields are only added.
 uint32_t qz1_abi_version(void);

@@ -43,6 +43,8 @@ pub const QZ1_FEATURE_HADAMARD: u32 = 6;
 pub const QZ1_FEATURE_ATTENTION: u32 = 7;
 /// Kernels for NVIDIA GPUs, `quant_kernels_cuda.h`: where the library was built with them.
 pub const QZ1_FEATURE_CUDA: u32 = 8;
+/// The experts of a layer in one call.
+pub const QZ1_FEATURE_EXPERTS: u32 = 9;
 
 /// Names of instruction sets by number.
 const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
@@ -83,8 +85,11 @@ pub extern "C" fn qz1_version() -> *const c_char {
 /// 1 where a `QZ1_FEATURE_…` is there, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
-    let last = if cfg!(feature = "cuda") { QZ1_FEATURE_CUDA } else { QZ1_FEATURE_ATTENTION };
-    u32::from((QZ1_FEATURE_INT8..=last).contains(&feature))
+    u32::from(match feature {
+        QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS => true,
+        QZ1_FEATURE_CUDA => cfg!(feature = "cuda"),
+        _ => false,
+    })
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.

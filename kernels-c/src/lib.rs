@@ -22,6 +22,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod experts;
 mod features;
 mod hadamard;
 mod kv;
@@ -35,6 +36,7 @@ mod weights;
 
 #[cfg(feature = "cuda")]
 pub use cuda::*;
+pub use experts::*;
 pub use features::*;
 pub use hadamard::*;
 pub use kv::*;

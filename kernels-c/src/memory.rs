@@ -224,6 +224,23 @@ impl Scope {
         Ok(())
     }
 
+    /// One of any number of structures: it is not kept, so all that is written must have been entered before.
+    ///
+    /// # Safety
+    /// As [`Self::read`].
+    pub(crate) unsafe fn read_one_of_many<T: Fields>(
+        &self,
+        at: *const T,
+        what: &'static str,
+    ) -> Result<T, Fault> {
+        // SAFETY: the safety contract of this function is that of both.
+        unsafe {
+            let size = size_at(at, what)?;
+            self.check(at, size, false, what)?;
+            copy(at, size, what)
+        }
+    }
+
     /// Where a structure goes, whose size the caller has set.
     ///
     /// # Safety

@@ -197,6 +197,7 @@ macro_rules! by_kind {
         }
     };
 }
+pub(crate) use by_kind;
 
 /// Makes rows.
 ///

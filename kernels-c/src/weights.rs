@@ -222,8 +222,21 @@ fn describe(layout: &Layout) -> qz1_layout {
 /// # Safety
 /// As [`Scope::read`].
 pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
-    // SAFETY: as the caller vouches.
-    let l = unsafe { scope.read(at, "the layout") }?;
+    // SAFETY: the safety contract of this function is that of `read`.
+    checked(unsafe { scope.read(at, "the layout") }?)
+}
+
+/// The same of one of any number of layouts: all that is written must have been entered before.
+///
+/// # Safety
+/// As [`Scope::read`].
+pub(crate) unsafe fn layout_of_many(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
+    // SAFETY: the safety contract of this function is that of `read_one_of_many`.
+    checked(unsafe { scope.read_one_of_many(at, "the layout") }?)
+}
+
+/// The layout whose fields are these.
+fn checked(l: qz1_layout) -> Result<Layout, Fault> {
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let size = |v: u64| usize::try_from(v).map_err(|_| none());
     let scales = match l.scales {

@@ -5,8 +5,9 @@
 use std::path::Path;
 
 /// Of the library's own header, and of that of CUDA's kernels.
-const SOURCES: [&str; 9] =
-    ["features", "hadamard", "kv", "kv_cache", "multiply", "parallel", "rows", "status", "weights"];
+const SOURCES: [&str; 10] = [
+    "experts", "features", "hadamard", "kv", "kv_cache", "multiply", "parallel", "rows", "status", "weights",
+];
 
 const CUDA_SOURCES: [&str; 8] = [
     "cuda/region",

@@ -14,6 +14,8 @@ pub mod bf16;
 pub mod candle;
 mod dequantize;
 mod error;
+#[allow(unsafe_code, reason = "threads that write parts of one matrix")]
+pub mod experts;
 mod float_format;
 #[allow(unsafe_code, reason = "vector instructions, and threads that write rows of one matrix")]
 mod hadamard;

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{CustomOp1, DType, Device, Layout, Module, Tensor, Var};
 use half::{bf16, f16};
-use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
+use quant_kernels_cpu::candle::{Activations, ExpertLinear, QuantizedExperts, QuantizedLinear, Runner};
+use quant_kernels_cpu::experts::{Expert, ExpertGate, ExpertRows, Experts, NO_EXPERT, Routing};
 use quant_kernels_cpu::{
-    Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RowLayout, Serial,
-    StaticScale, WeightView,
+    Bf16Parts, Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RowLayout,
+    Serial, StaticScale, WeightView, reference,
 };
 
 const STATIC: Activations = Activations::Static(StaticScale { scale: 0.03, zero: 7 });
@@ -316,4 +317,86 @@ fn linears_that_read_the_same_run_at_once() {
 
 fn flat(x: &Tensor) -> Vec<f32> {
     x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Experts as a layer gives a loop of single products, in the type of the input; a long prompt is taken in parts.
+#[test]
+fn experts_of_a_layer() {
+    let (hidden, inner) = (64, 48);
+    let expert = |_| [weight([inner, hidden], 32), weight([inner, hidden], 32), weight([hidden, inner], 16)];
+    let owned: Vec<[Arc<PackedLinear>; 3]> = (0..3).map(expert).collect();
+    let parts = |bias: Option<&Arc<[f32]>>| -> Vec<[ExpertLinear; 3]> {
+        let of = |parts: &[Arc<PackedLinear>; 3]| {
+            let mut parts = parts.clone().map(ExpertLinear::from);
+            parts[2].bias = bias.cloned();
+            parts
+        };
+        owned.iter().map(of).collect()
+    };
+    let bias: Arc<[f32]> = values(hidden).into();
+    let threads = Threads::default();
+    let runner = Runner::new(threads.clone());
+    for (activations, rows) in [
+        (Activations::PerToken, ExpertRows::Int8),
+        (Activations::Float, ExpertRows::Float(Bf16Parts::default())),
+    ] {
+        for bias in [None, Some(&bias)] {
+            let layer = QuantizedExperts::new(parts(bias), activations, ExpertGate::Silu, &runner).unwrap();
+            let views: Vec<Expert<'_>> = (owned.iter())
+                .map(|[gate, up, down]| Expert {
+                    gate: (&**gate).into(),
+                    up: (&**up).into(),
+                    down: quant_kernels_cpu::experts::ExpertWeight {
+                        weight: down.view(),
+                        bias: bias.map_or(down.bias(), |bias| Some(bias)),
+                    },
+                })
+                .collect();
+            let all = Experts::new(&views).unwrap();
+            for tokens in [0, 3, 1030] {
+                let x = values(tokens * hidden);
+                let numbers: Vec<u32> = (0..2 * tokens)
+                    .map(|i| if i % 5 == 4 { NO_EXPERT } else { number(i) as u32 % 3 })
+                    .collect();
+                let shares = values(2 * tokens);
+                let routing = Routing { top_k: 2, experts: &numbers, weights: &shares };
+                let (token, gate) = (IsaToken::detect(), ExpertGate::Silu);
+                let expected = reference::experts(&all, token, rows, gate, &x, &routing).unwrap();
+                let tensor = |values: &[f32], width: usize| {
+                    Tensor::from_slice(values, (1, tokens, width), &Device::Cpu).unwrap()
+                };
+                let numbers = Tensor::from_slice(&numbers, (1, tokens, 2), &Device::Cpu).unwrap();
+                let (x, shares) = (tensor(&x, hidden), tensor(&shares, 2));
+                let y = layer.forward(&x, &numbers, &shares).unwrap();
+                assert_eq!(y.dims(), [1, tokens, hidden]);
+                assert_eq!(y.flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected);
+                if tokens != 3 {
+                    continue;
+                }
+                // Rounded once, half to even; bf16 inputs are the floats that they stand for.
+                let short = x.to_dtype(DType::BF16).unwrap();
+                let wide = layer.forward(&short.to_dtype(DType::F32).unwrap(), &numbers, &shares).unwrap();
+                let narrow = layer.forward(&short, &numbers, &shares).unwrap();
+                assert_eq!(narrow.dtype(), DType::BF16);
+                if rows == ExpertRows::Int8 {
+                    let wide = wide.to_dtype(DType::BF16).unwrap().flatten_all().unwrap();
+                    let narrow = narrow.flatten_all().unwrap();
+                    assert_eq!(narrow.to_vec1::<bf16>().unwrap(), wide.to_vec1::<bf16>().unwrap());
+                }
+                for (x, numbers, shares) in [
+                    (&shares, &numbers, &shares),
+                    (&x, &numbers.narrow(1, 0, 2).unwrap(), &shares),
+                    (&x, &Tensor::full(9_u32, (1, 3, 2), &Device::Cpu).unwrap(), &shares),
+                    (&x, &numbers, &shares.narrow(2, 0, 1).unwrap()),
+                    (&x, &shares, &shares),
+                    (&x.to_dtype(DType::F64).unwrap(), &numbers, &shares),
+                ] {
+                    assert!(layer.forward(x, numbers, shares).is_err());
+                }
+            }
+        }
+    }
+    assert!(threads.0.load(Ordering::Relaxed) > 0);
+    let refused = QuantizedExperts::new(parts(None), STATIC, ExpertGate::Silu, &runner);
+    assert!(matches!(refused.unwrap_err(), KernelError::Scheme(_)));
 }

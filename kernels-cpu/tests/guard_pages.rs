@@ -18,9 +18,12 @@ use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace,
 };
 use quant_kernels_cpu::bf16::{Avx512Bf16, LeftBf16, RightBf16, bf16_gemm};
+use quant_kernels_cpu::experts::{
+    Expert, ExpertGate, ExpertRows, Experts, ExpertsPlan, ExpertsWorkspace, Routing,
+};
 use quant_kernels_cpu::{
-    FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial, StaticScale,
-    WeightView,
+    Bf16Parts, FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial,
+    StaticScale, WeightView,
 };
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
 
@@ -250,6 +253,51 @@ proptest! {
     ) {
         let side = if before { Side::Before } else { Side::After };
         fenced(side, || attend(kind, 16 * panels, heads, [tokens, m.min(tokens)]));
+    }
+}
+
+/// Experts of exactly the memory that their plan states; `tokens` of them go to each of two experts in turn.
+fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
+    let part = |[n, k]: [usize; 2]| {
+        let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
+        let (scales, bias) = (vec![0.01; n], vec![0.5; n]);
+        let view = WeightView::new([n, k], bits, k, &codes, &scales, None).unwrap();
+        PackedLinear::pack(&view, Some(&bias), false, &Serial).unwrap()
+    };
+    let (reads, down) = (part([inner, hidden]), part([hidden, inner]));
+    let expert = Expert { gate: (&reads).into(), up: (&reads).into(), down: (&down).into() };
+    let experts = vec![expert; count];
+    let experts = Experts::new(&experts).unwrap();
+    let x: Vec<f32> = (0..tokens * hidden).map(|i| (i % 17) as f32 - 8.0).collect();
+    // Every second slot goes to the first.
+    let numbers: Vec<u32> =
+        (0..2 * tokens).map(|i| if i % 2 == 0 { 0 } else { (i * i) as u32 % count as u32 }).collect();
+    let weights = vec![0.5; 2 * tokens];
+    let routing = Routing { top_k: 2, experts: &numbers, weights: &weights };
+    for isa in Isa::runnable() {
+        for rows in [ExpertRows::Int8, ExpertRows::Float(Bf16Parts::Two)] {
+            let (token, gate) = (isa.token().unwrap(), ExpertGate::Silu);
+            let plan = ExpertsPlan::new::<f32>(&experts, token, rows, gate, tokens, 2).unwrap();
+            let mut workspace = ExpertsWorkspace::default();
+            workspace.reserve(&plan).unwrap();
+            let mut out = vec![f32::NAN; x.len()];
+            experts.run(&plan, &x, &routing, &mut workspace, &mut out, &Serial).unwrap();
+            assert!(out.iter().all(|v| v.is_finite()), "{isa:?}, {rows:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    #[test]
+    fn experts_stay_within_their_buffers(
+        shape in [1usize..90, 1usize..70],
+        count in 1usize..5,
+        tokens in prop_oneof![1usize..6, 1usize..60],
+        bits in 3u8..=8,
+        before: bool,
+    ) {
+        fenced(if before { Side::Before } else { Side::After }, || experts(shape, count, tokens, bits));
     }
 }
 

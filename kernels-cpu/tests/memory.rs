@@ -5,11 +5,18 @@ use std::cell::Cell;
 
 use half::f16;
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
-use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, KernelError, PackedLinear, RowLayout, Serial, WeightView};
+use quant_kernels_cpu::experts::{
+    Expert, ExpertGate, ExpertRows, Experts, ExpertsPlan, ExpertsWorkspace, Routing,
+};
+use quant_kernels_cpu::{
+    Bf16Parts, FloatRows, Int8Rows, Isa, KernelError, PackedLinear, RowLayout, Serial, WeightView,
+};
 
 thread_local! {
     /// Allocations that this thread still gets; none are counted at first.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+    /// Bytes that this thread asked for.
+    static ASKED: Cell<usize> = const { Cell::new(0) };
 }
 
 struct Short;
@@ -25,6 +32,7 @@ impl Short {
 // SAFETY: the system's, or none.
 unsafe impl GlobalAlloc for Short {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
+        ASKED.set(ASKED.get() + memory.size());
         // SAFETY: as the caller vouches.
         if Self::has_some() { unsafe { System.alloc(memory) } } else { std::ptr::null_mut() }
     }
@@ -116,4 +124,42 @@ fn caches_need_memory() {
     assert_eq!(cache.tokens(), 130);
     let (mut workspace, mut out, mut lse) = (Workspace::default(), [0.0; 64], [0.0; 4]);
     assert_eq!(short(|| cache.decode(&[1.0; 64], &mut out, &mut lse, &mut workspace, &Serial)), 1);
+}
+
+/// A workspace takes what the plan says, and a call none, whatever the routing.
+#[test]
+fn experts_need_the_memory_of_their_plan() {
+    let (hidden, inner, tokens) = (64, 32, 40);
+    let pack = |[n, k]: [usize; 2], group: usize| {
+        let (codes, scales) = (vec![3; n * k], vec![0.5; n * k / group]);
+        let view = WeightView::new([n, k], 4, group, &codes, &scales, None).unwrap();
+        PackedLinear::pack(&view, None, false, &Serial).unwrap()
+    };
+    let (wide, narrow, down) =
+        (pack([inner, hidden], 64), pack([inner, hidden], 20 + 12), pack([hidden, inner], 8));
+    let expert = |up| Expert { gate: up, up, down: (&down).into() };
+    let experts = [expert((&wide).into()), expert((&narrow).into()), expert((&wide).into())];
+    let experts = Experts::new(&experts).unwrap();
+    let x = vec![f16::ONE; tokens * hidden];
+    let weights = vec![0.5; 2 * tokens];
+    let mut out = vec![0.0; x.len()];
+    for isa in [Isa::Scalar, Isa::detect(), Isa::AmxEmulated] {
+        for rows in [ExpertRows::Int8, ExpertRows::Float(Bf16Parts::Three)] {
+            let token = isa.token().unwrap();
+            let plan = ExpertsPlan::new::<f16>(&experts, token, rows, ExpertGate::Silu, tokens, 2).unwrap();
+            assert!(short(|| ExpertsWorkspace::default().reserve(&plan)) > 7);
+            let mut workspace = ExpertsWorkspace::default();
+            ASKED.set(0);
+            workspace.reserve(&plan).unwrap();
+            assert_eq!(ASKED.get(), plan.workspace_bytes(), "{isa:?}, {rows:?}");
+            for spread in 1..=3 {
+                let routed: Vec<u32> = (0..2 * tokens as u32).map(|i| i * i % spread).collect();
+                let routing = Routing { top_k: 2, experts: &routed, weights: &weights };
+                LEFT.set(Some(0));
+                let result = experts.run(&plan, &x, &routing, &mut workspace, &mut out, &Serial);
+                LEFT.set(None);
+                result.unwrap();
+            }
+        }
+    }
 }

@@ -19,6 +19,7 @@ pub mod gate_trials;
 pub mod gpu;
 pub mod interop;
 pub mod nightly;
+pub mod peers_experts;
 pub mod peers_kernels;
 pub mod peers_models;
 pub mod peers_quantizers;

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_cpu_time, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda,
-    dist, fuzz, gate_trials, gpu, interop, nightly, peers_kernels, peers_models, peers_quantizers, plant,
-    quality, quality_floats, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
+    dist, fuzz, gate_trials, gpu, interop, nightly, peers_experts, peers_kernels, peers_models,
+    peers_quantizers, plant, quality, quality_floats, quality_qoq, quality_w8a8, same_bytes, sanitize,
+    search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -69,6 +70,8 @@ enum Command {
     PeersSmoothQuant(peers_quantizers::QualityArgs),
     /// Compare our kernels with those of other engines, in turns within one run
     PeersKernels(peers_kernels::Args),
+    /// Compare the experts of a layer in one call with single products and with llama.cpp's, in turns within one run
+    PeersExperts(peers_experts::Args),
     /// Compare whole models with llama.cpp: tokens a second of prefill and decode
     PeersModels(peers_models::Args),
     /// Time one solve and one Hessian of GPTQ against the products in them
@@ -107,6 +110,7 @@ fn main() -> ExitCode {
         Command::PeersGptq(args) => peers_quantizers::run(&args, &peers_quantizers::GPTQ),
         Command::PeersSmoothQuant(args) => peers_quantizers::smoothquant(&args),
         Command::PeersKernels(args) => peers_kernels::run(&args),
+        Command::PeersExperts(args) => peers_experts::run(&args),
         Command::PeersModels(args) => peers_models::run(&args),
         Command::BenchGptq(args) => bench_gptq::run(&args),
         Command::Ablation(args) => ablation::run(&args),

@@ -1,4 +1,5 @@
-//! Our kernels, or candle's, as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle THREADS`.
+//! Our kernels, or candle's, as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle THREADS`; and the
+//! experts of a layer as one of `cargo xtask peers-experts`: `kernels-worker experts THREADS`.
 //!
 //! It reads requests from standard input, a line each, and answers each with a line of JSON. The workers of other
 //! peers (`benchmarks/peers/kernels_*`) speak the same:
@@ -12,6 +13,10 @@
 //! limits                    ours alone: of memory and of dot products              {"memory", "streams", "tops"}
 //! ```
 //!
+//! Of experts `prepare NAME INNER HIDDEN COUNT` makes those of a layer, and in place of `tokens` there is
+//! `route NAME M CALLS TOP_K`, followed by a line with the experts of all tokens of all calls; a pass makes all calls, and
+//! `bytes` are those of one expert.
+//!
 //! Whatever fails is answered with `{"failed": reason}`. `bytes` are those of one copy, packed; `error` is that of
 //! some outputs against the product of the weights before they were quantized, root mean square over root mean square.
 //! What a kernel does to activations is within its time, as it is within that of all peers.
@@ -19,6 +24,7 @@
 
 mod candle;
 mod data;
+mod experts;
 mod ours;
 
 use std::collections::BTreeMap;
@@ -60,7 +66,7 @@ struct Running {
 }
 
 fn main() -> Result<()> {
-    let usage = "kernels-worker ours|candle THREADS";
+    let usage = "kernels-worker ours|candle|experts THREADS";
     let mut args = std::env::args().skip(1);
     let (who, threads) = args.next().zip(args.next()).context(usage)?;
     let threads: usize = threads.parse().context(usage)?;
@@ -72,18 +78,26 @@ fn serve(who: &str) -> Result<()> {
     let (version, contestants) = match who {
         "ours" => (ours::version(), ours::CONTESTANTS.map(|c| c.name).to_vec()),
         "candle" => (candle::version(), candle::CONTESTANTS.map(|c| c.0).to_vec()),
+        "experts" => (ours::version(), experts::CONTESTANTS.map(|c| c.name).to_vec()),
         _ => bail!("no worker is called `{who}`"),
     };
     answer(&json!({"name": who, "version": version, "contestants": contestants}))?;
-    let mut cases = BTreeMap::new();
+    let (mut cases, mut layers) = (BTreeMap::new(), BTreeMap::new());
     let mut limits = None;
-    for line in std::io::stdin().lock().lines() {
+    let mut lines = std::io::stdin().lock().lines();
+    while let Some(line) = lines.next() {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let reply = match words[..] {
             ["limits"] => Ok(limits.get_or_insert_with(ours::Limits::new).look()),
             [request, name, ref numbers @ ..] => {
                 let numbers: Vec<usize> = numbers.iter().filter_map(|n| n.parse().ok()).collect();
+                if who == "experts" {
+                    let routed = if request == "route" { lines.next().transpose()? } else { None };
+                    let reply = experts::serve(&mut layers, request, name, &numbers, routed.as_deref());
+                    answer(&reply.unwrap_or_else(|failure| json!({"failed": format!("{failure:#}")})))?;
+                    continue;
+                }
                 serve_case(&mut cases, who, request, name, &numbers)
             }
             _ => bail!("an empty request"),
@@ -120,7 +134,11 @@ fn serve_case(
             running.case.pass(running.copies)?;
             Ok(json!({"error": error(&running.case.out()?, &x, [running.n, running.k])}))
         }
-        ("run", &[milliseconds]) => Ok(json!({"seconds": passes(running, milliseconds)?})),
+        ("run", &[milliseconds]) => {
+            let copies = running.copies;
+            let seconds = passes(milliseconds, copies, &mut || running.case.pass(copies))?;
+            Ok(json!({"seconds": seconds}))
+        }
         ("drop", []) => {
             cases.remove(name);
             Ok(json!({}))
@@ -129,13 +147,14 @@ fn serve_case(
     }
 }
 
-/// Seconds of a product, of as many passes as fit the time; the first one only warms up, unless it was long.
-fn passes(running: &mut Running, milliseconds: usize) -> Result<Vec<f64>> {
+/// Seconds of each of so many things that a pass does, of as many passes as fit the time; the first one only warms up,
+/// unless it was long.
+fn passes(milliseconds: usize, things: usize, pass: &mut dyn FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let (started, mut taken) = (Instant::now(), Vec::new());
     while started.elapsed().as_millis() < milliseconds as u128 {
         let before = Instant::now();
-        running.case.pass(running.copies)?;
-        taken.push(before.elapsed().as_secs_f64() / running.copies as f64);
+        pass()?;
+        taken.push(before.elapsed().as_secs_f64() / things as f64);
     }
     if taken.len() > 1 {
         taken.remove(0);

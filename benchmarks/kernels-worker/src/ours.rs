@@ -40,6 +40,25 @@ pub fn version() -> String {
     format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
 }
 
+/// Weights `[n, k]`, each group's largest magnitude at the end of the symmetric grid.
+pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLinear> {
+    let base = weights(k);
+    let half = 1 << (bits - 1);
+    let (mut codes, mut scales) = (Vec::with_capacity(BASE * k), Vec::new());
+    for group in base.chunks_exact(group_size) {
+        let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+        // As a checkpoint stores it: bf16, rounded up.
+        let scale = (largest / (half - 1) as f32).to_bits();
+        let scale = f32::from_bits(scale.saturating_add(0xffff) & 0xffff_0000);
+        let code = |w: &f32| ((w / scale).round() as i32).clamp(-half, half - 1) + half;
+        codes.extend(group.iter().map(|w| code(w) as u8));
+        scales.push(scale);
+    }
+    let (codes, scales) = (repeated(&codes, n), repeated(&scales, n));
+    let view = WeightView::new([n, k], bits, group_size, &codes, &scales, None)?;
+    Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
+}
+
 /// A contestant's weights.
 pub struct Linear {
     rows: Rows,
@@ -55,21 +74,7 @@ impl Linear {
         let found = CONTESTANTS.iter().find(|c| c.name == name);
         let contestant = found.with_context(|| format!("{name} is none of ours"))?;
         let group_size = contestant.group_size.unwrap_or(k);
-        let base = weights(k);
-        let half = 1 << (contestant.bits - 1);
-        let (mut codes, mut scales) = (Vec::with_capacity(BASE * k), Vec::new());
-        for group in base.chunks_exact(group_size) {
-            let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-            // As a checkpoint stores it: bf16, rounded up.
-            let scale = (largest / (half - 1) as f32).to_bits();
-            let scale = f32::from_bits(scale.saturating_add(0xffff) & 0xffff_0000);
-            let code = |w: &f32| ((w / scale).round() as i32).clamp(-half, half - 1) + half;
-            codes.extend(group.iter().map(|w| code(w) as u8));
-            scales.push(scale);
-        }
-        let (codes, scales) = (repeated(&codes, n), repeated(&scales, n));
-        let view = WeightView::new([n, k], contestant.bits, group_size, &codes, &scales, None)?;
-        let packed = PackedLinear::pack(&view, None, false, &Rayon)?;
+        let packed = pack([n, k], contestant.bits, group_size)?;
         let copies = rotate.div_ceil(packed.layout().bytes()).max(1);
         Ok(Self {
             rows: contestant.rows,

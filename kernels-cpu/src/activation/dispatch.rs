@@ -18,6 +18,12 @@ dispatched! { rows,
     fn rms_norm[E][](x: &[E], residual: Option<&mut [E]>, weight: &[f32], eps: f32, out: &mut [f32]) -> f32;
     /// A row of `silu(gate) · up`, and its largest magnitude.
     fn silu_mul[E][](gate: &[E], up: &[E], out: &mut [f32]) -> f32;
+    /// A row of `gelu(gate) · up`.
+    fn gelu_tanh_mul[][](gate: &[f32], up: &[f32], out: &mut [f32]);
+    /// A row of a clamped gate.
+    fn clamped_mul[][](gate: &[f32], up: &[f32], alpha_and_limit: [f32; 2], out: &mut [f32]);
+    /// Adds a weighted row.
+    fn add_weighted[][](sum: &mut [f32], weight: f32, y: &[f32]);
     /// Rounds a row, and adds it up by groups.
     fn quantize[][STATIC](row: &[f32], grid: Grid, to: Place<'_>);
     /// Packs a row of floats, in two halves with `SPLIT`.

@@ -9,11 +9,11 @@ impl Element for f32 {}
 impl Element for f16 {}
 impl Element for bf16 {}
 
-pub(super) mod sealed {
+pub(crate) mod sealed {
     use super::*;
 
     /// Which type it is.
-    #[derive(Clone, Copy, PartialEq)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
     pub enum Kind {
         F32,
         F16,

@@ -2,9 +2,10 @@
 #![allow(unsafe_code, reason = "threads fill parts of one vector")]
 
 use super::element::{Element, sealed::Kind};
+use super::segments::{Extent, Segment};
 use super::source::{GateUp, Gated, Norm, Plain, RmsNorm, Source};
-use super::tiles::{TILE_ROWS, Tiling, resize_lines};
-use super::{RowLayout, dispatch, resize, strip, strips};
+use super::tiles::{TILE_ROWS, Tiling};
+use super::{RowLayout, dispatch, resize, strip};
 use crate::layout::{LINE, Line, STEP};
 use crate::parallel::Disjoint;
 use crate::simd::elementwise::RowLanes;
@@ -128,88 +129,123 @@ impl FloatRows {
         layout: RowLayout,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
-        let lent = if source.is_made() { k } else { 0 };
+        let m = source.m();
+        let lent = if source.is_made() { layout.k } else { 0 };
         // No rows until all are there: threads of the caller may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
-        if self.token.has_tiles() {
-            return self.fill_tiles(source, in_bf16, layout, parallel);
-        }
-        // All that stays is overwritten.
-        resize(&mut self.words, m.checked_mul(padded))?;
-        resize(&mut self.sums, m.checked_mul(groups))?;
-        let made = strips(m).checked_mul(lent).map(|made| made.max(self.made.len()));
-        resize(&mut self.made, made)?;
-        let (words, sums) = (Disjoint::new(&mut self.words), Disjoint::new(&mut self.sums));
-        let (made, token) = (Disjoint::new(&mut self.made), self.token);
-        let pack = |i| {
-            let strip = strip(m, i);
-            // SAFETY: strips are disjoint, and each is asked for once.
-            let words = unsafe { words.part(strip.start * padded..strip.end * padded) };
-            // SAFETY: as above.
-            let (sums, made) = unsafe {
-                (sums.part(strip.start * groups..strip.end * groups), made.part(i * lent..(i + 1) * lent))
-            };
-            for r in 0..strip.len() {
-                // SAFETY: each row is in one strip.
-                let (row, _) = unsafe { source.row(strip.start + r, made) };
-                dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
-            }
-        };
+        let tiling = self.tiling_of(m, layout, in_bf16);
+        let mut extent = Extent::default();
+        let all = extent.add(m, layout, tiling, tiling.is_none(), lent);
+        let all = all.ok_or(KernelError::TooLarge("the activations"))?;
+        self.reserve(&extent)?;
+        let memory = self.memory();
         if m > 0 {
-            parallel.for_each(strips(m), &pack);
+            // SAFETY: there is room for the segment, and each unit is asked for once, as `Parallel` demands.
+            parallel.for_each(all.units(tiling.is_none()), &|i| unsafe { memory.unit(&all, i, source) });
         }
         (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
+        self.tiling = tiling;
         Ok(())
     }
 
-    /// Packs rows in the order of a tile unit.
-    fn fill_tiles(
-        &mut self,
-        source: &dyn Source,
-        in_bf16: bool,
-        layout: RowLayout,
-        parallel: &dyn Parallel,
-    ) -> Result<(), KernelError> {
-        let (k, m) = (layout.k, source.m());
-        let lent = if source.is_made() { k } else { 0 };
+    pub(crate) fn parts(&self) -> Bf16Parts {
+        self.parts
+    }
+
+    /// All rows, where there are any.
+    pub(crate) fn all(&self) -> Option<Segment> {
+        self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
+    }
+
+    /// The order of a tile unit, where the token has one.
+    pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
         let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
-        let tiling = Tiling::new(m, layout, 2 * STEP, parts);
-        let count = tiling.tiles(m);
-        // Tiles are 32-bit words, at most `lines` times as many as a line holds.
-        resize_lines(&mut self.tiles, tiling.bytes(m))?;
-        resize(&mut self.sums, tiling.sums(m))?;
-        let made = count.checked_mul(lent).map(|made| made.max(self.made.len()));
-        resize(&mut self.made, made)?;
-        let across = tiling.bytes_across().ok_or(KernelError::TooLarge("the activations"))? / 4;
-        let sums_across = tiling.groups * tiling.rows;
+        self.token.has_tiles().then(|| Tiling::new(m, layout, 2 * STEP, parts))
+    }
+
+    /// Makes room for rows. All that stays is overwritten.
+    pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
+        resize(&mut self.words, Some(extent.codes))?;
+        resize(&mut self.tiles, Some(extent.tiles))?;
+        // Of one kind there are none.
+        resize(&mut self.sums, Some(extent.sums.max(extent.tile_sums)))?;
+        let made = extent.made.max(self.made.len());
+        resize(&mut self.made, Some(made))
+    }
+
+    /// What there is room for.
+    pub(crate) fn room(&self) -> Extent {
+        Extent {
+            rows: usize::MAX,
+            codes: self.words.len(),
+            sums: self.sums.len(),
+            tiles: self.tiles.len(),
+            tile_sums: self.sums.len(),
+            made: self.made.len(),
+        }
+    }
+
+    /// The memory, for several threads to write to.
+    pub(crate) fn memory(&mut self) -> FloatMemory<'_> {
         let lines = &mut self.tiles[..];
         let words = lines.len() * (LINE / 4);
         // SAFETY: lines are 64 bytes without gaps, aligned for words, and borrowed as long as these.
-        let words = unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), words) };
-        let (words, sums) = (Disjoint::new(words), Disjoint::new(&mut self.sums));
-        let (made, token) = (Disjoint::new(&mut self.made), self.token);
-        let pack = |tile: usize| {
-            // SAFETY: tiles are disjoint, and each is asked for once.
-            let (words, sums, made) = unsafe {
-                (
-                    words.part(tile * across..(tile + 1) * across),
-                    sums.part(tile * sums_across..(tile + 1) * sums_across),
-                    made.part(tile * lent..(tile + 1) * lent),
-                )
-            };
-            for (r, row) in (tile * TILE_ROWS..m).take(tiling.rows).enumerate() {
-                // SAFETY: each row is in one tile.
-                let (row, _) = unsafe { source.row(row, made) };
-                dispatch::pack_tiles(token, row, layout, tiling, r, words, sums);
-            }
-        };
-        if m > 0 {
-            parallel.for_each(count, &pack);
+        let tiles = unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), words) };
+        FloatMemory {
+            token: self.token,
+            words: Disjoint::new(&mut self.words),
+            sums: Disjoint::new(&mut self.sums),
+            tiles: Disjoint::new(tiles),
+            made: Disjoint::new(&mut self.made),
         }
-        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
-        self.tiling = Some(tiling);
-        Ok(())
+    }
+}
+
+/// The memory of [`FloatRows`], which threads write to side by side.
+pub(crate) struct FloatMemory<'a> {
+    token: IsaToken,
+    words: Disjoint<'a, u32>,
+    sums: Disjoint<'a, f32>,
+    tiles: Disjoint<'a, u32>,
+    made: Disjoint<'a, f32>,
+}
+
+impl FloatMemory<'_> {
+    /// Packs strip `i` of a segment, or row tile where there is a tile unit; its rows are those of the source from the
+    /// segment's first one on.
+    ///
+    /// # Safety
+    /// Segments must not overlap, and each unit may be asked for once.
+    pub(crate) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
+        let (layout, token) = (all.layout, self.token);
+        let lent = if source.is_made() { layout.k } else { 0 };
+        // SAFETY: units are disjoint, and each is asked for once.
+        let made = unsafe { self.made.part(all.at.made + i * lent..all.at.made + (i + 1) * lent) };
+        let Some(tiling) = all.tiling else {
+            let (strip, groups, padded) = (strip(all.m, i), layout.groups(), layout.padded());
+            let words = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
+            let sums = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
+            // SAFETY: as above.
+            let (words, sums) = unsafe { (self.words.part(words), self.sums.part(sums)) };
+            for r in 0..strip.len() {
+                // SAFETY: each row is in one strip.
+                let (row, _) = unsafe { source.row(all.row + strip.start + r, made) };
+                dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
+            }
+            return;
+        };
+        let across = tiling.bytes_across().unwrap_or(0) / 4;
+        let sums_across = tiling.groups * tiling.rows;
+        let words = all.at.tiles * (LINE / 4) + i * across;
+        let sums = all.at.tile_sums + i * sums_across;
+        // SAFETY: as above.
+        let (words, sums) =
+            unsafe { (self.tiles.part(words..words + across), self.sums.part(sums..sums + sums_across)) };
+        for (r, row) in (i * TILE_ROWS..all.m).take(tiling.rows).enumerate() {
+            // SAFETY: each row is in one tile.
+            let (row, _) = unsafe { source.row(all.row + row, made) };
+            dispatch::pack_tiles(token, row, layout, tiling, r, words, sums);
+        }
     }
 }
 

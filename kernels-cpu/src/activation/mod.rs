@@ -18,21 +18,24 @@
 //! every row: a kernel reads from beginning to end. For a tile unit they lie in tiles as well.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
-mod dispatch;
+pub(crate) mod dispatch;
 mod element;
 pub(crate) mod float;
 mod forms;
 mod rows;
-mod source;
+pub(crate) mod segments;
+pub(crate) mod source;
 pub(crate) mod tiles;
 
 pub use self::element::Element;
+pub(crate) use self::element::sealed;
 pub use self::float::{Bf16Parts, FloatRows};
 pub use self::forms::{narrow, rms_norm, silu_mul};
 use self::rows::{Grid, Place};
+use self::segments::{Extent, Segment};
 pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};
-use self::tiles::{TILE_ROWS, Tiling, resize_lines};
+use self::tiles::{TILE_ROWS, Tiling};
 use crate::layout::{Line, STEP};
 use crate::linear::{MAX_ROWS, ONE_STRIP, TILED_ROWS, UNTILED_GROUP};
 use crate::parallel::Disjoint;
@@ -59,11 +62,15 @@ impl RowLayout {
         self.group_size
     }
 
-    fn groups(self) -> usize {
+    pub(crate) fn k(self) -> usize {
+        self.k
+    }
+
+    pub(crate) fn groups(self) -> usize {
         self.k / self.group_size
     }
 
-    fn padded(self) -> usize {
+    pub(crate) fn padded(self) -> usize {
         self.groups() * self.steps * STEP
     }
 }
@@ -236,74 +243,78 @@ impl Int8Rows {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
-        let (k, groups, padded, m) = (layout.k, layout.groups(), layout.padded(), source.m());
-        let lent = if source.is_made() { k } else { 0 };
+        let m = source.m();
+        let lent = if source.is_made() { layout.k } else { 0 };
         // No rows until all are there: threads of the caller may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
-        self.scales.clear();
-        let tiled = self.token.has_tiles() && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
-        let tiling = tiled.then(|| Tiling::new(m, layout, STEP, 1));
-        if let Some(tiling) = tiling {
-            resize_lines(&mut self.tiles, tiling.bytes(m))?;
-            resize(&mut self.tile_sums, tiling.sums(m))?;
-        }
-        // All that stays is overwritten.
-        resize(&mut self.codes, m.checked_mul(padded))?;
-        resize(&mut self.sums, m.checked_mul(groups))?;
-        resize(&mut self.eights, m.checked_mul(groups))?;
-        resize(&mut self.scales, Some(m))?;
-        let made = strips(m).checked_mul(lent).map(|made| made.max(self.made.len()));
-        resize(&mut self.made, made)?;
-        let (codes, sums) = (Disjoint::new(&mut self.codes), Disjoint::new(&mut self.sums));
-        let (eights, scales) = (Disjoint::new(&mut self.eights), Disjoint::new(&mut self.scales));
-        let (made, token) = (Disjoint::new(&mut self.made), self.token);
-        let (tiles, tile_sums) = (Disjoint::new(&mut self.tiles), Disjoint::new(&mut self.tile_sums));
-        let quantize = |i| {
-            let strip = strip(m, i);
-            let at = strip.start * groups..strip.end * groups;
-            // SAFETY: strips are disjoint, and each is asked for once.
-            let codes = unsafe { codes.part(strip.start * padded..strip.end * padded) };
-            // SAFETY: as above.
-            let (sums, eights) = unsafe { (sums.part(at.clone()), eights.part(at)) };
-            // SAFETY: as above.
-            let (scales, made) = unsafe { (scales.part(strip.clone()), made.part(i * lent..(i + 1) * lent)) };
-            let rows = strip.len();
-            for (r, scale) in scales.iter_mut().enumerate() {
-                // SAFETY: each row is in one strip.
-                let (row, largest) = unsafe { source.row(strip.start + r, made) };
-                let grid = match fixed {
-                    Some((by, inverse)) => Grid::fixed(by, inverse, largest),
-                    None => Grid::of(largest),
-                };
-                *scale = grid.scale;
-                let place = Place { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
-                match fixed {
-                    Some(_) => dispatch::quantize::<true>(token, row, grid, place),
-                    None => dispatch::quantize::<false>(token, row, grid, place),
-                }
-                if let Some(tiling) = tiling {
-                    let (tile, at) = ((strip.start + r) / TILE_ROWS, (strip.start + r) % TILE_ROWS);
-                    // SAFETY: the vectors were resized for all rows of this tiling; each row is in one strip, and writes
-                    // to its own places only.
-                    unsafe {
-                        let across = tiling.rows * tiling.groups * tiling.blocks * tiling.row_bytes();
-                        let to = tiles.pointer().cast::<i8>().add(tile * across);
-                        tiles::copy_row(tiling, layout, codes, [r, rows], at, to);
-                        for g in 0..groups {
-                            let sum = (tile * groups + g) * tiling.rows + at;
-                            tile_sums.pointer().add(sum).write(sums[g * rows + r]);
-                        }
-                    }
-                }
-            }
-            eights.iter_mut().zip(sums).for_each(|(eight, sum)| *eight = -8 * *sum);
-        };
+        let tiling = self.tiling_of(m, layout);
+        let mut extent = Extent::default();
+        let all = extent.add(m, layout, tiling, true, lent);
+        let all = all.ok_or(KernelError::TooLarge("the activations"))?;
+        self.reserve(&extent)?;
+        let memory = self.memory();
         if m > 0 {
-            parallel.for_each(strips(m), &quantize);
+            // SAFETY: there is room for the segment, and each strip is asked for once, as `Parallel` demands.
+            parallel.for_each(strips(m), &|i| unsafe { memory.strip(&all, i, source, fixed) });
         }
         (self.m, self.layout, self.zero) = (m, Some(layout), by.map_or(0, |by| i32::from(by.zero)));
         self.tiling = tiling;
         Ok(())
+    }
+
+    pub(crate) fn token(&self) -> IsaToken {
+        self.token
+    }
+
+    /// All rows, where there are any.
+    pub(crate) fn all(&self) -> Option<Segment> {
+        self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
+    }
+
+    /// The order of a tile unit, where that multiplies so many rows.
+    pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout) -> Option<Tiling> {
+        let tiled = self.token.has_tiles() && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
+        tiled.then(|| Tiling::new(m, layout, STEP, 1))
+    }
+
+    /// Makes room for rows. All that stays is overwritten.
+    pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
+        if extent.tiles > 0 {
+            resize(&mut self.tiles, Some(extent.tiles))?;
+            resize(&mut self.tile_sums, Some(extent.tile_sums))?;
+        }
+        resize(&mut self.codes, Some(extent.codes))?;
+        resize(&mut self.sums, Some(extent.sums))?;
+        resize(&mut self.eights, Some(extent.sums))?;
+        resize(&mut self.scales, Some(extent.rows))?;
+        let made = extent.made.max(self.made.len());
+        resize(&mut self.made, Some(made))
+    }
+
+    /// What there is room for.
+    pub(crate) fn room(&self) -> Extent {
+        Extent {
+            rows: self.scales.len(),
+            codes: self.codes.len(),
+            sums: self.sums.len().min(self.eights.len()),
+            tiles: self.tiles.len(),
+            tile_sums: self.tile_sums.len(),
+            made: self.made.len(),
+        }
+    }
+
+    /// The memory, for several threads to write to.
+    pub(crate) fn memory(&mut self) -> Int8Memory<'_> {
+        Int8Memory {
+            token: self.token,
+            codes: Disjoint::new(&mut self.codes),
+            sums: Disjoint::new(&mut self.sums),
+            eights: Disjoint::new(&mut self.eights),
+            scales: Disjoint::new(&mut self.scales),
+            tiles: Disjoint::new(&mut self.tiles),
+            tile_sums: Disjoint::new(&mut self.tile_sums),
+            made: Disjoint::new(&mut self.made),
+        }
     }
 
     /// The strip of a row, with its layout.
@@ -331,6 +342,77 @@ impl Int8Rows {
                 codes[(step * strip.len() + row - strip.start) * STEP + i % STEP]
             })
             .collect()
+    }
+}
+
+/// The memory of [`Int8Rows`], which threads write to side by side.
+pub(crate) struct Int8Memory<'a> {
+    token: IsaToken,
+    codes: Disjoint<'a, i8>,
+    sums: Disjoint<'a, i32>,
+    eights: Disjoint<'a, i32>,
+    scales: Disjoint<'a, f32>,
+    tiles: Disjoint<'a, Line>,
+    tile_sums: Disjoint<'a, i32>,
+    made: Disjoint<'a, f32>,
+}
+
+impl Int8Memory<'_> {
+    /// Quantizes strip `i` of a segment, whose rows are those of the source from the segment's first one on.
+    ///
+    /// # Safety
+    /// There must be [room](Int8Rows::room) for the segment, segments must not overlap, and each strip may be asked for
+    /// once.
+    pub(crate) unsafe fn strip(
+        &self,
+        all: &Segment,
+        i: usize,
+        source: &dyn Source,
+        fixed: Option<(StaticScale, f32)>,
+    ) {
+        let (layout, token) = (all.layout, self.token);
+        let (k, groups, padded) = (layout.k, layout.groups(), layout.padded());
+        let lent = if source.is_made() { k } else { 0 };
+        let strip = strip(all.m, i);
+        let codes = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
+        let at = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
+        let made = all.at.made + i * lent..all.at.made + (i + 1) * lent;
+        // SAFETY: strips are disjoint, and each is asked for once.
+        let (codes, scales) =
+            unsafe { (self.codes.part(codes), self.scales.part(all.row + strip.start..all.row + strip.end)) };
+        // SAFETY: as above.
+        let (sums, eights, made) =
+            unsafe { (self.sums.part(at.clone()), self.eights.part(at), self.made.part(made)) };
+        let rows = strip.len();
+        for (r, scale) in scales.iter_mut().enumerate() {
+            // SAFETY: each row is in one strip.
+            let (row, largest) = unsafe { source.row(all.row + strip.start + r, made) };
+            let grid = match fixed {
+                Some((by, inverse)) => Grid::fixed(by, inverse, largest),
+                None => Grid::of(largest),
+            };
+            *scale = grid.scale;
+            let place = Place { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
+            match fixed {
+                Some(_) => dispatch::quantize::<true>(token, row, grid, place),
+                None => dispatch::quantize::<false>(token, row, grid, place),
+            }
+            if let Some(tiling) = all.tiling {
+                let (tile, at) = ((strip.start + r) / TILE_ROWS, (strip.start + r) % TILE_ROWS);
+                // SAFETY: there is room for all rows of this tiling, the caller guarantees; each row is in one strip, and
+                // writes to its own places only.
+                unsafe {
+                    let across = tiling.rows * tiling.groups * tiling.blocks * tiling.row_bytes();
+                    let to = self.tiles.pointer().add(all.at.tiles).cast::<i8>().add(tile * across);
+                    tiles::copy_row(tiling, layout, codes, [r, rows], at, to);
+                    for g in 0..groups {
+                        let sum = all.at.tile_sums + (tile * groups + g) * tiling.rows + at;
+                        self.tile_sums.pointer().add(sum).write(sums[g * rows + r]);
+                    }
+                }
+            }
+        }
+        eights.iter_mut().zip(sums).for_each(|(eight, sum)| *eight = -8 * *sum);
     }
 }
 

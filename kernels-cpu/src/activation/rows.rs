@@ -16,14 +16,14 @@ const SUMS: usize = 4;
 
 /// How a row becomes integers.
 #[derive(Clone, Copy)]
-pub(super) struct Grid {
+pub(crate) struct Grid {
     pub(super) scale: f32,
     pub(super) inverse: f32,
     pub(super) zero: f32,
 }
 
 /// Where a row of a strip goes: row `r` of `rows`.
-pub(super) struct Place<'a> {
+pub(crate) struct Place<'a> {
     pub(super) layout: RowLayout,
     pub(super) r: usize,
     pub(super) rows: usize,
@@ -200,9 +200,69 @@ pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out
     }
 }
 
+/// `out = gelu(gate) · up` with a hyperbolic tangent, see [`crate::reference::gelu_tanh`].
+#[inline(always)]
+pub(super) unsafe fn gelu_tanh_mul<L: RowLanes>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    use crate::reference::GELU;
+    assert!(gate.len() == up.len() && gate.len() == out.len());
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        for at in (0..out.len()).step_by(LANES) {
+            let g = load::<L, f32>(gate, at);
+            let inner = L::fma(L::mul_f32(g, g), L::splat_f32(GELU[1]), L::splat_f32(GELU[0]));
+            let v = L::mul_f32(g, sigmoid::<L>(L::mul_f32(g, inner)));
+            store::<L, f32>(out, at, L::mul_f32(v, load::<L, f32>(up, at)));
+        }
+    }
+}
+
+/// `out = g σ(alpha g) (u + 1)` of clamped inputs, see [`crate::reference::clamped_gate`].
+#[inline(always)]
+pub(super) unsafe fn clamped_mul<L: RowLanes>(
+    gate: &[f32],
+    up: &[f32],
+    [alpha, limit]: [f32; 2],
+    out: &mut [f32],
+) {
+    assert!(gate.len() == up.len() && gate.len() == out.len());
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let (most, one) = (L::splat_f32(limit), L::splat_f32(1.0));
+        for at in (0..out.len()).step_by(LANES) {
+            // Of the two the second where one is NaN.
+            let g = L::min_f32(most, load::<L, f32>(gate, at));
+            let u = L::max_f32(L::splat_f32(-limit), L::min_f32(most, load::<L, f32>(up, at)));
+            let v = L::mul_f32(g, sigmoid::<L>(L::mul_f32(L::splat_f32(alpha), g)));
+            store::<L, f32>(out, at, L::mul_f32(v, L::add_f32(u, one)));
+        }
+    }
+}
+
+/// `sum += weight · y`, the product rounded before it is added.
+#[inline(always)]
+pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: &[f32]) {
+    assert_eq!(sum.len(), y.len());
+    // SAFETY: the caller has the instructions.
+    unsafe {
+        let weight = L::splat_f32(weight);
+        for at in (0..y.len()).step_by(LANES) {
+            let term = L::mul_f32(weight, load::<L, f32>(y, at));
+            let v = L::add_f32(load::<L, f32>(sum, at), term);
+            store::<L, f32>(sum, at, v);
+        }
+    }
+}
+
 /// `g / (1 + e^−g)`, see [`crate::reference::silu`].
 #[inline(always)]
 unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
+    // SAFETY: the caller has the instructions.
+    unsafe { L::mul_f32(g, sigmoid::<L>(g)) }
+}
+
+/// `1 / (1 + e^−g)`, and 0 where that is next to nothing.
+#[inline(always)]
+unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
     // SAFETY: the caller has the instructions.
     unsafe {
@@ -218,7 +278,7 @@ unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
         }
         let one = L::splat_f32(1.0);
         let sigmoid = L::div_f32(one, L::add_f32(one, L::times_power(p, n)));
-        L::mul_f32(g, L::unless_below(g, L::splat_f32(-SILU_END), sigmoid))
+        L::unless_below(g, L::splat_f32(-SILU_END), sigmoid)
     }
 }
 

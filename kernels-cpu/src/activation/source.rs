@@ -29,7 +29,7 @@ pub enum GateUp<'a, E> {
 }
 
 /// Rows that are made when they are asked for.
-pub(super) trait Source: Sync {
+pub(crate) trait Source: Sync {
     /// Rows.
     fn m(&self) -> usize;
 
@@ -49,7 +49,7 @@ fn rows_of(what: &'static str, len: usize, k: usize) -> Result<usize, KernelErro
     Ok(m)
 }
 
-pub(super) struct Plain<'a, E> {
+pub(crate) struct Plain<'a, E> {
     token: IsaToken,
     x: &'a [E],
     k: usize,
@@ -57,7 +57,7 @@ pub(super) struct Plain<'a, E> {
 }
 
 impl<'a, E: Element> Plain<'a, E> {
-    pub(super) fn new(token: IsaToken, x: &'a [E], k: usize) -> Result<Self, KernelError> {
+    pub(crate) fn new(token: IsaToken, x: &'a [E], k: usize) -> Result<Self, KernelError> {
         Ok(Self { token, x, k, m: rows_of("activations", x.len(), k)? })
     }
 }
@@ -72,13 +72,46 @@ impl<E: Element> Source for Plain<'_, E> {
     }
 
     unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
-        let x = &self.x[row * self.k..][..self.k];
-        match E::as_f32(x) {
-            Some(x) => (x, dispatch::largest(self.token, x)),
-            None => {
-                let largest = dispatch::widen(self.token, x, lent);
-                (lent, largest)
-            }
+        plain(self.token, &self.x[row * self.k..][..self.k], lent)
+    }
+}
+
+/// Rows of a matrix in another order, some of them more than once.
+pub(crate) struct Gathered<'a, E> {
+    token: IsaToken,
+    x: &'a [E],
+    k: usize,
+    rows: &'a [u32],
+}
+
+impl<'a, E: Element> Gathered<'a, E> {
+    /// These rows of `x` `[m, k]`, all of them below `m`.
+    pub(crate) fn new(token: IsaToken, x: &'a [E], k: usize, rows: &'a [u32]) -> Self {
+        Self { token, x, k, rows }
+    }
+}
+
+impl<E: Element> Source for Gathered<'_, E> {
+    fn m(&self) -> usize {
+        self.rows.len()
+    }
+
+    fn is_made(&self) -> bool {
+        E::as_f32(self.x).is_none()
+    }
+
+    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
+        plain(self.token, &self.x[self.rows[row] as usize * self.k..][..self.k], lent)
+    }
+}
+
+/// A row as it is, or widened in what is lent.
+fn plain<'s, E: Element>(token: IsaToken, x: &'s [E], lent: &'s mut [f32]) -> (&'s [f32], f32) {
+    match E::as_f32(x) {
+        Some(x) => (x, dispatch::largest(token, x)),
+        None => {
+            let largest = dispatch::widen(token, x, lent);
+            (lent, largest)
         }
     }
 }

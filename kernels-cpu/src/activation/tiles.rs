@@ -14,8 +14,7 @@
 //! is used.
 
 use super::RowLayout;
-use crate::KernelError;
-use crate::layout::{LINE, Line, STEP};
+use crate::layout::STEP;
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
@@ -73,11 +72,6 @@ impl Tiling {
     pub(crate) fn sums(self, m: usize) -> Option<usize> {
         self.groups.checked_mul(self.rows)?.checked_mul(self.tiles(m))
     }
-}
-
-/// So many bytes in whole lines, of which those that were there stay.
-pub(super) fn resize_lines(lines: &mut Vec<Line>, bytes: Option<usize>) -> Result<(), KernelError> {
-    super::resize(lines, bytes.map(|bytes| bytes.div_ceil(LINE)))
 }
 
 /// Copies row `r` of a strip of `rows` into its tiles, which begin at `to`; the codes are in the strip's order.

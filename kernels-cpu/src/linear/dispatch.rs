@@ -35,7 +35,7 @@ type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a width of codes, and what activations are.
 #[derive(Clone, Copy)]
-pub(super) struct Path {
+pub(crate) struct Path {
     isa: Isa,
     /// As [`codes`] has them.
     codes: usize,
@@ -53,7 +53,7 @@ fn codes_of(layout: &Layout) -> usize {
 
 impl Path {
     /// The path of integers.
-    pub(super) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
+    pub(crate) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
         let kind = match layout.middle() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
             _ if layout.float_format().is_some() => CENTRED,
@@ -64,7 +64,7 @@ impl Path {
     }
 
     /// The path of floats.
-    pub(super) fn float(token: IsaToken, layout: &Layout) -> Self {
+    pub(crate) fn float(token: IsaToken, layout: &Layout) -> Self {
         Self { isa: token.isa(), codes: codes_of(layout), kind: FLOAT }
     }
 

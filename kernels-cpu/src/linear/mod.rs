@@ -27,14 +27,17 @@ mod ahead;
 mod dispatch;
 mod float_tile;
 mod product;
+mod rows;
 mod tile;
 mod tiled;
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP};
+pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP, Path};
 pub use self::product::{Product, multiply_each, multiply_float_each};
+pub(crate) use self::rows::Rows;
+pub(crate) use self::tile::Out;
 pub(crate) use self::tiled::{TILED_ROWS, UNTILED_GROUP};
 use crate::layout::{LINE, Line, PANEL_ROWS};
 use crate::parallel::Disjoint;

@@ -1,14 +1,12 @@
 //! Products of packed weights with activations: checked, cut into pieces, and given to threads.
 
-use core::marker::PhantomData;
 use core::ops::Range;
 
 use super::PackedView;
 use super::dispatch::{MAX_ROWS, Path};
-use super::float_tile::FLOAT_STEP;
-use super::tile::Tile;
+use super::rows::Rows;
+use super::tile::{Out, Tile};
 use super::tiled::{self, Tiled};
-use crate::activation::tiles::Tiling;
 use crate::activation::{RowLayout, strip, strips};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::parallel::Disjoint;
@@ -50,22 +48,7 @@ pub fn multiply_each(
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
         return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
     }
-    let rows = Rows {
-        m: x.m,
-        layout: x.layout,
-        step_bytes: STEP,
-        activations: Bytes::of(&x.codes),
-        sums: Bytes::of(&x.sums),
-        eights: Some(&x.eights),
-        scales: Some(&x.scales),
-        rest: false,
-        zero: x.zero,
-        tiled: x.tiling.filter(|_| token.has_tiles()).map(|tiling| TiledRows {
-            tiling,
-            tiles: Bytes::of(&x.tiles),
-            sums: Bytes::of(&x.tile_sums),
-        }),
-    };
+    let rows = Rows::int8(x, token, x.all().as_ref());
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
@@ -78,22 +61,7 @@ pub fn multiply_float_each(
     products: &mut [Product<'_>],
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
-    let rows = Rows {
-        m: x.m,
-        layout: x.layout,
-        step_bytes: FLOAT_STEP,
-        activations: Bytes::of(&x.words),
-        sums: Bytes::of(&x.sums),
-        eights: None,
-        scales: None,
-        rest: !x.exact_in_bf16,
-        zero: 0,
-        tiled: x.tiling.map(|tiling| TiledRows {
-            tiling,
-            tiles: Bytes::of(&x.tiles),
-            sums: Bytes::of(&x.sums),
-        }),
-    };
+    let rows = Rows::float(x, x.all().as_ref());
     run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
 }
 
@@ -129,7 +97,10 @@ fn run(
             let panels = c * own.chunk..((c + 1) * own.chunk).min(panels);
             // SAFETY: lengths were checked above; pieces are disjoint in products, strips or panels, and so in what
             // they write, if each is asked for once, as `Parallel` demands; the token proves the instructions.
-            unsafe { own.weight.part(own.path, x, strips, panels, own.bias, &own.out) };
+            unsafe {
+                let out = Out::whole(own.out.pointer(), own.weight.layout.n());
+                own.weight.part(own.path, x, strips, panels, own.bias, out);
+            }
         });
     }
     Ok(())
@@ -207,95 +178,20 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// A slice of any type, as bytes.
-#[derive(Clone, Copy)]
-struct Bytes<'a> {
-    at: *const u8,
-    len: usize,
-    of: PhantomData<&'a [u8]>,
-}
-
-impl<'a> Bytes<'a> {
-    fn of<T>(slice: &'a [T]) -> Self {
-        Self { at: slice.as_ptr().cast(), len: size_of_val(slice), of: PhantomData }
-    }
-}
-
-/// Rows of either kind.
-struct Rows<'a> {
-    m: usize,
-    layout: Option<RowLayout>,
-    /// Bytes of a step of a row.
-    step_bytes: usize,
-    activations: Bytes<'a>,
-    /// Of four bytes each.
-    sums: Bytes<'a>,
-    eights: Option<&'a [i32]>,
-    scales: Option<&'a [f32]>,
-    rest: bool,
-    zero: i32,
-    /// In the order of a tile unit, where that multiplies them.
-    tiled: Option<TiledRows<'a>>,
-}
-
-/// Rows in the order of a tile unit, and their sums over groups.
-#[derive(Clone, Copy)]
-struct TiledRows<'a> {
-    tiling: Tiling,
-    tiles: Bytes<'a>,
-    sums: Bytes<'a>,
-}
-
-// SAFETY: threads only read what the pointers point to, and the rows outlive the call.
-unsafe impl Sync for Rows<'_> {}
-
-impl Rows<'_> {
-    /// Strips, or row tiles where a tile unit multiplies.
-    fn strips(&self) -> usize {
-        self.tiled.map_or(strips(self.m), |tiled| tiled.tiling.tiles(self.m))
-    }
-
-    /// Whether everything is as long as so many rows are: what kernels read is not checked again.
-    fn check(&self, layout: &Layout) -> Result<(), KernelError> {
-        if let Some(TiledRows { tiling, tiles, sums }) = self.tiled {
-            let enough = |what, expected: Option<usize>, got: usize| match expected {
-                Some(expected) if expected <= got => Ok(()),
-                Some(expected) => Err(KernelError::Length { what, expected, got }),
-                None => Err(KernelError::TooLarge(what)),
-            };
-            // Both come from the same steps and groups, so what is left to check are lengths.
-            enough("bytes of activations", tiling.bytes(self.m), tiles.len)?;
-            enough("bytes of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
-            return self.scales.map_or(Ok(()), |s| KernelError::length("scales", self.m, s.len()));
-        }
-        let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
-        let length = |what, expected: Option<usize>, got| match expected {
-            Some(expected) => KernelError::length(what, expected, got),
-            None => Err(KernelError::TooLarge(what)),
-        };
-        let groups = layout.groups();
-        let steps = of(layout.padded_k() / STEP, self.step_bytes);
-        length("bytes of activations", steps, self.activations.len)?;
-        length("bytes of sums", of(groups, 4), self.sums.len)?;
-        self.eights.map_or(Ok(()), |eights| length("sums", of(groups, 1), eights.len()))?;
-        self.scales.map_or(Ok(()), |scales| length("scales", Some(self.m), scales.len()))
-    }
-}
-
 impl PackedView<'_> {
     /// Some strips of rows times some panels.
     ///
     /// # Safety
-    /// The ranges must be within `x` and the layout, `out` valid for `m · n` values of which nobody else
-    /// writes these, and the processor must have the path's instructions.
-    unsafe fn part(
+    /// The ranges must be within `x` and the layout, `out` valid for these rows and columns, which nobody else writes, and
+    /// the processor must have the path's instructions.
+    pub(crate) unsafe fn part(
         &self,
         path: Path,
         x: &Rows<'_>,
         strips: Range<usize>,
         panels: Range<usize>,
         bias: Option<&[f32]>,
-        out: &Disjoint<'_, f32>,
+        out: Out,
     ) {
         let layout = &self.layout;
         if let (Some(rows), Some((multiply, steps))) = (x.tiled, path.tiled()) {
@@ -309,7 +205,7 @@ impl PackedView<'_> {
                 scales: x.scales.map_or(core::ptr::null(), <[f32]>::as_ptr),
                 zero: x.zero,
                 bias: bias.map_or(core::ptr::null(), <[f32]>::as_ptr),
-                out: out.pointer(),
+                out,
                 steps,
             };
             // SAFETY: lengths follow from the layout and the tiling, and were checked; the caller guarantees the rest.
@@ -345,8 +241,8 @@ impl PackedView<'_> {
                                 zero: x.zero,
                                 rest: x.rest,
                                 bias: bias.map_or(core::ptr::null(), |b| b.as_ptr().add(column)),
-                                out: out.pointer().add(row * n + column),
-                                stride: n,
+                                out: out.of(row, column),
+                                stride: out.stride,
                                 columns: n - column,
                             };
                             path.tile(count, width)(&tile);

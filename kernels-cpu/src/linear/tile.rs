@@ -37,6 +37,30 @@ pub(crate) struct Tile<'a> {
     pub(crate) columns: usize,
 }
 
+/// Where results go: a matrix, or a part of one.
+#[derive(Clone, Copy)]
+pub(crate) struct Out {
+    /// Row `row` and column `column` of the product.
+    pub(crate) at: *mut f32,
+    pub(crate) row: usize,
+    pub(crate) column: usize,
+    /// From one row to the next.
+    pub(crate) stride: usize,
+}
+
+impl Out {
+    /// A whole product.
+    pub(crate) fn whole(at: *mut f32, stride: usize) -> Self {
+        Self { at, row: 0, column: 0, stride }
+    }
+
+    /// Where a row and column of the product are, which come no earlier than the first.
+    #[inline(always)]
+    pub(crate) fn of(&self, row: usize, column: usize) -> *mut f32 {
+        self.at.wrapping_add((row - self.row) * self.stride + (column - self.column))
+    }
+}
+
 /// The zero of a symmetric grid of 4 bits.
 pub(super) const CENTRE: u8 = 8;
 

@@ -42,12 +42,38 @@ pub(crate) const EXP_TERMS: [f32; 8] =
 /// Within `2⁻²²` of `silu(g)`, relative, where that is normal and `g ≥ −87`; below it is −0, within `1.5 · 10⁻³⁶` absolute. NaN and
 /// −∞ give NaN, as the formula does.
 pub fn silu(g: f32) -> f32 {
+    g * sigmoid(g)
+}
+
+/// `σ(g)`, 0 below −87.
+fn sigmoid(g: f32) -> f32 {
     let z = (-g).clamp(-SILU_END, SILU_END);
     let n = (z * LOG2_E).round_ties_even();
     let r = n.mul_add(-LN_2[1], n.mul_add(-LN_2[0], z));
     let sum = EXP_TERMS[1..].iter().fold(EXP_TERMS[0], |sum, &term| sum.mul_add(r, term));
     let sigmoid = 1.0 / (1.0 + sum * 2.0_f32.powi(n as i32));
-    g * if g < -SILU_END { 0.0 } else { sigmoid }
+    if g < -SILU_END { 0.0 } else { sigmoid }
+}
+
+/// `2 √(2/π)`, and that times 0.044715.
+pub(crate) const GELU: [f32; 2] = [1.595_769, 0.071_354_814];
+
+/// GELU with a hyperbolic tangent, `g / 2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))`, which is
+/// `g · σ(g · (2 √(2/π) + 2 √(2/π) 0.044715 g²))`, with the `σ` of [`silu`].
+///
+/// Within `2⁻²⁰ |g|` of the formula. NaN and −∞ give NaN.
+pub fn gelu_tanh(g: f32) -> f32 {
+    g * sigmoid(g * (g * g).mul_add(GELU[1], GELU[0]))
+}
+
+/// The gate of gpt-oss, `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`, each
+/// step rounded once. NaN stays NaN.
+pub fn clamped_gate(gate: f32, up: f32, alpha: f32, limit: f32) -> f32 {
+    // Comparisons leave NaN as it is.
+    let g = if limit < gate { limit } else { gate };
+    let u = if limit < up { limit } else { up };
+    let u = if -limit > u { -limit } else { u };
+    g * sigmoid(alpha * g) * (u + 1.0)
 }
 
 /// `silu(gate) · up`, the product rounded once more.

@@ -4,12 +4,14 @@
 //! activations is not part of the comparison.
 
 mod activation;
+mod experts;
 mod hadamard;
 
 use std::ops::Range;
 
-pub(crate) use self::activation::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
-pub use self::activation::{rms_norm, silu, silu_mul};
+pub(crate) use self::activation::{EXP_TERMS, GELU, LN_2, LOG2_E, SILU_END};
+pub use self::activation::{clamped_gate, gelu_tanh, rms_norm, silu, silu_mul};
+pub use self::experts::experts;
 pub use self::hadamard::hadamard;
 
 use crate::layout::factor;

@@ -158,7 +158,7 @@ macro_rules! dispatched {
     ($rows:ident, $($(#[$doc:meta])* fn $name:ident [$($e:ident)?] [$($const:ident)?]
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?;)*) => {$(
         $(#[$doc])*
-        pub(super) fn $name<$($e: Element)? $(const $const: bool)?>(
+        pub(crate) fn $name<$($e: Element)? $(const $const: bool)?>(
             token: $crate::IsaToken, $($arg: $ty),*
         ) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]

@@ -8,6 +8,8 @@ use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
 use super::attention::{activate, cached_attention, causal_attention, gated};
+use super::grouped::{GroupedExperts, grouped};
+use super::tap::Tap;
 use super::tensor_values::with_slices;
 use super::{
     CudaRunner, KvCaching, KvScales, LayerCache, Linear, Norm, RopeTable, RopeTables, Segments, StoredWeight,
@@ -15,53 +17,7 @@ use super::{
 };
 use super::{OpParameters, experts, gates, norm, paged, recurrent};
 use crate::scheme::CachePart;
-use crate::{CancelToken, Error, Result};
-
-/// Watches the inputs of linears while a block runs.
-pub trait Tap {
-    /// Called before a linear runs, with its input `[…, k]` and the tokens that its rows belong to, by their
-    /// places in what the block was given.
-    ///
-    /// # Errors
-    /// Whatever stops the run.
-    fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()>;
-
-    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]`, keys
-    /// `[batch, positions, kv_heads · head_dim]`, both rotated to their positions, and the tokens of their rows.
-    ///
-    /// # Errors
-    /// Whatever stops the run.
-    fn attention_input(
-        &mut self,
-        _attention: NodeId,
-        _q: &Tensor,
-        _k: &Tensor,
-        _tokens: TokenRows<'_>,
-    ) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A [`Tap`] that watches nothing.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct NoTap;
-
-impl Tap for NoTap {
-    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A [`Tap`] that watches nothing, but stops the run between two linears when it is cancelled: in
-/// long windows a block takes its time.
-#[derive(Debug, Clone, Copy)]
-pub struct CancelTap<'a>(pub &'a CancelToken);
-
-impl Tap for CancelTap<'_> {
-    fn linear_input(&mut self, _linear: NodeId, _x: &Tensor, _tokens: TokenRows<'_>) -> Result<()> {
-        self.0.check()
-    }
-}
+use crate::{Error, Result};
 
 /// A block's graph with its weights.
 #[derive(Debug, Clone)]
@@ -75,6 +31,8 @@ pub struct Block {
     /// Experts that run on all tokens, by the nodes that select their rows.
     pub(super) unrouted: Arc<BTreeSet<NodeId>>,
     kv_scales: KvScales,
+    /// Experts that run in one call, by the nodes that are their sums.
+    grouped: BTreeMap<NodeId, GroupedExperts>,
 }
 
 impl Block {
@@ -110,7 +68,8 @@ impl Block {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
         let (caching, unrouted, kv_scales) = (KvCaching::Float, Arc::default(), KvScales::new());
-        Ok(Self { graph, norms, linears, parameters, ropes: tables, caching, unrouted, kv_scales })
+        let (ropes, grouped) = (tables, BTreeMap::new());
+        Ok(Self { graph, norms, linears, parameters, ropes, caching, unrouted, kv_scales, grouped })
     }
 
     /// The same block with its keys and values cached in another way. A block is made with
@@ -173,12 +132,14 @@ impl Block {
         self.norms[&id].bias.as_ref()
     }
 
-    /// The same block with one linear replaced.
+    /// The same block with one linear replaced. Experts that ran in one call run one by one again.
     pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
+        self.grouped.clear();
         self.linears.insert(id, linear);
     }
 
-    /// The same block with all its quantized linears packed for the kernels.
+    /// The same block with all its quantized linears packed for the kernels; experts whose linears all are run in one
+    /// call.
     ///
     /// # Errors
     /// As [`WeightBody::packed`](super::WeightBody::packed).
@@ -186,6 +147,7 @@ impl Block {
         for linear in self.linears.values_mut() {
             *linear = linear.packed(runner)?;
         }
+        self.grouped = grouped(&self.graph, &self.linears)?;
         Ok(self)
     }
 
@@ -198,6 +160,11 @@ impl Block {
             *linear = linear.on_cuda(runner)?;
         }
         Ok(self)
+    }
+
+    /// How many experts run in one call of the kernels.
+    pub fn experts_in_one_call(&self) -> usize {
+        self.grouped.values().map(GroupedExperts::count).sum()
     }
 
     /// The same block with one norm's parameters replaced.
@@ -301,6 +268,17 @@ impl Run<'_> {
         values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
     }
 
+    /// Experts that run in one call here.
+    fn grouped(&self, id: NodeId) -> Option<&GroupedExperts> {
+        let whole = !self.tap.watches() && self.block.unrouted.is_empty();
+        self.block.grouped.get(&id).filter(|_| whole)
+    }
+
+    /// What a node reads.
+    fn inputs(&self, id: NodeId) -> &[NodeId] {
+        self.grouped(id).map_or(&self.block.graph.nodes()[id].inputs, |experts| experts.inputs())
+    }
+
     fn evaluate(&mut self, known: &[(NodeId, Tensor)], targets: &[NodeId]) -> Result<Vec<Tensor>> {
         let nodes = self.block.graph.nodes();
         let mut values: Vec<Option<Tensor>> = vec![None; nodes.len()];
@@ -316,7 +294,7 @@ impl Run<'_> {
         }
         for id in (0..nodes.len()).rev() {
             if needed[id] && values[id].is_none() {
-                for &input in &nodes[id].inputs {
+                for &input in self.inputs(id) {
                     uses[input] += 1;
                     needed[input] = true;
                 }
@@ -340,8 +318,8 @@ impl Run<'_> {
                 }
                 continue;
             }
-            let mut inputs = Vec::with_capacity(nodes[id].inputs.len());
-            for &input in &nodes[id].inputs {
+            let mut inputs = Vec::new();
+            for &input in self.inputs(id) {
                 uses[input] -= 1;
                 // The last reader takes the value, so that memory is freed as early as possible.
                 let value = if uses[input] == 0 { values[input].take() } else { values[input].clone() };
@@ -420,6 +398,9 @@ impl Run<'_> {
                 let rows = experts::rows(x, &tokens)?;
                 self.selected.insert(id, tokens);
                 Ok(rows)
+            }
+            (Op::Experts { .. }, [weights, x]) if let Some(experts) = self.grouped(id) => {
+                experts.run(weights, x)
             }
             (Op::Experts { .. }, [weights, outputs @ ..]) => experts::sum(weights, outputs),
             (Op::Gated(_) | Op::ClampedGated { .. }, [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),

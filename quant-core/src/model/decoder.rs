@@ -208,6 +208,11 @@ impl Decoder {
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
+    /// How many experts of block `index` run in one call of the kernels; none where there is no such block.
+    pub fn experts_in_one_call(&self, index: usize) -> usize {
+        self.blocks.get(index).map_or(0, Block::experts_in_one_call)
+    }
+
     /// What block `index` makes of hidden states that begin at position 0; `tap` sees what its linears
     /// read.
     ///

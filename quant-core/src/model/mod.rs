@@ -15,6 +15,7 @@ mod embeddings;
 mod experts;
 mod fused_experts;
 mod gates;
+mod grouped;
 mod kv;
 mod kv_scales;
 mod linear;
@@ -30,6 +31,7 @@ mod preparation;
 mod recurrent;
 mod rope;
 mod segments;
+mod tap;
 mod tensor_values;
 mod tokens;
 mod unrouted;
@@ -40,7 +42,7 @@ pub use arch::{
     Node, NodeId, Op, OrderGroup, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind,
     Routing, Scores, Wrapper,
 };
-pub use block::{Block, CancelTap, NoTap, Tap};
+pub use block::Block;
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
 pub(crate) use experts::add_expert;
@@ -54,5 +56,6 @@ pub use positions::PositionTable;
 pub use preparation::Preparation;
 pub use rope::{LongRope, Rope, RopeLayout, RopeRequest, RopeScaling, RopeTable, RopeTables, Yarn};
 pub use segments::Segments;
+pub use tap::{CancelTap, NoTap, Tap};
 pub(crate) use tensor_values::with_values;
 pub use tokens::TokenRows;

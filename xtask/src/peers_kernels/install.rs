@@ -23,6 +23,13 @@ pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
     Ok(programs)
 }
 
+/// The experts of a layer, ours first.
+pub fn experts() -> Result<Vec<Program>> {
+    shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
+    let ours = program(&[&target_dir().join("release/kernels-worker").display(), &"experts"]);
+    Ok(vec![ours, compiled("benchmarks/peers/experts_ggml.cpp")?])
+}
+
 fn program(words: &[&dyn std::fmt::Display]) -> Program {
     Program { command: words.iter().map(ToString::to_string).collect() }
 }
@@ -37,8 +44,12 @@ fn candle() -> Result<Program> {
 
 /// The libraries as published, which hold code for several processors and choose.
 fn ggml() -> Result<Program> {
+    compiled("benchmarks/peers/kernels_ggml.cpp")
+}
+
+fn compiled(source: &str) -> Result<Program> {
     let llama_cpp = LlamaCpp::install()?;
-    let worker = llama_cpp.compile(Path::new("benchmarks/peers/kernels_ggml.cpp"))?;
+    let worker = llama_cpp.compile(Path::new(source))?;
     Ok(program(&[&worker.display(), &llama_cpp.libraries().display()]))
 }
 

@@ -7,9 +7,9 @@
 //!
 //! What was measured is kept until a record of it is written, so that a run may be split by threads and shapes.
 
-mod install;
+pub(crate) mod install;
 mod report;
-mod worker;
+pub(crate) mod worker;
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -96,6 +96,19 @@ impl Worker {
         reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
     }
 
+    /// Routes the tokens of some calls to experts and makes all calls once; how far the first token of the last one is from
+    /// the experts of the float weights.
+    pub fn route(
+        &mut self,
+        contestant: &str,
+        [tokens, calls, top_k]: [usize; 3],
+        experts: &[u32],
+    ) -> Result<f64> {
+        let list: Vec<String> = experts.iter().map(u32::to_string).collect();
+        let reply = self.ask(&format!("route {contestant} {tokens} {calls} {top_k}\n{}", list.join(" ")))?;
+        reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
+    }
+
     /// Multiplies for so long; seconds of a product, of each pass.
     pub fn run(&mut self, contestant: &str, milliseconds: usize) -> Result<Vec<f64>> {
         let reply = self.ask(&format!("run {contestant} {milliseconds}"))?;

@@ -1,6 +1,7 @@
 //! What the tests of the interface share: a small matrix, rows and threads.
 
 pub mod attention;
+pub mod experts;
 
 use core::ffi::c_void;
 use core::ptr::{null, null_mut};

@@ -3,6 +3,7 @@
 mod activations;
 mod attention;
 mod caches;
+mod experts;
 mod messages;
 mod overlaps;
 mod pages;

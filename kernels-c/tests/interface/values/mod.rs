@@ -1,6 +1,7 @@
 //! What every function gives is what the Rust interface gives, to the bit.
 
 mod attention;
+mod experts;
 mod features;
 mod hadamard;
 mod pages;

@@ -26,6 +26,7 @@ use core::ops::Range;
 pub(super) use self::steps::{expand, finish, join};
 use crate::activation::tiles::Tiling;
 use crate::layout::{LINE, Layout, PANEL_ROWS, STEP};
+use crate::linear::tile::Out;
 use crate::simd::Lanes;
 use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 
@@ -61,8 +62,8 @@ pub(super) struct Tiled<'a> {
     pub(super) zero: i32,
     /// `[n]` or null.
     pub(super) bias: *const f32,
-    /// `[m, n]`
-    pub(super) out: *mut f32,
+    /// Rows and columns of these tiles and panels.
+    pub(super) out: Out,
     pub(super) steps: Steps,
 }
 
@@ -529,8 +530,7 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
             unsafe {
                 let (sums, totals) = slots(scratch, slot + p);
                 let kept = if t.tiling.groups == 1 { sums.cast::<f32>() } else { totals };
-                let (kept, out) =
-                    (kept.add(r * PANEL_ROWS), t.out.add((tile * t.tiling.rows + r) * n + column));
+                let (kept, out) = (kept.add(r * PANEL_ROWS), t.out.of(tile * t.tiling.rows + r, column));
                 match (KEEP, count) {
                     // Of a known size, which takes no call.
                     (true, PANEL_ROWS) => kept.copy_to_nonoverlapping(out, PANEL_ROWS),

@@ -228,8 +228,8 @@ pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
             zero: t.zero,
             rest: false,
             bias: if t.bias.is_null() { t.bias } else { t.bias.wrapping_add(column) },
-            out: t.out.wrapping_add(row * n + column),
-            stride: n,
+            out: t.out.of(row, column),
+            stride: t.out.stride,
             columns: n - column,
         };
         // SAFETY: by the safety contract of this function: rows of totals are 16 values, and rows and columns those of `out`.

@@ -146,6 +146,6 @@ pub(super) fn no_integers(tensor: &QuantizedTensor) -> Error {
 }
 
 /// Shapes were checked when the weight was read, so a kernel that refuses one is our mistake.
-pub(super) fn kernel_error(error: KernelError) -> Error {
+pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
     Error::Internal(format!("a kernel refuses its operands: {error}"))
 }

@@ -13,6 +13,7 @@ use quant_kernels_cpu::Isa;
 use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
 
 pub use body::WeightBody;
+pub(super) use body::kernel_error;
 pub use cuda::CudaRunner;
 use product::Product;
 pub use product::multiply;

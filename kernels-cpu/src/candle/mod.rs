@@ -30,6 +30,8 @@
 //! Attention on a [`KvCache`](crate::attention::KvCache) is no operation here: candle's are functions of their
 //! inputs, and a cache is not what it was after a token is appended.
 
+mod experts;
+
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -40,7 +42,9 @@ use candle_core::{
 };
 use half::{bf16, f16};
 
+pub use self::experts::{ExpertLinear, QuantizedExperts};
 use crate::activation::resize;
+use crate::experts::ExpertsWorkspace;
 use crate::{
     Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, Product, RowLayout,
     StaticScale, multiply_each, multiply_float_each, narrow,
@@ -102,11 +106,17 @@ struct Rows {
     whole: Int8Rows,
     /// Results before they are rounded to f16 or bf16.
     out: Vec<f32>,
+    experts: ExpertsWorkspace,
 }
 
 impl Rows {
     fn new() -> Self {
-        Self { float: FloatRows::new(IsaToken::detect()), whole: Int8Rows::default(), out: Vec::new() }
+        Self {
+            float: FloatRows::new(IsaToken::detect()),
+            whole: Int8Rows::default(),
+            out: Vec::new(),
+            experts: ExpertsWorkspace::default(),
+        }
     }
 }
 
@@ -142,6 +152,11 @@ impl QuantizedLinear {
     /// The weights.
     pub fn weight(&self) -> &Arc<PackedLinear> {
         &self.weight
+    }
+
+    /// Threads and memory.
+    pub fn runner(&self) -> &Runner {
+        &self.runner
     }
 
     /// What they are multiplied with.

@@ -1,0 +1,151 @@
+// What the workers of `cargo xtask peers-kernels` and `peers-experts` have in common that run llama.cpp's ggml: the device
+// and its threads, memory of tensors, random numbers, and the answers to requests.
+#pragma once
+
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <dlfcn.h>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+// Rows of weights that differ; further rows repeat them, which no kernel looks at.
+constexpr int64_t BASE = 128;
+
+double now() {
+    using namespace std::chrono;
+    return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
+std::vector<float> normal(size_t count, float deviation, unsigned seed) {
+    std::mt19937 engine(seed);
+    std::normal_distribution<float> distribution(0.0f, deviation);
+    std::vector<float> values(count);
+    for (float & v : values) v = distribution(engine);
+    return values;
+}
+
+void require(bool holds, const char * what) {
+    if (!holds) throw std::runtime_error(what);
+}
+
+// The library of the code for this processor, one of several.
+std::string variant() {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        if (line.find("libggml-cpu-") != std::string::npos) return line.substr(line.find('/'));
+    }
+    throw std::runtime_error("no library of the CPU backend");
+}
+
+// The device, its threads, and the functions of the library that was chosen for this processor.
+struct Cpu {
+    ggml_backend_dev_t device;
+    ggml_backend_t backend;
+    ggml_threadpool * pool;
+    decltype(&ggml_threadpool_pause) pause;
+    std::vector<ggml_backend_buffer_type_t> places;
+
+    explicit Cpu(int threads) {
+        device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        require(device, "no CPU backend");
+        backend = ggml_backend_dev_init(device, nullptr);
+        auto set_threads = function<ggml_backend_set_n_threads_t>("ggml_backend_set_n_threads");
+        set_threads(backend, threads);
+        ggml_threadpool_params params = ggml_threadpool_params_default(threads);
+        pool = function<decltype(&ggml_threadpool_new)>("ggml_threadpool_new")(&params);
+        // This one is not handed out by name, but it is in the library that was loaded.
+        void * library = dlopen(variant().c_str(), RTLD_NOW | RTLD_NOLOAD);
+        require(library, "the library of the CPU backend is not loaded");
+        pause = reinterpret_cast<decltype(pause)>(dlsym(library, "ggml_threadpool_pause"));
+        require(pause, "ggml_threadpool_pause");
+        function<decltype(&ggml_backend_cpu_set_threadpool)>("ggml_backend_cpu_set_threadpool")(backend, pool);
+        auto extra = function<ggml_backend_dev_get_extra_bufts_t>("ggml_backend_dev_get_extra_bufts")(device);
+        for (; extra && *extra; ++extra) places.push_back(*extra);
+        places.push_back(ggml_backend_dev_buffer_type(device));
+    }
+
+    template <typename F> F function(const char * name) {
+        auto found = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
+        require(found, name);
+        return reinterpret_cast<F>(found);
+    }
+};
+
+struct Context {
+    ggml_context * at;
+    ggml_backend_buffer_t buffer = nullptr;
+
+    explicit Context(size_t tensors) {
+        at = ggml_init({ tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(tensors, false), nullptr, true });
+    }
+    ~Context() {
+        ggml_backend_buffer_free(buffer);
+        ggml_free(at);
+    }
+    Context(const Context &) = delete;
+};
+
+ggml_type type_of(const std::string & name) {
+    if (name == "Q4_0") return GGML_TYPE_Q4_0;
+    if (name == "Q4_K") return GGML_TYPE_Q4_K;
+    if (name == "Q8_0") return GGML_TYPE_Q8_0;
+    throw std::runtime_error("unknown type");
+}
+
+// Seconds of each of so many things that a pass does, of as many passes as fit the time; the first one only warms up,
+// unless it was long.
+template <typename Pass> std::vector<double> passes(double milliseconds, double things, Pass pass) {
+    std::vector<double> taken;
+    const double started = now();
+    for (;;) {
+        const double before = now();
+        pass();
+        const double after = now();
+        taken.push_back((after - before) / things);
+        if (after - started >= milliseconds / 1e3) break;
+    }
+    if (taken.size() > 1) taken.erase(taken.begin());
+    return taken;
+}
+
+void print_seconds(const std::vector<double> & taken) {
+    std::string list;
+    for (double seconds : taken) {
+        char text[32];
+        std::snprintf(text, sizeof text, "%s%.9f", list.empty() ? "" : ",", seconds);
+        list += text;
+    }
+    std::printf("{\"seconds\":[%s]}\n", list.c_str());
+}
+
+// The first place in which the product of these weights with activations can be computed, as llama.cpp looks for one.
+template <typename Product> ggml_backend_buffer_type_t choose(Cpu & cpu, Product product) {
+    for (ggml_backend_buffer_type_t candidate : cpu.places) {
+        Context probe(4);
+        ggml_tensor * y = product(probe.at);
+        ggml_tensor * w = y->src[0];
+        w->buffer = ggml_backend_buft_alloc_buffer(candidate, 0);
+        const bool can = ggml_backend_dev_supports_op(cpu.device, y);
+        ggml_backend_buffer_free(w->buffer);
+        if (can) return candidate;
+    }
+    throw std::runtime_error("no place for the weights");
+}
+
+} // namespace

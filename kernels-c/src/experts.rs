@@ -1,0 +1,271 @@
+//! The experts of a layer in one call, behind a handle that holds its plan and memory.
+
+use half::{bf16, f16};
+use quant_kernels_cpu::experts::{
+    Expert, ExpertGate, ExpertRows, ExpertWeight, Experts, ExpertsPlan, ExpertsWorkspace, Routing,
+};
+use quant_kernels_cpu::{Bf16Parts, Element, PackedView};
+
+use crate::features::token;
+use crate::memory::{self, Scope, fields};
+use crate::parallel::{Threads, qz1_parallel};
+use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32, by_kind, qz1_values};
+use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::weights::{layout_of_many, qz1_layout};
+
+/// Weights are multiplied with integers of 8 bits, a scale for every row.
+pub const QZ1_EXPERT_ROWS_INT8: u32 = 1;
+/// Weights are multiplied with floats.
+pub const QZ1_EXPERT_ROWS_FLOAT: u32 = 2;
+
+/// `silu(gate) · up`
+pub const QZ1_GATE_SILU: u32 = 1;
+/// `gelu(gate) · up`, with a hyperbolic tangent.
+pub const QZ1_GATE_GELU_TANH: u32 = 2;
+/// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`.
+pub const QZ1_GATE_CLAMPED: u32 = 3;
+
+/// In a slot of a token: no expert.
+pub const QZ1_NO_EXPERT: u32 = u32::MAX;
+
+/// The plan of calls of a layer's experts, and their memory.
+pub struct qz1_experts {
+    plan: ExpertsPlan,
+    workspace: ExpertsWorkspace,
+}
+
+/// One expert: packed weights of its gate and up `[inner, hidden]` and its down `[hidden, inner]`, whose bits, groups,
+/// scales and zeros are its own. Gate and up have the same groups.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_expert {
+    /// `sizeof(qz1_expert)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// That of the gate.
+    pub gate_layout: *const qz1_layout,
+    /// As `qz1_pack` writes them.
+    pub gate: *const u8,
+    /// Bytes of `gate`.
+    pub gate_len: usize,
+    /// `[inner]`, or null.
+    pub gate_bias: *const f32,
+    /// Elements of `gate_bias`.
+    pub gate_bias_len: usize,
+    /// That of the up.
+    pub up_layout: *const qz1_layout,
+    /// As `qz1_pack` writes them.
+    pub up: *const u8,
+    /// Bytes of `up`.
+    pub up_len: usize,
+    /// `[inner]`, or null.
+    pub up_bias: *const f32,
+    /// Elements of `up_bias`.
+    pub up_bias_len: usize,
+    /// That of the down.
+    pub down_layout: *const qz1_layout,
+    /// As `qz1_pack` writes them.
+    pub down: *const u8,
+    /// Bytes of `down`.
+    pub down_len: usize,
+    /// `[hidden]`, or null.
+    pub down_bias: *const f32,
+    /// Elements of `down_bias`.
+    pub down_bias_len: usize,
+}
+
+/// What calls of a layer's experts do.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_experts_config {
+    /// `sizeof(qz1_experts_config)`
+    pub struct_size: u32,
+    /// `QZ1_ISA_…`
+    pub isa: u32,
+    /// `QZ1_EXPERT_ROWS_…`
+    pub rows: u32,
+    /// `QZ1_GATE_…`
+    pub gate: u32,
+    /// Of a clamped gate.
+    pub alpha: f32,
+    /// Of a clamped gate, not negative.
+    pub limit: f32,
+    /// `QZ1_TYPE_…` of activations.
+    pub kind: u32,
+    /// 0
+    pub reserved: u32,
+    /// Tokens of a call, at most.
+    pub tokens: usize,
+    /// Experts of a token, at most.
+    pub top_k: usize,
+}
+
+/// Which experts each token goes to.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_routing {
+    /// `sizeof(qz1_routing)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Slots of a token.
+    pub top_k: usize,
+    /// Numbers of experts, or `QZ1_NO_EXPERT`, `[tokens, top_k]`.
+    pub experts: *const u32,
+    /// Elements of `experts`.
+    pub experts_len: usize,
+    /// What each expert's output is multiplied by, `[tokens, top_k]`.
+    pub weights: *const f32,
+    /// Elements of `weights`.
+    pub weights_len: usize,
+}
+
+fields!(qz1_expert, down_bias_len, reserved);
+fields!(qz1_experts_config, top_k, reserved);
+fields!(qz1_routing, weights_len, reserved);
+
+/// The experts, once all that is written was entered.
+///
+/// # Safety
+/// As [`Scope::read`] and [`Scope::slice`], for everything that structures point to.
+unsafe fn experts(scope: &Scope, at: *const qz1_expert, count: usize) -> Result<Vec<Expert<'_>>, Fault> {
+    let mut experts = memory::room(count, "the experts")?;
+    // SAFETY: the safety contract of this function is that of what it calls.
+    unsafe {
+        scope.each(at, count, "the experts", |_, e: qz1_expert| {
+            let of = |layout, bytes, len, bias: *const f32, bias_len| -> Result<ExpertWeight<'_>, Fault> {
+                let layout = layout_of_many(scope, layout)?;
+                let bytes = scope.one_of_many(bytes, len, "the packed weights")?;
+                let weight = PackedView::new(layout, layout.id(), bytes)?;
+                let bias = match bias.is_null() && bias_len == 0 {
+                    true => None,
+                    false => Some(scope.one_of_many(bias, bias_len, "the bias")?),
+                };
+                Ok(ExpertWeight { weight, bias })
+            };
+            experts.push(Expert {
+                gate: of(e.gate_layout, e.gate, e.gate_len, e.gate_bias, e.gate_bias_len)?,
+                up: of(e.up_layout, e.up, e.up_len, e.up_bias, e.up_bias_len)?,
+                down: of(e.down_layout, e.down, e.down_len, e.down_bias, e.down_bias_len)?,
+            });
+            Ok(())
+        })?;
+    }
+    Ok(experts)
+}
+
+fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result<ExpertsPlan, Fault> {
+    let rows = match of.rows {
+        QZ1_EXPERT_ROWS_INT8 => ExpertRows::Int8,
+        QZ1_EXPERT_ROWS_FLOAT => ExpertRows::Float(Bf16Parts::default()),
+        _ => return Err(Fault::new(qz1_status::Scheme, "rows of experts of an unknown kind")),
+    };
+    let gate = match of.gate {
+        QZ1_GATE_SILU => ExpertGate::Silu,
+        QZ1_GATE_GELU_TANH => ExpertGate::GeluTanh,
+        QZ1_GATE_CLAMPED => ExpertGate::Clamped { alpha: of.alpha, limit: of.limit },
+        _ => return Err(Fault::new(qz1_status::Scheme, "a gate of an unknown kind")),
+    };
+    Ok(ExpertsPlan::new::<E>(experts, token(of.isa)?, rows, gate, of.tokens, of.top_k)?)
+}
+
+/// A handle for calls of these experts, with the memory that they take, whatever the routing; freed by
+/// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. `out` is null where there is none.
+/// Nothing of the experts is kept: other weights of the same layouts may be passed to `qz1_experts_run`.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_experts_new(
+    experts: *const qz1_expert,
+    count: usize,
+    config: *const qz1_experts_config,
+    workspace_bytes: *mut usize,
+    out: *mut *mut qz1_experts,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the caller guarantees what `# Safety` asks.
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        let bytes = match workspace_bytes.is_null() {
+            true => None,
+            false => Some(scope.value(workspace_bytes, "the size of the workspace")?),
+        };
+        let config = scope.read(config, "the configuration")?;
+        let experts = self::experts(scope, experts, count)?;
+        let experts = Experts::new(&experts)?;
+        let plan = by_kind!(config.kind, plan_of(&experts, &config))?;
+        let mut workspace = ExpertsWorkspace::default();
+        workspace.reserve(&plan)?;
+        if let Some(bytes) = bytes {
+            bytes.put(plan.workspace_bytes());
+        }
+        out.put(memory::boxed(qz1_experts { plan, workspace })?);
+        Ok(())
+    })
+}
+
+/// Frees a handle; null is none.
+///
+/// # Safety
+/// It is one of `qz1_experts_new`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
+    if !handle.is_null() {
+        // SAFETY: the caller guarantees what `# Safety` asks. Memory is given back without calling anything that could
+        // panic.
+        drop(unsafe { Box::from_raw(handle) });
+    }
+}
+
+/// `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens, hidden]`, `out` the
+/// same in single precision and overwritten; a token without experts gets zeros. Results are those of single products,
+/// to the bit, with any threads. Where `for_each` fails, `out` is written in part.
+///
+/// # Safety
+/// As for `qz1_layout_of`; nobody else uses the handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_experts_run(
+    handle: *mut qz1_experts,
+    experts: *const qz1_expert,
+    count: usize,
+    x: *const qz1_values,
+    routing: *const qz1_routing,
+    out: *mut f32,
+    out_len: usize,
+    parallel: *const qz1_parallel,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the caller guarantees what `# Safety` asks.
+    call(message, |scope| unsafe {
+        let handle = scope.handle(handle, "the handle")?;
+        let out = scope.output(out, out_len, "the output")?;
+        let (x, routing) = (scope.read(x, "the activations")?, scope.read(routing, "the routing")?);
+        let numbers = scope.slice(routing.experts, routing.experts_len, "the numbers of experts")?;
+        let weights = scope.slice(routing.weights, routing.weights_len, "the weights of experts")?;
+        let routing = Routing { top_k: routing.top_k, experts: numbers, weights };
+        let threads = Threads::new(scope, parallel)?;
+        let experts = self::experts(scope, experts, count)?;
+        let experts = Experts::new(&experts)?;
+        by_kind!(x.kind, run_of(scope, handle, &experts, x, &routing, out.slice(), &threads))?;
+        threads.finish()
+    })
+}
+
+/// # Safety
+/// As [`Scope::slice`]; the values are of type `E`.
+unsafe fn run_of<E: Element>(
+    scope: &Scope,
+    handle: &mut qz1_experts,
+    experts: &Experts<'_>,
+    x: qz1_values,
+    routing: &Routing<'_>,
+    out: &mut [f32],
+    threads: &Threads,
+) -> Result<(), Fault> {
+    // SAFETY: the safety contract of this function covers the values.
+    let x = unsafe { scope.one_of_many(x.data.cast::<E>(), x.len, "the activations")? };
+    Ok(experts.run(&handle.plan, x, routing, &mut handle.workspace, out, threads)?)
+}

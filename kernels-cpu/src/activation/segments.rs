@@ -1,0 +1,168 @@
+//! Where the rows that are multiplied with one matrix lie in memory that they share with others: rows of several experts
+//! are made in one call, and each expert's are cut into strips and tiles of their own.
+
+use super::RowLayout;
+use super::tiles::{TILE_ROWS, Tiling};
+use crate::layout::LINE;
+use crate::linear::MAX_ROWS;
+
+/// Rows `[m, k]` that lie together.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Segment {
+    pub(crate) m: usize,
+    pub(crate) layout: RowLayout,
+    /// The order of a tile unit, where that multiplies them.
+    pub(crate) tiling: Option<Tiling>,
+    /// Its first row among all.
+    pub(crate) row: usize,
+    /// Where its parts begin, each counted in its elements.
+    pub(crate) at: Extent,
+}
+
+impl Segment {
+    /// Rows that lie alone.
+    pub(crate) fn alone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
+        Self { m, layout, tiling, row: 0, at: Extent::default() }
+    }
+
+    /// Strips, or row tiles where rows lie in tiles only.
+    pub(crate) fn units(&self, in_strips: bool) -> usize {
+        match self.tiling {
+            Some(tiling) if !in_strips => tiling.tiles(self.m),
+            _ => super::strips(self.m),
+        }
+    }
+
+    /// Its elements of the rows in strips, and of their sums.
+    pub(crate) fn strips(&self) -> [core::ops::Range<usize>; 2] {
+        let [codes, sums] = [self.m * self.layout.padded(), self.m * self.layout.groups()];
+        [self.at.codes..self.at.codes + codes, self.at.sums..self.at.sums + sums]
+    }
+
+    /// Its lines of tiles, and the sums beside them.
+    pub(crate) fn tiles(&self) -> [core::ops::Range<usize>; 2] {
+        let Some(tiling) = self.tiling else { return [0..0, 0..0] };
+        let lines = tiling.bytes(self.m).unwrap_or(0).div_ceil(LINE);
+        let sums = tiling.sums(self.m).unwrap_or(0);
+        [self.at.tiles..self.at.tiles + lines, self.at.tile_sums..self.at.tile_sums + sums]
+    }
+}
+
+/// How much of each kind of memory rows take, in elements.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Extent {
+    pub(crate) rows: usize,
+    /// Codes or words in strips.
+    pub(crate) codes: usize,
+    pub(crate) sums: usize,
+    /// Lines.
+    pub(crate) tiles: usize,
+    pub(crate) tile_sums: usize,
+    /// Values of rows that are made before they are rounded or packed.
+    pub(crate) made: usize,
+}
+
+impl Extent {
+    /// Adds a segment behind what is there; `lent` is the width of rows that are made. `None` where no number holds it.
+    pub(crate) fn add(
+        &mut self,
+        m: usize,
+        layout: RowLayout,
+        tiling: Option<Tiling>,
+        in_strips: bool,
+        lent: usize,
+    ) -> Option<Segment> {
+        let segment = Segment { m, layout, tiling, row: self.rows, at: *self };
+        self.rows = self.rows.checked_add(m)?;
+        if in_strips {
+            self.codes = self.codes.checked_add(m.checked_mul(layout.padded())?)?;
+            self.sums = self.sums.checked_add(m.checked_mul(layout.groups())?)?;
+        }
+        if let Some(tiling) = tiling {
+            self.tiles = self.tiles.checked_add(tiling.bytes(m)?.div_ceil(LINE))?;
+            self.tile_sums = self.tile_sums.checked_add(tiling.sums(m)?)?;
+        }
+        self.made = self.made.checked_add(segment.units(in_strips).checked_mul(lent)?)?;
+        Some(segment)
+    }
+
+    /// What `rows` rows take at most, in whatever way they are cut into `segments` segments.
+    pub(crate) fn most(
+        rows: usize,
+        segments: usize,
+        layout: RowLayout,
+        tiles: Option<Tiling>,
+        in_strips: bool,
+        lent: usize,
+    ) -> Option<Self> {
+        let segments = segments.min(rows);
+        let strips = rows.min(segments.checked_add(rows / MAX_ROWS)?);
+        // A segment's last tile may be a part of one.
+        let row_tiles = segments.checked_add(rows / TILE_ROWS)?;
+        let units = if in_strips { strips } else { row_tiles };
+        let mut most = Self { rows, made: units.checked_mul(lent)?, ..Self::default() };
+        if in_strips {
+            most.codes = rows.checked_mul(layout.padded())?;
+            most.sums = rows.checked_mul(layout.groups())?;
+        }
+        if let Some(tiling) = tiles {
+            most.tiles = row_tiles.checked_mul(tiling.bytes(TILE_ROWS)?.div_ceil(LINE))?;
+            most.tile_sums = row_tiles.checked_mul(tiling.sums(TILE_ROWS)?)?;
+        }
+        Some(most)
+    }
+
+    /// The larger of each.
+    pub(crate) fn max(self, other: Self) -> Self {
+        Self {
+            rows: self.rows.max(other.rows),
+            codes: self.codes.max(other.codes),
+            sums: self.sums.max(other.sums),
+            tiles: self.tiles.max(other.tiles),
+            tile_sums: self.tile_sums.max(other.tile_sums),
+            made: self.made.max(other.made),
+        }
+    }
+
+    /// Whether the other has room in this one.
+    pub(crate) fn holds(&self, other: &Self) -> bool {
+        self.max(*other) == *self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::STEP;
+
+    /// However rows are cut, what is stated holds them.
+    #[test]
+    fn what_is_stated_holds_every_split() {
+        let layout = RowLayout { k: 96, group_size: 32, steps: 4 };
+        for (in_strips, least) in [(true, 16), (false, 0)] {
+            for rows in [0, 1, 7, 16, 33, 100] {
+                for segments in [1, 3, 8] {
+                    let all = Tiling::new(TILE_ROWS, layout, STEP, 1);
+                    let most = Extent::most(rows, segments, layout, Some(all), in_strips, 96).unwrap();
+                    for seed in 0..50_usize {
+                        let mut counts = vec![0_usize; segments];
+                        (0..rows).for_each(|row| counts[(row * (seed + 1) * 7 / 3 + seed) % segments] += 1);
+                        let mut extent = Extent::default();
+                        for &m in counts.iter().filter(|&&m| m > 0) {
+                            let tiling = (m >= least).then(|| Tiling::new(m, layout, STEP, 1));
+                            extent.add(m, layout, tiling, in_strips, 96).unwrap();
+                        }
+                        assert!(extent.rows == rows && most.holds(&extent), "{extent:?} in {most:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_number_holds_is_none() {
+        let layout = RowLayout { k: 96, group_size: 32, steps: 4 };
+        assert_eq!(Extent::most(usize::MAX / 8, 2, layout, None, true, 0), None);
+        assert!(Extent::default().add(usize::MAX / 8, layout, None, true, 0).is_none());
+    }
+}

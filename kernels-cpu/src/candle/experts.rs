@@ -1,0 +1,207 @@
+//! The experts of a layer on candle's tensors, in one call.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
+use half::{bf16, f16};
+
+use super::{Activations, Runner, part};
+use crate::activation::resize;
+use crate::experts::{Expert, ExpertGate, ExpertRows, ExpertWeight, Experts, ExpertsPlan, Routing};
+use crate::{Bf16Parts, Element, IsaToken, KernelError, PackedLinear, narrow};
+
+/// Tokens that are taken at once: memory does not grow with longer prompts, and experts have rows enough.
+const TOKENS: usize = 1024;
+
+/// A linear of an expert.
+#[derive(Debug, Clone)]
+pub struct ExpertLinear {
+    /// The weights `[n, k]`.
+    pub weight: Arc<PackedLinear>,
+    /// `[n]`, where it is another than the one that the weights were packed with.
+    pub bias: Option<Arc<[f32]>>,
+}
+
+impl ExpertLinear {
+    fn view(&self) -> ExpertWeight<'_> {
+        ExpertWeight { weight: self.weight.view(), bias: self.bias.as_deref().or(self.weight.bias()) }
+    }
+}
+
+impl From<Arc<PackedLinear>> for ExpertLinear {
+    fn from(weight: Arc<PackedLinear>) -> Self {
+        Self { weight, bias: None }
+    }
+}
+
+/// `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, the experts of a layer in one call, see
+/// [`experts`](crate::experts). Clones share weights and runner.
+///
+/// As much memory as the largest call needed stays in the [`Runner`]; of more than 1024 tokens a call takes 1024 at a
+/// time, which changes no bit.
+#[derive(Debug, Clone)]
+pub struct QuantizedExperts {
+    experts: Arc<[[ExpertLinear; 3]]>,
+    shape: [usize; 2],
+    rows: ExpertRows,
+    gate: ExpertGate,
+    runner: Runner,
+    /// That of the last call: calls of as many tokens follow on each other.
+    plan: Arc<Mutex<Option<ExpertsPlan>>>,
+}
+
+impl QuantizedExperts {
+    /// Experts of gate, up and down each.
+    ///
+    /// # Errors
+    /// When experts do not fit each other, see [`Experts::new`], or are not multiplied with these activations; static
+    /// ones are not supported.
+    pub fn new(
+        experts: Vec<[ExpertLinear; 3]>,
+        activations: Activations,
+        gate: ExpertGate,
+        runner: &Runner,
+    ) -> std::result::Result<Self, KernelError> {
+        let rows = match activations {
+            Activations::Float => ExpertRows::Float(Bf16Parts::default()),
+            Activations::PerToken => ExpertRows::Int8,
+            Activations::Static(_) => return Err(KernelError::Scheme("static activations of experts")),
+        };
+        let shape = {
+            let views = views(&experts);
+            let all = Experts::new(&views)?;
+            ExpertsPlan::new::<f32>(&all, IsaToken::detect(), rows, gate, 1, 1)?;
+            [all.hidden(), all.inner()]
+        };
+        let (experts, runner) = (experts.into(), runner.clone());
+        Ok(Self { experts, shape, rows, gate, runner, plan: Arc::default() })
+    }
+
+    /// Features of a token.
+    pub fn hidden(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// How many experts there are.
+    pub fn count(&self) -> usize {
+        self.experts.len()
+    }
+
+    /// `x` is `[tokens, hidden]`, `out` the same and overwritten.
+    ///
+    /// # Errors
+    /// As [`Experts::run`]; and when memory is short.
+    pub fn run<E: Element>(
+        &self,
+        x: &[E],
+        routing: &Routing<'_>,
+        out: &mut [f32],
+    ) -> std::result::Result<(), KernelError> {
+        let views = views(&self.experts);
+        let experts = Experts::checked(&views, self.shape);
+        let hidden = self.shape[0];
+        let tokens = x.len() / hidden;
+        KernelError::length("activations", tokens * hidden, x.len())?;
+        KernelError::length("output", x.len(), out.len())?;
+        let slots = tokens.checked_mul(routing.top_k).ok_or(KernelError::TooLarge("the rows of experts"))?;
+        KernelError::length("numbers of experts", slots, routing.experts.len())?;
+        KernelError::length("weights of experts", slots, routing.weights.len())?;
+        let plan = self.plan::<E>(&experts, tokens.min(TOKENS), routing.top_k)?;
+        self.runner.lend(|rows, parallel| {
+            rows.experts.reserve(&plan)?;
+            let parts = x.chunks(TOKENS * hidden).zip(out.chunks_mut(TOKENS * hidden)).enumerate();
+            for (i, (x, out)) in parts {
+                let first = i * TOKENS * routing.top_k;
+                let slots = first..first + x.len() / hidden * routing.top_k;
+                let (top_k, experts_of, weights) =
+                    (routing.top_k, &routing.experts[slots.clone()], &routing.weights[slots]);
+                let routing = Routing { top_k, experts: experts_of, weights };
+                experts.run(&plan, x, &routing, &mut rows.experts, out, parallel)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn plan<E: Element>(
+        &self,
+        experts: &Experts<'_>,
+        tokens: usize,
+        top_k: usize,
+    ) -> std::result::Result<ExpertsPlan, KernelError> {
+        let mut last = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plan) = last.filter(|plan| plan.is_of::<E>(tokens, top_k)) {
+            return Ok(plan);
+        }
+        let plan = ExpertsPlan::new::<E>(experts, IsaToken::detect(), self.rows, self.gate, tokens, top_k)?;
+        Ok(*last.insert(plan))
+    }
+
+    /// `x` `[.., hidden]` in f32, f16 or bf16, `experts` `[.., top_k]` in u32 and `weights` `[.., top_k]` in f32, in main
+    /// memory. The result is `[.., hidden]` in the type of `x`; sums are f32 and rounded once. There is no gradient.
+    ///
+    /// # Errors
+    /// When a type, device or shape is another, or an expert does not exist.
+    pub fn forward(&self, x: &Tensor, experts: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        let name = "quantized-experts";
+        let dims = x.dims();
+        let (Some((&hidden, tokens)), Some((&top_k, slots))) =
+            (dims.split_last(), experts.dims().split_last())
+        else {
+            bail!("{name} takes inputs with dimensions");
+        };
+        if hidden != self.shape[0] || tokens != slots || experts.dims() != weights.dims() {
+            let (experts, weights) = (experts.dims(), weights.dims());
+            bail!(
+                "{name} takes [.., {}] and two [.., k], not {dims:?}, {experts:?}, {weights:?}",
+                self.shape[0]
+            );
+        }
+        if [x, experts, weights].iter().any(|input| !input.device().is_cpu()) {
+            bail!("{name} runs on the CPU only: move its inputs there first");
+        }
+        let (x, experts, weights) = (x.contiguous()?, experts.contiguous()?, weights.contiguous()?);
+        let experts = experts.flatten_all()?.to_vec1::<u32>()?;
+        let weights = weights.flatten_all()?.to_vec1::<f32>()?;
+        let routing = Routing { top_k, experts: &experts, weights: &weights };
+        let (storage, layout) = x.storage_and_layout();
+        let (count, start) = (x.elem_count(), layout.start_offset());
+        match &*storage {
+            Storage::Cpu(CpuStorage::F32(values)) => {
+                let mut out = vec![0.0; count];
+                self.run(part(values, start, count)?, &routing, &mut out).map_err(Error::wrap)?;
+                Tensor::from_vec(out, dims, &Device::Cpu)
+            }
+            Storage::Cpu(CpuStorage::F16(values)) => {
+                let mut out = vec![f16::ZERO; count];
+                self.run_narrow(part(values, start, count)?, &routing, &mut out).map_err(Error::wrap)?;
+                Tensor::from_vec(out, dims, &Device::Cpu)
+            }
+            Storage::Cpu(CpuStorage::BF16(values)) => {
+                let mut out = vec![bf16::ZERO; count];
+                self.run_narrow(part(values, start, count)?, &routing, &mut out).map_err(Error::wrap)?;
+                Tensor::from_vec(out, dims, &Device::Cpu)
+            }
+            _ => bail!("{name} takes f32, f16 or bf16, not {}", DType::as_str(&x.dtype())),
+        }
+    }
+
+    /// The same with results in the type of `x`.
+    fn run_narrow<E: Element>(
+        &self,
+        x: &[E],
+        routing: &Routing<'_>,
+        out: &mut [E],
+    ) -> std::result::Result<(), KernelError> {
+        let mut sums = Vec::new();
+        resize(&mut sums, Some(out.len()))?;
+        self.run(x, routing, &mut sums)?;
+        self.runner.lend(|_, parallel| narrow(IsaToken::detect(), &sums, out, parallel))
+    }
+}
+
+fn views(experts: &[[ExpertLinear; 3]]) -> Vec<Expert<'_>> {
+    experts
+        .iter()
+        .map(|[gate, up, down]| Expert { gate: gate.view(), up: up.view(), down: down.view() })
+        .collect()
+}

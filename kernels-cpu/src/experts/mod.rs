@@ -1,0 +1,240 @@
+//! The experts of a layer, run in one call.
+//!
+//! `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))` over the experts that token `t` is routed to.
+//!
+//! Every product is that of [`multiply_each`](crate::multiply_each) or
+//! [`multiply_float_each`](crate::multiply_float_each) on the rows that are routed to the expert, to the bit; so is the
+//! result equal to a loop of single products ([`reference::experts`](crate::reference::experts)) on every path, for any
+//! routing, split and number of threads. A token's terms are added in the order of experts, and those of an expert that
+//! it names twice in the order of its slots; each is rounded before it is added.
+//!
+//! Weights differ freely from expert to expert in codes, groups, scales and zeros. What a call needs is an
+//! [`ExpertsPlan`], which says how much memory it takes at most, whatever the routing; the memory is an
+//! [`ExpertsWorkspace`], and a call allocates nothing.
+//!
+//! A call has four steps, in each of which threads share all that there is to do and wait for each other at the end:
+//! the rows of each expert are gathered and rounded or packed; gate and up are multiplied piece by piece of rows and
+//! panels, and what they give goes through the activation before it leaves the first cache; the result is rounded or
+//! packed; and `down` is multiplied by columns: a piece of work has some columns of all experts, adds each row up where
+//! it belongs as soon as it is multiplied, and so nobody waits for the thread that has the expert with most tokens.
+
+mod plan;
+mod routing;
+mod run;
+
+pub use self::plan::{ExpertsPlan, ExpertsWorkspace};
+pub use self::routing::{NO_EXPERT, Routing};
+use crate::activation::{RowLayout, dispatch};
+use crate::{Bf16Parts, FloatFormat, IsaToken, KernelError, PackedView};
+
+/// Packed weights `[n, k]` of an expert, and their bias.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertWeight<'a> {
+    /// The weights.
+    pub weight: PackedView<'a>,
+    /// `[n]`, where there is one.
+    pub bias: Option<&'a [f32]>,
+}
+
+impl<'a> From<PackedView<'a>> for ExpertWeight<'a> {
+    fn from(weight: PackedView<'a>) -> Self {
+        Self { weight, bias: None }
+    }
+}
+
+impl<'a> From<&'a crate::PackedLinear> for ExpertWeight<'a> {
+    fn from(linear: &'a crate::PackedLinear) -> Self {
+        Self { weight: linear.view(), bias: linear.bias() }
+    }
+}
+
+/// The weights of one expert. Bits, groups, scales and zeros are its own; `gate` and `up` read the same rows, and so
+/// have the same groups.
+#[derive(Debug, Clone, Copy)]
+pub struct Expert<'a> {
+    /// `[inner, hidden]`
+    pub gate: ExpertWeight<'a>,
+    /// `[inner, hidden]`
+    pub up: ExpertWeight<'a>,
+    /// `[hidden, inner]`
+    pub down: ExpertWeight<'a>,
+}
+
+/// What an expert makes of gate and up.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum ExpertGate {
+    /// `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
+    #[default]
+    Silu,
+    /// `gelu(gate) · up`, see [`reference::gelu_tanh`](crate::reference::gelu_tanh).
+    GeluTanh,
+    /// That of gpt-oss, see [`reference::clamped_gate`](crate::reference::clamped_gate).
+    Clamped {
+        /// What the gate is multiplied by inside the sigmoid.
+        alpha: f32,
+        /// The bound of both inputs, not negative.
+        limit: f32,
+    },
+}
+
+impl ExpertGate {
+    /// A row.
+    fn apply(self, token: IsaToken, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        match self {
+            Self::Silu => {
+                dispatch::silu_mul(token, gate, up, out);
+            }
+            Self::GeluTanh => dispatch::gelu_tanh_mul(token, gate, up, out),
+            Self::Clamped { alpha, limit } => dispatch::clamped_mul(token, gate, up, [alpha, limit], out),
+        }
+    }
+}
+
+/// What weights are multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertRows {
+    /// Integers of 8 bits with a scale for every row (W4A8, W8A8), see [`Int8Rows`](crate::Int8Rows).
+    Int8,
+    /// Floats (W4A16, W8A16), see [`FloatRows`](crate::FloatRows).
+    Float(Bf16Parts),
+}
+
+/// The experts of a layer, which fit each other.
+#[derive(Debug, Clone, Copy)]
+pub struct Experts<'a> {
+    experts: &'a [Expert<'a>],
+    hidden: usize,
+    inner: usize,
+}
+
+impl<'a> Experts<'a> {
+    /// Checks that experts fit each other.
+    ///
+    /// # Errors
+    /// When there are none, or as many as no number of 32 bits holds, a shape is not that of the first expert, gate and
+    /// up have different groups, or a bias has another length.
+    pub fn new(experts: &'a [Expert<'a>]) -> Result<Self, KernelError> {
+        let first = experts.first().ok_or(KernelError::Scheme("a layer without experts"))?;
+        if experts.len() > NO_EXPERT as usize {
+            return Err(KernelError::TooLarge("the number of experts"));
+        }
+        let (hidden, inner) = (first.gate.weight.layout().k(), first.gate.weight.layout().n());
+        for expert in experts {
+            for (what, of, [n, k]) in [
+                ("the gate of an expert", &expert.gate, [inner, hidden]),
+                ("the up of an expert", &expert.up, [inner, hidden]),
+                ("the down of an expert", &expert.down, [hidden, inner]),
+            ] {
+                let layout = of.weight.layout();
+                for (expected, got) in [(n, layout.n()), (k, layout.k())] {
+                    if expected != got {
+                        return Err(KernelError::Mismatch { what, expected, got });
+                    }
+                }
+                of.bias.map_or(Ok(()), |bias| KernelError::length("bias", n, bias.len()))?;
+            }
+            let [gate, up] = [&expert.gate, &expert.up].map(|of| of.weight.layout());
+            if RowLayout::of(gate) != RowLayout::of(up) {
+                let (expected, got) = (gate.group_size(), up.group_size());
+                return Err(KernelError::Mismatch { what: "groups of gate and up", expected, got });
+            }
+        }
+        Ok(Self { experts, hidden, inner })
+    }
+
+    /// Experts that [`new`](Self::new) has checked before.
+    #[cfg(feature = "candle")]
+    pub(crate) fn checked(experts: &'a [Expert<'a>], [hidden, inner]: [usize; 2]) -> Self {
+        Self { experts, hidden, inner }
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.experts.len()
+    }
+
+    /// Features of a token.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Features between an expert's linears.
+    pub fn inner(&self) -> usize {
+        self.inner
+    }
+
+    /// One of them.
+    pub(crate) fn get(&self, expert: usize) -> &'a Expert<'a> {
+        &self.experts[expert]
+    }
+
+    /// Fails where rows of this kind are not multiplied with some expert.
+    fn require(&self, rows: ExpertRows) -> Result<(), KernelError> {
+        let all = self.experts.iter().flat_map(|e| [e.gate, e.up, e.down]);
+        let mut formats = all.map(|of| of.weight.layout().float_format());
+        match rows {
+            ExpertRows::Int8 if formats.any(|format| format == Some(FloatFormat::E4m3)) => {
+                Err(KernelError::Scheme("a product of integers with FP8 (E4M3) weights"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use crate::reference::{clamped_gate, gelu_tanh, silu};
+
+    /// Every value of a few, with every other: ordinary, tiny, huge, and not finite.
+    fn pairs() -> (Vec<f32>, Vec<f32>) {
+        let special = [0.0, -0.0, 1e-40, -1e-30, 87.1, -87.1, 3e20, -3e20, f32::MAX, f32::INFINITY, f32::NAN];
+        let ordinary = (-300..300).map(|i| i as f32 * 0.037);
+        let values: Vec<f32> = ordinary.chain(special).chain([f32::NEG_INFINITY]).collect();
+        let others = [0.7, -6.9, 7.0, 9.5, -1e30, f32::NAN, f32::INFINITY];
+        values.iter().flat_map(|&g| others.map(|u| (g, u))).unzip()
+    }
+
+    #[test]
+    fn gates_are_the_definition_on_every_path() {
+        let (gate, up) = pairs();
+        let limits = ExpertGate::Clamped { alpha: 1.702, limit: 7.0 };
+        type Definition = fn(f32, f32) -> f32;
+        let definitions: [(ExpertGate, Definition); 3] = [
+            (ExpertGate::Silu, |g, u| silu(g) * u),
+            (ExpertGate::GeluTanh, |g, u| gelu_tanh(g) * u),
+            (limits, |g, u| clamped_gate(g, u, 1.702, 7.0)),
+        ];
+        for isa in Isa::runnable() {
+            for (kind, definition) in definitions {
+                let mut out = vec![1.0; gate.len()];
+                kind.apply(isa.token().unwrap(), &gate, &up, &mut out);
+                for ((&g, &u), &got) in gate.iter().zip(&up).zip(&out) {
+                    let expected = definition(g, u);
+                    let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+                    assert!(same, "{isa:?}, {kind:?} of {g} and {u}: {got}, not {expected}");
+                }
+            }
+        }
+    }
+
+    /// The definitions are the formulas, within what is said of them.
+    #[test]
+    fn definitions_are_the_formulas() {
+        for i in -400_000..400_000 {
+            let g = i as f32 * 2.3e-5;
+            let x = f64::from(g);
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            let exact = 0.5 * x * (1.0 + inner.tanh());
+            let off = (f64::from(gelu_tanh(g)) - exact).abs();
+            assert!(off <= x.abs() * 2.0_f64.powi(-20), "gelu of {g}");
+            let u = 0.6_f32;
+            let exact = x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()) * 1.6;
+            let off = (f64::from(clamped_gate(g, u, 1.702, 7.0)) - exact).abs();
+            // What rounding 1.702 · g moves an exponential by.
+            assert!(off <= exact.abs() * 2.0_f64.powi(-18), "clamped gate of {g}");
+        }
+        assert_eq!((gelu_tanh(100.0), gelu_tanh(-100.0)), (100.0, 0.0));
+    }
+}

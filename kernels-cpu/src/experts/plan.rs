@@ -1,0 +1,316 @@
+//! How much memory a call takes, and that memory.
+
+use super::routing::Rows;
+use super::run::Active;
+use super::{ExpertGate, ExpertRows, Experts};
+use crate::activation::segments::{Extent, Segment};
+use crate::activation::source::Source;
+use crate::activation::tiles::{TILE_ROWS, Tiling};
+use crate::activation::{Element, Int8Memory, RowLayout, float::FloatMemory, resize, sealed::Kind};
+use crate::layout::LINE;
+use crate::linear::{self, Path};
+use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout};
+
+/// What a call does, and how much memory it takes at most, whatever the routing.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertsPlan {
+    pub(super) token: IsaToken,
+    pub(super) rows: ExpertRows,
+    pub(super) gate: ExpertGate,
+    pub(super) tokens: usize,
+    pub(super) top_k: usize,
+    /// The type of activations.
+    pub(super) kind: Kind,
+    /// Experts, and features of a token and between an expert's linears.
+    pub(super) shape: [usize; 3],
+    /// What rows take that experts read, and what those take that `down` reads.
+    extents: [Extent; 2],
+}
+
+impl ExpertsPlan {
+    /// A plan for up to `tokens` tokens of activations of type `E`, each routed to up to `top_k` experts.
+    ///
+    /// # Errors
+    /// When the rows are not multiplied with some expert, the gate's limit is negative or NaN, or a size is beyond all
+    /// numbers.
+    pub fn new<E: Element>(
+        experts: &Experts<'_>,
+        token: IsaToken,
+        rows: ExpertRows,
+        gate: ExpertGate,
+        tokens: usize,
+        top_k: usize,
+    ) -> Result<Self, KernelError> {
+        experts.require(rows)?;
+        if let ExpertGate::Clamped { limit, .. } = gate
+            && (limit.is_nan() || limit < 0.0)
+        {
+            return Err(KernelError::Scheme("a limit of a gate that is negative or no number"));
+        }
+        let too_large = KernelError::TooLarge("the rows of experts");
+        let all = tokens.checked_mul(top_k).filter(|&all| u32::try_from(all).is_ok());
+        let all = all.ok_or(too_large.clone())?;
+        let shape = [experts.count(), experts.hidden(), experts.inner()];
+        all.checked_mul(shape[2]).ok_or(too_large.clone())?;
+        let mut plan =
+            Self { token, rows, gate, tokens, top_k, kind: E::KIND, shape, extents: [Extent::default(); 2] };
+        let [mut read, mut between] = plan.buffers();
+        let lent = if E::KIND == Kind::F32 { 0 } else { shape[1] };
+        for expert in 0..shape[0] {
+            let expert = experts.get(expert);
+            for (at, buffer, of, lent) in
+                [(0, &mut read, expert.gate, lent), (1, &mut between, expert.down, 0)]
+            {
+                let layout = RowLayout::of(of.weight.layout());
+                let most = buffer.most(all, shape[0], layout, lent).ok_or(too_large.clone())?;
+                plan.extents[at] = plan.extents[at].max(most);
+            }
+        }
+        plan.bytes().ok_or(too_large)?;
+        Ok(plan)
+    }
+
+    /// Whether it is one of so many tokens and slots, for activations of type `E`.
+    #[cfg(feature = "candle")]
+    pub(crate) fn is_of<E: Element>(&self, tokens: usize, top_k: usize) -> bool {
+        self.kind == E::KIND && self.tokens == tokens && self.top_k == top_k
+    }
+
+    /// Tokens, at most.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Experts of a token, at most.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    /// Bytes that an [`ExpertsWorkspace`] holds at least once it is [reserved](ExpertsWorkspace::reserve).
+    pub fn workspace_bytes(&self) -> usize {
+        self.bytes().unwrap_or(usize::MAX)
+    }
+
+    fn bytes(&self) -> Option<usize> {
+        let rows = self.most_rows();
+        let [count, _, inner] = self.shape;
+        let words = rows.checked_mul(2)?.checked_add(count + 1)?.checked_add(rows.checked_mul(inner)?)?;
+        let mut bytes = words.checked_mul(4)?;
+        bytes = bytes.checked_add(self.most_active().checked_mul(size_of::<Active>())?)?;
+        for extent in self.extents {
+            bytes = bytes.checked_add(self.buffer_bytes(&extent)?)?;
+        }
+        Some(bytes)
+    }
+
+    fn buffer_bytes(&self, extent: &Extent) -> Option<usize> {
+        let Extent { rows, codes, sums, tiles, tile_sums, made } = *extent;
+        let (code, beside) = match self.rows {
+            // Sums stand there twice, and each row has a scale.
+            ExpertRows::Int8 => (1, sums.checked_mul(2)?.checked_add(rows)?.checked_add(tile_sums)?),
+            ExpertRows::Float(_) => (4, sums.max(tile_sums)),
+        };
+        let words = beside.checked_add(made)?.checked_mul(4)?;
+        codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
+    }
+
+    /// Rows of all experts, at most.
+    fn most_rows(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    /// Experts that have rows, at most.
+    fn most_active(&self) -> usize {
+        self.shape[0].min(self.most_rows())
+    }
+
+    /// No rows yet.
+    fn buffers(&self) -> [Buffer; 2] {
+        [(); 2].map(|()| match self.rows {
+            ExpertRows::Int8 => Buffer::Int8(Int8Rows::new(self.token)),
+            ExpertRows::Float(parts) => Buffer::Float(FloatRows::in_parts(self.token, parts)),
+        })
+    }
+}
+
+/// The memory of calls, used again by each.
+#[derive(Debug, Default)]
+pub struct ExpertsWorkspace {
+    /// What it was reserved for last.
+    plan: Option<ExpertsPlan>,
+    pub(super) rows: Rows,
+    pub(super) active: Vec<Active>,
+    /// What gate and up made, `[rows, inner]`.
+    pub(super) inner: Vec<f32>,
+    /// Rows that experts read, and rows that `down` reads.
+    pub(super) buffers: Option<[Buffer; 2]>,
+}
+
+impl ExpertsWorkspace {
+    /// Makes room for calls of this plan. What is held is used again.
+    ///
+    /// # Errors
+    /// When memory is short; then there is room for no call until it succeeds.
+    pub fn reserve(&mut self, plan: &ExpertsPlan) -> Result<(), KernelError> {
+        if self.plan.as_ref() == Some(plan) {
+            return Ok(());
+        }
+        self.plan = None;
+        let rows = plan.most_rows();
+        reserve(&mut self.rows.tokens, rows)?;
+        reserve(&mut self.rows.weights, rows)?;
+        reserve(&mut self.rows.starts, plan.shape[0] + 1)?;
+        reserve(&mut self.active, plan.most_active())?;
+        let inner = (rows * plan.shape[2]).max(self.inner.len());
+        resize(&mut self.inner, Some(inner))?;
+        let mut buffers = self.buffers.take();
+        buffers = buffers.filter(|[buffer, _]| buffer.is_for(plan.token, plan.rows));
+        let buffers = self.buffers.insert(buffers.unwrap_or_else(|| plan.buffers()));
+        for (buffer, extent) in buffers.iter_mut().zip(&plan.extents) {
+            buffer.reserve(extent)?;
+        }
+        self.plan = Some(*plan);
+        Ok(())
+    }
+
+    /// Frees what it holds.
+    pub fn release(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Whether it was reserved for this plan, or one of the same kind that takes no less.
+    pub(super) fn require(&self, plan: &ExpertsPlan) -> Result<(), KernelError> {
+        let enough = self.plan.as_ref().is_some_and(|own| {
+            let same = own.token == plan.token && own.rows == plan.rows;
+            let holds = own.extents.iter().zip(&plan.extents).all(|(own, extent)| own.holds(extent));
+            let rows = own.most_rows() >= plan.most_rows() && own.most_active() >= plan.most_active();
+            let inner = own.most_rows() * own.shape[2] >= plan.most_rows() * plan.shape[2];
+            same && holds && rows && inner && own.shape[0] >= plan.shape[0]
+        });
+        if enough {
+            return Ok(());
+        }
+        let got = self.plan.as_ref().map_or(0, ExpertsPlan::workspace_bytes);
+        Err(KernelError::Length { what: "the workspace", expected: plan.workspace_bytes(), got })
+    }
+}
+
+/// Room for so many, of which none are there yet.
+fn reserve<T>(values: &mut Vec<T>, count: usize) -> Result<(), KernelError> {
+    values.clear();
+    values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the rows of experts"))
+}
+
+/// Rows of either kind.
+#[derive(Debug)]
+pub(super) enum Buffer {
+    Int8(Int8Rows),
+    Float(FloatRows),
+}
+
+impl Buffer {
+    fn is_for(&self, token: IsaToken, rows: ExpertRows) -> bool {
+        match (self, rows) {
+            (Self::Int8(own), ExpertRows::Int8) => own.token() == token,
+            (Self::Float(own), ExpertRows::Float(parts)) => own.token == token && own.parts() == parts,
+            _ => false,
+        }
+    }
+
+    /// Whether rows lie in strips; else they lie in tiles only.
+    pub(super) fn in_strips(&self) -> bool {
+        match self {
+            Self::Int8(_) => true,
+            Self::Float(rows) => !rows.token.has_tiles(),
+        }
+    }
+
+    fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
+        match self {
+            Self::Int8(rows) => rows.tiling_of(m, layout),
+            Self::Float(rows) => rows.tiling_of(m, layout, in_bf16),
+        }
+    }
+
+    /// What `rows` rows of `count` experts with this layout take at most.
+    fn most(&self, rows: usize, count: usize, layout: RowLayout, lent: usize) -> Option<Extent> {
+        let tiling = self.tiling_of(TILE_ROWS, layout, false);
+        Extent::most(rows, count, layout, tiling, self.in_strips(), lent)
+    }
+
+    fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
+        let extent = &extent.max(self.room());
+        match self {
+            Self::Int8(rows) => rows.reserve(extent),
+            Self::Float(rows) => rows.reserve(extent),
+        }
+    }
+
+    pub(super) fn room(&self) -> Extent {
+        match self {
+            Self::Int8(rows) => rows.room(),
+            Self::Float(rows) => rows.room(),
+        }
+    }
+
+    /// Adds the rows of an expert, `lent` the width of rows that are made.
+    pub(super) fn add(
+        &self,
+        extent: &mut Extent,
+        m: usize,
+        layout: RowLayout,
+        in_bf16: bool,
+        lent: usize,
+    ) -> Option<Segment> {
+        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), lent)
+    }
+
+    /// The memory, for threads to make rows in; `in_bf16` where all values are of bf16 by their type.
+    pub(super) fn memory(&mut self, in_bf16: bool) -> Memory<'_> {
+        match self {
+            Self::Int8(rows) => Memory::Int8(rows.memory()),
+            Self::Float(rows) => {
+                rows.exact_in_bf16 = in_bf16;
+                Memory::Float(rows.memory())
+            }
+        }
+    }
+
+    /// The rows of a segment as products take them.
+    pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::Rows<'_> {
+        match self {
+            Self::Int8(rows) => linear::Rows::int8(rows, token, Some(all)),
+            Self::Float(rows) => linear::Rows::float(rows, Some(all)),
+        }
+    }
+
+    /// The path of a product with these weights.
+    pub(super) fn path(&self, token: IsaToken, layout: &Layout) -> Path {
+        match self {
+            Self::Int8(_) => Path::whole(token, layout, 0),
+            Self::Float(_) => Path::float(token, layout),
+        }
+    }
+}
+
+/// The memory of rows of either kind.
+pub(super) enum Memory<'a> {
+    Int8(Int8Memory<'a>),
+    Float(FloatMemory<'a>),
+}
+
+impl Memory<'_> {
+    /// Makes strip or tile `i` of a segment.
+    ///
+    /// # Safety
+    /// There must be [room](Buffer::room) for the segment, segments must not overlap, and each unit may be asked for once.
+    pub(super) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
+        // SAFETY: the safety contract of this function is that of both.
+        unsafe {
+            match self {
+                Self::Int8(memory) => memory.strip(all, i, source, None),
+                Self::Float(memory) => memory.unit(all, i, source),
+            }
+        }
+    }
+}

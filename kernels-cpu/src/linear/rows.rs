@@ -1,0 +1,169 @@
+//! Activations as products read them: those of a whole matrix, or of a segment among others.
+
+use core::marker::PhantomData;
+use core::ops::Range;
+
+use super::dispatch::{MAX_ROWS, ONE_STRIP};
+use super::float_tile::FLOAT_STEP;
+use super::tiled;
+use crate::activation::segments::Segment;
+use crate::activation::tiles::Tiling;
+use crate::activation::{RowLayout, strip, strips};
+use crate::layout::STEP;
+use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout};
+
+/// A slice of any type, as bytes.
+#[derive(Clone, Copy)]
+pub(super) struct Bytes<'a> {
+    pub(super) at: *const u8,
+    pub(super) len: usize,
+    of: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Bytes<'a> {
+    pub(super) fn of<T>(slice: &'a [T]) -> Self {
+        Self { at: slice.as_ptr().cast(), len: size_of_val(slice), of: PhantomData }
+    }
+}
+
+/// Rows of either kind.
+pub(crate) struct Rows<'a> {
+    pub(super) m: usize,
+    pub(super) layout: Option<RowLayout>,
+    /// Bytes of a step of a row.
+    pub(super) step_bytes: usize,
+    pub(super) activations: Bytes<'a>,
+    /// Of four bytes each.
+    pub(super) sums: Bytes<'a>,
+    pub(super) eights: Option<&'a [i32]>,
+    pub(super) scales: Option<&'a [f32]>,
+    pub(super) rest: bool,
+    pub(super) zero: i32,
+    /// In the order of a tile unit, where that multiplies them.
+    pub(super) tiled: Option<TiledRows<'a>>,
+}
+
+/// Rows in the order of a tile unit, and their sums over groups.
+#[derive(Clone, Copy)]
+pub(super) struct TiledRows<'a> {
+    pub(super) tiling: Tiling,
+    pub(super) tiles: Bytes<'a>,
+    pub(super) sums: Bytes<'a>,
+}
+
+// SAFETY: threads only read what the pointers point to, and the rows outlive the call.
+unsafe impl Sync for Rows<'_> {}
+
+impl<'a> Rows<'a> {
+    /// The integers of a segment, for the tiles of an instruction set; none where there is no segment.
+    pub(crate) fn int8(x: &'a Int8Rows, token: IsaToken, all: Option<&Segment>) -> Self {
+        let m = all.map_or(0, |all| all.m);
+        let [codes, sums] = all.map_or([0..0, 0..0], Segment::strips);
+        let [tiles, tile_sums] = all.map_or([0..0, 0..0], Segment::tiles);
+        let scales = all.map_or(0..0, |all| all.row..all.row + m);
+        let tiling = all.and_then(|all| all.tiling).filter(|_| token.has_tiles());
+        Self {
+            m,
+            layout: all.map(|all| all.layout),
+            step_bytes: STEP,
+            activations: Bytes::of(part(&x.codes, codes)),
+            sums: Bytes::of(part(&x.sums, sums.clone())),
+            eights: Some(part(&x.eights, sums)),
+            scales: Some(part(&x.scales, scales)),
+            rest: false,
+            zero: x.zero,
+            tiled: tiling.map(|tiling| TiledRows {
+                tiling,
+                tiles: Bytes::of(part(&x.tiles, tiles)),
+                sums: Bytes::of(part(&x.tile_sums, tile_sums)),
+            }),
+        }
+    }
+
+    /// The floats of a segment.
+    pub(crate) fn float(x: &'a FloatRows, all: Option<&Segment>) -> Self {
+        let [words, sums] = all.map_or([0..0, 0..0], Segment::strips);
+        let [tiles, tile_sums] = all.map_or([0..0, 0..0], Segment::tiles);
+        let tiling = all.and_then(|all| all.tiling);
+        // They lie in strips or in tiles.
+        let [words, sums] = if tiling.is_some() { [0..0, 0..0] } else { [words, sums] };
+        Self {
+            m: all.map_or(0, |all| all.m),
+            layout: all.map(|all| all.layout),
+            step_bytes: FLOAT_STEP,
+            activations: Bytes::of(part(&x.words, words)),
+            sums: Bytes::of(part(&x.sums, sums)),
+            eights: None,
+            scales: None,
+            rest: !x.exact_in_bf16,
+            zero: 0,
+            tiled: tiling.map(|tiling| TiledRows {
+                tiling,
+                tiles: Bytes::of(part(&x.tiles, tiles)),
+                sums: Bytes::of(part(&x.sums, tile_sums)),
+            }),
+        }
+    }
+
+    /// Rows.
+    pub(crate) fn m(&self) -> usize {
+        self.m
+    }
+
+    /// Strips or row tiles that a piece of work takes at once, at most, and how many rows such have.
+    pub(crate) fn most_units(&self) -> [usize; 2] {
+        match self.tiled {
+            Some(rows) => [tiled::most_tiles(rows.tiling), rows.tiling.rows],
+            None => [4, if self.m <= ONE_STRIP { self.m } else { MAX_ROWS }],
+        }
+    }
+
+    /// The rows of some strips, or row tiles.
+    pub(crate) fn rows_of(&self, units: Range<usize>) -> Range<usize> {
+        if units.is_empty() {
+            return 0..0;
+        }
+        match self.tiled {
+            Some(TiledRows { tiling, .. }) => {
+                (units.start * tiling.rows).min(self.m)..(units.end * tiling.rows).min(self.m)
+            }
+            None => strip(self.m, units.start).start..strip(self.m, units.end - 1).end,
+        }
+    }
+
+    /// Strips, or row tiles where a tile unit multiplies.
+    pub(crate) fn strips(&self) -> usize {
+        self.tiled.map_or(strips(self.m), |tiled| tiled.tiling.tiles(self.m))
+    }
+
+    /// Whether everything is as long as so many rows are: what kernels read is not checked again.
+    pub(super) fn check(&self, layout: &Layout) -> Result<(), KernelError> {
+        if let Some(TiledRows { tiling, tiles, sums }) = self.tiled {
+            let enough = |what, expected: Option<usize>, got: usize| match expected {
+                Some(expected) if expected <= got => Ok(()),
+                Some(expected) => Err(KernelError::Length { what, expected, got }),
+                None => Err(KernelError::TooLarge(what)),
+            };
+            // Both come from the same steps and groups, so what is left to check are lengths.
+            enough("bytes of activations", tiling.bytes(self.m), tiles.len)?;
+            enough("bytes of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
+            return self.scales.map_or(Ok(()), |s| KernelError::length("scales", self.m, s.len()));
+        }
+        let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
+        let length = |what, expected: Option<usize>, got| match expected {
+            Some(expected) => KernelError::length(what, expected, got),
+            None => Err(KernelError::TooLarge(what)),
+        };
+        let groups = layout.groups();
+        let steps = of(layout.padded_k() / STEP, self.step_bytes);
+        length("bytes of activations", steps, self.activations.len)?;
+        length("bytes of sums", of(groups, 4), self.sums.len)?;
+        self.eights.map_or(Ok(()), |eights| length("sums", of(groups, 1), eights.len()))?;
+        self.scales.map_or(Ok(()), |scales| length("scales", Some(self.m), scales.len()))
+    }
+}
+
+/// A part of a slice; nothing where it has none, which lengths then tell.
+fn part<T>(slice: &[T], range: Range<usize>) -> &[T] {
+    slice.get(range).unwrap_or_default()
+}

@@ -1,0 +1,73 @@
+//! Experts whose linears are packed run in one call of the kernels, in every family that has any, and give what they give
+//! one by one.
+
+mod common;
+#[path = "families/configs.rs"]
+#[allow(dead_code, reason = "what folds are tested by")]
+mod configs;
+
+use candle_core::Tensor;
+use common::{decoder, flat, recipe, run, windows};
+use configs::cases;
+use quant_core::checkpoint::Dtype;
+use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
+
+/// Watches linears, so that they run one by one, and counts them.
+struct Watch(usize);
+
+impl Tap for Watch {
+    fn linear_input(&mut self, _: NodeId, _: &Tensor, _: TokenRows<'_>) -> quant_core::Result<()> {
+        self.0 += 1;
+        Ok(())
+    }
+}
+
+/// What each block gives for the same states, one by one and as it runs unwatched.
+fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
+    let (mut most, mut index) = (0.0_f64, 0);
+    let mut before = decoder.embed(batch).unwrap();
+    decoder
+        .hidden_through(batch, &mut |block, after| {
+            let mut watch = Watch(0);
+            let expected = decoder.advance(block, &before, &mut watch)?;
+            let linears = decoder.linears(block).count();
+            assert_eq!(watch.0, linears, "a watched block runs every linear");
+            let (got, expected) = (flat(&after), flat(&expected));
+            let off: f64 = got.iter().zip(&expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+            let all: f64 = expected.iter().map(|b| f64::from(*b).powi(2)).sum();
+            most = most.max((off / all).sqrt());
+            (before, index) = (after.clone(), block + 1);
+            Ok(after)
+        })
+        .unwrap();
+    assert_eq!(index, decoder.blocks());
+    most
+}
+
+#[test]
+fn experts_of_every_family_run_in_one_call() {
+    let mut families = 0;
+    for case in cases().into_iter().filter(configs::Case::has_experts) {
+        let model = case.random(Dtype::F32, 21);
+        let batch = windows(case.vocab(), 3, 40, 22);
+        let windows: Vec<&[u32]> = (0..batch.len()).map(|i| batch.window(i)).collect();
+        for (method, scheme, grouped) in [
+            ("rtn", "w4a16-g32-sym", true),
+            ("rtn", "w4a16-g32-asym", true),
+            ("smoothquant", "w8a8-channel-sym", true),
+            ("smoothquant", "w8a8-channel-sym-static", false),
+        ] {
+            let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
+            let packed = decoder(&quantized.model()).packed().unwrap();
+            let experts: usize = (0..packed.blocks()).map(|block| packed.experts_in_one_call(block)).sum();
+            assert_eq!(experts > 0, grouped, "{} {scheme}: {experts} experts", case.name);
+            let off = apart(&packed, &windows);
+            // Sums of gates end in other bits; with integers those decide roundings.
+            let bound = if scheme.contains("a16") { 2e-6 } else { 2e-3 };
+            println!("{} {scheme}: {off:.2e}", case.name);
+            assert!(off < bound && (off > 0.0 || !grouped), "{} {scheme}: {off}", case.name);
+        }
+        families += 1;
+    }
+    assert!(families >= 5, "{families} families have experts");
+}
