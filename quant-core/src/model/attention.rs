@@ -325,14 +325,17 @@ impl CustomOp1 for SoftCap {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let mut out = slice(x, layout)?.to_vec();
-        out.par_chunks_mut(ELEMENT_TILE).for_each(|out| {
-            vectorized(
-                #[inline(always)]
-                || cap_in_place(out, self.0),
-            );
-        });
+        out.par_chunks_mut(ELEMENT_TILE).for_each(|out| soft_cap_in_place(out, self.0));
         Ok((CpuStorage::F32(out), layout.shape().clone()))
     }
+}
+
+/// `cap · tanh(x / cap)` of every value, on this thread.
+pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
+    vectorized(
+        #[inline(always)]
+        || cap_in_place(values, cap),
+    );
 }
 
 #[inline(always)]
