@@ -60,7 +60,7 @@ fn what_was_kept_stands_for_the_model_to_the_last_bit() {
     assert_eq!(kept, model);
     assert!(kept["comparison"]["kl"]["mean"].as_f64().unwrap() > 1e-3);
     assert_eq!(kept["comparison"]["noise_floor"]["windows"], 8);
-    // What saving told of the model itself is what a comparison tells of it, and what measuring it alone does.
+    // The scores that were reported when it was saved are those of a comparison, and of the model alone.
     let fields = ["perplexity", "nll", "bits_per_byte", "window_nll"];
     let alone = quant(args!["eval", demo_model(), "--json"].into_iter().chain(TEXT.map(Into::into))).json();
     for field in fields {

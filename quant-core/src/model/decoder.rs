@@ -8,8 +8,8 @@ use quant_kernels_cpu::Rayon;
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
-use super::attention::soft_capped;
 use super::per_layer::PerLayer;
+use super::soft_cap::soft_capped;
 use super::{
     AttentionShape, Block, CudaRunner, Head, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model,
     NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::attention::soft_cap_in_place;
 use super::linear::multiply_tile;
+use super::soft_cap::soft_cap_in_place;
 use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};

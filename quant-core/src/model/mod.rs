@@ -31,6 +31,7 @@ mod preparation;
 mod recurrent;
 mod rope;
 mod segments;
+mod soft_cap;
 mod tensor_values;
 mod tokens;
 mod unrouted;
