@@ -5,18 +5,12 @@ use quant_core::model::Decoder;
 use quant_core::{CancelToken, Error, Observer, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::journal::Measured;
-use crate::log_softmax::{argmax, log_sum_exp, top};
-use crate::score::{Logits, all_windows, require_finite, some_windows};
+use crate::score::{Origin, Panel, dropped, require_finite};
 use crate::statistics::{Histogram, Quantile, quantiles};
-use crate::{Estimate, EvaluationText, Journal, Scores};
+use crate::{Estimate, EvaluationText, Journal, Position, Scores, StoredReference};
 
-/// Positions of the largest logits that are compared beside the first.
-const TOP: usize = 5;
 /// Where the reference's confidence is divided.
 const CONFIDENCE: [f64; 6] = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0];
-/// Windows on which the noise floor is measured, at most.
-const NOISE_WINDOWS: usize = 8;
 /// A mean below so many times the noise floor says nothing of the model.
 pub(crate) const AT_FLOOR: f64 = 3.0;
 /// The one-sided level that the smallest detectable difference is given for.
@@ -99,124 +93,121 @@ pub struct NoiseFloor {
     pub windows: usize,
 }
 
-/// What one position shows of two models.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Position {
-    reference_nll: f64,
-    model_nll: f64,
-    kl: f64,
-    /// The reference's largest probability.
-    confidence: f64,
-    top1: bool,
-    top5: f64,
+/// What a model is compared with.
+#[derive(Debug, Clone, Copy)]
+pub enum Reference<'a> {
+    /// A model that runs beside it.
+    Model {
+        /// The model.
+        decoder: &'a Decoder,
+        /// Whether its noise floor is measured too.
+        floor: bool,
+    },
+    /// What was kept of one, its noise floor included.
+    Stored(&'a StoredReference),
 }
 
-impl Position {
-    fn new(r: &[f32], m: &[f32], next: u32) -> Self {
-        let (r_norm, m_norm) = (log_sum_exp(r), log_sum_exp(m));
-        let best = argmax(r);
-        let (r_top, m_top) = (top::<TOP>(r), top::<TOP>(m));
-        let shared = r_top.iter().filter(|t| m_top.contains(t)).count();
-        Self {
-            reference_nll: r_norm - f64::from(r[next as usize]),
-            model_nll: m_norm - f64::from(m[next as usize]),
-            kl: divergence((r, r_norm), (m, m_norm)),
-            confidence: (f64::from(r[best]) - r_norm).exp(),
-            top1: best == argmax(m),
-            top5: shared as f64 / r_top.len().max(1) as f64,
+impl<'a> Reference<'a> {
+    /// Panel of the reference and models.
+    fn with(self, models: &[&'a Decoder], windows: usize) -> Result<Panel<'a>> {
+        let models = models.iter().map(|model| Origin::Model(model));
+        match self {
+            Self::Model { decoder, floor } => {
+                let panel = Panel::new([Origin::Model(decoder)].into_iter().chain(models))?;
+                Ok(if floor { panel.with_floor(windows) } else { panel })
+            }
+            Self::Stored(stored) => Panel::new([Origin::Stored(stored)].into_iter().chain(models)),
         }
     }
 
-    fn delta_p(&self) -> f64 {
-        (-self.model_nll).exp() - (-self.reference_nll).exp()
+    /// The noise floor that its positions show, or that was kept of it.
+    fn floor(self, positions: &[Vec<Position>]) -> Option<NoiseFloor> {
+        match self {
+            Self::Stored(stored) => Some(stored.noise_floor().clone()),
+            Self::Model { .. } => NoiseFloor::of(positions, |p| p.floor),
+        }
     }
 }
 
-impl Measured for Position {
-    fn is_sound(&self) -> bool {
-        let share = 0.0..=1.0 + 1e-6;
-        self.reference_nll.is_sound()
-            && self.model_nll.is_sound()
-            && self.kl.is_sound()
-            && share.contains(&self.confidence)
-            && share.contains(&self.top5)
-    }
-}
-
-/// `KL(r ‖ m)` of two rows of logits with the logarithms of their sums.
-fn divergence((r, r_norm): (&[f32], f64), (m, m_norm): (&[f32], f64)) -> f64 {
-    let term = |(&r, &m): (&f32, &f32)| {
-        let log_p = f64::from(r) - r_norm;
-        log_p.exp() * (log_p - (f64::from(m) - m_norm))
-    };
-    let kl: f64 = r.iter().zip(m).map(term).sum();
-    // Rounding can push a vanishing divergence below zero; NaN stays.
-    if kl < 0.0 { 0.0 } else { kl }
-}
-
-/// Runs both models over the same windows. The scores are the model's own.
+/// Runs a model and its reference over the same windows. The scores are the model's own.
 ///
 /// # Errors
 /// When a model or the journal fails, the vocabularies differ, a number is not finite, or the token
 /// pulls.
 pub fn compare(
-    reference: &Decoder,
+    reference: Reference<'_>,
     model: &Decoder,
     text: &EvaluationText,
     journal: &mut Journal<Position>,
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<(Scores, Divergence)> {
-    if reference.vocab() != model.vocab() {
-        return Err(Error::usage(
-            format!("the reference has {} tokens, the model {}", reference.vocab(), model.vocab()),
-            "compare a model with the checkpoint it was made from",
-        ));
-    }
-    let positions = all_windows(
-        &[Logits::Model(reference), Logits::Model(model)],
+    let positions = reference.with(&[model], text.windows.len())?.run(
         &text.windows,
         journal.take(),
-        observer,
-        cancel,
-        |logits, next| Position::new(logits[0], logits[1], next),
+        (observer, cancel),
+        |models, noise| Position::new(&models[0], &models[1], noise),
         |windows| {
-            let numbers = windows.iter().flatten().flat_map(|p| [p.reference_nll, p.model_nll, p.kl]);
-            require_finite(numbers)?;
+            require_finite(windows.iter().flatten().flat_map(Position::numbers))?;
             journal.keep(windows)
         },
+        &mut dropped,
     )?;
-    summarize(text, &positions)
+    summarize(text, &positions, reference.floor(&positions))
 }
 
-/// Measures the noise floor of a reference on some of the windows.
+/// The same of several models, which go through the text together so that the reference runs once.
 ///
 /// # Errors
-/// When the model fails or is not finite, or the token pulls.
-pub fn noise_floor(reference: &Decoder, text: &EvaluationText, cancel: &CancelToken) -> Result<NoiseFloor> {
-    let all = text.windows.len();
-    let some = all.min(NOISE_WINDOWS);
-    let numbers: Vec<usize> = (0..some).map(|i| i * all / some).collect();
-    let sources = [Logits::Model(reference), Logits::Noisy(reference, 0)];
-    let kl = some_windows(&sources, &text.windows, &numbers, cancel, |logits, _| {
-        divergence((logits[0], log_sum_exp(logits[0])), (logits[1], log_sum_exp(logits[1])))
-    })?;
-    require_finite(kl.iter().flatten().copied())?;
-    let totals: Vec<f64> = kl.iter().map(|w| w.iter().sum()).collect();
-    let counts: Vec<usize> = kl.iter().map(Vec::len).collect();
-    let kl_histogram = Histogram::of(kl.into_iter().flatten());
-    Ok(NoiseFloor { kl: Estimate::clustered(&totals, &counts), kl_histogram, windows: some })
+/// As [`compare`].
+pub fn compare_all(
+    reference: Reference<'_>,
+    models: &[&Decoder],
+    text: &EvaluationText,
+    observer: &dyn Observer,
+    cancel: &CancelToken,
+) -> Result<Vec<(Scores, Divergence)>> {
+    let all = reference.with(models, text.windows.len())?.run(
+        &text.windows,
+        Vec::new(),
+        (observer, cancel),
+        |models, noise| -> Vec<Position> {
+            models[1..].iter().map(|model| Position::new(&models[0], model, noise)).collect()
+        },
+        |windows| require_finite(windows.iter().flatten().flatten().flat_map(Position::numbers)),
+        &mut dropped,
+    )?;
+    let of = |model: usize| -> Vec<Vec<Position>> {
+        all.iter().map(|window| window.iter().map(|position| position[model]).collect()).collect()
+    };
+    (0..models.len())
+        .map(|model| {
+            let positions = of(model);
+            summarize(text, &positions, reference.floor(&positions))
+        })
+        .collect()
 }
 
-impl Divergence {
-    /// Puts the noise floor beside the divergence.
-    pub fn set_noise_floor(&mut self, floor: NoiseFloor) {
-        self.at_noise_floor = Some(self.kl.mean < AT_FLOOR * floor.kl.mean);
-        self.noise_floor = Some(floor);
+impl NoiseFloor {
+    /// Of the windows at whose positions it was measured, if there are any.
+    pub(crate) fn of<P>(windows: &[Vec<P>], floor: impl Fn(&P) -> Option<f64>) -> Option<Self> {
+        let measured = windows.iter().map(|w| w.iter().filter_map(&floor).collect::<Vec<f64>>());
+        let kl: Vec<Vec<f64>> = measured.filter(|w| !w.is_empty()).collect();
+        let totals: Vec<f64> = kl.iter().map(|w| w.iter().sum()).collect();
+        let counts: Vec<usize> = kl.iter().map(Vec::len).collect();
+        (!kl.is_empty()).then(|| Self {
+            kl: Estimate::clustered(&totals, &counts),
+            kl_histogram: Histogram::of(kl.iter().flatten().copied()),
+            windows: kl.len(),
+        })
     }
 }
 
-fn summarize(text: &EvaluationText, positions: &[Vec<Position>]) -> Result<(Scores, Divergence)> {
+fn summarize(
+    text: &EvaluationText,
+    positions: &[Vec<Position>],
+    noise_floor: Option<NoiseFloor>,
+) -> Result<(Scores, Divergence)> {
     let column = |of: fn(&Position) -> f64| -> Vec<Vec<f64>> {
         positions.iter().map(|w| w.iter().map(of).collect()).collect()
     };
@@ -234,12 +225,13 @@ fn summarize(text: &EvaluationText, positions: &[Vec<Position>]) -> Result<(Scor
         return Err(Error::Internal("quantiles were lost".into()));
     };
     let detectable = delta_nll.minimum_detectable(LEVEL, &positions.iter().map(Vec::len).collect::<Vec<_>>());
+    let mean_kl = estimate(&|p| p.kl);
     let divergence = Divergence {
         reference,
         delta_nll,
         perplexity_ratio: delta_nll.exp(),
         minimum_detectable_increase: detectable.map(f64::exp_m1),
-        kl: estimate(&|p| p.kl),
+        kl: mean_kl,
         kl_quantiles: KlQuantiles { median, p90, p99, p999, max },
         kl_histogram: Histogram::of(kl.iter().flatten().copied()),
         kl_by_confidence: by_confidence(positions),
@@ -247,8 +239,8 @@ fn summarize(text: &EvaluationText, positions: &[Vec<Position>]) -> Result<(Scor
         top1_agreement: estimate(&|p| f64::from(u8::from(p.top1))),
         top5_overlap: estimate(&|p| p.top5),
         rms_delta_p: squares.sqrt(),
-        noise_floor: None,
-        at_noise_floor: None,
+        at_noise_floor: noise_floor.as_ref().map(|floor| mean_kl.mean < AT_FLOOR * floor.kl.mean),
+        noise_floor,
     };
     Ok((model, divergence))
 }

@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-const SCHEMA: &str = "quant-eval-journal/2";
+const SCHEMA: &str = "quant-eval-journal/3";
 /// A longer line is none of ours.
 const LONGEST_LINE: u64 = 1 << 30;
 

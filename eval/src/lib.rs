@@ -1,7 +1,7 @@
 //! The last stage of the path: what quantization cost, measured on a text, with an uncertainty.
 //!
 //! ```text
-//! documents ─► profile ─► windows ─► scores, divergence ─► result ─► gate, report
+//! documents ─► profile ─► windows ─► sums over the vocabulary ─► scores, divergence ─► result ─► gate, report
 //! ```
 //!
 //! A [`Profile`] fixes how a text becomes windows and which tokens are scored, so that two numbers
@@ -15,22 +15,28 @@ mod anatomy;
 mod divergence;
 pub mod gate;
 mod journal;
-mod log_softmax;
 mod noise;
 mod perplexity;
+mod position;
 mod profile;
 pub mod report;
 mod result;
 mod score;
 pub mod statistics;
+mod stored;
 mod text;
+mod vocabulary;
 mod wikitext;
 
 pub use anatomy::{Anatomy, LinearInput, anatomy};
-pub use divergence::{ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Position, compare, noise_floor};
+pub use divergence::{
+    ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
+};
 pub use journal::{Journal, Measured};
 pub use perplexity::{Scores, disturbed_perplexity, perplexity};
+pub use position::Position;
 pub use profile::{Profile, ProfileRequest};
 pub use result::{Evaluation, ModelIdentity, SCHEMA, SchemeShare, TextIdentity, Tool};
 pub use statistics::Estimate;
+pub use stored::{StoredReference, is_stored_reference, store_reference};
 pub use text::{Bos, BosPolicy, EvaluationText, Tokenization, Window};

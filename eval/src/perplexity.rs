@@ -1,11 +1,10 @@
 //! Perplexity of one model.
 
 use quant_core::model::Decoder;
-use quant_core::{CancelToken, Error, Observer, Result};
+use quant_core::{CancelToken, Error, Observer, Result, Silent};
 use serde::{Deserialize, Serialize};
 
-use crate::log_softmax::log_sum_exp;
-use crate::score::{Logits, all_windows, require_finite, some_windows};
+use crate::score::{Origin, Panel, dropped, require_finite};
 use crate::{Estimate, EvaluationText, Journal, Profile};
 
 /// How well a model predicts a text.
@@ -79,14 +78,16 @@ pub fn disturbed_perplexity(
     seed: u64,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let numbers: Vec<usize> = (0..text.windows.len()).collect();
-    let nll = some_windows(&[Logits::Noisy(decoder, seed)], &text.windows, &numbers, cancel, likelihood)?;
+    let panel = Panel::new([Origin::Noisy(decoder, seed)])?;
+    let nll = panel.run(
+        &text.windows,
+        Vec::new(),
+        (&Silent, cancel),
+        |models, _| models[0].nll(),
+        |_| Ok(()),
+        &mut dropped,
+    )?;
     Scores::new(text, &nll)
-}
-
-/// The negative log-likelihood of the token that follows.
-fn likelihood(logits: &[&[f32]], next: u32) -> f64 {
-    log_sum_exp(logits[0]) - f64::from(logits[0][next as usize])
 }
 
 /// Scores a text: the same bits for any number of threads, stopped and resumed or not.
@@ -100,17 +101,16 @@ pub fn perplexity(
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let nll = all_windows(
-        &[Logits::Model(decoder)],
+    let nll = Panel::new([Origin::Model(decoder)])?.run(
         &text.windows,
         journal.take(),
-        observer,
-        cancel,
-        likelihood,
+        (observer, cancel),
+        |models, _| models[0].nll(),
         |windows| {
             require_finite(windows.iter().flatten().copied())?;
             journal.keep(windows)
         },
+        &mut dropped,
     )?;
     Scores::new(text, &nll)
 }

@@ -1,162 +1,214 @@
-//! Runs windows through models and hands every scored position's logits to a measurement.
+//! Runs windows through models and hands every scored position's sums to a measurement.
 
 use candle_core::Tensor;
-use quant_core::model::Decoder;
+use quant_core::model::{Decoder, Head};
 use quant_core::{CancelToken, Error, Event, Observer, Result};
-use rayon::prelude::*;
 
-use crate::Window;
 use crate::noise::disturb;
+use crate::vocabulary::{Source, Sums, pass};
+use crate::{StoredReference, Window};
 
 /// Tokens that go through a model at a time.
 const BATCH_TOKENS: usize = 2048;
-/// Positions whose logits are held at a time: a large vocabulary makes them the largest tensor.
-const LOGIT_ROWS: usize = 128;
+/// Windows on which the noise floor is measured, at most.
+const NOISE_WINDOWS: usize = 8;
+/// Where the noise of the floor begins.
+const NOISE_SEED: u64 = 0;
 
-/// Where logits come from.
+/// Where hidden states come from.
 #[derive(Clone, Copy)]
-pub(crate) enum Logits<'a> {
+pub(crate) enum Origin<'a> {
     /// A model.
     Model(&'a Decoder),
     /// A model that is disturbed from this seed.
     Noisy(&'a Decoder, u64),
+    /// What was kept of one.
+    Stored(&'a StoredReference),
 }
 
-impl<'a> Logits<'a> {
-    fn decoder(self) -> &'a Decoder {
+impl<'a> Origin<'a> {
+    fn head(self) -> Result<Head<'a>> {
         match self {
-            Self::Model(decoder) | Self::Noisy(decoder, _) => decoder,
+            Self::Model(decoder) | Self::Noisy(decoder, _) => decoder.head(),
+            Self::Stored(stored) => stored.head(),
         }
     }
 
-    /// The hidden states of windows of equal length, the first of which is number `first`.
-    fn hidden(self, windows: &[&[u32]], first: usize) -> Result<Tensor> {
-        match self {
-            Self::Model(decoder) => decoder.hidden(windows),
-            Self::Noisy(decoder, seed) => {
-                decoder.hidden_through(windows, &mut |block, hidden| disturb(&hidden, seed, block, first))
+    /// What the head multiplies at every scored position of windows of equal length, `[positions, width]`.
+    fn inputs(self, head: &Head<'_>, windows: &[Window], batch: &[usize]) -> Result<Vec<f32>> {
+        let tokens: Vec<&[u32]> = batch.iter().map(|&n| windows[n].input()).collect();
+        let hidden: Tensor = match self {
+            Self::Model(decoder) => decoder.hidden(&tokens)?,
+            Self::Noisy(decoder, seed) => decoder
+                .hidden_through(&tokens, &mut |block, hidden| disturb(&hidden, seed, block, batch[0]))?,
+            Self::Stored(stored) => return stored.inputs(batch),
+        };
+        let (_, length, width) = hidden.dims3()?;
+        let all = hidden.flatten_all()?.to_vec1::<f32>()?;
+        let mut scored = Vec::with_capacity(all.len());
+        for (row, &number) in batch.iter().enumerate() {
+            // A token is predicted at the position before it.
+            let start = row * length + windows[number].first - 1;
+            scored.extend_from_slice(&all[start * width..(row + 1) * length * width]);
+        }
+        head.inputs(scored)
+    }
+}
+
+/// Models that are run over the same windows.
+pub(crate) struct Panel<'a> {
+    origins: Vec<(Origin<'a>, Head<'a>)>,
+    /// The model whose noise floor is measured on some of the windows.
+    floor: Option<&'a Decoder>,
+    /// Windows, by number, on which it is.
+    noisy: Vec<usize>,
+}
+
+impl<'a> Panel<'a> {
+    /// One model, or a reference and those that are compared with it.
+    ///
+    /// # Errors
+    /// When a head cannot be read, or two have different vocabularies.
+    pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
+        let with_head = |origin: Origin<'a>| Ok((origin, origin.head()?));
+        let origins = origins.into_iter().map(with_head).collect::<Result<Vec<_>>>()?;
+        for (_, head) in &origins[1..] {
+            if origins[0].1.vocab() != head.vocab() {
+                return Err(Error::usage(
+                    format!("the reference has {} tokens, the model {}", origins[0].1.vocab(), head.vocab()),
+                    "compare a model with the checkpoint it was made from",
+                ));
             }
         }
+        Ok(Self { origins, floor: None, noisy: Vec::new() })
+    }
+
+    /// The same, which also measures the noise floor of its first model, on some of so many windows, spread over the
+    /// text; only of a model that is at hand.
+    pub(crate) fn with_floor(mut self, windows: usize) -> Self {
+        if let Some((Origin::Model(decoder), _)) = self.origins.first() {
+            let some = windows.min(NOISE_WINDOWS);
+            self.floor = Some(decoder);
+            self.noisy = (0..some).map(|i| i * windows / some).collect();
+        }
+        self
+    }
+
+    /// The head of the first model.
+    pub(crate) fn head(&self) -> &Head<'a> {
+        &self.origins[0].1
+    }
+
+    /// Measures every scored position of a batch's windows; the results of each window in order of positions.
+    fn measure<T>(
+        &self,
+        windows: &[Window],
+        batch: &[usize],
+        cancel: &CancelToken,
+        measure: &impl Fn(&[Sums], Option<&Sums>) -> T,
+        states: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<Vec<Vec<T>>> {
+        let mut inputs = Vec::with_capacity(self.origins.len());
+        for (origin, head) in &self.origins {
+            cancel.check()?;
+            inputs.push(origin.inputs(head, windows, batch)?);
+        }
+        let scored: Vec<usize> = batch.iter().map(|&n| windows[n].scored()).collect();
+        let (mut all, mut first, mut position) = (Vec::with_capacity(batch.len()), 0, 0);
+        // Windows without noise pass together, those with it one by one.
+        for run in batch.chunk_by(|a, b| !self.noisy.contains(a) && !self.noisy.contains(b)) {
+            let counts = &scored[first..first + run.len()];
+            let positions: usize = counts.iter().sum();
+            let span = |width: usize| position * width..(position + positions) * width;
+            let noise = match self.floor.filter(|_| self.noisy.contains(&run[0])) {
+                Some(decoder) => {
+                    Some(Origin::Noisy(decoder, NOISE_SEED).inputs(self.head(), windows, run)?)
+                }
+                None => None,
+            };
+            let mut sources: Vec<Source<'_>> = self
+                .origins
+                .iter()
+                .zip(&inputs)
+                .map(|((_, head), inputs)| Source { head, inputs: &inputs[span(head.width())] })
+                .collect();
+            sources.extend(noise.as_ref().map(|inputs| Source { head: self.head(), inputs }));
+            let next: Vec<u32> =
+                run.iter().flat_map(|&n| windows[n].tokens[windows[n].first..].iter().copied()).collect();
+            let ranked = self.origins.len() > 1;
+            let sums = pass(&sources, &next, ranked, cancel)?;
+            let mut results = sums.chunks_exact(sources.len()).map(|sums| {
+                let (models, noise) = sums.split_at(self.origins.len());
+                measure(models, noise.first())
+            });
+            let mut row = 0;
+            for (&number, &count) in run.iter().zip(counts) {
+                let width = self.head().width();
+                states(number, &sources[0].inputs[row * width..(row + count) * width])?;
+                all.push(results.by_ref().take(count).collect());
+                row += count;
+            }
+            first += run.len();
+            position += positions;
+        }
+        Ok(all)
+    }
+
+    /// Measures all windows. `known` are the results of the first ones from an earlier run; `keep` is given those of every
+    /// batch that is new, `states` what the head of the first model multiplies in each window that is new. What comes
+    /// out does not depend on where the earlier run ended.
+    ///
+    /// # Errors
+    /// When a model, `keep` or `states` fails, or the token pulls.
+    pub(crate) fn run<T>(
+        &self,
+        windows: &[Window],
+        mut known: Vec<Vec<T>>,
+        (observer, cancel): (&dyn Observer, &CancelToken),
+        measure: impl Fn(&[Sums], Option<&Sums>) -> T,
+        mut keep: impl FnMut(&[Vec<T>]) -> Result<()>,
+        states: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<Vec<Vec<T>>> {
+        let units = windows.len() as u64;
+        observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
+        // Only whole batches were kept.
+        let resumed = known.len();
+        for batch in batches(windows) {
+            cancel.check()?;
+            if batch[0] >= resumed {
+                let results = self.measure(windows, &batch, cancel, &measure, states)?;
+                keep(&results)?;
+                known.extend(results);
+            }
+            for _ in batch {
+                observer.event(&Event::UnitDone { detail: String::new() });
+            }
+        }
+        observer.event(&Event::StageDone);
+        Ok(known)
     }
 }
 
-/// Windows that go through a model together: of those with these numbers, equally long ones that
-/// stand side by side. What a window gives does not depend on which others it is with beyond rounding,
-/// but may in its last bits; the same numbers always make the same batches.
-fn batches(windows: &[Window], numbers: &[usize]) -> Vec<Vec<usize>> {
+/// What is done with hidden states that nobody keeps.
+pub(crate) fn dropped(_: usize, _: &[f32]) -> Result<()> {
+    Ok(())
+}
+
+/// Windows that go through a model together: equally long ones that stand side by side. What a window gives does not
+/// depend on which others it is with beyond rounding, but may in its last bits; a text always makes the same batches.
+fn batches(windows: &[Window]) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = Vec::new();
-    for &number in numbers {
-        let length = windows[number].input().len();
+    for (number, window) in windows.iter().enumerate() {
+        let length = window.input().len();
         let most = (BATCH_TOKENS / length.max(1)).max(1);
         match batches.last_mut() {
-            Some(batch)
-                if batch.len() < most
-                    && windows[batch[0]].input().len() == length
-                    && batch.last().is_some_and(|last| last + 1 == number) =>
-            {
-                batch.push(number);
+            Some(batch) if batch.len() < most && windows[batch[0]].input().len() == length => {
+                batch.push(number)
             }
             _ => batches.push(vec![number]),
         }
     }
     batches
-}
-
-/// Measures every scored position of a batch's windows: `measure` is given the logits of every source
-/// for it, and the token that follows. The results of each window in order of positions.
-///
-/// Work is shared over the current rayon pool in a way that results do not depend on.
-fn measure_batch<T: Send>(
-    sources: &[Logits<'_>],
-    windows: &[Window],
-    batch: &[usize],
-    cancel: &CancelToken,
-    measure: &(impl Fn(&[&[f32]], u32) -> T + Sync),
-) -> Result<Vec<Vec<T>>> {
-    let inputs: Vec<&[u32]> = batch.iter().map(|&n| windows[n].input()).collect();
-    let hidden = sources.iter().map(|s| s.hidden(&inputs, batch[0])).collect::<Result<Vec<_>>>()?;
-    let mut all = Vec::with_capacity(batch.len());
-    for (row, &number) in batch.iter().enumerate() {
-        cancel.check()?;
-        let window = &windows[number];
-        let mut results = Vec::with_capacity(window.scored());
-        for start in (window.first..window.tokens.len()).step_by(LOGIT_ROWS) {
-            let count = LOGIT_ROWS.min(window.tokens.len() - start);
-            let logits = sources
-                .iter()
-                .zip(&hidden)
-                .map(|(source, hidden)| {
-                    // A token is predicted at the position before it.
-                    let part = hidden.narrow(0, row, 1)?.narrow(1, start - 1, count)?;
-                    Ok(source.decoder().logits(&part)?.flatten_all()?.to_vec1::<f32>()?)
-                })
-                .collect::<Result<Vec<_>>>()?;
-            let measured: Vec<T> = (0..count)
-                .into_par_iter()
-                .map(|i| {
-                    let row = |l: &Vec<f32>| i * l.len() / count..(i + 1) * l.len() / count;
-                    let rows: Vec<&[f32]> = logits.iter().map(|l| &l[row(l)]).collect();
-                    measure(&rows, window.tokens[start + i])
-                })
-                .collect();
-            results.extend(measured);
-        }
-        all.push(results);
-    }
-    Ok(all)
-}
-
-/// Measures the windows of these numbers.
-///
-/// # Errors
-/// When a model fails or the token pulls.
-pub(crate) fn some_windows<T: Send>(
-    sources: &[Logits<'_>],
-    windows: &[Window],
-    numbers: &[usize],
-    cancel: &CancelToken,
-    measure: impl Fn(&[&[f32]], u32) -> T + Sync,
-) -> Result<Vec<Vec<T>>> {
-    let mut all = Vec::with_capacity(numbers.len());
-    for batch in batches(windows, numbers) {
-        cancel.check()?;
-        all.extend(measure_batch(sources, windows, &batch, cancel, &measure)?);
-    }
-    Ok(all)
-}
-
-/// Measures all windows. `known` are the results of the first ones from an earlier run; `keep` is given
-/// those of every batch that is new. What comes out does not depend on where the earlier run ended.
-///
-/// # Errors
-/// When a model or `keep` fails, or the token pulls.
-pub(crate) fn all_windows<T: Send>(
-    sources: &[Logits<'_>],
-    windows: &[Window],
-    mut known: Vec<Vec<T>>,
-    observer: &dyn Observer,
-    cancel: &CancelToken,
-    measure: impl Fn(&[&[f32]], u32) -> T + Sync,
-    mut keep: impl FnMut(&[Vec<T>]) -> Result<()>,
-) -> Result<Vec<Vec<T>>> {
-    let units = windows.len() as u64;
-    observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
-    let batches = batches(windows, &(0..windows.len()).collect::<Vec<_>>());
-    // Only whole batches were kept.
-    let resumed = known.len();
-    for batch in batches {
-        cancel.check()?;
-        if batch[0] >= resumed {
-            let results = measure_batch(sources, windows, &batch, cancel, &measure)?;
-            keep(&results)?;
-            known.extend(results);
-        }
-        for _ in batch {
-            observer.event(&Event::UnitDone { detail: String::new() });
-        }
-    }
-    observer.event(&Event::StageDone);
-    Ok(known)
 }
 
 /// Fails when a value that was measured is not finite.

@@ -33,7 +33,7 @@ pub mod random;
 pub mod recipe;
 pub mod scheme;
 pub mod transform;
-mod vector;
+pub mod vector;
 pub mod worker;
 
 pub use checkpoint::{TensorSink, TensorSource};

@@ -6,6 +6,6 @@
 /// The closure and what it calls must be `#[inline(always)]`, or they stay compiled for the
 /// narrowest.
 #[inline(always)]
-pub(crate) fn vectorized<R>(work: impl FnOnce() -> R) -> R {
+pub fn vectorized<R>(work: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(work)
 }

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    ablation, bench_awq_memory, bench_cpu_time, bench_gptq, bench_kernels, bench_qoq, bench_rtn, ci, cuda,
-    dist, fuzz, gate_trials, gpu, interop, nightly, peers_experts, peers_kernels, peers_models,
+    ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gptq, bench_kernels, bench_qoq, bench_rtn,
+    ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, peers_experts, peers_kernels, peers_models,
     peers_quantizers, plant, quality, quality_floats, quality_qoq, quality_w8a8, same_bytes, sanitize,
     search_agreement, synth,
 };
@@ -82,6 +82,8 @@ enum Command {
     BenchRtn(bench_rtn::Args),
     /// Compare the CPU time of RTN, AWQ and GPTQ with that of an earlier revision, in pairs
     BenchCpuTime(bench_cpu_time::Args),
+    /// Time the evaluator in 1B shape beside transformers, in turns
+    BenchEval(bench_eval::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
     BenchAwqMemory(bench_awq_memory::Args),
 }
@@ -117,6 +119,7 @@ fn main() -> ExitCode {
         Command::BenchQoq(args) => bench_qoq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchCpuTime(args) => bench_cpu_time::run(&args),
+        Command::BenchEval(args) => bench_eval::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };
     match outcome {

@@ -13,7 +13,7 @@ use quant_core::pipeline::{self, Job};
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::TransformSettings;
 use quant_core::{Error, Result};
-use quant_evaluator::{Divergence, Estimate, EvaluationText, Journal, Scores, compare};
+use quant_evaluator::{Divergence, Estimate, EvaluationText, Journal, Reference, Scores, compare};
 use serde::Serialize;
 
 use super::Session;
@@ -71,7 +71,7 @@ const STEPS: &[Step] = &[
 #[derive(Debug, Clone, clap::Args)]
 pub struct AblationOptions {
     /// Quantize MODEL, a float one, with one step of QServe's QoQ after the other, in memory, and show what each gives
-    #[arg(long, conflicts_with_all = ["reference", "journal", "report", "compare", "kv", "execution"])]
+    #[arg(long, conflicts_with_all = ["reference", "save_reference", "journal", "report", "compare", "kv", "execution"])]
     pub ablation: bool,
     /// Calibration text of --ablation: a file or the name of a set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", requires = "ablation")]
@@ -173,8 +173,9 @@ pub fn run(
         let kv = recipe.settings.kv;
         let decoder = Decoder::load(&written, length, &session.progress, &session.cancel)?.with_kv(kv);
         let observer = session.progress.tokens_per_unit(Some(length as u64));
+        let compared_with = Reference::Model { decoder: &float, floor: false };
         let (scores, divergence): (Scores, Divergence) =
-            compare(&float, &decoder, text, &mut Journal::none(), &observer, &session.cancel)?;
+            compare(compared_with, &decoder, text, &mut Journal::none(), &observer, &session.cancel)?;
         let change = above.replace(divergence.window_kl.clone()).map(|above| {
             let paired = divergence.window_kl.iter().zip(&above).zip(&counts);
             let totals: Vec<f64> = paired.map(|((now, before), &n)| (now - before) * n as f64).collect();

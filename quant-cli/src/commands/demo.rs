@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use quant_calibration_data::demo_model;
+use quant_core::model::Decoder;
 use quant_core::pipeline::Job;
 use quant_core::recipe::{METHODS, Plan, Recipe, method};
 use quant_core::{Error, Result};
-use quant_evaluator::{EvaluationText, Journal, Profile, compare, noise_floor};
+use quant_evaluator::{Divergence, Profile, Reference, Scores, compare_all};
 use serde::Serialize;
 
 use super::{Session, eval, quantize};
@@ -49,7 +50,7 @@ struct Report {
     seconds: f64,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct Row {
     method: &'static str,
     scheme: String,
@@ -77,11 +78,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let profile = Profile::gptq(WINDOW)?;
     let windows = args.quick.then_some(4);
     let text = eval::text(&opened, inputs::HELDOUT_NAME, profile.into(), windows, session)?;
-    let float = eval::load(&opened, &text, session)?;
-    let floor = noise_floor(&float, &text, &session.cancel)?;
 
-    let mut rows = Vec::new();
-    let mut float_perplexity = None;
+    let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
         // The others are for activations of 8 bits.
         for method in METHODS.iter().rev().filter(|m| !m.has("smoothquant") && m.preparation.is_none()) {
@@ -90,12 +88,28 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             let begun = Instant::now();
             let bytes = produce(&opened, &method.name, scheme, args.quick, &out, session)?;
             let seconds = begun.elapsed().as_secs_f64();
-            let (row, own) = measure(&out, &float, &text, session)?;
-            float_perplexity.get_or_insert(own);
-            rows.push(Row { method: &method.name, scheme: scheme.to_owned(), bytes, seconds, ..row });
+            quantized.push(eval::load(&inputs::open(&out, session)?, &text, session)?);
+            rows.push(Row {
+                method: &method.name,
+                scheme: scheme.to_owned(),
+                bytes,
+                seconds,
+                ..Row::default()
+            });
         }
     }
-    let own = float_perplexity.ok_or_else(|| Error::Internal("no method was shown".into()))?;
+    // All go through the text together, so that the float model does so once.
+    let float = eval::load(&opened, &text, session)?;
+    let reference = Reference::Model { decoder: &float, floor: true };
+    let models: Vec<&Decoder> = quantized.iter().collect();
+    let observer = session.progress.tokens_per_unit(Some(WINDOW as u64));
+    let compared = compare_all(reference, &models, &text, &observer, &session.cancel)?;
+    for (row, (scores, divergence)) in rows.iter_mut().zip(&compared) {
+        row.measured(scores, divergence);
+    }
+    let first = compared.into_iter().next().ok_or_else(|| Error::Internal("no method was shown".into()))?.1;
+    let (own, floor) = (first.reference.perplexity, first.noise_floor);
+    let floor = floor.ok_or_else(|| Error::Internal("a comparison without its noise floor".into()))?.kl;
     let report = Report {
         schema: "quant-demo/1",
         profile: text.id.clone(),
@@ -103,8 +117,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         float_bytes: opened.directory.source().tensor_bytes(),
         float_perplexity: own.mean,
         float_standard_error: own.standard_error,
-        noise_floor_kl: floor.kl.mean,
-        noise_floor_kl_standard_error: floor.kl.standard_error,
+        noise_floor_kl: floor.mean,
+        noise_floor_kl_standard_error: floor.standard_error,
         rows,
         seconds: started.elapsed().as_secs_f64(),
     };
@@ -165,29 +179,15 @@ fn produce(
     Ok(written.iter().map(|(_, report)| report.bytes_after).sum())
 }
 
-/// Reads a written checkpoint back and compares it with the float model.
-fn measure(
-    out: &Path,
-    float: &quant_core::model::Decoder,
-    text: &EvaluationText,
-    session: &Session,
-) -> Result<(Row, quant_evaluator::Estimate)> {
-    let quantized = eval::load(&inputs::open(out, session)?, text, session)?;
-    let observer = session.progress.tokens_per_unit(Some(WINDOW as u64));
-    let (scores, divergence) =
-        compare(float, &quantized, text, &mut Journal::none(), &observer, &session.cancel)?;
-    let row = Row {
-        method: "",
-        scheme: String::new(),
-        bytes: 0,
-        perplexity: scores.perplexity.mean,
-        perplexity_ratio: divergence.perplexity_ratio.mean,
-        perplexity_ratio_standard_error: divergence.perplexity_ratio.standard_error,
-        kl: divergence.kl.mean,
-        kl_standard_error: divergence.kl.standard_error,
-        seconds: 0.0,
-    };
-    Ok((row, divergence.reference.perplexity))
+impl Row {
+    /// Puts in what a comparison with the float model gave.
+    fn measured(&mut self, scores: &Scores, divergence: &Divergence) {
+        self.perplexity = scores.perplexity.mean;
+        self.perplexity_ratio = divergence.perplexity_ratio.mean;
+        self.perplexity_ratio_standard_error = divergence.perplexity_ratio.standard_error;
+        self.kl = divergence.kl.mean;
+        self.kl_standard_error = divergence.kl.standard_error;
+    }
 }
 
 fn show(report: &Report) -> String {

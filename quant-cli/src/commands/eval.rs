@@ -12,12 +12,13 @@ use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
 use quant_evaluator::statistics::Quantile;
 use quant_evaluator::{
     Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, ModelIdentity, Position,
-    ProfileRequest, Tokenization, anatomy, compare, noise_floor, perplexity,
+    ProfileRequest, Tokenization, anatomy, compare, perplexity, store_reference,
 };
 use serde_json::json;
 
 use super::Session;
 use super::ablation::{self, AblationOptions};
+use super::reference;
 use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
@@ -29,16 +30,22 @@ use crate::provenance;
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Compare with this model on the same tokens, such as the float one it was made from
-    #[arg(long, value_name = "MODEL")]
+    /// Compare with this model on the same tokens, such as the float one it was made from; or with what
+    /// --save-reference kept of one
+    #[arg(long, value_name = "MODEL|FILE")]
     pub reference: Option<PathBuf>,
+    /// Keep in FILE what a comparison with MODEL on this text needs, for --reference FILE: 4 bytes for every feature of
+    /// the hidden states and scored token, and the output head
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
+    pub save_reference: Option<PathBuf>,
     /// Evaluation text: a file, or the name of a set
     #[arg(long, value_name = "FILE|NAME")]
     pub text: String,
     /// Rule of scoring: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
-    /// lmeval-rolling-L, with windows of L tokens
-    #[arg(long, default_value = "gptq-2048")]
-    pub profile: String,
+    /// lmeval-rolling-L, with windows of L tokens [default: gptq-L, L being 2048 or the model's positions if those are
+    /// fewer]
+    #[arg(long)]
+    pub profile: Option<String>,
     /// The same rule with windows of L tokens
     #[arg(long, value_name = "L")]
     pub window: Option<usize>,
@@ -82,6 +89,8 @@ pub enum Execution {
     Kernels,
 }
 
+/// The window of the default rule, where a model knows so many positions.
+const DEFAULT_WINDOW: usize = 2048;
 /// Tokens of a window that a report shows.
 const EXCERPT_TOKENS: usize = 48;
 
@@ -91,9 +100,15 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         ("--json", args.json.json.as_deref()),
         ("--report", args.report.as_deref()),
         ("--journal", args.journal.as_deref()),
+        ("--save-reference", args.save_reference.as_deref()),
     ];
-    let inputs: Vec<&Path> =
-        args.compare.iter().map(PathBuf::as_path).chain([Path::new(&args.text)]).collect();
+    let inputs: Vec<&Path> = args
+        .compare
+        .iter()
+        .chain(&args.reference)
+        .map(PathBuf::as_path)
+        .chain([Path::new(&args.text)])
+        .collect();
     output::distinct(&outputs, &inputs)?;
     let models: Vec<&Path> =
         [Some(&args.model), args.reference.as_ref()].into_iter().flatten().map(PathBuf::as_path).collect();
@@ -102,32 +117,29 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let gpu = gpu(args)?;
     // What is there and no file is for the journal to refuse.
     let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
-    for path in args.report.iter().chain(kept) {
+    for path in args.report.iter().chain(&args.save_reference).chain(kept) {
         output::check_writable(path)?;
     }
     let others = compared(&args.compare)?;
     let opened = inputs::open(&args.model, session)?;
     let quantization = args.report.as_ref().and_then(|_| quantization(&opened, session));
-    let reference = args.reference.as_ref().map(|path| inputs::open(path, session)).transpose()?;
+    let reference = args.reference.as_deref().map(|path| reference::open(path, session)).transpose()?;
     let positions = opened.model.architecture().max_positions;
-    let request = ProfileRequest::parse(&args.profile, args.window, positions)?;
+    let profile = args.profile.clone().unwrap_or_else(|| format!("gptq-{}", positions.min(DEFAULT_WINDOW)));
+    let request = ProfileRequest::parse(&profile, args.window, positions)?;
     let text = text(&opened, &args.text, request, args.windows, session)?;
     if args.ablation.ablation {
         return ablation::run(&args.ablation, &opened, &text, &args.json, session);
     }
     if let Some(reference) = &reference {
-        same_tokenizer(&opened, reference, || {
-            let theirs = self::text(reference, &args.text, request, args.windows, session)?;
-            Ok([text.tokens_sha256.clone(), theirs.tokens_sha256])
+        reference.check(&opened, &text, |reference| {
+            self::text(reference, &args.text, request, args.windows, session)
         })?;
     }
     let kv = args.kv.scheme(&opened.model);
     let model = provenance::identity(&opened, args.model.display().to_string(), kv, session)?;
     let compared_with = match (&reference, &args.reference) {
-        (Some(opened), Some(path)) => {
-            let kv = opened.model.kv_scheme();
-            Some(provenance::identity(opened, path.display().to_string(), kv, session)?)
-        }
+        (Some(opened), Some(path)) => Some(opened.identity(path, session)?),
         _ => None,
     };
     let simulated = match args.execution {
@@ -144,6 +156,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         "model": model.sha256,
         "kv_cache": model.kv_cache,
         "reference": compared_with.as_ref().map(|r| &r.sha256),
+        "stored_reference": reference.as_ref().and_then(|r| r.digest()),
         "profile": text.id,
         "tokens": text.tokens_sha256,
     });
@@ -156,20 +169,30 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
     let started = Instant::now();
     let mut seen = None;
-    let (measured, known, journal) = match &reference {
-        Some(reference) => {
-            let reference = load(reference, &text, session)?;
+    let (measured, known, journal) = match (reference, &args.save_reference) {
+        (Some(reference), _) => {
+            let reference = reference.load(&text, session)?;
             let mut journal = journal::<Position>(args, &identity, &text, session)?;
             let known = journal.windows();
-            let (scores, mut divergence) =
-                compare(&reference, &decoder, &text, &mut journal, &observer, &session.cancel)?;
-            divergence.set_noise_floor(noise_floor(&reference, &text, &session.cancel)?);
-            if args.report.is_some() {
-                seen = Some(anatomy(&reference, &decoder, &text, &session.cancel)?);
+            let (scores, divergence) =
+                compare(reference.compared(), &decoder, &text, &mut journal, &observer, &session.cancel)?;
+            match (&args.report, reference.decoder()) {
+                (Some(_), Some(reference)) => {
+                    seen = Some(anatomy(reference, &decoder, &text, &session.cancel)?);
+                }
+                (Some(_), None) => session.progress.note(
+                    "the page shows no errors of blocks: a stored reference has only what leaves the last one",
+                ),
+                (None, _) => {}
             }
             ((scores, Some(divergence)), known, journal.finish())
         }
-        None => {
+        (None, Some(path)) => {
+            let about = (&tool, &model, args.text.as_str());
+            let scores = store_reference(&decoder, &text, about, path, &observer, &session.cancel)?;
+            ((scores, None), 0, None)
+        }
+        (None, None) => {
             let mut journal = journal::<f64>(args, &identity, &text, session)?;
             let known = journal.windows();
             let scores = perplexity(&decoder, &text, &mut journal, &observer, &session.cancel)?;
@@ -315,40 +338,6 @@ pub fn load(opened: &Opened, text: &EvaluationText, session: &Session) -> Result
 
 fn read_tokenizer(opened: &Opened) -> Result<Vec<u8>> {
     TextTokenizer::bytes_of(&opened.directory)
-}
-
-/// The tokenizer that was made from metadata, where the model has it there.
-fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
-    opened.directory.sidecar("tokenizer.json")?.contents.as_deref()
-}
-
-/// Numbers of two tokenizers cannot be compared position by position.
-///
-/// One that was made from metadata is never the same file; there the tokens of the text decide, `tokens` of the model
-/// and of the reference.
-fn same_tokenizer(
-    model: &Opened,
-    reference: &Opened,
-    tokens: impl FnOnce() -> Result<[String; 2]>,
-) -> Result<()> {
-    let same = match [model, reference].map(|opened| made_tokenizer(opened).is_some()) {
-        [false, false] => read_tokenizer(model)? == read_tokenizer(reference)?,
-        _ => {
-            let [one, other] = tokens()?;
-            one == other
-        }
-    };
-    if same {
-        return Ok(());
-    }
-    Err(Error::usage(
-        format!(
-            "{} and the reference {} have different tokenizers",
-            model.directory.path().display(),
-            reference.directory.path().display()
-        ),
-        "compare a model with the one it was made from: token by token only these say the same",
-    ))
 }
 
 fn show(result: &Evaluation) -> String {

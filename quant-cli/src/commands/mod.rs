@@ -12,6 +12,7 @@ pub mod gguf;
 pub mod inspect;
 pub mod plan;
 pub mod quantize;
+mod reference;
 
 use std::process::ExitCode;
 use std::sync::Arc;

@@ -11,7 +11,8 @@ use rayon::prelude::*;
 
 use super::Segments;
 use super::arch::{Activation, AttentionShape};
-use super::math::{exp, gelu, gelu_tanh, sigmoid, silu, tanh};
+use super::math::{exp, gelu, gelu_tanh, sigmoid, silu};
+use super::soft_cap::cap_in_place;
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
@@ -57,14 +58,6 @@ pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Resul
 /// When the result cannot be made.
 pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&Activate(activation))?)
-}
-
-/// `cap · tanh(x / cap)`, elementwise.
-///
-/// # Errors
-/// When the result cannot be made.
-pub(crate) fn soft_capped(x: &Tensor, cap: f32) -> Result<Tensor> {
-    Ok(x.contiguous()?.apply_op1_no_bwd(&SoftCap(cap))?)
 }
 
 pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
@@ -314,30 +307,6 @@ impl CustomOp2 for Gated {
         });
         Ok((CpuStorage::F32(out), gate_layout.shape().clone()))
     }
-}
-
-struct SoftCap(f32);
-
-impl CustomOp1 for SoftCap {
-    fn name(&self) -> &'static str {
-        "soft-cap"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let mut out = slice(x, layout)?.to_vec();
-        out.par_chunks_mut(ELEMENT_TILE).for_each(|out| {
-            vectorized(
-                #[inline(always)]
-                || cap_in_place(out, self.0),
-            );
-        });
-        Ok((CpuStorage::F32(out), layout.shape().clone()))
-    }
-}
-
-#[inline(always)]
-fn cap_in_place(values: &mut [f32], cap: f32) {
-    values.iter_mut().for_each(|v| *v = cap * tanh(*v / cap));
 }
 
 struct Activate(Activation);

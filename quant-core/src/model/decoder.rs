@@ -8,11 +8,11 @@ use quant_kernels_cpu::Rayon;
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::candle::Runner;
 
-use super::attention::soft_capped;
 use super::per_layer::PerLayer;
+use super::soft_cap::soft_capped;
 use super::{
-    AttentionShape, Block, CudaRunner, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model, NoTap,
-    NodeId, Norm, Op, PositionTable, Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, Head, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model,
+    NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -269,6 +269,14 @@ impl Decoder {
             Some(cap) => soft_capped(&logits, cap),
             None => Ok(logits),
         }
+    }
+
+    /// The head by itself, for who takes logits a range of the vocabulary at a time.
+    ///
+    /// # Errors
+    /// When its weight cannot be read or is not finite.
+    pub fn head(&self) -> Result<Head<'_>> {
+        Head::new(&self.head, self.logits)
     }
 
     /// An empty cache that fits this decoder.

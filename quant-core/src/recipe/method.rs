@@ -103,10 +103,7 @@ impl Method {
         let mut transforms = Vec::with_capacity(steps.len());
         for (i, step) in steps.iter().enumerate() {
             if steps[..i].contains(step) {
-                return Err(Error::usage(
-                    format!("step `{step}` is listed twice"),
-                    "leave one of them out",
-                ));
+                return Err(Error::usage(format!("step `{step}` is listed twice"), "leave one of them out"));
             }
             match TRANSFORMS.iter().find(|t| t.name() == *step) {
                 Some(transform) => transforms.push(*transform),

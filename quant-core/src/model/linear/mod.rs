@@ -17,10 +17,12 @@ pub(super) use body::kernel_error;
 pub use cuda::CudaRunner;
 use product::Product;
 pub use product::multiply;
+pub(super) use product::multiply_tile;
 pub use rows::WeightRows;
 pub use stored::StoredWeight;
 
 use crate::Result;
+use crate::quantize::InputGrid;
 
 /// The name of the path that quantized weights are multiplied by on this processor.
 pub fn kernels() -> &'static str {
@@ -74,14 +76,18 @@ impl Linear {
         Ok(self.weight.on_cuda(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
-    /// The input on its grid, where it has one.
-    fn rounded(&self, x: &Tensor) -> Result<Tensor> {
-        let grid = match &*self.weight {
+    /// The grid that inputs are rounded to before they are multiplied as floats, where there is one.
+    pub(super) fn grid(&self) -> Result<Option<InputGrid>> {
+        Ok(match &*self.weight {
             WeightBody::Quantized(tensor) => tensor.input_grid()?,
             WeightBody::Packed { grid, .. } => *grid,
             WeightBody::F32 { .. } | WeightBody::Stored(_) | WeightBody::Cuda(_) => None,
-        };
-        let Some(grid) = grid else { return Ok(x.clone()) };
+        })
+    }
+
+    /// The input on its grid, where it has one.
+    pub(super) fn rounded(&self, x: &Tensor) -> Result<Tensor> {
+        let Some(grid) = self.grid()? else { return Ok(x.clone()) };
         let mut values = x.flatten_all()?.to_vec1::<f32>()?;
         grid.round(&mut values, self.weight.shape()[1]);
         Ok(Tensor::from_vec(values, x.shape(), x.device())?)
@@ -120,7 +126,12 @@ impl Linear {
     /// # Errors
     /// When `x` has another width, the weight cannot be read, or a GPU fails.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = match &*self.weight {
+        self.with_bias(self.product(x)?)
+    }
+
+    /// The same before the bias is added.
+    pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(match &*self.weight {
             WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
             // Not as an operation of candle's, whose errors are texts.
             WeightBody::Cuda(linear) => {
@@ -134,8 +145,7 @@ impl Linear {
                 Tensor::from_vec(out, dims, x.device())?
             }
             _ => self.rounded(x)?.contiguous()?.apply_op1_no_bwd(&Product(self.weight.read()?))?,
-        };
-        self.with_bias(y)
+        })
     }
 
     fn with_bias(&self, y: Tensor) -> Result<Tensor> {

@@ -79,12 +79,26 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
     tiles.into_par_iter().try_for_each_init(Vec::new, |scratch, (row, column, tile)| {
         let rows = weight.rows(column..column + tile.ncols(), scratch)?;
         let x = &x[row * k..(row + tile.nrows()) * k];
-        multiply_tile(x, rows, k, tile);
+        multiply_into(x, rows, k, tile);
         Ok(())
     })
 }
 
-fn multiply_tile(x: &[f32], weight: &[f32], k: usize, mut tile: MatMut<'_, f32>) {
+/// `out[m, n] = x[m, k] · weight[n, k]ᵀ` on this thread, as one tile.
+///
+/// # Panics
+/// When lengths do not fit.
+pub(in crate::model) fn multiply_tile(
+    x: &[f32],
+    weight: &[f32],
+    k: usize,
+    [m, n]: [usize; 2],
+    out: &mut [f32],
+) {
+    multiply_into(x, weight, k, MatMut::from_row_major_slice_mut(out, m, n));
+}
+
+fn multiply_into(x: &[f32], weight: &[f32], k: usize, mut tile: MatMut<'_, f32>) {
     let (m, n) = (tile.nrows(), tile.ncols());
     if m <= FEW_TOKENS {
         for i in 0..m {

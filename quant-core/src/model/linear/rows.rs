@@ -47,7 +47,7 @@ impl<'a> WeightRows<'a> {
     }
 
     /// Of a matrix whose bytes fit its shape.
-    pub(super) fn stored(shape: [usize; 2], dtype: Dtype, bytes: Arc<Vec<u8>>) -> Self {
+    pub(in crate::model) fn stored(shape: [usize; 2], dtype: Dtype, bytes: Arc<Vec<u8>>) -> Self {
         Self { shape, values: Values::Stored(dtype, bytes) }
     }
 
@@ -70,6 +70,14 @@ impl<'a> WeightRows<'a> {
             Values::Float(rows) => Some(*rows),
             Values::Stored(dtype, bytes) => Some(Rows::Bytes(bytes, *dtype)),
             Values::Quantized(_) | Values::Packed(_) => None,
+        }
+    }
+
+    /// All rows as they stand in their checkpoint, where they do.
+    pub(in crate::model) fn stored_bytes(&self) -> Option<(Dtype, Arc<Vec<u8>>)> {
+        match &self.values {
+            Values::Stored(dtype, bytes) => Some((*dtype, bytes.clone())),
+            _ => None,
         }
     }
 

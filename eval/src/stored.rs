@@ -1,0 +1,375 @@
+//! What is kept of a reference, so that a gate that runs on every commit pays for the float model once.
+//!
+//! Log-probabilities of a vocabulary are large: 128,256 tokens take 513 kB a position. What the head multiplies is far
+//! less, and together with the head gives the same bits: `4 · width` bytes a position, and the head once. So nothing is
+//! rounded, and a comparison with what was kept is the comparison with the model.
+//!
+//! ```text
+//! magic, 8 bytes │ offset and length of the header, 8 each │ its BLAKE3, 32
+//! the head: weight [vocabulary, width] in its dtype, bias as F32 if there is one
+//! hidden states of every window, [scored positions, width] as F32
+//! the header, JSON: what was measured on what, sizes, and the BLAKE3 of every part above
+//! ```
+//!
+//! All numbers are little-endian. Sizes are checked against the file's before anything is allocated, and every part
+//! against its digest before it is used.
+
+use std::fs::File;
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use quant_core::checkpoint::{Dtype, parse_strictly};
+use quant_core::model::{Decoder, Head, HeadParts, LogitsTransform};
+use quant_core::{CancelToken, Error, Observer, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::score::{Origin, Panel, require_finite};
+use crate::{EvaluationText, ModelIdentity, NoiseFloor, Scores, TextIdentity, Tool};
+
+const MAGIC: [u8; 8] = *b"QUANTREF";
+/// The version of the form.
+const SCHEMA: &str = "quant-reference/1";
+/// Bytes before the head.
+const PRELUDE: u64 = 56;
+/// A longer header is refused; half a million windows fit.
+const LONGEST_HEADER: u64 = 64 << 20;
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    schema: String,
+    tool: Tool,
+    model: ModelIdentity,
+    text: TextIdentity,
+    profile: String,
+    tokenizer_sha256: String,
+    tokens_sha256: String,
+    /// Scored positions of each window.
+    window_tokens: Vec<usize>,
+    vocabulary: usize,
+    width: usize,
+    head_dtype: String,
+    head_bias: bool,
+    logits_scale: f32,
+    logits_softcap: Option<f32>,
+    head_blake3: String,
+    window_blake3: Vec<String>,
+    noise_floor: NoiseFloor,
+}
+
+/// A reference that was kept in a file, open.
+#[derive(Debug)]
+pub struct StoredReference {
+    path: PathBuf,
+    file: File,
+    header: Header,
+    head: HeadParts,
+    /// Where each window's states begin.
+    offsets: Vec<u64>,
+    digest: String,
+}
+
+/// Whether a file begins as a stored reference does.
+pub fn is_stored_reference(path: &Path) -> bool {
+    let mut magic = [0; MAGIC.len()];
+    path.is_file() && File::open(path).is_ok_and(|mut f| f.read_exact(&mut magic).is_ok()) && magic == MAGIC
+}
+
+impl StoredReference {
+    /// Opens a file and reads all of it but the hidden states.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] when it is no stored reference, was cut or changed; [`Error::Io`] when it cannot be read.
+    pub fn open(path: &Path) -> Result<Self> {
+        let fault = |reason: String| fault(path, reason);
+        let io = |e| Error::io("read", path, e);
+        let mut file = File::open(path).map_err(io)?;
+        let metadata = file.metadata().map_err(io)?;
+        if !metadata.is_file() || metadata.len() < PRELUDE {
+            return Err(fault("is no stored reference: it is too short".into()));
+        }
+        let mut prelude = [0; PRELUDE as usize];
+        file.read_exact(&mut prelude).map_err(io)?;
+        if prelude[..8] != MAGIC {
+            return Err(fault("is no stored reference: it begins with other bytes".into()));
+        }
+        let [offset, length] = [8, 16].map(|at| u64_at(&prelude, at));
+        if length > LONGEST_HEADER {
+            return Err(fault(format!("has a header of {length} bytes; at most {LONGEST_HEADER} are read")));
+        }
+        if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
+            return Err(fault("was cut: its header does not end where the file does".into()));
+        }
+        let mut bytes = vec![0; length as usize];
+        file.read_exact_at(&mut bytes, offset).map_err(io)?;
+        let digest = blake3::hash(&bytes);
+        if digest.as_bytes()[..] != prelude[24..] {
+            return Err(fault("was changed: its header has another BLAKE3".into()));
+        }
+        let header =
+            parse_strictly(&bytes).map_err(|e| fault(format!("has a header that is no JSON: {e}")))?;
+        match header.get("schema").and_then(serde_json::Value::as_str) {
+            Some(SCHEMA) => {}
+            Some(other) => {
+                return Err(fault(format!("has the schema `{}`, not `{SCHEMA}`", other.escape_default())));
+            }
+            None => return Err(fault("has a header without a schema".into())),
+        }
+        let header: Header = serde_json::from_value(header)
+            .map_err(|e| fault(format!("has a header of another form: {e}")))?;
+        let sizes = Sizes::of(&header).ok_or_else(|| fault("has sizes that fit no model".into()))?;
+        if sizes.end != offset {
+            return Err(fault(format!("holds {} bytes before its header, and says {}", offset, sizes.end)));
+        }
+        let mut part = vec![0; sizes.weight + sizes.bias];
+        file.read_exact_at(&mut part, PRELUDE).map_err(io)?;
+        if blake3::hash(&part).to_hex().as_str() != header.head_blake3 {
+            return Err(fault("was changed: its head has another BLAKE3".into()));
+        }
+        let bias = part.split_off(sizes.weight);
+        let head = HeadParts {
+            shape: [header.vocabulary, header.width],
+            dtype: sizes.dtype,
+            weight: Arc::new(part),
+            bias: header.head_bias.then(|| floats(&bias)),
+            transform: LogitsTransform { scale: header.logits_scale, softcap: header.logits_softcap },
+        };
+        let digest = digest.to_hex().to_string();
+        Ok(Self { path: path.to_owned(), file, header, head, offsets: sizes.windows, digest })
+    }
+
+    /// The model that it was made from.
+    pub fn model(&self) -> &ModelIdentity {
+        &self.header.model
+    }
+
+    /// The noise floor of that model on these windows.
+    pub fn noise_floor(&self) -> &NoiseFloor {
+        &self.header.noise_floor
+    }
+
+    /// BLAKE3 of the header, and with it of all.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// Fails unless it was made on these windows. With `tokenizer` the tokenizer's file must be the same too.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with what differs.
+    pub fn check(&self, text: &EvaluationText, tokenizer: bool) -> Result<()> {
+        let h = &self.header;
+        let differs = if tokenizer && h.tokenizer_sha256 != text.tokenizer_sha256 {
+            "with another tokenizer".to_owned()
+        } else if h.text.sha256 != text.text_sha256 {
+            format!("on another text, {}", h.text.name.escape_default())
+        } else if h.profile != text.id {
+            format!("by another rule, {}", h.profile.escape_default())
+        } else if h.window_tokens.len() != text.windows.len() {
+            format!("on {} windows, not {}", h.window_tokens.len(), text.windows.len())
+        } else if h.tokens_sha256 != text.tokens_sha256
+            || !h.window_tokens.iter().copied().eq(text.windows.iter().map(crate::Window::scored))
+        {
+            "on other tokens".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(Error::usage(
+            format!("the stored reference {} was made {differs}", self.path.display()),
+            "give the options that it was made with, or make it anew: quant eval MODEL --text TEXT --save-reference FILE",
+        ))
+    }
+
+    pub(crate) fn head(&self) -> Result<Head<'static>> {
+        Head::from_parts(self.head.clone())
+    }
+
+    /// What the head multiplies in these windows.
+    pub(crate) fn inputs(&self, windows: &[usize]) -> Result<Vec<f32>> {
+        let mut all = Vec::new();
+        for &window in windows {
+            let positions = self.header.window_tokens[window];
+            let mut bytes = vec![0; positions * self.header.width * 4];
+            let read = self.file.read_exact_at(&mut bytes, self.offsets[window]);
+            read.map_err(|e| Error::io("read", self.path.as_path(), e))?;
+            if blake3::hash(&bytes).to_hex().as_str() != self.header.window_blake3[window] {
+                return Err(fault(&self.path, format!("was changed: window {window} has another BLAKE3")));
+            }
+            all.extend(floats(&bytes));
+        }
+        Ok(all)
+    }
+}
+
+/// What a header says of where parts are.
+struct Sizes {
+    dtype: Dtype,
+    /// Bytes.
+    weight: usize,
+    bias: usize,
+    /// Where windows begin.
+    windows: Vec<u64>,
+    /// Where the last one ends.
+    end: u64,
+}
+
+impl Sizes {
+    /// None where they overflow, or lists do not fit each other.
+    fn of(header: &Header) -> Option<Self> {
+        let dtype = Dtype::from_name(&header.head_dtype).filter(|dtype| dtype.is_weight_float())?;
+        let weight = header.vocabulary.checked_mul(header.width)?.checked_mul(dtype.size())?;
+        let bias = if header.head_bias { header.vocabulary.checked_mul(4)? } else { 0 };
+        let mut end = PRELUDE.checked_add(u64::try_from(weight.checked_add(bias)?).ok()?)?;
+        let mut windows = Vec::with_capacity(header.window_tokens.len());
+        for &positions in &header.window_tokens {
+            windows.push(end);
+            let bytes = positions.checked_mul(header.width)?.checked_mul(4)?;
+            end = end.checked_add(u64::try_from(bytes).ok()?)?;
+        }
+        let fits = header.vocabulary > 0
+            && header.width > 0
+            && header.window_blake3.len() == windows.len()
+            && !header.window_tokens.contains(&0);
+        fits.then_some(Self { dtype, weight, bias, windows, end })
+    }
+}
+
+/// Scores a text by a model and keeps what a comparison with it needs in a file. `about` says what measures, the model,
+/// and what the text is called.
+///
+/// The file appears when it is whole. Like the windows of a journal it is written while the model runs.
+///
+/// # Errors
+/// When the model or its noise floor fails or is not finite, the file cannot be written, or the token pulls.
+pub fn store_reference(
+    decoder: &Decoder,
+    text: &EvaluationText,
+    (tool, model, name): (&Tool, &ModelIdentity, &str),
+    path: &Path,
+    observer: &dyn Observer,
+    cancel: &CancelToken,
+) -> Result<Scores> {
+    let panel = Panel::new([Origin::Model(decoder)])?.with_floor(text.windows.len());
+    let parts = panel.head().to_parts()?;
+    let mut partial = Partial::create(path)?;
+    let mut head = parts.weight.to_vec();
+    parts.bias.iter().flatten().for_each(|b| head.extend(b.to_le_bytes()));
+    partial.write(&[0; PRELUDE as usize])?;
+    let head_blake3 = partial.write(&head)?;
+    drop(head);
+    let mut window_blake3 = Vec::with_capacity(text.windows.len());
+    let positions = panel.run(
+        &text.windows,
+        Vec::new(),
+        (observer, cancel),
+        |models, noise| (models[0].nll(), noise.map(|noise| noise.divergence_from(&models[0]))),
+        |windows| {
+            let positions = windows.iter().flatten();
+            require_finite(positions.flat_map(|(nll, floor)| [*nll].into_iter().chain(*floor)))
+        },
+        &mut |_, states| {
+            let bytes: Vec<u8> = states.iter().flat_map(|v| v.to_le_bytes()).collect();
+            window_blake3.push(partial.write(&bytes)?);
+            Ok(())
+        },
+    )?;
+    let nll: Vec<Vec<f64>> = positions.iter().map(|w| w.iter().map(|(nll, _)| *nll).collect()).collect();
+    let scores = Scores::new(text, &nll)?;
+    let noise_floor = NoiseFloor::of(&positions, |(_, floor)| *floor)
+        .ok_or_else(|| Error::Internal("a reference without a noise floor".into()))?;
+    let header = Header {
+        schema: SCHEMA.into(),
+        tool: tool.clone(),
+        model: model.clone(),
+        text: TextIdentity { name: name.into(), sha256: text.text_sha256.clone(), bytes: text.text_bytes },
+        profile: text.id.clone(),
+        tokenizer_sha256: text.tokenizer_sha256.clone(),
+        tokens_sha256: text.tokens_sha256.clone(),
+        window_tokens: text.windows.iter().map(crate::Window::scored).collect(),
+        vocabulary: parts.shape[0],
+        width: parts.shape[1],
+        head_dtype: parts.dtype.name().into(),
+        head_bias: parts.bias.is_some(),
+        logits_scale: parts.transform.scale,
+        logits_softcap: parts.transform.softcap,
+        head_blake3,
+        window_blake3,
+        noise_floor,
+    };
+    let header = serde_json::to_vec(&header).map_err(|e| Error::Internal(e.to_string()))?;
+    partial.finish(&header)?;
+    Ok(scores)
+}
+
+/// A file that is not whole yet, beside the one it becomes.
+struct Partial {
+    target: PathBuf,
+    path: PathBuf,
+    file: BufWriter<File>,
+    written: u64,
+    whole: bool,
+}
+
+impl Partial {
+    fn create(target: &Path) -> Result<Self> {
+        let mut name = target.as_os_str().to_owned();
+        name.push(".part");
+        let path = PathBuf::from(name);
+        let file = File::create(&path).map_err(|e| Error::io("create", path.as_path(), e))?;
+        Ok(Self { target: target.to_owned(), path, file: BufWriter::new(file), written: 0, whole: false })
+    }
+
+    /// Appends a part; its BLAKE3.
+    fn write(&mut self, bytes: &[u8]) -> Result<String> {
+        self.file.write_all(bytes).map_err(|e| Error::io("write", self.path.as_path(), e))?;
+        self.written += bytes.len() as u64;
+        Ok(blake3::hash(bytes).to_hex().to_string())
+    }
+
+    /// Appends the header, says where it is, and gives the file its name.
+    fn finish(mut self, header: &[u8]) -> Result<()> {
+        let offset = self.written;
+        self.write(header)?;
+        let mut prelude = MAGIC.to_vec();
+        prelude.extend(offset.to_le_bytes());
+        prelude.extend((header.len() as u64).to_le_bytes());
+        prelude.extend(blake3::hash(header).as_bytes());
+        let file = &mut self.file;
+        let sealed = file
+            .seek(SeekFrom::Start(0))
+            .and_then(|_| file.write_all(&prelude))
+            .and_then(|()| file.flush())
+            .and_then(|()| file.get_ref().sync_all());
+        sealed.map_err(|e| Error::io("write", self.path.as_path(), e))?;
+        std::fs::rename(&self.path, &self.target).map_err(|e| Error::io("rename", self.path.as_path(), e))?;
+        self.whole = true;
+        Ok(())
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.whole {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes[at..at + 8].iter().rev().fold(0, |n, &b| n << 8 | u64::from(b))
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+fn fault(path: &Path, reason: String) -> Error {
+    Error::InputFile {
+        path: path.to_owned(),
+        line: None,
+        reason,
+        remedy: "make it anew: quant eval MODEL --text TEXT --save-reference FILE".into(),
+    }
+}

@@ -1,0 +1,158 @@
+//! One pass over the vocabulary: what a position shows of models, without a matrix of their logits.
+//!
+//! ```text
+//! hidden states ─► head, a tile of columns at a time ─► sums, ranks ─► joined in the order of columns
+//! ```
+//!
+//! The vocabulary is cut into stripes of whole tiles, and positions into parts where stripes are few, by sizes alone.
+//! A thread takes a part of the positions through a stripe. So results do not depend on how many there are. Sums are
+//! added in 64 bits.
+
+mod exp;
+mod sums;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use quant_core::model::{HEAD_TILE, Head};
+use quant_core::vector::vectorized;
+use quant_core::{CancelToken, Result};
+use rayon::prelude::*;
+
+pub(crate) use sums::Sums;
+
+/// Pieces of work that a pass is cut into, about.
+const PIECES: usize = 32;
+/// Positions that pass together: enough that widening a tile of the head is a small part of the work.
+const POSITIONS: usize = 2048;
+/// The same where a head multiplies as a whole: so many rows of all logits are in memory.
+const WHOLE_POSITIONS: usize = 64;
+
+/// A model's head and what it is to multiply, `[positions, width]`, as [`Head::inputs`] made it.
+#[derive(Clone, Copy)]
+pub(crate) struct Source<'a> {
+    pub(crate) head: &'a Head<'a>,
+    pub(crate) inputs: &'a [f32],
+}
+
+impl Source<'_> {
+    fn part(&self, positions: Range<usize>) -> &[f32] {
+        let width = self.head.width();
+        &self.inputs[positions.start * width..positions.end * width]
+    }
+}
+
+/// What a thread needs again for every tile.
+#[derive(Default)]
+struct Scratch {
+    weight: Vec<f32>,
+    tiles: Vec<Vec<f32>>,
+    terms: Vec<f64>,
+}
+
+/// Passes all logits of all sources by. The first source is the reference of the others; all know the same tokens.
+/// `next` is the token that follows each position. With `ranked` the most likely tokens are kept. The sums of a
+/// position stand together, in the order of sources.
+///
+/// # Errors
+/// When a head fails, or the token pulls.
+pub(crate) fn pass(
+    sources: &[Source<'_>],
+    next: &[u32],
+    ranked: bool,
+    cancel: &CancelToken,
+) -> Result<Vec<Sums>> {
+    let most = match sources.iter().any(|s| s.head.is_whole()) {
+        true => WHOLE_POSITIONS,
+        false => POSITIONS,
+    };
+    let mut all = Vec::with_capacity(next.len() * sources.len());
+    for start in (0..next.len()).step_by(most) {
+        let positions = start..next.len().min(start + most);
+        all.extend(some_positions(sources, next, positions, ranked, cancel)?);
+    }
+    Ok(all)
+}
+
+fn some_positions(
+    sources: &[Source<'_>],
+    next: &[u32],
+    positions: Range<usize>,
+    ranked: bool,
+    cancel: &CancelToken,
+) -> Result<Vec<Sums>> {
+    let vocab = sources.first().map_or(0, |s| s.head.vocab());
+    // Where a head multiplies as a whole, its logits are at hand.
+    let whole = sources.iter().map(|source| {
+        let mut logits = Vec::new();
+        if source.head.is_whole() {
+            source.head.all_logits(source.part(positions.clone()), &mut logits)?;
+        }
+        Ok(logits)
+    });
+    let whole: Vec<Vec<f32>> = whole.collect::<Result<_>>()?;
+    let stripe = vocab.div_ceil(HEAD_TILE).div_ceil(PIECES).max(1) * HEAD_TILE;
+    let stripes = vocab.div_ceil(stripe);
+    let part = positions.len().div_ceil(PIECES.div_ceil(stripes.max(1))).max(1);
+    let parts = positions.len().div_ceil(part);
+    let pieces: Vec<Vec<Sums>> = (0..parts * stripes)
+        .into_par_iter()
+        .map_init(Scratch::default, |scratch, piece| {
+            cancel.check()?;
+            let (first, column) = (positions.start + piece / stripes * part, piece % stripes * stripe);
+            let rows = first..positions.end.min(first + part);
+            let mut sums = vec![Sums::NONE; rows.len() * sources.len()];
+            for start in (column..vocab.min(column + stripe)).step_by(HEAD_TILE) {
+                let columns = start..vocab.min(start + HEAD_TILE);
+                scratch.tiles.resize(sources.len(), Vec::new());
+                for ((source, whole), tile) in sources.iter().zip(&whole).zip(&mut scratch.tiles) {
+                    if source.head.is_whole() {
+                        tile.clear();
+                        for row in rows.clone() {
+                            let row = &whole[(row - positions.start) * vocab..][..vocab];
+                            tile.extend_from_slice(&row[columns.clone()]);
+                        }
+                    } else {
+                        let inputs = source.part(rows.clone());
+                        source.head.logits(inputs, columns.clone(), &mut scratch.weight, tile)?;
+                    }
+                }
+                take_in(&mut sums, &scratch.tiles, &next[rows.clone()], columns, ranked, &mut scratch.terms);
+            }
+            Ok(sums)
+        })
+        .collect::<Result<_>>()?;
+    let mut all = Vec::with_capacity(positions.len() * sources.len());
+    for stripes in pieces.chunks_exact(stripes.max(1)) {
+        let mut sums = stripes[0].clone();
+        for behind in &stripes[1..] {
+            let positions = sums.chunks_exact_mut(sources.len()).zip(behind.chunks_exact(sources.len()));
+            positions.for_each(|(sums, behind)| sums::join(sums, behind));
+        }
+        all.append(&mut sums);
+    }
+    Ok(all)
+}
+
+/// Takes in a tile of every source: `[positions, columns]`, of as many positions as there are in `next`.
+fn take_in(
+    sums: &mut [Sums],
+    tiles: &[Vec<f32>],
+    next: &[u32],
+    columns: Range<usize>,
+    ranked: bool,
+    terms: &mut Vec<f64>,
+) {
+    let width = columns.len();
+    terms.resize(2 * width, 0.0);
+    let mut rows: Vec<&[f32]> = Vec::with_capacity(tiles.len());
+    for (i, (&next, sums)) in next.iter().zip(sums.chunks_exact_mut(tiles.len())).enumerate() {
+        rows.clear();
+        rows.extend(tiles.iter().map(|tile| &tile[i * width..(i + 1) * width]));
+        vectorized(
+            #[inline(always)]
+            || sums::take_in(sums, &rows, (columns.start as u32, next), ranked, terms),
+        );
+    }
+}

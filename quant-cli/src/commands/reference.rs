@@ -1,0 +1,133 @@
+//! What `quant eval` compares a model with: another model, or what was kept of one.
+
+use std::path::Path;
+
+use quant_core::calibrate::TextTokenizer;
+use quant_core::model::Decoder;
+use quant_core::{Error, Result, gguf};
+use quant_evaluator::{EvaluationText, ModelIdentity, Reference, StoredReference, is_stored_reference};
+
+use super::{Session, eval};
+use crate::inputs::{self, Opened};
+use crate::provenance;
+
+/// A reference, open.
+pub enum OpenedReference {
+    /// A model, whose weights are not read yet.
+    Model(Box<Opened>),
+    /// What was kept of one.
+    Stored(Box<StoredReference>),
+}
+
+/// A reference that runs, or is read.
+pub enum LoadedReference {
+    /// A model.
+    Model(Box<Decoder>),
+    /// What was kept of one.
+    Stored(Box<StoredReference>),
+}
+
+/// Opens the model at this path, or the stored reference.
+pub fn open(path: &Path, session: &Session) -> Result<OpenedReference> {
+    match is_stored_reference(path) && !gguf::is_gguf(path) {
+        true => Ok(OpenedReference::Stored(Box::new(StoredReference::open(path)?))),
+        false => Ok(OpenedReference::Model(Box::new(inputs::open(path, session)?))),
+    }
+}
+
+impl OpenedReference {
+    /// Fails unless the reference reads the same tokens as the model; `theirs` cuts the text for a reference that is a
+    /// model.
+    pub fn check(
+        &self,
+        model: &Opened,
+        text: &EvaluationText,
+        theirs: impl FnOnce(&Opened) -> Result<EvaluationText>,
+    ) -> Result<()> {
+        match self {
+            Self::Model(reference) => same_tokenizer(model, reference, || {
+                Ok([text.tokens_sha256.clone(), theirs(reference)?.tokens_sha256])
+            }),
+            Self::Stored(stored) => stored.check(text, made_tokenizer(model).is_none()),
+        }
+    }
+
+    /// Which model it is, or was; `path` is how it was given.
+    pub fn identity(&self, path: &Path, session: &Session) -> Result<ModelIdentity> {
+        let path = path.display().to_string();
+        match self {
+            Self::Model(opened) => provenance::identity(opened, path, opened.model.kv_scheme(), session),
+            Self::Stored(stored) => Ok(ModelIdentity { path, ..stored.model().clone() }),
+        }
+    }
+
+    /// What a journal of a comparison with it is bound to beside the model: a stored one may be another processor's.
+    pub fn digest(&self) -> Option<&str> {
+        match self {
+            Self::Model(_) => None,
+            Self::Stored(stored) => Some(stored.digest()),
+        }
+    }
+
+    /// Reads the weights, where it is a model.
+    pub fn load(self, text: &EvaluationText, session: &Session) -> Result<LoadedReference> {
+        Ok(match self {
+            Self::Model(opened) => LoadedReference::Model(Box::new(eval::load(&opened, text, session)?)),
+            Self::Stored(stored) => LoadedReference::Stored(stored),
+        })
+    }
+}
+
+impl LoadedReference {
+    /// What the evaluator compares with, the noise floor included.
+    pub fn compared(&self) -> Reference<'_> {
+        match self {
+            Self::Model(decoder) => Reference::Model { decoder, floor: true },
+            Self::Stored(stored) => Reference::Stored(stored),
+        }
+    }
+
+    /// The model itself, where it is at hand.
+    pub fn decoder(&self) -> Option<&Decoder> {
+        match self {
+            Self::Model(decoder) => Some(decoder),
+            Self::Stored(_) => None,
+        }
+    }
+}
+
+/// The tokenizer that was made from metadata, where the model has it there.
+fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
+    opened.directory.sidecar("tokenizer.json")?.contents.as_deref()
+}
+
+/// Numbers of two tokenizers cannot be compared position by position.
+///
+/// One that was made from metadata is never the same file; there the tokens of the text decide, `tokens` of the model
+/// and of the reference.
+fn same_tokenizer(
+    model: &Opened,
+    reference: &Opened,
+    tokens: impl FnOnce() -> Result<[String; 2]>,
+) -> Result<()> {
+    let same = match [model, reference].map(|opened| made_tokenizer(opened).is_some()) {
+        [false, false] => {
+            TextTokenizer::bytes_of(&model.directory)? == TextTokenizer::bytes_of(&reference.directory)?
+        }
+        _ => {
+            let [one, other] = tokens()?;
+            one == other
+        }
+    };
+    if same {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!(
+            "{} and the reference {} have different tokenizers",
+            model.directory.path().display(),
+            reference.directory.path().display()
+        ),
+        "compare a model with the one it was made from: token by token only these say the same",
+    ))
+}

@@ -1,0 +1,177 @@
+//! The output head taken by itself: logits of hidden states, a range of the vocabulary at a time.
+//!
+//! [`Decoder::hidden`](super::Decoder::hidden) ends before the head. Who wants sums over the vocabulary and not the
+//! logits takes them tile by tile from here, so that no matrix of all logits is ever in memory.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+
+use super::linear::multiply_tile;
+use super::soft_cap::soft_cap_in_place;
+use super::{Linear, LogitsTransform, WeightBody, WeightRows};
+use crate::checkpoint::Dtype;
+use crate::{Error, Result};
+
+/// Output features that one product of a tile takes, at most: a fixed number, so that the same columns come from the
+/// same products whoever asks.
+pub const HEAD_TILE: usize = 256;
+
+/// A head, at hand.
+#[derive(Debug)]
+pub struct Head<'a> {
+    linear: Option<&'a Linear>,
+    /// Rows to multiply by; of a head that only multiplies as a whole there are none.
+    rows: Option<WeightRows<'a>>,
+    shape: [usize; 2],
+    bias: Option<Vec<f32>>,
+    transform: LogitsTransform,
+}
+
+/// A float head as it is written to a file and read back.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeadParts {
+    /// `[vocabulary, width]`
+    pub shape: [usize; 2],
+    /// F32, F16 or BF16.
+    pub dtype: Dtype,
+    /// Row-major little-endian weights.
+    pub weight: Arc<Vec<u8>>,
+    /// One number for each token, or nothing.
+    pub bias: Option<Vec<f32>>,
+    /// What becomes of the products.
+    pub transform: LogitsTransform,
+}
+
+impl<'a> Head<'a> {
+    /// The head of a decoder, read now from its checkpoint where it was not before.
+    pub(super) fn new(linear: &'a Linear, transform: LogitsTransform) -> Result<Self> {
+        let weight = linear.weight();
+        let rows = match &**weight {
+            WeightBody::Packed { .. } | WeightBody::Cuda(_) => None,
+            _ => Some(weight.read()?),
+        };
+        let bias = linear.bias().map(|b| b.to_vec1::<f32>()).transpose()?;
+        Ok(Self { linear: Some(linear), rows, shape: weight.shape(), bias, transform })
+    }
+
+    /// A head of these parts: it gives the same bits as the one they came from.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when they do not fit each other.
+    pub fn from_parts(parts: HeadParts) -> Result<Head<'static>> {
+        let HeadParts { shape, dtype, weight, bias, transform } = parts;
+        let bytes = shape[0].checked_mul(shape[1]).and_then(|n| n.checked_mul(dtype.size()));
+        let fits = dtype.is_weight_float()
+            && bytes == Some(weight.len())
+            && bias.as_ref().is_none_or(|bias| bias.len() == shape[0]);
+        if !fits {
+            return Err(Error::Internal(format!("parts that are no head {shape:?}")));
+        }
+        let rows = Some(WeightRows::stored(shape, dtype, weight));
+        Ok(Head { linear: None, rows, shape, bias, transform })
+    }
+
+    /// The parts of a head that multiplies floats.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for one that only multiplies as a whole; when a quantized weight's parts do not fit.
+    pub fn to_parts(&self) -> Result<HeadParts> {
+        let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no floats".into()))?;
+        let (dtype, weight) = match rows.stored_bytes() {
+            Some((dtype, bytes)) => (dtype, bytes),
+            None => (Dtype::F32, Arc::new(Dtype::F32.narrow(&rows.to_f32()?))),
+        };
+        Ok(HeadParts { shape: self.shape, dtype, weight, bias: self.bias.clone(), transform: self.transform })
+    }
+
+    /// Tokens of the vocabulary.
+    pub fn vocab(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Features of a hidden state.
+    pub fn width(&self) -> usize {
+        self.shape[1]
+    }
+
+    /// Whether the head multiplies as a whole only, by [`all_logits`](Self::all_logits): on the kernels or a GPU.
+    pub fn is_whole(&self) -> bool {
+        self.rows.is_none()
+    }
+
+    /// Hidden states as the head multiplies them: rounded to the grid of its input, where it has one.
+    ///
+    /// # Errors
+    /// When the width is another.
+    pub fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
+        match (self.linear, &self.rows) {
+            // Whole heads round by themselves; a stored one's inputs were rounded before they were stored.
+            (Some(linear), Some(_)) if linear.grid()?.is_some() => {
+                let rows = hidden.len().checked_div(self.width()).unwrap_or(0);
+                let x = Tensor::from_vec(hidden, (rows, self.width()), &Device::Cpu)?;
+                Ok(linear.rounded(&x)?.flatten_all()?.to_vec1()?)
+            }
+            _ => Ok(hidden),
+        }
+    }
+
+    /// Logits of the tokens `columns`, at most [`HEAD_TILE`], for [`inputs`](Self::inputs) `[m, width]`:
+    /// `[m, columns]`, computed on this thread. `scratch` is for the weight.
+    ///
+    /// # Errors
+    /// When a quantized weight's parts do not fit each other, or the head multiplies as a whole only.
+    ///
+    /// # Panics
+    /// When there are no such tokens, or lengths do not fit.
+    pub fn logits(
+        &self,
+        inputs: &[f32],
+        columns: Range<usize>,
+        scratch: &mut Vec<f32>,
+        out: &mut Vec<f32>,
+    ) -> Result<()> {
+        let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
+        let m = inputs.len().checked_div(self.width()).unwrap_or(0);
+        // What was there is overwritten; only what is new is cleared.
+        out.resize(m * columns.len(), 0.0);
+        let weight = rows.rows(columns.clone(), scratch)?;
+        multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);
+        self.finish(columns, out);
+        Ok(())
+    }
+
+    /// Logits of all tokens, `[m, vocabulary]`, on the threads of the head's own kernels.
+    ///
+    /// # Errors
+    /// When a kernel or a GPU fails.
+    pub fn all_logits(&self, inputs: &[f32], out: &mut Vec<f32>) -> Result<()> {
+        let linear = self.linear.ok_or_else(|| Error::Internal("a head without a linear".into()))?;
+        let m = inputs.len().checked_div(self.width()).unwrap_or(0);
+        let x = Tensor::from_slice(inputs, (1, m, self.width()), &Device::Cpu)?;
+        *out = linear.product(&x)?.flatten_all()?.to_vec1()?;
+        self.finish(0..self.vocab(), out);
+        Ok(())
+    }
+
+    /// Products become logits.
+    fn finish(&self, columns: Range<usize>, out: &mut [f32]) {
+        let LogitsTransform { scale, softcap } = self.transform;
+        if let Some(bias) = &self.bias {
+            let bias = &bias[columns];
+            out.chunks_exact_mut(bias.len().max(1))
+                .for_each(|row| row.iter_mut().zip(bias).for_each(|(x, b)| *x += b));
+        }
+        if scale != 1.0 {
+            out.iter_mut().for_each(|x| *x *= scale);
+        }
+        if let Some(cap) = softcap {
+            soft_cap_in_place(out, cap);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "head_tests.rs"]
+mod tests;
