@@ -22,14 +22,14 @@ const LEVEL: f64 = 0.05;
 pub struct Divergence {
     /// The reference's own scores.
     pub reference: Scores,
-    /// Mean difference of negative log-likelihood, model minus reference, in nats a token.
+    /// Mean difference of negative log-likelihood, model minus reference, in nats per token.
     pub delta_nll: Estimate,
     /// `exp` of it: the ratio of the perplexities.
     pub perplexity_ratio: Estimate,
     /// The smallest increase of the perplexity, as a share of the reference's, that this many windows
     /// would show: at a one-sided level of 5 %, four times out of five.
     pub minimum_detectable_increase: Option<f64>,
-    /// `KL(reference ‖ model)` over the full vocabulary, in nats a token.
+    /// `KL(reference ‖ model)` over the full vocabulary, in nats per token.
     pub kl: Estimate,
     /// How it is spread over positions.
     pub kl_quantiles: KlQuantiles,
@@ -85,7 +85,7 @@ pub struct ConfidenceBucket {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NoiseFloor {
-    /// `KL(reference ‖ disturbed reference)`, in nats a token.
+    /// `KL(reference ‖ disturbed reference)`, in nats per token.
     pub kl: Estimate,
     /// How it is spread over positions, as counts by size.
     pub kl_histogram: Histogram,

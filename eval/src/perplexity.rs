@@ -12,9 +12,9 @@ use crate::{Estimate, EvaluationText, Journal, Profile};
 pub struct Scores {
     /// `exp` of the mean negative log-likelihood.
     pub perplexity: Estimate,
-    /// Mean negative log-likelihood in nats a token.
+    /// Mean negative log-likelihood in nats per token.
     pub nll: Estimate,
-    /// The same in bits a byte of the text that the scored tokens stand for: comparable across
+    /// The same in bits per byte of the text that the scored tokens stand for: comparable across
     /// tokenizers. Absent where they stand for none.
     pub bits_per_byte: Option<Estimate>,
     /// `exp` of the nats a word, where the rule counts words: of whole documents.
@@ -45,7 +45,7 @@ impl Scores {
         if !perplexity.mean.is_finite() {
             return Err(Error::Numeric {
                 tensor: "logits".into(),
-                reason: format!("{:.1} nats a token are a perplexity beyond all numbers", estimate.mean),
+                reason: format!("{:.1} nats per token are a perplexity beyond all numbers", estimate.mean),
             });
         }
         let tokens = counts.iter().sum::<usize>() as f64;

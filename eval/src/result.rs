@@ -92,7 +92,7 @@ pub struct ModelIdentity {
     pub sha256: String,
     /// Bytes of its weight files.
     pub size_bytes: u64,
-    /// Weights quantized as a whole, in bits a weight, where it is quantized: by kind.
+    /// Weights quantized as a whole, in bits per weight, where it is quantized: by kind.
     pub schemes: Vec<SchemeShare>,
     /// How it cached keys and values when it was measured; none as floats.
     pub kv_cache: Option<KvScheme>,

@@ -127,7 +127,7 @@
 // Scales stored as single precision.
 #define QZ1_SCALES_F32 3
 
-// Two levels: whole numbers of 8 bits a group below a float a row.
+// Two levels: integers of 8 bits a group below a float a row.
 #define QZ1_SCALES_PROGRESSIVE 4
 
 // E4M3 below a float that they are divided by; of floating-point codes only.
@@ -208,7 +208,7 @@ typedef struct qz1_float_rows qz1_float_rows;
 // The orthonormal Hadamard transform of rows of one width.
 typedef struct qz1_hadamard qz1_hadamard;
 
-// Activations as whole numbers of 8 bits.
+// Activations as integers of 8 bits.
 typedef struct qz1_int8_rows qz1_int8_rows;
 
 // The keys and values of one sequence in one layer, and a workspace.
@@ -505,7 +505,7 @@ typedef struct qz1_parts {
   uint8_t *codes;
   // Elements of `codes`.
   size_t codes_len;
-  // `[n, k / group_size]`; with two levels those of groups, whole numbers or what E4M3 codes stand for.
+  // `[n, k / group_size]`; with two levels those of groups, integers or what E4M3 codes stand for.
   float *scales;
   // Elements of `scales`.
   size_t scales_len;
@@ -732,7 +732,7 @@ qz1_status qz1_kv_cache_truncate(struct qz1_kv_cache *cache,
 // Forgets all tokens; memory stays for the next.
 qz1_status qz1_kv_cache_clear(struct qz1_kv_cache *cache, const struct qz1_message *message);
 
-// `out = x · Wᵀ + bias` on whole numbers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
+// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
 // the same bits, with any threads.
 qz1_status qz1_multiply(const struct qz1_layout *layout,
                         const uint8_t *packed,

@@ -29,10 +29,10 @@
 // Weights that are multiplied with f16 or bf16.
 #define QZ1_CUDA_ORDER_FLOAT 1
 
-// Weights that are multiplied with whole numbers of 8 bits.
+// Weights that are multiplied with integers of 8 bits.
 #define QZ1_CUDA_ORDER_INT8 2
 
-// Whole numbers of 8 bits with a scale a token, beside the `QZ1_TYPE_…` of floats.
+// Integers of 8 bits with a scale per token, beside the `QZ1_TYPE_…` of floats.
 #define QZ1_CUDA_TYPE_INT8 4
 
 // Rows as they are.
@@ -185,7 +185,7 @@ typedef struct qz1_cuda_linear_arguments {
   size_t out_stride;
 } qz1_cuda_linear_arguments;
 
-// `m` rows of `k` floats to codes, a scale a row, and sums of codes.
+// `m` rows of `k` floats to codes, a scale per row, and sums of codes.
 typedef struct qz1_cuda_activation_shape {
   // `sizeof(qz1_cuda_activation_shape)`
   uint32_t struct_size;

@@ -33,7 +33,7 @@ unsafe fn run(
     }
 }
 
-/// `out = x · Wᵀ + bias` on whole numbers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
+/// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
 /// the same bits, with any threads.
 ///
 /// # Safety

@@ -20,7 +20,7 @@ pub const QZ1_TYPE_F16: u32 = 2;
 /// bfloat16.
 pub const QZ1_TYPE_BF16: u32 = 3;
 
-/// Activations as whole numbers of 8 bits.
+/// Activations as integers of 8 bits.
 pub struct qz1_int8_rows {
     pub(crate) rows: Int8Rows,
 }
@@ -115,7 +115,7 @@ trait Sink {
     ) -> Result<(), KernelError>;
 }
 
-/// Whole numbers, per token or by one scale.
+/// Integers, per token or by one scale.
 struct Int8<'a>(&'a mut Int8Rows, Option<StaticScale>);
 
 impl Sink for Int8<'_> {

@@ -14,7 +14,7 @@ pub const QZ1_SCALES_F16: u32 = 1;
 pub const QZ1_SCALES_BF16: u32 = 2;
 /// Scales stored as single precision.
 pub const QZ1_SCALES_F32: u32 = 3;
-/// Two levels: whole numbers of 8 bits a group below a float a row.
+/// Two levels: integers of 8 bits a group below a float a row.
 pub const QZ1_SCALES_PROGRESSIVE: u32 = 4;
 
 /// E4M3 below a float that they are divided by; of floating-point codes only.
@@ -118,7 +118,7 @@ pub struct qz1_parts {
     pub codes: *mut u8,
     /// Elements of `codes`.
     pub codes_len: usize,
-    /// `[n, k / group_size]`; with two levels those of groups, whole numbers or what E4M3 codes stand for.
+    /// `[n, k / group_size]`; with two levels those of groups, integers or what E4M3 codes stand for.
     pub scales: *mut f32,
     /// Elements of `scales`.
     pub scales_len: usize,

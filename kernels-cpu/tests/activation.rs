@@ -1,4 +1,4 @@
-//! Rows become whole numbers: every instruction set against the definition, to the bit.
+//! Rows become integers: every instruction set against the definition, to the bit.
 
 mod common;
 

@@ -1,18 +1,18 @@
-// Rows of activations become whole numbers of 8 bits: as they are, their RMSNorm, or silu(gate) · up.
+// Rows of activations become integers of 8 bits: as they are, their RMSNorm, or silu(gate) · up.
 //
 // The definition is that of the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max |x|))`,
 // half to even; static `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`; a row that holds NaN or an infinity has the scale NaN
 // and codes of zero. Plain rows and silu(gate) · up have its bits. A norm's sum of squares runs in another order.
 //
 // A block takes a row: it is read once, in vectors of 16 bytes, stays in registers as f32, and is rounded from there. Rows
-// wider than a block's registers hold are read again, from the second cache. Which threads take which values depends on k
+// wider than a block's registers hold are read again, from L2. Which threads take which values depends on k
 // alone, so a row's result does not depend on the rows beside it.
 //
 // Macros:
 //   SOURCE     PLAIN, NORM, NORM_RESIDUAL or SILU_MUL
 //   ELEMENT    F32, F16 or BF16: activations and residual
 //   WEIGHT     the same of the norm's weight
-//   STATIC     0: a scale a row. 1: one scale and zero for all
+//   STATIC     0: a scale per row. 1: one scale and zero for all
 //   GROUP      sums of codes: 0 none but the row's; 32, 64, 128: of so many features; 1: of `group`, a multiple of 32
 //   ALIGNED    1: addresses and strides are multiples of 16 bytes. 0: values are read one by one
 //   THREADS    of a block: a power of two from 64 to 1024

@@ -10,7 +10,7 @@
 // other two after one rotation by 8: 5 instructions for 8 weights. The fields of rows `r` lie at 2 and 10, those of rows
 // `r + 8` at 6 and 14, so a row has one offset. bf16: 32 + q at bits 2 to 5, a rotation for each field but the first: 7.
 //
-// Whole numbers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights.
+// Integers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights.
 // Progressive weights become `128 + (q − z) s` by one product and sum for four bytes, two more instructions; the
 // sum over bytes cannot carry, for the packer refuses what leaves 0 to 255.
 #pragma once

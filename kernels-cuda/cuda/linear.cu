@@ -2,7 +2,7 @@
 //
 // One text serves W4A16, W8A16, W8A8 and W4A8; what differs is chosen by these macros:
 //
-//   ACTIVATION   F16, BF16 or S8: what `x` holds; sums are in f32, of S8 in whole numbers
+//   ACTIVATION   F16, BF16 or S8: what `x` holds; sums are in f32, of S8 in integers
 //   CODE_BITS    4 or 8
 //   GROUP        32, 64 or 128 features share a scale; 0: all of a row
 //   SCALE        F16, BF16, F32: type of the scales of groups; PROGRESSIVE: u8, below an f32 of the row
@@ -21,7 +21,7 @@
 // (linear_ring.cuh). Codes lie as a lane needs them (src/layout.rs), activations swizzled for `ldmatrix`. Of the tile behind
 // the current one the sums Σ x of each group are made, by `mma` with a matrix of ones, dealt out over the warps: a grid's
 // zeros and the offset of the dequantization (dequantize.cuh) are multiplied with them, once a group, as the value that
-// the group's accumulators start from; where whole numbers are summed over all of k, once at its end (linear_tile.cuh).
+// the group's accumulators start from; where integers are summed over all of k, once at its end (linear_tile.cuh).
 //
 // Parts: k is cut into `chunks` runs of whole tiles, and each into two halves, by numbers that depend on the weights' shape
 // alone. A half is summed from zero; a chunk is first half + second half, and chunks are added in order, c₀ + c₁ + …: by
@@ -32,7 +32,7 @@
 
 constexpr bool FLOAT = ACTIVATION != S8;
 constexpr bool TWO_LEVELS = SCALE == PROGRESSIVE;
-// Whole numbers that are summed over all of k: they join exactly, in any order.
+// Integers that are summed over all of k: they join exactly, in any order.
 constexpr bool WHOLE = !FLOAT && (GROUP == 0 || TWO_LEVELS);
 // Codes less their zero, as signed numbers: nothing is too much, and sums of activations are not needed.
 constexpr bool SIGNED = !FLOAT && !ZEROS && !TWO_LEVELS;
@@ -76,7 +76,7 @@ constexpr int OUT_STRIDE = ROWS + 4;
 template <bool IS_FLOAT> struct Partial { typedef float type; };
 template <> struct Partial<false> { typedef i32 type; };
 typedef Partial<FLOAT>::type partial_t;
-// What a part gives: whole numbers where they are summed over all of k.
+// What a part gives: integers where they are summed over all of k.
 typedef Partial<!WHOLE>::type total_t;
 
 // What all parts of a warp's sums give together, and on the way to it: fragments.

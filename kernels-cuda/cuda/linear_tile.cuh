@@ -57,7 +57,7 @@ INLINE float scale_of(const u8 *at) {
 // Scales and zeros of the two rows of a lane in a 16-row tile, and what fragments need of them.
 struct Group {
     float scale[2];
-    // Float: − (offset + zero). Whole numbers: − zero.
+    // Float: − (offset + zero). Integers: − zero.
     partial_t less[2];
     // Progressive.
     u32 factor[2], shift[2];
@@ -134,12 +134,12 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
     }
 }
 
-// The running sums of a warp: of a group (or, of whole numbers over all of k, of all its tiles), and of the part of k that it
+// The running sums of a warp: of a group (or, of integers over all of k, of all its tiles), and of the part of k that it
 // is in. What a variant does not use, the compiler drops.
 struct Sums {
     partial_t group[ROW_TILES][TOKEN_TILES][4];
     float part[ROW_TILES][TOKEN_TILES][4];
-    // Of whole numbers: sums of activations, of tokens 2 t and 2 t + 1.
+    // Of integers: sums of activations, of tokens 2 t and 2 t + 1.
     i32 x[TOKEN_TILES][2];
 };
 

@@ -58,7 +58,7 @@ INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
 //   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1, in the last two 8 more
 //   b: rows 2 t and 2 t + 1, then 8 more; column g
 //   d: row g, columns 2 t and 2 t + 1; then row g + 8
-// Whole numbers: a is [16, 32], b is [32, 8], and registers hold four of them where they hold two floats.
+// Integers: a is [16, 32], b is [32, 8], and registers hold four of them where they hold two floats.
 #define MMA(NAME, SHAPE_AND_TYPES, NUMBER, CONSTRAINT)                                                                     \
     INLINE void NAME(NUMBER(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                                                    \
         asm volatile("mma.sync.aligned." SHAPE_AND_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
@@ -118,7 +118,7 @@ INLINE u32 largest_of_lanes(u32 word) {
     return out;
 }
 
-// The sum of the lanes' whole numbers, in all of them.
+// The sum of the lanes' integers, in all of them.
 INLINE i32 sum_of_lanes(i32 word) {
     i32 out;
     asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));

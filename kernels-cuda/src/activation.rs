@@ -1,4 +1,4 @@
-//! Rows of activations as whole numbers of 8 bits: which variant of `cuda/activation.cu` makes them, and how it is launched.
+//! Rows of activations as integers of 8 bits: which variant of `cuda/activation.cu` makes them, and how it is launched.
 //!
 //! The definition is [`quant_kernels_cpu`]'s `Int8Rows`, with codes row by row. Of plain rows and of `silu(gate) · up` codes,
 //! scales and sums are that definition's, bit for bit. A norm's sum of squares runs in another order, so with
@@ -85,7 +85,7 @@ pub struct ActivationShape {
 }
 
 impl ActivationShape {
-    /// `m` rows of `k` that follow each other without gaps, a scale a row, no sums of groups; codes 16 bytes apart or more.
+    /// `m` rows of `k` that follow each other without gaps, a scale per row, no sums of groups; codes 16 bytes apart or more.
     pub fn new(rows: Rows, element: Float, m: usize, k: usize) -> Self {
         Self {
             rows,

@@ -14,7 +14,7 @@
 //! use quant_kernels_cuda::candle::{Activations, PackedLinear, QuantizedLinear, Runner};
 //! use quant_kernels_cuda::layout::Order;
 //!
-//! // Two output features of 32 inputs: codes of 4 bits whose zero is 8, one scale a row.
+//! // Two output features of 32 inputs: codes of 4 bits whose zero is 8, one scale per row.
 //! let (codes, scales) = ([9; 64], [0.5, 0.25]);
 //! let view = WeightView::new([2, 32], 4, 32, &codes, &scales, None)?;
 //!
@@ -205,7 +205,7 @@ impl fmt::Debug for Runner {
 
 /// `y = x Ŵᵀ + b` of packed weights `[n, k]`.
 ///
-/// The input is `[.., k]` in f16 or bf16, or in `f32` where activations become whole numbers, on the runner's device, with
+/// The input is `[.., k]` in f16 or bf16, or in `f32` where activations become integers, on the runner's device, with
 /// any strides; what is not contiguous, or begins at no multiple of 16 bytes, is copied first. The result is `[.., n]` in the
 /// type of the input: sums are `f32` and rounded once, half to even. There is no gradient:
 /// [`forward`](Module::forward) gives a tensor that none flows through, and behind `apply_op1` `backward` fails. Clones share

@@ -53,7 +53,7 @@ pub const SECTION: usize = 256;
 pub enum Order {
     /// f16 or bf16.
     Float,
-    /// Whole numbers of 8 bits.
+    /// Integers of 8 bits.
     Int8,
 }
 
@@ -130,7 +130,7 @@ impl WeightLayout {
         // Codes less a larger one are no signed numbers of as many bits.
         if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme(
-                "a symmetric grid for whole numbers whose zero is beyond its middle",
+                "a symmetric grid for integers whose zero is beyond its middle",
             ));
         }
         let tile_groups = matches!(group_size, 32 | 64 | 128);

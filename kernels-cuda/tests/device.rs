@@ -139,7 +139,7 @@ fn calls_of_linears_are_launched() {
         let multiplied: Vec<f64> = match order {
             Order::Float => x.iter().map(|&v| f64::from(v)).collect(),
             Order::Int8 => {
-                // Whole numbers are the CPU's, to the bit.
+                // Integers are the CPU's, to the bit.
                 let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
                 let (mut rows, layout) = (Int8Rows::default(), RowLayout::of(&layout));
                 match fixed {
@@ -325,7 +325,7 @@ fn linears_of_a_program_without_a_framework() {
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let (row, x) = (&weights[i % n * k..][..k], &x[i / n * k..][..k]);
             let magnitude: f32 = row.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
-            // Halves are off by 2⁻¹² of themselves, sums by less; of whole numbers only the last floats round.
+            // Halves are off by 2⁻¹² of themselves, sums by less; of integers only the last floats round.
             let most =
                 if activations == Activations::Float { magnitude / 2048.0 } else { expected.abs() * 1e-5 };
             assert!((got - expected).abs() <= most + 1e-6, "{activations:?} {i}: {got}, not {expected}");

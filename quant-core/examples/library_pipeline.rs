@@ -109,7 +109,7 @@ fn run(cancel: &CancelToken) -> Result<()> {
         }
     };
     println!(
-        "{} {}: {} → {} bytes, {:.2} bits a quantized weight",
+        "{} {}: {} → {} bytes, {:.2} bits per quantized weight",
         report.method,
         recipe.scheme,
         report.bytes_before,

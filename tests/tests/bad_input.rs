@@ -355,7 +355,7 @@ fn a_perplexity_beyond_all_numbers() {
     });
     let text = ["--text", "builtin-heldout", "--window", "64", "--windows", "2"];
     let run = quant(args!["eval", model.path()].into_iter().chain(text.map(Into::into)));
-    check_message("overflow", &run, 6, &["nats a token"]);
+    check_message("overflow", &run, 6, &["nats per token"]);
 }
 
 /// A configuration that counts fewer blocks than there are would leave weights out.

@@ -73,7 +73,7 @@ fn what_is_written_is_described_runs_and_is_written_again() {
         assert_eq!(inspected["loses"].as_array().unwrap().len(), usize::from(scheme == "w4a8-channel-asym"));
         assert!(inspected["linears"].as_array().unwrap().iter().all(|l| l["stored"] == scheme), "{scheme}");
 
-        // Whole numbers inside are the same; sums of floats round otherwise, and now and then an input falls to the
+        // Integers inside are the same; sums of floats round otherwise, and now and then an input falls to the
         // other side of the middle between two codes.
         let perplexity =
             |options: &[&str]| eval(&out, options).succeeded().json()["perplexity"]["mean"].as_f64().unwrap();

@@ -17,7 +17,7 @@ use crate::support::shell::{output, shared_dir};
 /// Standard errors beyond which a change is one.
 const ERRORS: f64 = 2.0;
 /// Rows that take something away: there the KL is to rise.
-const TAKE_AWAY: [&str; 2] = ["W4A8, a scale a row", "+ KV4"];
+const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -34,7 +34,7 @@ pub struct Args {
 }
 
 /// Models, and the group size where groups come in: one that is not a whole row of any linear, so that groups differ from
-/// a scale a row. The third model's 172 columns divide by none.
+/// a scale per row. The third model's 172 columns divide by none.
 const GROUPS: [(&str, &str); 2] = [("books-7m", "128"), ("tinystories-656k", "64")];
 
 /// Measures and writes the record.
@@ -74,7 +74,7 @@ pub fn run(args: &Args) -> Result<()> {
         title: "QoQ step by step on the real models".into(),
         command: typed_command(),
         body: format!(
-            "`quant eval MODEL --ablation`: each row has all steps above it. Perplexity, KL to float in nats a token, \
+            "`quant eval MODEL --ablation`: each row has all steps above it. Perplexity, KL to float in nats per token, \
              and its change from the row above, paired by windows; ± standard errors. {} calibration and {} evaluation \
              windows of 512 tokens. **Bold**: a change for the worse beyond {ERRORS:.0} standard errors where none is \
              meant. stories260k is left out: its 172 columns divide by no group. Planted: 4 channels of every norm times \
@@ -135,7 +135,7 @@ mod tests {
         };
         let result = json!({ "rows": [
             row("W8A8", None),
-            row("W4A8, a scale a row", Some([0.1, 0.001])),
+            row("W4A8, a scale per row", Some([0.1, 0.001])),
             row("+ rotation", Some([0.01, 0.001])),
             row("+ clipping", Some([0.0015, 0.001])),
             row("+ KV4", Some([0.2, 0.001])),

@@ -139,6 +139,6 @@ fn attention(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<St
         whole("layers")?,
         whole("prefill_queries")?,
         whole("prefill_tokens")?,
-        table(&["cache", "bytes a token", "decode", "times f16", "prefill", "append, a token"], &rows)
+        table(&["cache", "bytes per token", "decode", "times f16", "prefill", "append, a token"], &rows)
     ))
 }

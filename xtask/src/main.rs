@@ -72,7 +72,7 @@ enum Command {
     PeersKernels(peers_kernels::Args),
     /// Compare the experts of a layer in one call with single products and with llama.cpp's, in turns within one run
     PeersExperts(peers_experts::Args),
-    /// Compare whole models with llama.cpp: tokens a second of prefill and decode
+    /// Compare whole models with llama.cpp: tokens per second of prefill and decode
     PeersModels(peers_models::Args),
     /// Time one solve and one Hessian of GPTQ against the products in them
     BenchGptq(bench_gptq::Args),

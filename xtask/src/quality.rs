@@ -45,7 +45,7 @@ pub struct Outcome {
     pub float: f64,
     /// Perplexity of the quantized one.
     pub perplexity: f64,
-    /// Mean KL to float, in nats a token.
+    /// Mean KL to float, in nats per token.
     pub kl: f64,
     /// Its standard error over windows.
     pub kl_error: f64,

@@ -148,7 +148,7 @@ pub fn run(args: &Args) -> Result<()> {
             "Weights of 4 bits, symmetric, in groups, progressive where it is QoQ's; activations of 8 bits per token; \
              keys and values of 4 bits in the cache, all simulated. {} calibration windows and {} evaluation windows \
              of 512 tokens (256 on stories260k); embeddings and head float. Perplexity, and KL to float over the full \
-             vocabulary in nats a token, ± its standard error over windows. Planted in activations: 4 channels of \
+             vocabulary in nats per token, ± its standard error over windows. Planted in activations: 4 channels of \
              every norm times 32, the columns that read them divided by 32. Planted in keys: 2 pairs of channels of \
              every key head times 32, the rows of queries that meet them divided by 32.\n\n{body}## Claims\n\n{claims}",
             args.samples, args.windows

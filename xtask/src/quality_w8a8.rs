@@ -104,7 +104,7 @@ pub fn run(args: &Args) -> Result<()> {
         title: "W8A8 and SmoothQuant on the real models".into(),
         command: typed_command(),
         body: format!(
-            "Weights of 8 bits, symmetric, a scale a row; activations of 8 bits per token, or with one static scale a \
+            "Weights of 8 bits, symmetric, a scale per row; activations of 8 bits per token, or with one static scale a \
              linear, symmetric or not. {} calibration windows and {} evaluation windows of 512 tokens (256 on \
              stories260k); embeddings and head float. Perplexity, and KL to float over the full vocabulary in nats a \
              token, ± its standard error over windows, with activations rounded and multiplied as floats. Planted: 4 \

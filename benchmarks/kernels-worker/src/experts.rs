@@ -86,7 +86,7 @@ pub fn serve(
     if let ("prepare", &[inner, hidden, count]) = (request, numbers) {
         let layer = Layer::new(name, inner, hidden, count)?;
         let bytes: usize = layer.experts[0].iter().map(|part| part.layout().bytes()).sum();
-        let note = format!("{:.3} bits a weight", 8.0 * bytes as f64 / (3 * inner * hidden) as f64);
+        let note = format!("{:.3} bits per weight", 8.0 * bytes as f64 / (3 * inner * hidden) as f64);
         layers.insert(name.to_owned(), layer);
         return Ok(json!({"bytes": bytes, "copies": 1, "note": note}));
     }

@@ -97,7 +97,7 @@ impl Case for Linear {
     }
 
     fn note(&self) -> String {
-        format!("{:.3} bits a weight", self.copies[0].layout().bits_per_weight())
+        format!("{:.3} bits per weight", self.copies[0].layout().bits_per_weight())
     }
 
     fn tokens(&mut self, x: &[f32], m: usize) -> Result<()> {

@@ -43,7 +43,7 @@ impl Verdict {
     }
 }
 
-/// The outcome of a test of a degradation, in nats a token.
+/// The outcome of a test of a degradation, in nats per token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Test {
     pub(super) degradation: Estimate,

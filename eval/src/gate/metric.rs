@@ -15,7 +15,7 @@ pub enum Metric {
     BitsPerByte,
     /// The perplexity over the reference's.
     PerplexityRatio,
-    /// The mean divergence from the reference, nats a token.
+    /// The mean divergence from the reference, nats per token.
     Kl,
     /// Its median over positions.
     KlMedian,
@@ -116,7 +116,7 @@ impl Metric {
         !matches!(self, Self::Perplexity | Self::BitsPerByte | Self::SizeBytes)
     }
 
-    /// Every window's value of what is tested: nats a token.
+    /// Every window's value of what is tested: nats per token.
     pub(super) fn windows(self, result: &Evaluation) -> Option<&[f64]> {
         match self {
             Self::Kl => result.comparison.as_ref().map(|c| c.window_kl.as_slice()),

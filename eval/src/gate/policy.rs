@@ -70,7 +70,7 @@ pub struct NonInferiority {
     pub metric: Metric,
     /// Against what.
     pub against: Against,
-    /// For a perplexity the share by which it may rise; for a divergence nats a token.
+    /// For a perplexity the share by which it may rise; for a divergence nats per token.
     pub margin: f64,
     /// Of which results; all if nothing is named.
     pub results: Vec<String>,

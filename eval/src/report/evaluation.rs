@@ -100,7 +100,7 @@ impl EvaluationReport<'_> {
                 tr {
                     th { "window" }
                     @if kl.is_some() { th { "KL" } }
-                    th { "nats a token" }
+                    th { "nats per token" }
                     th.text { "begins with" }
                 }
                 @for worst in self.worst {
@@ -128,7 +128,7 @@ fn tiles(r: &Evaluation) -> Markup {
                 (estimate_tile("same top token", c.top1_agreement, 4, "share of positions"))
             }
             @if let Some(bits) = scores.bits_per_byte {
-                (estimate_tile("bits a byte", bits, 4, "across tokenizers"))
+                (estimate_tile("bits per byte", bits, 4, "across tokenizers"))
             }
             @let before = r.reference.as_ref().map(|m| format!("reference {}", bytes(m.size_bytes))).unwrap_or_default();
             (tile("weight files", &bytes(r.model.size_bytes), &before))

@@ -170,7 +170,7 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         div.tiles {
             (tile("tensors before", &bytes(report.bytes_before), ""))
             (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
-            (tile("bits a quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
+            (tile("bits per quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
             (tile("quantized tensors", &quantized.to_string(), &format!("of {}", report.tensors.len())))
             @if let Some(c) = &report.calibration {
                 (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))

@@ -1,4 +1,4 @@
-//! Rows of activations as whole numbers of 8 bits.
+//! Rows of activations as integers of 8 bits.
 
 use core::ffi::c_void;
 
@@ -20,7 +20,7 @@ pub const QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM: u32 = 3;
 /// `silu(x) · up`.
 pub const QZ1_CUDA_ROWS_SILU_MUL: u32 = 4;
 
-/// `m` rows of `k` floats to codes, a scale a row, and sums of codes.
+/// `m` rows of `k` floats to codes, a scale per row, and sums of codes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_activation_shape {

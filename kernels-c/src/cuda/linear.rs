@@ -13,7 +13,7 @@ use crate::memory::fields;
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Whole numbers of 8 bits with a scale a token, beside the `QZ1_TYPE_…` of floats.
+/// Integers of 8 bits with a scale per token, beside the `QZ1_TYPE_…` of floats.
 pub const QZ1_CUDA_TYPE_INT8: u32 = 4;
 
 /// `out = x · Wᵀ + bias` of `m` tokens.

@@ -11,7 +11,7 @@ use crate::weights::{
 
 /// Weights that are multiplied with f16 or bf16.
 pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
-/// Weights that are multiplied with whole numbers of 8 bits.
+/// Weights that are multiplied with integers of 8 bits.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
 /// Where everything is in packed bytes: tiles of 16 output features and 128 input features, one order for all

@@ -47,7 +47,7 @@ pub struct KvCache {
     heads: Heads,
     max_tokens: usize,
     tokens: usize,
-    /// Of every 64 tokens a page for each key-value head.
+    /// Of every 64 tokens per page for each key-value head.
     lines: Vec<Line>,
     /// Pages of each key-value head.
     lists: Vec<Vec<u32>>,

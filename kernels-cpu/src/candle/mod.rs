@@ -12,7 +12,7 @@
 //! use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 //! use quant_kernels_cpu::{PackedLinear, Serial, WeightView};
 //!
-//! // Two output features of eight inputs: codes of 4 bits whose zero is 8, one scale a row.
+//! // Two output features of eight inputs: codes of 4 bits whose zero is 8, one scale per row.
 //! let (codes, scales) = ([9, 9, 9, 9, 9, 9, 9, 9, 7, 7, 7, 7, 7, 7, 7, 7], [0.5, 0.25]);
 //! let view = WeightView::new([2, 8], 4, 8, &codes, &scales, None)?;
 //! let weight = Arc::new(PackedLinear::pack(&view, None, false, &Serial)?);
@@ -55,9 +55,9 @@ use crate::{
 pub enum Activations {
     /// The activations themselves (W4A16, W8A16).
     Float,
-    /// Whole numbers of 8 bits with a scale for every token (W4A8, W8A8).
+    /// Integers of 8 bits with a scale for every token (W4A8, W8A8).
     PerToken,
-    /// Whole numbers of 8 bits with one scale and zero. A zero that is not 0 needs weights packed with sums.
+    /// Integers of 8 bits with one scale and zero. A zero that is not 0 needs weights packed with sums.
     Static(StaticScale),
 }
 

@@ -35,7 +35,7 @@ pub(crate) trait RowLanes: Lanes {
     /// Lane `i` gets that of `i ^ DISTANCE`; 1, 2, 4 or 8.
     unsafe fn partner<const DISTANCE: usize>(a: Self::F) -> Self::F;
 
-    /// Whole numbers as integers.
+    /// Integers as integers.
     unsafe fn to_i32(a: Self::F) -> Self::I;
     unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I;

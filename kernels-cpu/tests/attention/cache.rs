@@ -61,7 +61,7 @@ fn pages_are_appended_to_by_lists() {
     }
 }
 
-/// 4.25 bits a number at 128 features, 8.25, and 16.
+/// 4.25 bits per number at 128 features, 8.25, and 16.
 #[test]
 fn caches_are_small() {
     let heads = Heads { query: 32, kv: 8, scale: 1.0 };

@@ -10,7 +10,7 @@
 //! row_bytes = dim · bits / 8, dim = head_dim rounded up to a multiple of 32, codes beyond head_dim 0
 //! tile_bytes = 4 · dim · bits + 128 (f16: 64 · dim), a multiple of 128
 //!
-//! bytes a token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
+//! bytes per token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
 //! ```
 //!
 //! A tile is contiguous, so that a warp's copy of it is one run of 16-byte chunks, and a page is as many tiles as one

@@ -1,6 +1,6 @@
 //! A linear as a framework calls it: from activations as floats to results of their type, every launch on the way.
 //!
-//! [`LinearPlan`] is the product alone; weights that are packed for whole numbers want their activations rounded first.
+//! [`LinearPlan`] is the product alone; weights that are packed for integers want their activations rounded first.
 //! A [`LinearCall`] plans both and the memory between them. It is arithmetic of the host, as plans are.
 
 use quant_kernels_cpu::KernelError;
@@ -28,7 +28,7 @@ pub struct CallShape {
     pub stride: usize,
     /// The type of the results `[m, n]`, without gaps.
     pub output: Output,
-    /// One scale and zero of all activations; without it each token has a scale of its own. For whole numbers.
+    /// One scale and zero of all activations; without it each token has a scale of its own. For integers.
     pub fixed: Option<FixedScale>,
 }
 
@@ -56,7 +56,7 @@ pub struct LinearCall {
     scratch_bytes: usize,
 }
 
-/// How activations become whole numbers, and where in the scratch memory these lie, behind the product's workspace.
+/// How activations become integers, and where in the scratch memory these lie, behind the product's workspace.
 #[derive(Debug, Clone, PartialEq)]
 struct Rounding {
     plan: ActivationPlan,
@@ -97,12 +97,12 @@ pub struct CallLaunch {
 
 impl LinearCall {
     /// Plans a call. Weights of [`Order::Float`] are multiplied with the activations themselves, f16 or bf16, whose rows are a
-    /// multiple of 8 elements apart; those of [`Order::Int8`] with whole numbers of 8 bits, a scale a token, or one scale and
+    /// multiple of 8 elements apart; those of [`Order::Int8`] with integers of 8 bits, a scale per token, or one scale and
     /// zero where [`fixed`](CallShape::fixed) is.
     ///
     /// # Errors
     /// When weights and activations do not belong together: `f32` or `fixed` with weights for floats; rows that are other
-    /// than `k` elements apart with whole numbers, or fewer with floats; a scale that is not above zero; a zero without sums in
+    /// than `k` elements apart with integers, or fewer with floats; a scale that is not above zero; a zero without sums in
     /// the layout. What plans refuse.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &DeviceLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());

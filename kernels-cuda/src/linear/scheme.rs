@@ -12,7 +12,7 @@ pub enum Activation {
     F16,
     /// bfloat16.
     Bf16,
-    /// Whole numbers of 8 bits with a scale a token; `zero`: and a zero, the same for all tokens.
+    /// Integers of 8 bits with a scale per token; `zero`: and a zero, the same for all tokens.
     Int8 {
         /// Whether there is a zero.
         zero: bool,
@@ -40,7 +40,7 @@ pub struct LinearScheme {
     pub(super) group: Option<usize>,
     pub(super) scale: Scale,
     pub(super) zeros: bool,
-    /// Whether products are summed over all of `k` as whole numbers.
+    /// Whether products are summed over all of `k` as integers.
     pub(super) whole: bool,
     signed: bool,
     pub(super) parameter_bytes: usize,

@@ -48,7 +48,7 @@ impl BlockShape {
 
 /// Warps and tiles along tokens, and sets of warps on a multiprocessor, from few tokens to many.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
-/// Up to so many tokens a block has two sets of warps, where chunks have halves. Of more, one set is as many warps.
+/// Up to so many tokens per block has two sets of warps, where chunks have halves. Of more, one set is as many warps.
 const TWO_SETS: usize = 16;
 /// Shapes whose sums of floats fit the registers.
 const FLOAT_SHAPES: usize = 4;

@@ -1,4 +1,4 @@
-//! What the device can do at most, measured: bytes a second, products a second, seconds of a launch.
+//! What the device can do at most, measured: bytes per second, products a second, seconds of a launch.
 
 use super::{Meter, Work};
 use crate::Result;
@@ -31,7 +31,7 @@ pub struct Ceilings {
     pub f16: f64,
     /// The same of bf16.
     pub bf16: f64,
-    /// The same of whole numbers of 8 bits.
+    /// The same of integers of 8 bits.
     pub int8: f64,
     /// Seconds of a launch that does nothing, among others.
     pub launch: f64,

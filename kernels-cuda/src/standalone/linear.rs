@@ -30,9 +30,9 @@ const EXPONENT: i32 = 14;
 pub enum Activations {
     /// The activations themselves (W4A16, W8A16), as halves times a power of two of each row.
     Float,
-    /// Whole numbers of 8 bits with a scale for every token (W4A8, W8A8).
+    /// Integers of 8 bits with a scale for every token (W4A8, W8A8).
     PerToken,
-    /// Whole numbers of 8 bits with one scale and zero for all.
+    /// Integers of 8 bits with one scale and zero for all.
     Static(StaticScale),
 }
 

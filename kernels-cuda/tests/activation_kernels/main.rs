@@ -130,7 +130,7 @@ fn extremes_are_what_the_cpu_makes() {
                 problem.x[4 * k..5 * k].fill(-0.0);
                 // 2⁻²⁰: of all types; small, not zero.
                 problem.x[5 * k..6 * k].iter_mut().for_each(|x| *x = x.signum() * 2.0_f32.powi(-20));
-                // The largest, all alike, and halves between codes: 127 and whole numbers and a half.
+                // The largest, all alike, and halves between codes: 127 and integers and a half.
                 problem.x[6 * k..7 * k].fill(65_280.0);
                 problem.x[7 * k] = 127.0;
                 (1..k).for_each(|i| problem.x[7 * k + i] = (i as f32) - 68.5);

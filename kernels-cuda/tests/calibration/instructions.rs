@@ -13,7 +13,7 @@ pub enum Inputs {
     Positive,
     /// Single floats from −30 to 30.
     Small,
-    /// Two halves, whole numbers from −8 to 8: sums of their products are exact in any order.
+    /// Two halves, integers from −8 to 8: sums of their products are exact in any order.
     WholeHalves,
     /// Two bfloats of the same.
     WholeBfloats,
@@ -25,7 +25,7 @@ pub enum Inputs {
     AnyHalves,
     /// Single floats that are whole, from −1000 to 1000.
     WholeFloat,
-    /// Small whole numbers.
+    /// Small integers.
     Below(u32),
 }
 

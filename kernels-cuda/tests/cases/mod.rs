@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use quant_kernels_cpu::{Scales, WeightView};
 
-/// A generator of whole numbers (splitmix64): the same on every machine.
+/// A generator of integers (splitmix64): the same on every machine.
 #[derive(Debug, Clone)]
 pub struct Random(pub u64);
 

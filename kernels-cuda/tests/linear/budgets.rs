@@ -180,7 +180,7 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
-/// Where whole numbers are multiplied, and weights of 8 bits: what seven tiles more take of the instructions that dequantize, those
+/// Where integers are multiplied, and weights of 8 bits: what seven tiles more take of the instructions that dequantize, those
 /// of the same name that do something else included.
 #[test]
 fn dequantization_of_other_schemes_takes_few_instructions() {

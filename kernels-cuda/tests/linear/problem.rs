@@ -77,7 +77,7 @@ impl Problem {
         problem
     }
 
-    /// Activations of 8 bits, with a scale a token, or by one scale and zero.
+    /// Activations of 8 bits, with a scale per token, or by one scale and zero.
     pub fn int8(case: Case, output: Output, m: usize, zero: Option<i8>, draw: Draw, seed: u64) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
@@ -186,7 +186,7 @@ impl Problem {
         }
     }
 
-    /// Holds results `[m, n]` to the definition: bits, where the whole sum is of whole numbers or there is one chunk; else a
+    /// Holds results `[m, n]` to the definition: bits, where the whole sum is of integers or there is one chunk; else a
     /// bound. Returns the largest error in units of what a float result is the sum of, `Σ |s (q − z) x| + |b|`.
     pub fn check(&self, y: &[f32]) -> f64 {
         let [n, k] = self.case.shape;
@@ -210,7 +210,7 @@ impl Problem {
                             i % n
                         );
                     } else {
-                        // Sums of whole numbers are the same; of their products with scales, the order differs: each of
+                        // Sums of integers are the same; of their products with scales, the order differs: each of
                         // groups and parts rounds once here and once there.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();

@@ -47,7 +47,7 @@ const fn step(
 }
 
 /// Rows with fewer bits than the one above.
-const TAKE_AWAY: [&str; 2] = ["W4A8, a scale a row", "+ KV4"];
+const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 /// What is done before reordering.
 const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
 /// All that is done before weights are rounded.
@@ -56,7 +56,7 @@ const ALL: &[&str] = &["rotate", "reorder", "smooth-attention", "smooth-outputs"
 /// From 8 bits, whose loss is next to nothing, to 4 bits of weights and of the cache, and back up.
 const STEPS: &[Step] = &[
     step("W8A8", None, "rtn", "w8a8-channel-sym", &[]),
-    step("W4A8, a scale a row", None, "rtn", ROW, &[]),
+    step("W4A8, a scale per row", None, "rtn", ROW, &[]),
     step("+ rotation", Some("rotate"), "qoq-rtn", ROW, &["rotate"]),
     step("+ smooth outputs", Some("smooth-outputs"), "qoq-rtn", ROW, &["rotate", "smooth-outputs"]),
     step("+ clipping", Some("clip"), "qoq-rtn", ROW, &["rotate", "smooth-outputs", "clip"]),

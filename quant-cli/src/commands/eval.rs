@@ -346,9 +346,9 @@ fn show(result: &Evaluation) -> String {
         vec![name.to_owned(), format!("{:.digits$}", estimate.mean), error]
     };
     let scores = &result.scores;
-    let mut rows = vec![row("perplexity", &scores.perplexity, 3), row("nats a token", &scores.nll, 4)];
+    let mut rows = vec![row("perplexity", &scores.perplexity, 3), row("nats per token", &scores.nll, 4)];
     for (name, estimate, digits) in [
-        ("bits a byte", &scores.bits_per_byte, 4),
+        ("bits per byte", &scores.bits_per_byte, 4),
         ("perplexity of words", &scores.word_perplexity, 3),
         ("perplexity of bytes", &scores.byte_perplexity, 4),
     ] {

@@ -320,7 +320,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
     let mut text = table(&header, &rows);
     text.push('\n');
     text.push_str(&format!(
-        "{} with {}: {} → {} ({:.2} bits a quantized weight)\n",
+        "{} with {}: {} → {} ({:.2} bits per quantized weight)\n",
         plan.method.name,
         plan.container.name(),
         bytes(plan.input_bytes()),

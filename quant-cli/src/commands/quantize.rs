@@ -485,7 +485,7 @@ fn text(summary: &Summary, model: &Path) -> String {
             _ => format!("{}: ", output.format),
         };
         text.push_str(&format!(
-            "{format}{} → {} ({:.2} bits a quantized weight)\n",
+            "{format}{} → {} ({:.2} bits per quantized weight)\n",
             bytes(summary.bytes_before),
             bytes(output.bytes_after),
             output.bits_per_quantized_weight,

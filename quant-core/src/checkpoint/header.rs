@@ -372,7 +372,7 @@ impl<'de> Deserialize<'de> for Dims {
             type Value = Dims;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an array of whole numbers")
+                f.write_str("an array of integers")
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Dims, A::Error> {

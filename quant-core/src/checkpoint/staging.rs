@@ -1,4 +1,4 @@
-//! Writing, last stage of the path: the staged files of a job, created anew or taken over.
+//! Writing, last stage of the path: the staged files of a job, created again or taken over.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -44,7 +44,7 @@ pub(crate) fn stage(
     Ok((shards, journal))
 }
 
-/// Takes over the shards of an interrupted job. What does not look like its shard is created anew,
+/// Takes over the shards of an interrupted job. What does not look like its shard is created again,
 /// what is no shard is removed: other files are added again by every run.
 pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> Result<Vec<Staged>> {
     let out = job.out();

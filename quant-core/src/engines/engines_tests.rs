@@ -86,13 +86,13 @@ fn groups_must_divide_what_a_rank_holds() {
     assert!(reason("vLLM, CUDA", &finer, 4).contains("padded"));
     // What vLLM pads, SGLang does not load.
     assert_eq!(words("SGLang", &finer), ["yes", "yes", "no", "no"]);
-    // A scale a channel goes along with its channel.
+    // A scale per channel goes along with its channel.
     let channel = outline("compressed-tensors", QWEN_72B, "w4a16-channel-sym");
     assert_eq!(words("vLLM, CUDA", &channel)[1..], ["yes", "yes, but", "yes, but"]);
     assert_eq!(words("SGLang", &channel), ["yes", "yes", "no", "no"]);
     let awq = outline("awq", QWEN_72B, "w4a16-channel-asym");
     assert_eq!(words("vLLM, CUDA", &awq), ["yes", "no", "no", "no"]);
-    assert!(reason("vLLM, CUDA", &awq, 2).contains("a scale a channel does not split"));
+    assert!(reason("vLLM, CUDA", &awq, 2).contains("a scale per channel does not split"));
 }
 
 #[test]

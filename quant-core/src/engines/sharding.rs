@@ -26,7 +26,7 @@ impl Share<'_> {
         self.parts.iter().sum()
     }
 
-    /// The group size; `None` for a scale a channel.
+    /// The group size; `None` for a scale per channel.
     pub(super) fn group(&self) -> Option<usize> {
         match self.scheme.granularity {
             Granularity::Group(size) => Some(size),
@@ -111,7 +111,7 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     }
     if container == "awq" {
         if share.group().is_none() && share.split_inputs {
-            return Err(share.fault("a scale a channel does not split over ranks in this format"));
+            return Err(share.fault("a scale per channel does not split over ranks in this format"));
         }
         return match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
             Some(n) => Err(share.fault(format!("{n} outputs a rank are no multiple of 8"))),

@@ -45,7 +45,7 @@ const LEAST: f32 = 1e-5;
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
 /// Those of outputs.
 const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
-/// The exponent of outputs that are read by weights in groups, and by weights with a scale a row.
+/// The exponent of outputs that are read by weights in groups, and by weights with a scale per row.
 const USUAL_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// What a search tries for a producer: the exponents, and no smoothing.
 pub(crate) const CANDIDATES: usize = 13;

@@ -121,7 +121,7 @@ pub enum Question<'a> {
         texts: Vec<&'a str>,
         /// Whether the tokenizer adds the special tokens that it has for every text.
         special: bool,
-        /// Whether it is asked which bytes a token stands for.
+        /// Whether it is asked which bytes per token stands for.
         places: bool,
     },
     /// The texts of tokens, without special ones.

@@ -1,4 +1,4 @@
-//! `cargo xtask peers-models`: tokens a second of a whole model, ours and llama.cpp's, in turns.
+//! `cargo xtask peers-models`: tokens per second of a whole model, ours and llama.cpp's, in turns.
 //!
 //! The model is the synthetic one in the shape of Llama 3.2 1B, and every side quantizes it itself, the head with it.
 //! Each turn is a process of its own on the same cores, which runs everything twice and counts the second time.

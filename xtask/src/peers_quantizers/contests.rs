@@ -36,9 +36,9 @@ pub(super) struct Set {
 /// What is measured of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Metric {
-    /// Mean KL to float, in nats a token.
+    /// Mean KL to float, in nats per token.
     Kl,
-    /// The logarithm of the perplexity: nats a token.
+    /// The logarithm of the perplexity: nats per token.
     LogPerplexity,
 }
 

@@ -97,7 +97,7 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
         body: format!(
             "Peers: {}; in float32. {} All: symmetric grids, the same {} calibration windows of 512 tokens (256 on \
              stories260k), scores averaged over {} selection(s) of them, the tokens' digests compared; embeddings and head float. Scored by `quant eval` on the \
-             same {} windows: perplexity, and KL to float over the full vocabulary in nats a token, ± its standard \
+             same {} windows: perplexity, and KL to float over the full vocabulary in nats per token, ± its standard \
              error over windows. Planted: 4 channels of every norm times 32, the columns that read them divided by \
              32.\n\nA pooled difference weighs rows by tokens. A window of a text is one draw, however many rows it is \
              scored in; spread is taken within a model and text. Selections of calibration windows, where there are \

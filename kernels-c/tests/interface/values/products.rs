@@ -84,7 +84,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         qz1_residual { struct_size, kind: self.kind, data, len: of.len() }
     }
 
-    /// Whole numbers by Rust: their products, and the residual.
+    /// Integers by Rust: their products, and the residual.
     fn int8(&self, form: Form, isa: Isa, by: Option<StaticScale>) -> (Vec<u32>, Vec<E>) {
         let (token, layout, mut residual) = (isa.token().unwrap(), self.rows(), self.residual.clone());
         let mut rows = Int8Rows::new(token);
@@ -143,7 +143,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         }
     }
 
-    /// Whole numbers through C.
+    /// Integers through C.
     fn c_int8(&self, form: Form, isa: u32, by: Option<StaticScale>, parallel: P) -> (Vec<u32>, Vec<E>) {
         let struct_size = size_of::<qz1_static_scale>() as u32;
         let by =

@@ -1,4 +1,4 @@
-//! `quant bench MODEL --prefill N --decode N`: tokens a second; `quant bench kernels`: of the kernels alone.
+//! `quant bench MODEL --prefill N --decode N`: tokens per second; `quant bench kernels`: of the kernels alone.
 
 mod kernels;
 

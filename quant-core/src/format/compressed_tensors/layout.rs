@@ -148,7 +148,7 @@ pub(super) fn layout_as(
     if !(2..=8).contains(&bits) {
         return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {bits}")));
     }
-    // Every count below is at most 8 bytes a weight.
+    // Every count below is at most 8 bytes per weight.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
         return Err(unusable(format!("{n} × {k} weights exceed the address space")));
     }

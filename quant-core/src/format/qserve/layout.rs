@@ -8,7 +8,7 @@
 //! | `X.s1_scales` | F16 | `[n]` | scales of rows |
 //! | `X.s2_scales` | I8 | `[k/128, n]` | scales of groups, 1 to 16, in the order of [`S2Order`]; progressive |
 //! | `X.s2_zeros` | I8 | `[k/128, n]` | `−zero · scale` modulo 256, in that order; progressive |
-//! | `X.s1_szeros` | F16 | `[n]` | `zero · scale`; a scale a row |
+//! | `X.s1_szeros` | F16 | `[n]` | `zero · scale`; a scale per row |
 //!
 //! and of 8 bits:
 //!
@@ -36,7 +36,7 @@ pub(super) enum Kind {
     Group,
     /// 4 bits with a scale and a zero a row.
     Channel,
-    /// 8 bits with a scale a row.
+    /// 8 bits with a scale per row.
     Bytes,
 }
 

@@ -169,7 +169,7 @@ pub(super) fn show(cases: &[Case]) -> Option<String> {
         return None;
     }
     let header =
-        ["cache", "bytes a token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
+        ["cache", "bytes per token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
     let rows: Vec<Vec<String>> = cases
         .iter()
         .map(|case| {

@@ -24,7 +24,7 @@ const ROTATED: usize = 192 << 20;
 /// Times of each case; the median counts.
 const ROUNDS: usize = 7;
 
-/// A scheme and whether activations are whole numbers.
+/// A scheme and whether activations are integers.
 #[derive(Debug, Clone, Copy)]
 struct Scheme {
     name: &'static str,
