@@ -129,9 +129,7 @@ impl WeightLayout {
         let mut layout = Self { n, k, code_bits, group_size, scales, middle, order, sums, sections: [0; 6] };
         // Codes less a larger one are no signed numbers of as many bits.
         if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
-            return Err(KernelError::Scheme(
-                "a symmetric grid for integers whose zero is beyond its middle",
-            ));
+            return Err(KernelError::Scheme("a symmetric grid for integers whose zero is beyond its middle"));
         }
         let tile_groups = matches!(group_size, 32 | 64 | 128);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);

@@ -367,7 +367,7 @@ fn non_inferiority(
         None => "of one window, which says nothing of the spread".into(),
     };
     let need = match test.windows_needed {
-        Some(n) => format!("; with about {n} windows it would be known four times out of five"),
+        Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
         None => String::new(),
     };
     let message = match differences.iter().all(|d| *d == 0.0) {

@@ -163,7 +163,7 @@ fn divergence(c: &Divergence) -> Markup {
     html! {
         (svg::bars("Positions by their divergence", "KL in nats; per cent of positions upwards", &edges, &series))
         @if c.at_noise_floor == Some(true) {
-            p { "The mean is below three times the noise floor: the models are the same, as far as can be told." }
+            p { "The mean is below three times the noise floor: this text shows no difference between the models." }
         }
         @if let Some(floor) = &c.noise_floor {
             p.soft { "Noise floor: " (nats_of(floor.kl)) " nats, on " (floor.windows) " windows. What is said below is to be held against it." }

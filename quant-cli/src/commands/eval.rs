@@ -349,8 +349,8 @@ fn show(result: &Evaluation) -> String {
     let mut rows = vec![row("perplexity", &scores.perplexity, 3), row("nats per token", &scores.nll, 4)];
     for (name, estimate, digits) in [
         ("bits per byte", &scores.bits_per_byte, 4),
-        ("perplexity of words", &scores.word_perplexity, 3),
-        ("perplexity of bytes", &scores.byte_perplexity, 4),
+        ("word perplexity", &scores.word_perplexity, 3),
+        ("byte perplexity", &scores.byte_perplexity, 4),
     ] {
         rows.extend(estimate.iter().map(|e| row(name, e, digits)));
     }
@@ -364,12 +364,12 @@ fn show(result: &Evaluation) -> String {
             rows.push(vec!["  its noise floor".into(), nats(floor.kl.mean), error(&floor.kl, small)]);
         }
         rows.push(row("same top token", &comparison.top1_agreement, 4));
-        rows.push(row("top five in common", &comparison.top5_overlap, 4));
-        rows.push(row("rms change of p", &comparison.rms_delta_p, 5));
+        rows.push(row("same top five tokens", &comparison.top5_overlap, 4));
+        rows.push(row("RMS change of p", &comparison.rms_delta_p, 5));
     }
     let mut text = table(&["", "mean", "± standard error"], &rows);
     if let Some(comparison) = &result.comparison {
-        text.push('\n');
+        text.push_str("\nTo compare models, look at mean KL: lower is better, 0 is equal.\n\n");
         text.push_str(&spread(comparison));
     }
     let said = |before: &str, model: Option<&ModelIdentity>| {
@@ -400,19 +400,19 @@ fn spread(comparison: &Divergence) -> String {
     };
     let q = &comparison.kl_quantiles;
     let rows = [
-        row("half of all", &q.median),
-        row("90 %", &q.p90),
-        row("99 %", &q.p99),
-        row("99.9 %", &q.p999),
-        row("all", &q.max),
+        row("median", &q.median),
+        row("90th percentile", &q.p90),
+        row("99th percentile", &q.p99),
+        row("99.9th percentile", &q.p999),
+        row("maximum", &q.max),
     ];
-    let mut text = table(&["KL (nats) of … is at most", "", "95 % interval"], &rows);
+    let mut text = table(&["KL per token (nats)", "", "95 % interval"], &rows);
     if comparison.at_noise_floor == Some(true) {
-        text.push_str("\nThe mean KL is below three times its noise floor: the models are the same, as far as can be told.\n");
+        text.push_str("\nThe mean KL is below three times its noise floor: this text shows no difference between the models.\n");
     }
     if let Some(increase) = comparison.minimum_detectable_increase {
         text.push_str(&format!(
-            "\nAn increase of the perplexity by {:.2} % would have been found four times out of five.\n",
+            "\nThis text detects a perplexity increase of {:.2} % with 80 % probability.\n",
             100.0 * increase
         ));
     }
