@@ -2,6 +2,7 @@
 
   blocks    rows of every block type: bytes equal to what `ggml_quantize_chunk` makes of them, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
+  refined   rows by our own search: less weighted error than `ggml_quantize_chunk` leaves
   files     every mixture: each tensor of our file equal to that of llama-quantize, also with an importance
             matrix that we wrote
   convert   tensors and keys of our F32 file equal to the converter's
@@ -103,8 +104,35 @@ def blocks(check, llama_cpp):
     return f"{len(TYPES)} types, {compared} rows", True
 
 
+def refined(check, llama_cpp):
+    """Our own search: rows of every type are read by gguf-py, and leave less weighted error than ggml's."""
+    library, gguf = importlib.import_module("ggml").Ggml(llama_cpp), reader(llama_cpp)
+    random = numpy.random.default_rng(21)
+    values = (random.standard_t(5, (100, COLUMNS)) * 0.02).astype("<f4")
+    importance = numpy.exp(random.standard_normal(COLUMNS) * 1.5).astype("<f4")
+    source, weights, out = (check.scratch / name for name in ("rows", "importance", "blocks"))
+    values.tofile(source)
+    importance.tofile(weights)
+    worst = 0
+    for name, number in TYPES.items():
+        if name in ("F16", "BF16"):
+            continue
+        kind = gguf.GGMLQuantizationType(number)
+        for weight in (None, importance):
+            check.program("interop-dump", "refine", name, COLUMNS, source, out, *([] if weight is None else [weights]))
+            ours = numpy.fromfile(out, numpy.uint8).reshape(len(values), -1)
+            theirs = library.quantize(number, values, weight).reshape(len(values), -1)
+            errors = [((gguf.quants.dequantize(rows, kind) - values) ** 2 * (1 if weight is None else weight)).sum()
+                      for rows in (ours, theirs)]
+            worst = max(worst, errors[0] / errors[1])
+            if not errors[0] < errors[1]:
+                return f"{name}: {errors[0]:.4e}, {errors[1]:.4e} by ggml", False
+    return f"at most {worst:.3f} of ggml's error", True
+
+
 def quantize(check, model, out, *options):
-    check.program("quant", "quantize", model, "-o", out, "--format", "gguf", "--force", "--quiet", *options)
+    check.program("quant", "quantize", model, "-o", out, "--format", "gguf", "--force", "--quiet", "--reference-search",
+                  *options)
     return out
 
 
@@ -195,6 +223,7 @@ def run_all(check, llama_cpp, only, whole):
     mixtures = MIXTURES + (WHOLE if whole else [])
     cases = {
         "blocks": lambda: blocks(check, llama_cpp),
+        "refined": lambda: refined(check, llama_cpp),
         "files": lambda: files(check, llama_cpp, mixtures),
         "convert": lambda: convert(check, llama_cpp),
         "score": lambda: score(check, llama_cpp),
