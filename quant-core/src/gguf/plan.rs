@@ -132,11 +132,11 @@ impl GgufPlan {
         let about = metadata::metadata(a, family)?;
         let mut notes = about.warnings;
         let mut drafts = drafts(model, family)?;
-        if let Some(factors) = about.rope_factors {
+        for (name, factors) in about.rope_factors {
             drafts.insert(
                 1,
                 Draft {
-                    name: families::ROPE_FACTORS.into(),
+                    name: name.into(),
                     module: String::new(),
                     shape: vec![factors.len()],
                     role: Role::Other,
@@ -302,7 +302,7 @@ fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<D
 fn role(stored: &str) -> Role {
     match stored {
         "attn_k" => Role::Key,
-        "attn_v" => Role::Value,
+        "attn_v" | "attn_qkv" => Role::Value,
         "attn_output" => Role::AttentionOutput,
         "ffn_down" | "ffn_down_exps" => Role::Down,
         _ => Role::Other,

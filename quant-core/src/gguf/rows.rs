@@ -82,9 +82,10 @@ pub(super) fn read_rows(
     Ok(values)
 }
 
-/// The shape of a stored tensor as rows and columns.
-pub(super) fn matrix(shape: &[usize]) -> Result<[usize; 2]> {
+/// The shape of a stored tensor as rows and columns. A vector is a row, or a column where its elements change places.
+pub(super) fn matrix(shape: &[usize], order: RowOrder) -> Result<[usize; 2]> {
     match *shape {
+        [rows] if order != RowOrder::AsStored => Ok([rows, 1]),
         [columns] => Ok([1, columns]),
         [rows, columns] => Ok([rows, columns]),
         _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),

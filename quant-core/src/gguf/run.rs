@@ -151,7 +151,9 @@ impl Writer<'_> {
             Source::Stored { tensors, order, shift } => {
                 let columns = shape.last().copied().unwrap_or_default();
                 for (i, tensor) in tensors.iter().enumerate() {
-                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape)?;
+                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape, *order)?;
+                    // The elements of a bias whose rows take turns are rows of their own.
+                    let columns = if shape.len() == 1 { stored } else { columns };
                     if stored != columns {
                         return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
                     }
