@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 VOCABULARY = 272
 LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-               "original_max_position_embeddings": 256, "rope_type": "llama3"}
+               "original_max_position_embeddings": 64, "rope_type": "llama3"}
 LINEAR_ROPE = {"factor": 4.0, "rope_type": "linear"}
 OPT = {"model_type": "opt", "ffn_dim": 384, "word_embed_proj_dim": 128, "pad_token_id": 1}
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -45,7 +45,7 @@ VARIANTS = {
     # llama.cpp knows a Phi-3 vocabulary by the name of the directory.
     "fused": {"model_type": "phi3", "pad_token_id": 0,
               "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
-    "fused-longrope": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 64, "rope_parameters": {
+    "fused-longrope": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 256, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(16)],
         "long_factor": [1.5 + 0.7 * i for i in range(16)]}},
     "cohere-plain": {"model_type": "cohere", "logit_scale": 0.3},

@@ -97,6 +97,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn elements_of_a_bias_take_turns_as_rows_do() {
+        let order = RowOrder::Paired { head: 6 };
+        assert_eq!(matrix(&[12], order).unwrap(), [12, 1]);
+        assert_eq!(matrix(&[12], RowOrder::AsStored).unwrap(), [1, 12]);
+        assert_eq!(matrix(&[12, 5], order).unwrap(), [12, 5]);
+        assert!(matrix(&[2, 12, 5], order).is_err());
+    }
+
+    #[test]
     fn rows_of_halves_take_turns_and_go_back() {
         let order = RowOrder::Paired { head: 6 };
         let places: Vec<usize> = (0..12).map(|row| order.stored(row)).collect();
