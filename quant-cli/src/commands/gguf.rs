@@ -67,7 +67,13 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
     let gathers = args.calibration.is_some() || options.gguf.save_imatrix.is_some();
     check_importance(options, gathers)?;
     // Found here rather than after calibration.
-    options.gguf_request(true)?;
+    let gptq = options.gguf_request(true)?.gptq.is_some();
+    if gptq && !gathers {
+        return Err(Error::usage(
+            "GPTQ needs a text: --calibration is missing",
+            "add --calibration, for example builtin",
+        ));
+    }
     if !args.force && args.output.exists() {
         return Err(Error::OutputExists { path: args.output.clone() });
     }
@@ -77,6 +83,9 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
     }
     let opened = open(&args.model, options, session)?;
     refuse_overlap(opened.directory.path(), &args.output)?;
+    if gptq {
+        Curvature::check(&opened.model)?;
+    }
     let windows = if gathers { Some(windows(args, &opened, session)?) } else { None };
     let importance = importance(args, &opened, windows.as_ref(), session)?;
     let (importance, origin) = match importance {
@@ -105,13 +114,7 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
         (Some(settings), Some(windows)) => {
             Some(Curvature::new(&opened.model, windows, settings, &session.cancel)?)
         }
-        (Some(_), None) => {
-            return Err(Error::usage(
-                "GPTQ needs a text: --calibration is missing",
-                "add --calibration, for example builtin",
-            ));
-        }
-        (None, _) => None,
+        _ => None,
     };
     let weighing = (importance.as_ref(), curvature.as_mut());
     let (published, report) = write(&plan, &opened, weighing, &origin, args, session)?;

@@ -26,10 +26,27 @@ pub struct Curvature<'a> {
 }
 
 impl<'a> Curvature<'a> {
+    /// Fails for models whose linears cannot be encoded by GPTQ.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a model with experts.
+    pub fn check(model: &Model) -> Result<()> {
+        let a = model.architecture();
+        let has_experts =
+            |layer: usize| a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Route(_)));
+        match (0..a.layers).any(has_experts) {
+            true => Err(Error::usage(
+                "GPTQ onto the blocks of GGUF files is for models without experts",
+                "leave --method out: scales are searched for with the importance of each expert's channels",
+            )),
+            false => Ok(()),
+        }
+    }
+
     /// Begins before the first block.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a model with experts, and when settings make no sense; whatever the embedding fails with.
+    /// As [`check`](Self::check); [`Error::Usage`] when settings make no sense; whatever the embedding fails with.
     pub fn new(
         model: &'a Model,
         windows: &TokenWindows,
@@ -37,15 +54,7 @@ impl<'a> Curvature<'a> {
         cancel: &'a CancelToken,
     ) -> Result<Self> {
         settings.check()?;
-        let a = model.architecture();
-        let has_experts =
-            |layer: usize| a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Route(_)));
-        if (0..a.layers).any(has_experts) {
-            return Err(Error::usage(
-                "GPTQ onto the blocks of GGUF files is for models without experts",
-                "leave --method out: scales are searched for with the importance of each expert's channels",
-            ));
-        }
+        Self::check(model)?;
         let states = HiddenStates::embed(model, windows)?;
         let ropes = model.rope(windows.length())?;
         let damping = settings.damping;

@@ -32,7 +32,7 @@ pub fn encode_blocks(
 ) {
     let row_bytes = kind.row_bytes(k).unwrap_or_default();
     assert!(
-        k > 0 && rows.len() % k == 0 && out.len() == rows.len() / k * row_bytes,
+        k > 0 && rows.len().is_multiple_of(k) && out.len() == rows.len() / k * row_bytes,
         "bytes of {kind:?} rows"
     );
     assert!(factor.columns().iter().copied().eq(0..k), "a factor of {k} columns in order");

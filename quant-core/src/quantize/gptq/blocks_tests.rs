@@ -130,8 +130,9 @@ fn codes_are_the_nearest_to_what_the_columns_before_have_made_of_the_weights() {
             let [low, high] = [-8.0 * d, 7.0 * d];
             let saturated = (stored == low || stored == high) && error.signum() == stored.signum();
             assert!(saturated || error.abs() <= 0.501 * d.abs(), "column {c}: {} is {stored}", now[c]);
-            for j in c + 1..COLUMNS {
-                now[j] -= error * f64::from(factor.ratios()[c * COLUMNS + j]);
+            let ratios = &factor.ratios()[c * COLUMNS..][..COLUMNS];
+            for (later, ratio) in now.iter_mut().zip(ratios).skip(c + 1) {
+                *later -= error * f64::from(*ratio);
             }
             moved = moved.max((now[c] - f64::from(row[c])).abs());
         }
