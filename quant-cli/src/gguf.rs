@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use quant_core::blocks::{BLOCK_TYPES, BlockType, block_type};
+use quant_core::blocks::{BLOCK_TYPES, BlockType, Search, block_type};
 use quant_core::gguf::{self, GgufRequest, MIXTURES, Mixture};
+use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::Pattern;
 use quant_core::{Error, Result};
 
@@ -21,6 +22,9 @@ pub struct GgufOptions {
     /// Give rows that do not fit their type the type that llama-quantize falls back to; the report lists them
     #[arg(long, help_heading = "GGUF")]
     pub allow_fallback: bool,
+    /// Find scales as llama-quantize does, byte for byte, and not by the search that leaves less error
+    #[arg(long, help_heading = "GGUF")]
+    pub reference_search: bool,
     /// Weigh errors by the importance matrix in FILE (GGUF or .dat). With --calibration one is gathered
     #[arg(long, value_name = "FILE", help_heading = "GGUF")]
     pub imatrix: Option<PathBuf>,
@@ -30,10 +34,11 @@ pub struct GgufOptions {
 }
 
 impl GgufOptions {
-    fn given(&self) -> [(&'static str, bool); 4] {
+    fn given(&self) -> [(&'static str, bool); 5] {
         [
             ("--pre", self.pre.is_some()),
             ("--allow-fallback", self.allow_fallback),
+            ("--reference-search", self.reference_search),
             ("--imatrix", self.imatrix.is_some()),
             ("--save-imatrix", self.save_imatrix.is_some()),
         ]
@@ -97,14 +102,43 @@ impl RecipeOptions {
             pre: self.gguf.pre.clone(),
             allow_fallback: self.gguf.allow_fallback,
             weighted,
+            gptq: self.gguf_method()?,
+            search: match self.gguf.reference_search {
+                true => Search::Reference,
+                false => Search::Refined,
+            },
         })
+    }
+
+    /// The settings of GPTQ, where it is the method.
+    fn gguf_method(&self) -> Result<Option<GptqSettings>> {
+        let settings = match self.method.as_deref() {
+            None | Some("rtn") => return Ok(None),
+            Some("gptq") => GptqSettings {
+                damping: self.damping.unwrap_or(GptqSettings::default().damping),
+                ..GptqSettings::default()
+            },
+            Some(other) => {
+                return Err(Error::usage(
+                    format!("the method {other} does not write GGUF files"),
+                    "choose gptq, or leave it out: rows are rounded to nearest then",
+                ));
+            }
+        };
+        settings.check()?;
+        if self.gguf.reference_search {
+            return Err(Error::usage(
+                "--reference-search and --method gptq ask for different bytes",
+                "leave one of them out",
+            ));
+        }
+        Ok(Some(settings))
     }
 
     fn not_for_gguf(&self) -> Vec<(&'static str, bool)> {
         vec![
             ("--preset", self.preset.is_some()),
             ("--recipe", self.recipe.is_some()),
-            ("--method", self.method.is_some()),
             ("--group-size", self.group_size.is_some()),
             ("--symmetric", self.symmetric),
             ("--asymmetric", self.asymmetric),
@@ -115,7 +149,7 @@ impl RecipeOptions {
             ("--output-alpha", self.output_alpha.is_some()),
             ("--attention-alpha", self.attention_alpha.is_some()),
             ("--search", self.search.is_some()),
-            ("--damping", self.damping.is_some()),
+            ("--damping", self.damping.is_some() && self.method.is_none()),
             ("--block-size", self.block_size.is_some()),
             ("--act-order", self.act_order.is_some()),
             ("--layer-inputs", self.layer_inputs.is_some()),

@@ -2,18 +2,21 @@
 
   blocks    rows of every block type: bytes equal to what `ggml_quantize_chunk` makes of them, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
+  refined   rows by our own search: less weighted error than `ggml_quantize_chunk` leaves
   files     every mixture: each tensor of our file equal to that of llama-quantize, also with an importance
             matrix that we wrote
   convert   tensors and keys of our F32 file equal to the converter's
   score     llama-perplexity on our file against `quant eval` on the same file, both with float weights
-  loads     files of other families, loaded and scored by llama.cpp
+  loads     files of other families, loaded and scored by llama.cpp; of many also the tensors equal to the converter's
 
 check.py runs these as its `gguf` checks.
 """
 
+import contextlib
 import importlib
 import json
 import sys
+from unittest import mock
 
 import numpy
 
@@ -27,6 +30,9 @@ COLUMNS = 512
 # Tiny models of make_tiny.py.
 FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3-unbiased", "mixtral", "qwen3-moe",
             "gemma2-alternating", "gemma3-sixth"]
+# Those whose tensors are compared with the converter's, too.
+CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "olmo2-plain", "seed_oss-plain", "cohere-plain",
+             "starcoder2-plain", "qwen2_moe-all"]
 # llama-perplexity prints four digits behind the point.
 DIGITS = 5e-5
 # Products in f32 of another order, relative.
@@ -103,8 +109,35 @@ def blocks(check, llama_cpp):
     return f"{len(TYPES)} types, {compared} rows", True
 
 
+def refined(check, llama_cpp):
+    """Our own search: rows of every type are read by gguf-py, and leave less weighted error than ggml's."""
+    library, gguf = importlib.import_module("ggml").Ggml(llama_cpp), reader(llama_cpp)
+    random = numpy.random.default_rng(21)
+    values = (random.standard_t(5, (100, COLUMNS)) * 0.02).astype("<f4")
+    importance = numpy.exp(random.standard_normal(COLUMNS) * 1.5).astype("<f4")
+    source, weights, out = (check.scratch / name for name in ("rows", "importance", "blocks"))
+    values.tofile(source)
+    importance.tofile(weights)
+    worst = 0
+    for name, number in TYPES.items():
+        if name in ("F16", "BF16"):
+            continue
+        kind = gguf.GGMLQuantizationType(number)
+        for weight in (None, importance):
+            check.program("interop-dump", "refine", name, COLUMNS, source, out, *([] if weight is None else [weights]))
+            ours = numpy.fromfile(out, numpy.uint8).reshape(len(values), -1)
+            theirs = library.quantize(number, values, weight).reshape(len(values), -1)
+            errors = [((gguf.quants.dequantize(rows, kind) - values) ** 2 * (1 if weight is None else weight)).sum()
+                      for rows in (ours, theirs)]
+            worst = max(worst, errors[0] / errors[1])
+            if not errors[0] < errors[1]:
+                return f"{name}: {errors[0]:.4e}, {errors[1]:.4e} by ggml", False
+    return f"at most {worst:.3f} of ggml's error", True
+
+
 def quantize(check, model, out, *options):
-    check.program("quant", "quantize", model, "-o", out, "--format", "gguf", "--force", "--quiet", *options)
+    check.program("quant", "quantize", model, "-o", out, "--format", "gguf", "--force", "--quiet", "--reference-search",
+                  *options)
     return out
 
 
@@ -176,10 +209,28 @@ def score(check, llama_cpp):
     return f"{packed_ours:.4f}, {theirs:.4f} by llama.cpp", ok
 
 
+def same_as_converted(check, llama_cpp, model, ours):
+    """Names of tensors that differ from the converter's, whatever vocabulary the family has there."""
+    gguf, theirs = reader(llama_cpp), check.scratch / "converted.gguf"
+    if str(llama_cpp / "source") not in sys.path:
+        sys.path.insert(0, str(llama_cpp / "source"))
+    byte_level = importlib.import_module("conversion.base").TextModel._set_vocab_gpt2
+    own_vocabulary = [("conversion.phi", "Phi3MiniModel"), ("conversion.glm", "Glm4Model")]
+    with contextlib.ExitStack() as stack:
+        for module, kind in own_vocabulary:
+            kind = getattr(importlib.import_module(module), kind)
+            stack.enter_context(mock.patch.object(kind, "set_vocab", byte_level))
+        importlib.import_module("reference_llama_cpp").convert(llama_cpp, model, "smollm", theirs)
+    return differences(tensors(gguf, ours), tensors(gguf, theirs))
+
+
 def loads(check, llama_cpp, name):
     at = check.scratch
     model = check.model(name)
     path = quantize(check, model, at / f"{name}.gguf", "--scheme", "f32")
+    wrong = same_as_converted(check, llama_cpp, model, path) if name in CONVERTED else []
+    if wrong:
+        return f"{wrong[:4]} differ from the converter's", False
     theirs, ours = perplexities(check, llama_cpp, path, check.text(name), 64, 2)
     direct = json.loads(check.program("quant", "eval", model, "--text", check.text(name), "--profile", "llamacpp-64",
                                       "--windows", 2, "--quiet", "--json"))["perplexity"]["mean"]
@@ -195,11 +246,12 @@ def run_all(check, llama_cpp, only, whole):
     mixtures = MIXTURES + (WHOLE if whole else [])
     cases = {
         "blocks": lambda: blocks(check, llama_cpp),
+        "refined": lambda: refined(check, llama_cpp),
         "files": lambda: files(check, llama_cpp, mixtures),
         "convert": lambda: convert(check, llama_cpp),
         "score": lambda: score(check, llama_cpp),
     }
-    cases |= {f"loads {name}": (lambda name=name: loads(check, llama_cpp, name)) for name in FAMILIES}
+    cases |= {f"loads {name}": (lambda name=name: loads(check, llama_cpp, name)) for name in FAMILIES + CONVERTED}
     for title, work in cases.items():
         if only in f"gguf {title}":
             check.step(f"gguf   {title}", work)

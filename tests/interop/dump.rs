@@ -10,6 +10,7 @@
 //!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
 //! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows of a block type, from and to little-endian files;
+//! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: the same by our own search;
 //! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type stand for;
 //! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as the inputs of a linear are: `fp8-token`,
 //!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as the cache does keys and values: `kv-fp8`.
@@ -19,7 +20,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
 
-use quant_core::blocks::{BlockType, block_type};
+use quant_core::blocks::{BlockType, Search, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
 use quant_core::model::{Decoder, KvScheme, Model};
@@ -38,9 +39,13 @@ fn main() -> ExitCode {
         ["weights", model, out] => weights(model, out),
         ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
-        ["encode", kind, columns, from, out] => encode(kind, columns, from, out, None),
+        ["encode", kind, columns, from, out] => encode(Search::Reference, kind, columns, from, out, None),
         ["encode", kind, columns, from, out, importance] => {
-            encode(kind, columns, from, out, Some(importance))
+            encode(Search::Reference, kind, columns, from, out, Some(importance))
+        }
+        ["refine", kind, columns, from, out] => encode(Search::Refined, kind, columns, from, out, None),
+        ["refine", kind, columns, from, out, importance] => {
+            encode(Search::Refined, kind, columns, from, out, Some(importance))
         }
         ["decode", kind, columns, from, out] => decode(kind, columns, from, out),
         ["inputs", rule, from, out] => inputs(rule, None, from, out),
@@ -90,13 +95,20 @@ fn floats(path: &str) -> Result<Vec<f32>, Failure> {
     Ok(values)
 }
 
-fn encode(kind: &str, columns: &str, from: &str, out: &str, importance: Option<&str>) -> Result<(), Failure> {
+fn encode(
+    search: Search,
+    kind: &str,
+    columns: &str,
+    from: &str,
+    out: &str,
+    importance: Option<&str>,
+) -> Result<(), Failure> {
     let (kind, columns, row_bytes) = rows_of(kind, columns)?;
     let importance = importance.map(floats).transpose()?;
     let values = floats(from)?;
     let mut bytes = vec![0; values.len() / columns * row_bytes];
     for (row, out) in values.chunks_exact(columns).zip(bytes.chunks_exact_mut(row_bytes)) {
-        kind.encode(row, importance.as_deref(), out);
+        kind.encode_by(search, row, importance.as_deref(), out);
     }
     Ok(std::fs::write(out, bytes)?)
 }

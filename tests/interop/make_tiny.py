@@ -38,6 +38,20 @@ VARIANTS = {
     "mistral": {"model_type": "mistral", "sliding_window": 48},
     # transformers reads a `mistral` with `layer_types` by its class `ministral`.
     "mistral-layer-types": MIXED | {"model_type": "ministral", "head_dim": 32, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
+    # What llama.cpp's graphs of these families compute.
+    "smollm3-fourth": {"model_type": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "seed_oss-plain": {"model_type": "seed_oss", "attention_out_bias": False, "mlp_bias": False},
+    "olmo2-plain": {"model_type": "olmo2"},
+    # llama.cpp knows a Phi-3 vocabulary by the name of the directory.
+    "fused": {"model_type": "phi3", "pad_token_id": 0,
+              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    "fused-longrope": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 256, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(16)],
+        "long_factor": [1.5 + 0.7 * i for i in range(16)]}},
+    "cohere-plain": {"model_type": "cohere", "logit_scale": 0.3},
+    "starcoder2-plain": {"model_type": "starcoder2", "sliding_window": None},
+    "qwen2_moe-all": {"model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                      "shared_expert_intermediate_size": 96},
     "qwen2": {"model_type": "qwen2"},
     "qwen2-layer-types": QWEN2_MIXED | {"layer_types": [FULL, SLIDING, FULL, SLIDING]},
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},

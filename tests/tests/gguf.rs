@@ -64,6 +64,48 @@ fn a_file_is_written_and_read_back() {
     assert!(run.stderr.contains("floats that they stand for"), "{run}");
 }
 
+/// The search, and GPTQ after it, leave less of the divergence than the reference search with the same importance.
+#[test]
+fn searches_and_gptq_cost_less_than_the_reference() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = demo_model();
+    let divergence = |options: &[&str]| {
+        let text = [
+            "--scheme",
+            "q4_k_m",
+            "--calibration",
+            "builtin",
+            "--samples",
+            "16",
+            "--seq-len",
+            "256",
+            "--force",
+        ];
+        quant(quantize(&model, &at("out.gguf"), &[&text, options].concat())).succeeded();
+        let arguments = args![
+            "eval",
+            at("out.gguf"),
+            "--reference",
+            &model,
+            "--text",
+            "builtin-heldout",
+            "--window",
+            "128",
+            "--windows",
+            "16",
+            "--json"
+        ];
+        let length = std::fs::metadata(at("out.gguf")).unwrap().len();
+        (quant(arguments).json()["comparison"]["kl"]["mean"].as_f64().expect("a divergence"), length)
+    };
+    let (reference, length) = divergence(&["--reference-search"]);
+    let (search, of_search) = divergence(&[]);
+    let (gptq, of_gptq) = divergence(&["--method", "gptq"]);
+    assert!(search < 0.98 * reference && gptq < 0.85 * search, "{reference}, {search}, {gptq}");
+    assert!(of_search.abs_diff(length) < 256 && of_gptq.abs_diff(length) < 256);
+}
+
 #[test]
 fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let scratch = tempfile::tempdir().unwrap();
@@ -106,7 +148,10 @@ fn requests_that_cannot_be_met() {
         (&["--override", "ffn_down=q9"], "no type of a tensor"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),
-        (&["--method", "gptq"], "--method has no effect"),
+        (&["--method", "gptq"], "--calibration is missing"),
+        (&["--method", "awq"], "the method awq does not write GGUF files"),
+        (&["--method", "gptq", "--reference-search"], "ask for different bytes"),
+        (&["--damping", "0.1"], "--damping has no effect"),
         (&["--samples", "4"], "--samples has no effect"),
         (&["--scheme", "q2_k_s"], "needs an importance matrix"),
         (&["--format", "awq"], "in a run of its own"),

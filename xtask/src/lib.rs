@@ -27,6 +27,7 @@ pub mod peers_quantizers;
 pub mod plant;
 pub mod quality;
 pub mod quality_floats;
+pub mod quality_gguf;
 pub mod quality_qoq;
 pub mod quality_w8a8;
 pub mod same_bytes;

@@ -7,8 +7,8 @@ use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gptq, bench_kernels, bench_qoq, bench_rtn,
     ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, peers_experts, peers_kernels, peers_models,
-    peers_quantizers, plant, quality, quality_floats, quality_qoq, quality_w8a8, same_bytes, sanitize,
-    search_agreement, synth,
+    peers_quantizers, plant, quality, quality_floats, quality_gguf, quality_qoq, quality_w8a8, same_bytes,
+    sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -55,6 +55,9 @@ enum Command {
     /// What floating-point weights cost on real models, beside integers of as many bits
     #[command(name = "quality-floats")]
     QualityFloats(quality::Args),
+    /// What GGUF types cost on the real model by llama-quantize, by our search and by GPTQ
+    #[command(name = "quality-gguf")]
+    QualityGguf(quality::Args),
     /// Count how often the accuracy gate errs on a real model
     GateTrials(gate_trials::Args),
     /// Measure the kernels beside the limits of the machine, and write a record
@@ -104,6 +107,7 @@ fn main() -> ExitCode {
         Command::Quality(args) => quality::run(&args),
         Command::QualityQoq(args) => quality_qoq::run(&args),
         Command::QualityFloats(args) => quality_floats::run(&args),
+        Command::QualityGguf(args) => quality_gguf::run(&args),
         Command::QualityW8a8(args) => quality_w8a8::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),

@@ -41,7 +41,7 @@ const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
 const FP8_MOST: (&str, f64) = ("books-7m", 0.0004);
 
 /// The divergence of every window, in nats per token.
-fn divergence(
+pub fn divergence(
     quant: &Path,
     model: &Path,
     out: &Path,
@@ -60,7 +60,7 @@ fn divergence(
 }
 
 /// The mean, and its standard error.
-fn mean(values: &[f64]) -> [f64; 2] {
+pub fn mean(values: &[f64]) -> [f64; 2] {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
     let squares = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>();

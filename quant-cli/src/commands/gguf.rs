@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use quant_core::calibrate::{Packing, Sampling};
+use quant_core::calibrate::{Packing, Sampling, TokenWindows};
 use quant_core::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
-use quant_core::gguf::{GgufPlan, GgufReport, Importance, write_tensors};
+use quant_core::gguf::{Curvature, GgufPlan, GgufReport, Importance, write_tensors};
 use quant_core::pipeline::{Program, REPORT};
 use quant_core::{Error, Result};
 use serde::Serialize;
@@ -67,7 +67,13 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
     let gathers = args.calibration.is_some() || options.gguf.save_imatrix.is_some();
     check_importance(options, gathers)?;
     // Found here rather than after calibration.
-    options.gguf_request(true)?;
+    let gptq = options.gguf_request(true)?.gptq.is_some();
+    if gptq && !gathers {
+        return Err(Error::usage(
+            "GPTQ needs a text: --calibration is missing",
+            "add --calibration, for example builtin",
+        ));
+    }
     if !args.force && args.output.exists() {
         return Err(Error::OutputExists { path: args.output.clone() });
     }
@@ -77,7 +83,11 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
     }
     let opened = open(&args.model, options, session)?;
     refuse_overlap(opened.directory.path(), &args.output)?;
-    let importance = importance(args, &opened, gathers, session)?;
+    if gptq {
+        Curvature::check(&opened.model)?;
+    }
+    let windows = if gathers { Some(windows(args, &opened, session)?) } else { None };
+    let importance = importance(args, &opened, windows.as_ref(), session)?;
     let (importance, origin) = match importance {
         Some((importance, origin)) => (Some(importance), origin),
         None => (None, String::new()),
@@ -100,7 +110,14 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
             "give one of the same model",
         ));
     }
-    let (published, report) = write(&plan, &opened, importance.as_ref(), &origin, args, session)?;
+    let mut curvature = match (plan.request.gptq, &windows) {
+        (Some(settings), Some(windows)) => {
+            Some(Curvature::new(&opened.model, windows, settings, &session.cancel)?)
+        }
+        _ => None,
+    };
+    let weighing = (importance.as_ref(), curvature.as_mut());
+    let (published, report) = write(&plan, &opened, weighing, &origin, args, session)?;
     let summary = summary(&plan, &opened, &published, &report, started);
     if args.json {
         return output::print(&output::json(&summary)?);
@@ -162,11 +179,11 @@ fn check_importance(options: &RecipeOptions, gathers: bool) -> Result<()> {
 fn importance(
     args: &quantize::Args,
     opened: &Opened,
-    gathers: bool,
+    windows: Option<&TokenWindows>,
     session: &Session,
 ) -> Result<Option<(Importance, String)>> {
     let options = &args.recipe;
-    if (gathers || options.gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
+    if (windows.is_some() || options.gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
         return Err(Error::usage(
             "an importance matrix has no effect: the model is quantized, and its codes are kept",
             "leave it out, or add --requantize",
@@ -175,22 +192,9 @@ fn importance(
     if let Some(path) = &options.gguf.imatrix {
         return Ok(Some((Importance::read(path)?, path.display().to_string())));
     }
-    if !gathers {
-        return Ok(None);
-    }
-    let defaults = Sampling::default();
-    let sampling = Sampling {
-        samples: options.samples.unwrap_or(defaults.samples),
-        length: options.seq_len.unwrap_or(defaults.length),
-        seed: options.seed.unwrap_or(defaults.seed),
-        packing: options.packing.as_deref().map_or(Ok(Packing::Auto), str::parse)?,
-        mask: options.mask.as_deref().map_or(Ok(defaults.mask), str::parse)?,
-        ..defaults
-    };
-    sampling.check()?;
+    let Some(windows) = windows else { return Ok(None) };
     let text = args.calibration.as_deref().unwrap_or(inputs::BUILTIN);
-    let windows = inputs::calibration(opened, text, sampling, session)?;
-    let found = Importance::gather(&opened.model, &windows, text, &session.progress, &session.cancel)?;
+    let found = Importance::gather(&opened.model, windows, text, &session.progress, &session.cancel)?;
     if let Some(path) = &options.gguf.save_imatrix {
         let bytes = match path.extension() == Some(OsStr::new("dat")) {
             true => found.to_dat(),
@@ -203,11 +207,28 @@ fn importance(
     Ok(Some((found, origin)))
 }
 
+/// The calibration text as windows.
+fn windows(args: &quantize::Args, opened: &Opened, session: &Session) -> Result<TokenWindows> {
+    let options = &args.recipe;
+    let defaults = Sampling::default();
+    let sampling = Sampling {
+        samples: options.samples.unwrap_or(defaults.samples),
+        length: options.seq_len.unwrap_or(defaults.length),
+        seed: options.seed.unwrap_or(defaults.seed),
+        packing: options.packing.as_deref().map_or(Ok(Packing::Auto), str::parse)?,
+        mask: options.mask.as_deref().map_or(Ok(defaults.mask), str::parse)?,
+        ..defaults
+    };
+    sampling.check()?;
+    let text = args.calibration.as_deref().unwrap_or(inputs::BUILTIN);
+    inputs::calibration(opened, text, sampling, session)
+}
+
 /// Writes the file at OUT where that ends in `.gguf`, else into a directory of that name.
 fn write(
     plan: &GgufPlan,
     opened: &Opened,
-    importance: Option<&Importance>,
+    (importance, curvature): (Option<&Importance>, Option<&mut Curvature<'_>>),
     origin: &str,
     args: &quantize::Args,
     session: &Session,
@@ -231,8 +252,8 @@ fn write(
         session.progress.note(&format!("note: {note}"));
     }
     let (observer, cancel) = (&session.progress, &session.cancel);
-    let outcome =
-        write_tensors(plan, &opened.model, importance, &mut writer, observer, cancel).and_then(|report| {
+    let outcome = write_tensors(plan, &opened.model, importance, curvature, &mut writer, observer, cancel)
+        .and_then(|report| {
             if !single_file {
                 writer.add_file(REPORT, report.to_json()?.as_bytes())?;
             }

@@ -13,6 +13,7 @@ pub static F32: BlockType = BlockType {
     needs_importance: false,
     uses_importance: false,
     fallback: None,
+    grid: None,
     encode: |row, _, out| {
         for (o, v) in out.chunks_exact_mut(4).zip(row) {
             o.copy_from_slice(&v.to_le_bytes());
@@ -34,6 +35,7 @@ pub static F16: BlockType = BlockType {
     needs_importance: false,
     uses_importance: false,
     fallback: None,
+    grid: None,
     encode: |row, _, out| {
         for (o, v) in out.chunks_exact_mut(2).zip(row) {
             o.copy_from_slice(&f16::from_f32(*v).to_le_bytes());
@@ -55,6 +57,7 @@ pub static BF16: BlockType = BlockType {
     needs_importance: false,
     uses_importance: false,
     fallback: None,
+    grid: None,
     encode: |row, _, out| {
         for (o, v) in out.chunks_exact_mut(2).zip(row) {
             o.copy_from_slice(&bf16::from_f32(*v).to_le_bytes());

@@ -3,6 +3,7 @@
 //! IQ4_NL: 32 codes and a scale. IQ4_XS: 256 codes, a scale, and a factor of 6 bits for every 32: `d`, the high two
 //! bits of the eight factors in one word, their low four bits in four bytes, then the codes.
 
+use super::grid::{Fields, Grid, Steps};
 use super::search::{NOTHING, largest, nearest, weigh};
 use super::{BlockType, SUPER, f16_bits};
 
@@ -15,6 +16,7 @@ pub static IQ4_NL: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::F16),
+    grid: Some(&Grid { steps: Steps::Uneven, part: 32, factors: [1, 1], pack: pack_nl }),
     encode: encode_nl,
     decode: decode_nl,
 };
@@ -28,11 +30,13 @@ pub static IQ4_XS: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&IQ4_NL),
+    grid: Some(&Grid { steps: Steps::Uneven, part: 32, factors: [-32, 31], pack: pack_xs }),
     encode: encode_xs,
     decode: decode_xs,
 };
 
-const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+pub(super) const LEVELS: [i8; 16] =
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 /// Candidates on each side of the first.
 const TRIES: i32 = 7;
 
@@ -91,6 +95,34 @@ fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     }
 }
 
+/// Joins the codes of 32 elements.
+fn join_codes(bytes: &mut [u8], codes: &[u8]) {
+    for (j, byte) in bytes.iter_mut().enumerate() {
+        *byte = codes[j] | codes[j + 16] << 4;
+    }
+}
+
+fn pack_nl(fields: &Fields, block: &mut [u8]) {
+    f16_bits::put(block, 0, fields.d);
+    join_codes(&mut block[2..], &fields.codes[..32]);
+}
+
+fn pack_xs(fields: &Fields, block: &mut [u8]) {
+    block.fill(0);
+    f16_bits::put(block, 0, fields.d);
+    for (j, codes) in fields.codes.chunks_exact(32).enumerate() {
+        put_factor(block, j, fields.factors[j]);
+        join_codes(&mut block[8 + 16 * j..][..16], codes);
+    }
+}
+
+/// Writes the factor of 32 elements, from −32 to 31; its bits are zero.
+fn put_factor(block: &mut [u8], j: usize, factor: i32) {
+    let factor = (factor + 32) as u8;
+    block[4 + j / 2] |= (factor & 15) << (4 * (j % 2));
+    block[2 + j / 4] |= (factor >> 4) << (2 * (j % 4));
+}
+
 fn get_codes(bytes: &[u8], scale: f32, out: &mut [f32]) {
     for (i, o) in out.iter_mut().enumerate() {
         let code = bytes[i % 16] >> (4 * (i / 16)) & 15;
@@ -135,15 +167,11 @@ fn encode_xs(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         let d = -largest(&scales) / 32.0;
         f16_bits::put(block, 0, d);
         let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
-        let mut high = 0_u16;
         for (j, (scale, x)) in scales.iter().zip(x.chunks_exact(32)).enumerate() {
             let factor = nearest(inverse * scale).clamp(-32, 31);
             put_codes(&mut block[8 + 16 * j..][..16], x, d * factor as f32);
-            let factor = (factor + 32) as u8;
-            block[4 + j / 2] |= (factor & 15) << (4 * (j % 2));
-            high |= u16::from(factor >> 4) << (2 * j);
+            put_factor(block, j, factor);
         }
-        block[2..4].copy_from_slice(&high.to_le_bytes());
     }
 }
 

@@ -4,8 +4,10 @@
 //! arithmetic stands in a file of its own. Encoding is the reference search: the bytes are those of llama.cpp's own
 //! quantizer, which a scalar `f32` computation in the same order gives. `docs/formats/gguf.md` draws the blocks.
 
+mod block;
 mod f16_bits;
 mod floats;
+mod grid;
 mod iq4;
 mod q2_k;
 mod q3_k;
@@ -13,6 +15,7 @@ mod q4_k;
 mod q5_k;
 mod q6_k;
 mod q8_0;
+mod refine;
 mod scales_6bit;
 mod search;
 #[cfg(test)]
@@ -50,8 +53,20 @@ pub struct BlockType {
     pub uses_importance: bool,
     /// What llama.cpp writes in place of it for rows that are no whole number of blocks.
     pub fallback: Option<&'static BlockType>,
+    /// What a block can hold; `None` of floats.
+    grid: Option<&'static grid::Grid>,
     encode: Encode,
     decode: Decode,
+}
+
+/// How scales and minimums are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Search {
+    /// Scales, factors and minimums of a block chosen together, for less error of what is stored.
+    #[default]
+    Refined,
+    /// As llama.cpp does, byte for byte.
+    Reference,
 }
 
 /// Encodes one row: values, the importance of each (all positive or zero), and the bytes to fill.
@@ -145,6 +160,34 @@ impl BlockType {
             assert_eq!(importance.len(), row.len(), "importance of a {} row", self.name);
         }
         (self.encode)(row, importance, out);
+    }
+
+    /// Encodes a row by a search.
+    ///
+    /// # Panics
+    /// As [`encode`](Self::encode).
+    pub fn encode_by(&self, search: Search, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+        match search {
+            Search::Refined => self.encode_refined(row, importance, out),
+            Search::Reference => self.encode(row, importance, out),
+        }
+    }
+
+    /// Encodes a row with scales found by our own search, which leaves less error than [`encode`](Self::encode).
+    /// What it minimizes is `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square `σ²` of the row;
+    /// without an importance, that of all elements is 1.
+    ///
+    /// # Panics
+    /// As [`encode`](Self::encode).
+    pub fn encode_refined(&self, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+        let Some(grid) = self.grid else { return self.encode(row, importance, out) };
+        assert_eq!(Some(out.len()), self.row_bytes(row.len()), "bytes of a {} row", self.name);
+        if let Some(importance) = importance {
+            assert_eq!(importance.len(), row.len(), "importance of a {} row", self.name);
+        }
+        refine::row(grid, row, importance, self.elements, |block, fields| {
+            (grid.pack)(fields, &mut out[block * self.bytes..][..self.bytes]);
+        });
     }
 
     /// The values that a row's bytes stand for.

@@ -3,6 +3,7 @@
 //! 16 bytes with the scale in the low half and the minimum in the high one, 64 bytes of codes, `d`, `dmin`. Of 128
 //! elements, those at the same place in each 32 share a byte.
 
+use super::grid::{Fields, Grid, Steps};
 use super::q4_k::{by_largest, round_again};
 use super::search::{Offsets, mean_square, positive, weigh, with_minimum};
 use super::{BlockType, SUPER, f16_bits};
@@ -16,6 +17,7 @@ pub static Q2_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q4_0),
+    grid: Some(&Grid { steps: Steps::Minimum { top: 3 }, part: 16, factors: [0, 15], pack }),
     encode,
     decode,
 };
@@ -65,11 +67,26 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             let (scale, minimum) = (d * f32::from(s[j]), dmin * f32::from(m[j]));
             round_again(scale, minimum, PLAIN.top, &x[part.clone()], &mut codes[part]);
         }
-        for (e, code) in codes.iter().enumerate() {
-            let (byte, shift) = place(e);
-            block[16 + byte] |= code << shift;
-        }
+        put_codes(&codes, block);
     }
+}
+
+/// Writes all codes; their bytes are zero.
+fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+    for (e, code) in codes.iter().enumerate() {
+        let (byte, shift) = place(e);
+        block[16 + byte] |= code << shift;
+    }
+}
+
+fn pack(fields: &Fields, block: &mut [u8]) {
+    block.fill(0);
+    f16_bits::put(block, 80, fields.d);
+    f16_bits::put(block, 82, fields.dmin);
+    for (j, byte) in block[..16].iter_mut().enumerate() {
+        *byte = (fields.factors[j] | fields.minimums[j] << 4) as u8;
+    }
+    put_codes(&fields.codes, block);
 }
 
 fn decode(bytes: &[u8], out: &mut [f32]) {

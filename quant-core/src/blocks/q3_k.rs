@@ -3,6 +3,7 @@
 //! 32 bytes of the third bits, 64 of the low two, 12 of scales, `d`. Of 16 scales, the low four bits of the first and
 //! the last eight share bytes; the two high bits of every fourth share the last four bytes.
 
+use super::grid::{Fields, Grid, Steps};
 use super::q2_k::place;
 use super::search::{largest, mean_square, nearest, symmetric, symmetric_by_descent, weigh};
 use super::{BlockType, SUPER, f16_bits};
@@ -16,6 +17,7 @@ pub static Q3_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q4_0),
+    grid: Some(&Grid { steps: Steps::Even { half: 4 }, part: 16, factors: [-32, 31], pack }),
     encode,
     decode,
 };
@@ -66,12 +68,24 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
                 *code = (nearest(x / scale).clamp(-4, 3) + 4) as u8;
             }
         }
-        for (e, code) in codes.iter().enumerate() {
-            let (byte, shift) = place(e);
-            block[e % 32] |= (code >> 2) << (e / 32);
-            block[LOW + byte] |= (code & 3) << shift;
-        }
+        put_codes(&codes, block);
     }
+}
+
+/// Writes all codes; their bytes are zero.
+fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+    for (e, code) in codes.iter().enumerate() {
+        let (byte, shift) = place(e);
+        block[e % 32] |= (code >> 2) << (e / 32);
+        block[LOW + byte] |= (code & 3) << shift;
+    }
+}
+
+fn pack(fields: &Fields, block: &mut [u8]) {
+    block.fill(0);
+    f16_bits::put(block, D, fields.d);
+    put_scales(&mut block[SCALES..D], &fields.factors.map(|f| (f + 32) as u8));
+    put_codes(&fields.codes, block);
 }
 
 /// Codes of scales, the one of largest magnitude being −32 plus 32: their common scale.

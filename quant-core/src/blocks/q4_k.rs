@@ -3,6 +3,7 @@
 //! `d`, `dmin`, 12 bytes of scales and minimums, 128 bytes of codes: of 64 elements, the first 32 in the low halves of
 //! 32 bytes and the others in the high ones.
 
+use super::grid::{Fields, Grid, Steps};
 use super::search::{Offsets, mean_square, nearest, positive, weigh, with_minimum};
 use super::{BlockType, SUPER, f16_bits, scales_6bit};
 
@@ -15,6 +16,7 @@ pub static Q4_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q5_0),
+    grid: Some(&Grid { steps: Steps::Minimum { top: 15 }, part: 32, factors: [0, 63], pack }),
     encode,
     decode,
 };
@@ -27,12 +29,32 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         let mut codes = [0; SUPER];
         block.fill(0);
         super_block(x, importance, PLAIN, &mut codes, block);
-        for (codes, bytes) in codes.chunks_exact(64).zip(block[16..].chunks_exact_mut(32)) {
-            for (l, byte) in bytes.iter_mut().enumerate() {
-                *byte = codes[l] | codes[l + 32] << 4;
-            }
+        put_codes(&codes, block);
+    }
+}
+
+fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+    for (codes, bytes) in codes.chunks_exact(64).zip(block[16..].chunks_exact_mut(32)) {
+        for (l, byte) in bytes.iter_mut().enumerate() {
+            *byte = codes[l] | codes[l + 32] << 4;
         }
     }
+}
+
+fn pack(fields: &Fields, block: &mut [u8]) {
+    block.fill(0);
+    put_scales(fields, block);
+    put_codes(&fields.codes, block);
+}
+
+/// Writes the first 16 bytes of a block, which are zero.
+pub(super) fn put_scales(fields: &Fields, block: &mut [u8]) {
+    f16_bits::put(block, 0, fields.d);
+    f16_bits::put(block, 2, fields.dmin);
+    let (mut s, mut m) = ([0; 8], [0; 8]);
+    s.iter_mut().zip(fields.factors).for_each(|(s, f)| *s = f as u8);
+    m.iter_mut().zip(fields.minimums).for_each(|(m, f)| *m = f as u8);
+    scales_6bit::put(&mut block[4..16], &s, &m);
 }
 
 /// Finds scales, minimums and codes of a super-block; writes the former into the first 16 bytes, which are zero.

@@ -1,7 +1,8 @@
 //! 256 codes of 5 bits: as Q4_K, with the fifth bits in 32 bytes before the others; bit `j` of byte `l` belongs to
 //! element `l` of sub-block `j`.
 
-use super::q4_k::super_block;
+use super::grid::{Fields, Grid, Steps};
+use super::q4_k::{put_scales, super_block};
 use super::search::Offsets;
 use super::{BlockType, SUPER, f16_bits, scales_6bit};
 
@@ -14,6 +15,7 @@ pub static Q5_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q5_1),
+    grid: Some(&Grid { steps: Steps::Minimum { top: 31 }, part: 32, factors: [0, 63], pack }),
     encode,
     decode,
 };
@@ -26,13 +28,24 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         let mut codes = [0; SUPER];
         block.fill(0);
         super_block(x, importance, PLAIN, &mut codes, block);
-        let (high, low) = block[16..].split_at_mut(32);
-        for (e, code) in codes.iter().enumerate() {
-            let (j, l) = (e / 32, e % 32);
-            high[l] |= (code >> 4) << j;
-            low[32 * (j / 2) + l] |= (code & 15) << (4 * (j % 2));
-        }
+        put_codes(&codes, block);
     }
+}
+
+/// Writes all codes; their bytes are zero.
+fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+    let (high, low) = block[16..].split_at_mut(32);
+    for (e, code) in codes.iter().enumerate() {
+        let (j, l) = (e / 32, e % 32);
+        high[l] |= (code >> 4) << j;
+        low[32 * (j / 2) + l] |= (code & 15) << (4 * (j % 2));
+    }
+}
+
+fn pack(fields: &Fields, block: &mut [u8]) {
+    block.fill(0);
+    put_scales(fields, block);
+    put_codes(&fields.codes, block);
 }
 
 fn decode(bytes: &[u8], out: &mut [f32]) {

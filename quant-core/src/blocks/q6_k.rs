@@ -4,6 +4,7 @@
 //! 32 are in the low and high halves of the same 32 bytes, those of the second and fourth in the next 32; the high bits
 //! of all four share a byte.
 
+use super::grid::{Fields, Grid, Steps};
 use super::search::{NOTHING, largest, nearest, symmetric};
 use super::{BlockType, SUPER, f16_bits};
 
@@ -16,6 +17,7 @@ pub static Q6_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q8_0),
+    grid: Some(&Grid { steps: Steps::Even { half: 32 }, part: 16, factors: [-128, 127], pack }),
     encode,
     decode,
 };
@@ -54,12 +56,26 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
                 *code = (nearest(x / scale).clamp(-32, 31) + 32) as u8;
             }
         }
-        for (e, code) in codes.iter().enumerate() {
-            let (low, low_shift, high, high_shift) = place(e);
-            block[low] |= (code & 15) << low_shift;
-            block[128 + high] |= (code >> 4) << high_shift;
-        }
+        put_codes(&codes, block);
     }
+}
+
+/// Writes all codes; their bytes are zero.
+fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+    for (e, code) in codes.iter().enumerate() {
+        let (low, low_shift, high, high_shift) = place(e);
+        block[low] |= (code & 15) << low_shift;
+        block[128 + high] |= (code >> 4) << high_shift;
+    }
+}
+
+fn pack(fields: &Fields, block: &mut [u8]) {
+    block.fill(0);
+    f16_bits::put(block, 208, fields.d);
+    for (byte, factor) in block[192..208].iter_mut().zip(fields.factors) {
+        *byte = factor as i8 as u8;
+    }
+    put_codes(&fields.codes, block);
 }
 
 fn decode(bytes: &[u8], out: &mut [f32]) {

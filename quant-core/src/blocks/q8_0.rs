@@ -1,5 +1,6 @@
 //! 32 codes of 8 bits and a scale: `d`, then the codes.
 
+use super::grid::{Fields, Grid, Steps};
 use super::search::truncate;
 use super::{BlockType, f16_bits};
 
@@ -12,9 +13,20 @@ pub static Q8_0: BlockType = BlockType {
     needs_importance: false,
     uses_importance: false,
     fallback: Some(&super::F16),
+    grid: Some(&GRID),
     encode,
     decode,
 };
+
+const GRID: Grid = Grid { steps: Steps::Even { half: 128 }, part: 32, factors: [1, 1], pack };
+
+fn pack(fields: &Fields, block: &mut [u8]) {
+    f16_bits::put(block, 0, fields.d);
+    for (q, code) in block[2..].iter_mut().zip(fields.codes) {
+        // From 0 to 255 with 128 in the middle, to two's complement.
+        *q = code ^ 0x80;
+    }
+}
 
 fn encode(row: &[f32], _importance: Option<&[f32]>, out: &mut [u8]) {
     for (x, block) in row.chunks_exact(32).zip(out.chunks_exact_mut(34)) {

@@ -104,6 +104,7 @@ proptest! {
         let importance: Vec<f32> = (0..256).map(|_| f32::from_bits(next()).abs()).collect();
         for kind in BLOCK_TYPES {
             round_trip(kind, &row, weighed.then_some(&importance));
+            kind.encode_refined(&row, weighed.then_some(&importance), &mut vec![0; kind.row_bytes(256).unwrap()]);
             let bytes: Vec<u8> = (0..kind.row_bytes(256).unwrap()).map(|_| next() as u8).collect();
             kind.decode(&bytes, &mut [0.0; 256]);
         }

@@ -3,6 +3,7 @@
 //! `d`, `m` if there is one, the fifth bits of all codes as one little-endian word, then 16 bytes: byte `j` holds
 //! element `j` in its low and `j + 16` in its high half.
 
+use super::grid::{Fields, Grid, Steps};
 use super::search::{Offsets, largest, mean_square, symmetric, truncate, weigh, with_minimum};
 use super::{BlockType, f16_bits};
 
@@ -24,6 +25,19 @@ const fn kind<const BITS: usize, const MINIMUM: bool>() -> BlockType {
         needs_importance: false,
         uses_importance: true,
         fallback: Some(&super::F16),
+        grid: Some(
+            const {
+                &Grid {
+                    steps: match MINIMUM {
+                        true => Steps::Minimum { top: (1 << BITS) - 1 },
+                        false => Steps::Even { half: 1 << (BITS - 1) },
+                    },
+                    part: 32,
+                    factors: [1, 1],
+                    pack: pack::<BITS, MINIMUM>,
+                }
+            },
+        ),
         encode: encode::<BITS, MINIMUM>,
         decode: decode::<BITS, MINIMUM>,
     }
@@ -32,6 +46,16 @@ const fn kind<const BITS: usize, const MINIMUM: bool>() -> BlockType {
 /// Bytes before the low bits of the codes.
 const fn head(bits: usize, minimum: bool) -> usize {
     2 + if minimum { 2 } else { 0 } + if bits == 5 { 4 } else { 0 }
+}
+
+fn pack<const BITS: usize, const MINIMUM: bool>(fields: &Fields, block: &mut [u8]) {
+    f16_bits::put(block, 0, fields.d);
+    if MINIMUM {
+        f16_bits::put(block, 2, -fields.dmin);
+    }
+    let mut codes = [0; 32];
+    codes.copy_from_slice(&fields.codes[..32]);
+    put_codes::<BITS, MINIMUM>(block, &codes);
 }
 
 fn encode<const BITS: usize, const MINIMUM: bool>(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {

@@ -35,8 +35,28 @@ pub(super) struct GgufFamily {
     pub(super) biases: &'static [&'static str],
     /// Whether there is no other head than the embedding.
     pub(super) head_is_embedding: bool,
+    /// Whether norms subtract the mean, and biases are not left out.
+    pub(super) layer_norms: bool,
+    /// Whether the file has factors of embeddings, scores, residuals and logits.
+    pub(super) multipliers: Multipliers,
+    /// Of every so many layers, the last turns no queries and keys.
+    pub(super) unturned: Option<usize>,
+    /// Whether it may turn a part of each head only.
+    pub(super) turns_parts: bool,
+    /// Whether the weights of a token's experts are divided by their sum.
+    pub(super) normalizes_experts: bool,
     /// Blocks of the model whose scores are scaled otherwise, if there is one.
     pub(super) layers_of_largest: Option<u64>,
+}
+
+/// Which factors a file of a family may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Multipliers {
+    None,
+    /// Of logits: they are multiplied by it.
+    Logits,
+    /// Of embeddings, scores and residuals; and what logits are divided by.
+    All,
 }
 
 const ATTENTION: &[(&str, &str)] = &[
@@ -57,12 +77,34 @@ const SANDWICH: &[(&str, &str)] = &[
     ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
+/// As Llama's second norm, under another name.
+const PRE_ATTENTION_NORM: &[(&str, &str)] =
+    &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")];
+const POST: &[(&str, &str)] =
+    &[("post_attention_layernorm", "post_attention_norm"), ("post_feedforward_layernorm", "post_ffw_norm")];
+const GLM_SANDWICH: &[(&str, &str)] = &[
+    ("input_layernorm", "attn_norm"),
+    ("post_self_attn_layernorm", "post_attention_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("post_mlp_layernorm", "post_ffw_norm"),
+];
+const FUSED_ATTENTION: &[(&str, &str)] =
+    &[("self_attn.qkv_proj", "attn_qkv"), ("self_attn.o_proj", "attn_output")];
+const FUSED_MLP: &[(&str, &str)] = &[("mlp.gate_up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down")];
+const QWEN_EXPERTS: (&str, &[(&str, &str)]) = (
+    "mlp.experts",
+    &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
+);
+
 /// Names of tensors outside the blocks.
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const FINAL_NORM: &str = "output_norm";
 pub(super) const HEAD: &str = "output";
 /// Divisors of the rotary frequencies.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// Divisors for texts that are no longer than those of the first training, and for longer ones.
+pub(super) const ROPE_SHORT: &str = "rope_factors_short.weight";
+pub(super) const ROPE_LONG: &str = "rope_factors_long.weight";
 
 const LLAMA: GgufFamily = GgufFamily {
     family: "llama",
@@ -79,6 +121,11 @@ const LLAMA: GgufFamily = GgufFamily {
     full_layer: 0,
     biases: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"],
     head_is_embedding: false,
+    layer_norms: false,
+    multipliers: Multipliers::None,
+    unturned: None,
+    turns_parts: false,
+    normalizes_experts: true,
     layers_of_largest: None,
 };
 
@@ -120,12 +167,115 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         arch: "qwen3moe",
         class: "Qwen3MoeForCausalLM",
         modules: &[PRE, ATTENTION, HEAD_NORMS, &[("mlp.gate", "ffn_gate_inp")]],
-        experts: Some((
-            "mlp.experts",
-            &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
-        )),
+        experts: Some(QWEN_EXPERTS),
         biases: &[],
         pairs_neighbours: false,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "qwen2_moe",
+        arch: "qwen2moe",
+        class: "Qwen2MoeForCausalLM",
+        modules: &[
+            PRE,
+            ATTENTION,
+            &[
+                ("mlp.gate", "ffn_gate_inp"),
+                ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+                ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+                ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+                ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+            ],
+        ],
+        experts: Some(QWEN_EXPERTS),
+        normalizes_experts: false,
+        biases: &["attn_q", "attn_k", "attn_v"],
+        pairs_neighbours: false,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "phi3",
+        arch: "phi3",
+        class: "Phi3ForCausalLM",
+        modules: &[PRE, FUSED_ATTENTION, FUSED_MLP],
+        biases: &[],
+        pairs_neighbours: false,
+        turns_parts: true,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "smollm3",
+        arch: "smollm3",
+        class: "SmolLM3ForCausalLM",
+        biases: &[],
+        unturned: Some(4),
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "granite",
+        arch: "granite",
+        class: "GraniteForCausalLM",
+        multipliers: Multipliers::All,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "glm4",
+        arch: "glm4",
+        class: "Glm4ForCausalLM",
+        modules: &[GLM_SANDWICH, ATTENTION, FUSED_MLP],
+        biases: &["attn_q", "attn_k", "attn_v"],
+        pairs_neighbours: false,
+        turns_parts: true,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "olmo2",
+        arch: "olmo2",
+        class: "Olmo2ForCausalLM",
+        modules: &[POST, ATTENTION, HEAD_NORMS, MLP],
+        biases: &[],
+        pairs_neighbours: false,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "seed_oss",
+        arch: "seed_oss",
+        class: "SeedOssForCausalLM",
+        modules: &[PRE_ATTENTION_NORM, ATTENTION, MLP],
+        biases: &["attn_q", "attn_k", "attn_v"],
+        pairs_neighbours: false,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "cohere",
+        arch: "command-r",
+        class: "CohereForCausalLM",
+        modules: &[&[("input_layernorm", "attn_norm")], ATTENTION, MLP],
+        biases: &[],
+        pairs_neighbours: false,
+        layer_norms: true,
+        multipliers: Multipliers::Logits,
+        head_is_embedding: true,
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
+    GgufFamily {
+        family: "starcoder2",
+        arch: "starcoder2",
+        class: "Starcoder2ForCausalLM",
+        modules: &[PRE, ATTENTION, &[("mlp.c_fc", "ffn_up"), ("mlp.c_proj", "ffn_down")]],
+        biases: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"],
+        pairs_neighbours: false,
+        layer_norms: true,
+        activation: Activation::GeluTanh,
         favours_values_of_80_layers: false,
         ..LLAMA
     },

@@ -1,17 +1,17 @@
 //! What a file says of its model, read off the architecture: so it says what this program computes, whatever names the
 //! configuration has for it.
 
-use super::families::GgufFamily;
+use super::families::{GgufFamily, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
 use super::file::{Array, Value};
-use crate::model::{Architecture, AttentionShape, Op, Rope, RopeScaling, Routing};
+use crate::model::{Architecture, AttentionShape, EmbeddingScale, Op, Rope, RopeScaling, Routing};
 use crate::{Error, Result};
 
 /// Metadata of the model, and warnings of what llama.cpp computes otherwise.
 pub(super) struct ModelMetadata {
     pub(super) entries: Vec<(String, Value)>,
     pub(super) warnings: Vec<String>,
-    /// Divisors of the rotary frequencies, where they are stored as a tensor.
-    pub(super) rope_factors: Option<Vec<f32>>,
+    /// Divisors of the rotary frequencies, where they are stored as tensors, by their names.
+    pub(super) rope_factors: Vec<(&'static str, Vec<f32>)>,
 }
 
 /// What the graph of the first block says, which must hold for all.
@@ -22,6 +22,9 @@ struct Facts<'a> {
     /// Features between the linears of an MLP, and of an expert.
     intermediate: Option<usize>,
     expert_intermediate: Option<usize>,
+    shared_intermediate: Option<usize>,
+    /// What blocks multiply their outputs by before these are added.
+    residual: Option<f32>,
     routing: Option<Routing>,
 }
 
@@ -48,12 +51,15 @@ pub(super) fn metadata(a: &Architecture, family: &GgufFamily) -> Result<ModelMet
     put("attention.head_count_kv", count(shape.kv_heads)?);
     put("attention.key_length", count(shape.head_dim)?);
     put("attention.value_length", count(shape.head_dim)?);
-    put("attention.layer_norm_rms_epsilon", Value::F32(facts.eps as f32));
+    put(eps_key(family), Value::F32(facts.eps as f32));
     if let Some(Routing { experts, top_k, .. }) = facts.routing {
         put("expert_count", count(experts)?);
         put("expert_used_count", count(top_k)?);
         if let Some(n) = facts.expert_intermediate {
             put("expert_feed_forward_length", count(n)?);
+        }
+        if let Some(n) = facts.shared_intermediate {
+            put("expert_shared_feed_forward_length", count(n)?);
         }
     }
     let windows: Vec<Option<usize>> =
@@ -73,8 +79,49 @@ pub(super) fn metadata(a: &Architecture, family: &GgufFamily) -> Result<ModelMet
     if let Some(cap) = a.logits.softcap {
         put("final_logit_softcapping", Value::F32(cap));
     }
+    multipliers(a, family, &facts, &mut put)?;
     let rope_factors = rope(a, family, &facts.ropes, &mut put)?;
     Ok(ModelMetadata { entries, warnings, rope_factors })
+}
+
+/// The key of what is added to mean squares or variances.
+pub(super) fn eps_key(family: &GgufFamily) -> &'static str {
+    match family.layer_norms {
+        true => "attention.layer_norm_epsilon",
+        false => "attention.layer_norm_rms_epsilon",
+    }
+}
+
+/// Says what embeddings, scores, residuals and logits are multiplied by, where the family's files can.
+fn multipliers(
+    a: &Architecture,
+    family: &GgufFamily,
+    facts: &Facts<'_>,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<()> {
+    let embeddings = match a.embedding_scale {
+        Some(EmbeddingScale::Exact(scale)) => Some(scale as f32),
+        _ => None,
+    };
+    let logits = a.logits.scale;
+    match family.multipliers {
+        Multipliers::All => {
+            put("attention.scale", Value::F32(facts.attention.scale()));
+            put("embedding_scale", Value::F32(embeddings.unwrap_or(1.0)));
+            put("residual_scale", Value::F32(facts.residual.unwrap_or(1.0)));
+            // It is what they are divided by.
+            put("logit_scale", Value::F32(1.0 / logits));
+        }
+        _ if embeddings.is_some() || facts.residual.is_some() => {
+            return Err(unfit(family, "its embeddings or residuals are multiplied by a factor".into()));
+        }
+        Multipliers::Logits => put("logit_scale", Value::F32(logits)),
+        Multipliers::None if logits != 1.0 => {
+            return Err(unfit(family, format!("its logits are multiplied by {logits}")));
+        }
+        Multipliers::None => {}
+    }
+    Ok(())
 }
 
 /// The error that a family's files have no place for something.
@@ -98,16 +145,20 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         eps: 0.0,
         intermediate: None,
         expert_intermediate: None,
+        shared_intermediate: None,
+        residual: None,
         routing: None,
     };
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op {
-                Op::RmsNorm { eps, .. } => facts.eps = *eps,
+                Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => facts.eps = *eps,
+                Op::Scale(factor) => facts.residual = Some(*factor),
                 Op::Rope(rope) if !facts.ropes.contains(&rope) => facts.ropes.push(rope),
                 Op::Route(routing) => facts.routing = Some(*routing),
                 Op::Linear { name, shape, .. } => match (family.module(name), family.expert(name)) {
                     (Some("ffn_down"), _) => facts.intermediate = Some(shape[1]),
+                    (Some("ffn_down_shexp"), _) => facts.shared_intermediate = Some(shape[1]),
                     (_, Some((_, "ffn_down_exps"))) => facts.expert_intermediate = Some(shape[1]),
                     _ => {}
                 },
@@ -121,8 +172,13 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     if facts.routing.is_some() && !(0..a.layers).all(sparse) {
         return Err(fault("some blocks have experts and others have none"));
     }
-    if let Some(Routing { normalized: false, .. }) = facts.routing {
-        return Err(fault("the weights of a token's experts do not add up to 1"));
+    if let Some(Routing { normalized, .. }) = facts.routing
+        && normalized != family.normalizes_experts
+    {
+        return Err(fault(match normalized {
+            true => "the weights of a token's experts are divided by their sum",
+            false => "the weights of a token's experts do not add up to 1",
+        }));
     }
     Ok(facts)
 }
@@ -134,6 +190,12 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             match op {
                 Op::Linear { name, bias: true, .. } if !family.has_bias(name) => {
                     return Err(unfit(family, format!("`{name}` has a bias")));
+                }
+                Op::Linear { name, bias: false, .. } if family.layer_norms && family.has_bias(name) => {
+                    return Err(unfit(family, format!("`{name}` has no bias")));
+                }
+                Op::Scale(factor) if facts.residual != Some(*factor) => {
+                    return Err(unfit(family, "residuals are multiplied by several factors".into()));
                 }
                 Op::Gated(other) | Op::Activation(other) if *other != family.activation => {
                     return Err(unfit(family, format!("its MLP computes {other:?}")));
@@ -148,7 +210,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         false => shape.head_dim,
     };
     let scale = 1.0 / (width as f32).sqrt();
-    if (shape.scale() - scale).abs() > 1e-6 * scale {
+    if family.multipliers != Multipliers::All && (shape.scale() - scale).abs() > 1e-6 * scale {
         return Err(unfit(family, format!("scores are multiplied by {}, not {scale}", shape.scale())));
     }
     if family.has_windows {
@@ -163,6 +225,14 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             ));
         }
     }
+    for layer in 0..a.layers {
+        let turned = a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
+        let due = family.unturned.is_none_or(|every| !(layer + 1).is_multiple_of(every));
+        if turned != due {
+            let does = if turned { "turns" } else { "does not turn" };
+            return Err(unfit(family, format!("block {layer} {does} queries and keys")));
+        }
+    }
     if family.head_is_embedding && !a.tied {
         return Err(unfit(family, "its head is not the embedding".into()));
     }
@@ -175,11 +245,11 @@ fn rope(
     family: &GgufFamily,
     ropes: &[&Rope],
     put: &mut impl FnMut(&str, Value),
-) -> Result<Option<Vec<f32>>> {
+) -> Result<Vec<(&'static str, Vec<f32>)>> {
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
         return Err(unfit(family, "it turns no queries and keys".into()));
     };
-    if first.rotary_dim != first.head_dim {
+    if first.rotary_dim != first.head_dim && !family.turns_parts {
         return Err(unfit(family, "it turns parts of heads only".into()));
     }
     put("rope.dimension_count", Value::U32(first.rotary_dim as u32));
@@ -201,17 +271,23 @@ fn rope(
         put("rope.scaling.factor", Value::F32(factor as f32));
     };
     match &first.scaling {
-        RopeScaling::None => Ok(None),
+        RopeScaling::None => Ok(Vec::new()),
         RopeScaling::Linear { factor } => {
             scale("linear", *factor);
-            Ok(None)
+            Ok(Vec::new())
         }
         RopeScaling::Llama3 { .. } => {
             let plain = Rope { scaling: RopeScaling::None, ..(*first).clone() };
             let (plain, scaled) = (plain.frequencies(0), first.frequencies(0));
-            Ok(Some(plain.into_iter().zip(scaled).map(|(f, g)| f / g).collect()))
+            let divisors = plain.into_iter().zip(scaled).map(|(f, g)| f / g).collect();
+            Ok(vec![(ROPE_FACTORS, divisors)])
         }
-        RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok(None),
+        RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok(Vec::new()),
+        RopeScaling::LongRope(long) if family.arch == "phi3" => {
+            put("rope.scaling.original_context_length", Value::U32(long.original_positions as u32));
+            put("rope.scaling.attn_factor", Value::F32(long.attention_factor as f32));
+            Ok(vec![(ROPE_SHORT, long.short.to_vec()), (ROPE_LONG, long.long.to_vec())])
+        }
         RopeScaling::Dynamic { .. }
         | RopeScaling::Yarn(_)
         | RopeScaling::LongRope(_)

@@ -2,13 +2,15 @@
 //!
 //! ```text
 //! families, metadata, tokenizer ─► plan ─► run ─► archive (file)      what is written, tensor by tensor
-//! calibration or a file ─► imatrix ──────┘
+//! calibration or a file ─► imatrix ──────┤
+//! calibration ─► curvature (GPTQ) ────────┘
 //! ```
 //!
 //! A file is made in one pass over the checkpoint's tensors, and needs no other form of the model. How rows become
 //! bytes is [`blocks`](crate::blocks)' matter.
 
 mod codes;
+mod curvature;
 mod families;
 mod file;
 mod imatrix;
@@ -22,6 +24,7 @@ mod tokenizer;
 
 use serde_json::json;
 
+pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
 pub use mixture::{MIXTURES, Mixture, mixture};
@@ -68,6 +71,8 @@ impl GgufPlan {
             "format": FORMAT,
             "mixture": self.request.mixture.name,
             "importance": importance,
+            "search": format!("{:?}", self.request.search),
+            "gptq": self.request.gptq.map(|settings| settings.damping),
         })
     }
 }

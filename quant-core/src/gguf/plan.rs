@@ -8,9 +8,10 @@ use super::metadata;
 use super::mixture::{Mixture, ModelFacts, Role};
 use super::rows::{RowOrder, Source};
 use super::tokenizer;
-use crate::blocks::{BlockType, F32, Q4_0, Q8_0, block_type};
+use crate::blocks::{BlockType, F32, Q4_0, Q8_0, Search, block_type};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
 use crate::model::{Architecture, Model, Op};
+use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
 use crate::{Error, Result};
@@ -31,6 +32,10 @@ pub struct GgufRequest {
     pub allow_fallback: bool,
     /// Whether there is an importance matrix.
     pub weighted: bool,
+    /// How scales are found.
+    pub search: Search,
+    /// Settings of GPTQ, where codes are to make up for each other's rounding.
+    pub gptq: Option<GptqSettings>,
 }
 
 /// A tensor of the file.
@@ -55,6 +60,11 @@ impl PlannedTensor {
             Source::Codes { modules, .. } => modules.iter().map(String::as_str).collect(),
             Source::Values(_) => Vec::new(),
         }
+    }
+
+    /// The block of the model that it belongs to.
+    pub(super) fn layer(&self) -> Option<usize> {
+        self.name.strip_prefix("blk.")?.split('.').next()?.parse().ok()
     }
 
     /// Whether its codes are taken from the checkpoint as they are.
@@ -122,11 +132,11 @@ impl GgufPlan {
         let about = metadata::metadata(a, family)?;
         let mut notes = about.warnings;
         let mut drafts = drafts(model, family)?;
-        if let Some(factors) = about.rope_factors {
+        for (name, factors) in about.rope_factors {
             drafts.insert(
                 1,
                 Draft {
-                    name: families::ROPE_FACTORS.into(),
+                    name: name.into(),
                     module: String::new(),
                     shape: vec![factors.len()],
                     role: Role::Other,
@@ -292,7 +302,7 @@ fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<D
 fn role(stored: &str) -> Role {
     match stored {
         "attn_k" => Role::Key,
-        "attn_v" => Role::Value,
+        "attn_v" | "attn_qkv" => Role::Value,
         "attn_output" => Role::AttentionOutput,
         "ffn_down" | "ffn_down_exps" => Role::Down,
         _ => Role::Other,

@@ -82,9 +82,10 @@ pub(super) fn read_rows(
     Ok(values)
 }
 
-/// The shape of a stored tensor as rows and columns.
-pub(super) fn matrix(shape: &[usize]) -> Result<[usize; 2]> {
+/// The shape of a stored tensor as rows and columns. A vector is a row, or a column where its elements change places.
+pub(super) fn matrix(shape: &[usize], order: RowOrder) -> Result<[usize; 2]> {
     match *shape {
+        [rows] if order != RowOrder::AsStored => Ok([rows, 1]),
         [columns] => Ok([1, columns]),
         [rows, columns] => Ok([rows, columns]),
         _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),
@@ -94,6 +95,15 @@ pub(super) fn matrix(shape: &[usize]) -> Result<[usize; 2]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn elements_of_a_bias_take_turns_as_rows_do() {
+        let order = RowOrder::Paired { head: 6 };
+        assert_eq!(matrix(&[12], order).unwrap(), [12, 1]);
+        assert_eq!(matrix(&[12], RowOrder::AsStored).unwrap(), [1, 12]);
+        assert_eq!(matrix(&[12, 5], order).unwrap(), [12, 5]);
+        assert!(matrix(&[2, 12, 5], order).is_err());
+    }
 
     #[test]
     fn rows_of_halves_take_turns_and_go_back() {

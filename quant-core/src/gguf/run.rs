@@ -1,16 +1,20 @@
 //! Writing a plan: rows are read, rewritten, encoded and written piece by piece, so that memory does not grow with the
 //! model.
 
+use std::sync::Arc;
+
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::codes;
+use super::curvature::Curvature;
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
 use super::rows::{Source, matrix, read_rows};
-use crate::blocks::BlockType;
+use crate::blocks::{BlockType, Search};
 use crate::model::Model;
+use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// Values that are encoded at a time.
@@ -34,6 +38,9 @@ pub struct GgufTensorReport {
     pub keeps_codes: bool,
     /// Whether errors were weighed by an importance matrix.
     pub weighted: bool,
+    /// `gptq` where codes make up for each other's rounding.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub method: Option<String>,
     /// Root of the sum of squared errors by the sum of squares of the values; absent where codes were kept.
     pub relative_rms: Option<f64>,
     /// BLAKE3 of the values as read, in f32 and in the order of the file, or of codes and scales.
@@ -67,7 +74,8 @@ impl GgufReport {
     }
 }
 
-/// Writes every tensor of a plan. What `sink` has from an interrupted run is not encoded again.
+/// Writes every tensor of a plan. What `sink` has from an interrupted run is not encoded again. With a `curvature`,
+/// weights that have an importance are encoded by GPTQ.
 ///
 /// # Errors
 /// When a tensor cannot be read or written, or its values cannot be encoded; [`Error::Interrupted`].
@@ -75,6 +83,7 @@ pub fn write_tensors(
     plan: &GgufPlan,
     model: &Model,
     importance: Option<&Importance>,
+    mut curvature: Option<&mut Curvature<'_>>,
     sink: &mut dyn TensorSink,
     observer: &dyn Observer,
     cancel: &CancelToken,
@@ -85,7 +94,21 @@ pub fn write_tensors(
     for tensor in &plan.tensors {
         cancel.check()?;
         let importance = importance.map(|im| im.of(tensor)).transpose()?.flatten();
-        let mut writer = Writer { tensor, importance, sink, cancel, written: 0, hash: blake3::Hasher::new() };
+        let factor = match &mut curvature {
+            Some(curvature) => curvature.of(tensor)?,
+            None => None,
+        };
+        let search = plan.request.search;
+        let mut writer = Writer {
+            tensor,
+            search,
+            importance,
+            factor,
+            sink,
+            cancel,
+            written: 0,
+            hash: blake3::Hasher::new(),
+        };
         reports.push(writer.run(model)?);
         sink.commit()?;
         observer.event(&Event::UnitDone { detail: tensor.name.clone() });
@@ -97,8 +120,11 @@ pub fn write_tensors(
 /// One tensor on its way.
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
+    search: Search,
     /// Of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
+    /// Of the Hessian of what it reads, for GPTQ.
+    factor: Option<Arc<Factor>>,
     sink: &'a mut dyn TensorSink,
     cancel: &'a CancelToken,
     written: u64,
@@ -125,7 +151,9 @@ impl Writer<'_> {
             Source::Stored { tensors, order, shift } => {
                 let columns = shape.last().copied().unwrap_or_default();
                 for (i, tensor) in tensors.iter().enumerate() {
-                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape)?;
+                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape, *order)?;
+                    // The elements of a bias whose rows take turns are rows of their own.
+                    let columns = if shape.len() == 1 { stored } else { columns };
                     if stored != columns {
                         return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
                     }
@@ -177,6 +205,7 @@ impl Writer<'_> {
             bytes: self.tensor.bytes(),
             keeps_codes,
             weighted: self.importance.is_some(),
+            method: self.factor.is_some().then(|| "gptq".to_owned()),
             relative_rms: (!keeps_codes).then(|| match squares.value {
                 0.0 => 0.0,
                 value => (squares.error / value).sqrt(),
@@ -202,7 +231,7 @@ impl Writer<'_> {
         if skip {
             return Ok(());
         }
-        let kind = self.tensor.kind;
+        let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
         let importance = self.importance.as_ref().map(|im| {
             // One matrix has one importance, or all share one.
@@ -210,8 +239,17 @@ impl Writer<'_> {
             &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
         });
         let mut bytes = vec![0; values.len() / columns.max(1) * row_bytes];
-        let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact_mut(row_bytes));
-        let sums: Vec<(f64, f64)> = rows.map(|(row, out)| encode_row(kind, row, importance, out)).collect();
+        match (&self.factor, importance) {
+            (Some(factor), Some(importance)) => {
+                encode_blocks(values, columns, kind, importance, factor, &mut bytes);
+            }
+            _ => {
+                let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact_mut(row_bytes));
+                rows.for_each(|(row, out)| kind.encode_by(search, row, importance, out));
+            }
+        }
+        let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
+        let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),
@@ -240,12 +278,10 @@ fn row_bytes(kind: &BlockType, columns: usize) -> Result<usize> {
     kind.row_bytes(columns).ok_or_else(|| Error::Internal(format!("a {} row of {columns}", kind.name)))
 }
 
-/// Encodes a row; the sums of squares of its errors and of its values. The former is not finite where what is stored is
-/// not.
-fn encode_row(kind: &BlockType, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) -> (f64, f64) {
-    kind.encode(row, importance, out);
+/// The sums of squares of a row's errors and of its values. The former is not finite where what is stored is not.
+fn squares_of(kind: &BlockType, row: &[f32], bytes: &[u8]) -> (f64, f64) {
     let mut back = vec![0.0; row.len()];
-    kind.decode(out, &mut back);
+    kind.decode(bytes, &mut back);
     let (mut error, mut value) = (0.0, 0.0);
     for (v, b) in row.iter().zip(&back) {
         error += (f64::from(*v) - f64::from(*b)).powi(2);

@@ -4,8 +4,9 @@ use serde_json::{Map, Value as Json, json};
 
 use super::About;
 use crate::Result;
-use crate::gguf::families::{self, EMBEDDING, HEAD, ROPE_FACTORS};
-use crate::gguf::file::GgufFile;
+use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
+use crate::gguf::file::{GgufFile, GgufTensor};
+use crate::gguf::metadata::eps_key;
 
 /// The configuration that a file's metadata and tensors imply.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
@@ -32,24 +33,51 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     set("head_dim", json!(head_dim));
     set("vocab_size", json!(vocab));
     set("max_position_embeddings", json!(about.require("context_length")?));
-    let eps = about.float("attention.layer_norm_rms_epsilon")?;
-    let eps = eps.ok_or_else(|| about.broken("attention.layer_norm_rms_epsilon", "is missing"))?;
-    set("rms_norm_eps", json!(shortest(eps)));
+    let key = eps_key(family);
+    let eps = about.float(key)?.ok_or_else(|| about.broken(key, "is missing"))?;
+    for field in ["rms_norm_eps", "norm_epsilon", "layer_norm_eps"] {
+        set(field, json!(shortest(eps)));
+    }
     set("tie_word_embeddings", json!(!has(&format!("{HEAD}.weight"))));
     set("attention_bias", json!(has("blk.0.attn_q.bias")));
+    set("attention_out_bias", json!(has("blk.0.attn_output.bias")));
+    set("qkv_bias", json!(has("blk.0.attn_q.bias")));
     set("mlp_bias", json!(has("blk.0.ffn_up.bias")));
+    set("use_bias", json!(has("blk.0.ffn_up.bias")));
     match about.integer("expert_count")?.filter(|n| *n > 0) {
         Some(experts) => {
             set("num_local_experts", json!(experts));
             set("num_experts", json!(experts));
             set("num_experts_per_tok", json!(about.require("expert_used_count")?));
-            set("norm_topk_prob", json!(true));
+            set("norm_topk_prob", json!(family.normalizes_experts));
+            if let Some(n) = about.integer("expert_shared_feed_forward_length")? {
+                set("shared_expert_intermediate_size", json!(n));
+            }
             let dense = about.require("feed_forward_length")?;
             let of_expert = about.integer("expert_feed_forward_length")?.unwrap_or(dense);
             set("moe_intermediate_size", json!(of_expert));
             set("intermediate_size", json!(of_expert));
         }
         None => set("intermediate_size", json!(about.require("feed_forward_length")?)),
+    }
+    if let Some(every) = family.unturned {
+        set("no_rope_layer_interval", json!(every));
+    }
+    let logits = match family.multipliers {
+        Multipliers::None => None,
+        Multipliers::Logits => Some("logit_scale"),
+        Multipliers::All => Some("logits_scaling"),
+    };
+    let factors = [
+        ("attention.scale", Some("attention_multiplier")),
+        ("embedding_scale", Some("embedding_multiplier")),
+        ("residual_scale", Some("residual_multiplier")),
+        ("logit_scale", logits),
+    ];
+    for (key, field) in factors {
+        if let (Some(field), Some(factor)) = (field.filter(|_| logits.is_some()), about.float(key)?) {
+            set(field, json!(shortest(factor)));
+        }
     }
     rope(about, head_dim, &mut set)?;
     // Graphs without windows must not get the family's default.
@@ -78,9 +106,23 @@ fn shortest(value: f64) -> f64 {
     format!("{:e}", value as f32).parse().unwrap_or(value)
 }
 
+/// The divisors of frequencies that a tensor holds.
+fn divisors(about: &About<'_>, tensor: &GgufTensor) -> Result<Vec<f32>> {
+    let mut bytes = vec![0; tensor.bytes as usize];
+    about.file.read(tensor, 0, &mut bytes)?;
+    let mut divisors = vec![0.0; tensor.shape.iter().product()];
+    tensor.kind.decode(&bytes, &mut divisors);
+    Ok(divisors)
+}
+
 fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> Result<()> {
-    if about.integer("rope.dimension_count")?.is_some_and(|n| n != head_dim) {
-        return Err(about.broken("rope.dimension_count", "is not the width of a head, which is not read"));
+    if let Some(turned) = about.integer("rope.dimension_count")?.filter(|n| *n != head_dim) {
+        if !about.family.turns_parts || turned > head_dim {
+            return Err(about.broken("rope.dimension_count", "is not the width of a head, which is not read"));
+        }
+        set("partial_rotary_factor", json!(turned as f64 / head_dim as f64));
+    } else if about.family.turns_parts {
+        set("partial_rotary_factor", json!(1.0));
     }
     set("rope_theta", json!(about.float("rope.freq_base")?.unwrap_or(10_000.0)));
     if let Some(theta) = about.float("rope.freq_base_swa")? {
@@ -88,12 +130,21 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     }
     let kind = about.get("rope.scaling.type").and_then(|value| value.as_str()).unwrap_or("none");
     let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
-        ("none", None) => Json::Null,
+        ("none" | "longrope", None) => match (about.file.tensor(ROPE_SHORT), about.file.tensor(ROPE_LONG)) {
+            (Some(short), Some(long)) => {
+                let positions = about.require("rope.scaling.original_context_length")?;
+                set("original_max_position_embeddings", json!(positions));
+                json!({
+                    "rope_type": "longrope", "short_factor": divisors(about, short)?,
+                    "long_factor": divisors(about, long)?,
+                    "attention_factor": about.float("rope.scaling.attn_factor")?.unwrap_or(1.0),
+                })
+            }
+            (None, None) if kind == "none" => Json::Null,
+            _ => return Err(missing(about.file, ROPE_LONG)),
+        },
         ("none", Some(tensor)) => {
-            let mut bytes = vec![0; tensor.bytes as usize];
-            about.file.read(tensor, 0, &mut bytes)?;
-            let mut divisors = vec![0.0; tensor.shape.iter().product()];
-            tensor.kind.decode(&bytes, &mut divisors);
+            let divisors = divisors(about, tensor)?;
             let positions = about.require("context_length")?;
             // The numbers that the divisors follow from are not in the file; the divisors themselves do as well.
             json!({

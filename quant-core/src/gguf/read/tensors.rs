@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::super::families::{EMBEDDING, FINAL_NORM, GgufFamily, HEAD, ROPE_FACTORS};
+use super::super::families::{EMBEDDING, FINAL_NORM, GgufFamily, HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
 use super::super::file::{GgufFile, GgufTensor, Value};
 use super::super::rows::RowOrder;
 use crate::blocks::{BF16, F16};
@@ -41,7 +41,7 @@ impl GgufSource {
         let hidden = number("embedding_length").unwrap_or(0);
         let head = number("attention.key_length").unwrap_or(hidden / heads) as usize;
         for tensor in &file.header().tensors {
-            if tensor.name == ROPE_FACTORS {
+            if [ROPE_FACTORS, ROPE_SHORT, ROPE_LONG].contains(&tensor.name.as_str()) {
                 continue;
             }
             for (name, place) in

@@ -15,6 +15,9 @@
 //! tiles of fixed size: rows do not know of each other. `docs/gptq.md` says where this differs from other
 //! implementations, and why.
 
+mod blocks;
+#[cfg(test)]
+mod blocks_tests;
 mod factor;
 mod hessian;
 mod order;
@@ -25,6 +28,7 @@ mod solve;
 #[cfg(test)]
 mod tests;
 
+pub use blocks::encode_blocks;
 pub use factor::{Factor, FactorError};
 pub use hessian::Hessian;
 pub use settings::{ActOrder, GptqSettings, LayerInputs};

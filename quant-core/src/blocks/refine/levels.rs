@@ -1,0 +1,165 @@
+//! Grids without minimums: `d·factor·level`.
+
+use super::super::grid::{Fields, Grid, Levels, PARTS};
+use super::{LANES, TURNS, total};
+
+/// Scales that a part's search starts from, on each side.
+const STARTS: usize = 24;
+/// Scales of a block that are looked at closely, of all that are tried.
+const CLOSELY: usize = 4;
+/// Steps of the candidates for a block's scale: so many, each of so many factors.
+const CANDIDATES: usize = 24;
+const CANDIDATE: f32 = 0.4;
+
+/// `Σ w·x·l` and `Σ w·l²` for the levels nearest to `x / scale`.
+#[inline(always)]
+fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) {
+    let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
+    for (x, w) in x.chunks_exact(LANES).zip(w.chunks_exact(LANES)) {
+        for i in 0..LANES {
+            let l = levels.level(x[i] * inverse);
+            xl[i] += w[i] * x[i] * l;
+            ll[i] += w[i] * l * l;
+        }
+    }
+    (total(xl), total(ll))
+}
+
+/// The weighted squared error with a scale.
+#[inline(always)]
+fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
+    let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
+    let mut sum = [0.0; LANES];
+    for (x, w) in x.chunks_exact(LANES).zip(w.chunks_exact(LANES)) {
+        for i in 0..LANES {
+            let off = x[i] - scale * levels.level(x[i] * inverse);
+            sum[i] += w[i] * off * off;
+        }
+    }
+    total(sum)
+}
+
+/// The best scale of a part that is found, and `Σ w·l²` there.
+#[inline(always)]
+fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
+    let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+    if most == 0.0 {
+        return (0.0, 0.0);
+    }
+    let [low, step] = [levels.ends()[0], levels.step()];
+    // From scales that leave the last code unused to those by which the largest values saturate; of fine grids fewer steps.
+    let (first, last) = ((0.09 * low).max(-step), (-0.4 * low).min(5.0 * step));
+    let mut best = (0.0, 0.0, 0.0);
+    for end in [low, -low] {
+        for start in 0..STARTS {
+            let beyond = first + (last - first) * start as f32 / (STARTS - 1) as f32;
+            let mut inverse = (end + end.signum() * beyond) / most;
+            for _ in 0..3 {
+                let (xl, ll) = sums(levels, inverse, x, w);
+                if ll <= 0.0 || xl * xl <= best.0 * ll {
+                    break;
+                }
+                best = (xl * xl / ll, xl / ll, ll);
+                inverse = ll / xl;
+            }
+        }
+    }
+    (best.1, best.2)
+}
+
+/// The fields of a block, without its codes.
+#[inline(always)]
+pub(super) fn fields<L: Levels>(
+    levels: L,
+    grid: &Grid,
+    x: &[f32],
+    w: &[f32],
+    half: impl Fn(f32) -> f32,
+) -> Fields {
+    let parts = || x.chunks_exact(grid.part).zip(w.chunks_exact(grid.part));
+    let count = x.len() / grid.part;
+    let (mut scales, mut curves) = ([0.0_f32; PARTS], [0.0_f32; PARTS]);
+    for (j, (x, w)) in parts().enumerate() {
+        (scales[j], curves[j]) = fit(levels, x, w);
+    }
+    let [low, high] = grid.factors;
+    let factor = |scale: f32, d: f32| ((scale / d).round().max(low as f32).min(high as f32)) as i32;
+    let mut best = (f32::INFINITY, Fields::ZERO);
+    for d in starts(&scales[..count], &curves[..count], grid.factors) {
+        let mut d = half(d);
+        let mut before = f32::INFINITY;
+        for _ in 0..TURNS {
+            if d == 0.0 || !d.is_finite() {
+                break;
+            }
+            let mut fields = Fields { d, ..Fields::ZERO };
+            let (mut sum, mut xl, mut ll) = (0.0, 0.0, 0.0);
+            for (j, (x, w)) in parts().enumerate() {
+                let near = factor(scales[j], d);
+                let mut found = (f32::INFINITY, near);
+                for f in (near - 1).max(low)..=(near + 1).min(high) {
+                    let e = error(levels, d * f as f32, x, w);
+                    if e < found.0 {
+                        found = (e, f);
+                    }
+                }
+                let (e, f) = found;
+                fields.factors[j] = f;
+                sum += e;
+                if f != 0 {
+                    let f = f as f32;
+                    let (part_xl, part_ll) = sums(levels, 1.0 / (d * f), x, w);
+                    xl += f * part_xl;
+                    ll += f * f * part_ll;
+                }
+            }
+            if sum < best.0 {
+                best = (sum, fields);
+            }
+            if sum >= before || ll <= 0.0 {
+                break;
+            }
+            before = sum;
+            let next = half(xl / ll);
+            if next == d {
+                break;
+            }
+            d = next;
+        }
+    }
+    if best.0 == f32::INFINITY {
+        // No scale is both finite and not 0: what overflows is reported by who looks at the bytes.
+        let d = half(
+            scales[..count].iter().fold(0.0_f32, |most, s| if s.abs() > most.abs() { *s } else { most }),
+        );
+        let d = d / if low == high { 1.0 } else { high as f32 };
+        return Fields { d: half(d), factors: [high; PARTS], ..Fields::ZERO };
+    }
+    best.1
+}
+
+/// Scales of a block that suit the scales of its parts, the best first: those where errors by the rounding of
+/// factors, taken as squares around each fit, are least.
+#[inline(always)]
+fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
+    if low == high {
+        return scales.to_vec();
+    }
+    let most = scales.iter().fold(0.0_f32, |most, s| if s.abs() > most.abs() { *s } else { most });
+    let mut found: Vec<(f32, f32)> = Vec::with_capacity(2 * CANDIDATES);
+    for end in [low as f32, high as f32] {
+        for i in 0..CANDIDATES {
+            let d = most / (end - end.signum() * CANDIDATE * i as f32);
+            let mut sum = 0.0;
+            for (s, curve) in scales.iter().zip(curves) {
+                let off = s - d * (s / d).round().max(low as f32).min(high as f32);
+                sum += curve * off * off;
+            }
+            if sum.is_finite() {
+                found.push((sum, d));
+            }
+        }
+    }
+    found.sort_by(|a, b| a.0.total_cmp(&b.0));
+    found.into_iter().take(CLOSELY).map(|(_, d)| d).collect()
+}

@@ -1,0 +1,119 @@
+//! The search that is ours: scales, factors and minimums of a block chosen together, for the least weighted squared
+//! error of what is stored.
+//!
+//! The reference weighs errors by magnitudes too, searches each part's scale by itself, and rounds it to the block's
+//! grid afterwards. Here the error of every candidate is that of the bytes: parts are fitted from many starts with codes
+//! and scales in turns; then the block's scale is sought among those that suit the factors of all parts, each of
+//! which takes the best integer near its fit; then scale and factors in turns. Sums run in lanes of eight, in one
+//! order on all machines.
+
+mod levels;
+mod minimum;
+#[cfg(test)]
+mod tests;
+
+use half::f16;
+
+use super::grid::{Even, Fields, Grid, MOST, Steps, Uneven};
+use super::search::mean_square;
+use crate::vector::vectorized;
+
+/// Lanes of a sum.
+pub(super) const LANES: usize = 8;
+/// How often the scale of a block and the factors of its parts take turns, at most.
+const TURNS: usize = 4;
+
+/// What elements of a part weigh that no text needs, beside a mean of 1.
+const UNIMPORTANT: f32 = 1e-6;
+
+/// Finds the fields of every block of a row, `elements` in each; `take` gets them with the block's number. Beside its
+/// importance an element weighs the fourth root of `σ² + x²`, `σ²` being the mean square of the row: between errors that
+/// count alike and those of large values that count more, this cost least on calibration texts.
+pub(super) fn row(
+    grid: &Grid,
+    row: &[f32],
+    importance: Option<&[f32]>,
+    elements: usize,
+    mut take: impl FnMut(usize, &Fields),
+) {
+    let sigma2 = mean_square(row);
+    let mut weights = [0.0_f32; MOST];
+    let weights = &mut weights[..elements];
+    for (b, x) in row.chunks_exact(elements).enumerate() {
+        for (w, x) in weights.iter_mut().zip(x) {
+            *w = (sigma2 + x * x).sqrt().sqrt();
+        }
+        if let Some(importance) = importance {
+            let importance = &importance[b * elements..][..elements];
+            weights.iter_mut().zip(importance).for_each(|(w, im)| *w *= im);
+        }
+        take(b, &block(grid, x, weights));
+    }
+}
+
+/// The fields for one block of values. `weights` are positive or zero; where all of a part are zero, its elements count
+/// alike.
+pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
+    let mut own = [0.0_f32; MOST];
+    let own = &mut own[..x.len()];
+    own.copy_from_slice(weights);
+    // To a mean of 1, so that sums stay inside the range of the numbers.
+    let mean = own.iter().sum::<f32>() / own.len() as f32;
+    let inverse = 1.0 / mean;
+    match inverse.is_normal() {
+        true => own.iter_mut().for_each(|w| *w *= inverse),
+        false => own.fill(1.0),
+    }
+    for part in own.chunks_exact_mut(grid.part) {
+        if part.iter().all(|w| *w <= 0.0) {
+            part.fill(UNIMPORTANT);
+        }
+    }
+    let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+    if most == 0.0 || !most.is_finite() {
+        return zero(grid, most);
+    }
+    // Values to a magnitude of 1, by a power of two so that nothing is rounded.
+    let power = power_of_two_below(most);
+    let mut scaled = [0.0_f32; MOST];
+    let scaled = &mut scaled[..x.len()];
+    scaled.iter_mut().zip(x).for_each(|(s, v)| *s = v / power);
+    let half = |d: f32| f16::from_f32(d * power).to_f32() / power;
+    let mut fields = vectorized(
+        #[inline(always)]
+        || match grid.steps {
+            Steps::Even { half: n } => levels::fields(Even(n), grid, scaled, own, half),
+            Steps::Uneven => levels::fields(Uneven, grid, scaled, own, half),
+            Steps::Minimum { top } => minimum::fields(top, grid, scaled, own, half),
+        },
+    );
+    fields.d *= power;
+    fields.dmin *= power;
+    for (e, x) in x.iter().enumerate() {
+        fields.codes[e] = grid.round(fields.part(e / grid.part), *x).0;
+    }
+    fields
+}
+
+/// A block of zeros; with a scale that is not finite where the values are not.
+fn zero(grid: &Grid, most: f32) -> Fields {
+    let mut fields = Fields { d: if most == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
+    let (code, _) = grid.round([0.0, 0.0], 0.0);
+    fields.codes.fill(code);
+    let neutral = 0_i32.clamp(grid.factors[0], grid.factors[1]);
+    fields.factors.fill(neutral);
+    fields.minimums.fill(neutral);
+    fields
+}
+
+/// The largest power of two that is not above a positive value, and normal.
+fn power_of_two_below(value: f32) -> f32 {
+    f32::from_bits(value.to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE)
+}
+
+/// Sums of lanes in a fixed order.
+#[inline(always)]
+fn total(lanes: [f32; LANES]) -> f32 {
+    let [a, b, c, d, e, f, g, h] = lanes;
+    ((a + e) + (b + f)) + ((c + g) + (d + h))
+}

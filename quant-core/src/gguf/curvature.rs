@@ -1,0 +1,118 @@
+//! What GPTQ needs of the inputs of every linear: the factors of their Hessians, gathered block by block, on the way
+//! of the tensors into the file.
+//!
+//! Hidden states are those of the float model: blocks that were written already change nothing in those that follow.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::plan::PlannedTensor;
+use crate::calibrate::{HiddenStates, StatisticsPass, TokenWindows};
+use crate::model::{Model, NodeId, Op, RopeTables};
+use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
+use crate::{CancelToken, Error, Result};
+
+/// The factors of one block at a time.
+pub struct Curvature<'a> {
+    model: &'a Model,
+    cancel: &'a CancelToken,
+    damping: f64,
+    ropes: RopeTables,
+    states: HiddenStates,
+    /// The block that comes next.
+    next: usize,
+    /// Of the block before: by the names of weights in the checkpoint.
+    factors: BTreeMap<String, Arc<Factor>>,
+}
+
+impl<'a> Curvature<'a> {
+    /// Fails for models whose linears cannot be encoded by GPTQ.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a model with experts.
+    pub fn check(model: &Model) -> Result<()> {
+        let a = model.architecture();
+        let has_experts =
+            |layer: usize| a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Route(_)));
+        match (0..a.layers).any(has_experts) {
+            true => Err(Error::usage(
+                "GPTQ onto the blocks of GGUF files is for models without experts",
+                "leave --method out: scales are searched for with the importance of each expert's channels",
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Begins before the first block.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); [`Error::Usage`] when settings make no sense; whatever the embedding fails with.
+    pub fn new(
+        model: &'a Model,
+        windows: &TokenWindows,
+        settings: GptqSettings,
+        cancel: &'a CancelToken,
+    ) -> Result<Self> {
+        settings.check()?;
+        Self::check(model)?;
+        let states = HiddenStates::embed(model, windows)?;
+        let ropes = model.rope(windows.length())?;
+        let damping = settings.damping;
+        Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
+    }
+
+    /// The factor for a tensor of the file; `None` where nothing is known of what it reads, or it stays float. Blocks
+    /// must come in ascending order.
+    ///
+    /// # Errors
+    /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].
+    pub(super) fn of(&mut self, tensor: &PlannedTensor) -> Result<Option<Arc<Factor>>> {
+        let Some(layer) = tensor.layer().filter(|_| !tensor.kind.is_float()) else { return Ok(None) };
+        while self.next <= layer {
+            self.advance()?;
+        }
+        Ok(tensor.sources().first().and_then(|name| self.factors.get(*name)).cloned())
+    }
+
+    fn advance(&mut self) -> Result<()> {
+        let a = self.model.architecture();
+        let layer = self.next;
+        self.factors.clear();
+        let block = self.model.block(layer, &self.ropes)?;
+        let graph = block.graph().clone();
+        let values: BTreeSet<(NodeId, usize)> =
+            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k)).collect();
+        let mut hessians: BTreeMap<NodeId, Hessian> =
+            values.into_iter().map(|(id, k)| (id, Hessian::new(k))).collect();
+        let mut pass = StatisticsPass::new(&block, self.states.layout(), self.cancel);
+        for (value, hessian) in &mut hessians {
+            pass.gather(*value, hessian)?;
+        }
+        pass.run(&mut self.states, layer + 1 < a.layers)?;
+        let mut known: BTreeMap<NodeId, Arc<Factor>> = BTreeMap::new();
+        for (id, name, ..) in graph.linears() {
+            self.cancel.check()?;
+            let value = graph.nodes()[id].inputs[0];
+            let tensor = format!("{}.weight", a.in_block(layer, name));
+            if let Some(mut hessian) = hessians.remove(&value) {
+                hessian.finish();
+                known.insert(value, Arc::new(factor(&hessian, self.damping, &tensor)?));
+            }
+            if let Some(factor) = known.get(&value) {
+                self.factors.insert(tensor, factor.clone());
+            }
+        }
+        self.next += 1;
+        Ok(())
+    }
+}
+
+fn factor(hessian: &Hessian, damping: f64, tensor: &str) -> Result<Factor> {
+    let tensor = tensor.to_owned();
+    Factor::new(hessian, (0..hessian.channels()).collect(), damping).map_err(|e| match e {
+        FactorError::NonFinite { channel } => {
+            Error::Calibration { tensor, what: format!("channel {channel} of its input") }
+        }
+        FactorError::Indefinite { .. } => Error::Numeric { tensor, reason: e.to_string() },
+    })
+}

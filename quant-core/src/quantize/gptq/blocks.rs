@@ -1,0 +1,86 @@
+//! GPTQ onto the blocks of GGUF files: scales of a block are found when its first column is reached, of what the
+//! columns before have made of its weights; then its codes are chosen one after the other.
+//!
+//! A tile holds some rows. Columns go in runs of 256: inside a run every error moves on at once, to the columns after
+//! it by a matrix product. Columns come in the order of the file, for blocks are made of neighbours.
+
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::Factor;
+use crate::blocks::BlockType;
+use crate::vector::vectorized;
+
+/// Rows of a tile.
+const TILE: usize = 32;
+/// Columns of a run: a whole number of blocks of every type.
+const RUN: usize = 256;
+
+/// Encodes rows `[n, k]` as blocks, with the factor of their inputs' Hessian for columns in ascending order.
+/// `importance` weighs the errors that scales are chosen by. Rows of types without blocks are only rounded.
+///
+/// # Panics
+/// When the lengths do not agree, or the factor is of another width or order.
+pub fn encode_blocks(
+    rows: &[f32],
+    k: usize,
+    kind: &BlockType,
+    importance: &[f32],
+    factor: &Factor,
+    out: &mut [u8],
+) {
+    let row_bytes = kind.row_bytes(k).unwrap_or_default();
+    assert!(
+        k > 0 && rows.len().is_multiple_of(k) && out.len() == rows.len() / k * row_bytes,
+        "bytes of {kind:?} rows"
+    );
+    assert!(factor.columns().iter().copied().eq(0..k), "a factor of {k} columns in order");
+    let tiles = rows.par_chunks(TILE * k).zip(out.par_chunks_mut((TILE * row_bytes).max(1)));
+    tiles.for_each(|(rows, out)| tile(rows, k, kind, importance, factor.ratios(), out));
+}
+
+fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &[f32], out: &mut [u8]) {
+    let count = rows.len() / k;
+    let mut rows = rows.to_vec();
+    let row_bytes = out.len() / count;
+    let mut errors = vec![0.0_f32; count * RUN];
+    for first in (0..k).step_by(RUN) {
+        let end = k.min(first + RUN);
+        let width = end - first;
+        for (r, (row, out)) in rows.chunks_exact_mut(k).zip(out.chunks_exact_mut(row_bytes)).enumerate() {
+            let row = &mut row[first..end];
+            let errors = &mut errors[r * width..][..width];
+            let out = &mut out[first / kind.elements * kind.bytes..][..width / kind.elements * kind.bytes];
+            for (b, out) in out.chunks_exact_mut(kind.bytes).enumerate() {
+                let at = b * kind.elements;
+                let part = at..at + kind.elements;
+                let importance = &importance[first..][part.clone()];
+                let Some(mut block) = kind.settle(&row[part.clone()], importance) else {
+                    kind.encode(&row[part.clone()], Some(importance), out);
+                    continue;
+                };
+                for (e, c) in part.enumerate() {
+                    let error = row[c] - block.choose(e, row[c]);
+                    errors[c] = error;
+                    let ratios = &ratios[(first + c) * k + first..][c + 1..width];
+                    vectorized(
+                        #[inline(always)]
+                        || {
+                            for (later, ratio) in row[c + 1..].iter_mut().zip(ratios) {
+                                *later -= error * ratio;
+                            }
+                        },
+                    );
+                }
+                block.write(out);
+            }
+        }
+        if end < k {
+            let errors = MatRef::from_row_major_slice(&errors[..count * width], count, width);
+            let ratios = MatRef::from_row_major_slice(ratios, k, k).submatrix(first, end, width, k - end);
+            let rows = MatMut::from_row_major_slice_mut(&mut rows, count, k).subcols_mut(end, k - end);
+            matmul(rows, Accum::Add, errors, ratios, -1.0_f32, Par::Seq);
+        }
+    }
+}

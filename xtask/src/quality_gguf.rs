@@ -1,0 +1,169 @@
+//! `cargo xtask quality-gguf`: what GGUF types cost on the real model whose rows they fit, by `llama-quantize`, by our own
+//! search, and by GPTQ.
+//!
+//! All three have the same types and as many bytes, and the same importance matrix, which our calibration gathered; GPTQ
+//! reads the same text. They see the same windows, so differences are paired: their error is that of the differences of
+//! windows. What the search minimizes was chosen on calibration texts; claims are held on the evaluation texts: with
+//! Q4_K_M and IQ4_XS both cost less than `llama-quantize`, by more than two paired errors over all rows together, and in no
+//! row more.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::bench_rtn::quant_binary;
+use crate::quality::Args;
+use crate::quality_floats::{divergence, mean};
+use crate::support::llama_cpp::LlamaCpp;
+use crate::support::record::{Record, table, typed_command};
+use crate::support::rows::{Row, quantize, texts};
+use crate::support::shell::{output, shared_dir, target_dir};
+
+/// The model whose widths are multiples of 256.
+const MODEL: &str = "books-7m";
+/// Mixtures, and whether claims are held to them.
+const MIXTURES: [(&str, bool); 3] = [("Q4_K_M", true), ("IQ4_XS", true), ("Q4_0", false)];
+/// Names, and options of `quant quantize`; the first is `llama-quantize`.
+const METHODS: [(&str, &[&str]); 3] =
+    [("llama-quantize", &[]), ("search", &[]), ("GPTQ", &["--method", "gptq"])];
+/// Windows of 512 tokens that are calibrated on.
+const SAMPLES: &str = "64";
+
+/// One file by one of the methods, of at most a block of metadata more or fewer bytes than by `llama-quantize`.
+fn write(
+    quant: &Path,
+    model: &Path,
+    scratch: &Path,
+    text: &Path,
+    mixture: &str,
+    method: usize,
+) -> Result<()> {
+    let out = scratch.join("out.gguf");
+    let (floats, imatrix) = (scratch.join("floats.gguf"), scratch.join("imatrix.gguf"));
+    if method == 0 {
+        let llama_quantize = target_dir().join("interop-llama-cpp/bin/llama-quantize");
+        let mut command = Command::new(llama_quantize);
+        command.arg("--imatrix").arg(imatrix).args([&floats, &out]).arg(mixture);
+        output(&mut command)?;
+        return Ok(());
+    }
+    let mut command = quantize(quant, model, &out);
+    command.args(["--force", "--format", "gguf", "--scheme", mixture]);
+    match METHODS[method].1 {
+        [] => command.arg("--imatrix").arg(imatrix),
+        options => command.args(options).arg("--calibration").arg(text).args(["--samples", SAMPLES]),
+    };
+    let length = std::fs::metadata(&out)?.len();
+    std::fs::remove_file(&out)?;
+    output(&mut command)?;
+    let ours = std::fs::metadata(&out)?.len();
+    ensure!(ours.abs_diff(length) < 4096, "{mixture}: {ours} bytes, {length} by llama-quantize");
+    Ok(())
+}
+
+/// The float file and the importance matrix of a row.
+fn prepare(quant: &Path, model: &Path, scratch: &Path, text: &Path) -> Result<()> {
+    std::fs::create_dir_all(scratch)?;
+    let mut command = quantize(quant, model, &scratch.join("floats.gguf"));
+    command.args(["--force", "--format", "gguf", "--scheme", "f32", "--calibration"]).arg(text);
+    command.args(["--samples", SAMPLES, "--save-imatrix"]).arg(scratch.join("imatrix.gguf"));
+    output(&mut command)?;
+    Ok(())
+}
+
+/// The mean of paired differences, their error, and a word for it.
+fn compare(less: &[f64], more: &[f64]) -> (f64, f64, &'static str) {
+    let differences: Vec<f64> = less.iter().zip(more).map(|(a, b)| a - b).collect();
+    let [difference, error] = mean(&differences);
+    let word = match difference {
+        d if d < -2.0 * error => "less",
+        d if d > 2.0 * error => "more",
+        _ => "a tie",
+    };
+    (difference, error, word)
+}
+
+/// Measures and writes the record.
+pub fn run(args: &Args) -> Result<()> {
+    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let quant = quant_binary(args.quant.as_deref())?;
+    LlamaCpp::install()?;
+    let scratch = target_dir().join("quality-gguf");
+    let mut csv = vec!["model,planted,text,mixture,method,kl,kl_se".to_owned()];
+    let (mut body, mut broken) = (String::new(), Vec::new());
+    // Windows of all rows together, by mixture and method.
+    let mut pooled = vec![vec![Vec::new(); METHODS.len()]; MIXTURES.len()];
+    let rows: Vec<&Row> = texts().into_iter().filter(|row| row.name == MODEL).collect();
+    for row in rows {
+        for planted in [false, true] {
+            let model = row.model(&data, planted)?;
+            let (calibration, text) = (row.calibration(&data), data.join("text").join(row.evaluation));
+            prepare(&quant, &model, &scratch, &calibration)?;
+            let mut lines = Vec::new();
+            let outliers = if planted { ", planted outliers" } else { "" };
+            let title = format!("{MODEL}{outliers}, {}", row.evaluation);
+            for (m, (mixture, held)) in MIXTURES.into_iter().enumerate() {
+                let mut found: Vec<Vec<f64>> = Vec::new();
+                for (method, (name, _)) in METHODS.iter().enumerate() {
+                    write(&quant, &model, &scratch, &calibration, mixture, method)?;
+                    let out = scratch.join("out.gguf");
+                    let windows = divergence(&quant, &model, &out, &text, [row.window, args.windows])?;
+                    let [kl, error] = mean(&windows);
+                    println!("{title}  {mixture}  {name}  {kl:.6} ± {error:.6}");
+                    csv.push(format!("{MODEL},{planted},{},{mixture},{name},{kl},{error}", row.evaluation));
+                    let against = match found.first() {
+                        None => String::new(),
+                        Some(first) => {
+                            let (difference, error, word) = compare(&windows, first);
+                            if held && word == "more" {
+                                broken.push(format!("{title}: {mixture} by {name} costs more"));
+                            }
+                            format!("{difference:+.6} ± {error:.6}, {word}")
+                        }
+                    };
+                    lines.push(vec![
+                        mixture.to_owned(),
+                        (*name).to_owned(),
+                        format!("{kl:.5} ± {error:.5}"),
+                        against,
+                    ]);
+                    pooled[m][method].extend(&windows);
+                    found.push(windows);
+                }
+            }
+            let heads = ["mixture", "by", "KL", "against llama-quantize"];
+            body += &format!("## {title}\n\n{}\n", table(&heads, &lines));
+        }
+    }
+    body += "## All rows together\n\n";
+    for ((mixture, held), windows) in MIXTURES.into_iter().zip(&pooled) {
+        for method in 1..METHODS.len() {
+            let (difference, error, word) = compare(&windows[method], &windows[0]);
+            let [before, _] = mean(&windows[0]);
+            let name = METHODS[method].0;
+            body += &format!(
+                "* {mixture} by {name}: {difference:+.6} ± {error:.6} of {before:.6} ({:+.1} %), {word}\n",
+                100.0 * difference / before
+            );
+            if held && word != "less" {
+                broken.push(format!("{mixture} by {name} does not cost less over all rows"));
+            }
+        }
+    }
+    let record = Record {
+        benchmark: "gguf",
+        title: "GGUF types at equal bytes".into(),
+        command: typed_command(),
+        body: format!(
+            "The same types, bytes and importance matrix ({SAMPLES} windows of 512 tokens of the calibration text) by \
+             `llama-quantize` of llama.cpp v0.5.0, by our search, and by GPTQ. Activations float. {} windows of 512 tokens. KL to \
+             float over the full vocabulary in nats per token, ± its standard error over windows; differences are paired by \
+             window, and less or more where they exceed two of their errors. What the search minimizes was chosen on \
+             calibration texts.\n\n{body}",
+            args.windows
+        ),
+        csv,
+    };
+    record.conclude(args.check, &broken)
+}
