@@ -118,51 +118,38 @@ struct Experts {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 3) return 2;
-    ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
-    ggml_backend_load_all_from_path(argv[1]);
-    Cpu cpu(std::stoi(argv[2]));
-    std::printf("{\"name\":\"ggml\",\"version\":\"%s, %s\",\"contestants\":[\"Q4_0\",\"Q4_K\"]}\n", ggml_version(),
-                variant().substr(variant().rfind('/') + 1).c_str());
-    std::fflush(stdout);
     std::map<std::string, std::unique_ptr<Experts>> cases;
-    for (std::string line; std::getline(std::cin, line);) {
-        std::istringstream words(line);
-        std::string request, name;
-        words >> request >> name;
-        try {
-            if (request == "prepare") {
-                int64_t inner, hidden, count;
-                words >> inner >> hidden >> count;
-                cases[name] = std::make_unique<Experts>(cpu, type_of(name), inner, hidden, count);
-                const Experts & made = *cases[name];
-                std::printf("{\"bytes\":%zu,\"copies\":1,\"note\":\"%s\"}\n", made.bytes, made.place.c_str());
-            } else if (request == "route") {
-                int64_t m, calls, top_k;
-                words >> m >> calls >> top_k;
-                std::vector<int32_t> experts;
-                std::getline(std::cin, line);
-                std::istringstream numbers(line);
-                for (int32_t expert; numbers >> expert;) experts.push_back(expert);
-                Experts & own = *cases.at(name);
-                own.route(m, calls, top_k, experts);
-                own.pass();
-                std::printf("{\"error\":%.6f}\n", own.error());
-            } else if (request == "run") {
-                double milliseconds;
-                words >> milliseconds;
-                Experts & own = *cases.at(name);
-                print_seconds(passes(milliseconds, own.calls, [&] { own.pass(); }));
-            } else if (request == "drop") {
-                cases.erase(name);
-                std::printf("{}\n");
-            } else {
-                std::printf("{\"failed\":\"unknown request\"}\n");
-            }
-        } catch (const std::exception & failure) {
-            std::printf("{\"failed\":\"%s\"}\n", failure.what());
+    using Words = std::istringstream;
+    return serve(argc, argv, "\"Q4_0\",\"Q4_K\"", [&](Cpu & cpu, const std::string & request, const std::string & name, Words & words) {
+        if (request == "prepare") {
+            int64_t inner, hidden, count;
+            words >> inner >> hidden >> count;
+            cases[name] = std::make_unique<Experts>(cpu, type_of(name), inner, hidden, count);
+            const Experts & made = *cases[name];
+            std::printf("{\"bytes\":%zu,\"copies\":1,\"note\":\"%s\"}\n", made.bytes, made.place.c_str());
+        } else if (request == "route") {
+            int64_t m, calls, top_k;
+            words >> m >> calls >> top_k;
+            std::vector<int32_t> experts;
+            std::string line;
+            std::getline(std::cin, line);
+            std::istringstream numbers(line);
+            for (int32_t expert; numbers >> expert;) experts.push_back(expert);
+            Experts & own = *cases.at(name);
+            own.route(m, calls, top_k, experts);
+            own.pass();
+            std::printf("{\"error\":%.6f}\n", own.error());
+        } else if (request == "run") {
+            double milliseconds;
+            words >> milliseconds;
+            Experts & own = *cases.at(name);
+            print_seconds(passes(milliseconds, own.calls, [&] { own.pass(); }));
+        } else if (request == "drop") {
+            cases.erase(name);
+            std::printf("{}\n");
+        } else {
+            return false;
         }
-        cpu.pause(cpu.pool);
-        std::fflush(stdout);
-    }
+        return true;
+    });
 }

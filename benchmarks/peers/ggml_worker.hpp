@@ -148,4 +148,29 @@ template <typename Product> ggml_backend_buffer_type_t choose(Cpu & cpu, Product
     throw std::runtime_error("no place for the weights");
 }
 
+// Answers requests until there are no more: `answer` gets the device, the request, the name of a contestant and what
+// follows on the line, prints a line, and says whether it knows the request.
+template <typename Answer> int serve(int argc, char ** argv, const char * contestants, Answer answer) {
+    if (argc != 3) return 2;
+    ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
+    ggml_backend_load_all_from_path(argv[1]);
+    Cpu cpu(std::stoi(argv[2]));
+    std::printf("{\"name\":\"ggml\",\"version\":\"%s, %s\",\"contestants\":[%s]}\n", ggml_version(),
+                variant().substr(variant().rfind('/') + 1).c_str(), contestants);
+    std::fflush(stdout);
+    for (std::string line; std::getline(std::cin, line);) {
+        std::istringstream words(line);
+        std::string request, name;
+        words >> request >> name;
+        try {
+            if (!answer(cpu, request, name, words)) std::printf("{\"failed\":\"unknown request\"}\n");
+        } catch (const std::exception & failure) {
+            std::printf("{\"failed\":\"%s\"}\n", failure.what());
+        }
+        cpu.pause(cpu.pool);
+        std::fflush(stdout);
+    }
+    return 0;
+}
+
 } // namespace

@@ -87,49 +87,35 @@ struct Case {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 3) return 2;
-    ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
-    ggml_backend_load_all_from_path(argv[1]);
-    Cpu cpu(std::stoi(argv[2]));
-    std::printf("{\"name\":\"ggml\",\"version\":\"%s, %s\",\"contestants\":[\"Q4_0\",\"Q4_K\",\"Q8_0\"]}\n",
-                ggml_version(), variant().substr(variant().rfind('/') + 1).c_str());
-    std::fflush(stdout);
     std::map<std::string, std::unique_ptr<Case>> cases;
-    for (std::string line; std::getline(std::cin, line);) {
-        std::istringstream words(line);
-        std::string request, name;
-        words >> request >> name;
-        try {
-            if (request == "prepare") {
-                int64_t n, k;
-                size_t rotate;
-                words >> n >> k >> rotate;
-                cases[name] = std::make_unique<Case>(cpu, type_of(name), n, k, rotate);
-                const Case & made = *cases[name];
-                std::printf("{\"bytes\":%zu,\"copies\":%zu,\"note\":\"%s\"}\n", made.bytes, made.copies.size(),
-                            made.place.c_str());
-            } else if (request == "tokens") {
-                int64_t m;
-                int rotate;
-                words >> m >> rotate;
-                cases.at(name)->tokens(m, rotate);
-                cases.at(name)->pass();
-                std::printf("{\"error\":%.6f}\n", cases.at(name)->error());
-            } else if (request == "run") {
-                double milliseconds;
-                words >> milliseconds;
-                Case & own = *cases.at(name);
-                print_seconds(passes(milliseconds, own.used, [&] { own.pass(); }));
-            } else if (request == "drop") {
-                cases.erase(name);
-                std::printf("{}\n");
-            } else {
-                std::printf("{\"failed\":\"unknown request\"}\n");
-            }
-        } catch (const std::exception & failure) {
-            std::printf("{\"failed\":\"%s\"}\n", failure.what());
+    using Words = std::istringstream;
+    return serve(argc, argv, "\"Q4_0\",\"Q4_K\",\"Q8_0\"", [&](Cpu & cpu, const std::string & request, const std::string & name, Words & words) {
+        if (request == "prepare") {
+            int64_t n, k;
+            size_t rotate;
+            words >> n >> k >> rotate;
+            cases[name] = std::make_unique<Case>(cpu, type_of(name), n, k, rotate);
+            const Case & made = *cases[name];
+            std::printf("{\"bytes\":%zu,\"copies\":%zu,\"note\":\"%s\"}\n", made.bytes, made.copies.size(),
+                        made.place.c_str());
+        } else if (request == "tokens") {
+            int64_t m;
+            int rotate;
+            words >> m >> rotate;
+            cases.at(name)->tokens(m, rotate);
+            cases.at(name)->pass();
+            std::printf("{\"error\":%.6f}\n", cases.at(name)->error());
+        } else if (request == "run") {
+            double milliseconds;
+            words >> milliseconds;
+            Case & own = *cases.at(name);
+            print_seconds(passes(milliseconds, own.used, [&] { own.pass(); }));
+        } else if (request == "drop") {
+            cases.erase(name);
+            std::printf("{}\n");
+        } else {
+            return false;
         }
-        cpu.pause(cpu.pool);
-        std::fflush(stdout);
-    }
+        return true;
+    });
 }

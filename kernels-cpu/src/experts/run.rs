@@ -17,10 +17,17 @@ use crate::{KernelError, Parallel, Serial};
 const RESULTS: usize = 8192;
 /// Pieces of work that each thread gets: the last one's end is waited for.
 const SHARES: usize = 16;
+/// The same of few rows: they wait for memory, which is read best from beginning to end, and a piece begins somewhere else
+/// than the one before it has ended.
+const FEW_SHARES: usize = 4;
 /// Panels of a piece, at least and at most: few rows take four at once, and of more than so many each costs no less.
 const CHUNK: [usize; 2] = [4, 16];
+/// Panels of a piece of few rows, at most.
+const FEW_CHUNK: usize = 64;
 /// Bytes of weights that stay in the L2 cache while rows pass.
 const WEIGHTS: usize = 512 << 10;
+/// Rows of an expert that are few, on the average.
+const FEW_ROWS: usize = 4;
 /// Values that one thread makes rows of by itself sooner than others have heard of them.
 const FEW: usize = 1 << 15;
 
@@ -152,7 +159,8 @@ impl Experts<'_> {
         let (token, width) = (plan.token, self.inner);
         let panels = width.div_ceil(PANEL_ROWS);
         let all: usize = active.iter().map(|own| own.rows[0].m).sum();
-        let share = (all * panels).div_ceil(parallel.threads().max(1).saturating_mul(SHARES));
+        let shares = if all <= FEW_ROWS * active.len() { FEW_SHARES } else { SHARES };
+        let share = (all * panels).div_ceil(parallel.threads().max(1).saturating_mul(shares));
         let mut pieces = 0;
         for own in active.iter_mut() {
             let rows = read.rows(token, &own.rows[0]);
@@ -204,8 +212,10 @@ impl Experts<'_> {
     ) {
         let (token, width) = (plan.token, self.hidden);
         let panels = width.div_ceil(PANEL_ROWS);
-        let chunk = panels.div_ceil(parallel.threads().max(1).saturating_mul(SHARES / 2));
-        let chunk = chunk.next_multiple_of(CHUNK[0]).min(CHUNK[1]);
+        let few = active.iter().map(|own| own.rows[1].m).sum::<usize>() <= FEW_ROWS * active.len();
+        let (shares, most) = if few { (FEW_SHARES / 2, FEW_CHUNK) } else { (SHARES / 2, CHUNK[1]) };
+        let chunk = panels.div_ceil(parallel.threads().max(1).saturating_mul(shares));
+        let chunk = chunk.next_multiple_of(CHUNK[0]).min(most);
         let (all, pieces) = (out.len() / width, panels.div_ceil(chunk));
         let out = Disjoint::new(out);
         parallel.for_each(pieces, &|piece| {
@@ -246,6 +256,7 @@ impl Active {
         // Rows that pass in several turns find their weights in the L2 cache.
         let widest = match units > most {
             true => (WEIGHTS / bytes.max(1) / CHUNK[0] * CHUNK[0]).clamp(CHUNK[0], CHUNK[1]),
+            false if m <= FEW_ROWS => FEW_CHUNK,
             false => CHUNK[1],
         };
         self.chunk = (share / m.max(1)).next_multiple_of(CHUNK[0]).clamp(CHUNK[0], widest);
