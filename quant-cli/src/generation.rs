@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
+use clap::builder::NonEmptyStringValueParser;
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::generate::{Choice, End, GenerationSettings, Generator, TextStream};
 use quant_core::model::{CudaRunner, Decoder, KvCaching};
@@ -45,7 +46,7 @@ pub struct DecodingOptions {
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// Stop before TEXT; can be given several times
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// Continue after end-of-text tokens
     #[arg(long)]

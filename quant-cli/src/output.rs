@@ -117,6 +117,14 @@ impl JsonOption {
         }
     }
 
+    /// The same, and fails when the file is one that is read, or lies in the directory of a model that is read.
+    pub fn check_beside(&self, model: &Path, read: &[&Path]) -> Result<()> {
+        let written = [("--json", self.json.as_deref())];
+        distinct(&written, read)?;
+        outside(&written, &[model])?;
+        self.check()
+    }
+
     /// Prints the table, or the JSON, or both in their places.
     pub fn emit<T: Serialize>(&self, value: &T, table: impl FnOnce() -> String) -> Result<()> {
         self.emit_by(value, || print(&table()))
@@ -127,12 +135,29 @@ impl JsonOption {
         match &self.json {
             Some(path) if path == Path::new("-") => print(&json(value)?),
             Some(path) => {
-                std::fs::write(path, json(value)?).map_err(|e| Error::io("write", path, e))?;
+                write_file(path, json(value)?.as_bytes())?;
                 table()
             }
             None => table(),
         }
     }
+}
+
+/// Writes a file of which either all is there afterwards, or what was there before. Devices and pipes are written to.
+pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let fault = |e: std::io::Error| Error::io("write", path, e);
+    // A link stays one.
+    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    if target.metadata().is_ok_and(|m| !m.is_file()) {
+        return std::fs::write(&target, bytes).map_err(fault);
+    }
+    let directory = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
+    file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
+    // Temporary files are for their owner alone; results are for others too.
+    file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644)).map_err(fault)?;
+    file.persist(&target).map(drop).map_err(|e| fault(e.error))
 }
 
 /// Where a path leads, whether it is there yet or not.

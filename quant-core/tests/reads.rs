@@ -214,6 +214,7 @@ fn on_float(recipe: Recipe) -> Recipe {
 fn recipes() -> Vec<(&'static str, Recipe)> {
     let reference = TransformSettings { search: Search::Reference, ..TransformSettings::default() };
     let two = vec![CONTAINERS[0], *CONTAINERS.iter().find(|c| c.name() == "gptq").unwrap()];
+    let modelopt = vec![*CONTAINERS.iter().find(|c| c.name() == "modelopt").unwrap()];
     let ignored = vec![Pattern::new("*v_proj").unwrap()];
     vec![
         ("rtn", recipe("rtn", "w4a16-g32")),
@@ -225,6 +226,7 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
         ("awq, some left float", Recipe { ignore: ignored, ..recipe("awq", "w4a16-g32") }),
         ("gptq", recipe("gptq", "w4a16-g32")),
         ("gptq, float inputs", on_float(recipe("gptq", "w4a16-g32"))),
+        ("gptq, modelopt", Recipe { containers: modelopt, ..recipe("gptq", "nvfp4a16") }),
         ("awq-gptq", recipe("awq-gptq", "w4a16-g32")),
         ("awq-gptq, float inputs", on_float(recipe("awq-gptq", "w4a16-g32"))),
         ("smoothquant", recipe("smoothquant", "w8a8-channel")),

@@ -60,6 +60,12 @@ fn recipes() {
         (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
+        (&["--scheme", "w4a16-g032"], &["`g032`"]),
+        (&["--scheme", "w4a16-g+32"], &["`g+32`"]),
+        (
+            &["--group-size", "32", "--seq-len", "1048577"],
+            &["at most 1048576 windows of at most 1048576 tokens"],
+        ),
         (&["--scheme", ""], &["scheme ``"]),
         (
             &["--method", "magic"],
@@ -88,7 +94,7 @@ fn recipes() {
             &["--group-size", "32", "--format", "awq", "--override", "lm_head=w4a16"],
             &["`lm_head` is to be quantized", "keep it float"],
         ),
-        (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens are no calibration batch"]),
+        (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens"]),
         (
             &["--group-size", "32", "--ignore", "*.mlp.*", "--override", "down_proj=w8a16"],
             &["--override down_proj has no effect", "--ignore wins"],
@@ -425,6 +431,51 @@ fn outputs() {
 }
 
 /// A reader that has seen enough (`| head -1`) is no failure.
+/// No output takes the place of what is read.
+#[test]
+fn outputs_over_inputs() {
+    let model = model();
+    let scratch = tempfile::tempdir().unwrap();
+    let prompt = scratch.path().join("prompt.txt");
+    std::fs::write(&prompt, "Once upon a time").unwrap();
+    let before = snapshot(model.path());
+    for name in ["config.json", "model.safetensors", "new.json"] {
+        let json = format!("--json={}", model.path().join(name).display());
+        let cases = [
+            args!["plan", model.path(), "--group-size", "32", &json],
+            args!["inspect", model.path(), &json],
+            args!["bench", model.path(), &json],
+            args!["generate", model.path(), "--prompt", "a", &json],
+        ];
+        for arguments in cases {
+            check_message(name, &quant(arguments), 2, &["--json would write", name]);
+        }
+    }
+    let json = format!("--json={}", prompt.display());
+    let run = quant(args!["generate", model.path(), "--prompt-file", &prompt, &json]);
+    check_message("a prompt", &run, 2, &["--json would write", "prompt.txt"]);
+    let out = scratch.path().join("out");
+    let run = quant(args![
+        "quantize",
+        model.path(),
+        "-o",
+        &out,
+        "--group-size",
+        "32",
+        "--calibration",
+        &prompt,
+        "--save-channel-maxima",
+        &prompt
+    ]);
+    check_message("a text", &run, 2, &["--save-channel-maxima would write", "prompt.txt"]);
+    assert_eq!(std::fs::read_to_string(&prompt).unwrap(), "Once upon a time");
+    assert_eq!(snapshot(model.path()), before);
+    assert!(!out.exists());
+    // What is no file is written to as it is.
+    let run = quant(args!["inspect", model.path(), "--json=/dev/null"]).succeeded();
+    assert!(run.stdout.contains("tensors"), "{run}");
+}
+
 #[test]
 fn a_closed_stdout_ends_quietly() {
     let demo = demo_model();

@@ -82,8 +82,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let positions = opened.model.architecture().max_positions;
     let context = args.context.unwrap_or_else(|| positions.min(DEFAULT_CONTEXT));
-    if context == 0 {
-        return Err(Error::usage("--context is 0", "give at least 1"));
+    if !(2..=positions).contains(&context) {
+        return Err(Error::usage(
+            format!("--context is {context}, and the model has {positions} positions"),
+            format!("give 2 to {positions}"),
+        ));
     }
     let decoder = args.decoding.load(&opened, context, session)?;
     let mut generator = Generator::new(&decoder);

@@ -205,7 +205,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, time);
     if let Some(path) = &args.report {
         let page = page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?;
-        std::fs::write(path, page).map_err(|e| Error::io("write", path, e))?;
+        output::write_file(path, page.as_bytes())?;
     }
     args.json.emit(&result, || show(&result))?;
     // Only now is nothing lost with it.

@@ -86,10 +86,10 @@ fn judged(
         session.progress.note(&format!("note: {note}"));
     }
     if let Some(path) = &args.junit {
-        std::fs::write(path, junit(&outcome)?).map_err(|e| Error::io("write", path, e))?;
+        output::write_file(path, junit(&outcome)?.as_bytes())?;
     }
     if let Some(path) = &args.report {
-        std::fs::write(path, gate_page(&outcome, results)).map_err(|e| Error::io("write", path, e))?;
+        output::write_file(path, gate_page(&outcome, results).as_bytes())?;
     }
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
         // Nobody reads on; the verdict stands.
@@ -153,7 +153,7 @@ fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<ExitCode> {
     };
     let after = Baseline::new(results);
     let text = difference(&before, &after);
-    write_whole(path, &after.to_json()?)?;
+    output::write_file(path, after.to_json()?.as_bytes())?;
     output::print(&format!("{text}\nwritten to {}\n", path.display()))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -168,20 +168,6 @@ fn not_replaced(path: &Path, error: Error) -> Error {
         },
         other => other,
     }
-}
-
-/// Writes a file so that it is there as a whole or as it was.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
-    // A link stays one.
-    let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let fault = |e: std::io::Error| Error::io("write", path, e);
-    let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
-    file.write_all(text.as_bytes()).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
-    let kept = file.persist(path).map_err(|e| fault(e.error))?;
-    // Temporary files are for their owner alone; this one is for a repository.
-    use std::os::unix::fs::PermissionsExt;
-    kept.set_permissions(std::fs::Permissions::from_mode(0o644)).map_err(fault)
 }
 
 /// Every number that is in both, or in one of them.

@@ -78,6 +78,7 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
         return Err(Error::OutputExists { path: args.output.clone() });
     }
     if let Some(path) = &options.gguf.save_imatrix {
+        output::distinct(&[("--save-imatrix", Some(path))], &args.files_read())?;
         output::outside(&[("--save-imatrix", Some(path))], &[&args.model, &args.output])?;
         output::check_writable(path)?;
     }
@@ -200,7 +201,7 @@ fn importance(
             true => found.to_dat(),
             false => found.to_gguf()?,
         };
-        std::fs::write(path, bytes).map_err(|e| Error::io("write", path, e))?;
+        output::write_file(path, &bytes)?;
     }
     let origin =
         options.gguf.save_imatrix.as_ref().map_or_else(String::new, |path| path.display().to_string());

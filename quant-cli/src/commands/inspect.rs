@@ -71,6 +71,7 @@ struct TensorReport {
 
 /// Prints what is there.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    args.json.check_beside(&args.model, &[])?;
     let opened = inputs::open(&args.model, session)?;
     let (model, a) = (&opened.model, opened.model.architecture());
     let source = model.source();

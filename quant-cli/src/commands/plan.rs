@@ -111,6 +111,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return output::print(&Recipe::schema());
     }
     let model = args.model.as_deref().ok_or_else(|| Error::Internal("a plan without a model".into()))?;
+    let read: Vec<_> = [&args.recipe.recipe, &args.recipe.channel_maxima, &args.recipe.gguf.imatrix]
+        .into_iter()
+        .filter_map(|file| file.as_deref())
+        .collect();
+    args.json.check_beside(model, &read)?;
     if args.recipe.writes_gguf()? {
         return super::gguf::plan(model, &args.recipe, args.all, &args.json, session);
     }

@@ -60,6 +60,16 @@ pub struct Args {
     pub json: bool,
 }
 
+impl Args {
+    /// Files that are read, the model's apart; names of sets are none.
+    pub fn files_read(&self) -> Vec<&Path> {
+        let recipe = &self.recipe;
+        let files = [&recipe.recipe, &recipe.channel_maxima, &recipe.gguf.imatrix];
+        let text = self.calibration.as_deref().map(Path::new);
+        files.into_iter().filter_map(|file| file.as_deref()).chain(text).collect()
+    }
+}
+
 /// The summary.
 #[derive(Serialize)]
 pub struct Summary {
@@ -152,6 +162,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return Err(args.recipe.needs_no_text(&recipe.method, &format!("--calibration {text}")));
     }
     let outputs = outputs(&args.output, &recipe)?;
+    let written = [
+        ("--report", args.report.as_deref()),
+        ("--save-channel-maxima", args.save_channel_maxima.as_deref()),
+    ];
+    output::distinct(&written, &args.files_read())?;
     if let Some(path) = &args.report {
         if outputs.len() > 1 {
             return Err(Error::usage(
@@ -191,7 +206,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         // The map is of what was written, read back.
         let linears = provenance::linears(&inputs::open(&published.path, session)?.model);
         let page = quantization_page(&args.output.display().to_string(), report, &linears);
-        std::fs::write(path, page).map_err(|e| Error::io("write", path, e))?;
+        output::write_file(path, page.as_bytes())?;
     }
     let summary = Summary {
         schema: "quant-summary/2",
@@ -352,7 +367,7 @@ fn quantize(
     let written = written?;
     if let Some((path, kept)) = maxima {
         let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
-        std::fs::write(path, kept.to_bytes()?).map_err(|e| Error::io("write", path, e))?;
+        output::write_file(path, &kept.to_bytes()?)?;
     }
     Ok(written)
 }

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use rayon::prelude::*;
-use tokenizers::Tokenizer;
+use tokenizers::{ModelWrapper, Tokenizer};
 
 use super::chat::Compiled;
 use super::tokenizer::guard_panics;
@@ -30,12 +30,20 @@ impl TextWorkers for InProcess {
     }
 }
 
-/// Truncation and padding that a tokenizer may ask for are switched off: evaluation must see the whole text.
+/// Truncation and padding that a tokenizer may ask for are switched off: evaluation must see the whole text. So is the
+/// dropout of merges, which is for training: a text has the same tokens each time.
 fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
     let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
     tokenizer.with_padding(None);
     tokenizer.with_truncation(None).map_err(|e| e.to_string())?;
+    if let ModelWrapper::BPE(bpe) = tokenizer.get_model()
+        && bpe.dropout.is_some()
+    {
+        let mut bpe = bpe.clone();
+        bpe.dropout = None;
+        tokenizer.with_model(ModelWrapper::BPE(bpe));
+    }
     Ok(tokenizer)
 }
 

@@ -24,6 +24,11 @@ use crate::model::Segments;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 
+/// The largest number of calibration windows that can be asked for.
+const MAX_SAMPLES: usize = 1 << 20;
+/// Tokens of the longest calibration window that can be asked for.
+const MAX_LENGTH: usize = 1 << 20;
+
 /// How many windows of what length, the seed of their selection, and how documents go into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampling {
@@ -47,11 +52,17 @@ impl Sampling {
     /// # Errors
     /// [`Error::Usage`] for no windows, windows of fewer than two tokens, or as [`ExpertSampling::check`].
     pub fn check(self) -> Result<()> {
+        if self.length > MAX_LENGTH || self.samples > MAX_SAMPLES {
+            return Err(Error::usage(
+                format!("{} calibration windows of {} tokens", self.samples, self.length),
+                format!("ask for at most {MAX_SAMPLES} windows of at most {MAX_LENGTH} tokens"),
+            ));
+        }
         if self.samples > 0 && self.length >= 2 {
             return self.experts.check();
         }
         Err(Error::usage(
-            format!("{} windows of {} tokens are no calibration batch", self.samples, self.length),
+            format!("calibration with {} windows of {} tokens", self.samples, self.length),
             "ask for at least one window of at least two tokens",
         ))
     }

@@ -17,7 +17,7 @@ pub(super) fn written_block(
 ) -> Result<Option<Block>> {
     let plan = conveyor.job().plan;
     let settings = plan.container.quantization_config(&plan.module_schemes());
-    let reader = format::reader(&settings).map_err(Error::Internal)?;
+    let mut reader = format::reader(&settings).map_err(Error::Internal)?;
     let mut stored = block.clone();
     for entry in conveyor.entries(span) {
         let mut source = MemorySource::new();
@@ -30,6 +30,8 @@ pub(super) fn written_block(
         }
         match &entry.action {
             Action::Quantize { node: Some(node), module, scheme, .. } => {
+                // Some formats tell by their tensors what is quantized.
+                reader.survey(&source)?;
                 let shape = [entry.info.shape[0], entry.info.shape[1]];
                 let scheme = reader.scheme(module).unwrap_or(*scheme);
                 let tensor = reader.read(&source, PackedWeight { module, shape, scheme })?;

@@ -333,7 +333,7 @@ mod tests {
             ("reorder,gptq,clip", "`gptq` is how weights are rounded", "put it last"),
             ("gptq,rtn", "`gptq` is how weights are rounded", "once"),
             ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
-            ("smoothqaunt", "unknown method `smoothqaunt`", "commas between"),
+            ("smoothqaunt", "unknown method `smoothqaunt`", "separated by commas"),
             ("", "unknown method ``", "known methods"),
             ("rotate,", "step `` is not known", "the steps are"),
         ] {

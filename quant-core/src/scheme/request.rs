@@ -30,9 +30,16 @@ impl WeightRequest {
         if let Some(format) = FloatFormat::ALL.into_iter().find(|f| f.name() == name) {
             return Some(Self::Float(format));
         }
-        let bits = name.parse().ok().filter(|b| WeightFormat::INT_BITS.contains(b))?;
+        let bits = number(name).and_then(|bits| bits.try_into().ok());
+        let bits = bits.filter(|b| WeightFormat::INT_BITS.contains(b))?;
         Some(Self::Int { bits, symmetric: None, two_level: false })
     }
+}
+
+/// A number in digits alone, written as it is printed.
+fn number(text: &str) -> Option<usize> {
+    let number: usize = text.parse().ok()?;
+    (number.to_string() == text).then_some(number)
 }
 
 /// A scheme as it is asked for: symmetry may be left to the container, since engines prefer
@@ -103,7 +110,7 @@ impl SchemeRequest {
                 ("b128", WeightRequest::Float(_)) => scheme.granularity = Granularity::Block,
                 ("tensor", WeightRequest::Float(_)) => scheme.granularity = Granularity::Tensor,
                 _ => {
-                    let size = part.strip_prefix('g').and_then(|s| s.parse().ok()).filter(|s| *s >= 1);
+                    let size = part.strip_prefix('g').and_then(number).filter(|s| *s >= 1);
                     scheme.granularity = Granularity::Group(size.ok_or_else(unknown)?);
                 }
             }
