@@ -124,3 +124,24 @@ pub(super) fn in_order<T: Sync, R: Send>(
         _ => items.par_iter().map(each).collect::<Vec<_>>().into_iter().collect(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::TextTokenizer;
+    use std::path::Path;
+
+    #[test]
+    fn merges_are_not_dropped() {
+        let json = serde_json::json!({
+            "version": "1.0",
+            "added_tokens": [],
+            "model": {
+                "type": "BPE", "dropout": 0.9, "vocab": { "a": 0, "b": 1, "ab": 2 }, "merges": [["a", "b"]],
+                "unk_token": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            },
+        });
+        let tokenizer =
+            TextTokenizer::from_bytes(Path::new("tokenizer.json"), json.to_string().as_bytes()).unwrap();
+        assert_eq!(tokenizer.encode(&"ab".repeat(100)).unwrap(), [2; 100]);
+    }
+}
