@@ -93,7 +93,7 @@ fn searches_and_gptq_cost_less_than_the_reference() {
             "--window",
             "128",
             "--windows",
-            "16",
+            "100",
             "--json"
         ];
         let length = std::fs::metadata(at("out.gguf")).unwrap().len();

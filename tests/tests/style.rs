@@ -11,12 +11,12 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("a scale a", 0, 0),
     ("nats a token", 0, 0),
     ("gone on with", 0, 0),
-    ("vouches", 0, 0),
-    ("told", 0, 0),
-    ("is none", 0, 0),
-    ("usual", 0, 0),
-    ("turned", 0, 0),
-    ("at the most", 0, 0),
+    ("vouches", 0, 114),
+    ("told", 10, 194),
+    ("is none", 9, 119),
+    ("usual", 2, 146),
+    ("turned", 3, 123),
+    ("at the most", 0, 2),
 ];
 
 /// Files of the project with one of these endings; records and generated files apart.

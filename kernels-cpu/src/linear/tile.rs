@@ -192,8 +192,8 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// The scales of a group, of panels that are so many bytes apart; of progressive weights the bits of whole
-/// numbers, of E4M3 scales `2⁻⁸` times each.
+/// The scales of a group, of panels that are so many bytes apart; of progressive weights the bits of
+/// integers, of E4M3 scales `2⁻⁸` times each.
 ///
 /// # Safety
 /// As [`multiply`]; `first` must be a multiple of sixteen, and that group one of the panels'.

@@ -284,7 +284,7 @@ fn refuse_existing(outputs: &[PathBuf], args: &Args) -> Result<()> {
     if args.resume && outputs.len() > 1 {
         // A run that dies while formats appear one after the other leaves some of them.
         return Err(Error::usage(
-            format!("{} exists already, so it cannot be gone on with", path.display()),
+            format!("{} exists already, so the run cannot be resumed", path.display()),
             "add --force: the formats that are there are made again, and what is left of the others is used",
         ));
     }

@@ -1,6 +1,6 @@
 //! QServe (Lin et al., MLSys 2025): 4 bits under activations of 8 bits, in the order in which its kernels load them.
 //!
-//! The one container that keeps both levels of scales of progressive groups; beside them it knows 4 bits with a scale a
+//! The one container that keeps both levels of scales of progressive groups; it also knows 4 bits with a scale per
 //! row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`] says what a
 //! reader must know and the tensors do not, [`reader`] tells what a configuration means. `docs/formats/qserve.md`
 //! draws the bytes.
