@@ -87,18 +87,18 @@ impl GgufFile {
         let file = open_regular(&real, path)?;
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
         let header = GgufHeader::parse(BufReader::with_capacity(1 << 16, &file), len);
-        let header =
-            header.map_err(|reason| match reason.ends_with("not read") || reason.ends_with("are read") {
-                true => Self::unread(path, reason),
-                false => Self::broken(path, reason),
-            })?;
+        let header = header.map_err(|reason| Self::broken(path, reason))?;
         let places = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         Ok(Self { path: path.to_owned(), file, header, places })
     }
 
     /// The error that a file breaks a rule.
     pub(crate) fn broken(path: &Path, reason: String) -> Error {
-        Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again")
+        // Reasons that end by what is read, or not, are no damage.
+        match reason.ends_with("not read") || reason.ends_with("are read") {
+            true => Self::unread(path, reason),
+            false => Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again"),
+        }
     }
 
     /// The error that a file holds what is not read, whether or not it is sound.

@@ -96,7 +96,8 @@ fn places(
     family: &GgufFamily,
     Counts { head, experts: due }: Counts,
 ) -> Result<Vec<(String, Place)>, String> {
-    let unknown = || format!("tensor `{}` is none of {}", printable(&tensor.name), family.arch);
+    let unknown =
+        || format!("tensor `{}` is none of those of {} that are read", printable(&tensor.name), family.arch);
     let place = |shape: &[usize], first_row, order, shift| {
         // Floats stay what they are, unless something is taken from them.
         let dtype = match tensor.kind {

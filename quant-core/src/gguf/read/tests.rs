@@ -128,7 +128,7 @@ fn a_tensor_has_one_name() {
     {
         let mut model = model();
         model.1.push(tensor(name, &[8, 8], 9.0));
-        says(&refusal(&model), &[name, "is none of llama"]);
+        says(&refusal(&model), &[name, "is none of those of llama", "Hugging Face directory"]);
     }
 }
 
@@ -218,7 +218,7 @@ fn numbers_that_make_no_sense_are_refused() {
     let says_so = ["`tokenizer.ggml.bos_token_id` is 6", "6 tokens"];
     says(&refused(&[outside.clone(), ("tokenizer.ggml.add_bos_token", Value::Bool(true))]), &says_so);
     // A SentencePiece text begins with it unless the file says otherwise.
-    says(&refused(&[outside.clone()]), &says_so);
+    says(&refused(std::slice::from_ref(&outside)), &says_so);
     let mut unused = model();
     set(&mut unused.0, outside.0, outside.1);
     set(&mut unused.0, "tokenizer.ggml.add_bos_token", Value::Bool(false));
@@ -257,6 +257,12 @@ fn a_factor_without_a_type_is_linear() {
 fn remedies_fit_what_is_wrong() {
     let damaged = refused(&[("llama.block_count", Value::string("1"))]);
     says(&damaged, &["the GGUF file is damaged or incomplete: fetch it again"]);
+    let big_endian = b"GGUF\0\0\0\x03".repeat(8);
+    let scratch = tempfile::tempdir().unwrap();
+    std::fs::write(scratch.path().join("x.gguf"), big_endian).unwrap();
+    let unread = open(&scratch.path().join("x.gguf")).unwrap_err();
+    says(&unread.to_string(), &["big-endian order"]);
+    says(&unread.remedy(), &["Hugging Face directory"]);
     let part = refused(&[("split.count", Value::U16(2))]);
     says(&part, &["a part of a model", "join the parts with llama-gguf-split"]);
     let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
