@@ -494,6 +494,11 @@ impl Error {
             Self::Index { .. } => {
                 "fetch the index and its shards again; they must come from the same revision".into()
             }
+            Self::MissingTensor { path, .. } | Self::TensorShape { path, .. } | Self::Config { path, .. }
+                if path.extension().is_some_and(|extension| extension == "gguf") =>
+            {
+                "the GGUF file is damaged or incomplete: fetch it again".into()
+            }
             Self::MissingTensor { .. } | Self::TensorShape { .. } => {
                 "config.json and the weights must come from the same model; fetch both again".into()
             }

@@ -77,7 +77,15 @@ impl TextTokenizer {
 
     fn file_of(directory: &ModelDirectory) -> Result<&Sidecar> {
         const NAME: &str = "tokenizer.json";
-        let missing = || Self::fault(&directory.path().join(NAME), "is missing".into());
+        let missing = || match directory.unread_tokenizer() {
+            Some(reason) => Error::InputFile {
+                path: directory.path().to_owned(),
+                line: None,
+                reason: reason.to_owned(),
+                remedy: "give the Hugging Face directory of the model".into(),
+            },
+            None => Self::fault(&directory.path().join(NAME), "is missing".into()),
+        };
         directory.sidecar(NAME).ok_or_else(missing)
     }
 

@@ -52,6 +52,7 @@ pub struct ModelDirectory {
     sidecars: Vec<Sidecar>,
     warnings: Vec<String>,
     text_workers: Option<Arc<dyn TextWorkers>>,
+    unread_tokenizer: Option<String>,
 }
 
 /// A file that goes along with the weights.
@@ -123,6 +124,7 @@ impl ModelDirectory {
             sidecars,
             warnings,
             text_workers: None,
+            unread_tokenizer: None,
         })
     }
 
@@ -135,7 +137,18 @@ impl ModelDirectory {
         warnings: Vec<String>,
     ) -> Self {
         let (path, config_path) = (path.to_owned(), path.to_owned());
-        Self { path, config, config_path, source, sidecars, warnings, text_workers: None }
+        let (text_workers, unread_tokenizer) = (None, None);
+        Self { path, config, config_path, source, sidecars, warnings, text_workers, unread_tokenizer }
+    }
+
+    /// The same, with why its file has no tokenizer that is read.
+    pub(crate) fn without_tokenizer(self, reason: String) -> Self {
+        Self { unread_tokenizer: Some(reason), ..self }
+    }
+
+    /// Why the file that is the whole model has no tokenizer that is read.
+    pub(crate) fn unread_tokenizer(&self) -> Option<&str> {
+        self.unread_tokenizer.as_deref()
     }
 
     /// The same, with its tokenizer and chat template run by these workers in place of this process.

@@ -147,7 +147,8 @@ impl Importance {
     /// reached weighs all channels alike.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is there and of another size, or weighs a matrix with zeros alone.
+    /// [`Error::InputFile`] when it is there and of another size, or a file weighs a matrix with zeros alone or with
+    /// what is not finite.
     pub(super) fn of(&self, tensor: &PlannedTensor) -> Result<Option<Vec<f32>>> {
         let Some(entry) = self.entries.get(&tensor.name) else { return Ok(None) };
         if !tensor.kind.uses_importance || tensor.keeps_codes() {
@@ -165,10 +166,21 @@ impl Importance {
             return Err(self.broken(reason));
         }
         let mut importance = Vec::with_capacity(entry.sums.len());
-        for (sums, count) in entry.sums.chunks_exact(columns).zip(&entry.counts) {
+        for (matrix, (sums, count)) in entry.sums.chunks_exact(columns).zip(&entry.counts).enumerate() {
+            let start = importance.len();
             match *count > 0.0 {
                 true => importance.extend(sums.iter().map(|sum| sum / count)),
                 false => importance.extend(std::iter::repeat_n(1.0, columns)),
+            }
+            // What was gathered here is what the model computes, zeros included.
+            let means = &importance[start..];
+            let fault = match means.iter().find(|mean| !mean.is_finite()) {
+                Some(bad) => Some(format!("a mean of {bad}")),
+                None if means.iter().all(|mean| *mean == 0.0) => Some("zeros alone".into()),
+                None => None,
+            };
+            if let Some(fault) = fault.filter(|_| !self.origin.is_empty()) {
+                return Err(self.broken(format!("holds {fault} for matrix {matrix} of `{}`", tensor.name)));
             }
         }
         Ok(Some(importance))
@@ -396,6 +408,35 @@ mod tests {
         // Means times the number of windows; nothing reached the second expert, which weighs all channels alike.
         assert_eq!(back.entries["blk.0.attn_q.weight"].sums, [1.5, 3.0, 6.0, 0.75]);
         assert_eq!(back.entries["blk.0.ffn_up_exps.weight"].sums, [3.0, 6.0, 3.0, 3.0]);
+    }
+
+    #[test]
+    fn zeros_alone_and_what_is_not_finite_are_refused() {
+        let of = |name: &str, shape: &[usize], sums: &[f32], counts: &[f32]| {
+            let mut importance = Importance { origin: "some.imatrix".into(), ..Default::default() };
+            let entry = Entry { sums: sums.to_vec(), counts: counts.to_vec() };
+            importance.entries.insert(name.into(), entry);
+            let source = crate::gguf::rows::Source::Values(Vec::new());
+            let kind = &crate::blocks::Q4_K;
+            importance.of(&PlannedTensor {
+                name: name.into(),
+                shape: shape.to_vec(),
+                kind,
+                replaces: None,
+                source,
+            })
+        };
+        let found = of("up", &[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 0.0]).unwrap();
+        assert_eq!(found.unwrap(), [2.0, 0.0, 1.0, 1.0]);
+        for (shape, sums, counts, says) in [
+            (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "holds zeros alone for matrix 0 of `up`"),
+            (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "holds zeros alone for matrix 1 of `up`"),
+            (&[3, 2], &[1e30, 1.0], &[1e-30], "holds a mean of inf for matrix 0 of `up`"),
+        ] {
+            let error = of("up", shape, sums, counts).unwrap_err();
+            assert_eq!(error.category(), crate::Category::Input, "{error}");
+            assert_eq!(error.to_string(), format!("some.imatrix: {says}"));
+        }
     }
 
     proptest! {

@@ -94,12 +94,21 @@ impl GgufFile {
 
     /// The error that a file breaks a rule.
     pub(crate) fn broken(path: &Path, reason: String) -> Error {
-        Error::InputFile {
-            path: path.to_owned(),
-            line: None,
-            reason,
-            remedy: "give a complete GGUF file of version 2 or 3 in little-endian order".into(),
+        // Reasons that end by what is read, or not, are no damage.
+        match reason.ends_with("not read") || reason.ends_with("are read") {
+            true => Self::unread(path, reason),
+            false => Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again"),
         }
+    }
+
+    /// The error that a file holds what is not read, whether or not it is sound.
+    pub(crate) fn unread(path: &Path, reason: String) -> Error {
+        Self::refused(path, reason, "give the Hugging Face directory of the model")
+    }
+
+    /// The error that a file cannot be used, with what to do about it.
+    pub(crate) fn refused(path: &Path, reason: String, remedy: &str) -> Error {
+        Error::InputFile { path: path.to_owned(), line: None, reason, remedy: remedy.into() }
     }
 
     /// The file.

@@ -145,6 +145,7 @@ impl Value {
             Self::Array(Array::U32(v)) => Some(v.iter().map(|&v| v.into()).collect()),
             Self::Array(Array::I32(v)) => Some(v.iter().map(|&v| v.into()).collect()),
             Self::Array(Array::I64(v)) => Some(v.clone()),
+            Self::Array(Array::U64(v)) => v.iter().map(|&v| i64::try_from(v).ok()).collect(),
             _ => None,
         }
     }

@@ -8,16 +8,16 @@ use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, RO
 use crate::gguf::file::{GgufFile, GgufTensor};
 use crate::gguf::metadata::eps_key;
 
+/// Channels of a head that divisors are read for, at most.
+const WIDEST: u64 = 8192;
+
 /// The configuration that a file's metadata and tensors imply.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     let (file, family) = (about.file, about.family);
     let has = |tensor: &str| file.tensor(tensor).is_some();
     let hidden = about.require("embedding_length")?;
-    let heads = about.require("attention.head_count")?;
-    if heads == 0 {
-        return Err(about.broken("attention.head_count", "is 0"));
-    }
-    let head_dim = about.integer("attention.key_length")?.unwrap_or(hidden / heads);
+    let heads = about.heads()?;
+    let head_dim = about.head_width()?;
     let embedding = file.tensor(EMBEDDING);
     let vocab = embedding.map(|t| t.shape[0]).ok_or_else(|| missing(file, EMBEDDING))?;
     let mut config = Map::new();
@@ -98,7 +98,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
 }
 
 fn missing(file: &GgufFile, tensor: &str) -> crate::Error {
-    crate::Error::MissingTensor { path: file.path().to_owned(), tensor: tensor.to_owned() }
+    GgufFile::broken(file.path(), format!("tensor `{tensor}` is missing"))
 }
 
 /// A number that was rounded to `f32`, as the shortest decimal that rounds to it: 1e-5, not 9.999999747378752e-6.
@@ -106,19 +106,26 @@ fn shortest(value: f64) -> f64 {
     format!("{:e}", value as f32).parse().unwrap_or(value)
 }
 
-/// The divisors of frequencies that a tensor holds.
-fn divisors(about: &About<'_>, tensor: &GgufTensor) -> Result<Vec<f32>> {
+/// The divisors of frequencies that a tensor holds, one for each pair of the channels that turn.
+fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
+    let count: usize = tensor.shape.iter().product();
+    if turned > WIDEST || count as u64 != turned / 2 {
+        let reason =
+            format!("tensor `{}` has {count} values for heads that turn {turned} channels", tensor.name);
+        return Err(GgufFile::broken(about.file.path(), reason));
+    }
     let mut bytes = vec![0; tensor.bytes as usize];
     about.file.read(tensor, 0, &mut bytes)?;
-    let mut divisors = vec![0.0; tensor.shape.iter().product()];
+    let mut divisors = vec![0.0; count];
     tensor.kind.decode(&bytes, &mut divisors);
     Ok(divisors)
 }
 
 fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> Result<()> {
-    if let Some(turned) = about.integer("rope.dimension_count")?.filter(|n| *n != head_dim) {
+    let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
+    if turned != head_dim {
         if !about.family.turns_parts || turned > head_dim {
-            return Err(about.broken("rope.dimension_count", "is not the width of a head, which is not read"));
+            return Err(about.unread("rope.dimension_count", "is not the width of a head, which is not read"));
         }
         set("partial_rotary_factor", json!(turned as f64 / head_dim as f64));
     } else if about.family.turns_parts {
@@ -128,15 +135,27 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     if let Some(theta) = about.float("rope.freq_base_swa")? {
         set("rope_local_base_freq", json!(theta));
     }
-    let kind = about.get("rope.scaling.type").and_then(|value| value.as_str()).unwrap_or("none");
+    // The older of the keys counts where the newer one is missing, and 0 stands for no factor.
+    let factor = match about.float("rope.scaling.factor")? {
+        None => about.float("rope.scale_linear")?,
+        newer => newer,
+    };
+    let factor = factor.filter(|factor| *factor != 0.0);
+    let key = format!("{}.rope.scaling.type", about.family.arch);
+    // llama.cpp divides positions by a factor that has no type.
+    let kind = match about.text(&key)? {
+        Some(kind) => kind,
+        None if factor.is_some_and(|factor| factor != 1.0) => "linear",
+        None => "none",
+    };
     let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
         ("none" | "longrope", None) => match (about.file.tensor(ROPE_SHORT), about.file.tensor(ROPE_LONG)) {
             (Some(short), Some(long)) => {
                 let positions = about.require("rope.scaling.original_context_length")?;
                 set("original_max_position_embeddings", json!(positions));
                 json!({
-                    "rope_type": "longrope", "short_factor": divisors(about, short)?,
-                    "long_factor": divisors(about, long)?,
+                    "rope_type": "longrope", "short_factor": divisors(about, short, turned)?,
+                    "long_factor": divisors(about, long, turned)?,
                     "attention_factor": about.float("rope.scaling.attn_factor")?.unwrap_or(1.0),
                 })
             }
@@ -144,7 +163,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
             _ => return Err(missing(about.file, ROPE_LONG)),
         },
         ("none", Some(tensor)) => {
-            let divisors = divisors(about, tensor)?;
+            let divisors = divisors(about, tensor, turned)?;
             let positions = about.require("context_length")?;
             // The numbers that the divisors follow from are not in the file; the divisors themselves do as well.
             json!({
@@ -152,12 +171,18 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
                 "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": positions,
             })
         }
-        ("linear", None) => {
-            let factor = about.float("rope.scaling.factor")?;
+        ("linear", None) if about.file.tensor(ROPE_SHORT).or(about.file.tensor(ROPE_LONG)).is_none() => {
             let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;
+            if factor < 0.0 {
+                return Err(about.broken("rope.scaling.factor", "is negative"));
+            }
             json!({ "rope_type": "linear", "factor": factor })
         }
-        _ => return Err(about.broken("rope.scaling.type", &format!("is `{kind}`, which is not read"))),
+        ("linear", _) => return Err(about.unread("rope.scaling.type", "is `linear` beside divisors")),
+        _ => {
+            let reason = format!("is `{}`, which is not read", crate::checkpoint::printable(kind));
+            return Err(about.unread("rope.scaling.type", &reason));
+        }
     };
     set("rope_scaling", scaling);
     Ok(())

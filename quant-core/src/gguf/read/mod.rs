@@ -6,14 +6,17 @@
 
 mod config;
 mod tensors;
+#[cfg(test)]
+mod tests;
 mod tokenizer;
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::families::{self, GgufFamily};
 use super::file::{GgufFile, Value};
-use crate::checkpoint::ModelDirectory;
+use crate::checkpoint::{ModelDirectory, printable};
 use crate::{Error, Result};
 
 pub use tensors::GgufSource;
@@ -27,20 +30,20 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open(path)?);
     let about = About::of(&file)?;
     let config = config::config(&about)?;
-    let source = GgufSource::new(file.clone(), about.family)?;
+    let source = GgufSource::new(file.clone(), &about)?;
     let mut notes = Vec::new();
     let kinds = source.kinds();
     if !kinds.is_empty() {
         notes.push(format!("blocks of {} are read as the floats that they stand for", kinds.join(", ")));
     }
-    let sidecars = match tokenizer::files(&about)? {
-        Ok(files) => files,
+    Ok(match tokenizer::files(&about)? {
+        Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
             notes.push(format!("the file's tokenizer is not read: {reason}"));
-            Vec::new()
+            ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
+                .without_tokenizer(reason)
         }
-    };
-    Ok(ModelDirectory::in_memory(path, config, Arc::new(source), sidecars, notes))
+    })
 }
 
 /// Whether a path names a file of this kind, by how it begins.
@@ -62,24 +65,26 @@ struct About<'a> {
 
 impl<'a> About<'a> {
     fn of(file: &'a GgufFile) -> Result<Self> {
-        let broken = |reason: String| GgufFile::broken(file.path(), reason);
-        let text = |key: &str| file.header().get(key).and_then(Value::as_str);
-        if let Some(kind) = text("general.type").filter(|kind| *kind != "model") {
-            return Err(broken(format!("`general.type` is `{kind}`, not `model`")));
+        let text = |key: &str| typed(file, key, "text", Value::as_str);
+        if let Some(kind) = text("general.type")?.filter(|kind| *kind != "model") {
+            let reason = format!("`general.type` is `{}`, not `model`", printable(kind));
+            return Err(GgufFile::refused(file.path(), reason, "give the file of a model"));
         }
-        let arch = text("general.architecture")
-            .ok_or_else(|| broken("`general.architecture` is missing or no text".into()))?;
-        if file.header().get("split.count").and_then(Value::as_u64).is_some_and(|n| n > 1) {
-            return Err(broken(
-                "`split.count` says that it is a part of a model, and parts are not read".into(),
+        let arch = text("general.architecture")?
+            .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing".into()))?;
+        if integer(file, "split.count")?.is_some_and(|n| n > 1) {
+            let reason = "`split.count` says that it is a part of a model, and parts are not read".into();
+            return Err(GgufFile::refused(
+                file.path(),
+                reason,
+                "join the parts with llama-gguf-split --merge",
             ));
         }
-        let experts = file.header().get(&format!("{arch}.expert_count")).and_then(Value::as_u64);
-        let family = families::architecture(arch, experts.is_some_and(|n| n > 0)).ok_or_else(|| {
-            let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.arch).collect();
-            broken(format!("`general.architecture` is `{arch}`; read are {}", known.join(", ")))
-        })?;
-        Ok(Self { file, family })
+        let experts = integer(file, &format!("{arch}.expert_count"))?.unwrap_or(0);
+        match families::architecture(arch, experts > 0) {
+            Some(family) => Ok(Self { file, family }),
+            None => Err(unread_architecture(file, arch, experts)),
+        }
     }
 
     /// A value by its key, behind the architecture's name.
@@ -91,21 +96,31 @@ impl<'a> About<'a> {
         GgufFile::broken(self.file.path(), format!("`{}.{key}` {reason}", self.family.arch))
     }
 
+    fn unread(&self, key: &str, reason: &str) -> Error {
+        GgufFile::unread(self.file.path(), format!("`{}.{key}` {reason}", self.family.arch))
+    }
+
     /// An integer; of a list with one for every block, the one that all have.
     fn integer(&self, key: &str) -> Result<Option<u64>> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        if let Some(list) = value.as_integers() {
-            let first = list.first().and_then(|v| u64::try_from(*v).ok());
-            return match first.filter(|first| list.iter().all(|v| u64::try_from(*v).ok() == Some(*first))) {
-                Some(first) => Ok(Some(first)),
-                None => Err(self.broken(key, "differs from block to block, which is not read")),
-            };
-        }
-        value.as_u64().map(Some).ok_or_else(|| self.broken(key, "is no integer"))
+        integer(self.file, &format!("{}.{key}", self.family.arch))
     }
 
     fn require(&self, key: &str) -> Result<u64> {
         self.integer(key)?.ok_or_else(|| self.broken(key, "is missing"))
+    }
+
+    /// Heads of queries.
+    fn heads(&self) -> Result<u64> {
+        match self.require("attention.head_count")? {
+            0 => Err(self.broken("attention.head_count", "is 0")),
+            heads => Ok(heads),
+        }
+    }
+
+    /// Channels of a head of queries or keys.
+    fn head_width(&self) -> Result<u64> {
+        let own = self.integer("attention.key_length")?;
+        own.map_or_else(|| Ok(self.require("embedding_length")? / self.heads()?), Ok)
     }
 
     fn float(&self, key: &str) -> Result<Option<f64>> {
@@ -120,4 +135,65 @@ impl<'a> About<'a> {
     fn global(&self, key: &str) -> Option<&'a Value> {
         self.file.header().get(key)
     }
+
+    /// A value of this type by its whole key.
+    fn typed<T>(&self, key: &str, what: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
+        typed(self.file, key, what, read)
+    }
+
+    /// A text by its whole key.
+    fn text(&self, key: &str) -> Result<Option<&'a str>> {
+        self.typed(key, "text", Value::as_str)
+    }
+
+    /// A flag by its whole key.
+    fn flag(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "flag", Value::as_bool)
+    }
+}
+
+/// The value of a key, which is of another type only by mistake.
+fn typed<'a, T>(
+    file: &'a GgufFile,
+    key: &str,
+    what: &str,
+    read: impl Fn(&'a Value) -> Option<T>,
+) -> Result<Option<T>> {
+    let Some(value) = file.header().get(key) else { return Ok(None) };
+    let fault = || GgufFile::broken(file.path(), format!("`{}` is no {what}", printable(key)));
+    read(value).map(Some).ok_or_else(fault)
+}
+
+/// An integer by its whole key; of a list with one for every block, the one that all have.
+fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
+    let Some(list) = file.header().get(key).and_then(Value::as_integers) else {
+        return typed(file, key, "integer", Value::as_u64);
+    };
+    let first = list.first().and_then(|v| u64::try_from(*v).ok());
+    match first.filter(|first| list.iter().all(|v| u64::try_from(*v).ok() == Some(*first))) {
+        Some(first) => Ok(Some(first)),
+        None => {
+            let reason = format!("`{}` differs from block to block, which is not read", printable(key));
+            Err(GgufFile::unread(file.path(), reason))
+        }
+    }
+}
+
+/// The error that no family is read under this name, with or without experts.
+fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
+    let shown = printable(arch);
+    let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {
+        Some(family) if family.experts.is_some() => {
+            format!("`{shown}.expert_count` is missing or 0, and `{shown}` has experts")
+        }
+        Some(_) => {
+            format!("`{shown}.expert_count` is {experts}, and files of `{shown}` with experts are not read")
+        }
+        None => {
+            let known: BTreeSet<&str> = families::FAMILIES.iter().map(|f| f.arch).collect();
+            let known: Vec<&str> = known.into_iter().collect();
+            format!("`general.architecture` is `{shown}`; read are {}", known.join(", "))
+        }
+    };
+    GgufFile::unread(file.path(), reason)
 }

@@ -5,11 +5,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::super::families::{EMBEDDING, FINAL_NORM, GgufFamily, HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
-use super::super::file::{GgufFile, GgufTensor, Value};
+use super::super::file::{GgufFile, GgufTensor};
 use super::super::rows::RowOrder;
+use super::About;
 use crate::blocks::{BF16, F16};
 use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::{Error, Result};
+
+/// More experts are refused, before there is an entry for each.
+const MAX_EXPERTS: u64 = 4096;
 
 /// The tensors of a GGUF file as a checkpoint's.
 #[derive(Debug)]
@@ -30,23 +34,31 @@ struct Place {
 }
 
 impl GgufSource {
-    /// The tensors of a file of this family.
+    /// The tensors of a file.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when a tensor is none that the family has, or its shape makes no sense.
-    pub(super) fn new(file: Arc<GgufFile>, family: &GgufFamily) -> Result<Self> {
+    /// [`Error::InputFile`] when a tensor is none that the family has, is there twice, or its shape makes no sense.
+    pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
-        let number = |key: &str| file.header().get(&format!("{}.{key}", family.arch)).and_then(Value::as_u64);
-        let heads = number("attention.head_count").unwrap_or(1).max(1);
-        let hidden = number("embedding_length").unwrap_or(0);
-        let head = number("attention.key_length").unwrap_or(hidden / heads) as usize;
+        let experts = about.integer("expert_count")?.unwrap_or(0);
+        if experts > MAX_EXPERTS {
+            return Err(
+                about.broken("expert_count", &format!("is {experts}; at most {MAX_EXPERTS} are read"))
+            );
+        }
+        let counts = Counts { head: about.head_width()? as usize, experts: experts as usize };
+        let family = about.family;
         for tensor in &file.header().tensors {
             if [ROPE_FACTORS, ROPE_SHORT, ROPE_LONG].contains(&tensor.name.as_str()) {
                 continue;
             }
             for (name, place) in
-                places(tensor, family, head).map_err(|reason| GgufFile::broken(file.path(), reason))?
+                places(tensor, family, counts).map_err(|reason| GgufFile::broken(file.path(), reason))?
             {
+                if tensors.contains_key(&name) {
+                    let reason = format!("tensor `{}` holds `{name}`, which another one holds", tensor.name);
+                    return Err(GgufFile::broken(file.path(), reason));
+                }
                 tensors.insert(name, place);
             }
         }
@@ -65,9 +77,27 @@ impl GgufSource {
     }
 }
 
+/// What the metadata says of the tensors' shapes.
+#[derive(Debug, Clone, Copy)]
+struct Counts {
+    /// Rows of one head of queries or keys.
+    head: usize,
+    experts: usize,
+}
+
+/// The number of a block: digits without sign and leading zeros, so that each has one name.
+fn block_number(digits: &str) -> Option<usize> {
+    digits.parse().ok().filter(|number: &usize| number.to_string() == digits)
+}
+
 /// The checkpoint's tensors that a tensor of the file holds.
-fn places(tensor: &GgufTensor, family: &GgufFamily, head: usize) -> Result<Vec<(String, Place)>, String> {
-    let unknown = || format!("tensor `{}` is none of {}", printable(&tensor.name), family.arch);
+fn places(
+    tensor: &GgufTensor,
+    family: &GgufFamily,
+    Counts { head, experts: due }: Counts,
+) -> Result<Vec<(String, Place)>, String> {
+    let unknown =
+        || format!("tensor `{}` is none of those of {} that are read", printable(&tensor.name), family.arch);
     let place = |shape: &[usize], first_row, order, shift| {
         // Floats stay what they are, unless something is taken from them.
         let dtype = match tensor.kind {
@@ -93,13 +123,19 @@ fn places(tensor: &GgufTensor, family: &GgufFamily, head: usize) -> Result<Vec<(
         return plain(format!("lm_head.{parameter}"), 0.0);
     }
     let (layer, stored) = stem.strip_prefix("blk.").and_then(|s| s.split_once('.')).ok_or_else(unknown)?;
-    let layer: usize = layer.parse().map_err(|_| unknown())?;
+    let layer = block_number(layer).ok_or_else(unknown)?;
     if let Some((prefix, linears)) = family.experts
         && let Some((linear, _)) = linears.iter().find(|(_, name)| *name == stored)
     {
         let [experts, rows, columns] = tensor.shape[..] else {
             return Err(format!("tensor `{}` has {} dimensions, 3 are due", tensor.name, tensor.shape.len()));
         };
+        if experts != due {
+            return Err(format!(
+                "tensor `{}` has {experts} experts, `{}.expert_count` is {due}",
+                tensor.name, family.arch
+            ));
+        }
         let one = |expert: usize| {
             let name = format!("model.layers.{layer}.{prefix}.{expert}.{linear}.{parameter}");
             (name, place(&[rows, columns], expert * rows, RowOrder::AsStored, 0.0))

@@ -6,10 +6,16 @@ use std::sync::Arc;
 use serde_json::{Map, Value as Json, json};
 
 use super::About;
-use crate::checkpoint::Sidecar;
+use crate::checkpoint::{Sidecar, printable};
 use crate::gguf::file::{GgufFile, Value};
 use crate::gguf::tokenizer::{kinds, pre_tokenizer};
 use crate::{Error, Result};
+
+/// Bytes of a token that merges are sought for, at most: all its splits are tried. Published vocabularies have some
+/// hundred at most.
+const LONGEST: usize = 1024;
+/// Merges for each token, on average, at most. Published vocabularies have two or three.
+const MERGES_PER_TOKEN: usize = 32;
 
 /// Tokens and what they are.
 struct Vocabulary<'a> {
@@ -19,22 +25,23 @@ struct Vocabulary<'a> {
 
 /// `tokenizer.json`, `tokenizer_config.json` and the chat template, or why the tokenizer is not read.
 pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
-    let text = |key: &str| about.global(key).and_then(Value::as_str);
-    let Some(model) = text("tokenizer.ggml.model") else { return Ok(Err("there is none".into())) };
+    let Some(model) = about.text("tokenizer.ggml.model")? else {
+        return Ok(Err("the file has no tokenizer".into()));
+    };
     if model == "none" {
-        return Ok(Err("there is none".into()));
+        return Ok(Err("the file has no tokenizer".into()));
     }
     let vocabulary = vocabulary(about)?;
     let json = match model {
         "gpt2" => {
-            let pre = text("tokenizer.ggml.pre").unwrap_or("default");
+            let pre = about.text("tokenizer.ggml.pre")?.unwrap_or("default");
             match pre_tokenizer(pre) {
                 Some((steps, whole)) => byte_level(about, &vocabulary, steps, whole)?,
-                None => return Ok(Err(format!("its pre-tokenizer is `{pre}`"))),
+                None => return Ok(Err(format!("the pre-tokenizer `{}` is not read", printable(pre)))),
             }
         }
         "llama" => sentencepiece(about, &vocabulary)?,
-        other => return Ok(Err(format!("its model is `{other}`"))),
+        other => return Ok(Err(format!("the tokenizer model `{}` is not read", printable(other)))),
     };
     let directory = about.file.path();
     let file = |name: &str, bytes: Vec<u8>| Sidecar {
@@ -44,9 +51,10 @@ pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     };
     let mut files = vec![
         file("tokenizer.json", json.to_string().into_bytes()),
-        file("tokenizer_config.json", settings(about, &vocabulary).to_string().into_bytes()),
+        file("tokenizer_config.json", settings(about, &vocabulary)?.to_string().into_bytes()),
     ];
-    files.extend(text("tokenizer.chat_template").map(|t| file("chat_template.jinja", t.as_bytes().to_vec())));
+    let template = about.text("tokenizer.chat_template")?;
+    files.extend(template.map(|t| file("chat_template.jinja", t.as_bytes().to_vec())));
     Ok(Ok(files))
 }
 
@@ -96,14 +104,17 @@ impl Vocabulary<'_> {
 }
 
 /// A post-processor that adds what texts begin and end with.
-fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) -> Json {
-    let flag = |key: &str, default: bool| {
-        let key = format!("tokenizer.ggml.add_{key}_token");
-        about.global(&key).and_then(Value::as_bool).unwrap_or(default)
+fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) -> Result<Json> {
+    let token = |name: &str, by_default: bool| -> Result<Option<usize>> {
+        let id = special(about, name)?;
+        let adds = about.flag(&format!("tokenizer.ggml.add_{name}_token"))?.unwrap_or(by_default);
+        let Some(id) = id.filter(|_| adds) else { return Ok(None) };
+        let known = usize::try_from(id).ok().filter(|id| *id < vocabulary.tokens.len());
+        let key = format!("tokenizer.ggml.{name}_token_id");
+        let reason = format!("is {id}, the vocabulary has {} tokens", vocabulary.tokens.len());
+        known.map(Some).ok_or_else(|| broken(about, &key, &reason))
     };
-    let token = |name: &str| special(about, name).filter(|id| *id < vocabulary.tokens.len());
-    let bos = token("bos").filter(|_| flag("bos", bos_by_default));
-    let eos = token("eos").filter(|_| flag("eos", false));
+    let (bos, eos) = (token("bos", bos_by_default)?, token("eos", false)?);
     let piece = |id: &usize| json!({ "SpecialToken": { "id": vocabulary.tokens[*id], "type_id": 0 } });
     let sequence = |name: &str| json!({ "Sequence": { "id": name, "type_id": 0 } });
     let around = |middle: Json| -> Vec<Json> {
@@ -118,14 +129,18 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
         })
         .collect();
     let pair: Vec<Json> = around(sequence("A")).into_iter().chain(around(sequence("B"))).collect();
-    json!({
+    Ok(json!({
         "type": "TemplateProcessing", "single": around(sequence("A")), "pair": pair, "special_tokens": special,
-    })
+    }))
 }
 
-fn special(about: &About<'_>, name: &str) -> Option<usize> {
-    let id = about.global(&format!("tokenizer.ggml.{name}_token_id")).and_then(Value::as_u64)?;
-    usize::try_from(id).ok()
+/// The id of a special token, as the file has it; negative, or outside the vocabulary, where there is none.
+fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
+    about.typed(&format!("tokenizer.ggml.{name}_token_id"), "integer", |value| match *value {
+        Value::I32(v) if v < 0 => Some(v.into()),
+        Value::I64(v) if v < 0 => Some(v.into()),
+        ref other => other.as_u64().map(i128::from),
+    })
 }
 
 fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole: bool) -> Result<Json> {
@@ -143,7 +158,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole
     let merges = merges.iter().map(pair).collect::<Result<Vec<Json>>>()?;
     Ok(json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-        "pre_tokenizer": steps, "post_processor": ends(about, vocabulary, whole),
+        "pre_tokenizer": steps, "post_processor": ends(about, vocabulary, whole)?,
         "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
@@ -160,7 +175,10 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     let scores = scores.filter(|scores| scores.len() == vocabulary.tokens.len());
     let scores =
         scores.ok_or_else(|| broken(about, SCORES, "is missing or of another length than the tokens"))?;
-    let adds_space = about.global("tokenizer.ggml.add_space_prefix").and_then(Value::as_bool).unwrap_or(true);
+    if let Some(id) = scores.iter().position(|score| !score.is_finite()) {
+        return Err(broken(about, SCORES, &format!("is {} for token {id}", scores[id])));
+    }
+    let adds_space = about.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
     let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
     let prepend = json!({ "type": "Prepend", "prepend": "▁" });
     let normalizers: Vec<Json> = adds_space.then_some(prepend).into_iter().chain([replace]).collect();
@@ -176,41 +194,51 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     Ok(json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
         "normalizer": { "type": "Sequence", "normalizers": normalizers }, "pre_tokenizer": null,
-        "post_processor": ends(about, vocabulary, true),
+        "post_processor": ends(about, vocabulary, true)?,
         "decoder": { "type": "Sequence", "decoders": decoders },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": unknown.map(|id| &vocabulary.tokens[id]),
             "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true,
-            "ignore_merges": false, "vocab": vocab, "merges": merges(vocabulary, scores),
+            "ignore_merges": false, "vocab": vocab, "merges": merges(about, vocabulary, scores)?,
         },
     }))
 }
 
 /// All pairs of tokens that make a token, the best first: by the score of what they make.
-fn merges(vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Vec<Json> {
+fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Result<Vec<Json>> {
+    const TOKENS: &str = "tokenizer.ggml.tokens";
+    let most = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());
     let ids: HashMap<&str, usize> =
         vocabulary.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
     let mut merges: Vec<(f32, usize, usize, usize)> = Vec::new();
     for (id, token) in
         vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
     {
+        if token.len() > LONGEST {
+            let reason = format!("has {} bytes for token {id}; at most {LONGEST} are read", token.len());
+            return Err(broken(about, TOKENS, &reason));
+        }
         for (at, _) in token.char_indices().skip(1) {
             if let (Some(&left), Some(&right)) = (ids.get(&token[..at]), ids.get(&token[at..])) {
                 merges.push((scores[id], id, left, right));
             }
         }
+        if merges.len() > most {
+            return Err(broken(about, TOKENS, &format!("has over {most} pairs that make a token")));
+        }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
     let text = |id: usize| vocabulary.tokens[id].as_str();
-    merges.into_iter().map(|(_, _, left, right)| json!([text(left), text(right)])).collect()
+    Ok(merges.into_iter().map(|(_, _, left, right)| json!([text(left), text(right)])).collect())
 }
 
-fn settings(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Json {
+fn settings(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let mut settings = Map::new();
     for (name, key) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
-        if let Some(token) = special(about, key).and_then(|id| vocabulary.tokens.get(id)) {
+        let id = special(about, key)?.and_then(|id| usize::try_from(id).ok());
+        if let Some(token) = id.and_then(|id| vocabulary.tokens.get(id)) {
             settings.insert(format!("{name}_token"), json!(token));
         }
     }
-    Json::Object(settings)
+    Ok(Json::Object(settings))
 }

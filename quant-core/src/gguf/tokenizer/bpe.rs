@@ -33,16 +33,10 @@ impl Kind {
     }
 }
 
-/// The vocabulary, for an embedding of `rows`; `probe` holds the tokens of [`pre::PROBE`], where no pre-tokenizer is
-/// named.
-pub(super) fn read(
-    json: &Json,
-    rows: usize,
-    named_pre: Option<&str>,
-    probe: &[u32],
-) -> Result<Vocabulary, String> {
+/// The vocabulary, for an embedding of `rows`; `pre` is the name of the pre-tokenizer, and how it was found.
+pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused("gpt2", rows);
-    vocabulary.pre = Some(pre::find(json, probe, named_pre)?);
+    vocabulary.pre = Some(pre);
     let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {
         let id = id.as_u64().ok_or_else(|| format!("`model.vocab` gives `{text}` no number"))?;

@@ -88,8 +88,12 @@ pub(super) fn metadata(
     let tokenizer = TextTokenizer::load(directory.text_workers(), &path, bytes)?;
     let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {
         bpe::Kind::ByteLevel => {
-            let probe = pre.is_none().then(|| tokenizer.encode(pre::PROBE)).transpose()?;
-            bpe::read(&json, rows, pre, &probe.unwrap_or_default()).map_err(fault)?
+            let named = match pre {
+                Some(name) => (name.to_owned(), "as named".into()),
+                None => pre::find(&json, &tokenizer.encode(pre::PROBE)?)
+                    .ok_or_else(|| pre::unrecognized(&path))?,
+            };
+            bpe::read(&json, rows, named).map_err(fault)?
         }
         bpe::Kind::SentencePiece => {
             if pre.is_some() {

@@ -4,8 +4,11 @@
 //! one text, which recognizes published vocabularies; of others, the steps of `tokenizer.json` are held against those
 //! that a name stands for.
 
+use std::path::Path;
+
 use serde_json::{Value as Json, json};
 
+use crate::Error;
 use crate::digest::sha256_hex;
 
 /// The text whose tokens are hashed.
@@ -166,23 +169,28 @@ fn leaves_text(json: &Json) -> bool {
     }
 }
 
-/// The name and how it was found: named by the user, by hash of the tokens of [`PROBE`], or by structure.
-pub(super) fn find(json: &Json, probe: &[u32], named: Option<&str>) -> Result<(String, String), String> {
-    if let Some(name) = named {
-        return Ok((name.to_owned(), "as named".into()));
-    }
+/// The name and how it was found: by hash of the tokens of [`PROBE`], or by structure.
+pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     let ids: Vec<String> = probe.iter().map(u32::to_string).collect();
     let hash = sha256_hex(format!("[{}]", ids.join(", ")));
     if let Some((name, _)) = HASHES.iter().find(|(_, known)| *known == hash) {
-        return Ok(((*name).to_owned(), "recognized by its vocabulary".into()));
+        return Some(((*name).to_owned(), "recognized by its vocabulary".into()));
     }
     let whole = json.get("model").and_then(|m| m.get("ignore_merges")).and_then(Json::as_bool) == Some(true);
     let found = json.get("pre_tokenizer").and_then(steps).and_then(|steps| by_steps(&steps, whole));
-    match found.filter(|_| leaves_text(json)) {
-        Some(name) => Ok((name.to_owned(), "recognized by its steps".into())),
-        None => Err("has a pre-tokenizer that is not recognized; name the one of llama.cpp's that does the same with \
-                     --pre"
-            .into()),
+    let name = found.filter(|_| leaves_text(json))?;
+    Some((name.to_owned(), "recognized by its steps".into()))
+}
+
+/// The error that a pre-tokenizer is none that is known.
+pub(super) fn unrecognized(path: &Path) -> Error {
+    Error::InputFile {
+        path: path.to_owned(),
+        line: None,
+        reason: "has a pre-tokenizer that is not recognized".into(),
+        remedy: "add --pre NAME, with the name of llama.cpp's that does the same, or --pre none for a file without a \
+                 vocabulary"
+            .into(),
     }
 }
 
@@ -211,5 +219,13 @@ mod tests {
         }
         assert_eq!(steps(&json!({ "type": "ByteLevel", "add_prefix_space": true })), None);
         assert_eq!(steps(&json!({ "type": "Metaspace" })), None);
+    }
+
+    #[test]
+    fn one_that_is_not_recognized_can_be_named() {
+        assert_eq!(find(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), &[1, 2]), None);
+        let error = unrecognized(Path::new("tokenizer.json"));
+        assert_eq!(error.category(), crate::Category::Input);
+        assert!(error.remedy().contains("--pre NAME") && error.remedy().contains("--pre none"));
     }
 }

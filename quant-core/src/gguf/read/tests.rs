@@ -1,0 +1,305 @@
+//! Files that were made to mislead, each with one thing that is not as it should be.
+
+use std::path::PathBuf;
+
+use super::super::file::{Array, Value, write_file};
+use super::open;
+use crate::checkpoint::ModelDirectory;
+use crate::{Error, Result};
+
+type Metadata = Vec<(String, Value)>;
+type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
+
+/// A Llama of one block: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
+fn model() -> (Metadata, Tensors) {
+    let metadata = [
+        ("general.architecture", Value::string("llama")),
+        ("llama.block_count", Value::U32(1)),
+        ("llama.context_length", Value::U32(64)),
+        ("llama.embedding_length", Value::U32(8)),
+        ("llama.feed_forward_length", Value::U32(16)),
+        ("llama.attention.head_count", Value::U32(2)),
+        ("llama.attention.layer_norm_rms_epsilon", Value::F32(1e-5)),
+        ("tokenizer.ggml.model", Value::string("llama")),
+        ("tokenizer.ggml.tokens", texts(&["<unk>", "<s>", "a", "b", "ab", "aba"])),
+        ("tokenizer.ggml.scores", Value::Array(Array::F32(vec![0.0, 0.0, -1.0, -2.0, -3.0, -4.0]))),
+        ("tokenizer.ggml.token_type", Value::Array(Array::I32(vec![2, 3, 1, 1, 1, 1]))),
+        ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+    ];
+    let metadata = metadata.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+    let mut tensors = Vec::new();
+    for (i, (name, shape)) in [
+        ("token_embd", &[6, 8][..]),
+        ("output_norm", &[8]),
+        ("blk.0.attn_norm", &[8]),
+        ("blk.0.attn_q", &[8, 8]),
+        ("blk.0.attn_k", &[8, 8]),
+        ("blk.0.attn_v", &[8, 8]),
+        ("blk.0.attn_output", &[8, 8]),
+        ("blk.0.ffn_norm", &[8]),
+        ("blk.0.ffn_gate", &[16, 8]),
+        ("blk.0.ffn_up", &[16, 8]),
+        ("blk.0.ffn_down", &[8, 16]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        tensors.push(tensor(&format!("{name}.weight"), shape, i as f32));
+    }
+    (metadata, tensors)
+}
+
+/// A tensor whose values all differ.
+fn tensor(name: &str, shape: &[usize], first: f32) -> (String, Vec<usize>, Vec<f32>) {
+    let count = shape.iter().product::<usize>();
+    (name.to_owned(), shape.to_vec(), (0..count).map(|i| first + i as f32 / 1024.0).collect())
+}
+
+fn texts(list: &[&str]) -> Value {
+    Value::Array(Array::String(list.iter().map(|&text| text.to_owned()).collect()))
+}
+
+fn set(metadata: &mut Metadata, key: &str, value: Value) {
+    metadata.retain(|(known, _)| known != key);
+    metadata.push((key.to_owned(), value));
+}
+
+fn read((metadata, tensors): &(Metadata, Tensors)) -> (tempfile::TempDir, Result<ModelDirectory>) {
+    let directory = tempfile::tempdir().unwrap();
+    let path: PathBuf = directory.path().join("x.gguf");
+    std::fs::write(&path, write_file(metadata, tensors).unwrap()).unwrap();
+    let read = open(&path);
+    (directory, read)
+}
+
+/// The message, with the remedy behind it, of a file with these entries in place of its own.
+fn refused(entries: &[(&str, Value)]) -> String {
+    let mut model = model();
+    for (key, value) in entries {
+        set(&mut model.0, key, value.clone());
+    }
+    refusal(&model)
+}
+
+fn refusal(model: &(Metadata, Tensors)) -> String {
+    match read(model).1 {
+        Err(error @ Error::InputFile { .. }) => format!("{error}; {}", error.remedy()),
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => panic!("it was read"),
+    }
+}
+
+fn says(message: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(message.contains(part), "{message} does not say {part}");
+    }
+}
+
+fn values(model: &ModelDirectory, name: &str) -> Vec<f32> {
+    let info = model.source().info(name).unwrap();
+    let mut bytes = vec![0; info.byte_len() as usize];
+    model.source().read_range(name, 0, &mut bytes).unwrap();
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+#[test]
+fn heads_as_a_list_count_as_heads() {
+    const QUERIES: &str = "model.layers.0.self_attn.q_proj.weight";
+    let (_scratch, plain) = read(&model());
+    let plain = plain.unwrap();
+    // Row 1 of the checkpoint is what stands third in a head of 4.
+    assert_eq!(values(&plain, QUERIES)[8], 3.0 + 16.0 / 1024.0);
+    for list in [Array::I32(vec![2]), Array::U32(vec![2]), Array::U64(vec![2])] {
+        let mut listed = model();
+        set(&mut listed.0, "llama.attention.head_count", Value::Array(list));
+        let (_scratch, listed) = read(&listed);
+        let listed = listed.unwrap();
+        assert_eq!(listed.config(), plain.config());
+        assert_eq!(values(&listed, QUERIES), values(&plain, QUERIES));
+    }
+    let differs = Value::Array(Array::I32(vec![2, 4]));
+    says(&refused(&[("llama.attention.head_count", differs)]), &["differs from block to block"]);
+    says(&refused(&[("llama.attention.head_count", Value::F32(2.0))]), &["head_count` is no integer"]);
+}
+
+#[test]
+fn a_tensor_has_one_name() {
+    for name in ["blk.+0.attn_v.weight", "blk.00.attn_v.weight", "blk.-0.attn_v.weight", "blk..attn_v.weight"]
+    {
+        let mut model = model();
+        model.1.push(tensor(name, &[8, 8], 9.0));
+        says(&refusal(&model), &[name, "is none of those of llama", "Hugging Face directory"]);
+    }
+}
+
+/// A Mixtral of 2 experts.
+fn experts(count: usize) -> (Metadata, Tensors) {
+    let (mut metadata, mut tensors) = model();
+    set(&mut metadata, "llama.expert_count", Value::U32(2));
+    set(&mut metadata, "llama.expert_used_count", Value::U32(1));
+    tensors.retain(|(name, ..)| !["ffn_gate", "ffn_up", "ffn_down"].iter().any(|part| name.contains(part)));
+    tensors.push(tensor("blk.0.ffn_gate_inp.weight", &[2, 8], 0.5));
+    for name in ["gate", "up", "down"] {
+        let [rows, columns] = if name == "down" { [8, 16] } else { [16, 8] };
+        tensors.push(tensor(&format!("blk.0.ffn_{name}_exps.weight"), &[count, rows, columns], 0.25));
+    }
+    (metadata, tensors)
+}
+
+#[test]
+fn counts_are_checked_before_anything_is_made_of_them() {
+    let (_scratch, two) = read(&experts(2));
+    two.unwrap();
+    says(&refusal(&experts(3)), &["blk.0.ffn_gate_exps.weight", "3 experts", "`llama.expert_count` is 2"]);
+    let mut many = experts(2);
+    set(&mut many.0, "llama.expert_count", Value::U32(1 << 30));
+    says(&refusal(&many), &["llama.expert_count", "at most 4096"]);
+
+    let with_divisors = |count: usize| {
+        let mut model = model();
+        model.1.push(tensor("rope_freqs.weight", &[count], 1.0));
+        model
+    };
+    let (_scratch, fitting) = read(&with_divisors(2));
+    fitting.unwrap();
+    says(&refusal(&with_divisors(1 << 16)), &["rope_freqs.weight", "65536 values", "turn 4 channels"]);
+}
+
+#[test]
+fn tokens_that_are_too_long_or_too_alike_are_refused() {
+    let tokens = |list: Vec<String>| {
+        let count = list.len();
+        [
+            ("tokenizer.ggml.tokens", Value::Array(Array::String(list))),
+            ("tokenizer.ggml.scores", Value::Array(Array::F32(vec![-1.0; count]))),
+            ("tokenizer.ggml.token_type", Value::Array(Array::I32(vec![1; count]))),
+            ("tokenizer.ggml.bos_token_id", Value::U32(0)),
+        ]
+    };
+    let long = tokens(vec!["a".into(), "b".repeat(1024), "c".repeat(1025)]);
+    says(&refused(&long), &["tokenizer.ggml.tokens", "1025 bytes for token 2", "at most 1024"]);
+    let runs = tokens((1..200).map(|count| "a".repeat(count)).collect());
+    says(&refused(&runs), &["tokenizer.ggml.tokens", "over 6368 pairs"]);
+    let (_scratch, read) = read(&model());
+    let json = read.unwrap().sidecar("tokenizer.json").unwrap().contents.clone().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    assert_eq!(json["model"]["merges"], serde_json::json!([["a", "b"], ["ab", "a"]]));
+}
+
+#[test]
+fn values_of_a_wrong_type_are_refused() {
+    for key in [
+        "general.type",
+        "general.architecture",
+        "split.count",
+        "llama.expert_count",
+        "llama.rope.scaling.type",
+        "llama.rope.scaling.factor",
+        "llama.rope.scale_linear",
+        "tokenizer.ggml.model",
+        "tokenizer.ggml.add_bos_token",
+        "tokenizer.ggml.add_eos_token",
+        "tokenizer.ggml.add_space_prefix",
+        "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.eos_token_id",
+        "tokenizer.ggml.padding_token_id",
+        "tokenizer.chat_template",
+    ] {
+        let wrong = texts(&["1"]);
+        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is no "), "fetch it again"]);
+    }
+    let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
+    says(&refused(&byte_level), &["`tokenizer.ggml.pre` is no text"]);
+}
+
+#[test]
+fn numbers_that_make_no_sense_are_refused() {
+    let outside = ("tokenizer.ggml.bos_token_id", Value::U32(6));
+    let says_so = ["`tokenizer.ggml.bos_token_id` is 6", "6 tokens"];
+    says(&refused(&[outside.clone(), ("tokenizer.ggml.add_bos_token", Value::Bool(true))]), &says_so);
+    // A SentencePiece text begins with it unless the file says otherwise.
+    says(&refused(std::slice::from_ref(&outside)), &says_so);
+    let mut unused = model();
+    set(&mut unused.0, outside.0, outside.1);
+    set(&mut unused.0, "tokenizer.ggml.add_bos_token", Value::Bool(false));
+    set(&mut unused.0, "tokenizer.ggml.padding_token_id", Value::I32(-1));
+    read(&unused).1.unwrap();
+    let scores = Value::Array(Array::F32(vec![0.0, 0.0, f32::NAN, 0.0, 0.0, 0.0]));
+    says(&refused(&[("tokenizer.ggml.scores", scores)]), &["`tokenizer.ggml.scores` is NaN for token 2"]);
+}
+
+#[test]
+fn a_factor_without_a_type_is_linear() {
+    let scaling = |entries: &[(&str, Value)]| {
+        let mut model = model();
+        for (key, value) in entries {
+            set(&mut model.0, key, value.clone());
+        }
+        read(&model).1.unwrap().config()["rope_scaling"].clone()
+    };
+    let linear = serde_json::json!({ "rope_type": "linear", "factor": 4.0 });
+    let (newer, older) = ("llama.rope.scaling.factor", "llama.rope.scale_linear");
+    assert_eq!(scaling(&[(newer, Value::F32(4.0))]), linear);
+    assert_eq!(scaling(&[(older, Value::F32(4.0))]), linear);
+    assert_eq!(scaling(&[(newer, Value::F32(4.0)), (older, Value::F32(8.0))]), linear);
+    for none in [
+        &[][..],
+        &[(newer, Value::F32(1.0))],
+        &[(newer, Value::F32(0.0))],
+        &[(newer, Value::F32(4.0)), ("llama.rope.scaling.type", Value::string("none"))],
+    ] {
+        assert!(scaling(none).is_null(), "{none:?}");
+    }
+    says(&refused(&[(newer, Value::F32(-2.0))]), &["rope.scaling.factor` is negative"]);
+}
+
+#[test]
+fn remedies_fit_what_is_wrong() {
+    let damaged = refused(&[("llama.block_count", Value::string("1"))]);
+    says(&damaged, &["the GGUF file is damaged or incomplete: fetch it again"]);
+    let big_endian = b"GGUF\0\0\0\x03".repeat(8);
+    let scratch = tempfile::tempdir().unwrap();
+    std::fs::write(scratch.path().join("x.gguf"), big_endian).unwrap();
+    let unread = open(&scratch.path().join("x.gguf")).unwrap_err();
+    says(&unread.to_string(), &["big-endian order"]);
+    says(&unread.remedy(), &["Hugging Face directory"]);
+    let part = refused(&[("split.count", Value::U16(2))]);
+    says(&part, &["a part of a model", "join the parts with llama-gguf-split"]);
+    let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
+    says(&unknown, &["`gpt9`; read are", "Hugging Face directory"]);
+    assert_eq!(unknown.matches(" llama,").count(), 1, "{unknown}");
+    let dense = refused(&[("general.architecture", Value::string("qwen3moe"))]);
+    says(&dense, &["`qwen3moe.expert_count` is missing or 0"]);
+    let mixed = [("general.architecture", Value::string("gemma2")), ("gemma2.expert_count", Value::U32(4))];
+    says(&refused(&mixed), &["`gemma2.expert_count` is 4"]);
+}
+
+#[test]
+fn tokenizers_that_are_not_read_say_why() {
+    use crate::calibrate::TextTokenizer;
+    for (entries, reason) in [
+        (&[("model", "gpt2"), ("pre", "gpt-9")][..], "the pre-tokenizer `gpt-9` is not read"),
+        (&[("model", "bert")], "the tokenizer model `bert` is not read"),
+        (&[("model", "none")], "the file has no tokenizer"),
+    ] {
+        let mut model = model();
+        for (key, text) in entries {
+            set(&mut model.0, &format!("tokenizer.ggml.{key}"), Value::string(*text));
+        }
+        let (_scratch, read) = read(&model);
+        let error = TextTokenizer::of(&read.unwrap()).unwrap_err();
+        says(&error.to_string(), &["x.gguf: ", reason]);
+        assert!(error.to_string().ends_with(reason), "{error}");
+        says(&error.remedy(), &["Hugging Face directory"]);
+    }
+}
+
+#[test]
+fn remedies_of_faults_found_later_fit_a_file() {
+    let path = PathBuf::from("x.gguf");
+    let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into() };
+    says(&fault.remedy(), &["GGUF file is damaged"]);
+    let path = PathBuf::from("config.json");
+    let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into() };
+    says(&fault.remedy(), &["correct config.json"]);
+}
