@@ -277,9 +277,14 @@ fn absurd_numbers() {
     let most = u64::MAX.to_string();
     for (samples, length) in [(most.as_str(), "2"), ("1", &most), (&most, &most)] {
         let options = ["--group-size", "32", "--samples", samples, "--seq-len", length];
-        refuses_to_quantize("absurd sampling", m, &options, 4, &["builtin", "windows"]);
-        quant(args!["plan", m].into_iter().chain(options.map(Into::into))).succeeded();
+        let says = format!("{samples} calibration windows of {length} tokens");
+        refuses_to_quantize("absurd sampling", m, &options, 2, &[&says, "at most 1048576"]);
+        let plan = quant(args!["plan", m].into_iter().chain(options.map(Into::into)));
+        check_message("absurd sampling", &plan, 2, &[&says]);
     }
+    let options = ["--group-size", "32", "--samples", "1048576", "--seq-len", "1048576"];
+    refuses_to_quantize("too many samples", m, &options, 4, &["builtin", "windows"]);
+    quant(args!["plan", m].into_iter().chain(options.map(Into::into))).succeeded();
     let options = ["--group-size", "32", "--samples", "0"];
     refuses_to_quantize("no sample", m, &options, 2, &["0 windows of 512 tokens"]);
     let options = ["--group-size", "32", "--seq-len", "1"];
