@@ -12,8 +12,10 @@ use quant_core::calibrate::TokenWindows;
 use quant_core::checkpoint::MemorySink;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize, quantize_part};
+use quant_core::quantize::ScaleSearch;
 use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Pattern, Plan, Recipe};
+use quant_core::transform::TransformSettings;
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Value, json};
 
@@ -131,6 +133,18 @@ fn states_of_another_run_or_damaged_are_refused() {
     };
     refused(run(&wide("*.layers.0.*"), &windows, 1..3, &before), "grids");
     refused(run(&wide("*"), &windows, 1..3, &before), "grids");
+    // So do other scales on the same grids.
+    let nvfp4 = |scale_search: ScaleSearch| {
+        let recipe = common::recipe("gptq", "nvfp4a16");
+        let settings = TransformSettings { scale_search, ..recipe.settings.clone() };
+        let recipe = Recipe { settings, ..recipe };
+        Plan::new(&model, &recipe, recipe.containers[0]).unwrap()
+    };
+    let other = tempfile::tempdir().unwrap();
+    let first = files(other.path(), 0, 1);
+    part(&model, &nvfp4(ScaleSearch::Amax), &windows, Some(0..1), &first).unwrap();
+    let searched = run(&nvfp4(ScaleSearch::Sweep), &windows, 1..3, &files(other.path(), 1, BLOCKS));
+    refused(searched, "scale_search");
     // Where the run looks at float states, those of the quantized model are not enough.
     let missing = run(&plan, &windows, 1..3, &StateFiles::default());
     assert_eq!(missing.category(), Category::Usage);

@@ -54,6 +54,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<Value> {
             "outputs": plan.settings.outputs,
             "attention": plan.settings.attention,
             "kv": plan.settings.kv,
+            "scale_search": plan.searches_scales().then_some(plan.settings.scale_search),
         })
     });
     let about = json!({

@@ -19,6 +19,8 @@ use crate::support::shards::{Entry, read_header};
 
 const REPORT: &str = "quant_report.json";
 const MANIFEST: &str = "quant_manifest.json";
+/// The model card is prose; what it says is in the report and the configuration.
+const CARD: &str = "README.md";
 /// Keys at the top of a report that say which version of the program wrote it.
 const VERSIONS: [&str; 2] = ["schema", "version"];
 /// The journal of a run, which a refused run may leave behind; it names the program that wrote it.
@@ -69,7 +71,7 @@ pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     }
 }
 
-/// All files below a directory by their path in it, journals left out; none where there is no such directory.
+/// All files below a directory by their path in it, journals and model cards left out; none where there is no such directory.
 fn files(dir: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     if !dir.is_dir() {
@@ -79,7 +81,9 @@ fn files(dir: &Path) -> Result<BTreeMap<String, PathBuf>> {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if !path.is_dir() {
-            found.insert(name, path);
+            if name != CARD {
+                found.insert(name, path);
+            }
         } else if !name.ends_with(JOB_SUFFIX) {
             found.extend(files(&path)?.into_iter().map(|(below, path)| (format!("{name}/{below}"), path)));
         }
@@ -124,7 +128,8 @@ fn reports_differ(mut base: Value, mut ours: Value) -> Option<String> {
 fn manifests_differ(mut base: Value, mut ours: Value) -> Option<String> {
     for manifest in [&mut base, &mut ours] {
         if let Some(files) = manifest.get_mut("files").and_then(Value::as_array_mut) {
-            files.retain(|file| file.get("name").and_then(Value::as_str) != Some(REPORT));
+            let name = |file: &Value| file.get("name").and_then(Value::as_str).map(str::to_owned);
+            files.retain(|file| ![REPORT, CARD].iter().any(|other| name(file).as_deref() == Some(other)));
         }
     }
     values_differ("", &base, &ours, false)
@@ -267,6 +272,18 @@ mod tests {
         pair.differs(&["out/tokenizer.model: the base does not"]);
         assert!(directories(&pair.at("base"), &pair.at("nowhere")).unwrap().is_none());
         assert!(directories(&pair.at("nowhere"), &pair.at("ours")).unwrap().is_some());
+    }
+
+    #[test]
+    fn model_cards_are_left_out() {
+        let pair = Pair::new();
+        std::fs::write(pair.at("ours/out/README.md"), "new").unwrap();
+        let [model, card] = ["model", "README.md"].map(|name| json!({ "name": name, "sha256": "0" }));
+        pair.json(MANIFEST, &json!({ "files": [model] }), &json!({ "files": [card, model] }));
+        assert_eq!(pair.difference(), None);
+        let other = json!({ "name": "model", "sha256": "1" });
+        pair.json(MANIFEST, &json!({ "files": [model] }), &json!({ "files": [card, other] }));
+        pair.differs(&["sha256"]);
     }
 
     #[test]
