@@ -85,11 +85,8 @@ pub extern "C" fn qz1_version() -> *const c_char {
 /// 1 where a `QZ1_FEATURE_…` is there, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
-    u32::from(match feature {
-        QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS => true,
-        QZ1_FEATURE_CUDA => cfg!(feature = "cuda"),
-        _ => false,
-    })
+    let always = matches!(feature, QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS);
+    u32::from(always || (feature == QZ1_FEATURE_CUDA && cfg!(feature = "cuda")))
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.
