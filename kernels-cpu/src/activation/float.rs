@@ -238,7 +238,7 @@ impl FloatMemory<'_> {
         let sums_across = tiling.groups * tiling.rows;
         let words = all.at.tiles * (LINE / 4) + i * across;
         let sums = all.at.tile_sums + i * sums_across;
-        // SAFETY: as above.
+        // SAFETY: tiles of rows are disjoint, and each is asked for once.
         let (words, sums) =
             unsafe { (self.tiles.part(words..words + across), self.sums.part(sums..sums + sums_across)) };
         for (r, row) in (i * TILE_ROWS..all.m).take(tiling.rows).enumerate() {

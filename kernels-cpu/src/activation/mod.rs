@@ -380,7 +380,7 @@ impl Int8Memory<'_> {
         // SAFETY: strips are disjoint, and each is asked for once.
         let (codes, scales) =
             unsafe { (self.codes.part(codes), self.scales.part(all.row + strip.start..all.row + strip.end)) };
-        // SAFETY: as above.
+        // SAFETY: strips are disjoint, and each is asked for once.
         let (sums, eights, made) =
             unsafe { (self.sums.part(at.clone()), self.eights.part(at), self.made.part(made)) };
         let rows = strip.len();
