@@ -43,8 +43,7 @@ impl Scores {
         let estimate = Estimate::clustered(&totals, &counts);
         let perplexity = estimate.exp();
         if !perplexity.mean.is_finite() {
-            return Err(Error::Numeric {
-                tensor: "logits".into(),
+            return Err(Error::Logits {
                 reason: format!("{:.1} nats per token are a perplexity beyond all numbers", estimate.mean),
             });
         }

@@ -217,8 +217,7 @@ pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
     if bad == 0 {
         return Ok(());
     }
-    Err(Error::Numeric {
-        tensor: "logits".into(),
+    Err(Error::Logits {
         reason: format!("{bad} scored position(s) are NaN or infinite; the model's numbers overflow"),
     })
 }

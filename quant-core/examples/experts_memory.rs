@@ -1,12 +1,17 @@
 //! Measures the memory and time of quantizing one block of experts, whose weights are generated as they are read.
 //!
 //! ```text
-//! cargo run --release -p quant-core --example experts_memory -- METHOD [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]
+//! cargo run --release -p quant-core --example experts_memory -- METHOD [BLOCK] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]
 //! ```
 //!
-//! METHOD is a method such as `rtn` or `gptq`. Defaults are those of a block of DeepSeek-V3: 256 experts of 7168 × 2048, 8
-//! for each token, a shared one, and latent attention of 128 heads; 128 windows of 512 random tokens. With another HIDDEN,
-//! which 1792 must divide, attention shrinks with it. What is written is hashed and dropped. Prints the time, the peak resident memory (VmHWM), what the plan predicted, and the hash.
+//! METHOD is a method such as `rtn` or `gptq`. BLOCK is one of:
+//!
+//! - `latent` (default): as in DeepSeek-V3, with a shared expert and latent attention; 1792 must divide HIDDEN.
+//! - `plain`: as in Qwen3-MoE, with attention of HIDDEN / 128 heads.
+//!
+//! Default sizes are those of DeepSeek-V3: 256 experts of 7168 × 2048, 8 per token; 128 windows of 512 random tokens.
+//! What is written is hashed and dropped. Prints the time, the peak resident memory (VmHWM), what the plan predicted, and
+//! the hash.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -25,19 +30,25 @@ use sha2::{Digest, Sha256};
 
 const VOCAB: usize = 1024;
 const TOP_K: usize = 8;
-/// Features of a head that are not turned, of the part that is, and of a value.
+/// Features of a head of plain attention.
+const PLAIN_HEAD: usize = 128;
+/// Of a head of latent attention: features that are not rotated, features that are, and those of a value.
 const HEAD: [usize; 3] = [128, 64, 128];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let sizes: std::result::Result<Vec<usize>, _> = arguments.iter().skip(1).map(|a| a.parse()).collect();
+    let mut rest = arguments.iter().skip(1).peekable();
+    let plain = rest.next_if(|a| ["plain", "latent"].contains(&a.as_str())).is_some_and(|a| a == "plain");
+    let sizes: std::result::Result<Vec<usize>, _> = rest.map(|a| a.parse()).collect();
     let (Some(name), Ok(sizes)) = (arguments.first(), sizes) else {
-        eprintln!("usage: experts_memory METHOD [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]");
+        eprintln!(
+            "usage: experts_memory METHOD [plain|latent] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]"
+        );
         return ExitCode::from(2);
     };
     let size = |i: usize, default: usize| sizes.get(i).copied().unwrap_or(default);
     let shape = [size(0, 256), size(1, 7168), size(2, 2048), size(3, 128), size(4, 512)];
-    match run(name, shape) {
+    match run(name, plain, shape) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}\n  {}", error.remedy());
@@ -46,9 +57,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(name: &str, [experts, hidden, width, samples, length]: [usize; 5]) -> Result<()> {
-    let config = config(experts, hidden, width);
-    let source = Arc::new(Generated::new(experts, hidden, width));
+fn run(name: &str, plain: bool, [experts, hidden, width, samples, length]: [usize; 5]) -> Result<()> {
+    let (config, source) = match plain {
+        true => (plain_config(experts, hidden, width), Generated::plain(experts, hidden, width)),
+        false => (latent_config(experts, hidden, width), Generated::latent(experts, hidden, width)),
+    };
+    let source = Arc::new(source);
     let model = Model::new(source, Path::new("config.json"), &config)?;
     let recipe = Recipe {
         method: method(name)?,
@@ -67,8 +81,9 @@ fn run(name: &str, [experts, hidden, width, samples, length]: [usize; 5]) -> Res
     let started = Instant::now();
     quantize(&job, &mut sink)?;
     println!(
-        "{name}, {experts} experts of {hidden} x {width}, {TOP_K} for each token, {samples} x {length} tokens: {:.0} s, \
+        "{name}, {} attention, {experts} experts of {hidden} x {width}, {TOP_K} per token, {samples} x {length} tokens: {:.0} s, \
          peak {:.2} GB, predicted {:.2} GB, sha256 {}",
+        if plain { "plain" } else { "latent" },
         started.elapsed().as_secs_f64(),
         peak_bytes()? as f64 / 1e9,
         predicted as f64 / 1e9,
@@ -82,8 +97,27 @@ fn latent(hidden: usize) -> [usize; 3] {
     [hidden / 56, hidden / 14 * 3, hidden / 14]
 }
 
+/// Of a Qwen3-MoE with one block.
+fn plain_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
+    let config = json!({
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": hidden / PLAIN_HEAD,
+        "num_key_value_heads": hidden / PLAIN_HEAD,
+        "head_dim": PLAIN_HEAD,
+        "num_experts": experts,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": true,
+        "vocab_size": VOCAB,
+    });
+    config.as_object().cloned().unwrap_or_default()
+}
+
 /// Of a DeepSeek-V3 with one block.
-fn config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
+fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
     let [heads, query_rank, rank] = latent(hidden);
     let [plain, turned, value] = HEAD;
     // As many groups as leave each two experts, up to DeepSeek's.
@@ -118,7 +152,36 @@ struct Generated {
 }
 
 impl Generated {
-    fn new(experts: usize, hidden: usize, width: usize) -> Self {
+    fn plain(experts: usize, hidden: usize, width: usize) -> Self {
+        let projections = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| (name, vec![hidden, hidden]));
+        let norms = ["q_norm", "k_norm"].map(|name| (name, vec![PLAIN_HEAD]));
+        let attention: Vec<_> = projections.into_iter().chain(norms).collect();
+        Self::new([experts, hidden, width], &attention, &[])
+    }
+
+    fn latent(experts: usize, hidden: usize, width: usize) -> Self {
+        let [heads, query_rank, rank] = latent(hidden);
+        let [plain, turned, value] = HEAD;
+        let attention = [
+            ("q_a_proj", vec![query_rank, hidden]),
+            ("q_a_layernorm", vec![query_rank]),
+            ("q_b_proj", vec![heads * (plain + turned), query_rank]),
+            ("kv_a_proj_with_mqa", vec![rank + turned, hidden]),
+            ("kv_a_layernorm", vec![rank]),
+            ("kv_b_proj", vec![heads * (plain + value), rank]),
+            ("o_proj", vec![hidden, heads * value]),
+        ];
+        let mut latent = Self::new([experts, hidden, width], &attention, &["shared_experts"]);
+        let correction = TensorInfo { dtype: Dtype::Bf16, shape: vec![experts] };
+        latent.tensors.insert("model.layers.0.mlp.gate.e_score_correction_bias".to_owned(), correction);
+        latent
+    }
+
+    fn new(
+        [experts, hidden, width]: [usize; 3],
+        attention: &[(&str, Vec<usize>)],
+        beside_experts: &[&str],
+    ) -> Self {
         let mut tensors = BTreeMap::new();
         let mut add = |name: String, shape: &[usize]| {
             tensors
@@ -131,30 +194,18 @@ impl Generated {
         for norm in ["input_layernorm", "post_attention_layernorm"] {
             add(format!("{block}.{norm}"), &[hidden]);
         }
-        let [heads, query_rank, rank] = latent(hidden);
-        let [plain, turned, value] = HEAD;
-        for (name, shape) in [
-            ("q_a_proj", &[query_rank, hidden][..]),
-            ("q_a_layernorm", &[query_rank]),
-            ("q_b_proj", &[heads * (plain + turned), query_rank]),
-            ("kv_a_proj_with_mqa", &[rank + turned, hidden]),
-            ("kv_a_layernorm", &[rank]),
-            ("kv_b_proj", &[heads * (plain + value), rank]),
-            ("o_proj", &[hidden, heads * value]),
-        ] {
+        for (name, shape) in attention {
             add(format!("{block}.self_attn.{name}"), shape);
         }
         add(format!("{block}.mlp.gate"), &[experts, hidden]);
         let all = (0..experts).map(|expert| format!("experts.{expert}"));
-        for expert in all.chain(["shared_experts".to_owned()]) {
+        for expert in all.chain(beside_experts.iter().map(|name| (*name).to_owned())) {
             for (linear, shape) in
                 [("gate_proj", [width, hidden]), ("up_proj", [width, hidden]), ("down_proj", [hidden, width])]
             {
                 add(format!("{block}.mlp.{expert}.{linear}"), &shape);
             }
         }
-        let correction = TensorInfo { dtype: Dtype::Bf16, shape: vec![experts] };
-        tensors.insert(format!("{block}.mlp.gate.e_score_correction_bias"), correction);
         Self { tensors }
     }
 }

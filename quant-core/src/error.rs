@@ -361,6 +361,13 @@ pub enum Error {
         what: String,
     },
 
+    /// What a model computes of a text is not finite.
+    #[error("the model's output is unusable: {reason}")]
+    Logits {
+        /// What happened.
+        reason: String,
+    },
+
     /// Keys or values leave the range of the cache that they are put in.
     #[error("keys and values{}: {reason}", block.map(|b| format!(" of block {b}")).unwrap_or_default())]
     Cache {
@@ -439,9 +446,11 @@ impl Error {
             | Self::DiskFull { .. }
             | Self::Locked { .. }
             | Self::Verification { .. } => Category::Environment,
-            Self::NonFinite { .. } | Self::Numeric { .. } | Self::Calibration { .. } | Self::Cache { .. } => {
-                Category::Numeric
-            }
+            Self::NonFinite { .. }
+            | Self::Numeric { .. }
+            | Self::Calibration { .. }
+            | Self::Logits { .. }
+            | Self::Cache { .. } => Category::Numeric,
             Self::Tensor(_) | Self::Internal(_) => Category::Internal,
             Self::Interrupted => Category::Interrupted,
         }
@@ -562,9 +571,11 @@ impl Error {
                 "the checkpoint is broken: fetch it again, or repair this tensor".into()
             }
             Self::Numeric { .. } => {
-                "quantizing: exclude this tensor with --ignore, or choose another scheme for it with --override; \
-                 evaluating: try the model that this one was made from, its numbers may overflow as well"
+                "exclude this tensor with --ignore, or choose another scheme for it with --override"
                     .into()
+            }
+            Self::Logits { .. } => {
+                "see whether the model that this one was made from gives finite numbers on the same text".into()
             }
             Self::Calibration { .. } => {
                 "the float model overflows there, whatever is quantized: see whether `quant eval` of it gives a finite \

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use common::{Checkpoint, Kind, Tiny, recipe, windows};
+use common::{Checkpoint, EXPERTS, Kind, Tiny, recipe, windows};
 use quant_core::calibrate::TokenWindows;
-use quant_core::checkpoint::{Dtype, MemorySink, TensorInfo};
+use quant_core::checkpoint::{Dtype, MemorySink, MemorySource, TensorInfo};
 use quant_core::format::CONTAINERS;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, quantize_each};
@@ -119,7 +119,8 @@ impl Observer for Until {
 
 /// A model over a counting source, and what it is quantized to.
 struct Bench {
-    checkpoint: Checkpoint,
+    /// Width of the residual stream.
+    hidden: usize,
     counting: Arc<Counting>,
     model: Model,
     plans: Vec<Plan>,
@@ -128,13 +129,16 @@ struct Bench {
 
 impl Bench {
     fn new(tiny: &Tiny, recipe: &Recipe) -> Self {
-        let checkpoint = tiny.random(5);
-        let counting = Arc::new(Counting { source: Arc::new(checkpoint.source()), read: Mutex::default() });
+        Self::over(tiny.random(5).source(), tiny, recipe)
+    }
+
+    fn over(source: MemorySource, tiny: &Tiny, recipe: &Recipe) -> Self {
+        let counting = Arc::new(Counting { source: Arc::new(source), read: Mutex::default() });
         let model = Model::new(counting.clone(), &PathBuf::from("config.json"), &tiny.config()).unwrap();
         let model = recipe.prepared(model).unwrap();
         let plans = Plan::all(&model, recipe).unwrap();
         counting.take();
-        Self { checkpoint, counting, model, plans, windows: windows(tiny.vocab, 3, 24, 2) }
+        Self { hidden: tiny.hidden, counting, model, plans, windows: windows(tiny.vocab, 3, 24, 2) }
     }
 
     fn sinks(&self) -> Vec<Keeping> {
@@ -173,7 +177,7 @@ impl Bench {
     /// text's tokens once more with the text.
     fn assert_read_once(&self, read: &BTreeMap<String, u64>, what: &str) {
         let written = self.plans.len() as u64;
-        let row = (self.checkpoint.tiny.hidden * 4) as u64;
+        let row = (self.hidden * 4) as u64;
         for name in self.counting.source.names() {
             let (bytes, got) = (self.bytes(name), read.get(name).copied().unwrap_or(0));
             let small = name.contains("norm") || name.ends_with(".bias");
@@ -248,6 +252,79 @@ fn every_weight_is_read_once() {
                 let tensors = report.tensors.iter().map(|t| &t.tensor);
                 assert!(tensors.eq(plan.entries.iter().map(|e| &e.tensor)), "{what}");
             }
+        }
+    }
+}
+
+/// How the experts of a block lie in one tensor of gates and ups and one of downs.
+#[derive(Debug, Clone, Copy)]
+enum Together {
+    Rows,
+    Columns,
+    Mxfp4,
+}
+
+/// The tensors of a Qwen3-MoE with each block's experts stored together.
+fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
+    let tiny = &checkpoint.tiny;
+    let mut tensors = checkpoint.tensors.clone();
+    let mut source = MemorySource::new();
+    for layer in 0..tiny.layers {
+        let Some((_, experts)) = tiny.family.experts(layer) else { continue };
+        let block = tiny.block(layer);
+        let mut take = |name: &String| tensors.remove(&format!("{block}{name}.weight")).unwrap().1;
+        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        for [gate, up, of_down] in &experts {
+            gate_up.push([take(gate), take(up)].concat());
+            down.push(take(of_down));
+        }
+        for (name, matrices, [n, k]) in [
+            ("gate_up_proj", gate_up, [2 * tiny.intermediate, tiny.hidden]),
+            ("down_proj", down, [tiny.hidden, tiny.intermediate]),
+        ] {
+            let name = format!("{block}mlp.experts.{name}");
+            match form {
+                Together::Rows => {
+                    source.insert_f32(name, tiny.dtype, vec![EXPERTS, n, k], &matrices.concat()).unwrap();
+                }
+                Together::Columns => {
+                    let transposed = |m: &Vec<f32>| -> Vec<f32> {
+                        (0..k).flat_map(|i| (0..n).map(move |o| m[o * k + i])).collect()
+                    };
+                    let values = matrices.iter().map(transposed).collect::<Vec<_>>().concat();
+                    source.insert_f32(name, tiny.dtype, vec![EXPERTS, k, n], &values).unwrap();
+                }
+                Together::Mxfp4 => {
+                    // Any codes will do; these scales keep the magnitude of what is multiplied.
+                    let count = EXPERTS * n * k / 2;
+                    let codes = (0..count).map(|i| (i.wrapping_mul(2_654_435_761) >> 7) as u8).collect();
+                    let shape = vec![EXPERTS, n, k / 32, 16];
+                    source.insert(format!("{name}_blocks"), Dtype::U8, shape, codes).unwrap();
+                    let scales = vec![123; EXPERTS * n * k / 32];
+                    let shape = vec![EXPERTS, n, k / 32];
+                    source.insert(format!("{name}_scales"), Dtype::U8, shape, scales).unwrap();
+                }
+            }
+        }
+    }
+    for (name, (shape, values)) in tensors {
+        let dtype = if name.contains("norm") { tiny.norm_dtype } else { tiny.dtype };
+        source.insert_f32(name, dtype, shape, &values).unwrap();
+    }
+    source
+}
+
+/// Gate and up of an expert come from the same bytes, which are not read once for each of them.
+#[test]
+fn experts_that_are_stored_together_are_read_once() {
+    let tiny = Tiny { family: Kind::Qwen3Moe(true), ..tinies()[0].clone() };
+    let checkpoint = tiny.random(5);
+    for form in [Together::Rows, Together::Columns, Together::Mxfp4] {
+        for (what, recipe) in recipes() {
+            let bench = Bench::over(fused(&checkpoint, form), &tiny, &recipe);
+            let mut sinks = bench.sinks();
+            let (read, ..) = bench.run(&mut sinks, usize::MAX);
+            bench.assert_read_once(&read, &format!("{what}, {form:?}"));
         }
     }
 }

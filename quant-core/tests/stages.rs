@@ -131,6 +131,38 @@ fn no_stage_uses_one_above_it() {
     }
 }
 
+/// Where operations of a block may be named, and why nothing is forgotten there when one is added. Elsewhere a question
+/// about an operation is a method of `Op`, whose match is exhaustive.
+const NAMES_OPERATIONS: [(&str, &str); 7] = [
+    ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
+    ("model/block.rs", "evaluates them; an unknown one is an error"),
+    ("model/norm.rs", "evaluates norms; another operation is an error"),
+    ("model/grouped.rs", "recognizes the experts that one call can run; others run one by one"),
+    ("transform/fold.rs", "folds into norms and linears; another operation is an error"),
+    ("transform/rotate.rs", "refuses each operation that it does not know to commute"),
+    ("gguf/metadata.rs", "has exhaustive matches on what llama.cpp computes"),
+];
+
+#[test]
+fn operations_are_judged_where_none_can_be_forgotten() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    sources(&root, &mut files);
+    let mut naming = BTreeSet::new();
+    for file in &files {
+        let path = file.strip_prefix(&root).unwrap();
+        if is_for_tests(path) || !without_tests(&std::fs::read_to_string(file).unwrap()).contains("Op::") {
+            continue;
+        }
+        let path = path.to_string_lossy().replace('\\', "/");
+        let place = NAMES_OPERATIONS.iter().find(|(place, _)| path.starts_with(place));
+        let (place, _) = place.unwrap_or_else(|| panic!("{path} names operations: make it a method of `Op`"));
+        naming.insert(*place);
+    }
+    let unused: Vec<_> = NAMES_OPERATIONS.iter().filter(|(place, _)| !naming.contains(place)).collect();
+    assert!(unused.is_empty(), "{unused:?}");
+}
+
 #[test]
 fn paths_are_found_wherever_they_stand() {
     let text =

@@ -110,6 +110,17 @@ fn a_disk_that_fills_up_meanwhile() {
     assert!(!job_of(&old).exists());
 }
 
+/// A file beside the output that cannot be written fails the command, which says that the output is there.
+#[test]
+fn a_report_that_finds_no_room() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out");
+    let run = quant(quantize(&demo_model(), &out, &[&RTN[..], &["--report", "/dev/full"]].concat()));
+    let complete = format!("{} is complete", out.display());
+    check_message("no room for a report", &run, 5, &[&complete, "/dev/full", "No space left on device"]);
+    quant([OsString::from("inspect"), out.into()]).succeeded();
+}
+
 /// A limit on the size of files (`ulimit -f`) kills a program that does not look out for it.
 #[test]
 fn a_limit_on_file_sizes() {

@@ -206,7 +206,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         // The map is of what was written, read back.
         let linears = provenance::linears(&inputs::open(&published.path, session)?.model);
         let page = quantization_page(&args.output.display().to_string(), report, &linears);
-        output::write_file(path, page.as_bytes())?;
+        beside_the_output(output::write_file(path, page.as_bytes()), args, session)?;
     }
     let summary = Summary {
         schema: "quant-summary/2",
@@ -367,9 +367,21 @@ fn quantize(
     let written = written?;
     if let Some((path, kept)) = maxima {
         let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
-        output::write_file(path, &kept.to_bytes()?)?;
+        beside_the_output(output::write_file(path, &kept.to_bytes()?), args, session)?;
     }
     Ok(written)
+}
+
+/// What became of a file that is written once the output is there. Its failure fails the command, and says that the
+/// output is complete.
+fn beside_the_output(written: Result<()>, args: &Args, session: &Session) -> Result<()> {
+    if written.is_err() {
+        session.progress.note(&format!(
+            "note: {} is complete; what follows concerns another file",
+            args.output.display()
+        ));
+    }
+    written
 }
 
 /// Runs jobs on one model, each into a directory that appears only when everything in it is

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::HiddenStates;
-use crate::model::{Block, BlockGraph, NodeId, Op, with_values};
+use crate::model::{Block, BlockGraph, NodeId, with_values};
 use crate::{CancelToken, Error, Result};
 
 /// Which tokens an expert's linears are calibrated on.
@@ -131,8 +131,8 @@ impl ExpertSampling {
 
 /// The nodes that select experts' rows, each with the expert and the node of all weights.
 fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> {
-    graph.nodes().iter().enumerate().filter_map(|(id, node)| match (&node.op, &node.inputs[..]) {
-        (Op::ExpertInput { expert, .. }, [_, weights]) => Some((id, *expert, *weights)),
+    graph.nodes().iter().enumerate().filter_map(|(id, node)| match node.inputs[..] {
+        [_, weights] => Some((id, node.op.selected_expert()?, weights)),
         _ => None,
     })
 }

@@ -5,7 +5,7 @@ use candle_core::D;
 
 use super::observe::CHUNK_TOKENS;
 use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic};
-use crate::model::{Block, BlockGraph, CancelTap, NodeId, Op, TokenRows, add_expert, with_values};
+use crate::model::{Block, BlockGraph, CancelTap, NodeId, TokenRows, add_expert, with_values};
 use crate::{CancelToken, Error, Result};
 
 /// The tokens of a block's experts, and the sum of the outputs of those that have run. What experts read follows from the
@@ -179,7 +179,7 @@ impl ExpertStates {
 
 /// The node that adds up the experts with these weights.
 fn sum_of(graph: &BlockGraph, weights: NodeId) -> Option<NodeId> {
-    let sums = |id: &NodeId| matches!(graph.nodes()[*id].op, Op::Experts { .. });
+    let sums = |id: &NodeId| graph.nodes()[*id].op.sums_experts();
     graph.users(weights).map(|(user, _)| user).find(sums)
 }
 

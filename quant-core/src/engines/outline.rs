@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::model::{AttentionShape, BlockGraph, Model, NodeId, Op};
+use crate::model::{AttentionShape, BlockGraph, Model, NodeId};
 use crate::recipe::Plan;
 use crate::scheme::LinearScheme;
 
@@ -143,8 +143,8 @@ fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
     }
     // An expert reads the stream too, but the rows of its own tokens alone.
     let input = graph.all_rows_of(graph.nodes()[id].inputs[0]);
-    match &graph.nodes()[input].op {
-        op if op.is_norm() || matches!(op, Op::Input { .. } | Op::Add) => LayerKind::Column,
-        _ => LayerKind::Row,
+    match graph.nodes()[input].op.gives_stream() {
+        true => LayerKind::Column,
+        false => LayerKind::Row,
     }
 }

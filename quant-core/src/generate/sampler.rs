@@ -51,7 +51,7 @@ impl<'a> Sampler<'a> {
     /// The next token after `tokens`, of which the first `prompt` are the prompt's, from its logits `[vocab]`.
     ///
     /// # Errors
-    /// [`Error::Numeric`] when a logit is NaN or positive infinity, or all are negative infinity; [`Error::Usage`] when
+    /// [`Error::Logits`] when a logit is NaN or positive infinity, or all are negative infinity; [`Error::Usage`] when
     /// the settings allow no token.
     pub fn choose(&mut self, logits: &[f32], tokens: &[u32], prompt: usize) -> Result<Choice> {
         let candidates = self.candidates(logits, tokens, prompt)?;
@@ -179,7 +179,7 @@ impl<'a> Sampler<'a> {
 }
 
 fn numeric(reason: String) -> Error {
-    Error::Numeric { tensor: "logits".into(), reason }
+    Error::Logits { reason }
 }
 
 fn log_sum_exp(logits: &[f32]) -> f64 {

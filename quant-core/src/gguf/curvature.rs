@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::plan::PlannedTensor;
 use crate::calibrate::{HiddenStates, StatisticsPass, TokenWindows};
-use crate::model::{Model, NodeId, Op, RopeTables};
+use crate::model::{Model, NodeId, RopeTables};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
 use crate::{CancelToken, Error, Result};
 
@@ -33,7 +33,7 @@ impl<'a> Curvature<'a> {
     pub fn check(model: &Model) -> Result<()> {
         let a = model.architecture();
         let has_experts =
-            |layer: usize| a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Route(_)));
+            |layer: usize| a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some());
         match (0..a.layers).any(has_experts) {
             true => Err(Error::usage(
                 "GPTQ onto the blocks of GGUF files is for models without experts",

@@ -154,7 +154,11 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
             match op {
                 Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => facts.eps = *eps,
                 Op::Scale(factor) => facts.residual = Some(*factor),
-                Op::Rope(rope) if !facts.ropes.contains(&rope) => facts.ropes.push(rope),
+                Op::Rope(rope) => {
+                    if !facts.ropes.contains(&rope) {
+                        facts.ropes.push(rope);
+                    }
+                }
                 Op::Route(routing) => facts.routing = Some(*routing),
                 Op::Linear { name, shape, .. } => match (family.module(name), family.expert(name)) {
                     (Some("ffn_down"), _) => facts.intermediate = Some(shape[1]),
@@ -162,13 +166,30 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
                     (_, Some((_, "ffn_down_exps"))) => facts.expert_intermediate = Some(shape[1]),
                     _ => {}
                 },
-                _ => {}
+                // The family's graph in llama.cpp has them, or `check_graph` refuses.
+                Op::Input { .. }
+                | Op::Attention(_)
+                | Op::Gated(_)
+                | Op::Activation(_)
+                | Op::Slice { .. }
+                | Op::TokenGate
+                | Op::ExpertInput { .. }
+                | Op::Experts { .. }
+                | Op::Add
+                | Op::Normalize { .. }
+                | Op::PositionScale(_)
+                | Op::ClampedGated { .. }
+                | Op::JoinHeads { .. }
+                | Op::Multiply
+                | Op::ScaleBy { .. }
+                | Op::Concatenate
+                | Op::Recurrent(_) => {}
             }
         }
     }
     check_graph(a, family, &facts)?;
     // Where some blocks have experts and others do not, llama.cpp would have to be told which.
-    let sparse = |layer: usize| a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Route(_)));
+    let sparse = |layer: usize| a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some());
     if facts.routing.is_some() && !(0..a.layers).all(sparse) {
         return Err(fault("some blocks have experts and others have none"));
     }
@@ -188,19 +209,47 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op {
-                Op::Linear { name, bias: true, .. } if !family.has_bias(name) => {
-                    return Err(unfit(family, format!("`{name}` has a bias")));
+                Op::Linear { name, bias, .. } => {
+                    let (may, must) = (family.has_bias(name), family.layer_norms && family.has_bias(name));
+                    match bias {
+                        true if !may => return Err(unfit(family, format!("`{name}` has a bias"))),
+                        false if must => return Err(unfit(family, format!("`{name}` has no bias"))),
+                        _ => {}
+                    }
                 }
-                Op::Linear { name, bias: false, .. } if family.layer_norms && family.has_bias(name) => {
-                    return Err(unfit(family, format!("`{name}` has no bias")));
+                Op::Scale(factor) => {
+                    if facts.residual != Some(*factor) {
+                        return Err(unfit(family, "residuals are multiplied by several factors".into()));
+                    }
                 }
-                Op::Scale(factor) if facts.residual != Some(*factor) => {
-                    return Err(unfit(family, "residuals are multiplied by several factors".into()));
+                Op::Gated(other) | Op::Activation(other) => {
+                    if *other != family.activation {
+                        return Err(unfit(family, format!("its MLP computes {other:?}")));
+                    }
                 }
-                Op::Gated(other) | Op::Activation(other) if *other != family.activation => {
-                    return Err(unfit(family, format!("its MLP computes {other:?}")));
+                // Those with a module have a place in the family's list of names or are refused there; what they
+                // compute follows from the numbers in `Facts`.
+                Op::Input { .. }
+                | Op::RmsNorm { .. }
+                | Op::LayerNorm { .. }
+                | Op::Rope(_)
+                | Op::Attention(_)
+                | Op::Slice { .. }
+                | Op::Route(_)
+                | Op::TokenGate
+                | Op::ExpertInput { .. }
+                | Op::Experts { .. }
+                | Op::Add => {}
+                other @ (Op::Normalize { .. }
+                | Op::PositionScale(_)
+                | Op::ClampedGated { .. }
+                | Op::JoinHeads { .. }
+                | Op::Multiply
+                | Op::ScaleBy { .. }
+                | Op::Concatenate
+                | Op::Recurrent(_)) => {
+                    return Err(unfit(family, format!("its blocks compute {other:?}")));
                 }
-                _ => {}
             }
         }
     }

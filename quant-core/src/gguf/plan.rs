@@ -10,7 +10,7 @@ use super::rows::{RowOrder, Source};
 use super::tokenizer;
 use crate::blocks::{BlockType, F32, Q4_0, Q8_0, Search, block_type};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
-use crate::model::{Architecture, Model, Op};
+use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
@@ -283,7 +283,7 @@ fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<D
             let turns = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
             let order = if turns { RowOrder::Paired { head } } else { RowOrder::AsStored };
             let shift = if op.is_norm() { family.norm_shift } else { 0.0 };
-            let is_weight = matches!(op, Op::Linear { stays_float: false, .. }) && parameter.name == "weight";
+            let is_weight = op.is_quantizable() && parameter.name == "weight";
             drafts.push(Draft {
                 name: format!("blk.{layer}.{stored}.{}", parameter.name),
                 module: module.clone(),
@@ -319,10 +319,7 @@ impl<'a> Types<'a> {
     fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest) -> Self {
         let heads_per_key = a.attentions().first().map_or(1, |shape| shape.repeat);
         let graphs = a.graph(0).nodes().iter();
-        let experts = graphs.filter_map(|node| match node.op {
-            Op::Route(routing) => Some(routing.experts),
-            _ => None,
-        });
+        let experts = graphs.filter_map(|node| Some(node.op.routing()?.experts));
         let facts = ModelFacts {
             layers: a.layers,
             heads_per_key,

@@ -383,9 +383,11 @@ impl Run<'_> {
             (Op::Route(routing), [logits]) => {
                 experts::route(logits, *routing, self.block.parameters.get(&id).and_then(OpParameters::first))
                     .map_err(|e| match e {
-                        Error::Numeric { reason, .. } => {
+                        Error::Logits { .. } => {
                             let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
-                            Error::Numeric { tensor: format!("{router}.weight"), reason }
+                            Error::Logits {
+                                reason: format!("a logit of the router `{router}` is not finite"),
+                            }
                         }
                         other => other,
                     })

@@ -24,10 +24,7 @@ pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]
     }
     let weights = with_values(logits, |logits| {
         if logits.iter().any(|logit| !logit.is_finite()) {
-            return Err(Error::Numeric {
-                tensor: String::new(),
-                reason: "a router's logit is not finite".into(),
-            });
+            return Err(Error::Logits { reason: "a router's logit is not finite".into() });
         }
         let mut weights = vec![0.0; logits.len()];
         let rows = weights.par_chunks_mut(experts).zip(logits.par_chunks(experts));

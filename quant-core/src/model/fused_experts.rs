@@ -2,7 +2,8 @@
 //! their own, as most families store them, and what is written has these names.
 //!
 //! Rows that stand together in the file are read from there by ranges. Others are taken from the expert's part of the
-//! tensor, which is read as a whole, and the last weight is kept, since weights are read in pieces.
+//! tensor, which is read as a whole and kept until another one is read: gate and up come from the same part, one after
+//! the other, and weights are read in pieces, but nothing is read twice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -68,8 +69,7 @@ struct Part {
     all: usize,
     first: usize,
     step: usize,
-    /// Outputs and inputs of the part; a bias has one input.
-    n: usize,
+    /// Inputs; a bias has one.
     k: usize,
 }
 
@@ -78,7 +78,18 @@ struct Split {
     parts: BTreeMap<String, Part>,
     /// The tensors that are as they were.
     others: BTreeSet<String>,
-    last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
+    /// The expert's part of a tensor that was read last.
+    last: Mutex<Option<Arc<Slab>>>,
+}
+
+/// The part of a tensor that holds one expert, as it is stored.
+struct Slab {
+    tensor: String,
+    expert: usize,
+    /// Values, or MXFP4 codes.
+    bytes: Vec<u8>,
+    /// Of MXFP4 codes.
+    scales: Vec<u8>,
 }
 
 impl Split {
@@ -125,7 +136,6 @@ impl Split {
                 all,
                 first,
                 step,
-                n,
                 k,
             };
             self.add_parts(fused, block, &format!("{linear}.weight"), &part);
@@ -208,52 +218,62 @@ impl Split {
         Ok(bytes)
     }
 
-    /// The bytes of a part.
-    fn part(&self, name: &str, part: &Part) -> Result<Arc<Vec<u8>>> {
+    /// The slab that a part lies in.
+    fn slab(&self, part: &Part) -> Result<Arc<Slab>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((known, bytes)) = &*last
-            && known == name
+        if let Some(slab) = &*last
+            && (slab.tensor.as_str(), slab.expert) == (&part.tensor, part.expert)
         {
-            return Ok(bytes.clone());
+            return Ok(slab.clone());
         }
+        // The one before is dropped first, so that there are never two.
         *last = None;
-        let &Part { form, expert, all, first, step, n, k, .. } = part;
-        let outputs = (0..n).map(|i| first + i * step);
-        let size = part.info.dtype.size();
-        let mut out = Vec::with_capacity(n * k * size);
-        match form {
-            Form::Rows => {
-                let row = k * size;
-                let slab = self.bytes(&part.tensor, expert * all * row..(expert + 1) * all * row)?;
-                outputs.for_each(|i| out.extend_from_slice(&slab[i * row..(i + 1) * row]));
+        let &Part { form, expert, all, k, .. } = part;
+        let read = |tensor: &str, size: usize| self.bytes(tensor, expert * size..(expert + 1) * size);
+        let [bytes, scales] = match form {
+            Form::Rows | Form::Columns => [read(&part.tensor, all * k * part.info.dtype.size())?, Vec::new()],
+            Form::Mxfp4 => {
+                let [codes, scales] = mxfp4::SUFFIXES.map(|suffix| format!("{}{suffix}", part.tensor));
+                [read(&codes, all * k / 2)?, read(&scales, all * (k / mxfp4::BLOCK))?]
             }
+        };
+        let slab = Arc::new(Slab { tensor: part.tensor.clone(), expert, bytes, scales });
+        *last = Some(slab.clone());
+        Ok(slab)
+    }
+}
+
+impl Part {
+    /// One output's weights, of `row_bytes` bytes in all, appended to `out`.
+    fn append_row(&self, slab: &Slab, output: usize, out: &mut Vec<u8>) {
+        let &Self { form, all, first, step, k, .. } = self;
+        let (row, size) = (first + output * step, self.info.dtype.size());
+        match form {
+            Form::Rows => out.extend_from_slice(&slab.bytes[row * k * size..(row + 1) * k * size]),
             Form::Columns => {
-                let column = all * size;
-                let slab = self.bytes(&part.tensor, expert * k * column..(expert + 1) * k * column)?;
-                for i in outputs {
-                    for input in 0..k {
-                        let at = input * column + i * size;
-                        out.extend_from_slice(&slab[at..at + size]);
-                    }
+                for input in 0..k {
+                    let at = (input * all + row) * size;
+                    out.extend_from_slice(&slab.bytes[at..at + size]);
                 }
             }
             Form::Mxfp4 => {
                 let (blocks, width) = (k / mxfp4::BLOCK, k / 2);
-                let slab = |suffix: &str, row: usize| {
-                    let tensor = format!("{}{suffix}", part.tensor);
-                    self.bytes(&tensor, expert * all * row..(expert + 1) * all * row)
-                };
-                let [codes, scales] = mxfp4::SUFFIXES;
-                let (codes, scales) = (slab(codes, width)?, slab(scales, blocks)?);
-                for i in outputs {
-                    let codes = &codes[i * width..(i + 1) * width];
-                    mxfp4::decode_row(codes, &scales[i * blocks..(i + 1) * blocks], &mut out);
-                }
+                let codes = &slab.bytes[row * width..(row + 1) * width];
+                mxfp4::decode_row(codes, &slab.scales[row * blocks..(row + 1) * blocks], out);
             }
         }
-        let bytes = Arc::new(out);
-        *last = Some((name.to_owned(), bytes.clone()));
-        Ok(bytes)
+    }
+
+    /// The bytes at `range` of the part.
+    fn gather(&self, slab: &Slab, range: Range<usize>) -> Vec<u8> {
+        let row_bytes = self.k * self.info.dtype.size();
+        let rows = range.start / row_bytes..range.end.div_ceil(row_bytes);
+        let start = rows.start * row_bytes;
+        let mut out = Vec::with_capacity(rows.len() * row_bytes);
+        rows.for_each(|output| self.append_row(slab, output, &mut out));
+        out.truncate(range.end - start);
+        out.drain(..range.start - start);
+        out
     }
 }
 
@@ -286,10 +306,12 @@ impl TensorSource for Split {
             let begin = (part.expert * part.all + part.first) as u64 * row;
             return self.source.read_range(&part.tensor, begin + offset, buffer);
         }
-        let bytes = self.part(name, part)?;
+        if buffer.is_empty() {
+            return Ok(());
+        }
         let start = usize::try_from(offset).map_err(|_| leaves())?;
-        let range = bytes.get(start..start + buffer.len()).ok_or_else(leaves)?;
-        buffer.copy_from_slice(range);
+        let slab = self.slab(part)?;
+        buffer.copy_from_slice(&part.gather(&slab, start..start + buffer.len()));
         Ok(())
     }
 

@@ -80,7 +80,7 @@ pub(super) fn grouped(
     linears: &BTreeMap<NodeId, Linear>,
 ) -> Result<BTreeMap<NodeId, GroupedExperts>> {
     let sums = graph.nodes().iter().enumerate();
-    let sums = sums.filter(|(_, node)| matches!(node.op, Op::Experts { .. }));
+    let sums = sums.filter(|(_, node)| node.op.sums_experts());
     let mut found = BTreeMap::new();
     for (id, node) in sums {
         if let Some((&weights, outputs)) = node.inputs.split_first()

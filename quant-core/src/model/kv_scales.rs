@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::arch::{BlockGraph, NodeId, Op};
+use super::arch::{BlockGraph, NodeId};
 use crate::scheme::CachePart;
 
 /// Static scales of keys and values, by their attention.
@@ -24,7 +24,7 @@ pub struct CachedValue {
 /// What the attentions of a block cache, in order of evaluation; none where a value does not come from one linear, as
 /// those of latent attention, of which engines cache something else.
 pub fn cached_values(graph: &BlockGraph) -> Option<Vec<CachedValue>> {
-    let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Attention(_)));
+    let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| node.op.cached().is_some());
     let values = attentions.flat_map(|(attention, node)| {
         [(CachePart::Keys, node.inputs[1]), (CachePart::Values, node.inputs[2])].map(|(part, node)| {
             let linear = source(graph, node)?;
@@ -39,7 +39,7 @@ fn source(graph: &BlockGraph, mut node: NodeId) -> Option<NodeId> {
     loop {
         let at = &graph.nodes()[node];
         match (&at.op, &at.inputs[..]) {
-            (Op::Linear { .. }, _) => return Some(node),
+            (op, _) if op.linear_shape().is_some() => return Some(node),
             (op, &[input]) if op.keeps_heads() => node = input,
             _ => return None,
         }

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use super::conveyor::Conveyor;
 use crate::checkpoint::{MemorySource, TensorSource};
 use crate::format::{self, PackedWeight};
-use crate::model::{Block, Linear, NodeId, Norm, Op, WeightBody};
+use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result};
 
@@ -52,24 +52,21 @@ fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &Me
         let len = values.len();
         Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
     };
-    match &block.graph().clone().nodes()[node].op {
-        op if op.is_norm() => {
-            let (weight, bias) = (block.norm(node).clone(), block.norm_bias(node).cloned());
-            let norm = match entry.tensor.ends_with(".bias") {
-                true => Norm { weight, bias: Some(vector(values)?) },
-                false => Norm { weight: vector(values)?, bias },
-            };
-            block.replace_norm(node, norm);
-        }
-        Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
-            let linear = block.linear(node).with_weight(WeightBody::F32 { shape: *shape, values });
-            block.replace_linear(node, linear);
-        }
-        Op::Linear { .. } => {
-            let linear = Linear::new(block.linear(node).weight().clone(), Some(vector(values)?));
-            block.replace_linear(node, linear);
-        }
-        _ => {}
+    let graph = block.graph().clone();
+    let op = &graph.nodes()[node].op;
+    if op.is_norm() {
+        let (weight, bias) = (block.norm(node).clone(), block.norm_bias(node).cloned());
+        let norm = match entry.tensor.ends_with(".bias") {
+            true => Norm { weight, bias: Some(vector(values)?) },
+            false => Norm { weight: vector(values)?, bias },
+        };
+        block.replace_norm(node, norm);
+    } else if let Some(shape) = op.linear_shape() {
+        let linear = match entry.info.shape.len() {
+            2 => block.linear(node).with_weight(WeightBody::F32 { shape, values }),
+            _ => Linear::new(block.linear(node).weight().clone(), Some(vector(values)?)),
+        };
+        block.replace_linear(node, linear);
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use super::decision::{Decision, Rounded, stored};
 use super::report::{InputReport, Searched, TensorReport, WeightError};
 use super::source::{Bytes, Held, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
-use crate::model::{NodeId, Op, WeightRows};
+use crate::model::{NodeId, WeightRows};
 use crate::quantize::{
     ErrorStats, QuantizedTensor, Rows, ScaleContext, ScaleExponents, SharedExtents, fp8_static_scale,
     quantize_within,
@@ -180,23 +180,22 @@ fn rewritten(
     bytes: &[u8],
     rewrite: &Rewrite,
 ) -> Result<Option<Vec<f32>>> {
-    Ok(match &job.model.architecture().graph(layer).nodes()[node].op {
-        op if op.is_norm() => match entry.tensor.ends_with(".bias") {
-            true => rewrite.norm_biases.get(&node).cloned(),
-            false => rewrite.norms.get(&node).cloned(),
-        },
-        Op::Linear { .. } if !rewrite.changes(node) => None,
-        Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
-            let rows = WeightRows::float(*shape, Rows::Bytes(bytes, entry.info.dtype))?;
-            Some(rewrite.weight(node, &rows)?)
-        }
-        Op::Linear { .. } => {
-            let mut values = vec![0.0; entry.info.elements()];
-            entry.info.dtype.widen(bytes, &mut values);
-            Some(rewrite.bias(node, values))
-        }
-        _ => None,
-    })
+    let op = &job.model.architecture().graph(layer).nodes()[node].op;
+    if op.is_norm() {
+        let values = match entry.tensor.ends_with(".bias") {
+            true => &rewrite.norm_biases,
+            false => &rewrite.norms,
+        };
+        return Ok(values.get(&node).cloned());
+    }
+    let Some(shape) = op.linear_shape().filter(|_| rewrite.changes(node)) else { return Ok(None) };
+    if entry.info.shape.len() == 2 {
+        let rows = WeightRows::float(shape, Rows::Bytes(bytes, entry.info.dtype))?;
+        return Ok(Some(rewrite.weight(node, &rows)?));
+    }
+    let mut values = vec![0.0; entry.info.elements()];
+    entry.info.dtype.widen(bytes, &mut values);
+    Ok(Some(rewrite.bias(node, values)))
 }
 
 /// A weight that is to be quantized.

@@ -14,7 +14,8 @@ const PROGRAM: u64 = 112 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Bytes of memory at the peak, about, of one run of all these plans for a model.
+    /// Bytes of memory at the peak, about, of one run of all these plans for a model. The file of channel maxima that a
+    /// run may keep beside is not counted.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         // What is gathered of the batch serves all.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Action, Plan, PlanEntry};
-use crate::model::{Architecture, BlockGraph, NodeId, Op};
+use crate::model::{Architecture, BlockGraph, NodeId};
 use crate::scheme::ActivationScheme;
 use crate::transform::{Producers, check_maxima};
 use crate::{Error, Result};
@@ -46,8 +46,7 @@ impl Plan {
 
     /// Fails where it is said which tokens experts are calibrated on, and no block that is looked at has any.
     pub(super) fn check_experts(&self, architecture: &Architecture) -> Result<()> {
-        let has_experts =
-            |graph: &BlockGraph| graph.nodes().iter().any(|n| matches!(n.op, Op::ExpertInput { .. }));
+        let has_experts = |graph: &BlockGraph| graph.nodes().iter().any(|n| n.op.selected_expert().is_some());
         let experts = self.sampling.experts;
         match experts.is_routed() || architecture.blocks.kinds().any(|kind| has_experts(kind.graph)) {
             true => Ok(()),

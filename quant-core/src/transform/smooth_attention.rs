@@ -27,7 +27,7 @@ use super::settings::Alpha;
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
-use crate::model::{BlockGraph, KvScheme, NodeId, Op, QueryKey};
+use crate::model::{BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
 /// Tokens whose queries and keys a search looks at.
@@ -211,7 +211,7 @@ impl Seen {
             (keys, scales.len(), &|row: usize| 1.0 / scales[row]),
         ] {
             match &nodes[node].op {
-                Op::Linear { .. } => {
+                op if op.linear_shape().is_some() => {
                     // Rows are divided.
                     let divisors = (0..width).map(|row| 1.0 / scale(row)).collect();
                     rewrite.rows.insert(node, divisors);

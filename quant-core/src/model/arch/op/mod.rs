@@ -2,7 +2,7 @@
 //!
 //! Whoever adds an operation answers every question here: the matches are exhaustive, so none can be
 //! forgotten. Nothing outside this folder and the evaluation of blocks matches on operations to
-//! decide such a thing. Values are `[batch, positions, features]`.
+//! decide such a thing; `tests/stages.rs` lists the places that name them. Values are `[batch, positions, features]`.
 
 mod answers;
 mod kinds;
@@ -135,6 +135,18 @@ pub enum Op {
     },
     /// The sum of its two inputs.
     Add,
+}
+
+/// What an operation is to the experts of a block.
+enum ExpertPart<'a> {
+    /// It says which experts a token is routed to.
+    Route(&'a Routing),
+    /// It selects the rows of one expert.
+    Input(usize),
+    /// It adds up what experts give.
+    Sum,
+    /// It is no part of them, or one that reads and gives rows as everywhere.
+    Other,
 }
 
 /// What a checkpoint holds for an operation.
@@ -307,6 +319,82 @@ impl Op {
             | Self::Recurrent(_)
             | Self::Scale(_)
             | Self::Add => Stored::Other,
+        }
+    }
+
+    /// How it routes tokens to experts, where it does.
+    pub fn routing(&self) -> Option<&Routing> {
+        match self.expert_part() {
+            ExpertPart::Route(routing) => Some(routing),
+            ExpertPart::Input(_) | ExpertPart::Sum | ExpertPart::Other => None,
+        }
+    }
+
+    /// The expert whose rows it selects.
+    pub fn selected_expert(&self) -> Option<usize> {
+        match self.expert_part() {
+            ExpertPart::Input(expert) => Some(expert),
+            ExpertPart::Route(_) | ExpertPart::Sum | ExpertPart::Other => None,
+        }
+    }
+
+    /// Whether it adds up the outputs of all experts.
+    pub fn sums_experts(&self) -> bool {
+        matches!(self.expert_part(), ExpertPart::Sum)
+    }
+
+    fn expert_part(&self) -> ExpertPart<'_> {
+        match self {
+            Self::Route(routing) => ExpertPart::Route(routing),
+            Self::ExpertInput { expert, .. } => ExpertPart::Input(*expert),
+            Self::Experts { .. } => ExpertPart::Sum,
+            Self::Input { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }
+            | Self::Linear { .. }
+            | Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Attention(_)
+            | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
+            | Self::Scale(_)
+            | Self::Add => ExpertPart::Other,
+        }
+    }
+
+    /// Whether its output is the residual stream, normalized or not: what every part of an engine that splits a model
+    /// has as a whole.
+    pub fn gives_stream(&self) -> bool {
+        match self {
+            Self::Input { .. } | Self::Add | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
+            Self::Linear { .. }
+            | Self::Route(_)
+            | Self::ExpertInput { .. }
+            | Self::Experts { .. }
+            | Self::Rope(_)
+            | Self::PositionScale(_)
+            | Self::Attention(_)
+            | Self::Gated(_)
+            | Self::ClampedGated { .. }
+            | Self::TokenGate
+            | Self::JoinHeads { .. }
+            | Self::Activation(_)
+            | Self::Slice { .. }
+            | Self::Normalize { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
+            | Self::Concatenate
+            | Self::Recurrent(_)
+            | Self::Scale(_) => false,
         }
     }
 
