@@ -62,7 +62,7 @@ pub fn c_attention(data: &[u8]) {
     let lists_len = if input.rarely(4) { input.below(kv + 1) } else { kv };
     let on = threads(1 + u32::from(input.byte() % 9));
     let on = if input.flag() { &raw const on } else { core::ptr::null() };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     unsafe {
         let at = pages.as_mut_ptr();
         let appended = fair(qz1_kv_append(

@@ -22,7 +22,7 @@ pub unsafe extern "C" fn qz1_hadamard_new(
     out: *mut *mut qz1_hadamard,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -38,7 +38,7 @@ pub unsafe extern "C" fn qz1_hadamard_new(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_hadamard_free(by: *mut qz1_hadamard) {
     if !by.is_null() {
-        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        // SAFETY: the pointer contract; freeing memory cannot panic.
         drop(unsafe { Box::from_raw(by) });
     }
 }
@@ -49,7 +49,7 @@ pub unsafe extern "C" fn qz1_hadamard_free(by: *mut qz1_hadamard) {
 /// The handle is null or one of `qz1_hadamard_new`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_hadamard_sign(by: *const qz1_hadamard, row: usize, column: usize) -> i32 {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     let by = unsafe { by.as_ref() };
     by.and_then(|by| by.by.sign(row, column)).map_or(0, i32::from)
 }
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn qz1_hadamard_transform(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; nothing else is written.
+    // SAFETY: the pointer contract; nothing else is written.
     call(message, |scope| unsafe {
         let (by, token) = (scope.look(by, "the handle")?, token(isa)?);
         let (x, threads) = (scope.output(x, len, "the rows")?, Threads::new(scope, parallel)?);

@@ -104,7 +104,7 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
 /// # Safety
 /// As [`Scope::read`].
 pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
@@ -116,7 +116,7 @@ pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Resul
 /// # Safety
 /// As [`Scope::read`].
 pub(crate) unsafe fn heads(scope: &Scope, at: *const qz1_heads) -> Result<Heads, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     let h = unsafe { scope.read(at, "the heads") }?;
     Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
 }
@@ -147,7 +147,7 @@ unsafe fn with_lists<R>(
             &mut many[..]
         }
     };
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         scope.each(at, count, "a page list", |i, list: qz1_page_list| {
             let pages = scope.one_of_many(list.pages, list.pages_len, "the pages of a list")?;
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
     out: *mut qz1_kv_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
         let layout = describe(&KvLayout::new(self::kind(kind)?, head_dim)?);
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn qz1_kv_write(
     value_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of the page is one of what is read.
+    // SAFETY: the pointer contract; the page overlaps nothing that is read (`Scope`).
     call(message, |scope| unsafe {
         let layout = kv_layout(scope, layout)?;
         let key = scope.slice(key, key_len, "the key")?;
@@ -221,7 +221,7 @@ pub unsafe extern "C" fn qz1_kv_read(
     value_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of what is written is another's.
+    // SAFETY: the pointer contract; outputs do not overlap (`Scope`).
     call(message, |scope| unsafe {
         let layout = kv_layout(scope, layout)?;
         let page = scope.slice(page, page_len, "the page")?;
@@ -251,7 +251,7 @@ pub unsafe extern "C" fn qz1_kv_append(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of the pages is one of what is read.
+    // SAFETY: the pointer contract; the pages overlap nothing that is read (`Scope`).
     call(message, |scope| unsafe {
         let layout = kv_layout(scope, layout)?;
         let keys = scope.slice(keys, keys_len, "the keys")?;
@@ -279,7 +279,7 @@ pub unsafe extern "C" fn qz1_attend_workspace(
     words: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let (layout, heads) = (kv_layout(scope, layout)?, self::heads(scope, heads)?);
         let words = scope.value(words, "the number of words")?;
@@ -317,7 +317,7 @@ pub unsafe extern "C" fn qz1_attend(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of what is written is another's or one of what is read.
+    // SAFETY: the pointer contract; what is written overlaps neither itself nor what is read (`Scope`).
     call(message, |scope| unsafe {
         let (layout, heads, token) = (kv_layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
         let pages = scope.slice(pages, pages_len, "the pages")?;
@@ -354,7 +354,7 @@ pub unsafe extern "C" fn qz1_attend_merge(
     other_lse_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of what is written is another's or one of what is read.
+    // SAFETY: the pointer contract; what is written overlaps neither itself nor what is read (`Scope`).
     call(message, |scope| unsafe {
         let other = scope.slice(other, other_len, "the other output")?;
         let other_lse = scope.slice(other_lse, other_lse_len, "the other log-sum-exps")?;

@@ -27,7 +27,7 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
     out: *mut *mut qz1_kv_cache,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         // Read first, for the handle might lie there.
         let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
     if !cache.is_null() {
-        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        // SAFETY: the pointer contract; freeing memory cannot panic.
         drop(unsafe { Box::from_raw(cache) });
     }
 }
@@ -57,7 +57,7 @@ pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
 /// The handle is null or one of `qz1_kv_cache_new`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_tokens(cache: *const qz1_kv_cache) -> usize {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.tokens())
 }
 
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn qz1_kv_cache_tokens(cache: *const qz1_kv_cache) -> usiz
 /// As for `qz1_kv_cache_tokens`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_bytes(cache: *const qz1_kv_cache) -> usize {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.bytes())
 }
 
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn qz1_kv_cache_append(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let cache = &mut scope.handle(cache, "the handle")?.cache;
         let keys = scope.slice(keys, keys_len, "the keys")?;
@@ -117,7 +117,7 @@ unsafe fn answer(
     parallel: *const qz1_parallel,
     by: Answer,
 ) -> Result<(), Fault> {
-    // SAFETY: as the caller vouches; no part of what is written is another's or one of `q`.
+    // SAFETY: the pointer contract; what is written overlaps neither itself nor `q` (`Scope`).
     unsafe {
         let of = scope.handle(cache, "the handle")?;
         let q = scope.slice(q, q_len, "the queries")?;
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn qz1_kv_cache_decode(
 ) -> qz1_status {
     let by: Answer =
         |cache, q, out, lse, workspace, threads| Ok(cache.decode(q, out, lse, workspace, threads)?);
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         answer(scope, cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by)
     })
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn qz1_kv_cache_prefill(
 ) -> qz1_status {
     let by: Answer =
         |cache, q, out, lse, workspace, threads| Ok(cache.prefill(q, out, lse, workspace, threads)?);
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         answer(scope, cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by)
     })
@@ -189,7 +189,7 @@ pub unsafe extern "C" fn qz1_kv_cache_truncate(
     tokens: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe { Ok(scope.handle(cache, "the handle")?.cache.truncate(tokens)?) })
 }
 
@@ -202,7 +202,7 @@ pub unsafe extern "C" fn qz1_kv_cache_clear(
     cache: *mut qz1_kv_cache,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         scope.handle(cache, "the handle")?.cache.clear();
         Ok(())

@@ -15,6 +15,19 @@
 //! - No state, no threads, no initialization: instructions are found once, and each call may name others.
 //! - Handles may be used by one thread at a time; everything else by any number.
 //!
+//! # The pointer contract
+//!
+//! What no function can check. The caller guarantees it for every pointer that is not null, and the `SAFETY` comments of
+//! this crate cite it by this name:
+//!
+//! 1. The pointer leads to as many bytes as the size field of its structure says, or the length beside it; a handle comes
+//!    from the function that makes such handles, and was not freed.
+//! 2. Until the call returns these bytes stay allocated, nobody else writes them, and nobody else reads those that the
+//!    function writes.
+//! 3. `for_each` of a [`qz1_parallel`] does what the header says.
+//!
+//! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.
+//!
 //! With the feature `cuda` the library also has what is behind `include/quant_kernels_cuda.h`: module `cuda`, by
 //! `quant-kernels-cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]

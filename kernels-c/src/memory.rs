@@ -90,7 +90,7 @@ fn bytes_of<T>(at: *const T, len: usize, what: &'static str) -> Result<usize, Fa
 /// As [`Scope::read`].
 unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, Fault> {
     usable(at, what)?;
-    // SAFETY: aligned and not null; the caller vouches that there is a structure, whose first field is its size.
+    // SAFETY: not null and aligned, checked above; by the pointer contract there is a structure, whose first field is its size.
     let size = unsafe { at.cast::<u32>().read() } as usize;
     let refuse = |why| Err(Fault::part(qz1_status::StructSize, what, why));
     if size < T::FIRST_SIZE {
@@ -100,7 +100,7 @@ unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, 
         return refuse("has a size that no version has");
     }
     for i in size_of::<T>()..size {
-        // SAFETY: the caller vouches for as many bytes as the structure says.
+        // SAFETY: the pointer contract covers as many bytes as the structure says.
         if unsafe { at.cast::<u8>().add(i).read() } != 0 {
             return refuse("has fields that this library does not know");
         }
@@ -114,7 +114,7 @@ unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, 
 /// As [`Scope::read`]; `size` is its size.
 unsafe fn copy<T: Fields>(at: *const T, size: usize, what: &'static str) -> Result<T, Fault> {
     let mut of = MaybeUninit::<T>::zeroed();
-    // SAFETY: the caller vouches for `size` bytes, and no more than there is room for are taken. Any bits are one.
+    // SAFETY: the pointer contract covers `size` bytes, and no more than fit are copied. Any bits are a valid `T`.
     let of = unsafe {
         at.cast::<u8>().copy_to_nonoverlapping(of.as_mut_ptr().cast(), size.min(size_of::<T>()));
         of.assume_init()
@@ -169,9 +169,10 @@ impl Scope {
     /// A structure.
     ///
     /// # Safety
-    /// A pointer that is not null and aligned must point to as many bytes as the `u32` there says.
+    /// The pointer contract of the crate: where `at` is not null and aligned, it points to as many bytes as the `u32` there
+    /// says.
     pub(crate) unsafe fn read<T: Fields>(&self, at: *const T, what: &'static str) -> Result<T, Fault> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         unsafe {
             let size = size_at(at, what)?;
             self.enter(at, size, false, what)?;
@@ -188,7 +189,7 @@ impl Scope {
         at: *const T,
         what: &'static str,
     ) -> Result<Option<T>, Fault> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         if at.is_null() { Ok(None) } else { unsafe { self.read(at, what) }.map(Some) }
     }
 
@@ -206,12 +207,12 @@ impl Scope {
         if count == 0 {
             return Ok(());
         }
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         let size = unsafe { size_at(at, what) }?;
         bytes_of(at.cast::<u8>(), count.saturating_mul(size), what)?;
         self.enter(at, count * size, false, what)?;
         for i in 0..count {
-            // SAFETY: the caller vouches for so many structures of this size.
+            // SAFETY: the pointer contract covers `count` structures of this size.
             unsafe {
                 let at = at.byte_add(i * size);
                 if size_at(at, what)? != size {
@@ -246,7 +247,7 @@ impl Scope {
     /// # Safety
     /// As [`Self::read`].
     pub(crate) unsafe fn place<T: Fields>(&self, at: *mut T, what: &'static str) -> Result<Place<T>, Fault> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         let size = unsafe { size_at(at.cast_const(), what) }?;
         self.enter(at.cast_const(), size, true, what)?;
         Ok(Place { at, size })
@@ -266,7 +267,7 @@ impl Scope {
     pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
         usable(at, what)?;
         self.enter(at, size_of::<T>(), false, what)?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         Ok(unsafe { &*at })
     }
 
@@ -278,7 +279,7 @@ impl Scope {
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
         self.enter(at.cast_const(), size_of::<T>(), true, what)?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         Ok(unsafe { &mut *at })
     }
 
@@ -297,7 +298,7 @@ impl Scope {
             return Ok(&[]);
         }
         self.enter(at, bytes_of(at, len, what)?, false, what)?;
-        // SAFETY: not null, aligned, of a size that there can be; the caller vouches for the rest.
+        // SAFETY: not null, aligned and of a possible size, checked above; the pointer contract covers the rest.
         Ok(unsafe { core::slice::from_raw_parts(at, len) })
     }
 
@@ -314,7 +315,7 @@ impl Scope {
         if at.is_null() && len == 0 {
             return Ok(None);
         }
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         unsafe { self.slice(at, len, what) }.map(Some)
     }
 
@@ -357,7 +358,7 @@ impl Scope {
         if message.is_null() {
             return Ok((core::ptr::null_mut(), 0));
         }
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         let (size, m) = unsafe {
             let size = size_at(message, "the message")?;
             (size, copy(message, size, "the message")?)
@@ -390,7 +391,7 @@ impl<T: Fields> Place<T> {
     pub(crate) unsafe fn put(self, value: T) {
         const SIZE: usize = size_of::<u32>();
         let from = (&raw const value).cast::<u8>();
-        // SAFETY: as the caller vouches; `size` is at least that of the first version, which has its size.
+        // SAFETY: the pointer contract; `size` is at least that of the first version, which has the size field.
         unsafe {
             let bytes = self.size.min(size_of::<T>()) - SIZE;
             self.at.cast::<u8>().add(SIZE).copy_from_nonoverlapping(from.add(SIZE), bytes);
@@ -407,7 +408,7 @@ impl<T: Copy> Value<T> {
     /// # Safety
     /// The memory must be valid.
     pub(crate) unsafe fn put(&self, value: T) {
-        // SAFETY: not null and aligned; as the caller vouches.
+        // SAFETY: not null and aligned, checked above; the pointer contract.
         unsafe { self.at.write(value) }
     }
 }
@@ -430,7 +431,7 @@ impl<'s, T> Output<'s, T> {
         let _: &'s Scope = self.scope;
         match self.len {
             0 => &mut [],
-            // SAFETY: not null, aligned, of a size that there can be; the caller vouches for the rest.
+            // SAFETY: not null, aligned and of a possible size, checked above; the pointer contract covers the rest.
             len => unsafe { core::slice::from_raw_parts_mut(self.at, len) },
         }
     }

@@ -22,7 +22,7 @@ unsafe fn run(
     parallel: *const qz1_parallel,
     multiply: impl FnOnce(&PackedView<'_>, Option<&[f32]>, &mut [f32], &dyn Parallel) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: as the caller vouches; no part of `out` is one of what is read.
+    // SAFETY: the pointer contract; `out` overlaps nothing that is read (`Scope`).
     unsafe {
         let view = packed(scope, layout, bytes, bytes_len)?;
         let bias = scope.slice_optional(bias, bias_len, "the bias")?;
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn qz1_multiply(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let (x, token) = (scope.look(x, "the handle")?, token(isa)?);
         run(
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn qz1_multiply_float(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let x = scope.look(x, "the handle")?;
         run(

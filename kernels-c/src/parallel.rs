@@ -45,7 +45,7 @@ impl Threads {
     /// # Safety
     /// As [`Scope::read`], and `for_each` must do what it says.
     pub(crate) unsafe fn new(scope: &Scope, of: *const qz1_parallel) -> Result<Self, Fault> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         let of = unsafe { scope.read_optional(of, "the threads") }?;
         if of.is_some_and(|of| of.for_each.is_none()) {
             return Err(Fault::new(qz1_status::Null, "for_each is null"));
@@ -108,7 +108,7 @@ unsafe impl Parallel for Threads {
         let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let work = Work { piece, count, called, begun, done, threads: self };
         let at = (&raw const work).cast_mut().cast::<c_void>();
-        // SAFETY: the caller vouches for `for_each`; `work` lives until all calls that began are done.
+        // SAFETY: the pointer contract covers `for_each`; `work` lives until all calls that began have returned.
         unsafe { for_each(of.ctx, count, Some(run), at) };
         while work.done.load(Ordering::SeqCst) != work.begun.load(Ordering::SeqCst) {
             std::thread::yield_now();

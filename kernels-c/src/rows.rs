@@ -211,7 +211,7 @@ unsafe fn make(
     parallel: *const qz1_parallel,
     sink: impl Sink,
 ) -> Result<(), Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         let (x, layout) = (scope.read(x, "the activations")?, self::layout(scope, layout)?);
         let threads = Threads::new(scope, parallel)?;
@@ -235,7 +235,7 @@ unsafe fn make_of<E: Element>(
         true => Ok(()),
         false => Err(Fault::new(qz1_status::Mismatch, "activations of two types")),
     };
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         let data = scope.slice(x.data.cast::<E>(), x.len, "the activations")?;
         match made {
@@ -275,7 +275,7 @@ unsafe fn int8(
     rows: *mut qz1_int8_rows,
     by: *const qz1_static_scale,
 ) -> Result<Int8<'_>, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         let rows = scope.handle(rows, "the handle")?;
         let by = scope.read_optional(by, "the static scale")?.map(|by| {
@@ -298,7 +298,7 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
     out: *mut *mut qz1_int8_rows,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
     if !rows.is_null() {
-        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        // SAFETY: the pointer contract; freeing memory cannot panic.
         drop(unsafe { Box::from_raw(rows) });
     }
 }
@@ -332,7 +332,7 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe { make(scope, x, Made::Plain, layout, parallel, int8(scope, rows, by)?) })
 }
 
@@ -353,7 +353,7 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
     message: *const qz1_message,
 ) -> qz1_status {
     let made = Made::Norm(norm, residual);
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe { make(scope, x, made, layout, parallel, int8(scope, rows, by)?) })
 }
 
@@ -372,7 +372,7 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_silu_mul(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         make(scope, gate, Made::Gate(up), layout, parallel, int8(scope, rows, by)?)
     })
@@ -389,7 +389,7 @@ pub unsafe extern "C" fn qz1_float_rows_new(
     out: *mut *mut qz1_float_rows,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -405,7 +405,7 @@ pub unsafe extern "C" fn qz1_float_rows_new(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
     if !rows.is_null() {
-        // SAFETY: as the caller vouches. Memory is given back without calling anything that could panic.
+        // SAFETY: the pointer contract; freeing memory cannot panic.
         drop(unsafe { Box::from_raw(rows) });
     }
 }
@@ -422,7 +422,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         make(scope, x, Made::Plain, layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })
@@ -443,7 +443,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
     message: *const qz1_message,
 ) -> qz1_status {
     let made = Made::Norm(norm, residual);
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         make(scope, x, made, layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })
@@ -462,7 +462,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack_silu_mul(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         make(scope, gate, Made::Gate(up), layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })

@@ -194,7 +194,7 @@ pub(crate) fn call(
 ) -> qz1_status {
     let scope = Scope::new();
     // A message that cannot be written to is refused before anything is done.
-    // SAFETY: the caller of the C function vouches for it.
+    // SAFETY: the pointer contract.
     let (at, capacity) = match unsafe { scope.text(message) } {
         Ok(text) => text,
         Err(fault) => return fault.status,
@@ -209,7 +209,7 @@ pub(crate) fn call(
             // It takes all that there is.
             let _ = write!(text, "{}", fault.reason);
         }
-        // SAFETY: `len` stays below the capacity, and the caller vouches for that.
+        // SAFETY: `len` stays below the capacity, which the pointer contract covers.
         unsafe { text.at.add(text.len).write(0) };
     }
     outcome.map_or_else(|fault| fault.status, |()| qz1_status::Ok)
@@ -232,7 +232,7 @@ impl Write for Text {
         let room = self.capacity - 1 - self.len;
         self.is_full = text.len() > room;
         let end = (0..=room.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-        // SAFETY: within the capacity, for which the caller of the C function vouches; nothing borrows it now.
+        // SAFETY: within the capacity, which the pointer contract covers; nothing borrows it now.
         unsafe { self.at.add(self.len).copy_from_nonoverlapping(text.as_ptr(), end) };
         self.len += end;
         Ok(())

@@ -141,7 +141,7 @@ fields!(qz1_parts, channels_len, reserved);
 /// # Safety
 /// As [`Scope::read`], and what it points to must be as long as it says.
 pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<WeightView<'_>, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         let w = scope.read(weights, "the weights")?;
         let codes = scope.slice(w.codes, w.codes_len, "the codes")?;
@@ -277,7 +277,7 @@ pub(crate) unsafe fn packed(
     bytes: *const u8,
     len: usize,
 ) -> Result<PackedView<'_>, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         let layout = layout(scope, at)?;
         let bytes = scope.slice(bytes, len, "the packed weights")?;
@@ -297,7 +297,7 @@ pub unsafe extern "C" fn qz1_layout_of(
     out: *mut qz1_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let view = view(scope, weights)?;
         let out = scope.place(out, "the layout")?;
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn qz1_pack(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of `out` is one of `weights`.
+    // SAFETY: the pointer contract; `out` does not overlap `weights` (`Scope`).
     call(message, |scope| unsafe {
         let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
         let threads = Threads::new(scope, parallel)?;
@@ -395,7 +395,7 @@ pub unsafe extern "C" fn qz1_unpack(
     parts: *const qz1_parts,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part is another's or one of `packed`.
+    // SAFETY: the pointer contract; outputs overlap neither each other nor `packed` (`Scope`).
     call(message, |scope| unsafe {
         let view = self::packed(scope, layout, packed, packed_len)?;
         let p = scope.read(parts, "the parts")?;
@@ -435,7 +435,7 @@ pub unsafe extern "C" fn qz1_dequantize_rows(
     out_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of `out` is one of `packed`.
+    // SAFETY: the pointer contract; `out` does not overlap `packed` (`Scope`).
     call(message, |scope| unsafe {
         let view = self::packed(scope, layout, packed, packed_len)?;
         let out = scope.output(out, out_len, "the output")?;

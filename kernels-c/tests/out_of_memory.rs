@@ -20,12 +20,12 @@ unsafe impl GlobalAlloc for Shut {
         if IS_SHUT.get() {
             return null_mut();
         }
-        // SAFETY: as the caller vouches.
+        // SAFETY: the contract of `GlobalAlloc`, passed on.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the contract of `GlobalAlloc`, passed on.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -73,7 +73,7 @@ fn texts_need_none() {
         page_bytes: 0,
         id: 0,
     };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     unsafe {
         let (status, text) = told(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
         assert_eq!(status, qz1_status::Scheme);
@@ -97,7 +97,7 @@ fn what_grows_with_the_call() {
     let struct_size = size_of::<qz1_kv_layout>() as u32;
     let mut layout =
         qz1_kv_layout { struct_size, kind: 0, head_dim: 0, page_tokens: 0, page_bytes: 0, id: 0 };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     assert_eq!(unsafe { qz1_kv_layout_of(QZ1_KV_4BIT, 16, &mut layout, null()) }, qz1_status::Ok);
     const HEADS: usize = 40;
     let number = 0_u32;
@@ -115,7 +115,7 @@ fn what_grows_with_the_call() {
     let (to, to_len, at) = (pages.as_mut_ptr(), pages.len(), x.as_ptr());
     let got = told(|m| {
         let (lists, len) = (lists.as_ptr(), x.len());
-        // SAFETY: as above.
+        // SAFETY: the pointer contract of the C interface.
         unsafe { qz1_kv_append(&layout, to, to_len, lists, HEADS, at, len, at, len, null(), m) }
     });
     assert_eq!(got, refused("the page lists do not fit into memory"));
@@ -142,7 +142,7 @@ fn what_grows_with_the_call() {
     // SAFETY: numbers only, of which zero is one.
     let mut layout: qz1_layout = unsafe { core::mem::zeroed() };
     layout.struct_size = size_of::<qz1_layout>() as u32;
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     assert_eq!(unsafe { qz1_layout_of(&weights, 0, &mut layout, null()) }, qz1_status::Ok);
     let mut packed = vec![0x55_u8; layout.bytes as usize];
     let (to, len, panels) = (packed.as_mut_ptr(), packed.len(), layout.panels as usize);
@@ -152,7 +152,7 @@ fn what_grows_with_the_call() {
         ctx: null_mut(),
         for_each: Some(in_order),
     };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     let got = told(|m| unsafe { qz1_pack(&weights, &layout, 0, panels, to, len, &parallel, m) });
     assert_eq!(got, refused("the parts of threads do not fit into memory"));
     assert!(packed.iter().all(|b| *b == 0x55));
@@ -160,7 +160,7 @@ fn what_grows_with_the_call() {
     // Pieces beyond those that are kept track of without memory run on one thread.
     let (mut by, mut x) = (null_mut(), vec![0.0_f32; 1 << 17]);
     x.iter_mut().step_by(2).for_each(|x| *x = 1.0);
-    // SAFETY: as above; freed once.
+    // SAFETY: the pointer contract of the C interface; freed once.
     unsafe {
         assert_eq!(qz1_hadamard_new(2, &mut by, null()), qz1_status::Ok);
         let (at, len) = (x.as_mut_ptr(), x.len());

@@ -209,7 +209,7 @@ macro_rules! compiled {
         }
         #[target_feature(enable = $features)]
         unsafe fn $float(steps: usize) -> usize {
-            // SAFETY: as above.
+            // SAFETY: compiled for the instructions that the lanes ask for.
             unsafe { float::<$lanes>(steps) }
         }
     };

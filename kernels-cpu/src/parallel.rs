@@ -83,10 +83,10 @@ mod disjoint {
         ///
         /// # Safety
         /// No other part that overlaps it may be alive.
-        #[allow(clippy::mut_from_ref, reason = "the caller vouches that it is the only one")]
+        #[allow(clippy::mut_from_ref, reason = "the caller guarantees that it is the only one")]
         pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
             assert!(range.start <= range.end && range.end <= self.len);
-            // SAFETY: within the slice, and the caller vouches that it is the only reference to it.
+            // SAFETY: within the slice, and the caller guarantees that it is the only reference to it.
             unsafe { core::slice::from_raw_parts_mut(self.at.add(range.start), range.len()) }
         }
     }

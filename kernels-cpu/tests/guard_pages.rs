@@ -66,7 +66,7 @@ unsafe impl GlobalAlloc for Fence {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         let side = SIDE.get();
         if side == Side::Off || memory.align() > PAGE {
-            // SAFETY: as the caller vouches.
+            // SAFETY: the contract of `GlobalAlloc`, passed on.
             return unsafe { System.alloc(memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);

@@ -33,22 +33,22 @@ impl Short {
 unsafe impl GlobalAlloc for Short {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         ASKED.set(ASKED.get() + memory.size());
-        // SAFETY: as the caller vouches.
+        // SAFETY: the contract of `GlobalAlloc`, passed on.
         if Self::has_some() { unsafe { System.alloc(memory) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn alloc_zeroed(&self, memory: Memory) -> *mut u8 {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the contract of `GlobalAlloc`, passed on.
         if Self::has_some() { unsafe { System.alloc_zeroed(memory) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn realloc(&self, at: *mut u8, memory: Memory, size: usize) -> *mut u8 {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the contract of `GlobalAlloc`, passed on.
         if Self::has_some() { unsafe { System.realloc(at, memory, size) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the contract of `GlobalAlloc`, passed on.
         unsafe { System.dealloc(at, memory) }
     }
 }

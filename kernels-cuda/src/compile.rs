@@ -213,7 +213,7 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
     let bytes = match form {
         // SAFETY: the program is alive and compiled; what is written has the length that was said.
         Form::Ptx => unsafe { program.bytes(nvrtc.ptx_size, nvrtc.ptx) },
-        // SAFETY: as above.
+        // SAFETY: the program is alive and compiled; what is written has the length that was said.
         Form::Cubin => unsafe { program.bytes(nvrtc.cubin_size, nvrtc.cubin) },
     }?;
     Ok(Image { bytes: if form == Form::Ptx { until_zero(bytes) } else { bytes }, log })

@@ -41,7 +41,7 @@ impl DeviceLimits {
         checked("find the context's device", unsafe { sys::cuCtxGetDevice(&mut device) })?;
         let attribute = |which| -> Result<u32> {
             let mut value: c_int = 0;
-            // SAFETY: as above, a number is written.
+            // SAFETY: the driver was seen to be there; a number is written.
             checked("ask what the device has", unsafe {
                 sys::cuDeviceGetAttribute(&mut value, which, device)
             })?;
@@ -83,7 +83,7 @@ pub struct Kernel {
 
 // SAFETY: handles of the driver, which may be used from any thread.
 unsafe impl Send for Kernel {}
-// SAFETY: as above; nothing is changed through a shared reference.
+// SAFETY: handles of the driver, which may be used from any thread; nothing is changed through a shared reference.
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
@@ -248,7 +248,7 @@ mod tests {
         assert!(expected(&loaded), "{loaded}");
         let variant = crate::registry::entries().swap_remove(0).variant;
         let kernels = Kernels::new(ImageCache::in_directory(None, Nvrtc));
-        // SAFETY: as above.
+        // SAFETY: there is no context, so nothing is loaded.
         let kernel = unsafe { kernels.kernel(&variant, 0) }.unwrap_err();
         assert!(expected(&kernel), "{kernel}");
     }

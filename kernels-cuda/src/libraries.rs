@@ -226,7 +226,7 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
         // SAFETY: as in `driver_library`, of the directory that the user names.
         std::mem::forget(unsafe { Library::new(builtins) }.map_err(|e| failed(with_causes(&e)))?);
     }
-    // SAFETY: as above.
+    // SAFETY: as in `driver_library`, of the file that the user names.
     unsafe { Library::new(library) }.map_err(|e| failed(with_causes(&e)))
 }
 

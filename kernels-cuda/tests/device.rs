@@ -90,7 +90,7 @@ fn planned_rows_are_launched() {
     let kernels = kernels(Some(directory.path().into()));
     // SAFETY: the primary context is never released, and images are our own.
     let kernel = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
-    // SAFETY: as above.
+    // SAFETY: the primary context is never released, and images are our own.
     let again = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
     assert!(std::ptr::eq(&*kernel, &*again), "loaded twice");
     // SAFETY: the plan's own arguments, on memory that lives until after the wait.
@@ -263,10 +263,10 @@ fn what_is_no_image_is_refused() {
     // SAFETY: the image is our own, and the context is never released.
     let missing = unsafe { Kernel::load(&image, "other", 0) }.unwrap_err();
     assert!(matches!(missing, Error::Driver { action: "find a kernel", .. }), "{missing}");
-    // SAFETY: as above.
+    // SAFETY: the image is our own, and the context is never released.
     let much = unsafe { Kernel::load(&image, plan.variant.kernel, limits.shared_of_block + 1) }.unwrap_err();
     assert!(matches!(much, Error::Driver { action: "ask for shared memory", .. }), "{much}");
-    // SAFETY: as above.
+    // SAFETY: the image is our own, and the context is never released.
     let kernel = unsafe { Kernel::load(&image, plan.variant.kernel, 1024) }.unwrap();
     let shape = LaunchShape { shared_bytes: 1025, ..plan.launch };
     // SAFETY: nothing is launched.

@@ -139,7 +139,7 @@ pub unsafe extern "C" fn qz1_cuda_activation_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         plan(scope, kernels, out, || {
             let shape = settle(&scope.read(shape, "the shape")?)?;
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn qz1_cuda_activation_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;

@@ -53,7 +53,7 @@ fn describe(layout: &KvPageLayout) -> qz1_cuda_kv_layout {
 /// # Safety
 /// As [`Scope::read`].
 pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Result<KvPageLayout, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let kind = kind(l.kind).map_err(|_| none())?;
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
     out: *mut qz1_cuda_kv_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
         out.put(describe(&KvPageLayout::new(crate::kv::kind(kind)?, head_dim, page_tokens)?));
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         plan(scope, kernels, out, || {
             let shape = scope.read(shape, "the shape")?;
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn qz1_cuda_append_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;

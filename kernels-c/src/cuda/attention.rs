@@ -97,7 +97,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         plan(scope, kernels, out, || {
             let s = scope.read(shape, "the shape")?;
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
@@ -238,7 +238,7 @@ pub unsafe extern "C" fn qz1_cuda_merge_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         plan(scope, kernels, out, || {
             let s = scope.read(shape, "the shape")?;
@@ -265,7 +265,7 @@ pub unsafe extern "C" fn qz1_cuda_merge_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;

@@ -83,7 +83,7 @@ pub(super) unsafe fn plan(
     out: *mut *mut qz1_cuda_plan,
     planned: impl FnOnce() -> Result<Planned, Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     unsafe {
         let out = scope.value(out, "the plan")?;
         let made = (|| {
@@ -115,7 +115,7 @@ impl qz1_cuda_plan {
     /// # Safety
     /// As [`Kernel::launch`].
     pub(super) unsafe fn launch(&self, arguments: &[Argument], stream: *mut c_void) -> Result<(), Fault> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         unsafe { self.launch_each(stream, |_| arguments) }
     }
 
@@ -129,7 +129,7 @@ impl qz1_cuda_plan {
         arguments: impl Fn(usize) -> &'a [Argument],
     ) -> Result<(), Fault> {
         for (i, (kernel, shape)) in self.loaded.iter().flatten().enumerate() {
-            // SAFETY: as the caller vouches.
+            // SAFETY: the pointer contract.
             unsafe { kernel.launch(shape, arguments(i), Stream(stream)) }?;
         }
         Ok(())
@@ -174,7 +174,7 @@ pub unsafe extern "C" fn qz1_cuda_current_device(
     out: *mut qz1_cuda_device,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the device")?;
         let limits = DeviceLimits::current()?;
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn qz1_cuda_kernels_new(
     out: *mut *mut qz1_cuda_kernels,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the handle")?;
         let images = match images.is_null() {
@@ -245,7 +245,7 @@ fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
     if !kernels.is_null() {
-        // SAFETY: as the caller vouches. Kernels are unloaded by the driver, whose answers are not looked at.
+        // SAFETY: the pointer contract; the driver unloads kernels, and its answers are ignored.
         drop(unsafe { Box::from_raw(kernels) });
     }
 }
@@ -263,7 +263,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     tickets: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let (bytes, tickets) =
@@ -282,7 +282,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_plan_free(plan: *mut qz1_cuda_plan) {
     if !plan.is_null() {
-        // SAFETY: as the caller vouches.
+        // SAFETY: the pointer contract.
         drop(unsafe { Box::from_raw(plan) });
     }
 }

@@ -69,7 +69,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         plan(scope, kernels, out, || {
             let shape = scope.read(shape, "the shape")?;
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;

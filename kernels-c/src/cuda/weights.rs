@@ -116,7 +116,7 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
 /// # Safety
 /// As [`Scope::read`].
 pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result<WeightLayout, Fault> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let layout = of_fields(&l).map_err(|_| none())?;
@@ -138,7 +138,7 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     out: *mut qz1_cuda_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let view = view(scope, weights)?;
         let out = scope.place(out, "the layout")?;
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn qz1_cuda_layout_from(
     out: *mut qz1_cuda_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
         let parts = scope.read(parts, "the parts")?;
         let out = scope.place(out, "the layout")?;
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn qz1_cuda_pack(
     out_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: as the caller vouches; no part of `out` is one of `weights`.
+    // SAFETY: the pointer contract; `out` does not overlap `weights` (`Scope`).
     call(message, |scope| unsafe {
         let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
         let out = scope.output(out, out_len, "the packed weights")?;

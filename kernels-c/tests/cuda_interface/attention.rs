@@ -146,7 +146,7 @@ fn what_was_appended_is_attended_to() {
             count_stride: 1,
             ..sized()
         };
-        // SAFETY: as above.
+        // SAFETY: the pointer contract of the C interface.
         done(|m| unsafe { qz1_cuda_decode_launch(plan.0, &arguments, null_mut(), m) });
         driver::wait();
     }
@@ -187,7 +187,7 @@ fn what_was_appended_is_attended_to() {
         lse: joined_lse.region(),
         ..sized()
     };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_merge_launch(plan.0, &arguments, null_mut(), m) });
     for (got, expected) in joined.read::<u16>().into_iter().map(f16::from_bits).zip(&whole) {
         assert!((got.to_f32() - expected).abs() < 8e-3, "{got} and {expected}");

@@ -55,14 +55,14 @@ pub fn no_context() {
 }
 
 fn set_context(context: usize) {
-    // SAFETY: as above.
+    // SAFETY: the driver's function of this name has this signature.
     let set: extern "C" fn(usize) -> c_int = unsafe { function(c"cuCtxSetCurrent") };
     assert_eq!(set(context), 0);
 }
 
 /// Waits for all that was launched.
 pub fn wait() {
-    // SAFETY: as above.
+    // SAFETY: the driver's function of this name has this signature.
     let wait: extern "C" fn() -> c_int = unsafe { function(c"cuCtxSynchronize") };
     assert_eq!(wait(), 0, "a launch went wrong");
 }
@@ -83,7 +83,7 @@ impl Bytes {
     pub fn of<T: Copy>(values: &[T]) -> Self {
         let len = size_of_val(values);
         let mut address = 0;
-        // SAFETY: as above; there are as many bytes.
+        // SAFETY: the driver's function of this name has this signature; there are as many bytes.
         unsafe {
             let allocate: extern "C" fn(*mut u64, usize) -> c_int = function(c"cuMemAlloc_v2");
             let copy: extern "C" fn(u64, *const c_void, usize) -> c_int = function(c"cuMemcpyHtoD_v2");
@@ -103,7 +103,7 @@ impl Bytes {
     pub fn read<T: Copy + Default>(&self) -> Vec<T> {
         wait();
         let mut values = vec![T::default(); self.len / size_of::<T>()];
-        // SAFETY: as above; numbers of any bits.
+        // SAFETY: the driver's function of this name has this signature; numbers of any bits.
         unsafe {
             let copy: extern "C" fn(*mut c_void, u64, usize) -> c_int = function(c"cuMemcpyDtoH_v2");
             assert_eq!(copy(values.as_mut_ptr().cast(), self.address, size_of_val(&values[..])), 0);
@@ -114,7 +114,7 @@ impl Bytes {
 
 impl Drop for Bytes {
     fn drop(&mut self) {
-        // SAFETY: as above; freed once.
+        // SAFETY: the driver's function of this name has this signature; freed once.
         let free: extern "C" fn(u64) -> c_int = unsafe { function(c"cuMemFree_v2") };
         // After a fault on the device nothing can be freed.
         let _ = free(self.address);

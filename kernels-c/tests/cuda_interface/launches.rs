@@ -56,7 +56,7 @@ fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A
 /// What holds of all families.
 fn family<A: Copy>(plan: &Plan, other: &Plan, good: &A, launch: Launch<A>) {
     use qz1_status::{Misaligned, Mismatch, Null, StructSize};
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     unsafe {
         assert_eq!(refused(|m| launch(null(), good, null_mut(), m)), Null);
         assert_eq!(refused(|m| launch(plan.0, null(), null_mut(), m)), Null);

@@ -85,7 +85,7 @@ fn quantized_rows_are_multiplied() {
             out_stride: stride,
             ..sized()
         };
-        // SAFETY: as above.
+        // SAFETY: the pointer contract of the C interface.
         done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
         out.read::<f32>()
     };
@@ -134,7 +134,7 @@ fn float_rows_are_multiplied() {
         workspace: workspace.region(),
         ..sized()
     };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
     for (i, got) in out.read::<u16>().into_iter().map(f16::from_bits).enumerate() {
         let (row, column) = (i / n, i % n);
@@ -175,7 +175,7 @@ fn weights_are_packed_on_the_device() {
                 out: out.region(),
                 ..sized()
             };
-            // SAFETY: as above.
+            // SAFETY: the pointer contract of the C interface.
             done(|m| unsafe { qz1_cuda_pack_launch(plan.0, &arguments, null_mut(), m) });
             (fault.read::<u32>()[0], out.read::<u8>())
         };
@@ -218,7 +218,7 @@ fn fused_rows() {
         scales: scales.region(),
         ..sized()
     };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     let sums: Vec<f16> =
         x.iter().zip(&residual).map(|(x, r)| f16::from_f32(x.to_f32() + r.to_f32())).collect();
@@ -255,7 +255,7 @@ fn fused_rows() {
     let (codes_at, scales) = (codes.region(), scales.region());
     let arguments =
         qz1_cuda_activation_arguments { scale, zero, x: gate, up, codes: codes_at, scales, ..sized() };
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     for (at, code) in codes.read::<i8>().into_iter().enumerate() {
         let (row, i) = (at / (k + 16), at % (k + 16));

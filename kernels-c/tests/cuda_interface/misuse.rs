@@ -51,7 +51,7 @@ fn what_is_missing_is_told() {
 fn handles_are_made_anywhere() {
     assert_eq!(qz1_has(QZ1_FEATURE_CUDA), 1);
     drop((Kernels::new(), Kernels::with(Some("")), Kernels::with(Some("/nowhere"))));
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     unsafe {
         assert_eq!(refused(|m| qz1_cuda_kernels_new(null(), null_mut(), m)), qz1_status::Null);
         qz1_cuda_kernels_free(null_mut());
@@ -250,7 +250,7 @@ fn family<S: Copy>(shapes: &Shapes, good: S, make: Make<S>) {
     // SAFETY: all lives; the place of the plan is one of the shape.
     let overlaps = refused(|m| unsafe { make(kernels, &raw const shape, (&raw mut shape).cast(), m) });
     assert_eq!(overlaps, qz1_status::Overlap);
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     assert_eq!(refused(|m| unsafe { make(kernels, &good, null_mut(), m) }), qz1_status::Null);
 }
 

@@ -225,7 +225,7 @@ impl FloatMemory<'_> {
             let (strip, groups, padded) = (strip(all.m, i), layout.groups(), layout.padded());
             let words = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
             let sums = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
-            // SAFETY: as above.
+            // SAFETY: units are disjoint, and each is asked for once.
             let (words, sums) = unsafe { (self.words.part(words), self.sums.part(sums)) };
             for r in 0..strip.len() {
                 // SAFETY: each row is in one strip.

@@ -18,7 +18,7 @@ impl Line {
     }
 
     fn bytes_mut(lines: &mut [Self]) -> &mut [u8] {
-        // SAFETY: as above.
+        // SAFETY: lines are bytes without gaps, and any bytes are a line; borrowed as long.
         unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
     }
 }

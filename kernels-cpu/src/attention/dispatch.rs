@@ -76,7 +76,7 @@ macro_rules! compiled {
         /// As [`kernel::join`].
         $(#[target_feature(enable = $features)])?
         pub(super) unsafe fn $join(d: usize, out: *mut f32, mass: Mass, part: *const f32, other: Mass) -> Mass {
-            // SAFETY: as above.
+            // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the rest.
             unsafe { kernel::join::<$lanes>(d, out, mass, part, other) }
         }
     };

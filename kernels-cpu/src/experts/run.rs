@@ -238,7 +238,7 @@ impl Experts<'_> {
                     for (r, y) in products.enumerate() {
                         let row = own.rows[1].row + at.start + r;
                         let first = routed.tokens[row] as usize * width;
-                        // SAFETY: as above.
+                        // SAFETY: pieces are disjoint in columns, each is asked for once, and this reference ends with the loop's body.
                         let sum = unsafe { out.part(first + columns.start..first + columns.end) };
                         dispatch::add_weighted(token, sum, routed.weights[row], y);
                     }

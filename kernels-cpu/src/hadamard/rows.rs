@@ -45,7 +45,7 @@ unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
         return unsafe { L::store_f32(x.as_mut_ptr(), a) };
     }
     let mut part = [0.0; LANES];
-    // SAFETY: as above.
+    // SAFETY: `part` has sixteen; the caller has the instructions.
     unsafe { L::store_f32(part.as_mut_ptr(), a) };
     x.copy_from_slice(&part[..x.len()]);
 }

@@ -72,7 +72,7 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     if layout.middle().is_none() {
         let zeros = layout.zeros_at() + group * PANEL_ROWS * layout.code_bits() / 8;
         for p in NP..2 * NP {
-            // SAFETY: as above.
+            // SAFETY: a prefetch of any address does nothing else.
             unsafe { L::prefetch(weights.wrapping_add(p * panel + zeros)) };
         }
     }

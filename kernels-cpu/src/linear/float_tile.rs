@@ -157,7 +157,7 @@ unsafe fn add_steps<
     let waits = MR <= 4;
     let ahead = Ahead::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
-    // SAFETY: as the caller vouches; steps and rows stay below their counts.
+    // SAFETY: this function's own `# Safety`; steps and rows stay below their counts.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
         let mut x = t.activations.wrapping_add(first * t.strip * FLOAT_STEP);
@@ -192,7 +192,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
 ) {
     let layout = t.layout;
     let (panel, zeros_at) = (layout.panel_bytes(), layout.zeros_at());
-    // SAFETY: as the caller vouches.
+    // SAFETY: this function's own `# Safety`.
     unsafe {
         if MR <= 4 {
             next_parameters::<L, NP>(layout, t.weights, g);
@@ -231,7 +231,7 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     panel: usize,
     ahead: usize,
 ) {
-    // SAFETY: as the caller vouches; what is asked for need not be there.
+    // SAFETY: this function's own `# Safety`; prefetched addresses need not be mapped.
     unsafe {
         if ahead > 0 {
             for p in 0..NP {

@@ -327,7 +327,7 @@ unsafe fn load_part<L: Lanes>(from: *const f32, columns: usize, p: usize) -> L::
 #[inline(always)]
 unsafe fn store_part<L: Lanes>(to: *mut f32, value: L::F, columns: usize, p: usize) {
     let mut part = [0.0_f32; PANEL_ROWS];
-    // SAFETY: as above.
+    // SAFETY: the array has room for what is stored; the caller guarantees `to`.
     unsafe {
         L::store_f32(part.as_mut_ptr(), value);
         part.as_ptr().copy_to_nonoverlapping(to, columns_of(columns, p));

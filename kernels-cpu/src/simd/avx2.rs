@@ -69,7 +69,7 @@ unsafe fn dot_vnni(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256
 
 macro_rules! lanes {
     ($name:ident, $dot4:ident, $dot8:ident) => {
-        // SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+        // SAFETY of every block below: the contract of `Lanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
         impl Lanes for $name {
             type I = [__m256i; 2];
             type F = [__m256; 2];
@@ -78,32 +78,32 @@ macro_rules! lanes {
 
             #[inline(always)]
             unsafe fn splat(value: i32) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_set1_epi32(value); 2] }
             }
             #[inline(always)]
             unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])] }
             }
             #[inline(always)]
             unsafe fn sub(a: Self::I, b: Self::I) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
             }
             #[inline(always)]
             unsafe fn mul(a: Self::I, b: Self::I) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])] }
             }
             #[inline(always)]
             unsafe fn load_i32(at: *const u8) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { load(at) }
             }
             #[inline(always)]
             unsafe fn load_u8(at: *const u8) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let bytes = _mm_loadu_si128(at.cast());
                     [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
@@ -111,7 +111,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_u4(at: *const u8) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let bytes = halves(at);
                     [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
@@ -119,52 +119,52 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn zero() -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_setzero_ps(); 2] }
             }
             #[inline(always)]
             unsafe fn splat_f32(value: f32) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_set1_ps(value); 2] }
             }
             #[inline(always)]
             unsafe fn to_f32(a: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_cvtepi32_ps(a[0]), _mm256_cvtepi32_ps(a[1])] }
             }
             #[inline(always)]
             unsafe fn as_f32(a: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_castsi256_ps(a[0]), _mm256_castsi256_ps(a[1])] }
             }
             #[inline(always)]
             unsafe fn as_i32(a: Self::F) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_castps_si256(a[0]), _mm256_castps_si256(a[1])] }
             }
             #[inline(always)]
             unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
             }
             #[inline(always)]
             unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
             }
             #[inline(always)]
             unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
             }
             #[inline(always)]
             unsafe fn load_f32(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.add(32).cast())] }
             }
             #[inline(always)]
             unsafe fn load_bf16(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let widen = |at: *const u8| {
                         let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
@@ -175,7 +175,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_f16(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let widen = |at: *const u8| _mm256_cvtph_ps(_mm_loadu_si128(at.cast()));
                     [widen(at), widen(at.add(16))]
@@ -183,7 +183,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_e8m0(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let smallest = _mm256_set1_epi32(1 << 22);
                     Self::load_u8(at).map(|codes| {
@@ -194,7 +194,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_e4m3(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let words = _mm256_slli_epi16::<7>(_mm256_cvtepu8_epi16(_mm_loadu_si128(at.cast())));
                     [_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words)]
@@ -204,12 +204,12 @@ macro_rules! lanes {
             #[inline(always)]
             unsafe fn e2m1_table() -> Self::I {
                 let values = FloatFormat::e2m1_values();
-                // SAFETY: as above; sixteen floats.
+                // SAFETY: the contract of `Lanes`; sixteen floats.
                 unsafe { load(values.as_ptr().cast()) }
             }
             #[inline(always)]
             unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (values, sign) = (_mm256_castsi256_ps(table[0]), _mm256_set1_ps(-0.0));
                     codes.map(|codes| {
@@ -222,7 +222,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn e4m3(codes: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (mask, bias) = (_mm256_set1_epi32(E4M3_BITS), _mm256_set1_epi32(E4M3_BIAS));
                     let [two, smallest] = [2.0, -E4M3_SMALLEST_NORMAL].map(|v| _mm256_set1_ps(v));
@@ -237,7 +237,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn store_f32(at: *mut f32, a: Self::F) {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     _mm256_storeu_ps(at, a[0]);
                     _mm256_storeu_ps(at.add(8), a[1]);
@@ -245,7 +245,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes4(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (both, low) = (load(at), _mm256_set1_epi8(0x0f));
                     [
@@ -256,7 +256,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: as above; the table is 16 bytes.
+                // SAFETY: the contract of `Lanes`; the table is 16 bytes.
                 unsafe {
                     let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
                     Self::codes4(at).map(|half| half.map(|codes| _mm256_shuffle_epi8(table, codes)))
@@ -264,12 +264,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [load(at), load(at.add(64))] }
             }
             #[inline(always)]
             unsafe fn activations(at: *const i8) -> [__m256i; 2] {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let at = at.cast::<i32>();
                     let (low, high) = (at.read_unaligned(), at.add(1).read_unaligned());
@@ -278,7 +278,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [__m256i; 2]) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     [
                         $dot4(sum[0], [codes[0][0], codes[1][0]], a),
@@ -288,7 +288,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [__m256i; 2]) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     [
                         $dot8(sum[0], [codes[0][0], codes[1][0]], a),
@@ -298,7 +298,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (words, shift, mask) = match BITS {
                         4 => (load(at), 8 * (part % 4) + 4 * (part / 4), 0x0f),

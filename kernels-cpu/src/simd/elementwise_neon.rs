@@ -34,48 +34,48 @@ unsafe fn upper_halves(a: float32x4_t) -> uint16x4_t {
     }
 }
 
-// SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+// SAFETY of every block below: the contract of `RowLanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
 impl RowLanes for Neon {
     const WIDE: bool = false;
 
     #[inline(always)]
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vaddq_f32(a, b) })
     }
     #[inline(always)]
     unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vsubq_f32(a, b) })
     }
     #[inline(always)]
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vdivq_f32(a, b) })
     }
     #[inline(always)]
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F {
         // `fmin` would give a NaN where either is one.
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vbslq_f32(vcltq_f32(a, b), a, b) })
     }
     #[inline(always)]
     unsafe fn round(a: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         a.map(|a| unsafe { vrndnq_f32(a) })
     }
     #[inline(always)]
     unsafe fn unless_below(a: Self::F, limit: Self::F, v: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         let below = both(a, limit, |a, limit| unsafe { vcltq_f32(a, limit) });
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(below, v, |below, v| unsafe {
             vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), below))
         })
     }
     #[inline(always)]
     unsafe fn times_power(p: Self::F, n: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(p, n, |p, n| unsafe {
             let exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
             vmulq_f32(p, vreinterpretq_f32_s32(vshlq_n_s32::<23>(exponent)))
@@ -83,7 +83,7 @@ impl RowLanes for Neon {
     }
     #[inline(always)]
     unsafe fn flip(a: Self::F, signs: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, signs, |a, signs| unsafe {
             let sign = vandq_u32(vreinterpretq_u32_f32(signs), vdupq_n_u32(0x8000_0000));
             vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), sign))
@@ -92,9 +92,9 @@ impl RowLanes for Neon {
     #[inline(always)]
     unsafe fn partner<const DISTANCE: usize>(a: Self::F) -> Self::F {
         match DISTANCE {
-            // SAFETY: as above.
+            // SAFETY: the contract of `RowLanes`.
             1 => a.map(|a| unsafe { vrev64q_f32(a) }),
-            // SAFETY: as above.
+            // SAFETY: the contract of `RowLanes`.
             2 => a.map(|a| unsafe { vextq_f32::<2>(a, a) }),
             4 => [a[1], a[0], a[3], a[2]],
             _ => [a[2], a[3], a[0], a[1]],
@@ -102,22 +102,22 @@ impl RowLanes for Neon {
     }
     #[inline(always)]
     unsafe fn to_i32(a: Self::F) -> Self::I {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         a.map(|a| unsafe { vcvtq_s32_f32(a) })
     }
     #[inline(always)]
     unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vmaxq_s32(a, b) })
     }
     #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vandq_s32(a, b) })
     }
     #[inline(always)]
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let eight = |a, b| vmovn_s16(vcombine_s16(vmovn_s32(a), vmovn_s32(b)));
             vst1_s8(low, eight(a[0], a[1]));
@@ -126,7 +126,7 @@ impl RowLanes for Neon {
     }
     #[inline(always)]
     unsafe fn store_bf16(at: *mut bf16, a: Self::F) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             for (i, part) in a.into_iter().enumerate() {
                 vst1_u16(at.add(4 * i).cast(), upper_halves(part));
@@ -135,7 +135,7 @@ impl RowLanes for Neon {
     }
     #[inline(always)]
     unsafe fn store_f16(at: *mut f16, a: Self::F) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             for (i, part) in a.into_iter().enumerate() {
                 vst1_u16(at.add(4 * i).cast(), to_f16(part));
@@ -144,12 +144,12 @@ impl RowLanes for Neon {
     }
     #[inline(always)]
     unsafe fn total(a: Self::I) -> i32 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { vaddvq_s32(vaddq_s32(vaddq_s32(a[0], a[1]), vaddq_s32(a[2], a[3]))) }
     }
     #[inline(always)]
     unsafe fn largest(a: Self::I) -> i32 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { vmaxvq_s32(vmaxq_s32(vmaxq_s32(a[0], a[1]), vmaxq_s32(a[2], a[3]))) }
     }
 }

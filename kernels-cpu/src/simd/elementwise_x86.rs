@@ -22,39 +22,39 @@ unsafe fn upper_halves(a: __m256) -> __m256i {
     }
 }
 
-// SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+// SAFETY of every block below: the contract of `RowLanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
 impl RowLanes for Avx2 {
     const WIDE: bool = false;
 
     #[inline(always)]
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn round(a: Self::F) -> Self::F {
         const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])] }
     }
     #[inline(always)]
     unsafe fn unless_below(a: Self::F, limit: Self::F, v: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let keep = |i: usize| _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(a[i], limit[i]), v[i]);
             [keep(0), keep(1)]
@@ -62,7 +62,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn times_power(p: Self::F, n: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let times = |p, n| {
                 let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
@@ -73,7 +73,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn flip(a: Self::F, signs: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let sign = _mm256_set1_ps(-0.0);
             let flip = |i: usize| _mm256_xor_ps(a[i], _mm256_and_ps(signs[i], sign));
@@ -82,7 +82,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn partner<const DISTANCE: usize>(a: Self::F) -> Self::F {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             match DISTANCE {
                 1 => a.map(|a| _mm256_permute_ps::<0b10_11_00_01>(a)),
@@ -94,22 +94,22 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn to_i32(a: Self::F) -> Self::I {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_cvtps_epi32(a[0]), _mm256_cvtps_epi32(a[1])] }
     }
     #[inline(always)]
     unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_max_epi32(a[0], b[0]), _mm256_max_epi32(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { [_mm256_and_si256(a[0], b[0]), _mm256_and_si256(a[1], b[1])] }
     }
     #[inline(always)]
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             // Halves of registers are packed side by side: low and high four of each, in this order.
             let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(a[0], a[1]));
@@ -120,7 +120,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_bf16(at: *mut bf16, a: Self::F) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let words = _mm256_packus_epi32(upper_halves(a[0]), upper_halves(a[1]));
             _mm256_storeu_si256(at.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(words));
@@ -128,7 +128,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_f16(at: *mut f16, a: Self::F) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             _mm_storeu_si128(at.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a[0]));
             _mm_storeu_si128(at.add(8).cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a[1]));
@@ -136,7 +136,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn total(a: Self::I) -> i32 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let eight = _mm256_add_epi32(a[0], a[1]);
             let four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
@@ -146,7 +146,7 @@ impl RowLanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn largest(a: Self::I) -> i32 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let eight = _mm256_max_epi32(a[0], a[1]);
             let four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
@@ -156,48 +156,48 @@ impl RowLanes for Avx2 {
     }
 }
 
-// SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+// SAFETY of every block below: the contract of `RowLanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
 impl RowLanes for Avx512Vnni {
     const WIDE: bool = true;
 
     #[inline(always)]
     unsafe fn add_f32(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_add_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn sub_f32(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_sub_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn div_f32(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_div_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn min_f32(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_min_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn round(a: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
     }
     #[inline(always)]
     unsafe fn unless_below(a: __m512, limit: __m512, v: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, limit), v) }
     }
     #[inline(always)]
     unsafe fn times_power(p: __m512, n: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_scalef_ps(p, n) }
     }
     #[inline(always)]
     unsafe fn flip(a: __m512, signs: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let sign = _mm512_and_si512(_mm512_castps_si512(signs), _mm512_set1_epi32(i32::MIN));
             _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), sign))
@@ -205,7 +205,7 @@ impl RowLanes for Avx512Vnni {
     }
     #[inline(always)]
     unsafe fn partner<const DISTANCE: usize>(a: __m512) -> __m512 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             match DISTANCE {
                 1 => _mm512_permute_ps::<0b10_11_00_01>(a),
@@ -217,22 +217,22 @@ impl RowLanes for Avx512Vnni {
     }
     #[inline(always)]
     unsafe fn to_i32(a: __m512) -> __m512i {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_cvtps_epi32(a) }
     }
     #[inline(always)]
     unsafe fn max_i32(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_max_epi32(a, b) }
     }
     #[inline(always)]
     unsafe fn and(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_and_si512(a, b) }
     }
     #[inline(always)]
     unsafe fn store_codes(a: __m512i, low: *mut i8, high: *mut i8) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let bytes = _mm512_cvtsepi32_epi8(a);
             _mm_storel_epi64(low.cast(), bytes);
@@ -241,7 +241,7 @@ impl RowLanes for Avx512Vnni {
     }
     #[inline(always)]
     unsafe fn store_bf16(at: *mut bf16, a: __m512) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let bits = _mm512_castps_si512(a);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -254,17 +254,17 @@ impl RowLanes for Avx512Vnni {
     }
     #[inline(always)]
     unsafe fn store_f16(at: *mut f16, a: __m512) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm256_storeu_si256(at.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
     }
     #[inline(always)]
     unsafe fn total(a: __m512i) -> i32 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_reduce_add_epi32(a) }
     }
     #[inline(always)]
     unsafe fn largest(a: __m512i) -> i32 {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe { _mm512_reduce_max_epi32(a) }
     }
     #[inline(always)]
@@ -275,7 +275,7 @@ impl RowLanes for Avx512Vnni {
         part: usize,
         sum: &mut [f32; 8],
     ) {
-        // SAFETY: as above.
+        // SAFETY: the contract of `RowLanes`.
         unsafe {
             let one = |word: i32| _mm256_set1_epi32(word);
             let magnitude = |bits| _mm256_and_si256(bits, one(0x7fff_ffff));

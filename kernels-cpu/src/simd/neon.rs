@@ -199,7 +199,7 @@ dot_products!(
         if !(2..=4).contains(&MR) {
             return 0;
         }
-        // SAFETY: as the caller vouches.
+        // SAFETY: this function's own `# Safety`.
         unsafe { matrices::<CODES, MR>(sums, at, a, strip, steps) }
         steps
     }
@@ -270,7 +270,7 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
 
 macro_rules! lanes {
     ($name:ident) => {
-        // SAFETY of every block below: the caller has the instruction set, and vouches for pointers.
+        // SAFETY of every block below: the contract of `Lanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
         impl Lanes for $name {
             type I = Quad<int32x4_t>;
             type F = Quad<float32x4_t>;
@@ -281,37 +281,37 @@ macro_rules! lanes {
 
             #[inline(always)]
             unsafe fn splat(value: i32) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [vdupq_n_s32(value); 4] }
             }
             #[inline(always)]
             unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(a, b, |a, b| unsafe { vaddq_s32(a, b) })
             }
             #[inline(always)]
             unsafe fn sub(a: Self::I, b: Self::I) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(a, b, |a, b| unsafe { vsubq_s32(a, b) })
             }
             #[inline(always)]
             unsafe fn mul(a: Self::I, b: Self::I) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(a, b, |a, b| unsafe { vmulq_s32(a, b) })
             }
             #[inline(always)]
             unsafe fn load_i32(at: *const u8) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { load(at).map(|bytes| vreinterpretq_s32_u8(bytes)) }
             }
             #[inline(always)]
             unsafe fn load_u8(at: *const u8) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { widen(vld1q_u8(at)) }
             }
             #[inline(always)]
             unsafe fn load_u4(at: *const u8) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let halves = vld1_u8(at);
                     let (low, high) = (vand_u8(halves, vdup_n_u8(0x0f)), vshr_n_u8::<4>(halves));
@@ -320,53 +320,53 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn zero() -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [vdupq_n_f32(0.0); 4] }
             }
             #[inline(always)]
             unsafe fn splat_f32(value: f32) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [vdupq_n_f32(value); 4] }
             }
             #[inline(always)]
             unsafe fn to_f32(a: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 a.map(|a| unsafe { vcvtq_f32_s32(a) })
             }
             #[inline(always)]
             unsafe fn as_f32(a: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 a.map(|a| unsafe { vreinterpretq_f32_s32(a) })
             }
             #[inline(always)]
             unsafe fn as_i32(a: Self::F) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 a.map(|a| unsafe { vreinterpretq_s32_f32(a) })
             }
             #[inline(always)]
             unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(both(a, b, |a, b| (a, b)), c, |(a, b), c| unsafe { vfmaq_f32(c, a, b) })
             }
             #[inline(always)]
             unsafe fn mul_f32(a: Self::F, b: Self::F) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(a, b, |a, b| unsafe { vmulq_f32(a, b) })
             }
             #[inline(always)]
             unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
                 // `fmax` would give a NaN where either is one.
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(a, b, |a, b| unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) })
             }
             #[inline(always)]
             unsafe fn load_f32(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { load(at).map(|bytes| vreinterpretq_f32_u8(bytes)) }
             }
             #[inline(always)]
             unsafe fn load_bf16(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let words = [0, 8, 16, 24].map(|i| vreinterpret_u16_u8(vld1_u8(at.add(i))));
                     words.map(|words| vreinterpretq_f32_u32(vshll_n_u16::<16>(words)))
@@ -374,12 +374,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_f16(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { [0, 8, 16, 24].map(|i| from_f16(vreinterpret_u16_u8(vld1_u8(at.add(i))))) }
             }
             #[inline(always)]
             unsafe fn load_e8m0(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let smallest = vdupq_n_u32(1 << 22);
                     Self::load_u8(at).map(|codes| {
@@ -391,7 +391,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_e4m3(at: *const u8) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let bytes = vld1q_u8(at);
                     let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
@@ -402,12 +402,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn e2m1_table() -> Self::I {
-                // SAFETY: as above; 16 bytes, of which each lane of a register holds four.
+                // SAFETY: the contract of `Lanes`; 16 bytes, of which each lane of a register holds four.
                 unsafe { [vreinterpretq_s32_u8(vld1q_u8(E2M1_DOUBLED.as_ptr())); 4] }
             }
             #[inline(always)]
             unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (table, offset) = (vreinterpretq_u8_s32(table[0]), vdupq_n_s32(E2M1_OFFSET));
                     codes.map(|codes| {
@@ -423,7 +423,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn e4m3(codes: Self::I) -> Self::F {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (mask, bias) = (vdupq_n_s32(E4M3_BITS), vdupq_n_s32(E4M3_BIAS));
                     let (two, smallest) = (vdupq_n_f32(2.0), vdupq_n_f32(-E4M3_SMALLEST_NORMAL));
@@ -438,7 +438,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn store_f32(at: *mut f32, a: Self::F) {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     for (i, part) in a.into_iter().enumerate() {
                         vst1q_f32(at.add(4 * i), part);
@@ -447,7 +447,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes4(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let both = load(at);
                     [both.map(|b| vandq_u8(b, vdupq_n_u8(0x0f))), both.map(|b| vshrq_n_u8::<4>(b))]
@@ -455,7 +455,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: as above; the table is 16 bytes.
+                // SAFETY: the contract of `Lanes`; the table is 16 bytes.
                 unsafe {
                     let table = vld1q_u8(E2M1_DOUBLED.as_ptr());
                     Self::codes4(at).map(|half| half.map(|codes| vqtbl1q_u8(table, codes)))
@@ -463,7 +463,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let flip = vdupq_n_u8(<Self as Dot>::OFFSET as u8);
                     [load(at), load(at.add(64))].map(|half| half.map(|codes| veorq_u8(codes, flip)))
@@ -471,19 +471,19 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { <Self as Dot>::activations(at) }
             }
             #[inline(always)]
             unsafe fn dot4(sum: Self::I, [low, high]: [Self::B; 2], a: [int8x16_t; 2]) -> Self::I {
                 let codes = both(low, high, |low, high| [low, high]);
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(sum, codes, |sum, codes| unsafe { <Self as Dot>::small(sum, codes, a) })
             }
             #[inline(always)]
             unsafe fn dot8(sum: Self::I, [low, high]: [Self::B; 2], a: [int8x16_t; 2]) -> Self::I {
                 let codes = both(low, high, |low, high| [low, high]);
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 both(sum, codes, |sum, codes| unsafe { <Self as Dot>::whole(sum, codes, a) })
             }
             #[inline(always)]
@@ -498,14 +498,14 @@ macro_rules! lanes {
                 let mut done = 0;
                 for p in 0..NP {
                     let sums = sums.each_mut().map(|row| &mut row[p]);
-                    // SAFETY: as above.
+                    // SAFETY: the contract of `Lanes`.
                     done = unsafe { <Self as Dot>::rows::<CODES, MR>(sums, at.add(p * panel), a, strip, steps) };
                 }
                 done
             }
             #[inline(always)]
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
-                // SAFETY: as above.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let (words, shift, mask) = match BITS {
                         4 => (load(at), 8 * (part % 4) + 4 * (part / 4), 0x0f),

@@ -29,7 +29,7 @@ pub struct Gpu {
 
 // SAFETY: a context is a name that the driver gives; it may be used from any thread.
 unsafe impl Send for Gpu {}
-// SAFETY: as above; nothing is changed through a shared reference.
+// SAFETY: a context may be used from any thread; nothing is changed through a shared reference.
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
@@ -182,7 +182,7 @@ impl Memory {
     pub fn read(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let from = self.within("read", at, bytes.len())?;
         self.gpu.make_current()?;
-        // SAFETY: as above.
+        // SAFETY: the bytes lie within what was allocated, as was just seen.
         told("read memory", unsafe { result::memcpy_dtoh_sync(bytes, from) })
     }
 

@@ -49,7 +49,7 @@ fn products_over_structures() {
     assert_eq!(run(threads_at.cast()), Overlap);
     assert_eq!(run(rows.0.cast()), Overlap);
     assert_eq!(layout.id, before);
-    // SAFETY: as above.
+    // SAFETY: the pointer contract of the C interface.
     unsafe {
         let (at, len, out) = (packed.as_ptr(), packed.len(), layout_at.cast::<f32>());
         assert_eq!(qz1_dequantize_rows(layout_at, at, len, 0, 1, out, K, null()), Overlap);

@@ -59,7 +59,7 @@ fn tokens_are_written_and_read() {
         unsafe { qz1_kv_write(layout, at, len, slot, key.0, key.1, v, v_len, null()) }
     };
     let read = |at, len, slot, key: (*mut f32, usize), value: (*mut f32, usize)| {
-        // SAFETY: as above.
+        // SAFETY: the pointer contract of the C interface.
         unsafe { qz1_kv_read(&layout, at, len, slot, key.0, key.1, value.0, value.1, null()) }
     };
     let good = (key.as_ptr(), D);

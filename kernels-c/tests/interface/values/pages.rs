@@ -42,7 +42,7 @@ fn tokens_are_those_of_rust() {
         let [k, v, c_k, c_v] = &mut got;
         of.read(&pages[0], 9, k, v).unwrap();
         let (to_k, to_v) = (c_k.as_mut_ptr(), c_v.as_mut_ptr());
-        // SAFETY: as above.
+        // SAFETY: the pointer contract of the C interface.
         assert_eq!(unsafe { qz1_kv_read(&layout, at, len, 9, to_k, D, to_v, D, null()) }, Ok);
         let got = got.map(|of| bits(&of));
         assert_eq!(got[..2], got[2..]);
@@ -153,14 +153,14 @@ fn caches_are_those_of_rust() {
         of.truncate(70).unwrap();
         let row = QUERY * D;
         of.decode(&case.q[..row], &mut out[..row], &mut lse[..QUERY], &mut workspace, &Serial).unwrap();
-        // SAFETY: as above.
+        // SAFETY: the pointer contract of the C interface.
         unsafe {
             assert_eq!(qz1_kv_cache_truncate(at, 70, null()), Ok);
             assert_eq!(qz1_kv_cache_decode(at, q, row, to, row, to_lse, QUERY, null(), null()), Ok);
             assert_eq!(qz1_kv_cache_tokens(at), 70);
         }
         assert_eq!([bits(&c_out), bits(&c_lse)], [bits(&out), bits(&lse)]);
-        // SAFETY: as above; freed once.
+        // SAFETY: the pointer contract of the C interface; freed once.
         unsafe {
             assert_eq!(qz1_kv_cache_clear(at, null()), Ok);
             assert_eq!(qz1_kv_cache_tokens(at), 0);

@@ -77,7 +77,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize) {
-        // SAFETY: as above; the safety contract of this function covers the rows.
+        // SAFETY: the contract of `Lanes`; the safety contract of this function covers the rows.
         unsafe {
             asm!("tileloadd tmm{t}, [{at} + {stride}*1]", t = const T, at = in(reg) at, stride = in(reg) stride,
                  options(readonly, nostack, preserves_flags))
@@ -85,7 +85,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
-        // SAFETY: as above; the safety contract of this function covers the rows.
+        // SAFETY: the contract of `Lanes`; the safety contract of this function covers the rows.
         unsafe {
             asm!("tilestored [{at} + {stride}*1], tmm{t}", t = const SUM, at = in(reg) at,
                  stride = in(reg) super::ROW, options(nostack, preserves_flags))
@@ -106,7 +106,7 @@ impl TileUnit for Amx {
 
     #[inline(always)]
     unsafe fn expand_signed(step: *const u8, minus: __m512i, to: *mut u8) {
-        // SAFETY: the caller has AVX-512, and vouches for 64 bytes to read and 128 to write.
+        // SAFETY: the caller has AVX-512, and guarantees 64 bytes to read and 128 to write.
         unsafe {
             let [low, high] = Avx512Vnni::codes4(step);
             _mm512_storeu_si512(to.cast(), _mm512_sub_epi8(low, minus));
@@ -115,7 +115,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
-        // SAFETY: the caller has AVX-512, and vouches for 64 bytes to read and 128 to write.
+        // SAFETY: the caller has AVX-512, and guarantees 64 bytes to read and 128 to write.
         unsafe {
             let offset = _mm512_set1_epi8(E2M1_OFFSET as i8);
             let [low, high] = Avx512Vnni::codes_e2m1(step);
@@ -135,7 +135,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8) {
-        // SAFETY: the caller has AVX-512 with BF16, and vouches for the step and for 256 bytes to write.
+        // SAFETY: the caller has AVX-512 with BF16, and guarantees the step and 256 bytes to write.
         unsafe {
             for part in 0..Avx512Bf16::PARTS {
                 let pairs = Avx512Bf16::weights::<CODES>(step, part, table);

@@ -111,7 +111,7 @@ fn the_emulated_unit_multiplies_bf16() {
         let half = |bytes: &[u8], i: usize| {
             f64::from(f32::from_bits(u32::from(u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])) << 16))
         };
-        // SAFETY: as above.
+        // SAFETY: the emulated unit needs no instructions.
         let got = comparable(Kind::Bf16, &unsafe { case.run::<Emulated>(Kind::Bf16) });
         for (i, got) in got.into_iter().enumerate() {
             let (r, n) = (i / 16, i % 16);
@@ -139,7 +139,7 @@ fn the_emulated_unit_flushes_subnormals() {
             left: halves(left),
             right: vec![halves(right); 16].concat(),
         };
-        // SAFETY: as above.
+        // SAFETY: the emulated unit needs no instructions.
         f32::from_bits(comparable(Kind::Bf16, &unsafe { case.run::<Emulated>(Kind::Bf16) })[3])
     };
     // 1 · 1 twice; a subnormal operand; a product that is subnormal; a sum that is.
@@ -165,7 +165,7 @@ fn steps_are_expanded() {
         assert_eq!(signed[64 * (i / 4) + 4 * r + i % 4] as i8, code as i8 - r as i8);
     }
     for bits in [4, 8] {
-        // SAFETY: as above.
+        // SAFETY: the path is available; the buffers are as long as what is read and written.
         unsafe {
             match bits {
                 4 => Emulated::expand_bf16::<4>(step.as_ptr(), 7, floats.as_mut_ptr()),
@@ -251,7 +251,7 @@ mod hardware {
             assert_eq!(got, expected, "{zero}");
             // NaN codes are none that weights have.
             let step = step.map(|code| if code & 0x7f == 0x7f { 0 } else { code });
-            // SAFETY: as above.
+            // SAFETY: the path is available; the buffers are as long as what is read and written.
             unsafe {
                 expand::<{ codes::E2M1 }>(&step, 0, &mut got.0, &mut got.1);
                 expand::<{ codes::E4M3 }>(&step, 0, &mut [0; 128], &mut got.2);
