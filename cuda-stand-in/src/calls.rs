@@ -14,7 +14,7 @@ const VERSION: c_int = 13_000;
 const CACHE: usize = 16 << 10;
 
 thread_local! {
-    /// The contexts of a thread, the current one last; null is none.
+    /// The contexts of a thread, the current one last; null means no context.
     static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 

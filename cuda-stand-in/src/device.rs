@@ -122,7 +122,7 @@ impl Device {
     }
 
     pub(crate) fn load(&mut self, text: &str) -> Result<usize, Code> {
-        let module = Module::parse(text).map_err(|e| told(&e, Code::INVALID_IMAGE))?;
+        let module = Module::parse(text).map_err(|e| logged(&e, Code::INVALID_IMAGE))?;
         let handle = self.handle();
         self.modules.insert(handle, Loaded { text: text.to_owned(), module });
         Ok(handle)
@@ -186,7 +186,7 @@ impl Device {
         let launch = Launch { grid, block, dynamic_shared: shared, arguments: arguments.collect() };
         let ran = loaded.module.launch(&function.kernel, &launch, &mut memory, &Options::default());
         if let Err(e) = ran {
-            let code = told(&e, Code::LAUNCH_FAILED);
+            let code = logged(&e, Code::LAUNCH_FAILED);
             self.broken = Some(code);
             return Err(code);
         }
@@ -200,7 +200,7 @@ impl Device {
 }
 
 /// A number says little; what the interpreter found is said on stderr.
-fn told(error: &quant_ptx_interpreter::Error, code: Code) -> Code {
+fn logged(error: &quant_ptx_interpreter::Error, code: Code) -> Code {
     eprintln!("stand-in for the CUDA driver: {error}");
     code
 }

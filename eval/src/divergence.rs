@@ -77,7 +77,7 @@ pub struct ConfidenceBucket {
     pub to: f64,
     /// Positions.
     pub positions: usize,
-    /// Their mean divergence; absent where there is none.
+    /// Their mean divergence; absent if there are none.
     pub kl: Option<Estimate>,
 }
 

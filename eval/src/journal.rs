@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 const SCHEMA: &str = "quant-eval-journal/3";
-/// A longer line is none of ours.
+/// No line of ours is longer.
 const LONGEST_LINE: u64 = 1 << 30;
 
 /// What is measured of a position.

@@ -14,7 +14,7 @@
 //! `gptq` is the rule of the GPTQ paper's code, and `wt2-gptq-2048`, the headline of the literature, is
 //! `gptq-2048` on the rows of WikiText-2's raw test split, joined by two newlines. `llamacpp` is that
 //! of llama.cpp's `perplexity`; `wt2-llamacpp-512` is it on the file `wiki.test.raw` as it stands. The
-//! names with `wt2` are given to results on those very texts only, told by their SHA-256.
+//! names with `wt2` are given to results on those very texts only, which their SHA-256 identifies.
 //!
 //! `hf-stride` is the sliding window of the Hugging Face documentation. Its program weighs a window's
 //! mean by one token less than it averages; here every token weighs the same.
@@ -144,13 +144,13 @@ impl Profile {
         if self.window() < least {
             return Err(Error::usage(
                 format!("windows of {} tokens score nothing by this rule", self.window()),
-                format!("choose --window {least} or more; 512 and 2048 are usual"),
+                format!("choose --window {least} or more; 512 and 2048 are common choices"),
             ));
         }
         if self.window() > LONGEST {
             return Err(Error::usage(
                 format!("windows of {} tokens are too long; at most {LONGEST} are read", self.window()),
-                "choose a shorter --window; 512 and 2048 are usual",
+                "choose a shorter --window; 512 and 2048 are common choices",
             ));
         }
         match self {

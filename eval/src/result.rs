@@ -219,7 +219,7 @@ impl Evaluation {
         {
             let digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
             if digest.len() != 64 || !digest.bytes().all(digit) {
-                return Err(format!("has a SHA-256 that is none: `{}`", digest.escape_default()));
+                return Err(format!("has an invalid SHA-256: `{}`", digest.escape_default()));
             }
         }
         if self.reference.is_some() != self.comparison.is_some() {
@@ -311,7 +311,7 @@ impl Scores {
             }
         }
         if self.token_standard_error.is_some_and(|e| !(e.is_finite() && e >= 0.0)) {
-            return Err(format!("has `{place}token_standard_error` that is none"));
+            return Err(format!("has `{place}token_standard_error` that is invalid"));
         }
         Ok(())
     }
@@ -369,7 +369,7 @@ impl Divergence {
             return Err("has a `comparison.kl_histogram` of other positions than were scored".into());
         }
         if self.minimum_detectable_increase.is_some_and(|m| !(m.is_finite() && m >= 0.0)) {
-            return Err("has a `comparison.minimum_detectable_increase` that is none".into());
+            return Err("has a `comparison.minimum_detectable_increase` that is invalid".into());
         }
         for (name, estimate) in [("top1_agreement", self.top1_agreement), ("top5_overlap", self.top5_overlap)]
         {

@@ -206,7 +206,7 @@ struct Cut {
 struct Tokens {
     ids: Vec<u32>,
     bytes: Vec<u64>,
-    /// Whether the first is none of the text's own.
+    /// Whether the first is not one of the text's own.
     begins_with_special: bool,
 }
 
@@ -360,7 +360,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
                     ids.extend_from_slice(&tokens.ids[..end]);
                     windows.push(Window { tokens: ids, first: 1 });
                 } else {
-                    // The model reads `window` tokens, the last of which it need not be told.
+                    // The model reads `window` tokens, of which it need not read the last.
                     let begin = end - window - 1;
                     windows
                         .push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });

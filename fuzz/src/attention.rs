@@ -138,10 +138,10 @@ pub fn attention(data: &[u8]) {
     }
     let most = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
     let words = room(most).ok().filter(|&words| words < 1 << 20).unwrap_or(words);
-    let mut told = None;
+    let mut first = None;
     for isa in Isa::available() {
         let is_ok = run(isa, &pages, &lists, words).is_ok();
-        assert_eq!(*told.get_or_insert(is_ok), is_ok, "{isa:?}");
+        assert_eq!(*first.get_or_insert(is_ok), is_ok, "{isa:?}");
     }
     let few = input.floats(kv * d);
     let views: Vec<_> = lists.iter().map(List::view).collect();

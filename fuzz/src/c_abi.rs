@@ -8,7 +8,7 @@ use quant_kernels::*;
 use crate::c::{empty, fair, threads};
 use crate::input::Input;
 
-/// A pointer and a length, null where there is none.
+/// A pointer and a length; null for an absent part.
 fn optional<T>(of: Option<&Vec<T>>) -> (*const T, usize) {
     of.map_or((null(), 0), |v| (v.as_ptr(), v.len()))
 }

@@ -88,7 +88,7 @@ pub fn float_files(data: &[u8]) {
     let mut source = MemorySource::new();
     for name in TENSORS {
         // Mostly as it should be.
-        let usual: (Dtype, Vec<usize>) = match name {
+        let good: (Dtype, Vec<usize>) = match name {
             "weight" if text.contains("NVFP4") => (Dtype::U8, vec![n, k / 2]),
             "weight" => (Dtype::F8E4M3, vec![n, k]),
             "weight_packed" => (Dtype::U8, vec![n, k / 2]),
@@ -105,7 +105,7 @@ pub fn float_files(data: &[u8]) {
             continue;
         }
         let (dtype, shape) = match input.rarely(5) {
-            false => usual,
+            false => good,
             true => {
                 let shape = (0..input.below(4)).map(|_| input.below(40)).collect();
                 (Dtype::ALL[input.below(Dtype::ALL.len())], shape)

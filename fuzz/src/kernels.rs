@@ -115,7 +115,7 @@ pub fn pack(data: &[u8]) {
     let bias = input.rarely(3).then(|| input.floats(view.n()));
     let owned = PackedLinear::pack(&view, bias.as_deref(), sums, &Serial);
     assert_eq!(outcome.is_ok(), owned.is_ok());
-    // Ranges and lengths that do not fit are told.
+    // Ranges and lengths that do not fit are refused.
     let range = input.below(8)..input.below(8);
     let len = if input.flag() { range.len() * layout.panel_bytes() } else { input.below(4096) };
     let _ = layout.pack(&view, range, &mut vec![0; len]);

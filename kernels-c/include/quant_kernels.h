@@ -161,7 +161,7 @@ enum qz1_status
   QZ1_STATUS_SCHEME = 3,
   // Two operands that do not belong together.
   QZ1_STATUS_MISMATCH = 4,
-  // A layout that is none, or packed bytes of another.
+  // An invalid layout, or packed bytes of another one.
   QZ1_STATUS_LAYOUT_ID = 5,
   // The processor lacks the instructions that were asked for.
   QZ1_STATUS_ISA = 6,
@@ -524,7 +524,7 @@ extern "C" {
 #endif // __cplusplus
 
 // A handle for calls of these experts, with the memory that they take, whatever the routing; freed by
-// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. `out` is null where there is none.
+// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. On an error `out` is set to null.
 // Nothing of the experts is kept: other weights of the same layouts may be passed to `qz1_experts_run`.
 qz1_status qz1_experts_new(const struct qz1_expert *experts,
                            size_t count,
@@ -533,7 +533,7 @@ qz1_status qz1_experts_new(const struct qz1_expert *experts,
                            struct qz1_experts **out,
                            const struct qz1_message *message);
 
-// Frees a handle; null is none.
+// Frees a handle; null is allowed.
 void qz1_experts_free(struct qz1_experts *handle);
 
 // `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens, hidden]`, `out` the
@@ -564,13 +564,13 @@ uint32_t qz1_isa_available(uint32_t isa);
 // The instructions that `QZ1_ISA_DETECT` means here.
 uint32_t qz1_isa_detect(void);
 
-// The name of a `QZ1_ISA_…`, or null where there is none.
+// The name of a `QZ1_ISA_…`, or null if there is no such name.
 const char *qz1_isa_name(uint32_t isa);
 
-// A handle for rows of width `n`; freed by `qz1_hadamard_free`. `out` is null where there is none.
+// A handle for rows of width `n`; freed by `qz1_hadamard_free`. On an error `out` is set to null.
 qz1_status qz1_hadamard_new(size_t n, struct qz1_hadamard **out, const struct qz1_message *message);
 
-// Frees a handle; null is none.
+// Frees a handle; null is allowed.
 void qz1_hadamard_free(struct qz1_hadamard *by);
 
 // An entry of the matrix, 1 or −1; 0 where there is no such row or column, or the handle is null.
@@ -673,15 +673,15 @@ qz1_status qz1_attend_merge(size_t head_dim,
                             size_t other_lse_len,
                             const struct qz1_message *message);
 
-// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. `out` is null
-// where there is none.
+// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. On an error
+// `out` is set to null.
 qz1_status qz1_kv_cache_new(const struct qz1_kv_layout *layout,
                             const struct qz1_heads *heads,
                             size_t max_tokens,
                             struct qz1_kv_cache **out,
                             const struct qz1_message *message);
 
-// Frees a handle; null is none.
+// Frees a handle; null is allowed.
 void qz1_kv_cache_free(struct qz1_kv_cache *cache);
 
 // Tokens that it holds; 0 of null.
@@ -758,11 +758,11 @@ qz1_status qz1_multiply_float(const struct qz1_layout *layout,
                               const struct qz1_parallel *parallel,
                               const struct qz1_message *message);
 
-// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. `out` is
-// null where there is none.
+// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. On an
+// error `out` is set to null.
 qz1_status qz1_int8_rows_new(uint32_t isa, struct qz1_int8_rows **out, const struct qz1_message *message);
 
-// Frees a handle; null is none.
+// Frees a handle; null is allowed.
 void qz1_int8_rows_free(struct qz1_int8_rows *rows);
 
 // Quantizes rows `[m, k]`, `m` the length over the layout's `k`: per token, or where `by` is not null by one scale.
@@ -794,11 +794,11 @@ qz1_status qz1_int8_rows_quantize_silu_mul(struct qz1_int8_rows *rows,
                                            const struct qz1_parallel *parallel,
                                            const struct qz1_message *message);
 
-// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. `out` is
-// null where there is none.
+// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. On an
+// error `out` is set to null.
 qz1_status qz1_float_rows_new(uint32_t isa, struct qz1_float_rows **out, const struct qz1_message *message);
 
-// Frees a handle; null is none.
+// Frees a handle; null is allowed.
 void qz1_float_rows_free(struct qz1_float_rows *rows);
 
 // Packs rows `[m, k]` of floats.

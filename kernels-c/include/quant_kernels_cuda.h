@@ -113,7 +113,7 @@ typedef struct qz1_cuda_pack_shape {
 } qz1_cuda_pack_shape;
 
 // Bytes on a device that are the caller's: where they begin, as `CUdeviceptr` or a pointer of CUDA's, and how many
-// belong to this argument. `{0, 0}` is none. The one structure that does not begin with its size: it does not grow.
+// belong to this argument. `{0, 0}` means that it is absent. The one structure that does not begin with its size: it does not grow.
 typedef struct qz1_cuda_region {
   // The address.
   uint64_t address;
@@ -216,7 +216,7 @@ typedef struct qz1_cuda_activation_shape {
   size_t code_stride;
 } qz1_cuda_activation_shape;
 
-// Where things are on the device, and numbers. What the shape does not ask for is none.
+// Where things are on the device, and numbers. What the shape does not ask for is left absent.
 typedef struct qz1_cuda_activation_arguments {
   // `sizeof(qz1_cuda_activation_arguments)`
   uint32_t struct_size;
@@ -423,12 +423,12 @@ qz1_status qz1_cuda_current_device(struct qz1_cuda_device *out, const qz1_messag
 // A handle for kernels, without any yet; needs no driver. `images` names a directory where compiled kernels are kept,
 // closed by a zero byte, UTF-8 where paths are not bytes: empty for none, null for that of the environment variable
 // `QUANT_CUDA_CACHE`, or else `quant/cuda` among the user's caches. The driver runs what lies there: it must belong to who
-// runs the program. Freed by `qz1_cuda_kernels_free`; `out` is null where there is none.
+// runs the program. Freed by `qz1_cuda_kernels_free`; On an error `out` is set to null.
 qz1_status qz1_cuda_kernels_new(const char *images,
                                 struct qz1_cuda_kernels **out,
                                 const qz1_message *message);
 
-// Frees a handle; null is none. Plans stay. A kernel is unloaded when the handle and all plans that have it are freed, so
+// Frees a handle; null is allowed. Plans stay. A kernel is unloaded when the handle and all plans that have it are freed, so
 // what was launched must be done when the last of them is.
 void qz1_cuda_kernels_free(struct qz1_cuda_kernels *kernels);
 
@@ -440,7 +440,7 @@ qz1_status qz1_cuda_plan_workspace(const struct qz1_cuda_plan *plan,
                                    size_t *tickets,
                                    const qz1_message *message);
 
-// Frees a plan; null is none. What was launched goes on while the kernels' handle is there.
+// Frees a plan; null is allowed. What was launched goes on while the kernels' handle is there.
 void qz1_cuda_plan_free(struct qz1_cuda_plan *plan);
 
 // The layout of weights that are multiplied with what `order`, a `QZ1_CUDA_ORDER_…`, says; with `sums` not 0 it holds

@@ -171,7 +171,7 @@ fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result
 }
 
 /// A handle for calls of these experts, with the memory that they take, whatever the routing; freed by
-/// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. `out` is null where there is none.
+/// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. On an error `out` is set to null.
 /// Nothing of the experts is kept: other weights of the same layouts may be passed to `qz1_experts_run`.
 ///
 /// # Safety
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn qz1_experts_new(
     })
 }
 
-/// Frees a handle; null is none.
+/// Frees a handle; null is allowed.
 ///
 /// # Safety
 /// It is one of `qz1_experts_new`, freed once.

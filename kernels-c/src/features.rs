@@ -102,7 +102,7 @@ pub extern "C" fn qz1_isa_detect() -> u32 {
     NAMES.iter().find(|(_, name, _)| *name == found).map_or(QZ1_ISA_DETECT, |(isa, ..)| *isa)
 }
 
-/// The name of a `QZ1_ISA_…`, or null where there is none.
+/// The name of a `QZ1_ISA_…`, or null if there is no such name.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_isa_name(isa: u32) -> *const c_char {
     NAMES.iter().find(|(number, ..)| *number == isa).map_or(core::ptr::null(), |(.., name)| name.as_ptr())

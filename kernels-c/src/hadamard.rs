@@ -12,7 +12,7 @@ pub struct qz1_hadamard {
     by: Hadamard,
 }
 
-/// A handle for rows of width `n`; freed by `qz1_hadamard_free`. `out` is null where there is none.
+/// A handle for rows of width `n`; freed by `qz1_hadamard_free`. On an error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -31,7 +31,7 @@ pub unsafe extern "C" fn qz1_hadamard_new(
     })
 }
 
-/// Frees a handle; null is none.
+/// Frees a handle; null is allowed.
 ///
 /// # Safety
 /// It is one of `qz1_hadamard_new`, freed once.

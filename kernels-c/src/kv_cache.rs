@@ -14,8 +14,8 @@ pub struct qz1_kv_cache {
     workspace: Workspace,
 }
 
-/// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. `out` is null
-/// where there is none.
+/// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. On an error
+/// `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -39,7 +39,7 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
     })
 }
 
-/// Frees a handle; null is none.
+/// Frees a handle; null is allowed.
 ///
 /// # Safety
 /// It is one of `qz1_kv_cache_new`, freed once.

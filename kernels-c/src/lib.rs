@@ -9,7 +9,7 @@
 //!   library knows is taken where the rest is zero, a smaller one down to its first version as if the rest were.
 //!   Names begin with `qz1_`, and what stands behind a name stays.
 //! - A null or misaligned pointer, a length that is not the shape's, an output that overlaps another part of the call,
-//!   a layout that is none: each is a status, before anything is written. That memory is as long as it is said to be,
+//!   an invalid layout: each is a status, before anything is written. That memory is as long as it is said to be,
 //!   nobody can check.
 //! - Where the system gives no memory, that is a status too: a reason holds none, and all that grows asks before.
 //! - No state, no threads, no initialization: instructions are found once, and each call may name others.

@@ -78,7 +78,7 @@ struct Work<'a> {
 /// Numbers that are kept track of without allocating.
 const FEW: usize = 1024;
 
-// SAFETY: a number that was called, or that is none, is not called again. Should `for_each` return before its calls
+// SAFETY: a number that was called, or that is out of range, is not called again. Should `for_each` return before its calls
 // have, those that began are waited for: a call counts itself in `begun` before it looks at anything else of `work`,
 // and in `done` as the last thing it does with it, wrong numbers too. `done` is read before `begun`, so that both are
 // equal only where no call that began was under way. What cannot be waited for is a call that begins after that: the
@@ -127,7 +127,7 @@ unsafe extern "C" fn run(work: *mut c_void, index: usize) {
     let work = unsafe { &*work.cast_const().cast::<Work<'_>>() };
     work.begun.fetch_add(1, Ordering::SeqCst);
     let bit = 1 << (index % 64);
-    // A number that is none, or was called before, would write where another thread does.
+    // A number out of range, or one that was called before, would write where another thread does.
     if index >= work.count || work.called[index / 64].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         work.threads.broken.store(true, Ordering::Relaxed);
     } else if catch_unwind(AssertUnwindSafe(|| (work.piece)(index))).is_err() {

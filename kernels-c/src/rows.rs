@@ -287,8 +287,8 @@ unsafe fn int8(
     }
 }
 
-/// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. `out` is
-/// null where there is none.
+/// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. On an
+/// error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -307,7 +307,7 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
     })
 }
 
-/// Frees a handle; null is none.
+/// Frees a handle; null is allowed.
 ///
 /// # Safety
 /// It is one of `qz1_int8_rows_new`, freed once.
@@ -378,8 +378,8 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_silu_mul(
     })
 }
 
-/// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. `out` is
-/// null where there is none.
+/// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. On an
+/// error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -398,7 +398,7 @@ pub unsafe extern "C" fn qz1_float_rows_new(
     })
 }
 
-/// Frees a handle; null is none.
+/// Frees a handle; null is allowed.
 ///
 /// # Safety
 /// It is one of `qz1_float_rows_new`, freed once.

@@ -23,7 +23,7 @@ pub enum qz1_status {
     Scheme = 3,
     /// Two operands that do not belong together.
     Mismatch = 4,
-    /// A layout that is none, or packed bytes of another.
+    /// An invalid layout, or packed bytes of another one.
     LayoutId = 5,
     /// The processor lacks the instructions that were asked for.
     Isa = 6,
@@ -71,7 +71,7 @@ pub struct qz1_message {
 
 fields!(qz1_message, capacity, reserved);
 
-/// Why a call is refused. It holds no memory, so that it can be told where there is none.
+/// Why a call is refused. It holds no memory, so that it can be reported when memory is exhausted.
 pub(crate) struct Fault {
     status: qz1_status,
     reason: Reason,
@@ -243,7 +243,7 @@ impl Write for Text {
 mod tests {
     use super::*;
 
-    fn told(to: &mut [u8], body: impl FnOnce(&Scope) -> Result<(), Fault>) -> qz1_status {
+    fn with_message(to: &mut [u8], body: impl FnOnce(&Scope) -> Result<(), Fault>) -> qz1_status {
         let (struct_size, text) = (size_of::<qz1_message>() as u32, to.as_mut_ptr().cast());
         call(&qz1_message { struct_size, reserved: 0, text, capacity: to.len() }, body)
     }
@@ -252,7 +252,10 @@ mod tests {
     fn messages_are_cut_at_characters() {
         let cut = |len, why| {
             let mut to = vec![0xff; len];
-            assert_eq!(told(&mut to, |_| Err(Fault::part(qz1_status::Null, "añ", why))), qz1_status::Null);
+            assert_eq!(
+                with_message(&mut to, |_| Err(Fault::part(qz1_status::Null, "añ", why))),
+                qz1_status::Null
+            );
             to
         };
         assert!(cut(0, "b").is_empty());
@@ -267,12 +270,12 @@ mod tests {
     #[test]
     fn a_text_stands_there_after_every_call() {
         let mut to = [0xff; 40];
-        assert_eq!(told(&mut to, |_| Ok(())), qz1_status::Ok);
+        assert_eq!(with_message(&mut to, |_| Ok(())), qz1_status::Ok);
         assert_eq!(to[..2], [0, 0xff]);
-        assert_eq!(told(&mut to, |_| panic!("on purpose")), qz1_status::Internal);
+        assert_eq!(with_message(&mut to, |_| panic!("on purpose")), qz1_status::Internal);
         assert_eq!(&to[..31], b"the library failed: on purpose\0");
         let what = 7;
-        assert_eq!(told(&mut to, |_| panic!("of {what}")), qz1_status::Internal);
+        assert_eq!(with_message(&mut to, |_| panic!("of {what}")), qz1_status::Internal);
         assert_eq!(&to[..25], b"the library failed: of 7\0");
         assert_eq!(call(core::ptr::null(), |_| panic!("on purpose")), qz1_status::Internal);
     }

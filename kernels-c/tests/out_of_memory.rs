@@ -34,7 +34,7 @@ unsafe impl GlobalAlloc for Shut {
 static ALLOCATOR: Shut = Shut;
 
 /// A call while there is no memory, and what it says.
-fn told(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
+fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 80];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
     let message = qz1_message { struct_size, reserved: 0, text: text.as_mut_ptr().cast(), capacity };
@@ -57,8 +57,8 @@ fn handles() {
     let expected = refused("there is no memory for the handle");
     // SAFETY: all lives, here and below.
     unsafe {
-        assert_eq!(told(|m| qz1_int8_rows_new(0, &mut int8, m)), expected);
-        assert_eq!(told(|m| qz1_float_rows_new(0, &mut float, m)), expected);
+        assert_eq!(with_message(|m| qz1_int8_rows_new(0, &mut int8, m)), expected);
+        assert_eq!(with_message(|m| qz1_float_rows_new(0, &mut float, m)), expected);
     }
     assert!(int8.is_null() && float.is_null());
 }
@@ -75,13 +75,13 @@ fn texts_need_none() {
     };
     // SAFETY: the pointer contract of the C interface.
     unsafe {
-        let (status, text) = told(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
+        let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
         assert_eq!(status, qz1_status::Scheme);
         assert!(text.starts_with("a head that is no multiple of 16"), "{text}");
         let odd = (&raw mut layout).wrapping_byte_add(1);
-        let (status, text) = told(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 32, odd, m));
+        let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 32, odd, m));
         assert_eq!((status, &text[..]), (qz1_status::Misaligned, "the layout is not aligned to 8 bytes"));
-        let (status, text) = told(|m| qz1_int8_rows_new(99, &mut null_mut(), m));
+        let (status, text) = with_message(|m| qz1_int8_rows_new(99, &mut null_mut(), m));
         assert_eq!((status, &text[..]), (qz1_status::Isa, "there is no instruction set 99"));
     }
 }
@@ -113,7 +113,7 @@ fn what_grows_with_the_call() {
     let (lists, x) = (vec![list; HEADS], vec![1.0_f32; HEADS * 16]);
     let mut pages = vec![0_u8; layout.page_bytes as usize];
     let (to, to_len, at) = (pages.as_mut_ptr(), pages.len(), x.as_ptr());
-    let got = told(|m| {
+    let got = with_message(|m| {
         let (lists, len) = (lists.as_ptr(), x.len());
         // SAFETY: the pointer contract of the C interface.
         unsafe { qz1_kv_append(&layout, to, to_len, lists, HEADS, at, len, at, len, null(), m) }
@@ -153,7 +153,7 @@ fn what_grows_with_the_call() {
         for_each: Some(in_order),
     };
     // SAFETY: the pointer contract of the C interface.
-    let got = told(|m| unsafe { qz1_pack(&weights, &layout, 0, panels, to, len, &parallel, m) });
+    let got = with_message(|m| unsafe { qz1_pack(&weights, &layout, 0, panels, to, len, &parallel, m) });
     assert_eq!(got, refused("the parts of threads do not fit into memory"));
     assert!(packed.iter().all(|b| *b == 0x55));
 
@@ -164,7 +164,7 @@ fn what_grows_with_the_call() {
     unsafe {
         assert_eq!(qz1_hadamard_new(2, &mut by, null()), qz1_status::Ok);
         let (at, len) = (x.as_mut_ptr(), x.len());
-        let (status, text) = told(|m| qz1_hadamard_transform(by, at, len, 0, &parallel, m));
+        let (status, text) = with_message(|m| qz1_hadamard_transform(by, at, len, 0, &parallel, m));
         assert_eq!((status, &text[..]), (qz1_status::Ok, ""));
         qz1_hadamard_free(by);
     }

@@ -17,7 +17,7 @@ pub enum KernelError {
     /// A shape whose size is beyond this machine's numbers, or whose sums are beyond 32 bits.
     #[error("{0} is too large")]
     TooLarge(&'static str),
-    /// The scheme is none that this kernel multiplies.
+    /// This kernel does not multiply the scheme.
     #[error("{0} is not supported")]
     Scheme(&'static str),
     /// Two operands that do not belong together.
@@ -41,7 +41,7 @@ pub enum KernelError {
     /// The processor lacks the instructions that were asked for.
     #[error("this processor does not have {0}")]
     Isa(&'static str),
-    /// `QUANT_ISA` names a path that is none, or that this processor lacks.
+    /// `QUANT_ISA` names an unknown path, or one that this processor lacks.
     #[error(
         "QUANT_ISA is {value:?}; this processor has {known}, and f32 is the widest that rounds no float to bf16"
     )]

@@ -93,7 +93,7 @@ fn found(y: &Tensor) -> Vec<f32> {
     y.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Every kind of activations of a tensor, in every type; zeros and infinities are told apart.
+/// Every kind of activations of a tensor, in every type; zeros and infinities are distinguished.
 fn holds(weight: &Arc<PackedLinear>, runner: &Runner, x: &Tensor) {
     for activations in ALL {
         let linear = QuantizedLinear::new(weight.clone(), activations, runner).unwrap();

@@ -40,7 +40,7 @@ struct Fence;
 
 /// Addresses, not memory.
 const RANGE: usize = 1 << 40;
-/// A multiple of every usual page size.
+/// A multiple of every common page size.
 const PAGE: usize = 1 << 16;
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
@@ -369,13 +369,13 @@ fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
 #[test]
 fn the_fence_holds() {
     for isa in Isa::runnable() {
-        let (status, told) = plant("none", isa, "fence");
-        assert!(status.success(), "{isa:?}: {told}");
+        let (status, output) = plant("none", isa, "fence");
+        assert!(status.success(), "{isa:?}: {output}");
         for fault in FAULTS {
-            let (status, told) = plant(fault, isa, "fence");
+            let (status, output) = plant(fault, isa, "fence");
             let killed = matches!(status.signal(), Some(SIGBUS | SIGSEGV));
             // A sanitizer catches the signal, and tells.
-            assert!(killed || told.contains("AddressSanitizer: SEGV"), "{isa:?} {fault}: {status}");
+            assert!(killed || output.contains("AddressSanitizer: SEGV"), "{isa:?} {fault}: {status}");
         }
     }
 }
@@ -387,12 +387,12 @@ fn the_sanitizer_sees() {
         return;
     }
     for isa in Isa::runnable() {
-        let (status, told) = plant("none", isa, "heap");
-        assert!(status.success(), "{isa:?}: {told}");
+        let (status, output) = plant("none", isa, "heap");
+        assert!(status.success(), "{isa:?}: {output}");
         for fault in FAULTS {
-            let (status, told) = plant(fault, isa, "heap");
+            let (status, output) = plant(fault, isa, "heap");
             let what = if fault == "freed" { "heap-use-after-free" } else { "heap-buffer-overflow" };
-            assert!(!status.success() && told.contains(what), "{isa:?} {fault}: {status} {told}");
+            assert!(!status.success() && output.contains(what), "{isa:?} {fault}: {status} {output}");
         }
     }
 }

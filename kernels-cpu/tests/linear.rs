@@ -53,7 +53,7 @@ impl Case {
         let codes = (0..n * k).map(|_| code(&mut s)).collect();
         let scales = (0..if kind == Kind::Progressive { n } else { n * groups })
             .map(|i| match kind {
-                // Subnormal, of either sign, zero, and usual ones.
+                // Subnormal, of either sign, zero, and typical ones.
                 Kind::Wide => match i % 5 {
                     0 => f32::from_bits(1 + s.below(1000) as u32),
                     1 => 0.0,

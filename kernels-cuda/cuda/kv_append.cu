@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #else
     // 1.5 · 2^23: added to a number below 2^22, it leaves that rounded half to even in the lowest bits.
     constexpr float ROUND = 12582912.0f;
-    // A negative zero is none.
+    // A zero must not be negative.
     const u16 zero = f16_below(__fadd_rn(low, 0.0f));
     const float from = float_of_f16(zero);
     const float even = __fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f);

@@ -31,7 +31,7 @@ INLINE i32 zero_of(const Weights &w, u32 row, u32 group) {
     return ZEROS ? (i32)w.zeros[(u64)row * (w.k / w.group_size) + group] : (i32)w.middle;
 }
 
-// A code as it is stored; 0 where there is none.
+// A code as it is stored; 0 beyond the weight.
 INLINE u32 stored(const Weights &w, u32 row, u32 feature) {
     if (row >= w.n || feature >= w.k) return 0;
     u32 code = w.codes[(u64)row * w.k + feature];

@@ -64,7 +64,7 @@ pub struct ActivationShape {
     pub rows: Rows,
     /// Of what type.
     pub element: Float,
-    /// Rows: tokens. 0 is none to launch.
+    /// Rows: tokens. With 0 nothing is launched.
     pub m: usize,
     /// Values of a row: 1 to [`MAX_WIDTH`].
     pub k: usize,
@@ -105,7 +105,7 @@ impl ActivationShape {
     /// Plans a launch.
     ///
     /// # Errors
-    /// When a length, stride or group is none, or too large.
+    /// When a length, stride or group is invalid or too large.
     pub fn plan(&self) -> Result<ActivationPlan, KernelError> {
         if self.k == 0 {
             return Err(KernelError::Scheme("rows without values"));
@@ -237,7 +237,7 @@ impl ActivationPlan {
     /// The arguments of the kernel, in its order.
     ///
     /// # Errors
-    /// When a region is too small or lies at no multiple of what its type needs, or a number is none.
+    /// When a region is too small or lies at no multiple of what its type needs, or a number is invalid.
     pub fn arguments(&self, at: &ActivationArguments) -> Result<[Argument; 17], KernelError> {
         let ActivationShape { rows, element, m, k, .. } = self.shape;
         let floats = if self.shape.aligned { 16 } else { element.bytes() };

@@ -165,7 +165,7 @@ impl Image {
 /// The compiler's version, such as `[13, 0]`.
 ///
 /// # Errors
-/// When there is none.
+/// When it is missing.
 pub fn compiler_version() -> Result<[u32; 2]> {
     let nvrtc = nvrtc()?;
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
@@ -174,7 +174,7 @@ pub fn compiler_version() -> Result<[u32; 2]> {
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
-/// What the compiler is told of every variant.
+/// Options of the compiler for every variant.
 pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
     let kind = if form == Form::Ptx { "compute" } else { "sm" };
     let mut options = vec![

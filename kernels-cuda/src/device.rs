@@ -98,7 +98,7 @@ impl Kernel {
     pub unsafe fn load(image: &Image, name: &str, shared_bytes: u32) -> Result<Self> {
         let context = current_context()?;
         let name = CString::new(name)
-            .map_err(|_| Error::Driver { action: "find a kernel", reason: "its name is none".into() })?;
+            .map_err(|_| Error::Driver { action: "find a kernel", reason: "its name is invalid".into() })?;
         // PTX must be closed by a zero, machine code knows its length.
         let mut text = image.bytes.clone();
         text.push(0);

@@ -80,7 +80,7 @@ pub enum Error {
     NvrtcNamed {
         /// What the environment says.
         path: String,
-        /// Why that is none.
+        /// Why it is invalid.
         reason: String,
     },
     /// The driver does not take an image.

@@ -123,7 +123,7 @@ fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     if let Some(own) = variable(CACHE_DIRECTORY) {
         return (!own.is_empty()).then(|| own.into());
     }
-    // A relative directory of caches is none, by the specification of these variables.
+    // The specification of these variables says to ignore a relative directory.
     let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let caches = absolute("XDG_CACHE_HOME")
         .or_else(|| absolute("LOCALAPPDATA"))
@@ -393,7 +393,7 @@ mod tests {
         let newest = dir.path().join(file_name(&key(&variant("1"), SM, Form::Cubin), [13, 0]));
         std::fs::write(newest, "damaged").unwrap();
         assert_eq!(log(), Ok("log of [12, 10]".into()));
-        // That of another variant, architecture or form is none.
+        // That of another variant, architecture or form does not count.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));

@@ -61,7 +61,7 @@ impl Region {
         }
         if bytes > 0 && (self.address == 0 || !self.address.is_multiple_of(align as u64)) {
             return Err(KernelError::Scheme(
-                "an address that is none, or no multiple of what its type needs",
+                "an invalid address, or one that is not a multiple of what its type needs",
             ));
         }
         Ok(())
@@ -123,7 +123,7 @@ impl Kernel {
     /// nothing happens.
     ///
     /// # Errors
-    /// When the shape is none, or the driver refuses; what goes wrong on the device is seen by later calls.
+    /// When the shape is invalid, or the driver refuses; what goes wrong on the device is seen by later calls.
     ///
     /// # Safety
     /// The arguments must be the kernel's, in number, order and size, and point to memory of the device that has the

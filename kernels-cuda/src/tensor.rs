@@ -96,11 +96,11 @@ mod tests {
     #[test]
     fn other_inputs_are_told() {
         for dims in [&[][..], &[127], &[128, 5]] {
-            let told = look(dims, Some(0), Float::F16).unwrap_err();
-            assert_eq!(told, format!("quantized-linear [24, 128] takes [.., 128], not {dims:?}"));
+            let message = look(dims, Some(0), Float::F16).unwrap_err();
+            assert_eq!(message, format!("quantized-linear [24, 128] takes [.., 128], not {dims:?}"));
         }
-        let told = look(&[1 << 60, 128], None, Float::F16).unwrap_err();
-        assert!(told.contains("the input") && told.contains("too large"), "{told}");
+        let message = look(&[1 << 60, 128], None, Float::F16).unwrap_err();
+        assert!(message.contains("the input") && message.contains("too large"), "{message}");
         assert_eq!(types(Order::Float), "f16 or bf16");
         assert_eq!(types(Order::Int8), "f32, f16 or bf16");
     }
@@ -109,7 +109,7 @@ mod tests {
     fn results_may_be_too_large_where_inputs_are_not() {
         let wide =
             WeightLayout::from_parts([1 << 20, 128], 4, 128, ScaleType::F16, Some(8), Order::Float, false);
-        let told = input("linear", &wide.unwrap(), &[1 << 50, 128], Some(0), Float::F16).unwrap_err();
-        assert!(told.starts_with("linear: the output"), "{told}");
+        let message = input("linear", &wide.unwrap(), &[1 << 50, 128], Some(0), Float::F16).unwrap_err();
+        assert!(message.starts_with("linear: the output"), "{message}");
     }
 }

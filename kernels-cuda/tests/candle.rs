@@ -78,8 +78,8 @@ fn results_are_the_cpus() {
             let got = linear.forward(&x.to_device(&device).unwrap());
             match (activations, dtype) {
                 (Activations::Float, DType::F32) => {
-                    let told = got.unwrap_err().to_string();
-                    assert!(told.contains("quantized-linear takes f16 or bf16, not f32"), "{told}");
+                    let message = got.unwrap_err().to_string();
+                    assert!(message.contains("quantized-linear takes f16 or bf16, not f32"), "{message}");
                 }
                 _ => assert_near(&got.unwrap(), &on_cpu.forward(&x).unwrap()),
             }
@@ -111,12 +111,12 @@ fn views_are_read_where_they_begin() {
 fn what_does_not_fit_is_told() {
     let Some(device) = device() else { return };
     let (linear, _) = linears(&device, Activations::PerToken);
-    let told = |x: &Tensor| linear.forward(x).unwrap_err().to_string();
-    let elsewhere = told(&input(DType::F16));
+    let refusal = |x: &Tensor| linear.forward(x).unwrap_err().to_string();
+    let elsewhere = refusal(&input(DType::F16));
     assert!(elsewhere.contains("runs on CUDA only, and its input is on the CPU"), "{elsewhere}");
-    let narrow = told(&input(DType::F16).to_device(&device).unwrap().narrow(2, 0, 2047).unwrap());
+    let narrow = refusal(&input(DType::F16).to_device(&device).unwrap().narrow(2, 0, 2047).unwrap());
     assert!(narrow.contains("[40, 2048] takes [.., 2048], not [2, 3, 2047]"), "{narrow}");
-    let whole = told(&Tensor::zeros((2, 2048), DType::U8, &device).unwrap());
+    let whole = refusal(&Tensor::zeros((2, 2048), DType::U8, &device).unwrap());
     assert!(whole.contains("takes f32, f16 or bf16, not u8"), "{whole}");
     let runner = Runner::new(&device).unwrap();
     let other = QuantizedLinear::new(linear.weight().clone(), Activations::Float, &runner).unwrap_err();

@@ -50,12 +50,12 @@ fn on_a_stand_in() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--test-threads", "2"]).env("LD_LIBRARY_PATH", directory).env("QUANT_GPU", "1");
     let output = command.output().unwrap();
-    let told =
+    let message =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    assert!(output.status.success(), "{told}");
-    assert!(told.contains("planned_rows_are_launched ... ok"), "{told}");
-    assert!(told.contains("linears_of_a_program_without_a_framework ... ok"), "{told}");
-    assert!(told.contains("calls_of_linears_are_launched ... ok"), "{told}");
+    assert!(output.status.success(), "{message}");
+    assert!(message.contains("planned_rows_are_launched ... ok"), "{message}");
+    assert!(message.contains("linears_of_a_program_without_a_framework ... ok"), "{message}");
+    assert!(message.contains("calls_of_linears_are_launched ... ok"), "{message}");
 }
 
 #[test]
@@ -252,7 +252,7 @@ fn what_is_no_image_is_refused() {
     Gpu::get();
     let limits = DeviceLimits::current().unwrap();
     let image = Image { bytes: b"no image".to_vec(), log: String::new() };
-    // SAFETY: the driver reads the text and finds that it is none.
+    // SAFETY: the driver reads the text and finds that it is no image.
     let refused = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
     assert!(matches!(refused, Error::Driver { action: "load a kernel", .. }), "{refused}");
     // A kernel that is not in the image, and more shared memory than there is.

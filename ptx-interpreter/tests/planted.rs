@@ -269,7 +269,7 @@ fn a_missing_guard() {
             text("@%p1 ").replace("st.global.u32 [%rd21]", &format!("st.global.u32 [%rd21+{}]", 4 * words));
         assert_eq!(bad(&far, with), FaultKind::OutOfBounds);
     }
-    // Not an error: both faults of a kind are told, and the launch goes on.
+    // Not an error: both faults of a kind are reported, and the launch goes on.
     let mut memory = Memory::new();
     let launch = with(&mut memory);
     let options = Options { fault_is_error: false, ..Options::default() };

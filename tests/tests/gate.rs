@@ -284,8 +284,8 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
     // JSON has no NaN: what writes one writes null, or a text.
-    broken("a number that is none", &set("/nll/mean", Value::Null), &["is no evaluation"]);
-    broken("a window that is none", &set("/window_nll/3", Value::Null), &["is no evaluation"]);
+    broken("an invalid number", &set("/nll/mean", Value::Null), &["is no evaluation"]);
+    broken("an invalid window", &set("/window_nll/3", Value::Null), &["is no evaluation"]);
     broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
     broken("no windows", &set("/windows", json!(0)), &["no windows"]);
     broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows say"]);
@@ -319,11 +319,11 @@ fn nothing_that_is_missing_or_broken_passes() {
         },
         &["kl_quantiles"],
     );
-    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["SHA-256 that is none"]);
+    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["invalid SHA-256"]);
     let shout = |r: &mut Value| {
         r["reference"]["sha256"] = json!(r["reference"]["sha256"].as_str().unwrap().to_uppercase())
     };
-    broken("a hash in capitals", &shout, &["SHA-256 that is none"]);
+    broken("a hash in capitals", &shout, &["invalid SHA-256"]);
     // What no other number contradicts, edited by somebody who did not mean to deceive.
     for (path, value) in [
         ("/comparison/kl_quantiles/p99/value", json!(0.05)),

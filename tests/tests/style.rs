@@ -12,7 +12,7 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("nats a token", 0, 0),
     ("gone on with", 0, 0),
     ("vouches", 0, 0),
-    ("as above", 0, 999),
+    ("safety: as above", 0, 0),
     ("told", 10, 194),
     ("is none", 9, 120),
     ("usual", 2, 146),

@@ -55,7 +55,7 @@ impl Baseline {
     /// Reads a baseline and checks it as a whole.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is none, is empty, was cut or edited.
+    /// [`Error::InputFile`] when it is not one, or is empty, cut or edited.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| Error::InputFile {
             path: path.to_owned(),

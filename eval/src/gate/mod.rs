@@ -59,7 +59,7 @@ pub struct Outcome {
     pub notes: Vec<String>,
 }
 
-/// A result, told by what it says of itself.
+/// A result, identified by what it says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Judged {
     /// Its name.

@@ -210,7 +210,7 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     html! {
         p { "Relative error of what leaves each block, on " (anatomy.windows) " windows." }
         @if anatomy.block_errors.iter().all(|e| *e == 0.0) {
-            p { "There is none: every block gives the same bits." }
+            p { "No difference: every block gives the same bits." }
         } @else {
             (svg::lines("Hidden-state error by depth", "block", true, &[error]))
         }

@@ -9,7 +9,7 @@
 //! it.
 
 //!
-//! What chance explains is told by Student's t with `N² / Σ n_w² − 1` degrees of freedom, which are `W − 1`
+//! How much chance explains follows from Student's t with `N² / Σ n_w² − 1` degrees of freedom, which are `W − 1`
 //! for windows of one size and fewer where some hold most of the text ([`student`]), and for
 //! quantiles by a bootstrap over windows ([`quantiles`]).
 

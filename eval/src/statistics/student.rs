@@ -3,7 +3,7 @@
 
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
-/// With fewer degrees of freedom nothing is told: the distribution has hardly an end.
+/// With fewer degrees of freedom nothing is reported: the tails of the distribution are too heavy.
 const LEAST_DEGREES: f64 = 0.5;
 
 /// The value that a t variable with `degrees` degrees of freedom does not exceed with this probability.

@@ -53,7 +53,7 @@ pub struct qz1_cuda_activation_shape {
     pub code_stride: usize,
 }
 
-/// Where things are on the device, and numbers. What the shape does not ask for is none.
+/// Where things are on the device, and numbers. What the shape does not ask for is left absent.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_activation_arguments {

@@ -73,7 +73,7 @@ pub(super) fn another_family() -> Fault {
     Fault::new(qz1_status::Mismatch, "a plan of another family")
 }
 
-/// Makes a plan: null where there is none.
+/// Makes a plan; null on an error.
 ///
 /// # Safety
 /// As [`Scope::look`] and [`Scope::value`].
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn qz1_cuda_current_device(
 /// A handle for kernels, without any yet; needs no driver. `images` names a directory where compiled kernels are kept,
 /// closed by a zero byte, UTF-8 where paths are not bytes: empty for none, null for that of the environment variable
 /// `QUANT_CUDA_CACHE`, or else `quant/cuda` among the user's caches. The driver runs what lies there: it must belong to who
-/// runs the program. Freed by `qz1_cuda_kernels_free`; `out` is null where there is none.
+/// runs the program. Freed by `qz1_cuda_kernels_free`; On an error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -237,7 +237,7 @@ fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
     text.map(PathBuf::from).map_err(|_| Fault::new(qz1_status::Scheme, "a directory that is not UTF-8"))
 }
 
-/// Frees a handle; null is none. Plans stay. A kernel is unloaded when the handle and all plans that have it are freed, so
+/// Frees a handle; null is allowed. Plans stay. A kernel is unloaded when the handle and all plans that have it are freed, so
 /// what was launched must be done when the last of them is.
 ///
 /// # Safety
@@ -275,7 +275,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     })
 }
 
-/// Frees a plan; null is none. What was launched goes on while the kernels' handle is there.
+/// Frees a plan; null is allowed. What was launched goes on while the kernels' handle is there.
 ///
 /// # Safety
 /// It is one of `qz1_cuda_…_plan`, freed once, and the context in which it was made still lives.

@@ -96,7 +96,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
                 QZ1_TYPE_F32 => Output::F32,
                 _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
             };
-            // What does not belong together is told before a device is asked for.
+            // Parts that do not fit each other are refused before a device is asked for.
             LinearScheme::new(&layout, activation, output)?;
             let device = DeviceLimits::current()?;
             let plan = LinearPlan::new(&layout, activation, output, shape.m, &(&device).into())?;

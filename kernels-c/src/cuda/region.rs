@@ -5,7 +5,7 @@ use quant_kernels_cuda::launch::Region;
 use crate::status::{Fault, qz1_status};
 
 /// Bytes on a device that are the caller's: where they begin, as `CUdeviceptr` or a pointer of CUDA's, and how many
-/// belong to this argument. `{0, 0}` is none. The one structure that does not begin with its size: it does not grow.
+/// belong to this argument. `{0, 0}` means that it is absent. The one structure that does not begin with its size: it does not grow.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct qz1_cuda_region {
@@ -52,7 +52,7 @@ pub(super) fn address(
     Ok(region.address)
 }
 
-/// The same, or 0 where there is none.
+/// The same, or 0 if it is absent.
 pub(super) fn address_optional(
     at: qz1_cuda_region,
     what: &'static str,

@@ -33,7 +33,7 @@ pub fn on_gpu() -> bool {
 }
 
 /// A call, and what it says.
-pub fn told(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
+pub fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 600];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
     let message = qz1_message { struct_size, reserved: 0, text: text.as_mut_ptr().cast(), capacity };
@@ -47,13 +47,13 @@ pub fn told(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status,
 /// A call that must be done.
 #[track_caller]
 pub fn done(call: impl FnOnce(*const qz1_message) -> qz1_status) {
-    let (status, text) = told(call);
+    let (status, text) = with_message(call);
     assert_eq!(status, qz1_status::Ok, "{text}");
 }
 
 /// What a call is refused for.
 pub fn refused(call: impl FnOnce(*const qz1_message) -> qz1_status) -> qz1_status {
-    told(call).0
+    with_message(call).0
 }
 
 /// A structure of zeros with its size.

@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::common::*;
 use crate::driver;
 
-/// Memory that is none: refused or, where it is good, not launched because there are no tokens.
+/// Invalid memory: refused or, where it is good, not launched because there are no tokens.
 fn at(address: u64, bytes: usize) -> qz1_cuda_region {
     qz1_cuda_region { address, bytes: bytes as u64 }
 }
@@ -26,7 +26,7 @@ fn launched<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, change: impl Fn(&
     change(&mut arguments);
     // SAFETY: the plan lives; what is refused touches no memory.
     let status = refused(|m| unsafe { launch(plan.0, &arguments, null_mut(), m) });
-    assert_ne!(status, qz1_status::Ok, "launched on memory that is none");
+    assert_ne!(status, qz1_status::Ok, "launched on invalid memory");
     status
 }
 

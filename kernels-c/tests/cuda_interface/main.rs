@@ -45,10 +45,10 @@ fn on_a_stand_in() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--test-threads", "2"]).env("LD_LIBRARY_PATH", directory).env("QUANT_GPU", "1");
     let output = command.env("QUANT_CUDA_CACHE", images()).output().unwrap();
-    let told =
+    let message =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    assert!(output.status.success(), "{told}");
-    assert!(told.contains("quantized_rows_are_multiplied ... ok"), "{told}");
+    assert!(output.status.success(), "{message}");
+    assert!(message.contains("quantized_rows_are_multiplied ... ok"), "{message}");
 }
 
 /// Every function of the header is called by a test of this folder.

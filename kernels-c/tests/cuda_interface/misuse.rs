@@ -21,7 +21,7 @@ fn without_a_context(status: qz1_status) -> bool {
 fn what_is_missing_is_told() {
     // SAFETY: all lives, here and below.
     unsafe {
-        let (status, text) = told(|m| qz1_cuda_require_device(m));
+        let (status, text) = with_message(|m| qz1_cuda_require_device(m));
         match quant_kernels_cuda::device_count() {
             Ok(1..) => assert_eq!(status, qz1_status::Ok),
             Ok(0) => assert_eq!(status, qz1_status::CudaMissing),
@@ -30,7 +30,7 @@ fn what_is_missing_is_told() {
                 assert_eq!(text, e.to_string());
             }
         }
-        let (status, text) = told(|m| qz1_cuda_require_compiler(m));
+        let (status, text) = with_message(|m| qz1_cuda_require_compiler(m));
         match quant_kernels_cuda::require_nvrtc() {
             Ok(()) => assert_eq!(status, qz1_status::Ok),
             Err(e) => assert_eq!((status, text), (qz1_status::CudaMissing, e.to_string())),
@@ -215,7 +215,7 @@ type Make<S> = unsafe extern "C" fn(
     *const qz1_message,
 ) -> qz1_status;
 
-/// What asking for a plan gives; the handle is null afterwards where there is none, or left alone where it overlaps.
+/// What asking for a plan gives; on an error the handle is null afterwards, or left alone where it overlaps.
 fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Make<S>) -> qz1_status {
     let mut plan = core::ptr::dangling_mut();
     // SAFETY: all lives.
@@ -265,7 +265,7 @@ fn plans_of_all_families_look_at_the_call() {
     family(&shapes, shapes.merge(), qz1_cuda_merge_plan);
 }
 
-/// Shapes that are none are told of before a device is asked for.
+/// Invalid shapes are refused before a device is asked for.
 #[test]
 fn shapes_that_are_none() {
     use qz1_status::{LayoutId, Mismatch, Null, Scheme, StructSize, TooLarge};

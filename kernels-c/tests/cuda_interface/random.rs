@@ -81,7 +81,7 @@ fn plans<S: Copy>(
         settle(&mut shape);
         let mut plan = null_mut();
         // SAFETY: all lives.
-        let (status, text) = told(|m| unsafe { make(kernels.0, &shape, &mut plan, m) });
+        let (status, text) = with_message(|m| unsafe { make(kernels.0, &shape, &mut plan, m) });
         assert!(status != qz1_status::Ok && status != qz1_status::Internal, "{text}");
         shapes += u32::from(status as u32 >= qz1_status::CudaMissing as u32);
     }
@@ -117,7 +117,7 @@ fn any_layouts() {
         (parts.middle, parts.code_bits) = (8 * (1 - parts.zeros), 4 * (1 + random.below(2) as u32));
         let mut layout: qz1_cuda_layout = sized();
         // SAFETY: all lives.
-        let (status, text) = told(|m| unsafe { qz1_cuda_layout_from(&parts, &mut layout, m) });
+        let (status, text) = with_message(|m| unsafe { qz1_cuda_layout_from(&parts, &mut layout, m) });
         assert_ne!(status, qz1_status::Internal, "{text}");
         layouts += u32::from(status == qz1_status::Ok);
     }
@@ -140,7 +140,7 @@ fn launches<A: Copy>(
         let mut arguments = random.fields::<A>();
         lacking(&mut arguments);
         // SAFETY: what is refused touches no memory.
-        let (status, text) = told(|m| unsafe { launch(plan.0, &arguments, null_mut(), m) });
+        let (status, text) = with_message(|m| unsafe { launch(plan.0, &arguments, null_mut(), m) });
         assert!(status != qz1_status::Ok && status != qz1_status::Internal, "{text}");
     }
 }

@@ -95,7 +95,7 @@ impl FloatRows {
     /// [`Int8Rows::quantize_rms_norm`](super::Int8Rows::quantize_rms_norm).
     ///
     /// # Errors
-    /// When a length or the norm's ε is none.
+    /// When a length is invalid, or the norm's ε is.
     pub fn pack_rms_norm<E: Element>(
         &mut self,
         x: &[E],

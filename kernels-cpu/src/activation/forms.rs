@@ -10,7 +10,7 @@ use crate::{IsaToken, KernelError, Parallel};
 /// [`Int8Rows::quantize_rms_norm`](crate::Int8Rows::quantize_rms_norm).
 ///
 /// # Errors
-/// When a length or the norm's ε is none.
+/// When a length is invalid, or the norm's ε is.
 pub fn rms_norm<E: Element>(
     token: IsaToken,
     x: &[E],

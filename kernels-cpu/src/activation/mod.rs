@@ -205,7 +205,7 @@ impl Int8Rows {
     /// stands there then is normed. A row whose sum of squares leaves `f32` counts as one that is not finite.
     ///
     /// # Errors
-    /// As [`quantize_static`](Self::quantize_static), and when a length or the norm's ε is none.
+    /// As [`quantize_static`](Self::quantize_static), and when a length or the norm's ε is invalid.
     pub fn quantize_rms_norm<E: Element>(
         &mut self,
         x: &[E],

@@ -47,7 +47,7 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
     };
     check_values(x)?;
     let [low, high] = ends(x);
-    // A negative zero is none.
+    // A zero must not be negative.
     let zero = rounded_down(low + 0.0);
     let from = zero.to_f32();
     // Nor here: zeros of both signs are in no order, so which of them is the largest is not defined.

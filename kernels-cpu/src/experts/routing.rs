@@ -31,7 +31,7 @@ impl Rows {
     /// Sorts, without allocating: `tokens` and `weights` have room for all slots, `starts` for one more than experts.
     ///
     /// # Errors
-    /// When an expert is none of so many.
+    /// When an expert is out of range.
     pub(super) fn sort(&mut self, routing: &Routing<'_>, experts: usize) -> Result<(), KernelError> {
         self.starts.clear();
         self.starts.resize(experts + 1, 0);

@@ -157,7 +157,7 @@ impl Layout {
     /// `middle` the zero of every group or `None` where each has its own.
     ///
     /// # Errors
-    /// As [`of`](Self::of), and when the group size does not divide `k` or a width or zero is none that weights have.
+    /// As [`of`](Self::of), and when the group size does not divide `k`, or weights cannot have such a width or zero.
     pub fn from_parts(
         [n, k]: [usize; 2],
         code_bits: usize,

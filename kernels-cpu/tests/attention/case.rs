@@ -34,7 +34,7 @@ impl Case {
         let head = |s: &mut Stream, out: &mut Vec<f32>| {
             let (style, size, shift) = (s.below(12), 2.0_f32.powi(s.below(5) as i32 - 2), 2.0 * s.unit());
             out.extend((0..d).map(|_| match style {
-                // Codes at both ends, zeros, constants, grids with subnormal scales, one outlier, and usual ones.
+                // Codes at both ends, zeros, constants, grids with subnormal scales, one outlier, and typical ones.
                 0 => [-size, size][s.below(2) as usize],
                 1 => 0.0,
                 2 => shift,

@@ -20,7 +20,7 @@ impl WeightLayout {
     ///
     /// # Errors
     /// When the view is not of this layout, `out` has another length than [`bytes`](Self::bytes), a code or zero is above
-    /// `2^bits − 1`, or a progressive weight `(code − zero) · group` is none of −128 to 127.
+    /// `2^bits − 1`, or a progressive weight `(code − zero) · group` is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
             return Err(KernelError::Scheme("a view of another layout"));

@@ -8,7 +8,7 @@ use crate::compile::Architecture;
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// Variants that stand for all: of every scheme one for few tokens or one for many, by turns; of the usual schemes every
+/// Variants that stand for all: of every scheme one for few tokens or one for many, by turns; of the common schemes every
 /// shape, with as deep rings as small and large multiprocessors have, and those of matrices that are not cut.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
@@ -22,13 +22,13 @@ pub fn variants() -> Vec<Entry> {
     entries
 }
 
-/// The variants that a usual device of an architecture takes; of the usual schemes, or of all.
+/// The variants that a typical device of an architecture takes; of the common schemes, or of all.
 pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
     let device = DeviceLimits::of(architecture);
     let mut variants = Vec::new();
-    for (turn, (layout, activation, output, usual)) in schemes().into_iter().enumerate() {
+    for (turn, (layout, activation, output, common)) in schemes().into_iter().enumerate() {
         let Ok(scheme) = LinearScheme::new(&layout, activation, output) else { continue };
-        let tokens: &[usize] = match (usual, all) {
+        let tokens: &[usize] = match (common, all) {
             (true, true) => &[8, 16, 32, 64, 128, 4096],
             (true, false) => &[8, 16, 4096],
             (false, true) if turn % 2 == 0 => &[8],
@@ -38,7 +38,7 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
         for &m in tokens {
             // Of several chunks, which follow each other only where tokens are many; and of one that has no halves.
             let shapes: &[[usize; 2]] =
-                if usual && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
+                if common && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
             for &shape in shapes {
                 let variant = LinearVariant::choose(scheme, shape, m, &device);
                 if !variants.contains(&variant) {
@@ -86,7 +86,7 @@ fn packing() -> Vec<Entry> {
     entries
 }
 
-/// A layout of every scheme, with activations and results; whether it is one of the usual.
+/// A layout of every scheme, with activations and results; whether it is one of the common ones.
 fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
     let mut schemes = Vec::new();
     let k = 4096;
@@ -94,20 +94,20 @@ fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
         for group in [32, 64, 128, k] {
             for zeros in [false, true] {
                 let middle = (!zeros).then_some(1 << (bits - 1));
-                let mut add = |scale, order, sums, activation, output, usual| {
+                let mut add = |scale, order, sums, activation, output, common| {
                     let layout = WeightLayout::from_parts([4096, k], bits, group, scale, middle, order, sums);
-                    schemes.extend(layout.map(|layout| (layout, activation, output, usual)));
+                    schemes.extend(layout.map(|layout| (layout, activation, output, common)));
                 };
-                let usual = bits == 4 && group == 128;
-                add(ScaleType::F16, Order::Float, false, Activation::F16, Output::F16, usual);
-                add(ScaleType::Bf16, Order::Float, false, Activation::Bf16, Output::Bf16, usual);
+                let common = bits == 4 && group == 128;
+                add(ScaleType::F16, Order::Float, false, Activation::F16, Output::F16, common);
+                add(ScaleType::Bf16, Order::Float, false, Activation::Bf16, Output::Bf16, common);
                 for zero in [false, true] {
                     let activation = Activation::Int8 { zero };
-                    let usual = group == k && !zeros && !zero;
-                    add(ScaleType::F16, Order::Int8, zero, activation, Output::F16, usual);
+                    let common = group == k && !zeros && !zero;
+                    add(ScaleType::F16, Order::Int8, zero, activation, Output::F16, common);
                     if bits == 4 && group < k {
-                        let usual = group == 128 && zeros && !zero;
-                        add(ScaleType::Progressive, Order::Int8, zero, activation, Output::F16, usual);
+                        let common = group == 128 && zeros && !zero;
+                        add(ScaleType::Progressive, Order::Int8, zero, activation, Output::F16, common);
                     }
                 }
             }

@@ -145,7 +145,7 @@ impl LinearPlan {
     /// The arguments of the kernel, in its order.
     ///
     /// # Errors
-    /// When a region is too small or lies at no multiple of what its type needs, or a stride or zero is none.
+    /// When a region is too small or lies at no multiple of what its type needs, or a stride or zero is invalid.
     pub fn arguments(&self, at: &LinearArguments) -> Result<[Argument; 19], KernelError> {
         let (layout, scheme, m) = (&self.layout, &self.variant.scheme, self.m);
         let (n, k) = (layout.n(), layout.k());

@@ -77,7 +77,7 @@ impl From<&crate::device::DeviceLimits> for DeviceLimits {
 }
 
 impl DeviceLimits {
-    /// Those of a usual device of an architecture: A100, A10, L40S, H200, RTX 5090.
+    /// Those of a typical device of an architecture: A100, A10, L40S, H200, RTX 5090.
     pub fn of(architecture: Architecture) -> Self {
         let (shared_of_block, multiprocessors) = match architecture {
             Architecture::Sm80 => (166_912, 108),

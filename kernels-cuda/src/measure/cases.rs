@@ -105,7 +105,7 @@ const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 /// All cases, as planned for such a device.
 ///
 /// # Errors
-/// When one is none: not in this version.
+/// When one is not in this version.
 pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {

@@ -87,7 +87,7 @@ impl Linear {
     /// Packs weights and puts them on the device.
     ///
     /// # Errors
-    /// When the scheme is none of the kernels' ([`WeightLayout::of`]), a static scale is not above zero, or there is not
+    /// When the kernels do not have the scheme ([`WeightLayout::of`]), a static scale is not above zero, or there is not
     /// enough memory.
     pub fn new(view: &WeightView<'_>, activations: Activations, runner: &Arc<Runner>) -> Result<Self> {
         let (order, sums) = match activations {

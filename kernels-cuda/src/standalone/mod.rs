@@ -46,12 +46,12 @@ impl Gpu {
 
     fn find() -> Result<Self> {
         require_standalone()?;
-        let device = told("find the first device", result::device::get(0))?;
+        let device = in_action("find the first device", result::device::get(0))?;
         // SAFETY: the context is never released, so it outlives whatever is made in it.
-        let context = told("take the device's context", unsafe { result::primary_ctx::retain(device) })?;
+        let context = in_action("take the device's context", unsafe { result::primary_ctx::retain(device) })?;
         // SAFETY: it was just retained.
-        told("make a context current", unsafe { result::ctx::set_current(context) })?;
-        let name = told("name the device", result::device::get_name(device))?;
+        in_action("make a context current", unsafe { result::ctx::set_current(context) })?;
+        let name = in_action("name the device", result::device::get_name(device))?;
         Ok(Self { context, name, limits: DeviceLimits::current()? })
     }
 
@@ -71,10 +71,11 @@ impl Gpu {
     /// # Errors
     /// When the driver does not say.
     pub fn cache_bytes(&self) -> Result<usize> {
-        let device = told("find the first device", result::device::get(0))?;
+        let device = in_action("find the first device", result::device::get(0))?;
         let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
         // SAFETY: the device is one.
-        let bytes = told("ask what the device has", unsafe { result::device::get_attribute(device, which) })?;
+        let bytes =
+            in_action("ask what the device has", unsafe { result::device::get_attribute(device, which) })?;
         Ok(usize::try_from(bytes).unwrap_or(0))
     }
 
@@ -84,7 +85,7 @@ impl Gpu {
     /// When the driver does not say.
     pub fn memory(&self) -> Result<DeviceMemory> {
         self.make_current()?;
-        let (free, total) = told("ask for free memory", result::mem_get_info())?;
+        let (free, total) = in_action("ask for free memory", result::mem_get_info())?;
         Ok(DeviceMemory { free, total })
     }
 
@@ -94,7 +95,7 @@ impl Gpu {
     /// When the driver refuses, as after a fault on the device.
     pub fn make_current(&self) -> Result<()> {
         // SAFETY: the context is never released.
-        told("make a context current", unsafe { result::ctx::set_current(self.context) })
+        in_action("make a context current", unsafe { result::ctx::set_current(self.context) })
     }
 
     /// Waits for all that was launched.
@@ -103,7 +104,7 @@ impl Gpu {
     /// What went wrong on the device since.
     pub fn wait(&self) -> Result<()> {
         self.make_current()?;
-        told("wait for the device", result::ctx::synchronize())
+        in_action("wait for the device", result::ctx::synchronize())
     }
 }
 
@@ -132,10 +133,10 @@ impl Memory {
     pub fn filled(len: usize, fill: u8) -> Result<Self> {
         let gpu = Gpu::first()?;
         // SAFETY: a context is current.
-        let address = told("allocate memory", unsafe { result::malloc_sync(len.max(1)) })?;
+        let address = in_action("allocate memory", unsafe { result::malloc_sync(len.max(1)) })?;
         let memory = Self { gpu, address, len };
         // SAFETY: as many bytes were just allocated.
-        told("fill memory", unsafe { result::memset_d8_sync(address, fill, len.max(1)) })?;
+        in_action("fill memory", unsafe { result::memset_d8_sync(address, fill, len.max(1)) })?;
         Ok(memory)
     }
 
@@ -172,7 +173,7 @@ impl Memory {
         let to = self.within("write", at, bytes.len())?;
         self.gpu.make_current()?;
         // SAFETY: the bytes lie within what was allocated, as was just seen.
-        told("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
+        in_action("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
     }
 
     /// Reads from byte `at` on, after what was launched before.
@@ -183,7 +184,7 @@ impl Memory {
         let from = self.within("read", at, bytes.len())?;
         self.gpu.make_current()?;
         // SAFETY: the bytes lie within what was allocated, as was just seen.
-        told("read memory", unsafe { result::memcpy_dtoh_sync(bytes, from) })
+        in_action("read memory", unsafe { result::memcpy_dtoh_sync(bytes, from) })
     }
 
     fn within(&self, action: &'static str, at: usize, len: usize) -> Result<u64> {
@@ -218,10 +219,10 @@ impl Event {
     /// When there is no device, or something went wrong on it.
     pub fn now() -> Result<Self> {
         let gpu = Gpu::first()?;
-        let event = told("make an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let event = in_action("make an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         let made = Self { gpu, event };
         // SAFETY: the event and the default stream belong to the current context.
-        told("record an event", unsafe { result::event::record(made.event, ptr::null_mut()) })?;
+        in_action("record an event", unsafe { result::event::record(made.event, ptr::null_mut()) })?;
         Ok(made)
     }
 
@@ -234,7 +235,7 @@ impl Event {
         let (elapsed, mut milliseconds) = (elapsed()?, 0.0);
         // SAFETY: both were recorded; a number is written.
         unsafe {
-            told("wait for an event", result::event::synchronize(self.event))?;
+            in_action("wait for an event", result::event::synchronize(self.event))?;
             checked("read a time", elapsed(&mut milliseconds, earlier.event, self.event))?;
         }
         Ok(f64::from(milliseconds) / 1e3)
@@ -251,7 +252,7 @@ impl Drop for Event {
 }
 
 /// The driver's answer as ours.
-fn told<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
+fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|e| match checked(action, e.0) {
         Err(error) => error,
         Ok(()) => Error::Driver { action, reason: "the driver says neither yes nor no".into() },

@@ -19,7 +19,7 @@ fn append_case(
     let layout = KvPageLayout::new(kind, head_dim, page_tokens).unwrap();
     let (kv_heads, page_count, width) = (2, 5_u32, 3_u32);
     let table: Vec<u32> = vec![3, 1, 9, 0, 4, 9, 2, 9, 9];
-    // Sequence and position of each token; two are skipped, one lies on a page that is none; the last block
+    // Sequence and position of each token; two are skipped, one lies on a page that does not exist; the last block
     // is not full.
     let places: Vec<[u32; 2]> = (0..20)
         .map(|i| [i % 3, if i % 3 == 2 { i / 3 } else { i / 3 + page_tokens as u32 - 3 }])
@@ -244,7 +244,7 @@ fn planted_bugs_are_found() {
             ["byte", "is"],
         ),
     ] {
-        let told = append_case(case(kind), Order::Straight, Some(planted)).expect_err(planted[0]);
-        assert!(found.iter().all(|words| told.contains(words)), "{}: {told}", planted[1]);
+        let message = append_case(case(kind), Order::Straight, Some(planted)).expect_err(planted[0]);
+        assert!(found.iter().all(|words| message.contains(words)), "{}: {message}", planted[1]);
     }
 }

@@ -96,7 +96,7 @@ pub enum Judge {
 }
 
 impl Judge {
-    /// What is told of equal or near results, or what differs.
+    /// What is reported of equal or near results, or what differs.
     ///
     /// # Errors
     /// When they are not.

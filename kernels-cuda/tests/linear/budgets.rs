@@ -28,11 +28,11 @@ fn float(activation: Activation, group: usize, zeros: bool, m: usize) -> Problem
         Activation::F16 => (Kind::F16, Output::F16),
         _ => (Kind::Bf16, Output::Bf16),
     };
-    Problem::float(Case::new([N, K], 4, group, kind, zeros, 41), activation, output, m, Draw::Usual, 43)
+    Problem::float(Case::new([N, K], 4, group, kind, zeros, 41), activation, output, m, Draw::Typical, 43)
 }
 
 fn int8(bits: u8, group: usize, kind: Kind, zeros: bool, m: usize) -> Problem {
-    Problem::int8(Case::new([N, K], bits, group, kind, zeros, 41), Output::F16, m, None, Draw::Usual, 43)
+    Problem::int8(Case::new([N, K], bits, group, kind, zeros, 41), Output::F16, m, None, Draw::Typical, 43)
 }
 
 /// Each with the bytes that the weights take at least: codes, scales and zeros as they are stored.
@@ -94,7 +94,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
     }
     for m in [1, 5, 16, 20] {
         let case = Case::new([160, 3072], 4, 128, Kind::F16, true, 41);
-        let problem = Problem::float(case, Activation::F16, Output::F16, m, Draw::Usual, 43);
+        let problem = Problem::float(case, Activation::F16, Output::F16, m, Draw::Typical, 43);
         let (plan, counters) = counted(&problem);
         assert_eq!(plan.launch.grid[1], 3);
         let partials = counters.buffers["partials"];
@@ -190,8 +190,8 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     let of = |k: usize, kind: Kind, bits: u8, group: usize, zeros: bool, activation: Option<Activation>| {
         let case = Case::new([N, k], bits, if group == 0 { k } else { group }, kind, zeros, 41);
         let problem = match activation {
-            None => Problem::int8(case, Output::F16, 8, None, Draw::Usual, 43),
-            Some(activation) => Problem::float(case, activation, Output::F16, 8, Draw::Usual, 43),
+            None => Problem::int8(case, Output::F16, 8, None, Draw::Typical, 43),
+            Some(activation) => Problem::float(case, activation, Output::F16, 8, Draw::Typical, 43),
         };
         counted(&problem).1
     };

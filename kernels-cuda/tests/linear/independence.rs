@@ -15,14 +15,14 @@ fn problems(m: usize) -> Vec<Problem> {
     assert_eq!(Parts::of(shape), Parts { chunks: 2, halved: true });
     let case = |kind, group| Case::new(shape, 4, group, kind, true, 21);
     let float = |kind, group, activation, output| {
-        Problem::float(case(kind, group), activation, output, m, Draw::Usual, 22)
+        Problem::float(case(kind, group), activation, output, m, Draw::Typical, 22)
     };
     vec![
         float(Kind::F16, 128, Activation::F16, Output::F32),
         float(Kind::Bf16, 32, Activation::Bf16, Output::F32),
         float(Kind::F32, 2176, Activation::F16, Output::F32),
-        Problem::int8(case(Kind::F16, 64), Output::F32, m, None, Draw::Usual, 22),
-        Problem::int8(case(Kind::Progressive, 128), Output::F32, m, None, Draw::Usual, 22),
+        Problem::int8(case(Kind::F16, 64), Output::F32, m, None, Draw::Typical, 22),
+        Problem::int8(case(Kind::Progressive, 128), Output::F32, m, None, Draw::Typical, 22),
     ]
 }
 

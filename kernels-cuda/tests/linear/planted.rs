@@ -31,7 +31,7 @@ pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
 fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let group = if k.is_multiple_of(128) { 128 } else { 32 };
     let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
-    let problem = Problem::float(case, Activation::F16, Output::F32, m, Draw::Usual, 32);
+    let problem = Problem::float(case, Activation::F16, Output::F32, m, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, m, &DEVICE).unwrap();
     assert!(plan.chunks == 2 && plan.launch.grid[1] == 2, "{}", plan.variant.name());
     (problem, plan)
@@ -253,7 +253,7 @@ fn many_tokens() {
         return;
     }
     let case = Case::new([133, 1160], 8, 1160, Kind::F32, true, 31);
-    let problem = Problem::int8(case, Output::F32, 70, None, Draw::Usual, 32);
+    let problem = Problem::int8(case, Output::F32, 70, None, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, 70, &DEVICE).unwrap();
     assert_eq!((plan.variant.shape.threads(), plan.variant.shape.tokens()), (256, 128));
     let found = |places: &[[&str; 2]]| {

@@ -34,7 +34,7 @@ enum Values {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Draw {
     /// Around zero.
-    Usual,
+    Typical,
     /// Far from zero all on one side, where offsets of the dequantization cost most.
     Shifted,
     /// The ends of the range.
@@ -62,7 +62,7 @@ impl Problem {
         let mut rows = Vec::with_capacity(m * k);
         for _ in 0..m * k {
             let value = match draw {
-                Draw::Usual => random.float() * 4.0,
+                Draw::Typical => random.float() * 4.0,
                 Draw::Shifted => random.float() + 3.0,
                 Draw::Extreme => [-60_000.0, 60_000.0, 6e-8, -0.0][random.below(4) as usize],
             };
@@ -83,7 +83,7 @@ impl Problem {
         let mut random = Random(seed);
         let values: Vec<f32> = (0..m * k)
             .map(|_| match draw {
-                Draw::Usual => random.float() * 4.0,
+                Draw::Typical => random.float() * 4.0,
                 Draw::Shifted => random.float() + 3.0,
                 Draw::Extreme => [-4.0, 4.0][random.below(2) as usize],
             })

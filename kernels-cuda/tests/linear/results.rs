@@ -46,7 +46,7 @@ fn floats(activation: Activation, bits: u8) {
                     zeros,
                     (turn * 3 + i) as u64,
                 );
-                let draw = if i == 1 { Draw::Shifted } else { Draw::Usual };
+                let draw = if i == 1 { Draw::Shifted } else { Draw::Typical };
                 // The type of results goes with the scheme and not with the shape, so that variants are few.
                 let output = OUTPUTS[(turn / 3 + turn) % 3];
                 let problem = Problem::float(case, activation, output, m, draw, (turn * 3 + i) as u64);
@@ -102,7 +102,7 @@ fn integers(bits: u8, kinds: &[Kind], groups: &[Option<usize>]) {
                     let seed = (turn * 3 + i) as u64;
                     let case =
                         Case::new([n, k], bits, group.unwrap_or(k), kinds[turn % kinds.len()], zeros, seed);
-                    let draw = [Draw::Usual, Draw::Extreme, Draw::Shifted][i];
+                    let draw = [Draw::Typical, Draw::Extreme, Draw::Shifted][i];
                     let output = OUTPUTS[(turn / 3 + turn) % 3];
                     run(&Problem::int8(case, output, m, x_zero, draw, seed));
                 }
@@ -146,10 +146,10 @@ fn codes_of_2_3_and_5_bits() {
     }
     for (bits, seed) in [(2, 1), (3, 2), (5, 3)] {
         let case = |zeros| Case::new([40, 256], bits, 128, Kind::F16, zeros, seed);
-        run(&Problem::float(case(true), Activation::F16, Output::F16, 5, Draw::Usual, seed));
-        run(&Problem::float(case(false), Activation::F16, Output::F16, 5, Draw::Usual, seed));
-        run(&Problem::int8(case(true), Output::F16, 5, None, Draw::Usual, seed));
-        run(&Problem::int8(case(false), Output::F16, 5, None, Draw::Usual, seed));
+        run(&Problem::float(case(true), Activation::F16, Output::F16, 5, Draw::Typical, seed));
+        run(&Problem::float(case(false), Activation::F16, Output::F16, 5, Draw::Typical, seed));
+        run(&Problem::int8(case(true), Output::F16, 5, None, Draw::Typical, seed));
+        run(&Problem::int8(case(false), Output::F16, 5, None, Draw::Typical, seed));
     }
 }
 
@@ -160,9 +160,9 @@ fn groups_wider_than_a_tile() {
         return;
     }
     let case = |kind| Case::new([40, 768], 4, 256, kind, true, 9);
-    run(&Problem::float(case(Kind::F16), Activation::Bf16, Output::Bf16, 9, Draw::Usual, 9));
-    run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, None, Draw::Usual, 9));
-    run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Usual, 9));
+    run(&Problem::float(case(Kind::F16), Activation::Bf16, Output::Bf16, 9, Draw::Typical, 9));
+    run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, None, Draw::Typical, 9));
+    run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Typical, 9));
 }
 
 /// Long rows on a device with much memory: the deepest ring goes round in every chunk.
@@ -173,8 +173,9 @@ fn many_tokens() {
         return;
     }
     let case = |bits, group, kind| Case::new([150, 136], bits, group, kind, true, 11);
-    let float = Problem::float(case(4, 136, Kind::F16), Activation::F16, Output::F16, 1200, Draw::Usual, 11);
-    let whole = Problem::int8(case(8, 136, Kind::F32), Output::Bf16, 2100, None, Draw::Usual, 12);
+    let float =
+        Problem::float(case(4, 136, Kind::F16), Activation::F16, Output::F16, 1200, Draw::Typical, 11);
+    let whole = Problem::int8(case(8, 136, Kind::F32), Output::Bf16, 2100, None, Draw::Typical, 12);
     for problem in [float, whole] {
         let plan =
             LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
@@ -192,9 +193,9 @@ fn a_deep_ring() {
     let device = DeviceLimits::of(Architecture::Sm90);
     let case = |kind| Case::new([16, 7168], 4, 128, kind, true, 9);
     for problem in [
-        Problem::float(case(Kind::F16), Activation::F16, Output::F16, 3, Draw::Usual, 9),
-        Problem::float(case(Kind::F16), Activation::Bf16, Output::F16, 40, Draw::Usual, 9),
-        Problem::int8(case(Kind::Progressive), Output::F16, 11, None, Draw::Usual, 9),
+        Problem::float(case(Kind::F16), Activation::F16, Output::F16, 3, Draw::Typical, 9),
+        Problem::float(case(Kind::F16), Activation::Bf16, Output::F16, 40, Draw::Typical, 9),
+        Problem::int8(case(Kind::Progressive), Output::F16, 11, None, Draw::Typical, 9),
     ] {
         let plan =
             LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &device).unwrap();

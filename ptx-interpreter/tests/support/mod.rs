@@ -3,7 +3,7 @@
 
 use quant_ptx_interpreter::{Argument, Error, FaultKind, Launch, Memory, Module, Options, Report, WarpOrder};
 
-/// A kernel `k` with u64 parameters `p0`, `p1`, ..., the usual registers, and this body. `%rd1`, `%rd2`, ...
+/// A kernel `k` with u64 parameters `p0`, `p1`, ..., common registers, and this body. `%rd1`, `%rd2`, ...
 /// hold the parameters, `%r1` the thread, `%r2` the block, `%r3` the thread over the grid.
 pub fn kernel(parameters: usize, before: &str, body: &str) -> String {
     let list: Vec<_> = (0..parameters).map(|i| format!(".param .u64 p{i}")).collect();

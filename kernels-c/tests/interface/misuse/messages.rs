@@ -40,7 +40,7 @@ fn a_text_stands_there_where_all_is_well() {
     // SAFETY: all lives.
     let status = unsafe { qz1_layout_of(&matrix.weights(), 0, &mut empty(), &message) };
     assert_eq!((status, &text[..2]), (qz1_status::Ok, &b"\0\x55"[..]));
-    // The library failing is told in `status`, where a panic can be planted; here a piece is left out.
+    // The library failing is tested in `status`, where a panic can be planted; here a piece is left out.
     let mut out = vec![0_u8; matrix.layout().bytes as usize];
     let threads = threads(&Manner::LeaveOne);
     let (at, len) = (out.as_mut_ptr(), out.len());

@@ -214,7 +214,7 @@ fn packed_bytes_come_back() {
     }
 }
 
-/// A structure of the first version has no format, and means integers; a format that is none is refused.
+/// A structure of the first version has no format, and means integers; an unknown format is refused.
 #[test]
 fn formats_of_codes() {
     let weights = Weights::floats(FloatFormat::E2m1, 16, true);
