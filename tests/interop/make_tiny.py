@@ -119,6 +119,9 @@ LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_n
           "qk_rope_head_dim": 8, "v_head_dim": 24}
 GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 64,
                      "sliding_window": WINDOW, "swiglu_limit": 1.5, "attention_bias": False}
+NEMOTRON_EXPERTS = NEMOTRON | EXPERTS | {
+    "layers_block_type": [LINEAR, "moe", FULL, "moe"], "n_routed_experts": 8, "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 96, "routed_scaling_factor": 1.4}
 FAMILIES = {
     "llama-yarn": rope(**yarn()),
     "llama-yarn-mscale": rope(**yarn(mscale=0.8, mscale_all_dim=0.4, truncate=False, beta_fast=None)),
@@ -240,10 +243,34 @@ FAMILIES = {
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 5, "moe_topk": 2, "intermediate_size": 64},
     "gpt_neox": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
+    "gpt2": {"model_type": "gpt2", "n_inner": 160},
+    "gpt2-scaled": {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False,
+                    "activation_function": "gelu", "tie_word_embeddings": False},
+    # As published: the decoder's names lack their first part, and masks are stored.
+    "gpt2-bare": {"model_type": "gpt2", "n_inner": None},
+    "bloom": {"model_type": "bloom"},
+    # Slopes of two series; keys and names as published.
+    "bloom-bare": {"model_type": "bloom", "num_attention_heads": 6},
+    "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True,
+                  "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
+    "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
+    # transformers has no class for it: made from Llama's, and read as such.
+    "internlm2": {"model_type": "llama", "attention_bias": True},
+    "internlm2-plain": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
+    "cohere-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": False},
+    "nemotron_h-experts": NEMOTRON_EXPERTS | {"n_group": 4, "topk_group": 2},
+    "nemotron_h-latent": NEMOTRON_EXPERTS | {"moe_latent_size": 64, "mlp_bias": True, "norm_topk_prob": False},
+    "hy_v3": EXPERTS | {"model_type": "hy_v3", "num_experts": 6, "num_shared_experts": 2, "moe_intermediate_size": 64,
+                        "router_scaling_factor": 1.7},
+    "hy_v3-layers": EXPERTS | {"model_type": "hy_v3", "num_experts": 5, "moe_intermediate_size": 64,
+                               "router_scaling_factor": 0.6, "attention_bias": True,
+                               "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
+# What is made from another family's class.
+BUILT_AS_LLAMA = ("internlm2", "internlm2-plain")
 # transformers names the width of heads by the hidden size in these.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
-                    "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+                    "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
                     "ernie4_5_moe", "granitemoe"}
 
 
@@ -252,8 +279,10 @@ def family_options(variant):
                "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     options |= FAMILIES[variant]
-    if options["model_type"] == "gpt_neox":
+    if options["model_type"] in ("gpt_neox", "gpt2", "bloom"):
         options.pop("num_key_value_heads")
+    if options["model_type"] in ("gpt2", "bloom"):
+        options.pop("intermediate_size")
     if options["model_type"] in WITHOUT_HEAD_DIM:
         options.pop("head_dim")
     else:
@@ -283,7 +312,7 @@ def make_model(variant, seed):
             elif name.endswith(".A_log"):
                 # So slow that a state holds many tokens.
                 parameter.copy_(-2.5 + 0.5 * noise)
-            elif parameter.ndim == 1:
+            elif parameter.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 center = 0.0 if centered and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.3 * noise)
                 # Scores that are not scaled would be so large that single precision decides which key is looked at.
@@ -373,6 +402,63 @@ def join_experts(out):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def store_as_internlm2(out):
+    """Joins queries, keys and values of every key head, and takes InternLM2's names: what its own code reads."""
+    path = out / "model.safetensors"
+    tensors, config = load_file(path), json.loads((out / "config.json").read_text())
+    width = config["head_dim"]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}."
+        for kind in ("weight", "bias") if config["attention_bias"] else ("weight",):
+            heads = [list(tensors.pop(f"{block}self_attn.{letter}_proj.{kind}").split(width)) for letter in "qkv"]
+            queries, keys, values = heads
+            repeat, rows = len(queries) // len(keys), []
+            for key, value in zip(keys, values):
+                rows += [*queries[:repeat], key, value]
+                del queries[:repeat]
+            tensors[f"{block}attention.wqkv.{kind}"] = torch.cat(rows)
+    names = [("model.embed_tokens.", "model.tok_embeddings."), ("lm_head.", "output."), ("self_attn.o_proj", "attention.wo"),
+             ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"),
+             ("mlp.down_proj", "feed_forward.w2"), ("input_layernorm", "attention_norm"),
+             ("post_attention_layernorm", "ffn_norm")]
+    renamed = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in names:
+            name = name.replace(theirs, ours)
+        renamed[name] = tensor
+    save_file(renamed, path, metadata={"format": "pt"})
+
+    def edit(config):
+        rope = config.pop("rope_parameters")
+        config |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2",
+                   "bias": config.pop("attention_bias"), "rope_theta": rope["rope_theta"]}
+        del config["head_dim"], config["mlp_bias"]
+
+    edit_config(out / "config.json", edit)
+
+
+def store_without_prefix(out):
+    """Takes the names of a model that was saved without its head, with a mask as older checkpoints have one, and the
+    published keys of Bloom."""
+    path = out / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    if "wpe.weight" in tensors:
+        tensors["h.0.attn.bias"] = torch.tril(torch.ones(1, 1, 8, 8))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    def edit(config):
+        if config["model_type"] == "bloom":
+            config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head"), "n_inner": None,
+                       "seq_length": 512}
+
+    edit_config(out / "config.json", edit)
+
+
+def use_published_internlm3_keys(config):
+    config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": config.pop("attention_bias"),
+               "bias": config.pop("mlp_bias")}
+
+
 def make_tokenizer():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
@@ -437,6 +523,12 @@ def main():
         store_as_fp8(arguments.out)
     if arguments.variant == "qwen3_5_moe-published":
         join_experts(arguments.out)
+    if arguments.variant in BUILT_AS_LLAMA:
+        store_as_internlm2(arguments.out)
+    if arguments.variant in ("gpt2-bare", "bloom-bare"):
+        store_without_prefix(arguments.out)
+    if arguments.variant == "internlm3-published":
+        edit_config(arguments.out / "config.json", use_published_internlm3_keys)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))
     if arguments.variant == "mistral-layer-types":
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

@@ -8,6 +8,7 @@
 pub mod arch;
 mod attention;
 mod block;
+mod by_columns;
 mod cache;
 mod decoder;
 mod dequantized;
@@ -47,6 +48,8 @@ pub use arch::{
 pub use block::Block;
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
+pub(crate) use embeddings::EmbeddingNorm;
+pub(crate) use by_columns::transposed;
 pub(crate) use experts::add_expert;
 pub use head::{HEAD_TILE, Head, HeadParts};
 pub use kv::{KvCaching, KvScheme};

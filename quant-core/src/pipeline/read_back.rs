@@ -62,6 +62,11 @@ fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &Me
             block.replace_norm(node, norm);
         }
         Op::Linear { shape, .. } if entry.info.shape.len() == 2 => {
+            let [n, k] = *shape;
+            let values = match entry.by_columns {
+                true => (0..n * k).map(|at| values[at % k * n + at / k]).collect(),
+                false => values,
+            };
             let linear = block.linear(node).with_weight(WeightBody::F32 { shape: *shape, values });
             block.replace_linear(node, linear);
         }

@@ -229,3 +229,22 @@ pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
     }
     Ok(sparse)
 }
+
+/// The layers that `mlp_layer_types` says have an MLP and no experts, if it is there.
+///
+/// # Errors
+/// [`Error::Config`](crate::Error::Config) when it has another length, or entries that are not known.
+pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Option<Vec<bool>>> {
+    const TYPES: &str = "mlp_layer_types";
+    let Some(types) = config.optional_str_list(TYPES)? else { return Ok(None) };
+    if types.len() != layers {
+        return Err(config.error(TYPES, format!("has {} entries for {layers} blocks", types.len())));
+    }
+    match types.iter().find(|kind| !["dense", "sparse"].contains(kind)) {
+        Some(other) => {
+            let reason = format!("holds `{}`, which is not known", other.escape_default());
+            Err(config.error(TYPES, reason))
+        }
+        None => Ok(Some(types.iter().map(|kind| *kind == "dense").collect())),
+    }
+}

@@ -230,8 +230,8 @@ impl Decoder<'_> {
         let mut attention = self.attention(Some(rope), [self.flag("attention_bias", false)?; 2]);
         attention.head_norms = Some(HeadNorms {
             names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
-            whole_width: false,
             after_rope: true,
+            ..HeadNorms::OF_HEADS
         });
         Ok(attention)
     }
