@@ -39,7 +39,7 @@ PER_DAY = 6
 # Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
 # floats, and run.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
-                  "gpt2-bare", *make_tiny.BUILT_AS_LLAMA]
+                  "gpt2-bare", "granitemoehybrid-experts", *make_tiny.BUILT_AS_LLAMA]
 # Models that are stored quantized. Their numbers are read from codes and scales without our programs.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
@@ -95,6 +95,8 @@ TRAPS = {
     "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),
     "a GELU with a tangent": ("gpt2-scaled", {"activation_function": "gelu_new"}),
     "slopes and heads of another number": ("bloom", {"n_head": 8}),
+    "attention of Granite 4 turned": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "no factor of Granite 4's residual stream": ("granitemoehybrid", {"residual_multiplier": 1.0}),
     "no norms of single heads": ("cohere-norms", {"use_qk_norm": False}),
     "weights of Nemotron's experts not scaled": ("nemotron_h-experts", {"routed_scaling_factor": 1.0}),
     "Nemotron's experts as one group": ("nemotron_h-experts", {"n_group": 1, "topk_group": 1}),
@@ -172,6 +174,8 @@ WEIGHT_TRAPS = {
     "ups before gates, by names": ("internlm2", scaled("feed_forward.w1", lambda w: w.roll(1, 0))),
     "one norm for all heads": ("cohere-norms", scaled("q_norm", lambda w: w[:1].expand_as(w))),
     "experts' latents in another order": ("nemotron_h-latent", scaled("fc1_latent_proj.weight", lambda w: w.flip(0))),
+    "gates of Granite 4 after ups": ("granitemoehybrid-experts", scaled(
+        "shared_mlp.input_linear", lambda w: w.unflatten(0, (2, -1)).flip(0).flatten(0, 1))),
     "no shared expert": ("nemotron_h-experts", scaled("shared_experts.down_proj", torch.zeros_like)),
 }
 
@@ -378,8 +382,9 @@ class Family:
                 tensors |= {name: numpy.ascontiguousarray(weight.T) for name, weight in packed.items()}
             save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
             return self.as_llama(floats) if config["model_type"] == "internlm2" else floats
-        is_granite, is_gemma = (config["model_type"] == kind for kind in ("granitemoe", "gemma4_text"))
-        linears = ("w1", "w3", "w2") if is_granite else ("gate_proj", "up_proj", "down_proj")
+        is_hybrid = config["model_type"] == "granitemoehybrid"
+        is_granite, is_gemma = is_hybrid or config["model_type"] == "granitemoe", config["model_type"] == "gemma4_text"
+        linears = ("w1", "w3", "w2") if is_granite and not is_hybrid else ("gate_proj", "up_proj", "down_proj")
         count = config["num_experts" if is_gemma else "num_local_experts"]
         for layer in range(config["num_hidden_layers"]):
             mlp = f"model.layers.{layer}.{'block_sparse_moe.' if is_granite else '' if is_gemma else 'mlp.'}"

@@ -112,6 +112,10 @@ FALCON = {"model_type": "falcon_h1", "mamba_d_ssm": 96, "mamba_n_heads": 8, "mam
           "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "key_multiplier": 0.6,
           "mlp_multipliers": [0.8, 1.3], "embedding_multiplier": 2.5, "lm_head_multiplier": 0.4}
 EXPERTS = {"num_experts_per_tok": 3}
+GRANITE_HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+                  "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 32,
+                  "shared_intermediate_size": 96, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                  "residual_multiplier": 0.6, "logits_scaling": 2.5}
 SHARED_EXPERT = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 64, "n_group": 4,
                       "topk_group": 2, "first_k_dense_replace": 1}
@@ -262,6 +266,11 @@ FAMILIES = {
     "nemotron_h-latent": NEMOTRON_EXPERTS | {"moe_latent_size": 64, "mlp_bias": True, "norm_topk_prob": False},
     "hy_v3": EXPERTS | {"model_type": "hy_v3", "num_experts": 6, "num_shared_experts": 2, "moe_intermediate_size": 64,
                         "router_scaling_factor": 1.7},
+    "granitemoehybrid": GRANITE_HYBRID | {"num_local_experts": 0, "attention_bias": True},
+    "granitemoehybrid-rope": GRANITE_HYBRID | {
+        "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True,
+        "mamba_conv_bias": False, "tie_word_embeddings": True},
+    "granitemoehybrid-experts": GRANITE_HYBRID | EXPERTS | {"num_local_experts": 6, "intermediate_size": 64},
     "hy_v3-layers": EXPERTS | {"model_type": "hy_v3", "num_experts": 5, "moe_intermediate_size": 64,
                                "router_scaling_factor": 0.6, "attention_bias": True,
                                "mlp_layer_types": ["sparse", "dense", "sparse"]},
@@ -271,7 +280,7 @@ BUILT_AS_LLAMA = ("internlm2", "internlm2-plain")
 # transformers names the width of heads by the hidden size in these.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
                     "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
-                    "ernie4_5_moe", "granitemoe"}
+                    "ernie4_5_moe", "granitemoe", "granitemoehybrid"}
 
 
 def family_options(variant):

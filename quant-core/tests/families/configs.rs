@@ -236,6 +236,15 @@ pub fn cases() -> Vec<Case> {
         }
         config
     };
+    let granite = |more: Value| {
+        let mut config = json!({
+            "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
+            "mamba_proj_bias": true, "shared_intermediate_size": 64, "attention_multiplier": 0.4,
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.5,
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
     let nemotron = |more: Value| {
         let mut config = json!({
             "layers_block_type": ["linear_attention", "moe", "full_attention"], "mamba_num_heads": 4,
@@ -606,6 +615,41 @@ pub fn cases() -> Vec<Case> {
             unlike_kernels: true,
             not_rotated_for: Some("norms the embeddings"),
             ..Case::new("bloom", "BloomForCausalLM", json!({ "num_attention_heads": 8 }))
+        },
+        Case {
+            producers: vec!["input_layernorm", "post_attention_layernorm", "shared_mlp.input_linear"],
+            other_producers: vec![vec![
+                "input_layernorm",
+                "self_attn.v_proj",
+                "post_attention_layernorm",
+                "shared_mlp.input_linear",
+            ]],
+            rounding: 1.0,
+            ..Case::new("granitemoehybrid", "GraniteMoeHybridForCausalLM", granite(json!({ "num_local_experts": 0 })))
+        },
+        Case {
+            producers: vec![
+                "input_layernorm",
+                "post_attention_layernorm",
+                "block_sparse_moe.experts.0.up_proj",
+                "block_sparse_moe.experts.1.up_proj",
+                "shared_mlp.input_linear",
+            ],
+            other_producers: vec![vec![
+                "input_layernorm",
+                "self_attn.v_proj",
+                "post_attention_layernorm",
+                "block_sparse_moe.experts.0.up_proj",
+                "block_sparse_moe.experts.1.up_proj",
+                "shared_mlp.input_linear",
+            ]],
+            rounding: 1.0,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "granitemoehybrid, experts",
+                "GraniteMoeHybridForCausalLM",
+                granite(json!({ "num_local_experts": 2, "num_experts_per_tok": 1, "position_embedding_type": "rope" })),
+            )
         },
         Case {
             producers: experts(3, Some("mlp.shared_mlp.up_proj")),

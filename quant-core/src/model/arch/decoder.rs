@@ -244,7 +244,11 @@ impl<'a> Decoder<'a> {
             further_module: None,
             fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
                 Mlp::Experts(experts) => Some(experts.fused(self.hidden)),
-                Mlp::Gated { .. } | Mlp::GatedAs { .. } | Mlp::FusedGated { .. } | Mlp::Plain { .. } => None,
+                Mlp::Gated { .. }
+                | Mlp::GatedAs { .. }
+                | Mlp::FusedGated { .. }
+                | Mlp::FusedGatedAs { .. }
+                | Mlp::Plain { .. } => None,
             }),
             blocks: Blocks::new(self.layers, block, DecoderBlock::graph),
         })

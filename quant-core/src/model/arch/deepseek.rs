@@ -215,6 +215,7 @@ fn with_shared(config: &ConfigFields<'_>, routing: Routing, shared: usize) -> Re
         prefix: "mlp.shared_experts",
         intermediate: intermediate * shared,
         gate: None,
+        fused: None,
     });
     Ok(GatedExperts { shared, ..GatedExperts::new(routing, intermediate) })
 }

@@ -120,6 +120,7 @@ impl Family for Ernie45Moe {
             prefix: "mlp.shared_experts",
             intermediate: intermediate * shared,
             gate: None,
+            fused: None,
         });
         let experts = GatedExperts { shared, ..GatedExperts::new(routing, intermediate) };
         let step = config.optional_positive("moe_layer_interval")?.unwrap_or(1);
@@ -178,7 +179,7 @@ impl Family for HunYuanMoeV1 {
             normalized: true,
             ..routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok", "moe_topk"])?
         };
-        let shared = SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None };
+        let shared = SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None, fused: None };
         let experts = GatedExperts {
             router: "mlp.gate.wg",
             shared: Some(shared),
@@ -229,6 +230,7 @@ impl Family for HyV3 {
             prefix: "mlp.shared_mlp",
             intermediate: intermediate * shared,
             gate: None,
+            fused: None,
         });
         let experts = GatedExperts {
             router: "mlp.router.gate",

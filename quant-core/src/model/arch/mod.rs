@@ -18,6 +18,7 @@ mod glm;
 mod gpt2;
 mod gpt_neox;
 mod gpt_oss;
+mod granite_hybrid;
 mod graph;
 mod internlm;
 mod latent;
@@ -362,6 +363,7 @@ pub static FAMILIES: &[&dyn Family] = &[
     &internlm::InternLm2,
     &internlm::InternLm3,
     &experts_variants::HyV3,
+    &granite_hybrid::GraniteMoeHybrid,
     &gpt2::Gpt2,
     &bloom::Bloom,
     &opt::Opt,

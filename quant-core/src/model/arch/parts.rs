@@ -169,6 +169,8 @@ pub(super) enum Mlp {
     GatedAs { names: [&'static str; 3], activation: Activation, intermediate: usize },
     /// The same with gate and up in one linear, gate first.
     FusedGated { activation: Activation, intermediate: usize },
+    /// The same with module names of the two linears.
+    FusedGatedAs { names: [&'static str; 2], activation: Activation, intermediate: usize },
     /// `down(activation(up))`, with module names of up and down.
     Plain { names: [&'static str; 2], activation: Activation, intermediate: usize, bias: bool },
     /// Experts.
@@ -262,6 +264,22 @@ impl DecoderBlock {
         };
         g.add(Op::Add, &[stream, value])
     }
+}
+
+/// Adds a gated product whose gate and up are the rows of one linear, gate first, and the linear that reads it.
+pub(super) fn fused_gated(
+    g: &mut GraphBuilder,
+    x: NodeId,
+    [both, down]: [&str; 2],
+    activation: Activation,
+    [intermediate, hidden]: [usize; 2],
+) -> NodeId {
+    let period = 2 * intermediate;
+    let both = g.add(linear(both, [period, hidden], false), &[x]);
+    let [gate, up] =
+        [0, intermediate].map(|start| g.add(Op::Slice { period, start, width: intermediate }, &[both]));
+    let product = g.add(Op::Gated(activation), &[gate, up]);
+    g.add(linear(down, [hidden, intermediate], false), &[product])
 }
 
 pub(super) fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
@@ -397,12 +415,11 @@ impl Mlp {
                 g.add(linear(down, [hidden, intermediate], false), &[product])
             }
             Self::FusedGated { activation, intermediate } => {
-                let period = 2 * intermediate;
-                let both = g.add(linear("mlp.gate_up_proj", [period, hidden], false), &[x]);
-                let [gate, up] = [0, intermediate]
-                    .map(|start| g.add(Op::Slice { period, start, width: intermediate }, &[both]));
-                let product = g.add(Op::Gated(activation), &[gate, up]);
-                g.add(linear("mlp.down_proj", [hidden, intermediate], false), &[product])
+                let names = ["mlp.gate_up_proj", "mlp.down_proj"];
+                fused_gated(g, x, names, activation, [intermediate, hidden])
+            }
+            Self::FusedGatedAs { names, activation, intermediate } => {
+                fused_gated(g, x, names, activation, [intermediate, hidden])
             }
             Self::Plain { names: [up, down], activation, intermediate, bias } => {
                 let up = g.add(linear(up, [intermediate, hidden], bias), &[x]);
