@@ -115,9 +115,11 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
         let reason = format!("is {other}, and {heads} heads of that are not {width} wide");
         return Err(config.error(HEAD_DIM, reason));
     }
+    // The second is the width of a head, which the key may have as text.
+    let heads_key = (HEADS, Some(heads));
     let space = state_space(
         config,
-        [(HEADS, Some(heads)), ("", Some(width / heads)), ("mamba_n_groups", Some(1)), ("mamba_d_state", Some(256))],
+        [heads_key, heads_key, ("mamba_n_groups", Some(1)), ("mamba_d_state", Some(256))],
     )?;
     let space = StateSpace { head_dim: width / heads, ..space };
     Ok(Mamba2 {
