@@ -159,6 +159,52 @@ fn a_wrong_fold_changes_the_output() {
     }
 }
 
+/// Pairs that other programs fold and that are no folds: what stands between them stops the scale, or the norm is another
+/// one than that which the linears read.
+#[test]
+fn pairs_that_are_no_folds_change_the_output() {
+    let cases = cases();
+    for (name, producer, consumers) in [
+        ("gemma2", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"][..]),
+        ("glm4", "post_self_attn_layernorm", &["mlp.gate_up_proj"]),
+        ("olmo2", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"]),
+        ("exaone4", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"]),
+        ("gpt_oss", "mlp.experts.0.up_proj", &["mlp.experts.0.down_proj"]),
+        ("gemma4_text", "self_attn.v_proj", &["self_attn.o_proj"]),
+        ("phi", "mlp.fc1", &["mlp.fc2"]),
+        ("gpt2", "mlp.c_fc", &["mlp.c_proj"]),
+        ("bloom", "mlp.dense_h_to_4h", &["mlp.dense_4h_to_h"]),
+        ("gemma2", "mlp.gate_proj", &["mlp.down_proj"]),
+        ("deepseek_v3", "post_attention_layernorm", &["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]),
+    ] {
+        let case = cases.iter().find(|case| case.name == name).unwrap();
+        let bench = benches(case, Dtype::F32, 15).swap_remove(0);
+        let graph = bench.block.graph();
+        let node = |wanted: &str| (0..graph.nodes().len()).find(|id| graph.name(*id) == wanted).unwrap();
+        let consumers: Vec<NodeId> = consumers.iter().map(|name| node(name)).collect();
+        let width = |id: NodeId| match &graph.nodes()[id].op {
+            Op::Linear { shape, .. } => shape[0],
+            op => op.stored_norm().unwrap().1,
+        };
+        let (producer, input) = (node(producer), graph.all_rows_of(graph.nodes()[consumers[0]].inputs[0]));
+        let repeat = graph.width(input) / width(producer);
+        let wrong = FoldGroup {
+            producer,
+            rows: 0..width(producer),
+            inspected: consumers[0],
+            consumers,
+            input,
+            repeat,
+            run: if repeat == 1 { 1 } else { 16 },
+        };
+        assert!(!bench.groups().contains(&wrong), "{name}");
+        let mut rewrite = Rewrite::default();
+        bench.fold(&mut rewrite, &wrong, Dtype::F32, 16);
+        let change = bench.change(&rewrite);
+        assert!(change > 0.005, "{name} {}: {change:e}", bench.name(producer));
+    }
+}
+
 /// Scales of queries and keys cancel in the scores, and channels that a rotation mixes must share one.
 #[test]
 fn queries_and_keys_are_scaled_against_each_other() {

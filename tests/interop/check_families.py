@@ -92,6 +92,23 @@ TRAPS = {
     "no bias of experts": ("lfm2_moe", {}, ".expert_bias"),
     "weights of LFM2's experts not scaled": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "no sinks": ("gpt_oss", {}, ".sinks"),
+    "no correction of MiniMax's scores": ("minimax_m2", {}, ".e_score_correction_bias"),
+    "no correction of Ernie's scores": ("ernie4_5_moe", {}, ".e_score_correction_bias"),
+    "no yarn": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "longrope without its factor of attention": ("phi3", {"rope_parameters": make_tiny.FAMILIES["phi3"]["rope_parameters"] | {
+        "attention_factor": 1.0}}),
+    "short factors of longrope for long ones": ("phi3", {"rope_parameters": make_tiny.FAMILIES["phi3"]["rope_parameters"] | {
+        "long_factor": make_tiny.FAMILIES["phi3"]["rope_parameters"]["short_factor"]}}),
+    "queries not scaled by position": ("ministral3", {"rope_parameters": make_tiny.FAMILIES["ministral3"]["rope_parameters"] | {
+        "llama_4_scaling_beta": 0.0}}),
+    "embeddings of Granite not scaled": ("granite", {"embedding_multiplier": 1.0}),
+    "logits of Granite not scaled": ("granite", {"logits_scaling": 1.0}),
+    "a fixed factor of the base left out": ("hunyuan-dense", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0}}),
+    "a GELU with a tangent in GPT-NeoX": ("gpt_neox", {"hidden_act": "gelu_new"}),
+    "all channels turned in Phi": ("phi", {"partial_rotary_factor": 1.0, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    "layers without a window turned in Exaone 4": ("exaone4", {"sliding_window": 4096}),
     "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),
     "a GELU with a tangent": ("gpt2-scaled", {"activation_function": "gelu_new"}),
     "slopes and heads of another number": ("bloom", {"n_head": 8}),
@@ -137,6 +154,15 @@ def gates_before_values(tensor):
 # The same as other weights under the same configuration: what a reader that takes them for something else computes.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
+    "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
+    "gates before ups, not alternating": ("gpt_oss", scaled(
+        "experts.gate_up_proj", lambda w: w.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))),
+    "norms of whole projections as norms of heads": ("olmo2", scaled("q_norm", lambda w: w[:24].repeat(len(w) // 24))),
+    "no biases of experts": ("gpt_oss", scaled("experts.down_proj_bias", torch.zeros_like)),
+    "no bias of the router": ("gpt_oss", scaled("router.bias", torch.zeros_like)),
+    "no shared expert in DeepSeek": ("deepseek_v3", scaled("shared_experts.down_proj", torch.zeros_like)),
+    "queries of heads together, then keys, in GPT-NeoX": ("gpt_neox", scaled(
+        "query_key_value.weight", lambda w: w.unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(0, 2))),
     "norms of heads multiply by what is stored": ("qwen3_5", scaled("q_norm.weight", lambda w: w - 1)),
     "norms after delta nets multiply by 1 more": ("qwen3_5", scaled("linear_attn.norm", lambda w: w + 1)),
     "gates before queries": ("qwen3_5", scaled("q_proj.weight", halves_swapped(make_tiny.HEAD))),

@@ -294,17 +294,20 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     )
     .on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["internlm2"], Has::No("its class is not a part of it"), Basis::Read).on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["internlm2"], Has::No("its class is not a part of it"), Basis::Read)
+        .on(TRANSFORMERS_5, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_EXPERTS, Has::Yes, Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
     fact(&["hy_v3"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["granitemoehybrid"], Has::With(granite4_without_experts), Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["granitemoehybrid"], Has::With(granite4_without_experts), Basis::Run)
+        .on(TRANSFORMERS_5, REGISTRIES),
     fact(&["gemma4_text", "Gemma4ForConditionalGeneration"], Has::With(gemma4_without_experts), Basis::Run)
         .on(TRANSFORMERS_5, REGISTRIES),
     fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
-    fact(&["internlm3", "bloom"], Has::With(compressed_tensors_alone), Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["internlm3", "bloom"], Has::With(compressed_tensors_alone), Basis::Run)
+        .on(TRANSFORMERS_5, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
     fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),
 ];
@@ -368,17 +371,27 @@ fn head_of_opt(outline: &Outline) -> Verdict {
 
 /// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too.
 fn no_turned_codes(outline: &Outline) -> Verdict {
-    let is_called_so =
-        |scheme: &LinearScheme| scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3);
-    match outline.schemes().iter().find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme)) {
-        Some(scheme) => No(format!("it takes {scheme} of this family for a weight that is stored with inputs first")),
+    let is_called_so = |scheme: &LinearScheme| {
+        scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
+    };
+    match outline
+        .schemes()
+        .iter()
+        .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
+    {
+        Some(scheme) => {
+            No(format!("it takes {scheme} of this family for a weight that is stored with inputs first"))
+        }
         None => Yes,
     }
 }
 
 /// vLLM's linears in the classes of transformers.
 fn by_transformers(_: &Outline) -> Verdict {
-    With("it has no class of its own for this family, and runs that of transformers with its own linears".into())
+    With(
+        "it has no class of its own for this family, and runs that of transformers with its own linears"
+            .into(),
+    )
 }
 
 /// Experts of Gemma 4 are written one by one, and its class has them in one tensor.

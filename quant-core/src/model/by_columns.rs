@@ -20,7 +20,8 @@ pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture
         info.is_some() && architecture.is_stored_by_columns(name)
     };
     let turned = source.names().into_iter().filter(turned).map(|name| {
-        let mut info = source.info(name).cloned().unwrap_or_else(|| TensorInfo { dtype: Dtype::F32, shape: vec![] });
+        let mut info =
+            source.info(name).cloned().unwrap_or_else(|| TensorInfo { dtype: Dtype::F32, shape: vec![] });
         info.shape.reverse();
         (name.to_owned(), info)
     });

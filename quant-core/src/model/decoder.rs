@@ -11,8 +11,8 @@ use quant_kernels_cpu::candle::Runner;
 use super::per_layer::PerLayer;
 use super::soft_cap::soft_capped;
 use super::{
-    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model,
-    NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCache, KvCaching, KvScheme, Linear,
+    LogitsTransform, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 

@@ -46,10 +46,10 @@ pub use arch::{
     Routing, Scores, Wrapper,
 };
 pub use block::Block;
+pub(crate) use by_columns::transposed;
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
 pub(crate) use embeddings::EmbeddingNorm;
-pub(crate) use by_columns::transposed;
 pub(crate) use experts::add_expert;
 pub use head::{HEAD_TILE, Head, HeadParts};
 pub use kv::{KvCaching, KvScheme};

@@ -625,7 +625,11 @@ pub fn cases() -> Vec<Case> {
                 "shared_mlp.input_linear",
             ]],
             rounding: 1.0,
-            ..Case::new("granitemoehybrid", "GraniteMoeHybridForCausalLM", granite(json!({ "num_local_experts": 0 })))
+            ..Case::new(
+                "granitemoehybrid",
+                "GraniteMoeHybridForCausalLM",
+                granite(json!({ "num_local_experts": 0 })),
+            )
         },
         Case {
             producers: vec![
@@ -648,7 +652,9 @@ pub fn cases() -> Vec<Case> {
             ..Case::new(
                 "granitemoehybrid, experts",
                 "GraniteMoeHybridForCausalLM",
-                granite(json!({ "num_local_experts": 2, "num_experts_per_tok": 1, "position_embedding_type": "rope" })),
+                granite(
+                    json!({ "num_local_experts": 2, "num_experts_per_tok": 1, "position_embedding_type": "rope" }),
+                ),
             )
         },
         Case {

@@ -74,7 +74,9 @@ mod tests {
         // Of twice as many heads, the first, third and so on stand between those of eight.
         let twelve = AttentionShape::new(6, 2, 16).slopes();
         assert_eq!(twelve[..8], eight);
-        for (slope, between) in twelve[8..].iter().zip([(1.0, 0.5), (0.5, 0.25), (0.25, 0.125), (0.125, 0.0625)]) {
+        for (slope, between) in
+            twelve[8..].iter().zip([(1.0, 0.5), (0.5, 0.25), (0.25, 0.125), (0.125, 0.0625)])
+        {
             let (above, below): (f32, f32) = between;
             approx::assert_relative_eq!(*slope, (above * below).sqrt(), max_relative = 1e-6);
         }

@@ -29,7 +29,8 @@ impl Family for Cohere {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = read(config, self.name(), 5e5)?;
-        let norms = d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::OF_HEADS });
+        let norms =
+            d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::OF_HEADS });
         describe(&d, &Windows::Never, norms, true)
     }
 }

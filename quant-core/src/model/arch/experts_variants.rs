@@ -179,7 +179,8 @@ impl Family for HunYuanMoeV1 {
             normalized: true,
             ..routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok", "moe_topk"])?
         };
-        let shared = SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None, fused: None };
+        let shared =
+            SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None, fused: None };
         let experts = GatedExperts {
             router: "mlp.gate.wg",
             shared: Some(shared),
@@ -232,11 +233,8 @@ impl Family for HyV3 {
             gate: None,
             fused: None,
         });
-        let experts = GatedExperts {
-            router: "mlp.router.gate",
-            shared,
-            ..GatedExperts::new(routing, intermediate)
-        };
+        let experts =
+            GatedExperts { router: "mlp.router.gate", shared, ..GatedExperts::new(routing, intermediate) };
         let dense = match mlp_layer_types(config, d.layers)? {
             Some(dense) => dense,
             None => {

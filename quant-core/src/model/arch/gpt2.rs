@@ -82,8 +82,9 @@ impl Family for Gpt2 {
             attention.shape.score_scale = Some((scale / divisor) as f32);
             DecoderBlock { placement: Placement::Pre(["ln_1", "ln_2"]), ..d.block(attention, mlp) }
         })?;
-        architecture.max_positions =
-            config.optional_positive(either(config, ["n_positions", "max_position_embeddings"]))?.unwrap_or(1024);
+        architecture.max_positions = config
+            .optional_positive(either(config, ["n_positions", "max_position_embeddings"]))?
+            .unwrap_or(1024);
         architecture.learned_positions =
             Some(LearnedPositions { table: "transformer.wpe.weight".into(), offset: 0 });
         architecture.embedding = "transformer.wte.weight".into();
@@ -116,7 +117,9 @@ mod tests {
         assert_eq!((a.max_positions, a.attentions().len(), a.blocks.kinds().count()), (1024, 1, 1));
         assert!(a.graph(0).linears().any(|(_, name, shape, _)| name == "mlp.c_fc" && shape == [256, 64]));
         assert!(a.is_stored_by_columns("transformer.h.1.attn.c_attn.weight"));
-        for name in ["transformer.h.2.attn.c_attn.weight", "transformer.h.1.ln_1.weight", "transformer.wte.weight"] {
+        for name in
+            ["transformer.h.2.attn.c_attn.weight", "transformer.h.1.ln_1.weight", "transformer.wte.weight"]
+        {
             assert!(!a.is_stored_by_columns(name), "{name}");
         }
         let other = describe(&json!({ "hidden_size": 128, "n_embd": null, "num_hidden_layers": 3 })).unwrap();

@@ -47,10 +47,8 @@ impl Family for GraniteMoeHybrid {
             Some(0) => Mlp::FusedGatedAs { names: MLP, activation: Activation::Silu, intermediate: shared },
             _ => {
                 // Weights are the softmax of the chosen: that of all, scaled to add up to 1.
-                let routing = Routing {
-                    normalized: true,
-                    ..routing_by(config, &[EXPERTS], &["num_experts_per_tok"])?
-                };
+                let routing =
+                    Routing { normalized: true, ..routing_by(config, &[EXPERTS], &["num_experts_per_tok"])? };
                 let shared =
                     SharedExpert { prefix: "shared_mlp", intermediate: shared, gate: None, fused: Some(MLP) };
                 Mlp::Experts(GatedExperts {

@@ -382,8 +382,9 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
     };
     if let Some(family) = FAMILIES.iter().find(|f| f.architectures().contains(&found)) {
         let model_type = config.optional_str("model_type")?;
-        let borrows =
-            |f: &&&dyn Family| f.borrowed_classes().contains(&found) && model_type.is_some_and(|t| f.has_model_type(t));
+        let borrows = |f: &&&dyn Family| {
+            f.borrowed_classes().contains(&found) && model_type.is_some_and(|t| f.has_model_type(t))
+        };
         if let Some(borrower) = FAMILIES.iter().find(borrows) {
             return borrower.describe(config);
         }

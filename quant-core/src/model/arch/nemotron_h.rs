@@ -163,8 +163,11 @@ impl Family for NemotronH {
             false => None,
         };
         let mut architecture = d.architecture(|_| d.block(d.attention(None, [false; 2]), d.mlp(false)))?;
-        architecture.blocks =
-            Blocks::new(d.layers, |layer| kinds[layer], |kind| graph(&d, *kind, (&mamba, experts.as_ref()), mlp_bias));
+        architecture.blocks = Blocks::new(
+            d.layers,
+            |layer| kinds[layer],
+            |kind| graph(&d, *kind, (&mamba, experts.as_ref()), mlp_bias),
+        );
         architecture.embedding = "backbone.embeddings.weight".into();
         architecture.final_norm = Some(d.norm.op("backbone.norm_f", d.hidden));
         architecture.block_prefix = "backbone.layers.{}.";

@@ -149,13 +149,12 @@ pub(super) struct HeadNorms {
 
 impl HeadNorms {
     /// Norms of heads before the rotation, under the names of most families.
-    pub(super) const OF_HEADS: Self =
-        Self {
-            names: ["self_attn.q_norm", "self_attn.k_norm"],
-            whole_width: false,
-            by_head: false,
-            after_rope: false,
-        };
+    pub(super) const OF_HEADS: Self = Self {
+        names: ["self_attn.q_norm", "self_attn.k_norm"],
+        whole_width: false,
+        by_head: false,
+        after_rope: false,
+    };
 }
 
 /// What follows attention.
