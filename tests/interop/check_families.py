@@ -108,7 +108,6 @@ TRAPS = {
     "a GELU with a tangent in GPT-NeoX": ("gpt_neox", {"hidden_act": "gelu_new"}),
     "all channels turned in Phi": ("phi", {"partial_rotary_factor": 1.0, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
-    "layers without a window turned in Exaone 4": ("exaone4", {"sliding_window": 4096}),
     "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),
     "a GELU with a tangent": ("gpt2-scaled", {"activation_function": "gelu_new"}),
     "slopes and heads of another number": ("bloom", {"n_head": 8}),

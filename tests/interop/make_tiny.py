@@ -276,7 +276,47 @@ FAMILIES = {
                                "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
 # What is made from another family's class.
-BUILT_AS_LLAMA = ("internlm2", "internlm2-plain")
+BUILT_AS_LLAMA = ("internlm2", "internlm2-plain", "internlm2-128")
+
+# Families in widths that engines have kernels for: multiples of 32, and heads of 32 or 64 channels.
+WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_dim": 32, "tie_word_embeddings": True,
+               "layer_types": [SLIDING, FULL], "sliding_window": 48} | {
+                   key: GEMMA4[key] for key in ("model_type", "final_logit_softcapping", "rope_parameters")}
+ENGINES = {
+    "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                    "residual_multiplier": 0.6, "logits_scaling": 2.5},
+    "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
+        **yarn(mscale=1.0, mscale_all_dim=1.0), llama_4_scaling_beta=0.7, max_position_embeddings=256),
+    "ernie4_5-128": {"model_type": "ernie4_5", "head_dim": 32},
+    "hunyuan-128": {"model_type": "hunyuan_v1_dense", "head_dim": 32},
+    "gemma4-128": WIDE_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False},
+    "olmo3-128": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 48},
+    "exaone4-128": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 48, "head_dim": 32},
+    "glm-128": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
+    "glm4-128": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0} | rope(
+        partial_rotary_factor=0.5, rope_type="default"),
+    "phi-128": {"model_type": "phi"},
+    "cohere-128-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
+    "cohere2-128": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 48, "logit_scale": 0.25},
+    "gpt_neox-128": {"model_type": "gpt_neox"},
+    "gpt2-128": {"model_type": "gpt2"},
+    "bloom-128": {"model_type": "bloom"},
+    "internlm2-128": {"model_type": "llama", "head_dim": 32},
+    "internlm3-128": {"model_type": "internlm3", "head_dim": 32},
+    "qwen3_5-128": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": [LINEAR, FULL]},
+    "falcon_h1-128": FALCON | {"mamba_d_ssm": 128, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_rms_norm": True},
+    "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
+    "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
+    "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
+                            "router_scaling_factor": 1.7},
+    "deepseek_v3-128": DEEPSEEK | {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+}
+# Without such fields.
+WITHOUT_KEY_HEADS, FOUR_TIMES_AS_WIDE = ("gpt_neox", "gpt2", "bloom"), ("gpt2", "bloom")
 # transformers names the width of heads by the hidden size in these.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
                     "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
@@ -288,9 +328,9 @@ def family_options(variant):
                "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     options |= FAMILIES[variant]
-    if options["model_type"] in ("gpt_neox", "gpt2", "bloom"):
+    if options["model_type"] in WITHOUT_KEY_HEADS:
         options.pop("num_key_value_heads")
-    if options["model_type"] in ("gpt2", "bloom"):
+    if options["model_type"] in FOUR_TIMES_AS_WIDE:
         options.pop("intermediate_size")
     if options["model_type"] in WITHOUT_HEAD_DIM:
         options.pop("head_dim")
@@ -303,7 +343,14 @@ def make_model(variant, seed):
     options = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384,
                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
-    options = family_options(variant) if variant in FAMILIES else options | VARIANTS[variant]
+    if variant in FAMILIES:
+        options = family_options(variant)
+    else:
+        options |= (VARIANTS | ENGINES)[variant]
+        if options["model_type"] in WITHOUT_KEY_HEADS:
+            options.pop("num_key_value_heads")
+        if options["model_type"] in FOUR_TIMES_AS_WIDE:
+            options.pop("intermediate_size")
     # Weights of these families' norms are what is added to 1, but for those of gated delta nets.
     centered = options["model_type"].startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
     model_type = options.pop("model_type")
@@ -515,7 +562,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=VARIANTS | FAMILIES, default="gqa")
+    parser.add_argument("--variant", choices=VARIANTS | FAMILIES | ENGINES, default="gqa")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 
