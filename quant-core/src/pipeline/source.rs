@@ -235,7 +235,7 @@ pub(super) fn copy(
             None => Bytes::Own(read_into(job, entry, Vec::new())?),
         };
         finite(job, name, dtype, &bytes)?;
-        let sha256 = sha256_hex(&bytes);
+        let sha256 = sha256_hex(&*bytes);
         sink.write(output, 0, &as_written(entry, bytes))?;
         return Ok(copied(entry, sha256));
     }
