@@ -141,10 +141,6 @@ impl Case {
         if let Some(norm) = &architecture.embedding_norm {
             of_op(norm.name().to_owned(), norm);
         }
-        if let Some(positions) = &architecture.learned_positions {
-            let shape = [architecture.max_positions + positions.offset, architecture.hidden];
-            add(positions.table.clone(), &shape, Dtype::F32, 0.0, 0.5);
-        }
         if let Some(inputs) = &architecture.per_layer_inputs {
             of_op(inputs.norm.name().to_owned(), &inputs.norm);
             let features = architecture.layers * inputs.width;
@@ -152,6 +148,10 @@ impl Case {
             let shape = [features, architecture.hidden];
             add(format!("{}.weight", inputs.projection), &shape, Dtype::F32, 0.0, deviation);
             add(format!("{}.weight", inputs.table), &[inputs.vocab, features], Dtype::F32, 0.0, 0.3);
+        }
+        if let Some(positions) = &architecture.learned_positions {
+            let shape = [architecture.max_positions + positions.offset, architecture.hidden];
+            add(positions.table.clone(), &shape, Dtype::F32, 0.0, 0.5);
         }
         let outer = [architecture.vocab, architecture.hidden];
         add(architecture.embedding.clone(), &outer, Dtype::F32, 0.0, 1.0);
@@ -607,7 +607,11 @@ pub fn cases() -> Vec<Case> {
             producers: vec!["ln_1", "attn.c_attn", "ln_2"],
             has_pairs: false,
             not_rotated_for: Some("learned positions"),
-            ..Case::new("gpt2", "GPT2LMHeadModel", json!({ "scale_attn_by_inverse_layer_idx": true }))
+            ..Case::new(
+                "gpt2",
+                "GPT2LMHeadModel",
+                json!({ "scale_attn_by_inverse_layer_idx": true, "n_positions": 512 }),
+            )
         },
         Case {
             producers: vec!["input_layernorm", "post_attention_layernorm"],
