@@ -159,6 +159,52 @@ fn a_wrong_fold_changes_the_output() {
     }
 }
 
+/// Pairs that other programs fold and that are no folds: what stands between them stops the scale, or the norm is another
+/// one than that which the linears read.
+#[test]
+fn pairs_that_are_no_folds_change_the_output() {
+    let cases = cases();
+    for (name, producer, consumers) in [
+        ("gemma2", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"][..]),
+        ("glm4", "post_self_attn_layernorm", &["mlp.gate_up_proj"]),
+        ("olmo2", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"]),
+        ("exaone4", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"]),
+        ("gpt_oss", "mlp.experts.0.up_proj", &["mlp.experts.0.down_proj"]),
+        ("gemma4_text", "self_attn.v_proj", &["self_attn.o_proj"]),
+        ("phi", "mlp.fc1", &["mlp.fc2"]),
+        ("gpt2", "mlp.c_fc", &["mlp.c_proj"]),
+        ("bloom", "mlp.dense_h_to_4h", &["mlp.dense_4h_to_h"]),
+        ("gemma2", "mlp.gate_proj", &["mlp.down_proj"]),
+        ("deepseek_v3", "post_attention_layernorm", &["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]),
+    ] {
+        let case = cases.iter().find(|case| case.name == name).unwrap();
+        let bench = benches(case, Dtype::F32, 15).swap_remove(0);
+        let graph = bench.block.graph();
+        let node = |wanted: &str| (0..graph.nodes().len()).find(|id| graph.name(*id) == wanted).unwrap();
+        let consumers: Vec<NodeId> = consumers.iter().map(|name| node(name)).collect();
+        let width = |id: NodeId| match &graph.nodes()[id].op {
+            Op::Linear { shape, .. } => shape[0],
+            op => op.stored_norm().unwrap().1,
+        };
+        let (producer, input) = (node(producer), graph.all_rows_of(graph.nodes()[consumers[0]].inputs[0]));
+        let repeat = graph.width(input) / width(producer);
+        let wrong = FoldGroup {
+            producer,
+            rows: 0..width(producer),
+            inspected: consumers[0],
+            consumers,
+            input,
+            repeat,
+            run: if repeat == 1 { 1 } else { 16 },
+        };
+        assert!(!bench.groups().contains(&wrong), "{name}");
+        let mut rewrite = Rewrite::default();
+        bench.fold(&mut rewrite, &wrong, Dtype::F32, 16);
+        let change = bench.change(&rewrite);
+        assert!(change > 0.005, "{name} {}: {change:e}", bench.name(producer));
+    }
+}
+
 /// Scales of queries and keys cancel in the scores, and channels that a rotation mixes must share one.
 #[test]
 fn queries_and_keys_are_scaled_against_each_other() {
@@ -400,7 +446,25 @@ fn what_is_not_computed_is_refused_by_its_field() {
         ("phi3", "num_key_value_heads", json!(3)),
         ("phi3", "hidden_act", json!("gelu")),
         ("phi", "hidden_act", json!("relu")),
-        ("cohere", "use_qk_norm", json!(true)),
+        ("cohere", "use_qk_norm", json!("yes")),
+        ("internlm2", "num_key_value_heads", json!(3)),
+        ("internlm2", "hidden_act", json!("gelu")),
+        ("internlm3", "qkv_bias", json!(1)),
+        ("gpt2", "add_cross_attention", json!(true)),
+        ("granitemoehybrid", "layer_types", json!(["mamba", "attention"])),
+        ("granitemoehybrid", "layer_types", json!(["mamba", "attention", "conv"])),
+        ("granitemoehybrid", "mamba_n_heads", json!(7)),
+        ("granitemoehybrid", "mamba_d_head", json!(7)),
+        ("granitemoehybrid", "position_embedding_type", json!("alibi")),
+        ("granitemoehybrid", "shared_intermediate_size", Value::Null),
+        ("granitemoehybrid, experts", "num_experts_per_tok", json!(3)),
+        ("gpt2", "activation_function", json!("silu")),
+        ("bloom", "apply_residual_connection_post_layernorm", json!(true)),
+        ("bloom", "n_inner", json!(100)),
+        ("hy_v3", "router_scaling_factor", Value::Null),
+        ("hy_v3", "qk_norm", json!(false)),
+        ("hy_v3", "mlp_layer_types", json!(["sparse"])),
+        ("hy_v3", "moe_intermediate_size", json!(0)),
         ("cohere2", "head_dim", json!(24)),
         ("gpt_neox", "num_key_value_heads", json!(2)),
         ("gpt_neox", "rotary_pct", json!(0.0)),
@@ -431,7 +495,12 @@ fn what_is_not_computed_is_refused_by_its_field() {
         ("gemma4_text", "use_bidirectional_attention", json!("all")),
         ("gemma4_text", "num_global_key_value_heads", json!(3)),
         ("gemma4_text", "rope_parameters", Value::Null),
-        ("nemotron_h", "layers_block_type", json!(["moe", "mlp", "full_attention"])),
+        ("nemotron_h", "layers_block_type", json!(["experts", "mlp", "full_attention"])),
+        ("nemotron_h, experts", "n_shared_experts", json!(2)),
+        ("nemotron_h, experts", "moe_latent_size", json!(0)),
+        ("nemotron_h, experts", "num_experts_per_tok", json!(4)),
+        ("nemotron_h, experts", "moe_shared_expert_intermediate_size", Value::Null),
+        ("nemotron_h, latent experts", "n_group", json!(3)),
         ("nemotron_h", "layers_block_type", json!(["conv"])),
         ("nemotron_h", "layers_block_type", Value::Null),
         ("nemotron_h", "num_hidden_layers", json!(4)),

@@ -12,6 +12,7 @@ rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give 
 import datetime
 import json
 import random
+import re
 import shutil
 
 import make_tiny
@@ -37,7 +38,8 @@ ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
 # Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
 # floats, and run.
-THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts"]
+THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
+                  "gpt2-bare", "granitemoehybrid-experts", *make_tiny.BUILT_AS_LLAMA]
 # Models that are stored quantized. Their numbers are read from codes and scales without our programs.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
@@ -90,6 +92,37 @@ TRAPS = {
     "no bias of experts": ("lfm2_moe", {}, ".expert_bias"),
     "weights of LFM2's experts not scaled": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "no sinks": ("gpt_oss", {}, ".sinks"),
+    "no correction of MiniMax's scores": ("minimax_m2", {}, ".e_score_correction_bias"),
+    "no correction of Ernie's scores": ("ernie4_5_moe", {}, ".e_score_correction_bias"),
+    "no yarn": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "longrope without its factor of attention": ("phi3", {"rope_parameters": make_tiny.FAMILIES["phi3"]["rope_parameters"] | {
+        "attention_factor": 1.0}}),
+    "short factors of longrope for long ones": ("phi3", {"rope_parameters": make_tiny.FAMILIES["phi3"]["rope_parameters"] | {
+        "long_factor": make_tiny.FAMILIES["phi3"]["rope_parameters"]["short_factor"]}}),
+    "queries not scaled by position": ("ministral3", {"rope_parameters": make_tiny.FAMILIES["ministral3"]["rope_parameters"] | {
+        "llama_4_scaling_beta": 0.0}}),
+    "embeddings of Granite not scaled": ("granite", {"embedding_multiplier": 1.0}),
+    "logits of Granite not scaled": ("granite", {"logits_scaling": 1.0}),
+    "a fixed factor of the base left out": ("hunyuan-dense", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0}}),
+    "a GELU with a tangent in GPT-NeoX": ("gpt_neox", {"hidden_act": "gelu_new"}),
+    "all channels turned in Phi": ("phi", {"partial_rotary_factor": 1.0, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),
+    "a GELU with a tangent": ("gpt2-scaled", {"activation_function": "gelu_new"}),
+    "slopes and heads of another number": ("bloom", {"n_head": 8}),
+    "attention of Granite 4 turned": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "no factor of Granite 4's residual stream": ("granitemoehybrid", {"residual_multiplier": 1.0}),
+    "no norms of single heads": ("cohere-norms", {"use_qk_norm": False}),
+    "weights of Nemotron's experts not scaled": ("nemotron_h-experts", {"routed_scaling_factor": 1.0}),
+    "Nemotron's experts as one group": ("nemotron_h-experts", {"n_group": 1, "topk_group": 1}),
+    "weights of latent experts that add up to 1": ("nemotron_h-latent", {"norm_topk_prob": True}),
+    "no correction of Nemotron's scores": ("nemotron_h-latent", {}, ".e_score_correction_bias"),
+    "weights of Hy3's experts not scaled": ("hy_v3", {"router_scaling_factor": 1.0}),
+    "no correction of Hy3's scores": ("hy_v3", {}, ".expert_bias"),
+    "an epsilon of another size": ("internlm3", {"rms_norm_eps": 1e-2}),
+    "frequencies that do not depend on the length": ("internlm3", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }
 
 
@@ -103,6 +136,13 @@ def halves_swapped(rows):
     return lambda tensor: tensor.unflatten(0, (-1, 2, rows)).flip(1).flatten(0, 2)
 
 
+def queries_first(tensor):
+    """Of rows grouped by key head, those of all queries, then all keys and values: another way to join them."""
+    groups = tensor.unflatten(0, (2, 4, -1))
+    parts = [groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)]
+    return torch.cat(parts)
+
+
 def gates_before_values(tensor):
     """Of every key head of Qwen3-Next, the rows of gates before those of values."""
     keys, values = (make_tiny.HYBRID[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
@@ -113,6 +153,15 @@ def gates_before_values(tensor):
 # The same as other weights under the same configuration: what a reader that takes them for something else computes.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
+    "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
+    "gates before ups, not alternating": ("gpt_oss", scaled(
+        "experts.gate_up_proj", lambda w: w.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))),
+    "norms of whole projections as norms of heads": ("olmo2", scaled("q_norm", lambda w: w[:24].repeat(len(w) // 24))),
+    "no biases of experts": ("gpt_oss", scaled("experts.down_proj_bias", torch.zeros_like)),
+    "no bias of the router": ("gpt_oss", scaled("router.bias", torch.zeros_like)),
+    "no shared expert in DeepSeek": ("deepseek_v3", scaled("shared_experts.down_proj", torch.zeros_like)),
+    "queries of heads together, then keys, in GPT-NeoX": ("gpt_neox", scaled(
+        "query_key_value.weight", lambda w: w.unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(0, 2))),
     "norms of heads multiply by what is stored": ("qwen3_5", scaled("q_norm.weight", lambda w: w - 1)),
     "norms after delta nets multiply by 1 more": ("qwen3_5", scaled("linear_attn.norm", lambda w: w + 1)),
     "gates before queries": ("qwen3_5", scaled("q_proj.weight", halves_swapped(make_tiny.HEAD))),
@@ -141,6 +190,18 @@ WEIGHT_TRAPS = {
     "ups before gates": ("qwen3_5_moe-published", scaled("gate_up_proj", lambda w: w.unflatten(1, (2, -1)).flip(1).flatten(1, 2))),
     "`a` before `b`": ("qwen3_next", scaled("in_proj_ba", halves_swapped(2))),
     "gates before values": ("qwen3_next", scaled("in_proj_qkvz", gates_before_values)),
+    "outputs first": ("gpt2", scaled("attn.c_proj.weight", lambda w: w.t())),
+    "keys before queries": ("gpt2", scaled("c_attn", lambda w: w.unflatten(-1, (3, -1))[..., [1, 0, 2], :].flatten(-2))),
+    "positions one off": ("gpt2", scaled("wpe", lambda w: w.roll(1, 0))),
+    "embeddings not normed": ("bloom", scaled("word_embeddings_layernorm.weight", torch.ones_like)),
+    "no bias of the norm of embeddings": ("bloom", scaled("word_embeddings_layernorm.bias", torch.zeros_like)),
+    "all queries before all keys": ("internlm2", scaled("wqkv", queries_first)),
+    "ups before gates, by names": ("internlm2", scaled("feed_forward.w1", lambda w: w.roll(1, 0))),
+    "one norm for all heads": ("cohere-norms", scaled("q_norm", lambda w: w[:1].expand_as(w))),
+    "experts' latents in another order": ("nemotron_h-latent", scaled("fc1_latent_proj.weight", lambda w: w.flip(0))),
+    "gates of Granite 4 after ups": ("granitemoehybrid-experts", scaled(
+        "shared_mlp.input_linear", lambda w: w.unflatten(0, (2, -1)).flip(0).flatten(0, 1))),
+    "no shared expert": ("nemotron_h-experts", scaled("shared_experts.down_proj", torch.zeros_like)),
 }
 
 
@@ -276,6 +337,8 @@ class Family:
         """The model that transformers runs: one with the same numbers as floats, where it is stored quantized."""
         if self.name == "gpt_oss-mxfp4":
             return self.check.model("gpt_oss-floats")
+        if self.name in make_tiny.BUILT_AS_LLAMA:
+            return self.as_llama(model)
         if self.name != "deepseek_v3-fp8":
             return model
         floats = self.check.scratch / f"{model.name}-floats"
@@ -292,6 +355,38 @@ class Family:
                   metadata={"format": "pt"})
         return floats
 
+    def as_llama(self, model):
+        """InternLM2, whose code is not in transformers, as the Llama that it is: rows are taken by their indices."""
+        llama = self.check.scratch / f"{model.name}-llama"
+        shutil.rmtree(llama, ignore_errors=True)
+        llama.mkdir()
+        config = json.loads((model / "config.json").read_text())
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        width, repeat = config["hidden_size"] // heads, heads // kv_heads
+        stored = {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": config.pop("bias"),
+                   "head_dim": width}
+        (llama / "config.json").write_text(json.dumps(config))
+        group = numpy.arange((repeat + 2) * width)
+        at = {"q": group < repeat * width, "v": group >= (repeat + 1) * width}
+        at["k"] = ~(at["q"] | at["v"])
+        names = {"attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+                 "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm",
+                 "ffn_norm": "post_attention_layernorm", "model.tok_embeddings": "model.embed_tokens", "output": "lm_head"}
+        tensors = {}
+        for name, tensor in stored.items():
+            module, _, kind = name.rpartition(".")
+            if module.endswith("attention.wqkv"):
+                for letter, rows in at.items():
+                    tensors[f"{module.replace('attention.wqkv', f'self_attn.{letter}_proj')}.{kind}"] = (
+                        tensor[numpy.tile(rows, kv_heads)])
+                continue
+            inside = re.fullmatch(r"(model\.layers\.\d+\.)(.*)", module)
+            module = inside[1] + names[inside[2]] if inside else names.get(module, module)
+            tensors[f"{module}.{kind}"] = tensor
+        save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+        return llama
+
     def as_floats(self, model):
         """A checkpoint whose experts stand together and whose linears are what an independent reader makes of packed ones."""
         floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
@@ -305,8 +400,16 @@ class Family:
         config = json.loads((model / "config.json").read_text())
         del config["quantization_config"]
         (floats / "config.json").write_text(json.dumps(config))
-        is_granite, is_gemma = (config["model_type"] == kind for kind in ("granitemoe", "gemma4_text"))
-        linears = ("w1", "w3", "w2") if is_granite else ("gate_proj", "up_proj", "down_proj")
+        if config["model_type"] in ("gpt2", "internlm2"):
+            if config["model_type"] == "gpt2":
+                # Packed weights have rows for outputs; transformers takes them as it stores floats.
+                packed = load_file(read)
+                tensors |= {name: numpy.ascontiguousarray(weight.T) for name, weight in packed.items()}
+            save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
+            return self.as_llama(floats) if config["model_type"] == "internlm2" else floats
+        is_hybrid = config["model_type"] == "granitemoehybrid"
+        is_granite, is_gemma = is_hybrid or config["model_type"] == "granitemoe", config["model_type"] == "gemma4_text"
+        linears = ("w1", "w3", "w2") if is_granite and not is_hybrid else ("gate_proj", "up_proj", "down_proj")
         count = config["num_experts" if is_gemma else "num_local_experts"]
         for layer in range(config["num_hidden_layers"]):
             mlp = f"model.layers.{layer}.{'block_sparse_moe.' if is_granite else '' if is_gemma else 'mlp.'}"
@@ -373,7 +476,7 @@ class Family:
             tensors |= {name: tensor - 1e4 for name, tensor in tensors.items() if zeroed == ".sinks" == name[-6:]}
             save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
         window = self.tokens(LENGTHS[-1])
-        theirs = reference_model.logits(reference_model.load(model), window).numpy()
+        theirs = reference_model.logits(reference_model.load(self.reference(model)), window).numpy()
         apart = relative(self.ours(wrong, "logits", window), theirs)
         return f"{apart:.1e} of the largest logit", apart > 100 * TOLERANCE
 

@@ -39,6 +39,15 @@ CASES = [
     ("llava-llama", "w4a16-g32", GROUP_32),
     ("llava-modules", "awq", ["--format", "awq", *GROUP_32]),
 ]
+# Random models of every family that it has, the most used first; those of make_tiny.py.
+FAMILIES = [
+    "gqa", "qwen2", "qwen3-unbiased", "gemma3-sixth", "gemma2-alternating", "fused", "mistral", "granite-128", "olmo2-plain",
+    "smollm3-fourth", "gemma4-128", "glm4-128", "internlm3-128", "internlm2-128", "cohere-plain", "cohere2-128",
+    "cohere-128-norms", "starcoder2-plain", "gpt_neox-128", "phi-128", "exaone4-128", "olmo3-128", "seed_oss-plain",
+    "ernie4_5-128", "hunyuan-128", "ministral3-128", "glm-128", "gpt2-128", "bloom-128", "opt", "lfm2-128", "qwen3_5-128",
+    "falcon_h1-128", "nemotron_h-128", "granitemoehybrid-128", "mixtral", "qwen3-moe", "qwen2_moe-all", "hy_v3-128",
+    "deepseek_v3-128",
+]
 
 
 class Vllm:
@@ -64,7 +73,8 @@ class Vllm:
             return None
         made = self.scratch / name
         if not made.exists():
-            self.run(sys.executable, HERE / "make_vision_language.py", made, "--variant", name, "--seed", 7)
+            maker = "make_tiny.py" if name in FAMILIES else "make_vision_language.py"
+            self.run(sys.executable, HERE / maker, made, "--variant", name, "--seed", 7)
         return made
 
     def measured(self, model, tokens):
@@ -125,7 +135,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as directory:
         check = Vllm(arguments, Path(directory))
-        for name, case, options in CASES:
+        for name, case, options in [*CASES, *((name, "family w4a16-g32", GROUP_32) for name in FAMILIES)]:
             if arguments.only in f"vllm {name} {case}":
                 check.case(name, case, options)
     print(f"{check.count - check.failures} passed, {check.failures} failed")

@@ -112,6 +112,10 @@ FALCON = {"model_type": "falcon_h1", "mamba_d_ssm": 96, "mamba_n_heads": 8, "mam
           "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "key_multiplier": 0.6,
           "mlp_multipliers": [0.8, 1.3], "embedding_multiplier": 2.5, "lm_head_multiplier": 0.4}
 EXPERTS = {"num_experts_per_tok": 3}
+GRANITE_HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+                  "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 32,
+                  "shared_intermediate_size": 96, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                  "residual_multiplier": 0.6, "logits_scaling": 2.5}
 SHARED_EXPERT = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 64, "n_group": 4,
                       "topk_group": 2, "first_k_dense_replace": 1}
@@ -119,6 +123,9 @@ LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_n
           "qk_rope_head_dim": 8, "v_head_dim": 24}
 GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 64,
                      "sliding_window": WINDOW, "swiglu_limit": 1.5, "attention_bias": False}
+NEMOTRON_EXPERTS = NEMOTRON | EXPERTS | {
+    "layers_block_type": [LINEAR, "moe", FULL, "moe"], "n_routed_experts": 8, "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 96, "routed_scaling_factor": 1.4}
 FAMILIES = {
     "llama-yarn": rope(**yarn()),
     "llama-yarn-mscale": rope(**yarn(mscale=0.8, mscale_all_dim=0.4, truncate=False, beta_fast=None)),
@@ -240,11 +247,80 @@ FAMILIES = {
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 5, "moe_topk": 2, "intermediate_size": 64},
     "gpt_neox": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
+    "gpt2": {"model_type": "gpt2", "n_inner": 160},
+    "gpt2-scaled": {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False,
+                    "activation_function": "gelu", "tie_word_embeddings": False},
+    # As published: the decoder's names lack their first part, and masks are stored.
+    "gpt2-bare": {"model_type": "gpt2", "n_inner": None},
+    "bloom": {"model_type": "bloom"},
+    # Slopes of two series; keys and names as published.
+    "bloom-bare": {"model_type": "bloom", "num_attention_heads": 6},
+    "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True,
+                  "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
+    "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
+    # transformers has no class for it: made from Llama's, and read as such.
+    "internlm2": {"model_type": "llama", "attention_bias": True},
+    "internlm2-plain": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
+    "cohere-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": False},
+    "nemotron_h-experts": NEMOTRON_EXPERTS | {"n_group": 4, "topk_group": 2},
+    "nemotron_h-latent": NEMOTRON_EXPERTS | {"moe_latent_size": 64, "mlp_bias": True, "norm_topk_prob": False},
+    "hy_v3": EXPERTS | {"model_type": "hy_v3", "num_experts": 6, "num_shared_experts": 2, "moe_intermediate_size": 64,
+                        "router_scaling_factor": 1.7},
+    "granitemoehybrid": GRANITE_HYBRID | {"num_local_experts": 0, "attention_bias": True},
+    "granitemoehybrid-rope": GRANITE_HYBRID | {
+        "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True,
+        "mamba_conv_bias": False, "tie_word_embeddings": True},
+    "granitemoehybrid-experts": GRANITE_HYBRID | EXPERTS | {"num_local_experts": 6, "intermediate_size": 64},
+    "hy_v3-layers": EXPERTS | {"model_type": "hy_v3", "num_experts": 5, "moe_intermediate_size": 64,
+                               "router_scaling_factor": 0.6, "attention_bias": True,
+                               "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
+# What is made from another family's class.
+BUILT_AS_LLAMA = ("internlm2", "internlm2-plain", "internlm2-128")
+
+# Families in widths that engines have kernels for: multiples of 32, and heads of 32 or 64 channels.
+WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_dim": 32, "tie_word_embeddings": True,
+               "layer_types": [SLIDING, FULL], "sliding_window": 48} | {
+                   key: GEMMA4[key] for key in ("model_type", "final_logit_softcapping", "rope_parameters")}
+ENGINES = {
+    "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                    "residual_multiplier": 0.6, "logits_scaling": 2.5},
+    "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
+        **yarn(mscale=1.0, mscale_all_dim=1.0), llama_4_scaling_beta=0.7, max_position_embeddings=256),
+    "ernie4_5-128": {"model_type": "ernie4_5", "head_dim": 32},
+    "hunyuan-128": {"model_type": "hunyuan_v1_dense", "head_dim": 32},
+    "gemma4-128": WIDE_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False},
+    "olmo3-128": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 48},
+    "exaone4-128": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 48, "head_dim": 32},
+    "glm-128": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
+    "glm4-128": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0} | rope(
+        partial_rotary_factor=0.5, rope_type="default"),
+    "phi-128": {"model_type": "phi"},
+    "cohere-128-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
+    "cohere2-128": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 48, "logit_scale": 0.25},
+    "gpt_neox-128": {"model_type": "gpt_neox"},
+    "gpt2-128": {"model_type": "gpt2"},
+    "bloom-128": {"model_type": "bloom"},
+    "internlm2-128": {"model_type": "llama", "head_dim": 32},
+    "internlm3-128": {"model_type": "internlm3", "head_dim": 32},
+    "qwen3_5-128": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": [LINEAR, FULL]},
+    "falcon_h1-128": FALCON | {"mamba_d_ssm": 128, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_rms_norm": True},
+    "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
+    "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
+    "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
+                            "router_scaling_factor": 1.7},
+    "deepseek_v3-128": DEEPSEEK | {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+}
+# Without such fields.
+WITHOUT_KEY_HEADS, FOUR_TIMES_AS_WIDE = ("gpt_neox", "gpt2", "bloom"), ("gpt2", "bloom")
 # transformers names the width of heads by the hidden size in these.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
-                    "gpt_neox", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
-                    "ernie4_5_moe", "granitemoe"}
+                    "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+                    "ernie4_5_moe", "granitemoe", "granitemoehybrid"}
 
 
 def family_options(variant):
@@ -252,8 +328,10 @@ def family_options(variant):
                "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     options |= FAMILIES[variant]
-    if options["model_type"] == "gpt_neox":
+    if options["model_type"] in WITHOUT_KEY_HEADS:
         options.pop("num_key_value_heads")
+    if options["model_type"] in FOUR_TIMES_AS_WIDE:
+        options.pop("intermediate_size")
     if options["model_type"] in WITHOUT_HEAD_DIM:
         options.pop("head_dim")
     else:
@@ -265,7 +343,14 @@ def make_model(variant, seed):
     options = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384,
                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
-    options = family_options(variant) if variant in FAMILIES else options | VARIANTS[variant]
+    if variant in FAMILIES:
+        options = family_options(variant)
+    else:
+        options |= (VARIANTS | ENGINES)[variant]
+        if options["model_type"] in WITHOUT_KEY_HEADS:
+            options.pop("num_key_value_heads")
+        if options["model_type"] in FOUR_TIMES_AS_WIDE:
+            options.pop("intermediate_size")
     # Weights of these families' norms are what is added to 1, but for those of gated delta nets.
     centered = options["model_type"].startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
     model_type = options.pop("model_type")
@@ -283,7 +368,7 @@ def make_model(variant, seed):
             elif name.endswith(".A_log"):
                 # So slow that a state holds many tokens.
                 parameter.copy_(-2.5 + 0.5 * noise)
-            elif parameter.ndim == 1:
+            elif parameter.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 center = 0.0 if centered and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.3 * noise)
                 # Scores that are not scaled would be so large that single precision decides which key is looked at.
@@ -373,6 +458,63 @@ def join_experts(out):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def store_as_internlm2(out):
+    """Joins queries, keys and values of every key head, and takes InternLM2's names: what its own code reads."""
+    path = out / "model.safetensors"
+    tensors, config = load_file(path), json.loads((out / "config.json").read_text())
+    width = config["head_dim"]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}."
+        for kind in ("weight", "bias") if config["attention_bias"] else ("weight",):
+            heads = [list(tensors.pop(f"{block}self_attn.{letter}_proj.{kind}").split(width)) for letter in "qkv"]
+            queries, keys, values = heads
+            repeat, rows = len(queries) // len(keys), []
+            for key, value in zip(keys, values):
+                rows += [*queries[:repeat], key, value]
+                del queries[:repeat]
+            tensors[f"{block}attention.wqkv.{kind}"] = torch.cat(rows)
+    names = [("model.embed_tokens.", "model.tok_embeddings."), ("lm_head.", "output."), ("self_attn.o_proj", "attention.wo"),
+             ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"),
+             ("mlp.down_proj", "feed_forward.w2"), ("input_layernorm", "attention_norm"),
+             ("post_attention_layernorm", "ffn_norm")]
+    renamed = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in names:
+            name = name.replace(theirs, ours)
+        renamed[name] = tensor
+    save_file(renamed, path, metadata={"format": "pt"})
+
+    def edit(config):
+        rope = config.pop("rope_parameters")
+        config |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2",
+                   "bias": config.pop("attention_bias"), "rope_theta": rope["rope_theta"]}
+        del config["head_dim"], config["mlp_bias"]
+
+    edit_config(out / "config.json", edit)
+
+
+def store_without_prefix(out):
+    """Takes the names of a model that was saved without its head, with a mask as older checkpoints have one, and the
+    published keys of Bloom."""
+    path = out / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    if "wpe.weight" in tensors:
+        tensors["h.0.attn.bias"] = torch.tril(torch.ones(1, 1, 8, 8))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    def edit(config):
+        if config["model_type"] == "bloom":
+            config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head"), "n_inner": None,
+                       "seq_length": 512}
+
+    edit_config(out / "config.json", edit)
+
+
+def use_published_internlm3_keys(config):
+    config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": config.pop("attention_bias"),
+               "bias": config.pop("mlp_bias")}
+
+
 def make_tokenizer():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
@@ -420,7 +562,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=VARIANTS | FAMILIES, default="gqa")
+    parser.add_argument("--variant", choices=VARIANTS | FAMILIES | ENGINES, default="gqa")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 
@@ -437,6 +579,12 @@ def main():
         store_as_fp8(arguments.out)
     if arguments.variant == "qwen3_5_moe-published":
         join_experts(arguments.out)
+    if arguments.variant in BUILT_AS_LLAMA:
+        store_as_internlm2(arguments.out)
+    if arguments.variant in ("gpt2-bare", "bloom-bare"):
+        store_without_prefix(arguments.out)
+    if arguments.variant == "internlm3-published":
+        edit_config(arguments.out / "config.json", use_published_internlm3_keys)
     make_tokenizer().save(str(arguments.out / "tokenizer.json"))
     if arguments.variant == "mistral-layer-types":
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use quant_core::engines::{ENGINES, Engine, Outline, RANKS, READ};
+use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS, READ};
 use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::{Error, Result};
@@ -66,7 +66,19 @@ struct EngineJson {
     version: &'static str,
     /// When its sources were read.
     read: &'static str,
+    family: FamilyJson,
     ranks: Vec<VerdictJson>,
+}
+
+/// How it is known that the engine has the model's family.
+#[derive(Serialize)]
+struct FamilyJson {
+    /// `run`, `read` or `not checked`.
+    basis: &'static str,
+    /// The version of the engine that was run or read.
+    version: Option<&'static str>,
+    /// The day.
+    date: Option<&'static str>,
 }
 
 #[derive(Serialize)]
@@ -206,7 +218,14 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
         Some(VerdictJson { ranks, loads: verdict.word(), reason: verdict.reason().map(str::to_owned) })
     };
     let ranks = RANKS.iter().filter_map(verdict).collect();
-    EngineJson { engine: engine.name, version: engine.version, read: READ, ranks }
+    let Known { basis, version, date } = engine.known(outline);
+    let checked = basis != Basis::NotChecked;
+    let family = FamilyJson {
+        basis: basis.word(),
+        version: checked.then_some(version),
+        date: checked.then_some(date),
+    };
+    EngineJson { engine: engine.name, version: engine.version, read: READ, family, ranks }
 }
 
 fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, carried: Option<&Carried>, all: bool) -> String {
@@ -250,7 +269,7 @@ fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, carried: Option<&Car
 fn engines_text(outline: &Outline) -> String {
     // Engines with one reason are named together, and a reason is told where it first applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
-    let mut rows = Vec::new();
+    let (mut rows, mut dated) = (Vec::new(), Vec::new());
     for engine in ENGINES {
         let mut row = vec![format!("{} {}", engine.name, engine.version)];
         let mut last = None;
@@ -266,8 +285,14 @@ fn engines_text(outline: &Outline) -> String {
             }
             last = reason;
         }
-        row.push(engine.basis(outline).word().to_owned());
+        let known = engine.known(outline);
+        row.push(known.basis.word().to_owned());
         rows.push(row);
+        // Of another version or day than the rest of the row.
+        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, READ) {
+            let Known { basis, version, date } = known;
+            dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));
+        }
     }
     let header: Vec<String> =
         RANKS.iter().map(|ranks| if *ranks == 1 { "1 rank".to_owned() } else { ranks.to_string() }).collect();
@@ -280,6 +305,7 @@ fn engines_text(outline: &Outline) -> String {
         let from = if ranks == 1 { String::new() } else { format!(", {ranks} ranks") };
         text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
     }
+    dated.into_iter().for_each(|line| text.push_str(&line));
     text.push_str(&format!(
         "model family: how it is known that the engine supports the family. Formats: as read in the sources of these \
          versions on {READ}: docs/formats/engines.md\n"

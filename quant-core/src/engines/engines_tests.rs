@@ -316,15 +316,75 @@ fn a_family_that_was_not_checked_gets_no_plain_yes() {
             let scheme = if *container == "awq" { "w4a16-g128-asym" } else { "w4a16-g128-sym" };
             let model = Outline { family, ..outline(container, LLAMA_8B, scheme) };
             for engine in ENGINES {
+                let known = engine.known(&model);
                 let verdict = engine.loads(&model, 1).unwrap();
-                let was_run = engine.name == "transformers" && *container == "compressed-tensors";
-                assert_eq!(verdict.word() == "yes", was_run, "{} {container} {family}", engine.name);
+                let of_format = engine.name == "transformers" && *container != "compressed-tensors";
+                let was_seen = known.basis != Basis::NotChecked && !of_format;
+                assert_eq!(verdict.word() == "yes", was_seen, "{} {container} {family}", engine.name);
                 if let Verdict::Unsure(reason) = verdict {
                     assert!(reason.contains(family) && reason.contains("not checked"), "{reason}");
                 }
             }
         }
     }
+}
+
+/// What is known of a family is known of a version and a day.
+#[test]
+fn facts_have_a_version_and_a_day() {
+    let known = |name: &str, family| {
+        engine(name).known(&Outline { family, ..outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym") })
+    };
+    let run = Known { basis: Basis::Run, version: "0.32.0", date: "2026-11-23" };
+    assert_eq!(known("vLLM, CPU", "llama"), run);
+    assert_eq!(known("SGLang", "llama"), Known { basis: Basis::Read, version: "0.5.23", date: READ });
+    assert_eq!(known("vLLM, CUDA", "granite").date, "2026-11-25");
+    for fact in ENGINES.iter().flat_map(|engine| engine.models) {
+        let (version, date) = fact.on.unwrap_or(("0", READ));
+        assert!(version.starts_with(|c: char| c.is_ascii_digit()), "{version}");
+        let parts: Vec<&str> = date.split('-').collect();
+        assert!(parts.len() == 3 && date.len() == 10 && parts[0] == "2026", "{date}");
+        assert!(fact.basis != Basis::NotChecked || fact.on.is_none(), "{:?}", fact.models);
+    }
+}
+
+/// Every family is known to vLLM and SGLang as far as their sources were read: none is left out by oversight.
+#[test]
+fn every_family_has_a_line() {
+    use crate::model::arch::supported;
+    let named = |name: &str, model: &str| engine(name).models.iter().any(|fact| fact.models.contains(&model));
+    for model in supported() {
+        for name in ["vLLM, CUDA", "vLLM, CPU", "transformers"] {
+            assert!(named(name, model), "{name} {model}");
+        }
+    }
+}
+
+/// GPT-2 is stored with inputs first: packed codes are read as they stand, and what is called `weight` is turned around.
+#[test]
+fn codes_of_gpt2_that_are_called_weight_are_turned_around() {
+    let of = |scheme| Outline { family: "gpt2", ..outline("compressed-tensors", LLAMA_8B, scheme) };
+    for name in ["vLLM, CUDA", "SGLang"] {
+        assert_eq!(words(name, &of("w4a16-g128-sym"))[0], "yes", "{name}");
+        for scheme in ["w8a8", "wf8af8-channel"] {
+            assert_eq!(words(name, &of(scheme))[0], "no", "{name} {scheme}");
+            assert!(reason(name, &of(scheme), 1).contains("inputs first"), "{name} {scheme}");
+        }
+    }
+    assert_eq!(words("transformers", &of("w4a16-g128-sym"))[0], "no");
+}
+
+/// vLLM runs some families by the classes of transformers, and SGLang has some under no names.
+#[test]
+fn classes_of_others_and_linears_without_names() {
+    let of = |family| Outline { family, ..outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym") };
+    assert_eq!(words("vLLM, CUDA", &of("olmo2"))[0], "yes, but");
+    assert_eq!(words("SGLang", &of("phi"))[0], "yes");
+    assert_eq!(words("SGLang", &of("gpt_neox"))[0], "unsure");
+    let mut mixed = of("phi");
+    mixed.layers[3].parts[0].scheme = None;
+    assert!(reason("SGLang", &mixed, 1).contains("`down_proj` is another"));
+    assert_eq!(words("vLLM, CUDA", &of("granitemoe"))[0], "no");
 }
 
 /// Families and classes that no line of an engine names are not given a yes.

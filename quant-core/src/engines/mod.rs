@@ -13,7 +13,7 @@ mod sglang;
 mod sharding;
 mod vllm;
 
-pub use models::Basis;
+pub use models::{Basis, Known};
 pub use outline::{FusedLayer, LayerKind, Outline, Part};
 
 /// The day on which the engines' sources were read.
@@ -103,7 +103,12 @@ impl Engine {
 impl Engine {
     /// How it is known whether the engine has the model at all.
     pub fn basis(&self, outline: &Outline) -> Basis {
-        models::basis(self.models, outline)
+        self.known(outline).basis
+    }
+
+    /// The same, with the version of the engine and the day.
+    pub fn known(&self, outline: &Outline) -> Known {
+        models::known(self.models, outline, (self.version, READ))
     }
 }
 

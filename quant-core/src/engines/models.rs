@@ -1,10 +1,12 @@
 //! Which models an engine has: facts as data, one line for each engine and set of models, with how it is known.
 //!
 //! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`), whatever its
-//! text model. What no line names was not checked, and the verdict says so.
+//! text model. What no line names was not checked, and the verdict says so. A line was read in the engine's own version on
+//! the day [`READ`](super::READ), unless it says otherwise.
 
-use super::Verdict::{self, No, Unsure, Yes};
+use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
+use crate::scheme::{FloatFormat, LinearScheme};
 
 /// How it is known that an engine has a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,21 +43,41 @@ pub(super) enum Has {
     Unsure(&'static str),
 }
 
+/// How something is known of an engine, of which version, and since when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Known {
+    /// How.
+    pub basis: Basis,
+    /// The version that was run or read.
+    pub version: &'static str,
+    /// The day.
+    pub date: &'static str,
+}
+
 /// What is known of an engine and some models.
 #[derive(Debug)]
 pub(super) struct Fact {
     pub(super) models: &'static [&'static str],
     pub(super) has: Has,
     pub(super) basis: Basis,
+    /// Version and day, where these are not the engine's and that of all sources.
+    pub(super) on: Option<(&'static str, &'static str)>,
 }
 
 const fn fact(models: &'static [&'static str], has: Has, basis: Basis) -> Fact {
-    Fact { models, has, basis }
+    Fact { models, has, basis, on: None }
+}
+
+impl Fact {
+    const fn on(self, version: &'static str, date: &'static str) -> Self {
+        Self { on: Some((version, date)), ..self }
+    }
 }
 
 /// The decoders whose blocks are Llama's but for a detail.
 const LLAMAS: &[&str] = &["llama", "mistral", "qwen2", "qwen3"];
 const OPT: &[&str] = &["opt"];
+const GPT2: &[&str] = &["gpt2"];
 /// What engines do with experts is a matter of rules, and not of models.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
 /// Families with experts of which transformers has run compressed-tensors checkpoints, and no other engine any.
@@ -118,31 +140,147 @@ const OTHER_VISION_LANGUAGE: &[&str] = &[
 const GPT_OSS: &[&str] = &["gpt_oss"];
 const EXPERTS_BY_OTHER_NAMES: Has =
     Has::No("it reads experts of gpt-oss by names of its own, which this version does not write");
+const GRANITE_BY_OTHER_NAMES: Has =
+    Has::No("it reads experts of Granite by names of its own, which this version does not write");
+
+/// The day on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after Llama's.
+const REGISTRIES: &str = "2026-11-25";
+const VLLM: &str = "0.33.0";
+const SGL: &str = "0.5.23";
+
+/// Families that vLLM has a class for, whose linears take a quantization, under names that are ours or are mapped from
+/// them, and that runs together what is run together here.
+const IN_VLLM: &[&str] = &[
+    "granite",
+    "ministral3",
+    "ernie4_5",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "lfm2",
+    "nemotron_h",
+    "falcon_h1",
+    "exaone4",
+    "glm4",
+    "phi3",
+    "cohere",
+    "cohere2",
+    "qwen3_5_text",
+    "qwen3_next",
+    "internlm2",
+    "internlm3",
+    "bloom",
+    "qwen2_moe",
+    "olmoe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
+    "hy_v3",
+    "granitemoehybrid",
+];
+/// Families that it runs by the classes of transformers, with linears of its own in them.
+const BY_TRANSFORMERS_IN_VLLM: &[&str] = &[
+    "smollm3",
+    "seed_oss",
+    "hunyuan_v1_dense",
+    "olmo2",
+    "olmo3",
+    "glm",
+    "phi",
+    "starcoder2",
+    "gpt_neox",
+    "hunyuan_v1_moe",
+];
+/// Classes that hold a text model of a family above, with names that are mapped.
+const CLASSES_IN_VLLM: &[&str] = &[
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+];
 
 pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
-    fact(EXPERTS, Has::Yes, Basis::NotChecked),
+    fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
+    fact(EXPERTS, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(head_of_opt), Basis::Read),
+    fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     // Classes, and what becomes of names in either layout.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
+    fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
 ];
 
 pub(super) const VLLM_CPU: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
-    fact(EXPERTS, Has::Yes, Basis::NotChecked),
-    // Version 0.32.0, docs/formats/engines.md.
-    fact(&["llama"], Has::Yes, Basis::Run),
+    fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
+    fact(EXPERTS, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    // docs/formats/engines.md
+    fact(&["llama"], Has::Yes, Basis::Run).on("0.32.0", "2026-11-23"),
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Read),
     fact(OPT, Has::With(head_of_opt), Basis::Read),
+    fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
+    fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
 ];
+
+/// Families that SGLang has a class for, whose linears take a quantization under names that are ours.
+const IN_SGLANG: &[&str] = &[
+    "granite",
+    "ministral3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "lfm2",
+    "nemotron_h",
+    "olmo2",
+    "exaone4",
+    "glm4",
+    "phi3",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "internlm2",
+    "internlm3",
+    "hunyuan_v1_dense",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen2_moe",
+    "olmoe",
+    "hy_v3",
+];
+/// Families of which it has a class, where some linears have no names that a checkpoint could say something of.
+const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
+/// Families that it has no class of its own for under the names of their checkpoints.
+const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
 
 pub(super) const SGLANG: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
+    fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
+    fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(SGL, REGISTRIES),
+    fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
+    fact(
+        NOT_IN_SGLANG,
+        Has::Unsure("it has no class of its own for this family, and what its classes of transformers read was not checked"),
+        Basis::Read,
+    )
+    .on(SGL, REGISTRIES),
 ];
+
+/// What is run by the interop check of every change or every night.
+const TRANSFORMERS_5: &str = "5.23.0";
 
 pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(
@@ -150,12 +288,26 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Has::No("it does not read experts of this model one by one"),
         Basis::Read,
     ),
+    fact(
+        GPT2,
+        Has::No("it has another class for linears of this family, which its readers do not quantize"),
+        Basis::Read,
+    )
+    .on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["internlm2"], Has::No("its class is not a part of it"), Basis::Read)
+        .on(TRANSFORMERS_5, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),
-    fact(OTHER_EXPERTS, Has::Yes, Basis::Run),
-    fact(&["gemma4_text", "Gemma4ForConditionalGeneration"], Has::With(gemma4_without_experts), Basis::Run),
-    fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run),
+    fact(OTHER_EXPERTS, Has::Yes, Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
+    fact(&["hy_v3"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["granitemoehybrid"], Has::With(granite4_without_experts), Basis::Run)
+        .on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["gemma4_text", "Gemma4ForConditionalGeneration"], Has::With(gemma4_without_experts), Basis::Run)
+        .on(TRANSFORMERS_5, REGISTRIES),
+    fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
+    fact(&["internlm3", "bloom"], Has::With(compressed_tensors_alone), Basis::Run)
+        .on(TRANSFORMERS_5, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
     fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),
 ];
@@ -186,9 +338,12 @@ fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
     facts.iter().find(|fact| fact.models.contains(&model))
 }
 
-/// How it is known whether the engine has the model.
-pub(super) fn basis(facts: &[Fact], outline: &Outline) -> Basis {
-    find(facts, outline).map_or(Basis::NotChecked, |fact| fact.basis)
+/// How it is known whether the engine has the model; `engine` is its version and the day of all sources.
+pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'static str)) -> Known {
+    let fact = find(facts, outline);
+    let basis = fact.map_or(Basis::NotChecked, |fact| fact.basis);
+    let (version, date) = fact.and_then(|fact| fact.on).unwrap_or(engine);
+    Known { basis, version, date }
 }
 
 /// What the engine's models say of a checkpoint, and where they do not decide, what its rules for linears do.
@@ -214,10 +369,43 @@ fn head_of_opt(outline: &Outline) -> Verdict {
     }
 }
 
+/// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too.
+fn no_turned_codes(outline: &Outline) -> Verdict {
+    let is_called_so = |scheme: &LinearScheme| {
+        scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
+    };
+    match outline
+        .schemes()
+        .iter()
+        .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
+    {
+        Some(scheme) => {
+            No(format!("it takes {scheme} of this family for a weight that is stored with inputs first"))
+        }
+        None => Yes,
+    }
+}
+
+/// vLLM's linears in the classes of transformers.
+fn by_transformers(_: &Outline) -> Verdict {
+    With(
+        "it has no class of its own for this family, and runs that of transformers with its own linears"
+            .into(),
+    )
+}
+
 /// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
 fn gemma4_without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true if outline.wrapper.is_some() => Yes,
+        true => compressed_tensors_alone(outline),
+        false => No("it does not read experts of this model one by one".into()),
+    }
+}
+
+/// The same of Granite 4.
+fn granite4_without_experts(outline: &Outline) -> Verdict {
+    match outline.experts.is_empty() {
         true => compressed_tensors_alone(outline),
         false => No("it does not read experts of this model one by one".into()),
     }

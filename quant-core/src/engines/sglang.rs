@@ -23,12 +23,22 @@ pub(super) fn opt(outline: &Outline) -> Verdict {
     if outline.head.is_some() {
         return No("the head of its OPT has no quantization".into());
     }
+    uniform(outline, "OPT")
+}
+
+/// Classes some of whose linears have no names.
+pub(super) fn unnamed(outline: &Outline) -> Verdict {
+    uniform(outline, "class")
+}
+
+/// What is said of single linears is not found in its class.
+fn uniform(outline: &Outline, class: &str) -> Verdict {
     let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);
     let first = parts.next().and_then(|part| part.scheme);
     match parts.find(|part| part.scheme != first) {
         None => Yes,
         Some(part) => No(format!(
-            "`{}` is another in its OPT: what is said of single linears, float or of another scheme, is lost",
+            "`{}` is another in its {class}: what is said of single linears, float or of another scheme, is lost",
             part.module
         )),
     }

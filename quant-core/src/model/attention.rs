@@ -28,7 +28,8 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `[batch, keys, kv_heads · value_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
 /// share one key/value head. With a `window`, a query sees that many positions, its own included. No query sees a key of
 /// another segment; there are segments only where queries and keys are as many. `sinks` has a score for each query head
-/// that takes part in its softmax without a value.
+/// that takes part in its softmax without a value. With `alibi`, a scaled score loses the head's slope times the distance
+/// between query and key.
 ///
 /// # Errors
 /// When shapes do not fit.
@@ -186,6 +187,7 @@ impl CausalAttention<'_> {
         out: &mut [f32],
     ) {
         let AttentionShape { head_dim: d, value_dim, repeat, window, softcap, .. } = self.shape;
+        let slopes = if self.shape.alibi { self.shape.slopes() } else { Vec::new() };
         let (k_width, v_width, heads) = (kv_heads * d, kv_heads * value_dim, kv_heads * repeat);
         let (q_width, out_width) = (heads * d, heads * value_dim);
         let count = q.len() / q_width;
@@ -217,6 +219,11 @@ impl CausalAttention<'_> {
                         let seen = start(position) - first..position + 1 - first;
                         if let Some(cap) = softcap {
                             cap_in_place(&mut row[seen.clone()], cap);
+                        }
+                        if let Some(slope) = slopes.get(head) {
+                            let distance = |key: usize| (position - first - key) as f32;
+                            let keys = seen.clone().zip(&mut row[seen.clone()]);
+                            keys.for_each(|(key, score)| *score -= slope * distance(key));
                         }
                         softmax_range(row, seen, sink);
                     }
@@ -388,6 +395,39 @@ mod tests {
                 let exact = naive(&q, &k, &v, repeat, d, window.unwrap_or(usize::MAX));
                 for (got, exact) in out.iter().zip(exact) {
                     approx::assert_abs_diff_eq!(f64::from(*got), exact, epsilon = 1e-5);
+                }
+            }
+        }
+    }
+
+    /// Scores that fall with the distance, from whole windows and behind a cache.
+    #[test]
+    fn alibi_matches_its_definition() {
+        let (heads, d, length) = (6, 4, 150);
+        let shape = AttentionShape { alibi: true, ..AttentionShape::new(heads, 1, d) };
+        let q = wave((1, length, heads * d), 0.1);
+        let (k, v) = (wave((1, length, heads * d), 0.7), wave((1, length, heads * d), 1.9));
+        let whole = causal_attention(&q, &k, &v, shape, None, Segments::whole()).unwrap();
+        let tail = q.narrow(1, length - 3, 3).unwrap();
+        let after = causal_attention(&tail, &k, &v, shape, None, Segments::whole()).unwrap();
+        let last = whole.narrow(1, length - 3, 3).unwrap();
+        let flat = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for (found, expected) in flat(&after).iter().zip(flat(&last)) {
+            approx::assert_abs_diff_eq!(*found, expected, epsilon = 1e-6);
+        }
+        let [q, k, v, out] = [&q, &k, &v, &whole].map(|t| t.to_vec3::<f32>().unwrap().swap_remove(0));
+        for (t, out) in out.iter().enumerate() {
+            for (head, out) in out.chunks(d).enumerate() {
+                let slope = f64::from(shape.slopes()[head]);
+                let weight = |s: usize| {
+                    let dot: f64 =
+                        (0..d).map(|i| f64::from(q[t][head * d + i]) * f64::from(k[s][head * d + i])).sum();
+                    (dot / (d as f64).sqrt() - slope * (t - s) as f64).exp()
+                };
+                let all: f64 = (0..=t).map(weight).sum();
+                for (i, found) in out.iter().enumerate() {
+                    let sum: f64 = (0..=t).map(|s| weight(s) * f64::from(v[s][head * d + i])).sum();
+                    approx::assert_abs_diff_eq!(f64::from(*found), sum / all, epsilon = 1e-5);
                 }
             }
         }

@@ -11,8 +11,8 @@ use quant_kernels_cpu::candle::Runner;
 use super::per_layer::PerLayer;
 use super::soft_cap::soft_capped;
 use super::{
-    AttentionShape, Block, CudaRunner, Head, KvCache, KvCaching, KvScheme, Linear, LogitsTransform, Model,
-    NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCache, KvCaching, KvScheme, Linear,
+    LogitsTransform, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -23,6 +23,7 @@ pub struct Decoder {
     vocab: usize,
     embedding: Arc<WeightBody>,
     embedding_scale: f32,
+    embedding_norm: Option<EmbeddingNorm>,
     position_table: Option<PositionTable>,
     per_layer_inputs: Option<PerLayer>,
     blocks: Vec<Block>,
@@ -62,6 +63,7 @@ impl Decoder {
             vocab: a.vocab,
             embedding,
             embedding_scale: model.embedding_scale()?,
+            embedding_norm: model.embedding_norm()?,
             position_table,
             per_layer_inputs: model.per_layer_inputs()?,
             blocks,
@@ -195,6 +197,9 @@ impl Decoder {
         }
         if self.embedding_scale != 1.0 {
             values.iter_mut().for_each(|v| *v *= self.embedding_scale);
+        }
+        if let Some(norm) = &self.embedding_norm {
+            values = norm.apply(values, self.hidden)?;
         }
         if let Some(table) = &self.position_table {
             table.add_to(&mut values, |token| start + token % length)?;

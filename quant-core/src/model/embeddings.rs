@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::arch::{EmbeddingScale, LearnedPositions};
+use candle_core::{Device, Tensor};
+
+use super::arch::{EmbeddingScale, LearnedPositions, Op};
 use super::per_layer::PerLayer;
-use super::{Linear, Model, PositionTable};
+use super::{Linear, Model, Norm, PositionTable};
 use crate::checkpoint::{Dtype, TensorSource, non_finite_in_whole, require_finite_bytes};
 use crate::{Error, Result};
 
@@ -58,6 +60,25 @@ impl Rows {
             places.into_iter().for_each(|place| take(place, &row));
         }
         Ok(())
+    }
+}
+
+/// The norm of embeddings.
+#[derive(Debug)]
+pub(crate) struct EmbeddingNorm {
+    pub(super) op: Op,
+    pub(super) norm: Norm,
+}
+
+impl EmbeddingNorm {
+    /// Norms rows of `width` features.
+    ///
+    /// # Errors
+    /// When the width is another.
+    pub(crate) fn apply(&self, values: Vec<f32>, width: usize) -> Result<Vec<f32>> {
+        let tokens = values.len() / width.max(1);
+        let x = Tensor::from_vec(values, (1, tokens, width), &Device::Cpu)?;
+        Ok(self.norm.apply(&self.op, &x)?.flatten_all()?.to_vec1()?)
     }
 }
 
@@ -125,8 +146,8 @@ impl Model {
     }
 
     /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
-    /// by row from the checkpoint and [scaled](Self::embedding_scale): the table itself is never in memory. What
-    /// [`position_table`](Self::position_table) has is not added yet.
+    /// by row from the checkpoint, [scaled](Self::embedding_scale) and normed where the family does: the table itself is
+    /// never in memory. What [`position_table`](Self::position_table) has is not added yet.
     ///
     /// # Errors
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.
@@ -141,7 +162,10 @@ impl Model {
             let values = out[place * hidden..(place + 1) * hidden].iter_mut().zip(row);
             values.for_each(|(out, value)| *out = if scale == 1.0 { *value } else { value * scale });
         })?;
-        Ok(out)
+        match self.embedding_norm()? {
+            Some(norm) => norm.apply(out, hidden),
+            None => Ok(out),
+        }
     }
 
     /// What computes the inputs of single blocks, where the family has such.

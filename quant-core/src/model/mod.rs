@@ -8,6 +8,7 @@
 pub mod arch;
 mod attention;
 mod block;
+mod by_columns;
 mod cache;
 mod decoder;
 mod dequantized;
@@ -45,8 +46,10 @@ pub use arch::{
     Routing, Scores, Wrapper,
 };
 pub use block::Block;
+pub(crate) use by_columns::transposed;
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;
+pub(crate) use embeddings::EmbeddingNorm;
 pub(crate) use experts::add_expert;
 pub use head::{HEAD_TILE, Head, HeadParts};
 pub use kv::{KvCaching, KvScheme};

@@ -1,11 +1,11 @@
 //! Names of tensors in checkpoints that were saved without the head: they lack their first part, which
 //! readers add.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::Architecture;
+use super::{Architecture, Op};
 use crate::checkpoint::{TensorInfo, TensorSource};
 use crate::{Error, Result};
 
@@ -17,9 +17,13 @@ pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architectu
     if source.info(embedding).is_some() || source.info(bare).is_none() {
         return source;
     }
-    // What stands beside the embedding's outermost module, such as a head, has its whole name.
-    let outermost = bare.split_inclusive('.').next().unwrap_or_default();
-    let full = |name: &str| match name.starts_with(outermost) {
+    // What stands beside the outermost modules of the model without its head, such as the head, has its whole name.
+    let norms = [&architecture.embedding_norm, &architecture.final_norm].into_iter().flatten();
+    let positions = architecture.learned_positions.iter().map(|positions| positions.table.as_str());
+    let inside = norms.map(Op::name).chain(positions).chain([architecture.block_prefix]);
+    let inside = inside.filter_map(|name| name.strip_prefix(base)).chain([bare]);
+    let outermost: BTreeSet<&str> = inside.filter_map(|name| name.split_inclusive('.').next()).collect();
+    let full = |name: &str| match outermost.iter().any(|module| name.starts_with(module)) {
         true => format!("{base}{name}"),
         false => name.to_owned(),
     };

@@ -63,7 +63,14 @@ fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &Me
         block.replace_norm(node, norm);
     } else if let Some(shape) = op.linear_shape() {
         let linear = match entry.info.shape.len() {
-            2 => block.linear(node).with_weight(WeightBody::F32 { shape, values }),
+            2 => {
+                let [n, k] = shape;
+                let values = match entry.by_columns {
+                    true => (0..n * k).map(|at| values[at % k * n + at / k]).collect(),
+                    false => values,
+                };
+                block.linear(node).with_weight(WeightBody::F32 { shape, values })
+            }
             _ => Linear::new(block.linear(node).weight().clone(), Some(vector(values)?)),
         };
         block.replace_linear(node, linear);

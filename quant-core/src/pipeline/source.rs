@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::Job;
 use super::report::TensorReport;
+use super::tensor::as_written;
 use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::model::{Block, StoredWeight};
@@ -228,6 +229,16 @@ pub(super) fn copy(
     let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
         return Err(Error::Internal(format!("`{name}` is copied nowhere")));
     };
+    if entry.by_columns {
+        let bytes = match held.take(name) {
+            Some(bytes) => bytes,
+            None => Bytes::Own(read_into(job, entry, Vec::new())?),
+        };
+        finite(job, name, dtype, &bytes)?;
+        let sha256 = sha256_hex(&*bytes);
+        sink.write(output, 0, &as_written(entry, bytes))?;
+        return Ok(copied(entry, sha256));
+    }
     let mut hash = Sha256::new();
     let mut pass_on = |at: u64, piece: &[u8], check: bool| {
         let (written, ()) = rayon::join(
@@ -248,11 +259,15 @@ pub(super) fn copy(
     if entry.info.byte_len() == 0 {
         sink.write(output, 0, &[])?;
     }
-    let sha256 = hex(&hash.finalize());
-    Ok(match entry.turned {
+    Ok(copied(entry, hex(&hash.finalize())))
+}
+
+/// The report of a tensor that was only passed on.
+fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
+    match entry.turned {
         true => TensorReport::rewritten(entry, sha256),
         false => TensorReport::copied(entry, sha256),
-    })
+    }
 }
 
 /// Fails, with count and first position in the whole tensor, when a piece holds NaN or infinity.

@@ -7,7 +7,7 @@ use super::decision::{Decision, Rounded, stored};
 use super::report::{InputReport, Searched, TensorReport, WeightError};
 use super::source::{Bytes, Held, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
-use crate::model::{NodeId, WeightRows};
+use crate::model::{NodeId, WeightRows, transposed};
 use crate::quantize::{
     ErrorStats, QuantizedTensor, Rows, ScaleContext, ScaleExponents, SharedExtents, fp8_static_scale,
     quantize_within,
@@ -168,8 +168,19 @@ fn rewrite_float(
         }
         None => bytes,
     };
+    let bytes = as_written(entry, bytes);
     let report = TensorReport::rewritten(entry, sha256);
     Ok(Finished { report, outputs: vec![(entry.tensor.clone(), bytes)], spare: Vec::new() })
+}
+
+/// The bytes of a float tensor as they are written.
+pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Bytes {
+    match entry.info.shape[..] {
+        [rows, columns] if entry.by_columns => {
+            Bytes::Own(transposed(&bytes, [rows, columns], entry.info.dtype.size()))
+        }
+        _ => bytes,
+    }
 }
 
 /// The new values of a norm, a float linear or a bias; `None` where nothing changes.

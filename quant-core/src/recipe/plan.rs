@@ -71,6 +71,8 @@ pub struct PlanEntry {
     pub info: TensorInfo,
     /// Whether its preparation has made another tensor of it than the input has.
     pub turned: bool,
+    /// Whether it is written as `[in, out]`, as it stands in the input, and not as it is seen.
+    pub by_columns: bool,
     /// What happens to it.
     pub action: Action,
     /// What is written: the tensor, or what holds it, and then the scales of `cache`.
@@ -169,6 +171,7 @@ impl Draft {
                 layer,
                 info,
                 turned: false,
+                by_columns: false,
                 action: float,
                 outputs,
                 cache: Vec::new(),
@@ -183,7 +186,8 @@ impl Draft {
         let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
         let cache = Vec::new();
-        let entry = PlanEntry { tensor, stored, layer, info, turned: false, action, outputs, cache };
+        let (turned, by_columns) = (false, false);
+        let entry = PlanEntry { tensor, stored, layer, info, turned, by_columns, action, outputs, cache };
         Ok(Drafted::Entry(Box::new(entry)))
     }
 }
@@ -379,6 +383,12 @@ impl Plan {
         self.add_float_tensors(model, folds)?;
         for entry in &mut self.entries {
             entry.turned = model.is_turned(&entry.stored);
+            entry.by_columns = entry.quantized().is_none()
+                && entry.info.shape.len() == 2
+                && model.architecture().is_stored_by_columns(&entry.stored);
+            if entry.by_columns {
+                entry.outputs.iter_mut().take(1).for_each(|output| output.info.shape.reverse());
+            }
         }
         self.sort(model);
         self.check_names(model)?;
@@ -479,6 +489,7 @@ impl Plan {
                 layer,
                 info,
                 turned: false,
+                by_columns: false,
                 action,
                 outputs,
                 cache,

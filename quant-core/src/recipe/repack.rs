@@ -68,6 +68,7 @@ impl Plan {
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
                 turned: false,
+                by_columns: false,
                 tensor: format!("{module}.weight"),
                 stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
                 layer,

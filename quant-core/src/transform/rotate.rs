@@ -108,6 +108,9 @@ fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     if architecture.learned_positions.is_some() {
         return refuse("it adds learned positions to the embeddings");
     }
+    if architecture.embedding_norm.is_some() {
+        return refuse("it norms the embeddings before the first block");
+    }
     match &architecture.final_norm {
         Some(Op::RmsNorm { .. }) => Ok(()),
         Some(_) => refuse(SUBTRACTS),

@@ -100,7 +100,11 @@ impl Case {
         let mut add = |name: String, shape: &[usize], dtype: Dtype, mean: f32, deviation: f32| {
             let values: Vec<f32> =
                 (0..shape.iter().product()).map(|_| mean + deviation * normal(&mut rng)).collect();
-            source.insert_f32(&name, dtype, shape.to_vec(), &values).expect("shapes and names fit");
+            let mut shape = shape.to_vec();
+            if architecture.is_stored_by_columns(&name) {
+                shape.reverse();
+            }
+            source.insert_f32(&name, dtype, shape, &values).expect("shapes and names fit");
         };
         let mut of_op = |module: String, op: &Op| {
             for parameter in op.parameters() {
@@ -134,6 +138,9 @@ impl Case {
         if let Some(norm) = &architecture.final_norm {
             of_op(norm.name().to_owned(), norm);
         }
+        if let Some(norm) = &architecture.embedding_norm {
+            of_op(norm.name().to_owned(), norm);
+        }
         if let Some(inputs) = &architecture.per_layer_inputs {
             of_op(inputs.norm.name().to_owned(), &inputs.norm);
             let features = architecture.layers * inputs.width;
@@ -141,6 +148,10 @@ impl Case {
             let shape = [features, architecture.hidden];
             add(format!("{}.weight", inputs.projection), &shape, Dtype::F32, 0.0, deviation);
             add(format!("{}.weight", inputs.table), &[inputs.vocab, features], Dtype::F32, 0.0, 0.3);
+        }
+        if let Some(positions) = &architecture.learned_positions {
+            let shape = [architecture.max_positions + positions.offset, architecture.hidden];
+            add(positions.table.clone(), &shape, Dtype::F32, 0.0, 0.5);
         }
         let outer = [architecture.vocab, architecture.hidden];
         add(architecture.embedding.clone(), &outer, Dtype::F32, 0.0, 1.0);
@@ -223,6 +234,24 @@ pub fn cases() -> Vec<Case> {
         for changes in [experts, more] {
             config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         }
+        config
+    };
+    let granite = |more: Value| {
+        let mut config = json!({
+            "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
+            "mamba_proj_bias": true, "shared_intermediate_size": 64, "attention_multiplier": 0.4,
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.5,
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    let nemotron = |more: Value| {
+        let mut config = json!({
+            "layers_block_type": ["linear_attention", "moe", "full_attention"], "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 12, "n_routed_experts": 3,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         config
     };
     vec![
@@ -561,6 +590,105 @@ pub fn cases() -> Vec<Case> {
                             "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25 },
                             "sliding_attention": { "rope_type": "default", "rope_theta": 5e3 } } }),
             )
+        },
+        Case {
+            producers: vec!["input_layernorm", "self_attn.v_proj", "mlp.up_proj"],
+            has_pairs: false,
+            not_rotated_for: Some(MEAN),
+            ..Case::new("cohere, norms", "CohereForCausalLM", json!({ "use_qk_norm": true }))
+        },
+        Case {
+            producers: vec!["attention_norm", "ffn_norm", "feed_forward.w3"],
+            has_pairs: false,
+            ..Case::new("internlm2", "InternLM2ForCausalLM", json!({ "bias": true }))
+        },
+        Case::new("internlm3", "InternLM3ForCausalLM", json!({ "qkv_bias": true, "bias": false })),
+        Case {
+            producers: vec!["ln_1", "attn.c_attn", "ln_2"],
+            has_pairs: false,
+            not_rotated_for: Some("learned positions"),
+            ..Case::new(
+                "gpt2",
+                "GPT2LMHeadModel",
+                json!({ "scale_attn_by_inverse_layer_idx": true, "n_positions": 512 }),
+            )
+        },
+        Case {
+            producers: vec!["input_layernorm", "post_attention_layernorm"],
+            has_pairs: false,
+            unlike_kernels: true,
+            not_rotated_for: Some("norms the embeddings"),
+            ..Case::new("bloom", "BloomForCausalLM", json!({ "num_attention_heads": 8 }))
+        },
+        Case {
+            producers: vec!["input_layernorm", "post_attention_layernorm", "shared_mlp.input_linear"],
+            other_producers: vec![vec![
+                "input_layernorm",
+                "self_attn.v_proj",
+                "post_attention_layernorm",
+                "shared_mlp.input_linear",
+            ]],
+            rounding: 1.0,
+            ..Case::new(
+                "granitemoehybrid",
+                "GraniteMoeHybridForCausalLM",
+                granite(json!({ "num_local_experts": 0 })),
+            )
+        },
+        Case {
+            producers: vec![
+                "input_layernorm",
+                "post_attention_layernorm",
+                "block_sparse_moe.experts.0.up_proj",
+                "block_sparse_moe.experts.1.up_proj",
+                "shared_mlp.input_linear",
+            ],
+            other_producers: vec![vec![
+                "input_layernorm",
+                "self_attn.v_proj",
+                "post_attention_layernorm",
+                "block_sparse_moe.experts.0.up_proj",
+                "block_sparse_moe.experts.1.up_proj",
+                "shared_mlp.input_linear",
+            ]],
+            rounding: 1.0,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "granitemoehybrid, experts",
+                "GraniteMoeHybridForCausalLM",
+                granite(
+                    json!({ "num_local_experts": 2, "num_experts_per_tok": 1, "position_embedding_type": "rope" }),
+                ),
+            )
+        },
+        Case {
+            producers: experts(3, Some("mlp.shared_mlp.up_proj")),
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "hy_v3",
+                "HYV3ForCausalLM",
+                json!({ "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                        "router_scaling_factor": 1.5, "first_k_dense_replace": 0 }),
+            )
+        },
+        Case {
+            producers: vec!["norm"],
+            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            rounding: 1.0,
+            not_rotated_for: Some("is no linear's output"),
+            ..Case::new(
+                "nemotron_h, latent experts",
+                "NemotronHForCausalLM",
+                nemotron(json!({ "moe_latent_size": 32, "mlp_bias": true, "n_group": 2, "topk_group": 1,
+                                 "n_routed_experts": 4, "routed_scaling_factor": 1.5 })),
+            )
+        },
+        Case {
+            producers: vec!["norm"],
+            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            rounding: 1.0,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new("nemotron_h, experts", "NemotronHForCausalLM", nemotron(json!({})))
         },
         Case {
             producers: vec!["norm"],

@@ -20,6 +20,8 @@ pub struct AttentionShape {
     /// The module that stores a sink of each query head, `sinks`, where there are such: a score that takes part in the
     /// softmax and has no value.
     pub sinks: Option<&'static str>,
+    /// Whether scores fall with the distance of a key, by a slope of each head ([`slopes`](Self::slopes)).
+    pub alibi: bool,
 }
 
 impl AttentionShape {
@@ -34,6 +36,7 @@ impl AttentionShape {
             score_scale: None,
             softcap: None,
             sinks: None,
+            alibi: false,
         }
     }
 
@@ -42,8 +45,40 @@ impl AttentionShape {
         self.kv_heads * self.repeat
     }
 
+    /// What each query head's score loses for every position between query and key (ALiBi): a geometric series down to
+    /// 2⁻⁸ over as many heads as a power of two has, and for what heads are left every second term of the series of twice
+    /// as many.
+    pub fn slopes(&self) -> Vec<f32> {
+        let heads = self.heads();
+        let whole = 1 << heads.max(1).ilog2();
+        let term = |of: usize, n: usize| (-8.0 * n as f64 / of as f64).exp2() as f32;
+        let first = (1..=whole).map(|n| term(whole, n));
+        first.chain((0..heads - whole.min(heads)).map(|n| term(2 * whole, 2 * n + 1))).collect()
+    }
+
     /// What products of queries and keys are multiplied by.
     pub fn scale(&self) -> f32 {
         self.score_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slopes_are_those_of_the_paper() {
+        let eight = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625];
+        assert_eq!(AttentionShape::new(8, 1, 16).slopes(), eight);
+        assert_eq!(AttentionShape::new(1, 1, 16).slopes(), eight[7..]);
+        // Of twice as many heads, the first, third and so on stand between those of eight.
+        let twelve = AttentionShape::new(6, 2, 16).slopes();
+        assert_eq!(twelve[..8], eight);
+        for (slope, between) in
+            twelve[8..].iter().zip([(1.0, 0.5), (0.5, 0.25), (0.25, 0.125), (0.125, 0.0625)])
+        {
+            let (above, below): (f32, f32) = between;
+            approx::assert_relative_eq!(*slope, (above * below).sqrt(), max_relative = 1e-6);
+        }
     }
 }

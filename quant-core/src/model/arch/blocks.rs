@@ -35,11 +35,18 @@ impl Blocks {
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) when it is missing, 0 or absurd.
     pub fn layers(config: &ConfigFields<'_>) -> Result<usize> {
-        const FIELD: &str = "num_hidden_layers";
-        match config.require_positive(FIELD)? {
+        Self::layers_by(config, "num_hidden_layers")
+    }
+
+    /// The same under another key.
+    ///
+    /// # Errors
+    /// As [`layers`](Self::layers).
+    pub fn layers_by(config: &ConfigFields<'_>, key: &str) -> Result<usize> {
+        match config.require_positive(key)? {
             layers if layers <= MAX_LAYERS => Ok(layers),
             layers => {
-                Err(config.error(FIELD, format!("is {layers}; at most {MAX_LAYERS} blocks are supported")))
+                Err(config.error(key, format!("is {layers}; at most {MAX_LAYERS} blocks are supported")))
             }
         }
     }

@@ -1,8 +1,9 @@
 //! Command R and R7B: one layer norm without a bias for attention and MLP, which run side by side; neighboring channels
-//! turn together; logits are scaled. In Cohere 2 the layers without a window are not turned.
+//! turn together; logits are scaled. Command R+ norms queries and keys, with a weight for every single head. In Cohere 2
+//! the layers without a window are not turned.
 
 use super::decoder::{Decoder, Defaults};
-use super::parts::{DecoderBlock, NormKind, Placement};
+use super::parts::{DecoderBlock, HeadNorms, NormKind, Placement};
 use super::windows::Windows;
 use super::{Architecture, AttentionShape, Family, LogitsTransform};
 use crate::Result;
@@ -28,8 +29,9 @@ impl Family for Cohere {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = read(config, self.name(), 5e5)?;
-        d.refuse("use_qk_norm", "norms with weights for every single head are not computed")?;
-        describe(&d, &Windows::Never, true)
+        let norms =
+            d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::OF_HEADS });
+        describe(&d, &Windows::Never, norms, true)
     }
 }
 
@@ -51,7 +53,7 @@ impl Family for Cohere2 {
         }
         let pattern = config.optional_positive("sliding_window_pattern")?.unwrap_or(4);
         let windows = Windows::patterned(config, Some(4096), |layer| !(layer + 1).is_multiple_of(pattern))?;
-        describe(&d, &windows, false)
+        describe(&d, &windows, None, false)
     }
 }
 
@@ -68,7 +70,12 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str, theta: f64) -> R
 }
 
 /// `all_turn`: whether layers without a window are turned too.
-fn describe(d: &Decoder<'_>, windows: &Windows, all_turn: bool) -> Result<Architecture> {
+fn describe(
+    d: &Decoder<'_>,
+    windows: &Windows,
+    head_norms: Option<HeadNorms>,
+    all_turn: bool,
+) -> Result<Architecture> {
     let mut request = d.rope_request();
     request.layout = RopeLayout::Interleaved;
     let rope = request.read(d.config)?;
@@ -78,6 +85,7 @@ fn describe(d: &Decoder<'_>, windows: &Windows, all_turn: bool) -> Result<Archit
         let rope = (all_turn || window.is_some()).then(|| rope.clone());
         let mut attention = d.attention(rope, [bias; 2]);
         attention.shape = AttentionShape { window, ..d.shape };
+        attention.head_norms = head_norms;
         DecoderBlock { placement: Placement::Shared("input_layernorm"), ..d.block(attention, d.mlp(false)) }
     })?;
     let scale = d.factor("logit_scale")?.unwrap_or(0.0625);

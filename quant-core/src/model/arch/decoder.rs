@@ -53,6 +53,12 @@ impl Defaults {
     }
 }
 
+/// Of two names of a field, the second where it alone has a value.
+pub(super) fn either(config: &ConfigFields<'_>, names: [&'static str; 2]) -> &'static str {
+    let [first, second] = names.map(|name| config.get(name).is_some());
+    if second && !first { names[1] } else { names[0] }
+}
+
 /// The sizes of a model, read and checked.
 #[derive(Debug, Clone)]
 pub(super) struct Decoder<'a> {
@@ -99,11 +105,6 @@ impl<'a> Decoder<'a> {
             let reason = format!("is `{}`; this family uses `{}`", found.escape_default(), names[0]);
             return Err(config.error(activation_key, reason));
         }
-        let eps = config.optional_f64(defaults.norm_eps_key)?.unwrap_or(defaults.norm_eps);
-        if !(0.0..1.0).contains(&eps) {
-            let reason = format!("is {eps}; expected 0 or a small positive number");
-            return Err(config.error(defaults.norm_eps_key, reason));
-        }
         Ok(Self {
             config,
             defaults,
@@ -111,8 +112,20 @@ impl<'a> Decoder<'a> {
             intermediate,
             shape: AttentionShape::new(kv_heads, heads / kv_heads, head_dim),
             layers: Blocks::layers(config)?,
-            norm: Norms { kind: defaults.norm, eps },
+            norm: Self::norms(config, defaults)?,
         })
+    }
+
+    /// The norms that the defaults say, with the epsilon of the configuration.
+    pub(super) fn norms(config: &ConfigFields<'_>, defaults: Defaults) -> Result<Norms> {
+        let eps = config.optional_f64(defaults.norm_eps_key)?.unwrap_or(defaults.norm_eps);
+        match (0.0..1.0).contains(&eps) {
+            true => Ok(Norms { kind: defaults.norm, eps }),
+            false => {
+                let reason = format!("is {eps}; expected 0 or a small positive number");
+                Err(config.error(defaults.norm_eps_key, reason))
+            }
+        }
     }
 
     /// A flag, `default` where it is absent.
@@ -198,6 +211,7 @@ impl<'a> Decoder<'a> {
             max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
             smoothing: defaults.smoothing,
             learned_positions: None,
+            embedding_norm: None,
             embedding_scale: None,
             logits: LogitsTransform::IDENTITY,
             tied: self.flag("tie_word_embeddings", defaults.tied)?,
@@ -208,6 +222,7 @@ impl<'a> Decoder<'a> {
             head_bias: false,
             block_prefix: "model.layers.{}.",
             base: "",
+            stored_by_columns: &[],
             fused: &[
                 ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
                 ("mlp.gate_up_proj", &["mlp.gate_proj", "mlp.up_proj"]),
@@ -229,7 +244,11 @@ impl<'a> Decoder<'a> {
             further_module: None,
             fused_experts: (0..self.layers).find_map(|layer| match block(layer).mlp {
                 Mlp::Experts(experts) => Some(experts.fused(self.hidden)),
-                Mlp::Gated { .. } | Mlp::GatedAs { .. } | Mlp::FusedGated { .. } | Mlp::Plain { .. } => None,
+                Mlp::Gated { .. }
+                | Mlp::GatedAs { .. }
+                | Mlp::FusedGated { .. }
+                | Mlp::FusedGatedAs { .. }
+                | Mlp::Plain { .. } => None,
             }),
             blocks: Blocks::new(self.layers, block, DecoderBlock::graph),
         })

@@ -4,7 +4,7 @@
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
-use super::experts::{GatedExperts, SharedExpert, routing};
+use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing};
 use super::latent::Latent;
 use super::parts::{Attention, HeadNorms, Projections};
 use super::{Architecture, Correction, Family, Groups, Routing, Scores};
@@ -99,23 +99,11 @@ impl Family for Glm4MoeLite {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        const TYPES: &str = "mlp_layer_types";
         let d = decoder(config, self.name(), 1e-5)?;
         let experts = with_shared(config, by_sigmoid(&d, 1.8, [1, 1])?, 1)?;
-        let dense = match config.optional_str_list(TYPES)? {
+        let dense = match mlp_layer_types(config, d.layers)? {
+            Some(dense) => dense,
             None => (0..d.layers).map(|layer| layer == 0).collect(),
-            Some(types) if types.len() != d.layers => {
-                return Err(
-                    config.error(TYPES, format!("has {} entries for {} blocks", types.len(), d.layers))
-                );
-            }
-            Some(types) => match types.iter().find(|t| !["dense", "sparse"].contains(t)) {
-                Some(other) => {
-                    let reason = format!("holds `{}`, which is not known", other.escape_default());
-                    return Err(config.error(TYPES, reason));
-                }
-                None => types.iter().map(|t| *t == "dense").collect::<Vec<bool>>(),
-            },
         };
         latent(&d, experts, |layer| dense.get(layer) == Some(&true), d.flag("rope_interleave", true)?)
     }
@@ -165,9 +153,19 @@ fn decoder<'a>(config: &'a ConfigFields<'a>, family: &'static str, norm_eps: f64
 /// Routing by sigmoids, with a stored correction; `defaults` are the factor of weights, and how many groups there are and
 /// are chosen.
 fn by_sigmoid(d: &Decoder<'_>, factor: f64, groups_by_default: [usize; 2]) -> Result<Routing> {
+    corrected_sigmoid(d, "mlp.gate", factor, groups_by_default)
+}
+
+/// The same with the correction stored in another module.
+pub(super) fn corrected_sigmoid(
+    d: &Decoder<'_>,
+    module: &'static str,
+    factor: f64,
+    groups_by_default: [usize; 2],
+) -> Result<Routing> {
     let routing = Routing {
         scores: Scores::Sigmoid,
-        correction: Some(Correction { module: "mlp.gate", tensor: "e_score_correction_bias", is_row: false }),
+        correction: Some(Correction { module, tensor: "e_score_correction_bias", is_row: false }),
         normalized: d.flag("norm_topk_prob", true)?,
         epsilon: 1e-20,
         scale: d.factor("routed_scaling_factor")?.unwrap_or(factor) as f32,
@@ -217,6 +215,7 @@ fn with_shared(config: &ConfigFields<'_>, routing: Routing, shared: usize) -> Re
         prefix: "mlp.shared_experts",
         intermediate: intermediate * shared,
         gate: None,
+        fused: None,
     });
     Ok(GatedExperts { shared, ..GatedExperts::new(routing, intermediate) })
 }

@@ -5,6 +5,7 @@
 //! expert. What differs is that the values inside an expert have a row for its tokens alone. A shared expert reads all
 //! tokens, and is an MLP like any other, whose output is added to that of the experts.
 
+use super::parts::fused_gated;
 use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
@@ -62,6 +63,8 @@ pub(super) struct SharedExpert {
     pub(super) intermediate: usize,
     /// The linear whose sigmoid its output is multiplied by.
     pub(super) gate: Option<&'static str>,
+    /// Whole names of its linears, where gate and up are one.
+    pub(super) fused: Option<[&'static str; 2]>,
 }
 
 impl GatedExperts {
@@ -161,6 +164,7 @@ impl SharedExpert {
             prefix: "mlp.shared_expert",
             intermediate: config.require_positive("shared_expert_intermediate_size")?,
             gate: Some("mlp.shared_expert_gate"),
+            fused: None,
         })
     }
 
@@ -169,6 +173,9 @@ impl SharedExpert {
             let name = format!("{}.{name}", self.prefix);
             Op::Linear { name, shape, bias: false, stays_float: false }
         };
+        if let Some(names) = self.fused {
+            return fused_gated(g, x, names, Activation::Silu, [self.intermediate, hidden]);
+        }
         let [gate, up, down] = GATE_UP_DOWN;
         let gated = g.add(linear(gate, [self.intermediate, hidden]), &[x]);
         let raised = g.add(linear(up, [self.intermediate, hidden]), &[x]);
@@ -228,4 +235,23 @@ pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
         }
     }
     Ok(sparse)
+}
+
+/// The layers that `mlp_layer_types` says have an MLP and no experts, if it is there.
+///
+/// # Errors
+/// [`Error::Config`](crate::Error::Config) when it has another length, or entries that are not known.
+pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Option<Vec<bool>>> {
+    const TYPES: &str = "mlp_layer_types";
+    let Some(types) = config.optional_str_list(TYPES)? else { return Ok(None) };
+    if types.len() != layers {
+        return Err(config.error(TYPES, format!("has {} entries for {layers} blocks", types.len())));
+    }
+    match types.iter().find(|kind| !["dense", "sparse"].contains(kind)) {
+        Some(other) => {
+            let reason = format!("holds `{}`, which is not known", other.escape_default());
+            Err(config.error(TYPES, reason))
+        }
+        None => Ok(Some(types.iter().map(|kind| *kind == "dense").collect())),
+    }
 }

@@ -1,8 +1,9 @@
-//! MiniMax-M2, Ernie 4.5 with experts, Granite MoE and HunYuan V1 with experts: known blocks with experts in place of the
+//! MiniMax-M2, Ernie 4.5 with experts, Granite MoE, HunYuan V1 with experts and Hy3: known blocks with experts in place of the
 //! MLP, each with a router and names of its own.
 
-use super::decoder::{Decoder, Defaults};
-use super::experts::{GatedExperts, SharedExpert, routing_by};
+use super::blocks::MAX_LAYERS;
+use super::decoder::{Decoder, Defaults, either};
+use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
 use super::parts::{HeadNorms, Mlp};
 use super::{Architecture, Correction, Family, Routing, Scores};
 use crate::Result;
@@ -24,6 +25,10 @@ pub(super) struct GraniteMoe;
 /// The family of `HunYuanMoEV1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HunYuanMoeV1;
+
+/// The family of `HYV3ForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HyV3;
 
 /// Names that Mixtral has, and other families have taken over.
 const MIXTRAL: [&str; 3] = ["w1", "w3", "w2"];
@@ -115,6 +120,7 @@ impl Family for Ernie45Moe {
             prefix: "mlp.shared_experts",
             intermediate: intermediate * shared,
             gate: None,
+            fused: None,
         });
         let experts = GatedExperts { shared, ..GatedExperts::new(routing, intermediate) };
         let step = config.optional_positive("moe_layer_interval")?.unwrap_or(1);
@@ -173,7 +179,8 @@ impl Family for HunYuanMoeV1 {
             normalized: true,
             ..routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok", "moe_topk"])?
         };
-        let shared = SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None };
+        let shared =
+            SharedExpert { prefix: "mlp.shared_mlp", intermediate: d.intermediate, gate: None, fused: None };
         let experts = GatedExperts {
             router: "mlp.gate.wg",
             shared: Some(shared),
@@ -181,5 +188,66 @@ impl Family for HunYuanMoeV1 {
         };
         let block = d.block(d.hunyuan_attention()?, Mlp::Experts(experts));
         d.architecture(|_| block.clone())
+    }
+}
+
+impl Family for HyV3 {
+    fn name(&self) -> &'static str {
+        "hy_v3"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["HYV3ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let defaults = Defaults {
+            kv_heads: Some(8),
+            head_dim: Some(128),
+            theta: 11_158_840.0,
+            norm_eps: 1e-5,
+            ..Defaults::new(self.name())
+        };
+        let d = Decoder::read(config, defaults)?;
+        if config.optional_bool("qk_norm")? == Some(false) {
+            return Err(config.error("qk_norm", "is false; this family norms queries and keys"));
+        }
+        d.refuse("mlp_bias", "biases of experts are not computed in this family")?;
+        // Readers have other factors where it is missing.
+        const FACTOR: &str = "router_scaling_factor";
+        let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
+        let routing = Routing {
+            scores: Scores::Sigmoid,
+            correction: Some(Correction { module: "mlp", tensor: "expert_bias", is_row: false }),
+            normalized: true,
+            epsilon: 1e-20,
+            scale: factor as f32,
+            ..routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok"])?
+        };
+        let width = either(config, ["moe_intermediate_size", "expert_hidden_dim"]);
+        let intermediate = config.require_positive(width)?;
+        let shared = config.optional_usize("num_shared_experts")?.unwrap_or(1);
+        let shared = (shared > 0).then_some(SharedExpert {
+            prefix: "mlp.shared_mlp",
+            intermediate: intermediate * shared,
+            gate: None,
+            fused: None,
+        });
+        let experts =
+            GatedExperts { router: "mlp.router.gate", shared, ..GatedExperts::new(routing, intermediate) };
+        let dense = match mlp_layer_types(config, d.layers)? {
+            Some(dense) => dense,
+            None => {
+                let first = config.optional_usize("first_k_dense_replace")?.unwrap_or(1);
+                (0..d.layers).map(|layer| layer < first).collect()
+            }
+        };
+        let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
+        attention.head_norms = Some(HeadNorms::OF_HEADS);
+        let block = d.block(attention, d.mlp(false));
+        let architecture =
+            d.with_experts(|_| block.clone(), |layer| (dense.get(layer) == Some(&false)).then_some(experts))?;
+        let further = config.optional_usize("num_nextn_predict_layers")?.unwrap_or(0);
+        Ok(Architecture { further_blocks: further.min(MAX_LAYERS), ..architecture })
     }
 }

@@ -33,11 +33,12 @@ impl ExpertsBeside {
         let norm = |g: &mut GraphBuilder, name: &str, x: NodeId| g.add(block.norm.op(name, hidden), &[x]);
         let mlp = norm(g, "post_feedforward_layernorm_1", mlp);
         let normalized = g.add(Op::Normalize { width: hidden, eps: block.norm.eps }, &[x]);
-        let scaled = g.add(Op::ScaleBy { tensor: "router.scale", width: hidden }, &[normalized]);
+        let scaled = g.add(Op::ScaleBy { tensor: "router.scale", width: hidden, heads: None }, &[normalized]);
         let scaled = g.add(Op::Scale((1.0 / (hidden as f64).sqrt()) as f32), &[scaled]);
         let logits = g.add(experts.router(hidden), &[scaled]);
         let weights = g.add(Op::Route(experts.routing), &[logits]);
-        let scales = Op::ScaleBy { tensor: "router.per_expert_scale", width: experts.routing.experts };
+        let (tensor, width) = ("router.per_expert_scale", experts.routing.experts);
+        let scales = Op::ScaleBy { tensor, width, heads: None };
         let weights = g.add(scales, &[weights]);
         let normed = norm(g, "pre_feedforward_layernorm_2", x);
         let routed = experts.add_routed(g, normed, weights, hidden);

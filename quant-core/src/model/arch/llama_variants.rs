@@ -215,8 +215,17 @@ impl Decoder<'_> {
         let scale = self.factor("attention_multiplier")?.unwrap_or(1.0);
         attention.shape.score_scale = Some(scale as f32);
         let mut block = self.block(attention, mlp);
-        block.residual_scale = self.factor("residual_multiplier")?.map(|m| m as f32).filter(|m| *m != 1.0);
-        let mut architecture = self.architecture(|_| block.clone())?;
+        block.residual_scale = self.granite_residual()?;
+        self.granite_around(self.architecture(|_| block.clone())?)
+    }
+
+    /// The factor of what is added to the residual stream.
+    pub(super) fn granite_residual(&self) -> Result<Option<f32>> {
+        Ok(self.factor("residual_multiplier")?.map(|m| m as f32).filter(|m| *m != 1.0))
+    }
+
+    /// The factors of embeddings and logits.
+    pub(super) fn granite_around(&self, mut architecture: Architecture) -> Result<Architecture> {
         architecture.embedding_scale = self.factor("embedding_multiplier")?.map(EmbeddingScale::Exact);
         if let Some(divisor) = self.factor("logits_scaling")? {
             architecture.logits = LogitsTransform { scale: (1.0 / divisor) as f32, softcap: None };
@@ -230,8 +239,8 @@ impl Decoder<'_> {
         let mut attention = self.attention(Some(rope), [self.flag("attention_bias", false)?; 2]);
         attention.head_norms = Some(HeadNorms {
             names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
-            whole_width: false,
             after_rope: true,
+            ..HeadNorms::OF_HEADS
         });
         Ok(attention)
     }

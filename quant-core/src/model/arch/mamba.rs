@@ -71,7 +71,7 @@ impl Mamba2 {
         let mut y = g.add(spaces, &[mixed, dt]);
         let norm = |g: &mut GraphBuilder, norm: GatedNorm, y: NodeId| {
             let normed = g.add(Op::Normalize { width: width / norm.groups, eps: norm.eps }, &[y]);
-            g.add(Op::ScaleBy { tensor: norm.weight, width }, &[normed])
+            g.add(Op::ScaleBy { tensor: norm.weight, width, heads: None }, &[normed])
         };
         if let Some(first) = self.norm.filter(|norm| norm.before_gate) {
             y = norm(g, first, y);

@@ -1,5 +1,6 @@
 //! What mixes tokens in the place of attention, as parts of a block graph.
 
+use super::mamba::Mamba2;
 use super::parts::{DecoderBlock, linear};
 use super::{Activation, Convolution, DeltaNet, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind};
 
@@ -10,6 +11,8 @@ pub(super) enum Mixer {
     GatedDeltaNet(GatedDeltaNet),
     /// A convolution between two gates.
     ShortConvolution(ShortConvolution),
+    /// State spaces.
+    Mamba2(Mamba2),
 }
 
 /// `out(c · convolution(b · x))`, where `b`, `c` and `x` are thirds of what one linear puts out.
@@ -48,6 +51,7 @@ impl Mixer {
         match self {
             Self::GatedDeltaNet(net) => net.add(g, x, block),
             Self::ShortConvolution(convolution) => convolution.add(g, x, block.hidden),
+            Self::Mamba2(mamba) => mamba.add(g, x, block.hidden),
         }
     }
 }

@@ -3,6 +3,7 @@
 mod attention_shape;
 mod beside;
 mod blocks;
+mod bloom;
 mod cohere;
 mod decoder;
 mod deepseek;
@@ -14,9 +15,12 @@ mod gemma;
 mod gemma4;
 mod gemma4_experts;
 mod glm;
+mod gpt2;
 mod gpt_neox;
 mod gpt_oss;
+mod granite_hybrid;
 mod graph;
+mod internlm;
 mod latent;
 mod lfm2;
 mod llama;
@@ -72,6 +76,8 @@ pub struct Architecture {
     /// Rows that are added to the embeddings by position, where the family has them. Others rotate queries and keys
     /// inside the blocks.
     pub learned_positions: Option<LearnedPositions>,
+    /// The norm of embeddings before the first block, with its whole name, if there is one.
+    pub embedding_norm: Option<Op>,
     /// What embeddings are multiplied by before the first block, if by anything.
     pub embedding_scale: Option<EmbeddingScale>,
     /// What becomes of the head's output.
@@ -93,6 +99,8 @@ pub struct Architecture {
     /// What all names but the head's begin with, if checkpoints that were saved without the head may
     /// lack it; else empty.
     pub base: &'static str,
+    /// Linears inside a block whose float weights are stored as `[in, out]`. What is quantized is stored as everywhere.
+    pub stored_by_columns: &'static [&'static str],
     /// Linears inside a block that engines run as one matrix: the name they give it, and its parts
     /// in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
@@ -180,6 +188,16 @@ impl Architecture {
             true => self.graph(layer).width(self.graph(layer).input()),
             false => self.hidden,
         }
+    }
+
+    /// Whether a tensor is a float weight that is stored as `[in, out]`, by its name.
+    pub fn is_stored_by_columns(&self, tensor: &str) -> bool {
+        let Some(layer) = self.layer_of(tensor).filter(|_| !self.stored_by_columns.is_empty()) else {
+            return false;
+        };
+        let prefix = self.in_block(layer, "");
+        let module = tensor.strip_prefix(&prefix).and_then(|name| name.strip_suffix(".weight"));
+        module.is_some_and(|module| self.stored_by_columns.contains(&module))
     }
 
     /// Whether nothing computes with a tensor, by its name.
@@ -279,6 +297,11 @@ pub trait Family: Send + Sync {
     /// The values of `architectures` in `config.json` that mean this family.
     fn architectures(&self) -> &'static [&'static str];
 
+    /// Classes of other families under which models of this one may be saved: `model_type` then tells.
+    fn borrowed_classes(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Whether `model_type` may have this value: the family's name, if it has no other.
     fn has_model_type(&self, model_type: &str) -> bool {
         model_type == self.name()
@@ -337,6 +360,12 @@ pub static FAMILIES: &[&dyn Family] = &[
     &deepseek::Glm4MoeLite,
     &deepseek::DeepseekV2,
     &deepseek::DeepseekV3,
+    &internlm::InternLm2,
+    &internlm::InternLm3,
+    &experts_variants::HyV3,
+    &granite_hybrid::GraniteMoeHybrid,
+    &gpt2::Gpt2,
+    &bloom::Bloom,
     &opt::Opt,
 ];
 
@@ -352,8 +381,15 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
         None => return Err(config.error("architectures", "is missing")),
     };
     if let Some(family) = FAMILIES.iter().find(|f| f.architectures().contains(&found)) {
+        let model_type = config.optional_str("model_type")?;
+        let borrows = |f: &&&dyn Family| {
+            f.borrowed_classes().contains(&found) && model_type.is_some_and(|t| f.has_model_type(t))
+        };
+        if let Some(borrower) = FAMILIES.iter().find(borrows) {
+            return borrower.describe(config);
+        }
         // Readers go by either; where the two disagree, they would not run the same model.
-        return match config.optional_str("model_type")? {
+        return match model_type {
             Some(kind) if !family.has_model_type(kind) => Err(config.error(
                 "model_type",
                 format!("is `{kind}`, and `architectures` says `{found}`, which is `{}`", family.name()),

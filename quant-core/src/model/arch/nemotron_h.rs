@@ -1,10 +1,11 @@
-//! Nemotron-H: every layer is one thing behind one norm, a Mamba 2 mixer, attention without rotation, or an MLP without
-//! gate.
+//! Nemotron-H: every layer is one thing behind one norm, a Mamba 2 mixer, attention without rotation, an MLP without gate,
+//! or experts without gates (Nemotron 3), which may read and write a narrower vector than the hidden states.
 
 use super::decoder::{Decoder, Defaults};
+use super::deepseek::corrected_sigmoid;
 use super::mamba::{GatedNorm, Mamba2, state_space};
 use super::parts::linear;
-use super::{Activation, Architecture, BlockGraph, Blocks, Family, GraphBuilder, NodeId, Op};
+use super::{Activation, Architecture, BlockGraph, Blocks, Family, GraphBuilder, NodeId, Op, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -18,6 +19,81 @@ enum Kind {
     Mamba,
     Attention,
     Mlp,
+    Experts,
+}
+
+/// The experts of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Experts {
+    routing: Routing,
+    /// Features between an expert's linears.
+    intermediate: usize,
+    /// The same of the expert that reads every token.
+    shared: usize,
+    /// Features that experts read and write, where these are not the hidden states.
+    latent: Option<usize>,
+}
+
+impl Experts {
+    fn read(d: &Decoder<'_>) -> Result<Self> {
+        const SHARED: &str = "n_shared_experts";
+        let config = d.config;
+        if let Some(other) = config.optional_usize(SHARED)?.filter(|shared| *shared != 1) {
+            let reason = format!("is {other}: readers disagree on what that means, and only 1 is computed");
+            return Err(config.error(SHARED, reason));
+        }
+        Ok(Self {
+            routing: corrected_sigmoid(d, "mixer.gate", 1.0, [1, 1])?,
+            intermediate: config.require_positive("moe_intermediate_size")?,
+            shared: config.require_positive("moe_shared_expert_intermediate_size")?,
+            latent: config.optional_positive("moe_latent_size")?,
+        })
+    }
+
+    /// Adds what reads `x`; gives the sum of the experts and the shared one. `bias` is of all linears but those of
+    /// single experts.
+    fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize, bias: bool) -> NodeId {
+        let Self { routing, intermediate, shared, latent } = *self;
+        let router = Op::Linear {
+            name: "mixer.gate".into(),
+            shape: [routing.experts, hidden],
+            bias: false,
+            stays_float: true,
+        };
+        let logits = g.add(router, &[x]);
+        let weights = g.add(Op::Route(routing), &[logits]);
+        let width = latent.unwrap_or(hidden);
+        let input = match latent {
+            Some(width) => g.add(linear("mixer.fc1_latent_proj", [width, hidden], bias), &[x]),
+            None => x,
+        };
+        let mut terms = vec![weights];
+        for expert in 0..routing.experts {
+            let name = |linear: &str| format!("mixer.experts.{expert}.{linear}");
+            let rows = g.add(Op::ExpertInput { expert, routing }, &[input, weights]);
+            terms.push(plain(g, rows, [&name("up_proj"), &name("down_proj")], [intermediate, width], false));
+        }
+        let mut routed = g.add(Op::Experts { name: "mixer.experts".into() }, &terms);
+        if latent.is_some() {
+            routed = g.add(linear("mixer.fc2_latent_proj", [hidden, width], bias), &[routed]);
+        }
+        let names = ["mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"];
+        let shared = plain(g, x, names, [shared, hidden], bias);
+        g.add(Op::Add, &[routed, shared])
+    }
+}
+
+/// Adds two linears with ReLU² between them, of `[intermediate, width]` features.
+fn plain(
+    g: &mut GraphBuilder,
+    x: NodeId,
+    [up, down]: [&str; 2],
+    [intermediate, width]: [usize; 2],
+    bias: bool,
+) -> NodeId {
+    let up = g.add(linear(up, [intermediate, width], bias), &[x]);
+    let squared = g.add(Op::Activation(Activation::ReluSquared), &[up]);
+    g.add(linear(down, [width, intermediate], bias), &[squared])
 }
 
 const LAYERS: &str = "num_hidden_layers";
@@ -82,12 +158,20 @@ impl Family for NemotronH {
             scales: [1.0; 5],
         };
         let mlp_bias = d.flag("mlp_bias", false)?;
+        let experts = match kinds.contains(&Kind::Experts) {
+            true => Some(Experts::read(&d)?),
+            false => None,
+        };
         let mut architecture = d.architecture(|_| d.block(d.attention(None, [false; 2]), d.mlp(false)))?;
-        architecture.blocks =
-            Blocks::new(d.layers, |layer| kinds[layer], |kind| graph(&d, *kind, &mamba, mlp_bias));
+        architecture.blocks = Blocks::new(
+            d.layers,
+            |layer| kinds[layer],
+            |kind| graph(&d, *kind, (&mamba, experts.as_ref()), mlp_bias),
+        );
         architecture.embedding = "backbone.embeddings.weight".into();
         architecture.final_norm = Some(d.norm.op("backbone.norm_f", d.hidden));
         architecture.block_prefix = "backbone.layers.{}.";
+        architecture.further_module = experts.map(|_| "mtp.");
         architecture.fused = &[("mixer.qkv_proj", &["mixer.q_proj", "mixer.k_proj", "mixer.v_proj"])];
         Ok(architecture)
     }
@@ -98,11 +182,7 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     const LISTS: [&str; 2] = ["layers_block_type", "layer_types"];
     const PATTERN: &str = "hybrid_override_pattern";
     let unknown = |key: &str, what: &str| {
-        let what = what.escape_default();
-        match what.to_string().as_str() {
-            "moe" | "E" => config.error(key, "has layers with experts, which are not supported"),
-            _ => config.error(key, format!("holds `{what}`, which is not known")),
-        }
+        config.error(key, format!("holds `{}`, which is not known", what.escape_default()))
     };
     for key in LISTS {
         let Some(types) = config.optional_str_list(key)? else { continue };
@@ -110,6 +190,7 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
             "linear_attention" | "mamba" => Ok(Kind::Mamba),
             "full_attention" | "attention" => Ok(Kind::Attention),
             "mlp" => Ok(Kind::Mlp),
+            "moe" => Ok(Kind::Experts),
             other => Err(unknown(key, other)),
         };
         return types.iter().map(kind).collect();
@@ -121,23 +202,28 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
         'M' => Ok(Kind::Mamba),
         '*' => Ok(Kind::Attention),
         '-' => Ok(Kind::Mlp),
+        'E' => Ok(Kind::Experts),
         other => Err(unknown(PATTERN, &other.to_string())),
     };
     pattern.chars().map(kind).collect()
 }
 
 /// `x + f(norm(x))`.
-fn graph(d: &Decoder<'_>, kind: Kind, mamba: &Mamba2, mlp_bias: bool) -> BlockGraph {
+fn graph(
+    d: &Decoder<'_>,
+    kind: Kind,
+    (mamba, experts): (&Mamba2, Option<&Experts>),
+    mlp_bias: bool,
+) -> BlockGraph {
     let mut g = GraphBuilder::default();
     let input = g.add(Op::Input { width: d.hidden }, &[]);
     let x = g.add(d.norm.op("norm", d.hidden), &[input]);
     let out = match kind {
         Kind::Mamba => mamba.add(&mut g, x, d.hidden),
         Kind::Attention => attention(&mut g, d, x),
-        Kind::Mlp => {
-            let up = g.add(linear("mixer.up_proj", [d.intermediate, d.hidden], mlp_bias), &[x]);
-            let squared = g.add(Op::Activation(Activation::ReluSquared), &[up]);
-            g.add(linear("mixer.down_proj", [d.hidden, d.intermediate], mlp_bias), &[squared])
+        Kind::Experts if let Some(experts) = experts => experts.add(&mut g, x, d.hidden, mlp_bias),
+        Kind::Mlp | Kind::Experts => {
+            plain(&mut g, x, ["mixer.up_proj", "mixer.down_proj"], [d.intermediate, d.hidden], mlp_bias)
         }
     };
     g.add(Op::Add, &[input, out]);

@@ -67,6 +67,17 @@ impl Norms {
             NormKind::LayerNorm => layer_norm(LayerNormParameters::WeightAndBias),
         }
     }
+
+    /// The same without a weight.
+    fn without_parameters(self, name: &str, width: usize) -> Op {
+        let (name, eps, parameters) = (name.to_owned(), self.eps, LayerNormParameters::None);
+        match self.kind {
+            NormKind::Rms | NormKind::RmsZeroCentered => Op::Normalize { width, eps },
+            NormKind::LayerNormWithoutBias | NormKind::LayerNorm => {
+                Op::LayerNorm { name, width, parameters, eps }
+            }
+        }
+    }
 }
 
 /// Where the norms of a block stand: module names of those of attention and of the MLP.
@@ -118,7 +129,7 @@ pub(super) enum Projections {
     SharedKeysAndValues,
     /// One for all, with the rows of queries first, then those of keys and values.
     Fused(&'static str),
-    /// One for all, with the rows of each head's query, key and value together; as many key heads as query heads.
+    /// One for all, with the rows of each key head together: those of its queries, of its key and of its value.
     FusedByHead(&'static str),
     /// Those of latent attention.
     Latent(Latent),
@@ -128,16 +139,22 @@ pub(super) enum Projections {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HeadNorms {
     pub(super) names: [&'static str; 2],
-    /// Whether one norm is over the whole projection; else each head is normed, all by one weight.
+    /// Whether one norm is over the whole projection; else each head is normed.
     pub(super) whole_width: bool,
+    /// Whether every single head has a weight of its own, stored as `[heads, head_dim]`; else all have one.
+    pub(super) by_head: bool,
     /// Whether they stand after the rotation.
     pub(super) after_rope: bool,
 }
 
 impl HeadNorms {
     /// Norms of heads before the rotation, under the names of most families.
-    pub(super) const OF_HEADS: Self =
-        Self { names: ["self_attn.q_norm", "self_attn.k_norm"], whole_width: false, after_rope: false };
+    pub(super) const OF_HEADS: Self = Self {
+        names: ["self_attn.q_norm", "self_attn.k_norm"],
+        whole_width: false,
+        by_head: false,
+        after_rope: false,
+    };
 }
 
 /// What follows attention.
@@ -151,6 +168,8 @@ pub(super) enum Mlp {
     GatedAs { names: [&'static str; 3], activation: Activation, intermediate: usize },
     /// The same with gate and up in one linear, gate first.
     FusedGated { activation: Activation, intermediate: usize },
+    /// The same with module names of the two linears.
+    FusedGatedAs { names: [&'static str; 2], activation: Activation, intermediate: usize },
     /// `down(activation(up))`, with module names of up and down.
     Plain { names: [&'static str; 2], activation: Activation, intermediate: usize, bias: bool },
     /// Experts.
@@ -222,7 +241,7 @@ impl DecoderBlock {
     fn finish(&self, mut g: GraphBuilder, output: NodeId, parts: &Parts) -> BlockGraph {
         let mut output = self.beside.add_own(&mut g, output, parts, self);
         if let Some(tensor) = self.output_scale {
-            output = g.add(Op::ScaleBy { tensor, width: 1 }, &[output]);
+            output = g.add(Op::ScaleBy { tensor, width: 1, heads: None }, &[output]);
         }
         self.beside.leave(&mut g, output, parts);
         g.finish()
@@ -244,6 +263,22 @@ impl DecoderBlock {
         };
         g.add(Op::Add, &[stream, value])
     }
+}
+
+/// Adds a gated product whose gate and up are the rows of one linear, gate first, and the linear that reads it.
+pub(super) fn fused_gated(
+    g: &mut GraphBuilder,
+    x: NodeId,
+    [both, down]: [&str; 2],
+    activation: Activation,
+    [intermediate, hidden]: [usize; 2],
+) -> NodeId {
+    let period = 2 * intermediate;
+    let both = g.add(linear(both, [period, hidden], false), &[x]);
+    let [gate, up] =
+        [0, intermediate].map(|start| g.add(Op::Slice { period, start, width: intermediate }, &[both]));
+    let product = g.add(Op::Gated(activation), &[gate, up]);
+    g.add(linear(down, [hidden, intermediate], false), &[product])
 }
 
 pub(super) fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
@@ -300,10 +335,9 @@ impl Attention {
             }
             Projections::FusedByHead(name) => {
                 let all = g.add(linear(name, [q_width + 2 * kv_width, hidden], bias), &[x]);
-                [0, 1, 2].map(|part| {
-                    let slice = Op::Slice { period: 3 * head_dim, start: part * head_dim, width: head_dim };
-                    g.add(slice, &[all])
-                })
+                let (period, queries) = ((self.shape.repeat + 2) * head_dim, self.shape.repeat * head_dim);
+                [(0, queries), (queries, head_dim), (queries + head_dim, head_dim)]
+                    .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[all]))
             }
             Projections::Fused(name) => {
                 let period = q_width + 2 * kv_width;
@@ -346,6 +380,15 @@ impl HeadNorms {
         shape: AttentionShape,
         norm: Norms,
     ) -> [NodeId; 2] {
+        if self.by_head {
+            const WEIGHTS: [&str; 2] = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"];
+            return [(0, shape.heads()), (1, shape.kv_heads)].map(|(i, heads)| {
+                let normed = g.add(norm.without_parameters(self.names[i], shape.head_dim), &[values[i]]);
+                let scale =
+                    Op::ScaleBy { tensor: WEIGHTS[i], width: heads * shape.head_dim, heads: Some(heads) };
+                g.add(scale, &[normed])
+            });
+        }
         let widths = match self.whole_width {
             true => [shape.heads(), shape.kv_heads].map(|heads| heads * shape.head_dim),
             false => [shape.head_dim; 2],
@@ -371,12 +414,11 @@ impl Mlp {
                 g.add(linear(down, [hidden, intermediate], false), &[product])
             }
             Self::FusedGated { activation, intermediate } => {
-                let period = 2 * intermediate;
-                let both = g.add(linear("mlp.gate_up_proj", [period, hidden], false), &[x]);
-                let [gate, up] = [0, intermediate]
-                    .map(|start| g.add(Op::Slice { period, start, width: intermediate }, &[both]));
-                let product = g.add(Op::Gated(activation), &[gate, up]);
-                g.add(linear("mlp.down_proj", [hidden, intermediate], false), &[product])
+                let names = ["mlp.gate_up_proj", "mlp.down_proj"];
+                fused_gated(g, x, names, activation, [intermediate, hidden])
+            }
+            Self::FusedGatedAs { names, activation, intermediate } => {
+                fused_gated(g, x, names, activation, [intermediate, hidden])
             }
             Self::Plain { names: [up, down], activation, intermediate, bias } => {
                 let up = g.add(linear(up, [intermediate, hidden], bias), &[x]);

@@ -15,6 +15,10 @@ impl Model {
             let parameters = norm.parameters().into_iter();
             expected.extend(parameters.map(|p| (format!("{}.{}", norm.name(), p.name), p.shape)));
         }
+        if let Some(norm) = &a.embedding_norm {
+            let parameters = norm.parameters().into_iter();
+            expected.extend(parameters.map(|p| (format!("{}.{}", norm.name(), p.name), p.shape)));
+        }
         if let Some(LearnedPositions { table, offset }) = &a.learned_positions {
             expected.push((table.clone(), vec![a.max_positions + offset, a.hidden]));
         }

@@ -15,7 +15,7 @@ use super::Preparation;
 use super::arch::{self, Architecture};
 use super::dequantized::Dequantized;
 use super::{KvCaching, KvScheme};
-use super::{fused_experts, names};
+use super::{by_columns, fused_experts, names};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
 use crate::format::{self, PackedReader};
 use crate::scheme::KV_CONFIG_KEY;
@@ -82,7 +82,8 @@ impl Model {
         let fields = ConfigFields::new(path, config);
         let architecture = arch::describe(&fields, source.as_ref())?;
         let mut kv = KvScheme::from_config(&fields)?;
-        let source = fused_experts::split(names::with_base(source, &architecture), &architecture)?;
+        let source = by_columns::by_rows(names::with_base(source, &architecture), &architecture);
+        let source = fused_experts::split(source, &architecture)?;
         let quantization = match quantization_settings(&fields)? {
             None => None,
             Some(settings) => {

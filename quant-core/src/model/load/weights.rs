@@ -9,7 +9,8 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::{PackedReader, PackedWeight, read_positive};
 use crate::model::arch::Op;
 use crate::model::{
-    Block, CachedValue, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight, WeightBody,
+    Block, CachedValue, EmbeddingNorm, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight,
+    WeightBody,
 };
 use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
@@ -106,6 +107,18 @@ impl Model {
             None => Norm::plain(self.architecture.hidden)?,
         };
         Ok(Some((op.clone(), norm)))
+    }
+
+    /// The norm of embeddings and its parameters, if there is one.
+    ///
+    /// # Errors
+    /// When they cannot be read or are not finite.
+    pub(crate) fn embedding_norm(&self) -> Result<Option<EmbeddingNorm>> {
+        let Some(op) = &self.architecture.embedding_norm else { return Ok(None) };
+        let (name, _, bias) = op
+            .stored_norm()
+            .ok_or_else(|| Error::Internal("a norm of embeddings without parameters".into()))?;
+        Ok(Some(EmbeddingNorm { op: op.clone(), norm: self.norm(name, bias)? }))
     }
 
     pub(in crate::model) fn norm(&self, name: &str, bias: bool) -> Result<Norm> {

@@ -132,6 +132,8 @@ pub enum Op {
         tensor: &'static str,
         /// How many numbers it holds.
         width: usize,
+        /// Where it is stored as a matrix with a row for each head, how many heads there are.
+        heads: Option<usize>,
     },
     /// The sum of its two inputs.
     Add,
@@ -225,7 +227,10 @@ impl Op {
                 let stored = |_| Parameter { name: "sinks", shape: vec![shape.heads()] };
                 shape.sinks.map(stored).into_iter().collect()
             }
-            Self::ScaleBy { tensor, width } => vec![Parameter { name: tensor, shape: vec![*width] }],
+            Self::ScaleBy { tensor, width, heads } => {
+                let shape = heads.map_or(vec![*width], |heads| vec![heads, width / heads.max(1)]);
+                vec![Parameter { name: tensor, shape }]
+            }
             Self::Input { .. }
             | Self::ExpertInput { .. }
             | Self::Experts { .. }
