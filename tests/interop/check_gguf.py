@@ -21,11 +21,11 @@ from unittest import mock
 import numpy
 
 # Mixtures with the types that they hold between them; the others with --whole.
-MIXTURES = ["Q4_K_M", "Q3_K_M", "IQ4_XS", "Q5_0"]
-WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL"]
+MIXTURES = ["Q4_K_M", "Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"]
+WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
 WEIGHTED = ["Q4_K_M", "IQ4_XS"]
 TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
-         "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
+         "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40}
 COLUMNS = 512
 # Tiny models of make_tiny.py.
 FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3-unbiased", "mixtral", "qwen3-moe",

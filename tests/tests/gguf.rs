@@ -60,8 +60,42 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(report["tensors"].as_array().map(Vec::len), Some(57));
     let inspected = quant(args!["inspect", at("q4.gguf"), "--json"]).json();
     assert_eq!((&inspected["family"], &inspected["layers"]), (&"llama".into(), &6.into()));
-    let run = quant(quantize(&at("q4.gguf"), &at("again.gguf"), &["--scheme", "q8_0"])).succeeded();
-    assert!(run.stderr.contains("floats that they stand for"), "{run}");
+}
+
+#[test]
+fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
+    quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
+    let says = ["is quantized already: it holds blocks of Q6_K, Q4_K", "--requantize"];
+    let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
+    check_message("into GGUF", &run, 2, &says);
+    // A float mixture with one tensor of blocks rounds that one again.
+    let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
+    check_message("an override", &run, 2, &says);
+    let packed = ["--method", "rtn", "--scheme", "w4a16-g32-sym"];
+    let other = |verb: &str, options: &[&str]| {
+        let mut arguments = args![verb, at("q4.gguf")];
+        if verb == "quantize" {
+            arguments.extend(args!["-o", at("packed")]);
+        }
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from)))
+    };
+    check_message("into another format", &other("quantize", &packed), 2, &says);
+    check_message("a plan", &other("plan", &packed), 2, &says);
+    assert!(!at("no.gguf").exists() && !at("packed").exists());
+    let run = quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
+    assert!(run.stderr.contains("rounded once more, and loses twice"), "{run}");
+    other("quantize", &[&packed[..], &["--requantize"]].concat()).succeeded();
+    // As floats, and from floats, nothing is lost that was not before.
+    quant(quantize(&at("q4.gguf"), &at("f32.gguf"), &["--scheme", "f32"])).succeeded();
+    assert_eq!(perplexity(&at("f32.gguf")), perplexity(&at("q4.gguf")));
+    quant(quantize(&at("bf16.gguf"), &at("from-floats.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let run = quant(quantize(&at("bf16.gguf"), &at("no.gguf"), &["--scheme", "q8_0", "--requantize"]));
+    check_message("nothing to requantize", &run, 2, &["the model is not quantized"]);
 }
 
 /// The search, and GPTQ after it, leave less of the divergence than the reference search with the same importance.

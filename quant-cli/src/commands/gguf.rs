@@ -126,19 +126,11 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
     output::print(&text(&summary))
 }
 
-/// The model, as floats where that is asked for.
+/// The model, as floats where that is asked for. What blocks of a GGUF file stand for may be written as floats unasked.
 fn open(model: &Path, options: &RecipeOptions, session: &Session) -> Result<Opened> {
     let opened = inputs::open(model, session)?;
-    if !options.requantize {
-        return Ok(opened);
-    }
-    let Some(method) = opened.model.quant_method() else {
-        return Err(Error::usage("--requantize has no effect: the model is not quantized", "leave it out"));
-    };
-    session.progress.note(&format!(
-        "note: the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
-    ));
-    Ok(Opened { model: opened.model.dequantized()?, ..opened })
+    let keeps_floats = opened.directory.rounded_to().is_some() && options.gguf_request(true)?.is_float();
+    if keeps_floats { Ok(opened) } else { quantize::requantized(opened, options, session) }
 }
 
 fn check_importance(options: &RecipeOptions, gathers: bool) -> Result<()> {

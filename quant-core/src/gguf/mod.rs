@@ -14,18 +14,20 @@ mod curvature;
 mod families;
 mod file;
 mod imatrix;
+mod layout;
 mod metadata;
 mod mixture;
 mod plan;
 mod read;
 mod rows;
 mod run;
+mod specials;
 mod tokenizer;
 
 use serde_json::json;
 
 pub use curvature::Curvature;
-pub use file::{Array, GgufArchive, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
+pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};

@@ -208,6 +208,16 @@ impl Split {
         Ok(bytes)
     }
 
+    /// Codes and scales of all rows of an expert in MXFP4.
+    fn slabs(&self, part: &Part) -> Result<[Vec<u8>; 2]> {
+        let slab = |suffix: &str, row: usize| {
+            let tensor = format!("{}{suffix}", part.tensor);
+            self.bytes(&tensor, part.expert * part.all * row..(part.expert + 1) * part.all * row)
+        };
+        let [codes, scales] = mxfp4::SUFFIXES;
+        Ok([slab(codes, part.k / 2)?, slab(scales, part.k / mxfp4::BLOCK)?])
+    }
+
     /// The bytes of a part.
     fn part(&self, name: &str, part: &Part) -> Result<Arc<Vec<u8>>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -239,12 +249,7 @@ impl Split {
             }
             Form::Mxfp4 => {
                 let (blocks, width) = (k / mxfp4::BLOCK, k / 2);
-                let slab = |suffix: &str, row: usize| {
-                    let tensor = format!("{}{suffix}", part.tensor);
-                    self.bytes(&tensor, expert * all * row..(expert + 1) * all * row)
-                };
-                let [codes, scales] = mxfp4::SUFFIXES;
-                let (codes, scales) = (slab(codes, width)?, slab(scales, blocks)?);
+                let [codes, scales] = self.slabs(part)?;
                 for i in outputs {
                     let codes = &codes[i * width..(i + 1) * width];
                     mxfp4::decode_row(codes, &scales[i * blocks..(i + 1) * blocks], &mut out);
@@ -291,6 +296,21 @@ impl TensorSource for Split {
         let range = bytes.get(start..start + buffer.len()).ok_or_else(leaves)?;
         buffer.copy_from_slice(range);
         Ok(())
+    }
+
+    fn is_mxfp4(&self, name: &str) -> bool {
+        self.parts.get(name).is_some_and(|part| part.form == Form::Mxfp4)
+    }
+
+    fn read_mxfp4(&self, name: &str) -> Result<Option<[Vec<u8>; 2]>> {
+        let Some(part) = self.parts.get(name).filter(|part| part.form == Form::Mxfp4) else { return Ok(None) };
+        let widths = [part.k / 2, part.k / mxfp4::BLOCK];
+        let [codes, scales] = self.slabs(part)?;
+        let rows = |slab: Vec<u8>, width: usize| -> Vec<u8> {
+            let outputs = (0..part.n).map(|i| part.first + i * part.step);
+            outputs.flat_map(|i| slab[i * width..(i + 1) * width].iter().copied()).collect()
+        };
+        Ok(Some([rows(codes, widths[0]), rows(scales, widths[1])]))
     }
 
     fn location(&self, name: &str) -> PathBuf {

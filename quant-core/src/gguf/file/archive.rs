@@ -86,7 +86,7 @@ impl Archive for GgufArchive {
         let mut reader = file;
         reader.rewind().map_err(|e| Error::io("read", path, e))?;
         let header = GgufHeader::parse(BufReader::new(reader), len);
-        let header = header.map_err(|reason| GgufFile::broken(path, reason))?;
+        let header = header.map_err(|fault| GgufFile::broken(path, fault))?;
         header.tensors.into_iter().map(placed).collect()
     }
 

@@ -4,6 +4,7 @@
 //! against what is left of the file before anything is allocated, and every error names the field and the offset.
 
 mod archive;
+mod fault;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -11,6 +12,7 @@ mod value;
 mod write;
 
 pub use archive::GgufArchive;
+pub use fault::GgufFault;
 pub use read::{GgufFile, GgufHeader, GgufTensor};
 pub use value::{Array, Value};
 pub(crate) use write::write_file;

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
+use super::fault::GgufFault;
 use super::value::{Array, Value, kinds};
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME};
 use crate::blocks::{BlockType, block_type_of, unread_type};
@@ -58,7 +59,7 @@ impl GgufHeader {
     ///
     /// # Errors
     /// The rule that the header breaks, with field and offset.
-    pub fn parse(reader: impl Read, len: u64) -> Result<Self, String> {
+    pub fn parse(reader: impl Read, len: u64) -> Result<Self, GgufFault> {
         Cursor { reader, at: 0, len, elements: 0 }.header()
     }
 
@@ -93,11 +94,12 @@ impl GgufFile {
     }
 
     /// The error that a file breaks a rule.
-    pub(crate) fn broken(path: &Path, reason: String) -> Error {
-        // Reasons that end by what is read, or not, are no damage.
-        match reason.ends_with("not read") || reason.ends_with("are read") {
-            true => Self::unread(path, reason),
-            false => Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again"),
+    pub(crate) fn broken(path: &Path, fault: impl Into<GgufFault>) -> Error {
+        match fault.into() {
+            GgufFault::Unread(reason) => Self::unread(path, reason),
+            GgufFault::Damaged(reason) => {
+                Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again")
+            }
         }
     }
 
@@ -147,15 +149,17 @@ struct Cursor<R> {
 }
 
 impl<R: Read> Cursor<R> {
-    fn header(mut self) -> Result<GgufHeader, String> {
+    fn header(mut self) -> Result<GgufHeader, GgufFault> {
         if self.array::<4>("magic")? != MAGIC {
             return Err("does not begin with `GGUF`".into());
         }
         let version = u32::from_le_bytes(self.array("version")?);
         match version {
             2 | 3 => {}
-            v if v & 0xffff == 0 => return Err("is in big-endian order, which is not read".into()),
-            v => return Err(format!("`version` at byte 4 is {v}; 2 and 3 are read")),
+            v if v & 0xffff == 0 => {
+                return Err(GgufFault::Unread("is in big-endian order, which is not read".into()));
+            }
+            v => return Err(GgufFault::Unread(format!("`version` at byte 4 is {v}; 2 and 3 are read"))),
         }
         let tensors = self.count("tensor_count", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)?;
         let entries = self.count("metadata_kv_count", MAX_ENTRIES, 8 + 4 + 1)?;
@@ -165,10 +169,10 @@ impl<R: Read> Cursor<R> {
             let at = self.at;
             let key = self.string(&format!("key {i}"))?;
             if key.is_empty() {
-                return Err(format!("key {i} at byte {at} is empty"));
+                return Err(format!("key {i} at byte {at} is empty").into());
             }
             if !keys.insert(key.clone()) {
-                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)));
+                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)).into());
             }
             let kind = u32::from_le_bytes(self.array(&key)?);
             let value = self.value(&key, kind)?;
@@ -180,7 +184,7 @@ impl<R: Read> Cursor<R> {
         for i in 0..tensors {
             let tensor = self.tensor(i)?;
             if !names.insert(tensor.name.clone()) {
-                return Err(format!("tensor `{}` stands twice", tensor.name));
+                return Err(format!("tensor `{}` stands twice", tensor.name).into());
             }
             found.push(tensor);
         }
@@ -251,7 +255,7 @@ impl<R: Read> Cursor<R> {
         }
     }
 
-    fn value(&mut self, key: &str, kind: u32) -> Result<Value, String> {
+    fn value(&mut self, key: &str, kind: u32) -> Result<Value, GgufFault> {
         Ok(match kind {
             kinds::U8 => Value::U8(u8::from_le_bytes(self.array(key)?)),
             kinds::I8 => Value::I8(i8::from_le_bytes(self.array(key)?)),
@@ -268,12 +272,12 @@ impl<R: Read> Cursor<R> {
             kinds::F64 => Value::F64(f64::from_le_bytes(self.array(key)?)),
             other => {
                 let (key, at) = (printable(key), self.at - 4);
-                return Err(format!("`{key}` has the unknown type {other} at byte {at}"));
+                return Err(format!("`{key}` has the unknown type {other} at byte {at}").into());
             }
         })
     }
 
-    fn list(&mut self, key: &str) -> Result<Array, String> {
+    fn list(&mut self, key: &str) -> Result<Array, GgufFault> {
         let at = self.at;
         let kind = u32::from_le_bytes(self.array(key)?);
         let least = match kind {
@@ -282,16 +286,15 @@ impl<R: Read> Cursor<R> {
             kinds::U32 | kinds::I32 | kinds::F32 => 4,
             kinds::U64 | kinds::I64 | kinds::F64 | kinds::STRING => 8,
             kinds::ARRAY => {
-                return Err(format!(
+                return Err(GgufFault::Unread(format!(
                     "`{}` at byte {at} is a list of lists, which is not read",
                     printable(key)
-                ));
+                )));
             }
             other => {
-                return Err(format!(
-                    "`{}` is a list of the unknown type {other} at byte {at}",
-                    printable(key)
-                ));
+                return Err(
+                    format!("`{}` is a list of the unknown type {other} at byte {at}", printable(key)).into()
+                );
             }
         };
         let count = self.count(key, MAX_ELEMENTS - self.elements, least)?;
@@ -325,20 +328,20 @@ impl<R: Read> Cursor<R> {
     }
 
     /// The description of tensor `i`; its offset still counts from the start of the data.
-    fn tensor(&mut self, i: u64) -> Result<GgufTensor, String> {
+    fn tensor(&mut self, i: u64) -> Result<GgufTensor, GgufFault> {
         let at = self.at;
         let name = self.string(&format!("name of tensor {i}"))?;
         let shown = printable(&name);
         if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
             return Err(format!(
                 "the name of tensor {i} at byte {at}, `{shown}`, is not one of 1 to {MAX_NAME} bytes"
-            ));
+            )
+            .into());
         }
         let dims = u32::from_le_bytes(self.array(&name)?) as usize;
         if dims == 0 || dims > MAX_DIMS {
-            return Err(format!(
-                "tensor `{shown}` at byte {at} has {dims} dimensions; 1 to {MAX_DIMS} are read"
-            ));
+            let reason = format!("tensor `{shown}` at byte {at} has {dims} dimensions, not 1 to {MAX_DIMS}");
+            return Err(reason.into());
         }
         let mut shape = Vec::with_capacity(dims);
         for _ in 0..dims {
@@ -351,10 +354,10 @@ impl<R: Read> Cursor<R> {
         let type_at = self.at;
         let id = u32::from_le_bytes(self.array(&name)?);
         let kind = block_type_of(id).ok_or_else(|| match unread_type(id) {
-            Some(kind) => {
-                format!("tensor `{shown}` has the type {kind} at byte {type_at}, which is not read")
-            }
-            None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}"),
+            Some(kind) => GgufFault::Unread(format!(
+                "tensor `{shown}` has the type {kind} at byte {type_at}, which is not read"
+            )),
+            None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}").into(),
         })?;
         let columns = shape[dims - 1];
         let row = kind.row_bytes(columns).ok_or_else(|| {

@@ -5,6 +5,7 @@
 //! rows of queries and keys go back to their order, norms lose what was added, experts are apart again.
 
 mod config;
+mod specials;
 mod tensors;
 #[cfg(test)]
 mod tests;
@@ -16,7 +17,8 @@ use std::sync::Arc;
 
 use super::families::{self, GgufFamily};
 use super::file::{GgufFile, Value};
-use crate::checkpoint::{ModelDirectory, printable};
+use crate::checkpoint::{ConfigFields, MemorySource, ModelDirectory, printable};
+use crate::model::describe;
 use crate::{Error, Result};
 
 pub use tensors::GgufSource;
@@ -29,21 +31,24 @@ pub use tensors::GgufSource;
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open(path)?);
     let about = About::of(&file)?;
+    GgufSource::check_experts(&about)?;
     let config = config::config(&about)?;
-    let source = GgufSource::new(file.clone(), &about)?;
+    let architecture = describe(&ConfigFields::new(path, &config), &MemorySource::default())?;
+    let source = GgufSource::new(file.clone(), &about, &architecture)?;
     let mut notes = Vec::new();
     let kinds = source.kinds();
     if !kinds.is_empty() {
         notes.push(format!("blocks of {} are read as the floats that they stand for", kinds.join(", ")));
     }
-    Ok(match tokenizer::files(&about)? {
+    let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
             notes.push(format!("the file's tokenizer is not read: {reason}"));
             ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
                 .without_tokenizer(reason)
         }
-    })
+    };
+    Ok(if kinds.is_empty() { directory } else { directory.with_rounded(kinds.join(", ")) })
 }
 
 /// Whether a path names a file of this kind, by how it begins.
@@ -71,7 +76,7 @@ impl<'a> About<'a> {
             return Err(GgufFile::refused(file.path(), reason, "give the file of a model"));
         }
         let arch = text("general.architecture")?
-            .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing".into()))?;
+            .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing"))?;
         if integer(file, "split.count")?.is_some_and(|n| n > 1) {
             let reason = "`split.count` says that it is a part of a model, and parts are not read".into();
             return Err(GgufFile::refused(
@@ -81,7 +86,8 @@ impl<'a> About<'a> {
             ));
         }
         let experts = integer(file, &format!("{arch}.expert_count"))?.unwrap_or(0);
-        match families::architecture(arch, experts > 0) {
+        let scores = integer(file, &format!("{arch}.expert_gating_func"))?;
+        match families::architecture(arch, experts > 0, scores) {
             Some(family) => Ok(Self { file, family }),
             None => Err(unread_architecture(file, arch, experts)),
         }
@@ -107,6 +113,20 @@ impl<'a> About<'a> {
 
     fn require(&self, key: &str) -> Result<u64> {
         self.integer(key)?.ok_or_else(|| self.broken(key, "is missing"))
+    }
+
+    /// Blocks of the file that predict further tokens, after the others.
+    fn further_blocks(&self) -> Result<usize> {
+        let (all, further) = (self.require("block_count")?, self.integer("nextn_predict_layers")?.unwrap_or(0));
+        match usize::try_from(further).ok().filter(|_| further < all) {
+            Some(further) => Ok(further),
+            None => Err(self.broken("nextn_predict_layers", &format!("is {further}, of {all} blocks"))),
+        }
+    }
+
+    /// Blocks that are run.
+    fn blocks(&self) -> Result<u64> {
+        Ok(self.require("block_count")? - self.further_blocks()? as u64)
     }
 
     /// Heads of queries.
