@@ -313,3 +313,80 @@ fn damaged_files_are_bad_input() {
         }
     }
 }
+
+#[test]
+fn models_are_written_in_parts_and_read_again() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 2);
+    quant(quantize(&model, &at("whole.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let whole = std::fs::metadata(at("whole.gguf")).unwrap().len();
+    let limit = whole / 4;
+    let split = ["--scheme", "q8_0", "--split-max-size", &limit.to_string()];
+    quant(quantize(&model, &at("parts"), &split)).succeeded();
+    let mut names: Vec<String> = std::fs::read_dir(at("parts"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".gguf"))
+        .collect();
+    names.sort();
+    let count = names.len();
+    assert!(count >= 4, "{names:?}");
+    let due: Vec<String> = (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
+    assert_eq!(names, due);
+    let part = |n: usize| at("parts").join(&names[n]);
+    // The largest tensor may have a file of its own that is larger.
+    let sizes: Vec<u64> = (0..count).map(|n| std::fs::metadata(part(n)).unwrap().len()).collect();
+    assert!(sizes.iter().sum::<u64>() < whole + 4096 * count as u64, "{sizes:?}");
+    assert_eq!(perplexity(&part(0)), perplexity(&at("whole.gguf")));
+    let inspected = |path: &Path| quant(args!["inspect", path, "--json"]).json();
+    let (joined, one) = (inspected(&part(0)), inspected(&at("whole.gguf")));
+    assert_eq!((&joined["layers"], &joined["family"]), (&one["layers"], &one["family"]));
+    // A limit that nothing reaches leaves one file.
+    quant(quantize(&model, &at("one"), &["--scheme", "q8_0", "--split-max-size", "4G"])).succeeded();
+    assert!(at("one").join("model.gguf").exists());
+
+    let refused = |path: &Path, says: &[&str]| {
+        let run = quant(args!["inspect", path]);
+        check_message("a part", &run, 4, says);
+    };
+    refused(&part(1), &[&names[1], "is file 2 of", "give the first of them"]);
+    let bytes = std::fs::read(part(1)).unwrap();
+    let key = bytes.windows(8).position(|w| w == b"split.no").unwrap() + 8 + 4;
+    let mut wrong = bytes.clone();
+    wrong[key] = 3;
+    std::fs::write(part(1), &wrong).unwrap();
+    refused(&part(0), &[&names[1], "is not file 2"]);
+    std::fs::write(part(1), &bytes[..bytes.len() / 2]).unwrap();
+    refused(&part(0), &[&names[1], "the file has"]);
+    std::fs::remove_file(part(1)).unwrap();
+    refused(&part(0), &[&names[1], "is missing"]);
+
+    let run = quant(quantize(&model, &at("parts.gguf"), &split));
+    check_message("one file for several", &run, 2, &["--split-max-size writes several files", "directory"]);
+    for size in ["0", "4T", "G", "-1", "99999999999999999999"] {
+        let run = quant(quantize(&model, &at("no"), &["--split-max-size", size]));
+        check_message(size, &run, 2, &["--split-max-size"]);
+    }
+    let run = quant(args!["quantize", &model, "-o", at("no"), "--split-max-size", "1G"]);
+    check_message("another format", &run, 2, &["--split-max-size has no effect"]);
+}
+
+#[test]
+fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    for (scheme, kind, least) in
+        [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)]
+    {
+        let summary = quant(quantize(&model, &at(scheme), &["--scheme", scheme, "--json"])).json();
+        assert!(summary["types"][kind].as_u64() >= Some(least), "{scheme}: {summary}");
+    }
+    let overrides = ["--scheme", "q8_0", "--override", "ffn_*=mxfp4", "--override", "attn_*=nvfp4", "--json"];
+    let summary = quant(quantize(&model, &at("four.gguf"), &overrides)).json();
+    assert_eq!((&summary["types"]["MXFP4"], &summary["types"]["NVFP4"]), (&3.into(), &4.into()));
+    assert!(perplexity(&at("four.gguf")).is_finite());
+}

@@ -64,6 +64,12 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
             return Err(Error::usage(format!("{option} has no effect with --format gguf"), "leave it out"));
         }
     }
+    if options.gguf.split_max_size.is_some() && is_single(args) {
+        return Err(Error::usage(
+            format!("--split-max-size writes several files, and {} is one", args.output.display()),
+            "give a directory for OUT, or leave it out",
+        ));
+    }
     let gathers = args.calibration.is_some() || options.gguf.save_imatrix.is_some();
     check_importance(options, gathers)?;
     // Found here rather than after calibration.
@@ -217,6 +223,11 @@ fn windows(args: &quantize::Args, opened: &Opened, session: &Session) -> Result<
     inputs::calibration(opened, text, sampling, session)
 }
 
+/// Whether OUT is the file itself.
+fn is_single(args: &quantize::Args) -> bool {
+    args.output.extension() == Some(OsStr::new("gguf"))
+}
+
 /// Writes the file at OUT where that ends in `.gguf`, else into a directory of that name.
 fn write(
     plan: &GgufPlan,
@@ -226,7 +237,8 @@ fn write(
     args: &quantize::Args,
     session: &Session,
 ) -> Result<(Published, GgufReport)> {
-    let single_file = args.output.extension() == Some(OsStr::new("gguf"));
+    let single_file = is_single(args);
+    let split = args.recipe.gguf.split_max_size;
     let file_name = match args.output.file_name() {
         Some(name) if single_file => name.to_string_lossy().into_owned(),
         _ => FILE.to_owned(),
@@ -236,8 +248,9 @@ fn write(
         force: args.force,
         resume: args.resume,
         fingerprint: plan.fingerprint(&opened.directory, importance, &program),
-        archive: Arc::new(plan.archive(&file_name, importance, origin)),
+        archive: Arc::new(plan.archive(&file_name, split.is_some(), importance, origin)),
         single_file,
+        max_shard_bytes: split.unwrap_or(WriteOptions::default().max_shard_bytes),
         ..WriteOptions::default()
     };
     let mut writer = CheckpointWriter::create(&args.output, plan.outputs()?, options)?;

@@ -53,6 +53,8 @@ pub(super) struct GgufFamily {
     pub(super) tiles_heads: bool,
     /// Whether the first blocks may have an MLP where the others have experts.
     pub(super) dense_first: bool,
+    /// Whether blocks have heads of two kinds (Gemma 4).
+    pub(super) has_two_kinds: bool,
     /// Whether what attention puts out is multiplied by a gate.
     pub(super) gates_attention: bool,
     /// What files say of experts beside their number.
@@ -155,6 +157,10 @@ const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
 /// What is added to the scores that experts are chosen by.
 const CORRECTION: (&str, How) = ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
 
+/// The table, the projection and the norm of blocks' own inputs.
+pub(super) const INPUT_TABLE: &str = "per_layer_token_embd.weight";
+pub(super) const INPUT_PROJECTION: &str = "per_layer_model_proj.weight";
+pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
 /// Names of tensors outside the blocks.
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const FINAL_NORM: &str = "output_norm";
@@ -189,6 +195,7 @@ const LLAMA: GgufFamily = GgufFamily {
     layers_of_largest: None,
     tiles_heads: false,
     dense_first: false,
+    has_two_kinds: false,
     gates_attention: false,
     routing: RoutingKeys::Implied,
     is_text_of_larger: false,
@@ -476,6 +483,40 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         unturned: Some(4),
         ..PLAIN
     },
+    GgufFamily {
+        family: "gemma4_text",
+        arch: "gemma4",
+        class: "Gemma4ForCausalLM",
+        modules: &[
+            SANDWICH,
+            ATTENTION,
+            HEAD_NORMS,
+            MLP,
+            &[
+                ("per_layer_input_gate", "inp_gate"),
+                ("per_layer_projection", "proj"),
+                ("post_per_layer_input_norm", "post_norm"),
+                ("router.proj", "ffn_gate_inp"),
+                ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+                ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+                ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+            ],
+        ],
+        tensors: &[
+            ("layer_scalar", How::Named("layer_output_scale.weight")),
+            ("router.scale", How::Named("ffn_gate_inp.scale")),
+            ("router.per_expert_scale", How::Named("ffn_down_exps.scale")),
+        ],
+        experts: Some((
+            "experts",
+            &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
+        )),
+        has_windows: true,
+        activation: Activation::GeluTanh,
+        has_two_kinds: true,
+        is_text_of_larger: true,
+        ..PLAIN
+    },
     GgufFamily { family: "ernie4_5", arch: "ernie4_5", class: "Ernie4_5ForCausalLM", ..PLAIN },
 ];
 
@@ -560,7 +601,9 @@ pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
 
 /// The entry for an architecture of a file; `scores` is what it says of the scores of experts.
 pub(super) fn architecture(arch: &str, has_experts: bool, scores: Option<u64>) -> Option<&'static GgufFamily> {
-    let mut known = FAMILIES.iter().filter(|f| f.arch == arch && f.experts.is_some() == has_experts);
+    // Gemma 4 has experts beside its MLP, or has not.
+    let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
+    let mut known = FAMILIES.iter().filter(is_of);
     match (arch, scores) {
         ("deepseek2", None | Some(1)) => known.find(|f| f.family == "deepseek_v2"),
         _ => known.next(),

@@ -3,6 +3,7 @@
 
 use super::families::{GgufFamily, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, RoutingKeys};
 use super::file::{Array, Value};
+use super::gemma4;
 use super::specials::{self, LatentWidths};
 use crate::model::{
     Activation, Architecture, AttentionShape, EmbeddingScale, Op, Rope, RopeLayout, RopeScaling, Routing,
@@ -48,11 +49,16 @@ pub(super) fn metadata(
     put("context_length", count(a.max_positions)?);
     put("embedding_length", count(a.hidden)?);
     put("vocab_size", count(a.vocab)?);
-    if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
+    if family.has_two_kinds {
+        put("feed_forward_length", gemma4::mlps(a, family)?);
+    } else if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
         put("feed_forward_length", count(n)?);
     }
     let shape = facts.attention;
-    specials::heads(a, family, shape, &mut put)?;
+    match family.has_two_kinds {
+        true => gemma4::heads(a, family, &mut put)?,
+        false => specials::heads(a, family, shape, &mut put)?,
+    }
     put(eps_key(family), Value::F32(facts.eps as f32));
     if let Some(routing @ Routing { experts, top_k, .. }) = facts.routing {
         put("expert_count", count(experts)?);
@@ -169,9 +175,13 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let fault = |what: &str| unfit(family, what.to_owned());
     let mut attentions = a.attentions().into_iter().map(|shape| AttentionShape { window: None, ..shape });
     let attention = attentions.next().ok_or_else(|| fault("it has no attention"))?;
-    if attentions.any(|other| other != attention) {
-        return Err(fault("its blocks have different heads"));
-    }
+    let attention = match family.has_two_kinds {
+        true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
+        false if attentions.any(|other| other != attention) => {
+            return Err(fault("its blocks have different heads"));
+        }
+        false => attention,
+    };
     let mut facts = Facts {
         attention,
         ropes: Vec::new(),
@@ -186,6 +196,8 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op {
                 Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => facts.eps = *eps,
+                // That of a router there.
+                Op::Scale(_) if family.has_two_kinds => {}
                 Op::Scale(factor) => facts.residual = Some(*factor),
                 Op::Rope(rope) if !facts.ropes.contains(&rope) => facts.ropes.push(rope),
                 Op::Route(routing) => facts.routing = Some(*routing),
@@ -228,7 +240,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 Op::Linear { name, bias: false, .. } if family.biases_due && family.has_bias(name) => {
                     return Err(unfit(family, format!("`{name}` has no bias")));
                 }
-                Op::Scale(factor) if facts.residual != Some(*factor) => {
+                Op::Scale(factor) if !family.has_two_kinds && facts.residual != Some(*factor) => {
                     return Err(unfit(family, "residuals are multiplied by several factors".into()));
                 }
                 Op::Gated(Activation::Sigmoid) if family.gates_attention => {}
@@ -249,13 +261,14 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     };
     // What YaRN multiplies the scores of latent attention by is said apart.
     let is_scaled = family.multipliers == Multipliers::All
+        || family.has_two_kinds
         || (LatentWidths::of(a.graph(0)).is_some()
             && facts.ropes.iter().all(|rope| matches!(rope.scaling, RopeScaling::Yarn(_))));
     let scale = 1.0 / (width as f32).sqrt();
     if !is_scaled && (shape.scale() - scale).abs() > 1e-6 * scale {
         return Err(unfit(family, format!("scores are multiplied by {}, not {scale}", shape.scale())));
     }
-    if family.has_windows {
+    if family.has_windows && !family.has_two_kinds {
         let windows = (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window));
         let differs = |(layer, window): (usize, Option<usize>)| {
             window.is_some() != (layer % family.window_period != family.full_layer)
@@ -291,6 +304,9 @@ fn rope(
     facts: &Facts<'_>,
     put: &mut impl FnMut(&str, Value),
 ) -> Result<(RopeTensors, Option<String>)> {
+    if family.has_two_kinds {
+        return Ok((gemma4::rope(a, family, put)?, None));
+    }
     let ropes = facts.ropes.as_slice();
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
         return Err(unfit(family, "it turns no queries and keys".into()));

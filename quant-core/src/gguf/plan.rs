@@ -244,6 +244,17 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     };
     let embedding_role = if a.tied { Role::Head } else { Role::Embedding };
     drafts.push(outer(families::EMBEDDING, &a.embedding_module(), model.embedding_name(), embedding_role));
+    if let Some(inputs) = &a.per_layer_inputs {
+        let all = a.layers * inputs.width;
+        let mut input = |name: &str, module: &str, shape: Vec<usize>, role| {
+            let source = stored(format!("{module}.weight"), 0.0);
+            let (is_weight, module) = (layout::takes_type(name, &shape), module.to_owned());
+            drafts.push(Draft { name: name.to_owned(), module, shape, role, layer: 0, source, is_weight });
+        };
+        input(families::INPUT_TABLE, &inputs.table, vec![inputs.vocab, all], embedding_role);
+        input(families::INPUT_PROJECTION, &inputs.projection, vec![all, a.hidden], Role::Other);
+        input(families::INPUT_NORM, inputs.norm.name(), vec![inputs.width], Role::Other);
+    }
     for layer in 0..a.layers {
         block(a, family, layer, &mut drafts)?;
     }

@@ -5,6 +5,8 @@
 
 mod archive;
 mod fault;
+mod open;
+mod parts;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -13,7 +15,8 @@ mod write;
 
 pub use archive::GgufArchive;
 pub use fault::GgufFault;
-pub use read::{GgufFile, GgufHeader, GgufTensor};
+pub use open::GgufFile;
+pub use read::{GgufHeader, GgufTensor};
 pub use value::{Array, Value};
 pub(crate) use write::write_file;
 

@@ -1,16 +1,13 @@
 //! A file's header, checked against the file.
 
-use std::collections::{HashMap, HashSet};
-use std::fs::File;
-use std::io::{BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::collections::HashSet;
+use std::io::Read;
 
 use super::fault::GgufFault;
 use super::value::{Array, Value, kinds};
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME};
 use crate::blocks::{BlockType, block_type_of, unread_type};
-use crate::checkpoint::{open_regular, printable, read_exact_at};
-use crate::{Error, Result};
+use crate::checkpoint::printable;
 
 /// Entries of metadata, at most.
 const MAX_ENTRIES: u64 = 1 << 16;
@@ -45,6 +42,8 @@ pub struct GgufTensor {
     pub offset: u64,
     /// Bytes of its data.
     pub bytes: u64,
+    /// Which of a model's files holds it: 0 but in models in parts.
+    pub part: usize,
 }
 
 impl GgufTensor {
@@ -66,77 +65,6 @@ impl GgufHeader {
     /// The value of a key.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.metadata.iter().find(|(known, _)| known == key).map(|(_, value)| value)
-    }
-}
-
-/// A file whose header was read.
-#[derive(Debug)]
-pub struct GgufFile {
-    path: PathBuf,
-    file: File,
-    header: GgufHeader,
-    places: HashMap<String, usize>,
-}
-
-impl GgufFile {
-    /// Opens a file and checks its header.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] for the rule that it breaks, with field and offset; [`Error::Io`].
-    pub fn open(path: &Path) -> Result<Self> {
-        let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
-        let file = open_regular(&real, path)?;
-        let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
-        let header = GgufHeader::parse(BufReader::with_capacity(1 << 16, &file), len);
-        let header = header.map_err(|reason| Self::broken(path, reason))?;
-        let places = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(Self { path: path.to_owned(), file, header, places })
-    }
-
-    /// The error that a file breaks a rule.
-    pub(crate) fn broken(path: &Path, fault: impl Into<GgufFault>) -> Error {
-        match fault.into() {
-            GgufFault::Unread(reason) => Self::unread(path, reason),
-            GgufFault::Damaged(reason) => {
-                Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again")
-            }
-        }
-    }
-
-    /// The error that a file holds what is not read, whether or not it is sound.
-    pub(crate) fn unread(path: &Path, reason: String) -> Error {
-        Self::refused(path, reason, "give the Hugging Face directory of the model")
-    }
-
-    /// The error that a file cannot be used, with what to do about it.
-    pub(crate) fn refused(path: &Path, reason: String, remedy: &str) -> Error {
-        Error::InputFile { path: path.to_owned(), line: None, reason, remedy: remedy.into() }
-    }
-
-    /// The file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// What it says of itself.
-    pub fn header(&self) -> &GgufHeader {
-        &self.header
-    }
-
-    /// A tensor, if there is one of this name.
-    pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
-        self.places.get(name).map(|&i| &self.header.tensors[i])
-    }
-
-    /// Fills `buffer` with a tensor's bytes from `offset` on.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] when the range leaves the tensor; [`Error::Io`].
-    pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
-            return Err(Error::Internal(format!("a range that leaves tensor `{}`", tensor.name)));
-        }
-        read_exact_at(&self.file, &self.path, tensor.offset + offset, buffer)
     }
 }
 
@@ -370,7 +298,7 @@ impl<R: Read> Cursor<R> {
         let bytes = bytes.filter(|_| shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)).is_some());
         let bytes = bytes.ok_or_else(|| format!("tensor `{shown}` at byte {at} overflows"))? as u64;
         let offset = self.u64(&name)?;
-        Ok(GgufTensor { name, shape, kind, offset, bytes })
+        Ok(GgufTensor { name, shape, kind, offset, bytes, part: 0 })
     }
 }
 

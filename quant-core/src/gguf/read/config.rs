@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::{About, specials};
+use super::{About, gemma4, specials};
 use crate::Result;
 use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
 use crate::gguf::file::{GgufFile, GgufTensor};
@@ -29,7 +29,9 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     set("hidden_size", json!(hidden));
     set("num_hidden_layers", json!(about.blocks()?));
     set("num_attention_heads", json!(heads));
-    set("num_key_value_heads", json!(about.integer("attention.head_count_kv")?.unwrap_or(heads)));
+    if !family.has_two_kinds {
+        set("num_key_value_heads", json!(about.integer("attention.head_count_kv")?.unwrap_or(heads)));
+    }
     set("head_dim", json!(head_dim));
     set("vocab_size", json!(vocab));
     set("max_position_embeddings", json!(about.require("context_length")?));
@@ -53,7 +55,8 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
             if let Some(n) = about.integer("expert_shared_feed_forward_length")? {
                 set("shared_expert_intermediate_size", json!(n));
             }
-            let of_expert = match about.integer("expert_feed_forward_length")? {
+            let own = about.integer("expert_feed_forward_length")?;
+            let of_expert = match own {
                 Some(own) => own,
                 None => about.require("feed_forward_length")?,
             };
@@ -61,6 +64,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
             let dense = if family.dense_first { about.integer("feed_forward_length")? } else { None };
             set("intermediate_size", json!(dense.unwrap_or(of_expert)));
         }
+        None if family.has_two_kinds => {}
         None => set("intermediate_size", json!(about.require("feed_forward_length")?)),
     }
     if let Some(every) = family.unturned {
@@ -82,10 +86,15 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
             set(field, json!(shortest(factor)));
         }
     }
+    if family.has_two_kinds {
+        gemma4::config(about, &mut set)?;
+    }
     let turned_heads = specials::latent(about, &mut set)?.unwrap_or(head_dim);
     specials::routing(about, &mut set)?;
     specials::delta_nets(about, &mut set)?;
-    rope(about, turned_heads, &mut set)?;
+    if !family.has_two_kinds {
+        rope(about, turned_heads, &mut set)?;
+    }
     // Graphs without windows must not get the family's default.
     match about.integer("attention.sliding_window")?.filter(|_| family.has_windows) {
         Some(window) => set("sliding_window", json!(window)),
@@ -113,7 +122,7 @@ pub(super) fn shortest(value: f64) -> f64 {
 }
 
 /// The divisors of frequencies that a tensor holds, one for each pair of the channels that turn.
-fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
+pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
     if turned > WIDEST || count as u64 != turned / 2 {
         let reason =

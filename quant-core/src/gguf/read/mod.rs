@@ -5,6 +5,7 @@
 //! rows of queries and keys go back to their order, norms lose what was added, experts are apart again.
 
 mod config;
+mod gemma4;
 mod specials;
 mod tensors;
 #[cfg(test)]
@@ -26,10 +27,10 @@ pub use tensors::GgufSource;
 /// Opens a file as a model.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, holds an importance matrix or a part of a model, or is of an
-/// architecture that is not read; [`Error::Io`].
+/// [`Error::InputFile`] when the file is damaged, holds an importance matrix or a later part of a model, or is of
+/// an architecture that is not read; [`Error::Io`].
 pub fn open(path: &Path) -> Result<ModelDirectory> {
-    let file = Arc::new(GgufFile::open(path)?);
+    let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
     GgufSource::check_experts(&about)?;
     let config = config::config(&about)?;
@@ -77,14 +78,6 @@ impl<'a> About<'a> {
         }
         let arch = text("general.architecture")?
             .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing"))?;
-        if integer(file, "split.count")?.is_some_and(|n| n > 1) {
-            let reason = "`split.count` says that it is a part of a model, and parts are not read".into();
-            return Err(GgufFile::refused(
-                file.path(),
-                reason,
-                "join the parts with llama-gguf-split --merge",
-            ));
-        }
         let experts = integer(file, &format!("{arch}.expert_count"))?.unwrap_or(0);
         let scores = integer(file, &format!("{arch}.expert_gating_func"))?;
         match families::architecture(arch, experts > 0, scores) {
@@ -109,6 +102,21 @@ impl<'a> About<'a> {
     /// An integer; of a list with one for every block, the one that all have.
     fn integer(&self, key: &str) -> Result<Option<u64>> {
         integer(self.file, &format!("{}.{key}", self.family.arch))
+    }
+
+    /// Integers of all blocks: those of a list, or one for all.
+    fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
+        let Some(list) = self.get(key).and_then(Value::as_integers) else {
+            // No more than tensors, of which each block has some.
+            let most = self.file.header().tensors.len() as u64;
+            return match blocks <= most && blocks > 0 {
+                true => Ok(vec![self.require(key)?; blocks as usize]),
+                false => Err(self.broken("block_count", &format!("is {blocks}, and there are {most} tensors"))),
+            };
+        };
+        let list = list.into_iter().map(|n| u64::try_from(n).ok()).collect::<Option<Vec<u64>>>();
+        let list = list.filter(|list| !list.is_empty() && list.len() as u64 == blocks);
+        list.ok_or_else(|| self.broken(key, &format!("is no list of integers of {blocks} blocks")))
     }
 
     fn require(&self, key: &str) -> Result<u64> {

@@ -4,10 +4,12 @@
 //! is that of the writer (`layout`), read from the other side.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::super::families::{EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
+use super::super::families::{
+    EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT,
+};
 use super::super::file::{GgufFile, GgufTensor};
 use super::super::layout::{self, Placed};
 use super::super::rows::{Change, RowOrder, View, matrix};
@@ -75,6 +77,11 @@ impl GgufSource {
                 let stored = format!("{FINAL_NORM}.{}", parameter.name);
                 outer(&name, &stored, View::AS_STORED.plus(norm.weight_offset()))?;
             }
+        }
+        if let Some(inputs) = &a.per_layer_inputs {
+            outer(&format!("{}.weight", inputs.table), INPUT_TABLE, View::AS_STORED)?;
+            outer(&format!("{}.weight", inputs.projection), INPUT_PROJECTION, View::AS_STORED)?;
+            outer(&format!("{}.weight", inputs.norm.name()), INPUT_NORM, View::AS_STORED)?;
         }
         for layer in 0..a.layers {
             for placed in layout::of_block(a, about.family, layer)? {
@@ -303,7 +310,7 @@ impl TensorSource for GgufSource {
 
 impl Checkpoint for GgufSource {
     fn file_bytes(&self) -> u64 {
-        std::fs::metadata(self.file.path()).map_or(0, |m| m.len())
+        self.file.bytes()
     }
 
     fn tensor_bytes(&self) -> u64 {
@@ -311,6 +318,6 @@ impl Checkpoint for GgufSource {
     }
 
     fn files(&self) -> Vec<PathBuf> {
-        vec![self.file.path().to_owned()]
+        self.file.paths().map(Path::to_owned).collect()
     }
 }
