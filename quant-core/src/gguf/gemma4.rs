@@ -127,7 +127,7 @@ pub(super) fn rope(
         )
     };
     let (Some(full), Some(windowed)) = (of(false), of(true)) else {
-        return Err(unfit(family, "blocks are not turned".into()));
+        return Err(unfit(family, "its blocks do not turn queries and keys".into()));
     };
     if windowed.scaling != RopeScaling::None {
         return Err(unfit(family, "blocks with windows have scaled rotations".into()));

@@ -171,7 +171,7 @@ pub(super) fn delta_net(graph: &BlockGraph) -> Option<DeltaNet> {
     })
 }
 
-/// Of latent attention: the features of a key's head that are not turned, and those of a value's.
+/// Of latent attention: the features of a key's head that do not turn, and those of a value's.
 pub(super) fn latent(graph: &BlockGraph) -> Option<[usize; 2]> {
     let values = graph.attentions().next()?.value_dim;
     graph.nodes().iter().find_map(|node| match node.op {

@@ -112,7 +112,7 @@ impl RowOrder {
         }
     }
 
-    /// The stored row that comes at place `row`; of a transposed matrix there is none.
+    /// The stored row that comes at place `row`; a transposed matrix has none.
     pub(super) fn stored(self, row: usize) -> usize {
         match self {
             Self::AsStored | Self::Transposed { .. } => row,

@@ -19,8 +19,8 @@ pub(super) struct LatentWidths {
     pub(super) query_rank: Option<usize>,
     /// Of the one of keys and values.
     pub(super) rank: usize,
-    /// Features of a head that are turned.
-    pub(super) turned: usize,
+    /// Features of a head that are rotary.
+    pub(super) rotary: usize,
 }
 
 impl LatentWidths {
@@ -31,12 +31,12 @@ impl LatentWidths {
                 _ => None,
             })
         };
-        let turned = graph.nodes().iter().find_map(|node| match node.op {
-            Op::JoinHeads { widths: [_, turned], .. } => Some(turned),
+        let rotary = graph.nodes().iter().find_map(|node| match node.op {
+            Op::JoinHeads { widths: [_, rotary], .. } => Some(rotary),
             _ => None,
         })?;
         let rank = norm("self_attn.kv_a_layernorm")?;
-        Some(Self { query_rank: norm("self_attn.q_a_layernorm"), rank, turned })
+        Some(Self { query_rank: norm("self_attn.q_a_layernorm"), rank, rotary })
     }
 }
 
@@ -63,9 +63,9 @@ pub(super) fn heads(
         put("attention.value_length", count(shape.value_dim)?);
         return Ok(());
     };
-    // The graph there has one key for all heads, as wide as the latent vector and what is turned.
+    // The graph there has one key for all heads, as wide as the latent vector and what is rotary.
     put("attention.head_count_kv", count(1)?);
-    put("attention.key_length", count(latent.rank + latent.turned)?);
+    put("attention.key_length", count(latent.rank + latent.rotary)?);
     put("attention.value_length", count(latent.rank)?);
     put("attention.key_length_mla", count(shape.head_dim)?);
     put("attention.value_length_mla", count(shape.value_dim)?);
@@ -192,9 +192,9 @@ pub(super) fn yarn(
     put("rope.scaling.yarn_beta_slow", Value::F32(yarn.rotations[1] as f32));
     let recommended = 1.0 + 0.1 * yarn.factor.max(1.0).ln();
     if LatentWidths::of(a.graph(0)).is_some() {
-        // What llama.cpp multiplies all scores by, and not those of the turned part alone.
+        // What llama.cpp multiplies all scores by, and not those of the rotary part alone.
         if (yarn.attention_factor - 1.0).abs() > 1e-6 {
-            let reason = format!("turned channels are multiplied by {}", yarn.attention_factor);
+            let reason = format!("rotary channels are multiplied by {}", yarn.attention_factor);
             return Err(unfit(family, reason));
         }
         let weight = latent_weight(shape, yarn.factor);

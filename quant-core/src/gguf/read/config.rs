@@ -89,11 +89,11 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     if family.has_two_kinds {
         gemma4::config(about, &mut set)?;
     }
-    let turned_heads = specials::latent(about, &mut set)?.unwrap_or(head_dim);
+    let rotary_heads = specials::latent(about, &mut set)?.unwrap_or(head_dim);
     specials::routing(about, &mut set)?;
     specials::delta_nets(about, &mut set)?;
     if !family.has_two_kinds {
-        rope(about, turned_heads, &mut set)?;
+        rope(about, rotary_heads, &mut set)?;
     }
     // Graphs without windows must not get the family's default.
     match about.integer("attention.sliding_window")?.filter(|_| family.has_windows) {

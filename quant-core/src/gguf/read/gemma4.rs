@@ -66,8 +66,8 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
             (pairs as u64, factor)
         }
     };
-    let turned = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
-    if turned != windowed {
+    let rotary = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
+    if rotary != windowed {
         return Err(about.unread("rope.dimension_count_swa", "is not the width of a head, which is not read"));
     }
     set(

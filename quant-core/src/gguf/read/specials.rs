@@ -8,27 +8,27 @@ use super::config::shortest;
 use crate::Result;
 use crate::gguf::families::{How, RoutingKeys};
 
-/// Latent attention; gives the features of a head that are turned.
+/// Latent attention; gives the features of a head that turn.
 pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<Option<u64>> {
     if !about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_))) {
         return Ok(None);
     }
-    let turned = about.require("rope.dimension_count")?;
+    let rotary = about.require("rope.dimension_count")?;
     let key = "attention.key_length_mla";
     let Some(width) = about.integer(key)? else {
         return Err(about.unread(key, "is missing, and files that are older than it are not read"));
     };
-    let Some(plain) = width.checked_sub(turned).filter(|plain| *plain > 0) else {
-        return Err(about.broken(key, &format!("is {width}, and {turned} features are turned")));
+    let Some(plain) = width.checked_sub(rotary).filter(|plain| *plain > 0) else {
+        return Err(about.broken(key, &format!("is {width}, and {rotary} features turn")));
     };
     set("num_key_value_heads", json!(about.heads()?));
     set("q_lora_rank", json!(about.integer("attention.q_lora_rank")?));
     set("kv_lora_rank", json!(about.require("attention.kv_lora_rank")?));
     set("qk_nope_head_dim", json!(plain));
-    set("qk_rope_head_dim", json!(turned));
+    set("qk_rope_head_dim", json!(rotary));
     set("v_head_dim", json!(about.require("attention.value_length_mla")?));
     set("rope_interleave", json!(true));
-    Ok(Some(turned))
+    Ok(Some(rotary))
 }
 
 /// How tokens are routed, where files of the family say so.

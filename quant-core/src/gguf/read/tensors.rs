@@ -63,7 +63,7 @@ impl GgufSource {
     /// The tensors of a file that holds this model.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when a tensor is missing, is none that the family has, or its shape makes no sense.
+    /// [`Error::InputFile`] when a tensor is missing, the family has no such tensor, or its shape makes no sense.
     pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>, a: &Architecture) -> Result<Self> {
         let mut source = Self { file, tensors: BTreeMap::new(), last: Mutex::default() };
         let mut seen: BTreeSet<String> =
@@ -193,13 +193,13 @@ impl GgufSource {
 
     /// The values of one row of the file.
     fn file_row(&self, piece: &Piece, row: usize) -> Result<Vec<f32>> {
-        let bytes = self.file_bytes(piece, row)?;
+        let bytes = self.stored_bytes(piece, row)?;
         let mut values = vec![0.0; piece.columns];
         piece.tensor.kind.decode(&bytes, &mut values);
         Ok(values)
     }
 
-    fn file_bytes(&self, piece: &Piece, row: usize) -> Result<Vec<u8>> {
+    fn stored_bytes(&self, piece: &Piece, row: usize) -> Result<Vec<u8>> {
         let row_bytes = piece.tensor.kind.row_bytes(piece.columns).ok_or_else(|| {
             Error::Internal(format!("rows of `{}` that are no whole blocks", piece.tensor.name))
         })?;
@@ -208,7 +208,7 @@ impl GgufSource {
         Ok(bytes)
     }
 
-    /// A row of the checkpoint that is a column of a transposed matrix: `None` where it is none.
+    /// A row of the checkpoint that is a column of a transposed matrix; `None` where it comes from elsewhere.
     fn column(&self, piece: &Piece, row: usize) -> Result<Option<Vec<f32>>> {
         let RowOrder::Transposed { period, width, depth } = piece.view.order else { return Ok(None) };
         let (which, column) = (row / period, row % period);
@@ -240,7 +240,7 @@ impl GgufSource {
                 None => match piece.view.order.place(row) {
                     None => continue,
                     Some(at) if place.info.dtype != Dtype::F32 && piece.view.columns == RowOrder::AsStored => {
-                        out.extend(self.file_bytes(piece, at)?);
+                        out.extend(self.stored_bytes(piece, at)?);
                         return Ok(());
                     }
                     Some(at) => self.file_row(piece, at)?,
