@@ -53,6 +53,8 @@ pub(super) struct GgufFamily {
     pub(super) tiles_heads: bool,
     /// Whether the first blocks may have an MLP where the others have experts.
     pub(super) dense_first: bool,
+    /// Whether there must be as many heads of keys as of queries.
+    pub(super) keys_as_wide: bool,
     /// Whether blocks have heads of two kinds (Gemma 4).
     pub(super) has_two_kinds: bool,
     /// Whether what attention puts out is multiplied by a gate.
@@ -195,6 +197,7 @@ const LLAMA: GgufFamily = GgufFamily {
     layers_of_largest: None,
     tiles_heads: false,
     dense_first: false,
+    keys_as_wide: false,
     has_two_kinds: false,
     gates_attention: false,
     routing: RoutingKeys::Implied,
@@ -451,6 +454,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         family: "olmoe",
         arch: "olmoe",
         class: "OlmoeForCausalLM",
+        keys_as_wide: true,
         modules: &[PRE, ATTENTION, HEAD_NORMS, &[("mlp.gate", "ffn_gate_inp")]],
         experts: Some(QWEN_EXPERTS),
         normalizes_experts: false,

@@ -288,6 +288,10 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }
     }
+    if family.keys_as_wide && shape.kv_heads != shape.heads() {
+        let (keys, queries) = (shape.kv_heads, shape.heads());
+        return Err(unfit(family, format!("it has {keys} heads of keys for {queries} of queries")));
+    }
     if family.head_is_embedding && !a.tied {
         return Err(unfit(family, "its head is not the embedding".into()));
     }

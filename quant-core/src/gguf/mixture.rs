@@ -216,6 +216,8 @@ pub fn mixture(name: &str) -> Option<&'static Mixture> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelFacts {
     pub(super) layers: usize,
+    /// Layers that make values.
+    pub(super) values: usize,
     pub(super) heads_per_key: usize,
     pub(super) experts: usize,
     pub(super) weighted: bool,
@@ -230,8 +232,8 @@ impl ModelFacts {
 }
 
 impl When {
-    fn applies(self, layer: usize, facts: &ModelFacts) -> bool {
-        let n = facts.layers;
+    fn applies(self, role: Role, layer: usize, facts: &ModelFacts) -> bool {
+        let n = if role == Value { facts.values } else { facts.layers };
         match self {
             Self::Always => true,
             Self::More => layer < n / 8 || layer >= 7 * n / 8 || (layer - n / 8) % 3 == 2,
@@ -257,7 +259,7 @@ impl Mixture {
     }
 
     /// The type of a tensor of `matrices` with rows of `columns`, before it is known whether they fit; `layer` is 0 outside
-    /// blocks.
+    /// blocks, and that of values the place among the layers that make some.
     pub(super) fn of(
         &self,
         role: Role,
@@ -274,7 +276,7 @@ impl Mixture {
         if role == Head && !columns.is_multiple_of(self.base.elements) {
             return &Q8_0;
         }
-        let rule = self.rules.iter().find(|rule| rule.0 == role && rule.1.applies(layer, facts));
+        let rule = self.rules.iter().find(|rule| rule.0 == role && rule.1.applies(role, layer, facts));
         let kind = rule.map_or(self.base, |rule| rule.2);
         let is_small = *kind == blocks::Q3_K || *kind == blocks::Q4_K;
         if role == Value && facts.favours_values && is_small { &Q5_K } else { kind }
@@ -286,7 +288,7 @@ mod tests {
     use super::*;
 
     const FACTS: ModelFacts =
-        ModelFacts { layers: 8, heads_per_key: 1, experts: 0, weighted: false, favours_values: false };
+        ModelFacts { layers: 8, values: 8, heads_per_key: 1, experts: 0, weighted: false, favours_values: false };
 
     fn of(name: &str, role: Role, facts: ModelFacts) -> String {
         let mixture = mixture(name).unwrap();
@@ -311,7 +313,7 @@ mod tests {
         let eight = ModelFacts { experts: 8, ..FACTS };
         assert_eq!(q4.of(Value, 1, [1, 256], &eight), &Q8_0);
         assert_eq!(q4.of(AttentionOutput, 1, [1, 256], &eight), &Q5_K);
-        let large = ModelFacts { layers: 80, favours_values: true, ..FACTS };
+        let large = ModelFacts { layers: 80, values: 80, favours_values: true, ..FACTS };
         assert_eq!(q4.of(Value, 11, [1, 256], &large), &Q5_K);
         assert_eq!(mixture("f16").unwrap().of(Head, 0, [1, 100], &FACTS), &F16);
     }

@@ -168,7 +168,7 @@ impl GgufPlan {
                 },
             );
         }
-        let types = Types::new(a, family, &request);
+        let types = Types::new(a, family, &request, &drafts);
         types.check_patterns(&drafts)?;
         let mut tensors = Vec::with_capacity(drafts.len());
         let mut unfit = Vec::new();
@@ -333,20 +333,25 @@ fn role(stored: &str) -> Role {
 struct Types<'a> {
     request: &'a GgufRequest,
     facts: ModelFacts,
+    /// Blocks that make values, which are counted by themselves.
+    values: BTreeSet<usize>,
 }
 
 impl<'a> Types<'a> {
-    fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest) -> Self {
+    fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest, drafts: &[Draft]) -> Self {
         let heads_per_key = a.attentions().first().map_or(1, |shape| shape.repeat);
         let experts = (0..a.layers).map(|layer| family_experts(a, layer));
+        let makes_values = drafts.iter().filter(|draft| draft.role == Role::Value && draft.is_weight);
+        let values: BTreeSet<usize> = makes_values.map(|draft| draft.layer).collect();
         let facts = ModelFacts {
             layers: a.layers,
+            values: values.len(),
             heads_per_key,
             experts: experts.max().unwrap_or(0),
             weighted: request.weighted,
             favours_values: ModelFacts::favours_values(family, a.layers, heads_per_key),
         };
-        Self { request, facts }
+        Self { request, facts, values }
     }
 
     /// Fails where a pattern selects nothing that types are about.
@@ -393,7 +398,13 @@ impl<'a> Types<'a> {
             None if model.quant_method().is_some() && !self.request.mixture.is_of_experts() => {
                 as_stored(model, source)?
             }
-            None => self.request.mixture.of(draft.role, draft.layer, [matrices, columns], &self.facts),
+            None => {
+                let place = match draft.role {
+                    Role::Value => self.values.range(..draft.layer).count(),
+                    _ => draft.layer,
+                };
+                self.request.mixture.of(draft.role, place, [matrices, columns], &self.facts)
+            }
         };
         let mut kind = wanted;
         while kind.row_bytes(columns).is_none() {

@@ -9,8 +9,8 @@ use super::metadata::unfit;
 use crate::Result;
 use crate::model::{Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, Routing, Scores, Yarn};
 
-/// Parts of the rotation that stand for time, height and width, where a configuration has none.
-const SECTIONS: [i32; 4] = [11, 11, 10, 0];
+/// Where the ramp of YaRN begins and ends, in turns over the first positions: llama.cpp takes no others.
+pub(super) const ROTATIONS: [f64; 2] = [32.0, 1.0];
 
 /// The widths of latent attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,9 +70,8 @@ pub(super) fn heads(
     put("attention.key_length_mla", count(shape.head_dim)?);
     put("attention.value_length_mla", count(shape.value_dim)?);
     put("attention.kv_lora_rank", count(latent.rank)?);
-    if let Some(rank) = latent.query_rank {
-        put("attention.q_lora_rank", count(rank)?);
-    }
+    // 0 where queries are made of the hidden states.
+    put("attention.q_lora_rank", count(latent.query_rank.unwrap_or(0))?);
     Ok(())
 }
 
@@ -158,13 +157,15 @@ pub(super) fn delta_nets(
     put("attention.recurrent_layers", Value::Array(Array::Bool(recurrent)));
     put("full_attention_interval", count(interval)?);
     if family.tiles_heads {
-        put("rope.dimension_sections", Value::Array(Array::I32(sections(config))));
+        let pairs = a.ropes().map(|rope| rope.rotary_dim / 2).max().unwrap_or_default();
+        put("rope.dimension_sections", Value::Array(Array::I32(sections(config, pairs))));
     }
     Ok(())
 }
 
-/// Which pairs of channels turn by which coordinate of an image; of texts, all of them are the same.
-fn sections(config: &Map<String, Json>) -> Vec<i32> {
+/// How many of the pairs of channels turn by which coordinate of an image; of texts, all coordinates are the same. They take
+/// turns: what a configuration says must leave no pair without one.
+fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     let text = config.get("text_config").and_then(Json::as_object).unwrap_or(config);
     let found = ["rope_parameters", "rope_scaling"].iter().find_map(|key| text.get(*key)?.get("mrope_section"));
     let numbers = |json: &Json| {
@@ -172,9 +173,10 @@ fn sections(config: &Map<String, Json>) -> Vec<i32> {
         let numbers = list.iter().map(|n| i32::try_from(n.as_i64()?).ok()).collect::<Option<Vec<i32>>>()?;
         (numbers.len() <= 4).then_some(numbers)
     };
-    let mut sections = found.and_then(numbers).unwrap_or_else(|| SECTIONS.to_vec());
+    let even: Vec<i32> = [(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0].map(|n| n as i32).to_vec();
+    let mut sections = found.and_then(numbers).unwrap_or_else(|| even.clone());
     sections.resize(4, 0);
-    sections
+    if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }
 }
 
 /// YaRN; gives what a user should know of it.
@@ -185,6 +187,10 @@ pub(super) fn yarn(
     shape: AttentionShape,
     put: &mut impl FnMut(&str, Value),
 ) -> Result<Option<String>> {
+    if yarn.rotations != ROTATIONS {
+        let [fast, slow] = yarn.rotations;
+        return Err(unfit(family, format!("the ramp of YaRN is between {fast} and {slow} turns")));
+    }
     put("rope.scaling.type", Value::string("yarn"));
     put("rope.scaling.factor", Value::F32(yarn.factor as f32));
     put("rope.scaling.original_context_length", count(family, yarn.original_positions)?);

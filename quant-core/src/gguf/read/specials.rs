@@ -7,6 +7,7 @@ use super::About;
 use super::config::shortest;
 use crate::Result;
 use crate::gguf::families::{How, RoutingKeys};
+use crate::gguf::specials::ROTATIONS;
 
 /// Latent attention; gives the features of a head that turn.
 pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<Option<u64>> {
@@ -22,7 +23,7 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
         return Err(about.broken(key, &format!("is {width}, and {rotary} features turn")));
     };
     set("num_key_value_heads", json!(about.heads()?));
-    set("q_lora_rank", json!(about.integer("attention.q_lora_rank")?));
+    set("q_lora_rank", json!(about.integer("attention.q_lora_rank")?.filter(|rank| *rank > 0)));
     set("kv_lora_rank", json!(about.require("attention.kv_lora_rank")?));
     set("qk_nope_head_dim", json!(plain));
     set("qk_rope_head_dim", json!(rotary));
@@ -117,12 +118,17 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         Some(positions) => positions,
         None => about.require("context_length")?,
     };
+    for (key, due) in ["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"].into_iter().zip(ROTATIONS) {
+        if let Some(other) = about.float(key)?.filter(|beta| *beta != due) {
+            return Err(about.unread(key, &format!("is {other}, and llama.cpp takes {due}")));
+        }
+    }
     let mut yarn = json!({
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": positions,
-        "beta_fast": shortest(float("rope.scaling.yarn_beta_fast", 32.0)?),
-        "beta_slow": shortest(float("rope.scaling.yarn_beta_slow", 1.0)?),
+        "beta_fast": ROTATIONS[0],
+        "beta_slow": ROTATIONS[1],
         "truncate": true,
     });
     let is_latent = about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
