@@ -31,16 +31,32 @@ pub struct GgufOptions {
     /// Write the importance matrix that was gathered to FILE; .dat for the older kind of file, else GGUF
     #[arg(long, value_name = "FILE", help_heading = "GGUF")]
     pub save_imatrix: Option<PathBuf>,
+    /// Write several files into the directory OUT where one would have more than SIZE of tensors, as 500M or 4G
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "GGUF")]
+    pub split_max_size: Option<u64>,
+}
+
+/// Bytes, from a number with a unit of 1000s, as llama.cpp's programs read it.
+fn size(text: &str) -> std::result::Result<u64, String> {
+    let (digits, unit) = match text.char_indices().last() {
+        Some((at, 'k' | 'K')) => (&text[..at], 1_000),
+        Some((at, 'm' | 'M')) => (&text[..at], 1_000_000),
+        Some((at, 'g' | 'G')) => (&text[..at], 1_000_000_000),
+        _ => (text, 1),
+    };
+    let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+    bytes.filter(|bytes| *bytes > 0).ok_or_else(|| "expected a number of bytes, as 500M or 4G".to_owned())
 }
 
 impl GgufOptions {
-    fn given(&self) -> [(&'static str, bool); 5] {
+    fn given(&self) -> [(&'static str, bool); 6] {
         [
             ("--pre", self.pre.is_some()),
             ("--allow-fallback", self.allow_fallback),
             ("--reference-search", self.reference_search),
             ("--imatrix", self.imatrix.is_some()),
             ("--save-imatrix", self.save_imatrix.is_some()),
+            ("--split-max-size", self.split_max_size.is_some()),
         ]
     }
 

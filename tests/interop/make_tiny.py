@@ -26,6 +26,28 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 6, "num_e
              "moe_intermediate_size": 128}
 SMALL_GEMMA = {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32,
                "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+# What llama.cpp's graphs of families with experts, latent attention and delta nets compute.
+LLAMA_CPP_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64,
+                     "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24, "rope_parameters": {
+                         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                         "original_max_position_embeddings": 512, "truncate": True}}
+EQUAL_DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+               "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+               "layer_types": ["linear_attention", FULL, "linear_attention", FULL], "rope_parameters": {
+                   "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                   "mrope_section": [3, 3, 2], "mrope_interleaved": True}}
+EQUAL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                 "shared_expert_intermediate_size": 96}
+LLAMA_CPP_GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 4, "head_dim": 32, "global_head_dim": 64,
+                    "sliding_window": 24, "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
+                    "rope_parameters": {
+                        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+                        SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}}
+FIRST_DENSE = {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+               "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+MLA = {"num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+MLA_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 512}
 VARIANTS = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -67,6 +89,37 @@ VARIANTS = {
                                          "final_logit_softcapping": 2.0, "layer_types": [SLIDING, FULL] * 2},
     "gemma3-sixth": SMALL_GEMMA | {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": {
         FULL: {"rope_type": "default", "rope_theta": 50000.0}, SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
+    "gpt_oss-plain": LLAMA_CPP_GPT_OSS,
+    "gpt_oss-codes": LLAMA_CPP_GPT_OSS,
+    "qwen3_5-equal": EQUAL_DELTA | {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe-equal": EQUAL_DELTA | EQUAL_EXPERTS | {"model_type": "qwen3_5_moe_text"},
+    "qwen3_next-equal": EQUAL_DELTA | EQUAL_EXPERTS | {"model_type": "qwen3_next", "norm_topk_prob": True},
+    "glm4_moe-first": FIRST_DENSE | {"model_type": "glm4_moe", "head_dim": 32, "use_qk_norm": True, "attention_bias": True,
+                                     "norm_topk_prob": True, "routed_scaling_factor": 1.4, "n_group": 1, "topk_group": 1,
+                                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                         "partial_rotary_factor": 0.5}},
+    "deepseek_v3-mla": FIRST_DENSE | MLA | {"model_type": "deepseek_v3", "q_lora_rank": 64, "n_group": 4, "topk_group": 2,
+                                            "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+                                            "rope_parameters": MLA_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "deepseek_v2-mla": FIRST_DENSE | MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy",
+                                            "norm_topk_prob": False, "routed_scaling_factor": 1.6,
+                                            "rope_parameters": MLA_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    "olmoe-plain": {"model_type": "olmoe", "num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64,
+                    "norm_topk_prob": False},
+    "granitemoe-plain": {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 3,
+                         "intermediate_size": 64, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                         "residual_multiplier": 0.6, "logits_scaling": 2.5},
+    "cohere2-fourth": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.3, "rotary_pct": 1.0},
+    "ernie4_5-plain": {"model_type": "ernie4_5"},
+    "gemma4-shared-keys": LLAMA_CPP_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1,
+                                              "hidden_size_per_layer_input": 0, "layer_types": [SLIDING, FULL] * 2},
+    "gemma4-own-inputs": LLAMA_CPP_GEMMA4 | {"num_hidden_layers": 6, "hidden_size_per_layer_input": 32,
+                                             "num_kv_shared_layers": 3, "vocab_size_per_layer_input": VOCABULARY,
+                                             "use_double_wide_mlp": True,
+                                             "layer_types": [SLIDING, SLIDING, FULL] * 2},
+    "gemma4-with-experts": LLAMA_CPP_GEMMA4 | {"hidden_size_per_layer_input": 0, "layer_types": [SLIDING, FULL] * 2,
+                                               "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+                                               "moe_intermediate_size": 64},
     "opt": OPT,
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
                         "tie_word_embeddings": False},
@@ -382,7 +435,7 @@ def make_model(variant, seed):
         for name, buffer in model.state_dict().items():
             if name not in parameters and name != "lm_head.weight":
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-        if variant in ("gpt_oss-mxfp4", "gpt_oss-floats"):
+        if variant in ("gpt_oss-mxfp4", "gpt_oss-codes", "gpt_oss-floats"):
             for name, (codes, scales) in mxfp4_experts(model).items():
                 parameters[name].copy_(mxfp4_values(codes, scales).transpose(1, 2))
     return model
@@ -573,7 +626,7 @@ def main():
         save_without_head(model, arguments.out)
     else:
         model.save_pretrained(arguments.out)
-    if arguments.variant == "gpt_oss-mxfp4":
+    if arguments.variant in ("gpt_oss-mxfp4", "gpt_oss-codes"):
         store_as_mxfp4(model, arguments.out)
     if arguments.variant == "deepseek_v3-fp8":
         store_as_fp8(arguments.out)

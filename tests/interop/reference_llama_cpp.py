@@ -36,6 +36,9 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
     from conversion.base import TextModel
 
     argv = ["convert_hf_to_gguf", str(model_dir), "--outtype", "f32", "--outfile", str(out)]
+    # Of these it expects blocks that predict further tokens unless it is told.
+    if json.loads((model_dir / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next")):
+        argv.append("--no-mtp")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(mock.patch.object(sys, "argv", argv))

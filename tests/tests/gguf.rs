@@ -60,8 +60,42 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(report["tensors"].as_array().map(Vec::len), Some(57));
     let inspected = quant(args!["inspect", at("q4.gguf"), "--json"]).json();
     assert_eq!((&inspected["family"], &inspected["layers"]), (&"llama".into(), &6.into()));
-    let run = quant(quantize(&at("q4.gguf"), &at("again.gguf"), &["--scheme", "q8_0"])).succeeded();
-    assert!(run.stderr.contains("floats that they stand for"), "{run}");
+}
+
+#[test]
+fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
+    quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
+    let says = ["is quantized already: it holds blocks of Q6_K, Q4_K", "--requantize"];
+    let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
+    check_message("into GGUF", &run, 2, &says);
+    // A float mixture with one tensor of blocks rounds that one again.
+    let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
+    check_message("an override", &run, 2, &says);
+    let packed = ["--method", "rtn", "--scheme", "w4a16-g32-sym"];
+    let other = |verb: &str, options: &[&str]| {
+        let mut arguments = args![verb, at("q4.gguf")];
+        if verb == "quantize" {
+            arguments.extend(args!["-o", at("packed")]);
+        }
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from)))
+    };
+    check_message("into another format", &other("quantize", &packed), 2, &says);
+    check_message("a plan", &other("plan", &packed), 2, &says);
+    assert!(!at("no.gguf").exists() && !at("packed").exists());
+    let run = quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
+    assert!(run.stderr.contains("rounded once more, and loses twice"), "{run}");
+    other("quantize", &[&packed[..], &["--requantize"]].concat()).succeeded();
+    // As floats, and from floats, nothing is lost that was not before.
+    quant(quantize(&at("q4.gguf"), &at("f32.gguf"), &["--scheme", "f32"])).succeeded();
+    assert_eq!(perplexity(&at("f32.gguf")), perplexity(&at("q4.gguf")));
+    quant(quantize(&at("bf16.gguf"), &at("from-floats.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let run = quant(quantize(&at("bf16.gguf"), &at("no.gguf"), &["--scheme", "q8_0", "--requantize"]));
+    check_message("nothing to requantize", &run, 2, &["the model is not quantized"]);
 }
 
 /// The search, and GPTQ after it, leave less of the divergence than the reference search with the same importance.
@@ -278,4 +312,81 @@ fn damaged_files_are_bad_input() {
             check_message(what, &run, 4, &[&[&*format!("{what}.gguf")], says].concat());
         }
     }
+}
+
+#[test]
+fn models_are_written_in_parts_and_read_again() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 2);
+    quant(quantize(&model, &at("whole.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let whole = std::fs::metadata(at("whole.gguf")).unwrap().len();
+    let limit = whole / 4;
+    let split = ["--scheme", "q8_0", "--split-max-size", &limit.to_string()];
+    quant(quantize(&model, &at("parts"), &split)).succeeded();
+    let mut names: Vec<String> = std::fs::read_dir(at("parts"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".gguf"))
+        .collect();
+    names.sort();
+    let count = names.len();
+    assert!(count >= 4, "{names:?}");
+    let due: Vec<String> = (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
+    assert_eq!(names, due);
+    let part = |n: usize| at("parts").join(&names[n]);
+    // The largest tensor may have a file of its own that is larger.
+    let sizes: Vec<u64> = (0..count).map(|n| std::fs::metadata(part(n)).unwrap().len()).collect();
+    assert!(sizes.iter().sum::<u64>() < whole + 4096 * count as u64, "{sizes:?}");
+    assert_eq!(perplexity(&part(0)), perplexity(&at("whole.gguf")));
+    let inspected = |path: &Path| quant(args!["inspect", path, "--json"]).json();
+    let (joined, one) = (inspected(&part(0)), inspected(&at("whole.gguf")));
+    assert_eq!((&joined["layers"], &joined["family"]), (&one["layers"], &one["family"]));
+    // A limit that nothing reaches leaves one file.
+    quant(quantize(&model, &at("one"), &["--scheme", "q8_0", "--split-max-size", "4G"])).succeeded();
+    assert!(at("one").join("model.gguf").exists());
+
+    let refused = |path: &Path, says: &[&str]| {
+        let run = quant(args!["inspect", path]);
+        check_message("a part", &run, 4, says);
+    };
+    refused(&part(1), &[&names[1], "is file 2 of", "give the first of them"]);
+    let bytes = std::fs::read(part(1)).unwrap();
+    let key = bytes.windows(8).position(|w| w == b"split.no").unwrap() + 8 + 4;
+    let mut wrong = bytes.clone();
+    wrong[key] = 3;
+    std::fs::write(part(1), &wrong).unwrap();
+    refused(&part(0), &[&names[1], "is not file 2"]);
+    std::fs::write(part(1), &bytes[..bytes.len() / 2]).unwrap();
+    refused(&part(0), &[&names[1], "the file has"]);
+    std::fs::remove_file(part(1)).unwrap();
+    refused(&part(0), &[&names[1], "is missing"]);
+
+    let run = quant(quantize(&model, &at("parts.gguf"), &split));
+    check_message("one file for several", &run, 2, &["--split-max-size writes several files", "directory"]);
+    for size in ["0", "4T", "G", "-1", "99999999999999999999"] {
+        let run = quant(quantize(&model, &at("no"), &["--split-max-size", size]));
+        check_message(size, &run, 2, &["--split-max-size"]);
+    }
+    let run = quant(args!["quantize", &model, "-o", at("no"), "--split-max-size", "1G"]);
+    check_message("another format", &run, 2, &["--split-max-size has no effect"]);
+}
+
+#[test]
+fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    for (scheme, kind, least) in
+        [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)]
+    {
+        let summary = quant(quantize(&model, &at(scheme), &["--scheme", scheme, "--json"])).json();
+        assert!(summary["types"][kind].as_u64() >= Some(least), "{scheme}: {summary}");
+    }
+    let overrides = ["--scheme", "q8_0", "--override", "ffn_*=mxfp4", "--override", "attn_*=nvfp4", "--json"];
+    let summary = quant(quantize(&model, &at("four.gguf"), &overrides)).json();
+    assert_eq!((&summary["types"]["MXFP4"], &summary["types"]["NVFP4"]), (&3.into(), &4.into()));
+    assert!(perplexity(&at("four.gguf")).is_finite());
 }

@@ -131,7 +131,7 @@ pub fn run(
     session: &Session,
 ) -> Result<()> {
     let started = Instant::now();
-    if opened.model.quant_method().is_some() {
+    if opened.model.quant_method().is_some() || opened.directory.rounded_to().is_some() {
         let path = opened.directory.path().display();
         return Err(Error::usage(
             format!("{path} is quantized already, and --ablation quantizes a float model"),

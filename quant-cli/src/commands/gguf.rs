@@ -64,6 +64,12 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
             return Err(Error::usage(format!("{option} has no effect with --format gguf"), "leave it out"));
         }
     }
+    if options.gguf.split_max_size.is_some() && is_single(args) {
+        return Err(Error::usage(
+            format!("--split-max-size writes several files, and {} is one", args.output.display()),
+            "give a directory for OUT, or leave it out",
+        ));
+    }
     let gathers = args.calibration.is_some() || options.gguf.save_imatrix.is_some();
     check_importance(options, gathers)?;
     // Found here rather than after calibration.
@@ -126,19 +132,11 @@ pub fn run(args: &quantize::Args, session: &Session) -> Result<()> {
     output::print(&text(&summary))
 }
 
-/// The model, as floats where that is asked for.
+/// The model, as floats where that is asked for. What blocks of a GGUF file stand for may be written as floats unasked.
 fn open(model: &Path, options: &RecipeOptions, session: &Session) -> Result<Opened> {
     let opened = inputs::open(model, session)?;
-    if !options.requantize {
-        return Ok(opened);
-    }
-    let Some(method) = opened.model.quant_method() else {
-        return Err(Error::usage("--requantize has no effect: the model is not quantized", "leave it out"));
-    };
-    session.progress.note(&format!(
-        "note: the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
-    ));
-    Ok(Opened { model: opened.model.dequantized()?, ..opened })
+    let keeps_floats = opened.directory.rounded_to().is_some() && options.gguf_request(true)?.is_float();
+    if keeps_floats { Ok(opened) } else { quantize::requantized(opened, options, session) }
 }
 
 fn check_importance(options: &RecipeOptions, gathers: bool) -> Result<()> {
@@ -225,6 +223,11 @@ fn windows(args: &quantize::Args, opened: &Opened, session: &Session) -> Result<
     inputs::calibration(opened, text, sampling, session)
 }
 
+/// Whether OUT is the file itself.
+fn is_single(args: &quantize::Args) -> bool {
+    args.output.extension() == Some(OsStr::new("gguf"))
+}
+
 /// Writes the file at OUT where that ends in `.gguf`, else into a directory of that name.
 fn write(
     plan: &GgufPlan,
@@ -234,7 +237,8 @@ fn write(
     args: &quantize::Args,
     session: &Session,
 ) -> Result<(Published, GgufReport)> {
-    let single_file = args.output.extension() == Some(OsStr::new("gguf"));
+    let single_file = is_single(args);
+    let split = args.recipe.gguf.split_max_size;
     let file_name = match args.output.file_name() {
         Some(name) if single_file => name.to_string_lossy().into_owned(),
         _ => FILE.to_owned(),
@@ -244,8 +248,9 @@ fn write(
         force: args.force,
         resume: args.resume,
         fingerprint: plan.fingerprint(&opened.directory, importance, &program),
-        archive: Arc::new(plan.archive(&file_name, importance, origin)),
+        archive: Arc::new(plan.archive(&file_name, split.is_some(), importance, origin)),
         single_file,
+        max_shard_bytes: split.unwrap_or(WriteOptions::default().max_shard_bytes),
         ..WriteOptions::default()
     };
     let mut writer = CheckpointWriter::create(&args.output, plan.outputs()?, options)?;

@@ -231,20 +231,40 @@ pub fn prepared(
     options: &RecipeOptions,
     session: &Session,
 ) -> Result<Opened> {
-    let mut model = opened.model;
-    if options.requantize {
-        let Some(method) = model.quant_method() else {
-            return Err(Error::usage(
-                "--requantize has no effect: the model is not quantized",
-                "leave it out",
-            ));
+    let opened = requantized(opened, options, session)?;
+    Ok(Opened { model: recipe.prepared(opened.model)?, ..opened })
+}
+
+/// What was opened, as floats where it is quantized and is to be rounded again. A checkpoint whose codes may be kept stays
+/// as it is unless that is asked for.
+///
+/// # Errors
+/// [`Error::Usage`] when it is asked for in vain, and when the floats are what blocks of a GGUF file stand for and nobody
+/// asked.
+pub fn requantized(opened: Opened, options: &RecipeOptions, session: &Session) -> Result<Opened> {
+    let rounded = opened.directory.rounded_to();
+    let Some(method) = opened.model.quant_method().or(rounded).map(str::to_owned) else {
+        return match options.requantize {
+            true => {
+                Err(Error::usage("--requantize has no effect: the model is not quantized", "leave it out"))
+            }
+            false => Ok(opened),
         };
-        session.progress.note(&format!(
-            "note: the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
-        ));
-        model = model.dequantized()?;
+    };
+    if !options.requantize {
+        return match rounded {
+            None => Ok(opened),
+            Some(types) => Err(Error::usage(
+                format!("{} is quantized already: it holds blocks of {types}", opened.directory.path().display()),
+                "quantize the original float model; --requantize rounds what the blocks stand for once more, and loses \
+                 twice",
+            )),
+        };
     }
-    Ok(Opened { model: recipe.prepared(model)?, ..opened })
+    session.progress.note(&format!(
+        "note: the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
+    ));
+    Ok(Opened { model: opened.model.dequantized()?, ..opened })
 }
 
 /// Where each container of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.

@@ -20,7 +20,7 @@ impl BlockType {
 impl OpenBlock {
     /// Chooses the code of element `e` that is nearest to a value; gives what is stored.
     pub(crate) fn choose(&mut self, e: usize, value: f32) -> f32 {
-        let (code, stored) = self.grid.round(self.fields.part(e / self.grid.part), value);
+        let (code, stored) = self.grid.round(self.grid.part(&self.fields, e / self.grid.part), value);
         self.fields.codes[e] = code;
         stored
     }

@@ -10,6 +10,7 @@ pub(super) const PARTS: usize = 16;
 /// The grid of a block type.
 pub(super) struct Grid {
     pub(super) steps: Steps,
+    pub(super) scales: Scales,
     /// Elements that share a factor, and a minimum if there is one: a multiple of 8.
     pub(super) part: usize,
     /// The smallest and largest factor of a part; 1 and 1 where a block has one scale.
@@ -18,14 +19,27 @@ pub(super) struct Grid {
     pub(super) pack: fn(&Fields, &mut [u8]),
 }
 
-/// The values of a part.
+/// What the factor of a part is.
+#[derive(Clone, Copy)]
+pub(super) enum Scales {
+    /// A multiple of the scale `d` of the block.
+    Multiples,
+    /// The code of a scale of its own, which grows with the code; there is no `d`.
+    Own(fn(u8) -> f32),
+}
+
+/// The values of a part, where `scale` is what its factor says.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Steps {
-    /// `d·factor·(q − half)`, `q` below `2·half`.
+    /// `scale·(q − half)`, `q` below `2·half`.
     Even { half: i32 },
-    /// `d·factor·T[q]`, of IQ4.
+    /// `scale·(q − 1)`, `q` below 3.
+    Ternary,
+    /// `scale·T[q]`, of IQ4.
     Uneven,
-    /// `d·factor·q − dmin·minimum`, `q` up to `top`; minimums have the range of factors.
+    /// `scale·T[q]`, `T` being twice the values of E2M1.
+    Fp4,
+    /// `scale·q − dmin·minimum`, `q` up to `top`; minimums have the range of factors.
     Minimum { top: i32 },
 }
 
@@ -46,14 +60,18 @@ pub(super) struct Fields {
 impl Fields {
     pub(super) const ZERO: Self =
         Self { d: 0.0, dmin: 0.0, factors: [0; PARTS], minimums: [0; PARTS], codes: [0; MOST] };
-
-    /// Scale and minimum of a part, as decoding has them.
-    pub(super) fn part(&self, j: usize) -> [f32; 2] {
-        [self.d * self.factors[j] as f32, self.dmin * self.minimums[j] as f32]
-    }
 }
 
 impl Grid {
+    /// Scale and minimum of part `j` of a block, as decoding has them.
+    pub(super) fn part(&self, fields: &Fields, j: usize) -> [f32; 2] {
+        let scale = match self.scales {
+            Scales::Multiples => fields.d * fields.factors[j] as f32,
+            Scales::Own(scale) => scale(fields.factors[j] as u8),
+        };
+        [scale, fields.dmin * fields.minimums[j] as f32]
+    }
+
     /// The nearest code for a value of a part with this scale and minimum, and what it stands for.
     #[inline(always)]
     pub(super) fn round(&self, [scale, minimum]: [f32; 2], x: f32) -> (u8, f32) {
@@ -64,9 +82,18 @@ impl Grid {
                 let level = Even(half).level(x * inverse);
                 ((level as i32 + half) as u8, scale * level)
             }
+            Steps::Ternary => {
+                let level = Ternary.level(x * inverse);
+                ((level as i32 + 1) as u8, scale * level)
+            }
             Steps::Uneven => {
                 let level = Uneven.level(x * inverse);
                 (Uneven::code(level), scale * level)
+            }
+            Steps::Fp4 => {
+                // Inverses of the smallest scales would leave the range.
+                let level = Fp4.level(if scale != 0.0 { x / scale } else { 0.0 });
+                (Fp4::code(level), scale * level)
             }
             Steps::Minimum { top } => {
                 let code = code_above((x + minimum) * inverse, top);
@@ -97,6 +124,10 @@ pub(super) trait Levels: Copy {
     fn ends(self) -> [f32; 2];
     /// About how far levels are apart.
     fn step(self) -> f32;
+    /// How far beyond the last level the largest value may come to lie, at most.
+    fn beyond(self) -> f32 {
+        (-0.4 * self.ends()[0]).min(5.0 * self.step())
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -114,6 +145,29 @@ impl Levels for Even {
 
     fn step(self) -> f32 {
         1.0
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Ternary;
+
+impl Levels for Ternary {
+    #[inline(always)]
+    fn level(self, value: f32) -> f32 {
+        nearest(value.max(-1.0).min(1.0))
+    }
+
+    fn ends(self) -> [f32; 2] {
+        [-1.0, 1.0]
+    }
+
+    fn step(self) -> f32 {
+        1.0
+    }
+
+    // Of many values the best level is near the middle of their magnitudes, far below the largest.
+    fn beyond(self) -> f32 {
+        8.0
     }
 }
 
@@ -144,5 +198,40 @@ impl Uneven {
     /// The code of a level.
     fn code(level: f32) -> u8 {
         LEVELS.iter().position(|known| f32::from(*known) == level).unwrap_or_default() as u8
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Fp4;
+
+/// Twice the magnitudes of E2M1.
+const MAGNITUDES: [f32; 8] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0];
+
+impl Levels for Fp4 {
+    #[inline(always)]
+    fn level(self, value: f32) -> f32 {
+        let magnitude = value.abs();
+        let mut level = 0.0;
+        for k in 1..MAGNITUDES.len() {
+            let (below, above) = (MAGNITUDES[k - 1], MAGNITUDES[k]);
+            level += if magnitude > (below + above) / 2.0 { above - below } else { 0.0 };
+        }
+        level.copysign(value)
+    }
+
+    fn ends(self) -> [f32; 2] {
+        [-12.0, 12.0]
+    }
+
+    fn step(self) -> f32 {
+        2.0
+    }
+}
+
+impl Fp4 {
+    /// The code of a level. There is one for 0 alone, which has no sign.
+    fn code(level: f32) -> u8 {
+        let magnitude = MAGNITUDES.iter().position(|known| *known == level.abs()).unwrap_or_default() as u8;
+        magnitude | if level < 0.0 { 8 } else { 0 }
     }
 }

@@ -3,7 +3,7 @@
 //! IQ4_NL: 32 codes and a scale. IQ4_XS: 256 codes, a scale, and a factor of 6 bits for every 32: `d`, the high two
 //! bits of the eight factors in one word, their low four bits in four bytes, then the codes.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{NOTHING, largest, nearest, weigh};
 use super::{BlockType, SUPER, f16_bits};
 
@@ -16,7 +16,7 @@ pub static IQ4_NL: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::F16),
-    grid: Some(&Grid { steps: Steps::Uneven, part: 32, factors: [1, 1], pack: pack_nl }),
+    grid: Some(&Grid { steps: Steps::Uneven, scales: Scales::Multiples, part: 32, factors: [1, 1], pack: pack_nl }),
     encode: encode_nl,
     decode: decode_nl,
 };
@@ -30,7 +30,7 @@ pub static IQ4_XS: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&IQ4_NL),
-    grid: Some(&Grid { steps: Steps::Uneven, part: 32, factors: [-32, 31], pack: pack_xs }),
+    grid: Some(&Grid { steps: Steps::Uneven, scales: Scales::Multiples, part: 32, factors: [-32, 31], pack: pack_xs }),
     encode: encode_xs,
     decode: decode_xs,
 };

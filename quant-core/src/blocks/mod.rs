@@ -7,6 +7,7 @@
 mod block;
 mod f16_bits;
 mod floats;
+mod fp4;
 mod grid;
 mod iq4;
 mod q2_k;
@@ -18,13 +19,16 @@ mod q8_0;
 mod refine;
 mod scales_6bit;
 mod search;
+mod ternary;
 #[cfg(test)]
 mod tests;
 mod thirty_two;
 
+pub(crate) use fp4::repack_mxfp4;
 pub(crate) use thirty_two::pack_q4_0;
 
 pub use floats::{BF16, F16, F32};
+pub use fp4::{MXFP4, NVFP4};
 pub use iq4::{IQ4_NL, IQ4_XS};
 pub use q2_k::Q2_K;
 pub use q3_k::Q3_K;
@@ -32,6 +36,7 @@ pub use q4_k::Q4_K;
 pub use q5_k::Q5_K;
 pub use q6_k::Q6_K;
 pub use q8_0::Q8_0;
+pub use ternary::{TQ1_0, TQ2_0};
 pub use thirty_two::{Q4_0, Q4_1, Q5_0, Q5_1};
 
 /// Elements of a super-block.
@@ -91,10 +96,11 @@ impl Eq for BlockType {}
 /// The types that this version writes and reads.
 pub static BLOCK_TYPES: &[&BlockType] = &[
     &F32, &F16, &BF16, &Q8_0, &Q4_0, &Q4_1, &Q5_0, &Q5_1, &Q2_K, &Q3_K, &Q4_K, &Q5_K, &Q6_K, &IQ4_NL, &IQ4_XS,
+    &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
 ];
 
 /// Names of types that ggml defines and this version does not read, by their ids, for messages.
-const UNREAD: [(u32, &str); 19] = [
+const UNREAD: [(u32, &str); 16] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
@@ -109,11 +115,8 @@ const UNREAD: [(u32, &str); 19] = [
     (27, "I64"),
     (28, "F64"),
     (29, "IQ1_M"),
-    (34, "TQ1_0"),
-    (35, "TQ2_0"),
-    (39, "MXFP4"),
-    (40, "NVFP4"),
     (41, "Q1_0"),
+    (42, "Q2_0"),
 ];
 
 /// The type of that name, in any case.

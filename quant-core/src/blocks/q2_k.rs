@@ -3,7 +3,7 @@
 //! 16 bytes with the scale in the low half and the minimum in the high one, 64 bytes of codes, `d`, `dmin`. Of 128
 //! elements, those at the same place in each 32 share a byte.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::q4_k::{by_largest, round_again};
 use super::search::{Offsets, mean_square, positive, weigh, with_minimum};
 use super::{BlockType, SUPER, f16_bits};
@@ -17,7 +17,7 @@ pub static Q2_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q4_0),
-    grid: Some(&Grid { steps: Steps::Minimum { top: 3 }, part: 16, factors: [0, 15], pack }),
+    grid: Some(&Grid { steps: Steps::Minimum { top: 3 }, scales: Scales::Multiples, part: 16, factors: [0, 15], pack }),
     encode,
     decode,
 };

@@ -3,7 +3,7 @@
 //! 32 bytes of the third bits, 64 of the low two, 12 of scales, `d`. Of 16 scales, the low four bits of the first and
 //! the last eight share bytes; the two high bits of every fourth share the last four bytes.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::q2_k::place;
 use super::search::{largest, mean_square, nearest, symmetric, symmetric_by_descent, weigh};
 use super::{BlockType, SUPER, f16_bits};
@@ -17,7 +17,7 @@ pub static Q3_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q4_0),
-    grid: Some(&Grid { steps: Steps::Even { half: 4 }, part: 16, factors: [-32, 31], pack }),
+    grid: Some(&Grid { steps: Steps::Even { half: 4 }, scales: Scales::Multiples, part: 16, factors: [-32, 31], pack }),
     encode,
     decode,
 };

@@ -3,7 +3,7 @@
 //! `d`, `dmin`, 12 bytes of scales and minimums, 128 bytes of codes: of 64 elements, the first 32 in the low halves of
 //! 32 bytes and the others in the high ones.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{Offsets, mean_square, nearest, positive, weigh, with_minimum};
 use super::{BlockType, SUPER, f16_bits, scales_6bit};
 
@@ -16,7 +16,7 @@ pub static Q4_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q5_0),
-    grid: Some(&Grid { steps: Steps::Minimum { top: 15 }, part: 32, factors: [0, 63], pack }),
+    grid: Some(&Grid { steps: Steps::Minimum { top: 15 }, scales: Scales::Multiples, part: 32, factors: [0, 63], pack }),
     encode,
     decode,
 };

@@ -1,7 +1,7 @@
 //! 256 codes of 5 bits: as Q4_K, with the fifth bits in 32 bytes before the others; bit `j` of byte `l` belongs to
 //! element `l` of sub-block `j`.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::q4_k::{put_scales, super_block};
 use super::search::Offsets;
 use super::{BlockType, SUPER, f16_bits, scales_6bit};
@@ -15,7 +15,7 @@ pub static Q5_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q5_1),
-    grid: Some(&Grid { steps: Steps::Minimum { top: 31 }, part: 32, factors: [0, 63], pack }),
+    grid: Some(&Grid { steps: Steps::Minimum { top: 31 }, scales: Scales::Multiples, part: 32, factors: [0, 63], pack }),
     encode,
     decode,
 };

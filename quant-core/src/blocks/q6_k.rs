@@ -4,7 +4,7 @@
 //! 32 are in the low and high halves of the same 32 bytes, those of the second and fourth in the next 32; the high bits
 //! of all four share a byte.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{NOTHING, largest, nearest, symmetric};
 use super::{BlockType, SUPER, f16_bits};
 
@@ -17,7 +17,7 @@ pub static Q6_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q8_0),
-    grid: Some(&Grid { steps: Steps::Even { half: 32 }, part: 16, factors: [-128, 127], pack }),
+    grid: Some(&Grid { steps: Steps::Even { half: 32 }, scales: Scales::Multiples, part: 16, factors: [-128, 127], pack }),
     encode,
     decode,
 };

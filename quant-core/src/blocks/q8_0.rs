@@ -1,6 +1,6 @@
 //! 32 codes of 8 bits and a scale: `d`, then the codes.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::truncate;
 use super::{BlockType, f16_bits};
 
@@ -18,7 +18,7 @@ pub static Q8_0: BlockType = BlockType {
     decode,
 };
 
-const GRID: Grid = Grid { steps: Steps::Even { half: 128 }, part: 32, factors: [1, 1], pack };
+const GRID: Grid = Grid { steps: Steps::Even { half: 128 }, scales: Scales::Multiples, part: 32, factors: [1, 1], pack };
 
 fn pack(fields: &Fields, block: &mut [u8]) {
     f16_bits::put(block, 0, fields.d);

@@ -3,7 +3,7 @@
 //! `d`, `m` if there is one, the fifth bits of all codes as one little-endian word, then 16 bytes: byte `j` holds
 //! element `j` in its low and `j + 16` in its high half.
 
-use super::grid::{Fields, Grid, Steps};
+use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{Offsets, largest, mean_square, symmetric, truncate, weigh, with_minimum};
 use super::{BlockType, f16_bits};
 
@@ -32,6 +32,7 @@ const fn kind<const BITS: usize, const MINIMUM: bool>() -> BlockType {
                         true => Steps::Minimum { top: (1 << BITS) - 1 },
                         false => Steps::Even { half: 1 << (BITS - 1) },
                     },
+                    scales: Scales::Multiples,
                     part: 32,
                     factors: [1, 1],
                     pack: pack::<BITS, MINIMUM>,

@@ -53,6 +53,7 @@ pub struct ModelDirectory {
     warnings: Vec<String>,
     text_workers: Option<Arc<dyn TextWorkers>>,
     unread_tokenizer: Option<String>,
+    rounded_to: Option<String>,
 }
 
 /// A file that goes along with the weights.
@@ -125,6 +126,7 @@ impl ModelDirectory {
             warnings,
             text_workers: None,
             unread_tokenizer: None,
+            rounded_to: None,
         })
     }
 
@@ -137,8 +139,27 @@ impl ModelDirectory {
         warnings: Vec<String>,
     ) -> Self {
         let (path, config_path) = (path.to_owned(), path.to_owned());
-        let (text_workers, unread_tokenizer) = (None, None);
-        Self { path, config, config_path, source, sidecars, warnings, text_workers, unread_tokenizer }
+        Self {
+            path,
+            config,
+            config_path,
+            source,
+            sidecars,
+            warnings,
+            text_workers: None,
+            unread_tokenizer: None,
+            rounded_to: None,
+        }
+    }
+
+    /// The same, with the types whose blocks its floats are read from.
+    pub(crate) fn with_rounded(self, types: String) -> Self {
+        Self { rounded_to: Some(types), ..self }
+    }
+
+    /// The types of blocks that its floats are what they stand for, where the model was quantized before.
+    pub fn rounded_to(&self) -> Option<&str> {
+        self.rounded_to.as_deref()
     }
 
     /// The same, with why its file has no tokenizer that is read.

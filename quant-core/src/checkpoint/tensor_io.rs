@@ -44,6 +44,20 @@ pub trait TensorSource: Send + Sync {
     /// The file that holds the tensor, for messages.
     fn location(&self, name: &str) -> PathBuf;
 
+    /// Whether the floats of a tensor are seen in the place of blocks of MXFP4.
+    fn is_mxfp4(&self, _name: &str) -> bool {
+        false
+    }
+
+    /// These blocks, row by row: codes, two of neighbouring columns in a byte, the lower one in the low half; and exponents,
+    /// one for each 32 columns. `None` where the tensor is no such.
+    ///
+    /// # Errors
+    /// When reading fails.
+    fn read_mxfp4(&self, _name: &str) -> Result<Option<[Vec<u8>; 2]>> {
+        Ok(None)
+    }
+
     /// The tensor's description, or the error that it is missing.
     fn require(&self, name: &str) -> Result<&TensorInfo> {
         self.info(name)

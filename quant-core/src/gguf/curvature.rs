@@ -71,7 +71,9 @@ impl<'a> Curvature<'a> {
         while self.next <= layer {
             self.advance()?;
         }
-        Ok(tensor.sources().first().and_then(|name| self.factors.get(*name)).cloned())
+        // Of columns in another order, the search knows no more than their importance.
+        let name = tensor.sources().into_iter().next().filter(|_| tensor.keeps_columns());
+        Ok(name.and_then(|name| self.factors.get(name)).cloned())
     }
 
     fn advance(&mut self) -> Result<()> {

@@ -14,13 +14,13 @@ pub(super) struct GgufFamily {
     pub(super) class: &'static str,
     /// Modules of a block, and what they are called in the file.
     pub(super) modules: &'static [&'static [(&'static str, &'static str)]],
+    /// Tensors of a block whose names or rows in the file are not those of their modules.
+    pub(super) tensors: &'static [(&'static str, How)],
     /// Modules of experts: what their names begin with, and the linears of one.
     pub(super) experts: Option<(&'static str, &'static [(&'static str, &'static str)])>,
     /// Whether rotation pairs neighbouring channels, where the checkpoint pairs halves: rows of queries and keys are in
     /// another order.
     pub(super) pairs_neighbours: bool,
-    /// What norms have beyond the stored weight.
-    pub(super) norm_shift: f32,
     /// Whether it computes sliding windows.
     pub(super) has_windows: bool,
     /// Whether values of models with 80 layers get more bits in some mixtures.
@@ -35,8 +35,10 @@ pub(super) struct GgufFamily {
     pub(super) biases: &'static [&'static str],
     /// Whether there is no other head than the embedding.
     pub(super) head_is_embedding: bool,
-    /// Whether norms subtract the mean, and biases are not left out.
+    /// Whether norms subtract the mean.
     pub(super) layer_norms: bool,
+    /// Whether none of these biases may be missing.
+    pub(super) biases_due: bool,
     /// Whether the file has factors of embeddings, scores, residuals and logits.
     pub(super) multipliers: Multipliers,
     /// Of every so many layers, the last turns no queries and keys.
@@ -47,6 +49,48 @@ pub(super) struct GgufFamily {
     pub(super) normalizes_experts: bool,
     /// Blocks of the model whose scores are scaled otherwise, if there is one.
     pub(super) layers_of_largest: Option<u64>,
+    /// Whether heads of values of delta nets are not in the checkpoint's order.
+    pub(super) tiles_heads: bool,
+    /// Whether the first blocks may have an MLP where the others have experts.
+    pub(super) dense_first: bool,
+    /// Whether there must be as many heads of keys as of queries.
+    pub(super) keys_as_wide: bool,
+    /// Whether blocks have heads of two kinds (Gemma 4).
+    pub(super) has_two_kinds: bool,
+    /// Whether what attention puts out is multiplied by a gate.
+    pub(super) gates_attention: bool,
+    /// What files say of experts beside their number.
+    pub(super) routing: RoutingKeys,
+    /// Whether the file of a vision-language model that holds it is the same but for the vision part.
+    pub(super) is_text_of_larger: bool,
+}
+
+/// How a tensor goes into the file, by its name there after that of the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum How {
+    /// As it is.
+    Named(&'static str),
+    /// Its rows are those of a delta net's heads of values.
+    Heads(&'static str),
+    /// Such rows come after those of queries and keys.
+    Mixed(&'static str),
+    /// Its columns are those of such heads.
+    OfHeads(&'static str),
+    /// A logarithm of each such head becomes minus what it is the logarithm of.
+    Decays(&'static str),
+    /// By key heads: queries, keys and values become one tensor, their gates another.
+    ByKeyHead([&'static str; 2]),
+    /// Of latent attention: rows of keys, transposed, and rows of values.
+    Latent([&'static str; 2]),
+}
+
+/// What files of a family say of how tokens are routed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RoutingKeys {
+    /// Nothing: it follows from the family.
+    Implied,
+    /// All of it.
+    Full,
 }
 
 /// Which factors a file of a family may hold.
@@ -96,6 +140,29 @@ const QWEN_EXPERTS: (&str, &[(&str, &str)]) = (
     &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
 );
 
+/// A router, and a shared expert with a gate.
+const SHARED_EXPERT: &[(&str, &str)] = &[
+    ("mlp.gate", "ffn_gate_inp"),
+    ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+];
+/// A router, and a shared expert, or several as one.
+const SHARED_EXPERTS: &[(&str, &str)] = &[
+    ("mlp.gate", "ffn_gate_inp"),
+    ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
+];
+const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
+/// What is added to the scores that experts are chosen by.
+const CORRECTION: (&str, How) = ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
+
+/// The table, the projection and the norm of blocks' own inputs.
+pub(super) const INPUT_TABLE: &str = "per_layer_token_embd.weight";
+pub(super) const INPUT_PROJECTION: &str = "per_layer_model_proj.weight";
+pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
 /// Names of tensors outside the blocks.
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const FINAL_NORM: &str = "output_norm";
@@ -111,9 +178,9 @@ const LLAMA: GgufFamily = GgufFamily {
     arch: "llama",
     class: "LlamaForCausalLM",
     modules: &[PRE, ATTENTION, MLP],
+    tensors: &[],
     experts: None,
     pairs_neighbours: true,
-    norm_shift: 0.0,
     has_windows: false,
     favours_values_of_80_layers: true,
     activation: Activation::Silu,
@@ -122,11 +189,19 @@ const LLAMA: GgufFamily = GgufFamily {
     biases: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"],
     head_is_embedding: false,
     layer_norms: false,
+    biases_due: false,
     multipliers: Multipliers::None,
     unturned: None,
     turns_parts: false,
     normalizes_experts: true,
     layers_of_largest: None,
+    tiles_heads: false,
+    dense_first: false,
+    keys_as_wide: false,
+    has_two_kinds: false,
+    gates_attention: false,
+    routing: RoutingKeys::Implied,
+    is_text_of_larger: false,
 };
 
 /// The families that are written and read. Of several with one `arch`, the first is what a file is read as, unless it
@@ -177,17 +252,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         family: "qwen2_moe",
         arch: "qwen2moe",
         class: "Qwen2MoeForCausalLM",
-        modules: &[
-            PRE,
-            ATTENTION,
-            &[
-                ("mlp.gate", "ffn_gate_inp"),
-                ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
-                ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
-                ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
-                ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
-            ],
-        ],
+        modules: &[PRE, ATTENTION, SHARED_EXPERT],
         experts: Some(QWEN_EXPERTS),
         normalizes_experts: false,
         biases: &["attn_q", "attn_k", "attn_v"],
@@ -262,6 +327,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         biases: &[],
         pairs_neighbours: false,
         layer_norms: true,
+        biases_due: true,
         multipliers: Multipliers::Logits,
         head_is_embedding: true,
         favours_values_of_80_layers: false,
@@ -275,6 +341,7 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         biases: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"],
         pairs_neighbours: false,
         layer_norms: true,
+        biases_due: true,
         activation: Activation::GeluTanh,
         favours_values_of_80_layers: false,
         ..LLAMA
@@ -286,7 +353,6 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         modules: &[SANDWICH, ATTENTION, MLP],
         biases: &[],
         pairs_neighbours: false,
-        norm_shift: 1.0,
         has_windows: true,
         activation: Activation::GeluTanh,
         window_period: 2,
@@ -303,16 +369,207 @@ pub(super) static FAMILIES: &[GgufFamily] = &[
         modules: &[SANDWICH, ATTENTION, HEAD_NORMS, MLP],
         biases: &[],
         pairs_neighbours: false,
-        norm_shift: 1.0,
         has_windows: true,
         activation: Activation::GeluTanh,
         window_period: 6,
         full_layer: 5,
         layers_of_largest: Some(62),
         favours_values_of_80_layers: false,
+        is_text_of_larger: true,
         ..LLAMA
     },
+    GgufFamily {
+        family: "gpt_oss",
+        arch: "gpt-oss",
+        class: "GptOssForCausalLM",
+        modules: &[PRE_ATTENTION_NORM, ATTENTION, &[("mlp.router", "ffn_gate_inp")]],
+        tensors: &[("self_attn.sinks", How::Named("attn_sinks.weight"))],
+        experts: Some(QWEN_EXPERTS),
+        biases: &[
+            "attn_q",
+            "attn_k",
+            "attn_v",
+            "attn_output",
+            "ffn_gate_inp",
+            "ffn_gate_exps",
+            "ffn_up_exps",
+            "ffn_down_exps",
+        ],
+        biases_due: true,
+        has_windows: true,
+        window_period: 2,
+        full_layer: 1,
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "qwen3_5_text",
+        arch: "qwen35",
+        class: "Qwen3_5ForCausalLM",
+        modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, MLP, DELTA_NORM],
+        ..QWEN_DELTA
+    },
+    GgufFamily {
+        family: "qwen3_5_moe_text",
+        arch: "qwen35moe",
+        class: "Qwen3_5MoeForCausalLM",
+        modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, SHARED_EXPERT, DELTA_NORM],
+        experts: Some(QWEN_EXPERTS),
+        ..QWEN_DELTA
+    },
+    GgufFamily {
+        family: "qwen3_next",
+        arch: "qwen3next",
+        class: "Qwen3NextForCausalLM",
+        modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, SHARED_EXPERT, DELTA_NORM],
+        tensors: &[
+            ("linear_attn.in_proj_qkvz.weight", How::ByKeyHead(["attn_qkv.weight", "attn_gate.weight"])),
+            ("linear_attn.in_proj_ba.weight", How::Named("ssm_ba.weight")),
+            ("linear_attn.conv1d.weight", How::Named("ssm_conv1d.weight")),
+            ("linear_attn.A_log", How::Decays("ssm_a")),
+            ("linear_attn.dt_bias", How::Named("ssm_dt.bias")),
+            ("linear_attn.out_proj.weight", How::Named("ssm_out.weight")),
+        ],
+        experts: Some(QWEN_EXPERTS),
+        tiles_heads: false,
+        is_text_of_larger: false,
+        ..QWEN_DELTA
+    },
+    GgufFamily {
+        family: "glm4_moe",
+        arch: "glm4moe",
+        class: "Glm4MoeForCausalLM",
+        modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, MLP, SHARED_EXPERTS],
+        tensors: &[CORRECTION],
+        experts: Some(QWEN_EXPERTS),
+        biases: &["attn_q", "attn_k", "attn_v"],
+        turns_parts: true,
+        dense_first: true,
+        routing: RoutingKeys::Full,
+        ..PLAIN
+    },
+    GgufFamily { family: "deepseek_v3", class: "DeepseekV3ForCausalLM", ..DEEPSEEK },
+    GgufFamily { family: "deepseek_v2", class: "DeepseekV2ForCausalLM", ..DEEPSEEK },
+    GgufFamily { family: "glm4_moe_lite", class: "Glm4MoeLiteForCausalLM", ..DEEPSEEK },
+    GgufFamily {
+        family: "olmoe",
+        arch: "olmoe",
+        class: "OlmoeForCausalLM",
+        keys_as_wide: true,
+        modules: &[PRE, ATTENTION, HEAD_NORMS, &[("mlp.gate", "ffn_gate_inp")]],
+        experts: Some(QWEN_EXPERTS),
+        normalizes_experts: false,
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "granitemoe",
+        arch: "granitemoe",
+        class: "GraniteMoeForCausalLM",
+        modules: &[PRE, ATTENTION, &[("block_sparse_moe.router.layer", "ffn_gate_inp")]],
+        experts: Some((
+            "block_sparse_moe.experts",
+            &[("w1", "ffn_gate_exps"), ("w3", "ffn_up_exps"), ("w2", "ffn_down_exps")],
+        )),
+        multipliers: Multipliers::All,
+        pairs_neighbours: true,
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "cohere2",
+        arch: "cohere2",
+        class: "Cohere2ForCausalLM",
+        modules: &[&[("input_layernorm", "attn_norm")], ATTENTION, MLP],
+        layer_norms: true,
+        multipliers: Multipliers::Logits,
+        head_is_embedding: true,
+        has_windows: true,
+        window_period: 4,
+        full_layer: 3,
+        unturned: Some(4),
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "gemma4_text",
+        arch: "gemma4",
+        class: "Gemma4ForCausalLM",
+        modules: &[
+            SANDWICH,
+            ATTENTION,
+            HEAD_NORMS,
+            MLP,
+            &[
+                ("per_layer_input_gate", "inp_gate"),
+                ("per_layer_projection", "proj"),
+                ("post_per_layer_input_norm", "post_norm"),
+                ("router.proj", "ffn_gate_inp"),
+                ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+                ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+                ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+            ],
+        ],
+        tensors: &[
+            ("layer_scalar", How::Named("layer_output_scale.weight")),
+            ("router.scale", How::Named("ffn_gate_inp.scale")),
+            ("router.per_expert_scale", How::Named("ffn_down_exps.scale")),
+        ],
+        experts: Some((
+            "experts",
+            &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
+        )),
+        has_windows: true,
+        activation: Activation::GeluTanh,
+        has_two_kinds: true,
+        is_text_of_larger: true,
+        ..PLAIN
+    },
+    GgufFamily { family: "ernie4_5", arch: "ernie4_5", class: "Ernie4_5ForCausalLM", ..PLAIN },
 ];
+
+/// A family of plain blocks whose rows stay in their order.
+const PLAIN: GgufFamily =
+    GgufFamily { biases: &[], pairs_neighbours: false, favours_values_of_80_layers: false, ..LLAMA };
+
+/// Attention with gates, and delta nets.
+const QWEN_DELTA: GgufFamily = GgufFamily {
+    tensors: &[
+        ("linear_attn.in_proj_qkv.weight", How::Mixed("attn_qkv.weight")),
+        ("linear_attn.in_proj_z.weight", How::Heads("attn_gate.weight")),
+        ("linear_attn.in_proj_b.weight", How::Heads("ssm_beta.weight")),
+        ("linear_attn.in_proj_a.weight", How::Heads("ssm_alpha.weight")),
+        ("linear_attn.conv1d.weight", How::Mixed("ssm_conv1d.weight")),
+        ("linear_attn.A_log", How::Decays("ssm_a")),
+        ("linear_attn.dt_bias", How::Heads("ssm_dt.bias")),
+        ("linear_attn.out_proj.weight", How::OfHeads("ssm_out.weight")),
+    ],
+    turns_parts: true,
+    tiles_heads: true,
+    gates_attention: true,
+    is_text_of_larger: true,
+    ..PLAIN
+};
+
+/// Latent attention, experts of groups beside a shared one.
+const DEEPSEEK: GgufFamily = GgufFamily {
+    arch: "deepseek2",
+    modules: &[
+        PRE,
+        &[
+            ("self_attn.q_proj", "attn_q"),
+            ("self_attn.q_a_proj", "attn_q_a"),
+            ("self_attn.q_a_layernorm", "attn_q_a_norm"),
+            ("self_attn.q_b_proj", "attn_q_b"),
+            ("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+            ("self_attn.kv_a_layernorm", "attn_kv_a_norm"),
+            ("self_attn.o_proj", "attn_output"),
+        ],
+        MLP,
+        SHARED_EXPERTS,
+    ],
+    tensors: &[CORRECTION, ("self_attn.kv_b_proj.weight", How::Latent(["attn_k_b.weight", "attn_v_b.weight"]))],
+    experts: Some(QWEN_EXPERTS),
+    dense_first: true,
+    routing: RoutingKeys::Full,
+    ..PLAIN
+};
 
 impl GgufFamily {
     /// The name of a module of a block, in the file.
@@ -322,7 +579,8 @@ impl GgufFamily {
 
     /// Whether a linear of a block may have a bias.
     pub(super) fn has_bias(&self, linear: &str) -> bool {
-        self.module(linear).is_some_and(|stored| self.biases.contains(&stored))
+        let stored = self.module(linear).or_else(|| self.expert(linear).map(|(_, stored)| stored));
+        stored.is_some_and(|stored| self.biases.contains(&stored))
     }
 
     /// The expert that a module belongs to, and what the tensor that holds the module for all experts is called.
@@ -345,7 +603,13 @@ pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
     FAMILIES.iter().find(|f| f.family == name)
 }
 
-/// The entry for an architecture of a file.
-pub(super) fn architecture(arch: &str, has_experts: bool) -> Option<&'static GgufFamily> {
-    FAMILIES.iter().find(|f| f.arch == arch && f.experts.is_some() == has_experts)
+/// The entry for an architecture of a file; `scores` is what it says of the scores of experts.
+pub(super) fn architecture(arch: &str, has_experts: bool, scores: Option<u64>) -> Option<&'static GgufFamily> {
+    // Gemma 4 has experts beside its MLP, or has not.
+    let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
+    let mut known = FAMILIES.iter().filter(is_of);
+    match (arch, scores) {
+        ("deepseek2", None | Some(1)) => known.find(|f| f.family == "deepseek_v2"),
+        _ => known.next(),
+    }
 }

@@ -7,12 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::families::{self, GgufFamily};
+use super::layout;
 use super::file::{GgufFile, MAGIC, Value, write_file};
 use super::metadata::strings;
 use super::plan::PlannedTensor;
 use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass, TokenWindows};
 use crate::checkpoint::{printable, read_capped};
-use crate::model::{Architecture, Model, NodeId};
+use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// The largest file that is read.
@@ -102,9 +103,9 @@ impl Importance {
                 pass.gather(*value, sum)?;
             }
             pass.run(&mut states, layer + 1 < a.layers)?;
-            for (id, name, ..) in graph.linears() {
-                let sum = &sums[&graph.nodes()[id].inputs[0]];
-                found.add(a, family, layer, name, sum)?;
+            for (id, ..) in graph.linears() {
+                let node = &graph.nodes()[id];
+                found.add(a, family, layer, &node.op, &sums[&node.inputs[0]])?;
             }
             observer.event(&Event::UnitDone { detail: format!("block {layer}") });
         }
@@ -117,29 +118,33 @@ impl Importance {
         a: &Architecture,
         family: &GgufFamily,
         layer: usize,
-        linear: &str,
+        linear: &Op,
         sum: &SquareSum,
     ) -> Result<()> {
         if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
             return Err(Error::Calibration {
-                tensor: format!("{}.weight", a.in_block(layer, linear)),
+                tensor: format!("{}.weight", a.in_block(layer, linear.name())),
                 what: format!("the square of channel {channel} of its input"),
             });
         }
-        let (matrix, stored) = match family.expert(linear) {
-            Some((expert, stored)) => (expert, stored),
-            None => match family.module(linear) {
-                Some(stored) => (0, stored),
-                None => return Ok(()),
-            },
-        };
-        let entry = self.entries.entry(format!("blk.{layer}.{stored}.weight"));
-        let entry = entry.or_insert_with(|| Entry { sums: Vec::new(), counts: Vec::new() });
-        if entry.counts.len() != matrix {
-            return Err(Error::Internal(format!("expert {matrix} of `{linear}` is out of order")));
+        let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
+        let Some(weight) = weight else { return Ok(()) };
+        for placed in layout::of_parameter(a, family, layer, linear, &weight)? {
+            let matrix = match (placed.expert, placed.stored_shape.len()) {
+                (Some(expert), _) => expert,
+                (None, 2) => 0,
+                // The matrices of latent attention read heads there, which no linear reads here.
+                (None, _) => continue,
+            };
+            let entry = self.entries.entry(placed.name(layer));
+            let entry = entry.or_insert_with(|| Entry { sums: Vec::new(), counts: Vec::new() });
+            if entry.counts.len() != matrix {
+                return Err(Error::Internal(format!("expert {matrix} of `{}` is out of order", placed.tensor)));
+            }
+            let columns = 0..sum.sums.len();
+            entry.sums.extend(columns.map(|column| sum.sums[placed.view.columns.stored(column)] as f32));
+            entry.counts.push(sum.tokens as f32);
         }
-        entry.sums.extend(sum.sums.iter().map(|s| *s as f32));
-        entry.counts.push(sum.tokens as f32);
         Ok(())
     }
 
@@ -188,7 +193,9 @@ impl Importance {
 
     /// Tensors of a plan that errors would be weighed for, and that are missing here.
     pub fn missing<'p>(&self, tensors: &'p [PlannedTensor]) -> Vec<&'p str> {
-        let in_block = |t: &&PlannedTensor| t.name.starts_with("blk.") && t.shape.len() > 1;
+        let in_block = |t: &&PlannedTensor| {
+            t.name.starts_with("blk.") && t.shape.len() > 1 && !(t.shape.len() > 2 && t.sources().len() < 2)
+        };
         let used = tensors.iter().filter(in_block).filter(|t| t.kind.uses_importance && !t.keeps_codes());
         used.map(|t| t.name.as_str()).filter(|name| !self.entries.contains_key(*name)).collect()
     }

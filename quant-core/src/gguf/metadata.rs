@@ -1,9 +1,13 @@
 //! What a file says of its model, read off the architecture: so it says what this program computes, whatever names the
 //! configuration has for it.
 
-use super::families::{GgufFamily, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
+use super::families::{GgufFamily, How, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, RoutingKeys};
 use super::file::{Array, Value};
-use crate::model::{Architecture, AttentionShape, EmbeddingScale, Op, Rope, RopeScaling, Routing};
+use super::gemma4;
+use super::specials::{self, LatentWidths};
+use crate::model::{
+    Activation, Architecture, AttentionShape, EmbeddingScale, Op, Rope, RopeLayout, RopeScaling, Routing,
+};
 use crate::{Error, Result};
 
 /// Metadata of the model, and warnings of what llama.cpp computes otherwise.
@@ -32,27 +36,31 @@ struct Facts<'a> {
 ///
 /// # Errors
 /// [`Error::Usage`] naming what a file of the family cannot say.
-pub(super) fn metadata(a: &Architecture, family: &GgufFamily) -> Result<ModelMetadata> {
+pub(super) fn metadata(
+    a: &Architecture,
+    family: &GgufFamily,
+    config: &serde_json::Map<String, serde_json::Value>,
+) -> Result<ModelMetadata> {
     let facts = facts(a, family)?;
     let (mut entries, mut warnings) = (Vec::new(), Vec::new());
     let mut put = |key: &str, value: Value| entries.push((format!("{}.{key}", family.arch), value));
-    let count = |n: usize| -> Result<Value> {
-        u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit 32 bits")))
-    };
+    let count = |n: usize| specials::count(family, n);
     put("block_count", count(a.layers)?);
     put("context_length", count(a.max_positions)?);
     put("embedding_length", count(a.hidden)?);
     put("vocab_size", count(a.vocab)?);
-    if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
+    if family.has_two_kinds {
+        put("feed_forward_length", gemma4::mlps(a, family)?);
+    } else if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
         put("feed_forward_length", count(n)?);
     }
     let shape = facts.attention;
-    put("attention.head_count", count(shape.heads())?);
-    put("attention.head_count_kv", count(shape.kv_heads)?);
-    put("attention.key_length", count(shape.head_dim)?);
-    put("attention.value_length", count(shape.head_dim)?);
+    match family.has_two_kinds {
+        true => gemma4::heads(a, family, &mut put)?,
+        false => specials::heads(a, family, shape, &mut put)?,
+    }
     put(eps_key(family), Value::F32(facts.eps as f32));
-    if let Some(Routing { experts, top_k, .. }) = facts.routing {
+    if let Some(routing @ Routing { experts, top_k, .. }) = facts.routing {
         put("expert_count", count(experts)?);
         put("expert_used_count", count(top_k)?);
         if let Some(n) = facts.expert_intermediate {
@@ -61,7 +69,13 @@ pub(super) fn metadata(a: &Architecture, family: &GgufFamily) -> Result<ModelMet
         if let Some(n) = facts.shared_intermediate {
             put("expert_shared_feed_forward_length", count(n)?);
         }
+        let widths = [facts.expert_intermediate, facts.shared_intermediate];
+        specials::routing(family, routing, widths, &mut put)?;
+        if family.dense_first {
+            put("leading_dense_block_count", count(dense_blocks(a))?);
+        }
     }
+    specials::delta_nets(a, family, config, &mut put)?;
     let windows: Vec<Option<usize>> =
         (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window)).collect();
     if let Some(window) = windows.iter().flatten().next() {
@@ -79,8 +93,15 @@ pub(super) fn metadata(a: &Architecture, family: &GgufFamily) -> Result<ModelMet
     if let Some(cap) = a.logits.softcap {
         put("final_logit_softcapping", Value::F32(cap));
     }
+    if let Some(other) = norm_eps(a).find(|eps| *eps as f32 != facts.eps as f32) {
+        warnings.push(format!(
+            "llama.cpp adds {} to the squares of all norms of {}, and the model {other} to some",
+            facts.eps, family.arch
+        ));
+    }
     multipliers(a, family, &facts, &mut put)?;
-    let rope_factors = rope(a, family, &facts.ropes, &mut put)?;
+    let (rope_factors, note) = rope(a, family, &facts, &mut put)?;
+    warnings.extend(note);
     Ok(ModelMetadata { entries, warnings, rope_factors })
 }
 
@@ -124,8 +145,26 @@ fn multipliers(
     Ok(())
 }
 
+/// What the norms of all blocks add.
+fn norm_eps(a: &Architecture) -> impl Iterator<Item = f64> + '_ {
+    let nodes = (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
+    nodes.filter_map(|node| match &node.op {
+        Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => Some(*eps),
+        _ => None,
+    })
+}
+
+/// Blocks without experts before the first one that has them.
+fn dense_blocks(a: &Architecture) -> usize {
+    (0..a.layers).find(|layer| has_experts(a, *layer)).unwrap_or(a.layers)
+}
+
+fn has_experts(a: &Architecture, layer: usize) -> bool {
+    a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some())
+}
+
 /// The error that a family's files have no place for something.
-fn unfit(family: &GgufFamily, what: String) -> Error {
+pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
     Error::usage(
         format!("GGUF files of {} cannot hold this model: {what}", family.arch),
         "write another format, such as compressed-tensors",
@@ -136,9 +175,13 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let fault = |what: &str| unfit(family, what.to_owned());
     let mut attentions = a.attentions().into_iter().map(|shape| AttentionShape { window: None, ..shape });
     let attention = attentions.next().ok_or_else(|| fault("it has no attention"))?;
-    if attentions.any(|other| other != attention) {
-        return Err(fault("its blocks have different heads"));
-    }
+    let attention = match family.has_two_kinds {
+        true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
+        false if attentions.any(|other| other != attention) => {
+            return Err(fault("its blocks have different heads"));
+        }
+        false => attention,
+    };
     let mut facts = Facts {
         attention,
         ropes: Vec::new(),
@@ -153,6 +196,8 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op {
                 Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => facts.eps = *eps,
+                // That of a router there.
+                Op::Scale(_) if family.has_two_kinds => {}
                 Op::Scale(factor) => facts.residual = Some(*factor),
                 Op::Rope(rope) => {
                     if !facts.ropes.contains(&rope) {
@@ -189,12 +234,13 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     }
     check_graph(a, family, &facts)?;
     // Where some blocks have experts and others do not, llama.cpp would have to be told which.
-    let sparse = |layer: usize| a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some());
-    if facts.routing.is_some() && !(0..a.layers).all(sparse) {
+    let first = if family.dense_first { dense_blocks(a) } else { 0 };
+    if facts.routing.is_some() && !(first..a.layers).all(|layer| has_experts(a, layer)) {
         return Err(fault("some blocks have experts and others have none"));
     }
     if let Some(Routing { normalized, .. }) = facts.routing
         && normalized != family.normalizes_experts
+        && family.routing == RoutingKeys::Implied
     {
         return Err(fault(match normalized {
             true => "the weights of a token's experts are divided by their sum",
@@ -204,13 +250,23 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     Ok(facts)
 }
 
+/// Whether llama.cpp's graph for the family has an operation that no module stands for.
+fn computes(family: &GgufFamily, op: &Op) -> bool {
+    let is_latent = || family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
+    match op {
+        Op::JoinHeads { .. } => is_latent(),
+        Op::Normalize { .. } | Op::Multiply | Op::ScaleBy { .. } | Op::Concatenate => family.has_two_kinds,
+        _ => false,
+    }
+}
+
 /// Fails where llama.cpp's graph for the family would compute something else.
 fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Result<()> {
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op {
                 Op::Linear { name, bias, .. } => {
-                    let (may, must) = (family.has_bias(name), family.layer_norms && family.has_bias(name));
+                    let (may, must) = (family.has_bias(name), family.biases_due && family.has_bias(name));
                     match bias {
                         true if !may => return Err(unfit(family, format!("`{name}` has a bias"))),
                         false if must => return Err(unfit(family, format!("`{name}` has no bias"))),
@@ -218,13 +274,22 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                     }
                 }
                 Op::Scale(factor) => {
-                    if facts.residual != Some(*factor) {
+                    if !family.has_two_kinds && facts.residual != Some(*factor) {
                         return Err(unfit(family, "residuals are multiplied by several factors".into()));
                     }
                 }
+                Op::Gated(Activation::Sigmoid) if family.gates_attention => {}
                 Op::Gated(other) | Op::Activation(other) => {
                     if *other != family.activation {
                         return Err(unfit(family, format!("its MLP computes {other:?}")));
+                    }
+                }
+                Op::ClampedGated { alpha, limit } => {
+                    if [*alpha, *limit] != [1.702, 7.0] {
+                        return Err(unfit(
+                            family,
+                            format!("its experts are clamped at {limit} and gated by {alpha}"),
+                        ));
                     }
                 }
                 // Those with a module have a place in the family's list of names or are refused there; what they
@@ -239,16 +304,17 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 | Op::TokenGate
                 | Op::ExpertInput { .. }
                 | Op::Experts { .. }
+                | Op::Recurrent(_)
                 | Op::Add => {}
                 other @ (Op::Normalize { .. }
                 | Op::PositionScale(_)
-                | Op::ClampedGated { .. }
                 | Op::JoinHeads { .. }
                 | Op::Multiply
                 | Op::ScaleBy { .. }
-                | Op::Concatenate
-                | Op::Recurrent(_)) => {
-                    return Err(unfit(family, format!("its blocks compute {other:?}")));
+                | Op::Concatenate) => {
+                    if !computes(family, other) {
+                        return Err(unfit(family, format!("its blocks compute {other:?}")));
+                    }
                 }
             }
         }
@@ -258,11 +324,16 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         true => a.hidden / shape.heads().max(1),
         false => shape.head_dim,
     };
+    // What YaRN multiplies the scores of latent attention by is said apart.
+    let is_scaled = family.multipliers == Multipliers::All
+        || family.has_two_kinds
+        || (LatentWidths::of(a.graph(0)).is_some()
+            && facts.ropes.iter().all(|rope| matches!(rope.scaling, RopeScaling::Yarn(_))));
     let scale = 1.0 / (width as f32).sqrt();
-    if family.multipliers != Multipliers::All && (shape.scale() - scale).abs() > 1e-6 * scale {
+    if !is_scaled && (shape.scale() - scale).abs() > 1e-6 * scale {
         return Err(unfit(family, format!("scores are multiplied by {}, not {scale}", shape.scale())));
     }
-    if family.has_windows {
+    if family.has_windows && !family.has_two_kinds {
         let windows = (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window));
         let differs = |(layer, window): (usize, Option<usize>)| {
             window.is_some() != (layer % family.window_period != family.full_layer)
@@ -274,7 +345,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             ));
         }
     }
-    for layer in 0..a.layers {
+    for layer in (0..a.layers).filter(|layer| a.graph(*layer).attentions().next().is_some()) {
         let turned = a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
         let due = family.unturned.is_none_or(|every| !(layer + 1).is_multiple_of(every));
         if turned != due {
@@ -282,24 +353,38 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }
     }
+    if family.keys_as_wide && shape.kv_heads != shape.heads() {
+        let (keys, queries) = (shape.kv_heads, shape.heads());
+        return Err(unfit(family, format!("it has {keys} heads of keys for {queries} of queries")));
+    }
     if family.head_is_embedding && !a.tied {
         return Err(unfit(family, "its head is not the embedding".into()));
     }
     Ok(())
 }
 
-/// Says how positions turn queries and keys.
+/// Tensors of divisors, by their names.
+type RopeTensors = Vec<(&'static str, Vec<f32>)>;
+
+/// Says how positions turn queries and keys; gives divisors, and what a user should know.
 fn rope(
     a: &Architecture,
     family: &GgufFamily,
-    ropes: &[&Rope],
+    facts: &Facts<'_>,
     put: &mut impl FnMut(&str, Value),
-) -> Result<Vec<(&'static str, Vec<f32>)>> {
+) -> Result<(RopeTensors, Option<String>)> {
+    if family.has_two_kinds {
+        return Ok((gemma4::rope(a, family, put)?, None));
+    }
+    let ropes = facts.ropes.as_slice();
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
         return Err(unfit(family, "it turns no queries and keys".into()));
     };
     if first.rotary_dim != first.head_dim && !family.turns_parts {
         return Err(unfit(family, "it turns parts of heads only".into()));
+    }
+    if LatentWidths::of(a.graph(0)).is_some() && first.layout == RopeLayout::Halves {
+        return Err(unfit(family, "its rotation pairs halves".into()));
     }
     put("rope.dimension_count", Value::U32(first.rotary_dim as u32));
     put("rope.freq_base", Value::F32(first.theta as f32));
@@ -320,25 +405,28 @@ fn rope(
         put("rope.scaling.factor", Value::F32(factor as f32));
     };
     match &first.scaling {
-        RopeScaling::None => Ok(Vec::new()),
+        RopeScaling::None => Ok((Vec::new(), None)),
         RopeScaling::Linear { factor } => {
             scale("linear", *factor);
-            Ok(Vec::new())
+            Ok((Vec::new(), None))
         }
         RopeScaling::Llama3 { .. } => {
             let plain = Rope { scaling: RopeScaling::None, ..(*first).clone() };
             let (plain, scaled) = (plain.frequencies(0), first.frequencies(0));
             let divisors = plain.into_iter().zip(scaled).map(|(f, g)| f / g).collect();
-            Ok(vec![(ROPE_FACTORS, divisors)])
+            Ok((vec![(ROPE_FACTORS, divisors)], None))
         }
-        RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok(Vec::new()),
+        RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok((Vec::new(), None)),
         RopeScaling::LongRope(long) if family.arch == "phi3" => {
             put("rope.scaling.original_context_length", Value::U32(long.original_positions as u32));
             put("rope.scaling.attn_factor", Value::F32(long.attention_factor as f32));
-            Ok(vec![(ROPE_SHORT, long.short.to_vec()), (ROPE_LONG, long.long.to_vec())])
+            Ok((vec![(ROPE_SHORT, long.short.to_vec()), (ROPE_LONG, long.long.to_vec())], None))
+        }
+        RopeScaling::Yarn(yarn) => {
+            let note = specials::yarn(a, family, (first, yarn), facts.attention, put)?;
+            Ok((Vec::new(), note))
         }
         RopeScaling::Dynamic { .. }
-        | RopeScaling::Yarn(_)
         | RopeScaling::LongRope(_)
         | RopeScaling::Proportional { .. } => {
             Err(unfit(family, "this version does not write its scaling of rotations".into()))

@@ -5,8 +5,8 @@
 
 use super::families::GgufFamily;
 use crate::blocks::{
-    self, BF16, BlockType, F16, F32, IQ4_NL, IQ4_XS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K,
-    Q8_0,
+    self, BF16, BlockType, F16, F32, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K,
+    Q6_K, Q8_0, TQ1_0, TQ2_0,
 };
 
 /// What a tensor is to a mixture.
@@ -18,6 +18,8 @@ pub(super) enum Role {
     Down,
     /// The head, or the embedding where it is the head too.
     Head,
+    /// The embedding where it is not the head.
+    Embedding,
     Other,
 }
 
@@ -54,6 +56,8 @@ pub struct Mixture {
     pub base: &'static BlockType,
     /// Whether it makes no sense without an importance matrix.
     pub needs_importance: bool,
+    /// What tensors of several matrices get, such as all experts of a block, where that is another type.
+    stacked: Option<&'static BlockType>,
     /// The first that applies decides.
     rules: &'static [Rule],
 }
@@ -72,16 +76,17 @@ impl PartialEq for Mixture {
 
 impl Eq for Mixture {}
 
-use Role::{AttentionOutput, Down, Head, Key, Value};
+use Role::{AttentionOutput, Down, Embedding, Head, Key, Value};
 use When::{Always, EightExperts, First, FirstOf, FirstOfUnweighted, FirstOfWeighted, More, Shared};
 
 const fn plain(name: &'static str, id: u32, base: &'static BlockType) -> Mixture {
-    Mixture { name, id, base, needs_importance: false, rules: &[] }
+    Mixture { name, id, base, needs_importance: false, stacked: None, rules: &[] }
 }
 
 /// Of models of eight experts, keys and values are small beside the experts.
 const EIGHT: [Rule; 2] = [Rule(Value, EightExperts, &Q8_0), Rule(Key, EightExperts, &Q8_0)];
 const HEAD: Rule = Rule(Head, Always, &Q6_K);
+const TERNARY: [Rule; 4] = [EIGHT[0], EIGHT[1], Rule(Embedding, Always, &Q4_K), HEAD];
 
 /// The mixtures that are written.
 pub static MIXTURES: &[Mixture] = &[
@@ -197,6 +202,9 @@ pub static MIXTURES: &[Mixture] = &[
         ],
         ..plain("IQ4_XS", 30, &IQ4_XS)
     },
+    Mixture { rules: &TERNARY, ..plain("TQ1_0", 36, &TQ1_0) },
+    Mixture { rules: &TERNARY, ..plain("TQ2_0", 37, &TQ2_0) },
+    Mixture { stacked: Some(&MXFP4), ..plain("MXFP4_MOE", 38, &Q8_0) },
 ];
 
 /// The mixture of that name, in any case.
@@ -208,6 +216,8 @@ pub fn mixture(name: &str) -> Option<&'static Mixture> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelFacts {
     pub(super) layers: usize,
+    /// Layers that make values.
+    pub(super) values: usize,
     pub(super) heads_per_key: usize,
     pub(super) experts: usize,
     pub(super) weighted: bool,
@@ -222,8 +232,8 @@ impl ModelFacts {
 }
 
 impl When {
-    fn applies(self, layer: usize, facts: &ModelFacts) -> bool {
-        let n = facts.layers;
+    fn applies(self, role: Role, layer: usize, facts: &ModelFacts) -> bool {
+        let n = if role == Value { facts.values } else { facts.layers };
         match self {
             Self::Always => true,
             Self::More => layer < n / 8 || layer >= 7 * n / 8 || (layer - n / 8) % 3 == 2,
@@ -238,21 +248,35 @@ impl When {
 }
 
 impl Mixture {
-    /// The type of a tensor with rows of `columns`, before it is known whether they fit; `layer` is 0 outside blocks.
+    /// What tensors of several matrices get, where that is another type than the others'.
+    pub fn stacked(&self) -> Option<&'static BlockType> {
+        self.stacked
+    }
+
+    /// Whether it is for models whose experts are in blocks of their own.
+    pub(super) fn is_of_experts(&self) -> bool {
+        self.stacked.is_some()
+    }
+
+    /// The type of a tensor of `matrices` with rows of `columns`, before it is known whether they fit; `layer` is 0 outside
+    /// blocks, and that of values the place among the layers that make some.
     pub(super) fn of(
         &self,
         role: Role,
         layer: usize,
-        columns: usize,
+        [matrices, columns]: [usize; 2],
         facts: &ModelFacts,
     ) -> &'static BlockType {
         if self.base.is_float() {
             return self.base;
         }
+        if let Some(stacked) = self.stacked.filter(|_| matrices > 1) {
+            return stacked;
+        }
         if role == Head && !columns.is_multiple_of(self.base.elements) {
             return &Q8_0;
         }
-        let rule = self.rules.iter().find(|rule| rule.0 == role && rule.1.applies(layer, facts));
+        let rule = self.rules.iter().find(|rule| rule.0 == role && rule.1.applies(role, layer, facts));
         let kind = rule.map_or(self.base, |rule| rule.2);
         let is_small = *kind == blocks::Q3_K || *kind == blocks::Q4_K;
         if role == Value && facts.favours_values && is_small { &Q5_K } else { kind }
@@ -264,11 +288,11 @@ mod tests {
     use super::*;
 
     const FACTS: ModelFacts =
-        ModelFacts { layers: 8, heads_per_key: 1, experts: 0, weighted: false, favours_values: false };
+        ModelFacts { layers: 8, values: 8, heads_per_key: 1, experts: 0, weighted: false, favours_values: false };
 
     fn of(name: &str, role: Role, facts: ModelFacts) -> String {
         let mixture = mixture(name).unwrap();
-        (0..facts.layers).map(|layer| format!("{:?} ", mixture.of(role, layer, 256, &facts))).collect()
+        (0..facts.layers).map(|layer| format!("{:?} ", mixture.of(role, layer, [1, 256], &facts))).collect()
     }
 
     #[test]
@@ -284,13 +308,26 @@ mod tests {
     #[test]
     fn heads_and_experts() {
         let q4 = mixture("Q4_K_M").unwrap();
-        assert_eq!(q4.of(Head, 0, 256, &FACTS), &Q6_K);
-        assert_eq!(q4.of(Head, 0, 128, &FACTS), &Q8_0);
+        assert_eq!(q4.of(Head, 0, [1, 256], &FACTS), &Q6_K);
+        assert_eq!(q4.of(Head, 0, [1, 128], &FACTS), &Q8_0);
         let eight = ModelFacts { experts: 8, ..FACTS };
-        assert_eq!(q4.of(Value, 1, 256, &eight), &Q8_0);
-        assert_eq!(q4.of(AttentionOutput, 1, 256, &eight), &Q5_K);
-        let large = ModelFacts { layers: 80, favours_values: true, ..FACTS };
-        assert_eq!(q4.of(Value, 11, 256, &large), &Q5_K);
-        assert_eq!(mixture("f16").unwrap().of(Head, 0, 100, &FACTS), &F16);
+        assert_eq!(q4.of(Value, 1, [1, 256], &eight), &Q8_0);
+        assert_eq!(q4.of(AttentionOutput, 1, [1, 256], &eight), &Q5_K);
+        let large = ModelFacts { layers: 80, values: 80, favours_values: true, ..FACTS };
+        assert_eq!(q4.of(Value, 11, [1, 256], &large), &Q5_K);
+        assert_eq!(mixture("f16").unwrap().of(Head, 0, [1, 100], &FACTS), &F16);
+    }
+
+    #[test]
+    fn embeddings_and_stacked_experts() {
+        let ternary = mixture("tq1_0").unwrap();
+        assert_eq!(ternary.of(Embedding, 0, [1, 256], &FACTS), &Q4_K);
+        assert_eq!(ternary.of(Head, 0, [1, 256], &FACTS), &Q6_K);
+        assert_eq!(ternary.of(Down, 0, [4, 256], &FACTS), &TQ1_0);
+        let experts = mixture("mxfp4_moe").unwrap();
+        assert_eq!(experts.of(Down, 0, [8, 256], &FACTS), &MXFP4);
+        assert_eq!(experts.of(Down, 0, [1, 256], &FACTS), &Q8_0);
+        assert_eq!(experts.of(Head, 0, [1, 256], &FACTS), &Q8_0);
+        assert_eq!(experts.of(Value, 0, [1, 256], &ModelFacts { experts: 8, ..FACTS }), &Q8_0);
     }
 }

@@ -13,19 +13,22 @@ mod codes;
 mod curvature;
 mod families;
 mod file;
+mod gemma4;
 mod imatrix;
+mod layout;
 mod metadata;
 mod mixture;
 mod plan;
 mod read;
 mod rows;
 mod run;
+mod specials;
 mod tokenizer;
 
 use serde_json::json;
 
 pub use curvature::Curvature;
-pub use file::{Array, GgufArchive, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
+pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
@@ -43,7 +46,14 @@ pub const SUMMARY: &str = "one file for llama.cpp, with types such as Q4_K_M as 
 
 impl GgufPlan {
     /// The archive of a plan: its metadata, with what an importance matrix adds.
-    pub fn archive(&self, file_name: &str, importance: Option<&Importance>, origin: &str) -> GgufArchive {
+    /// `in_parts`: whether there are several files where one would be too large.
+    pub fn archive(
+        &self,
+        file_name: &str,
+        in_parts: bool,
+        importance: Option<&Importance>,
+        origin: &str,
+    ) -> GgufArchive {
         let mut metadata = self.metadata.clone();
         if let Some(importance) = importance {
             let datasets = importance.datasets.join(", ");
@@ -54,7 +64,7 @@ impl GgufPlan {
                 importance.chunks,
             ));
         }
-        GgufArchive { file_name: file_name.to_owned(), metadata }
+        GgufArchive { file_name: file_name.to_owned(), metadata, in_parts }
     }
 
     /// What a run depends on beside the contents of the input, which are looked at during a resume.

@@ -3,12 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::families::{self, GgufFamily};
+use super::layout;
 use super::file::{GgufArchive, Value};
 use super::metadata;
 use super::mixture::{Mixture, ModelFacts, Role};
-use super::rows::{RowOrder, Source};
+use super::rows::{RowOrder, Source, View};
 use super::tokenizer;
-use crate::blocks::{BlockType, F32, Q4_0, Q8_0, Search, block_type};
+use crate::blocks::{BlockType, F32, MXFP4, Q4_0, Q8_0, Search, block_type};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
 use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
@@ -38,6 +39,13 @@ pub struct GgufRequest {
     pub gptq: Option<GptqSettings>,
 }
 
+impl GgufRequest {
+    /// Whether nothing but floats is asked for.
+    pub fn is_float(&self) -> bool {
+        self.mixture.base.is_float() && self.overrides.iter().all(|(_, kind)| kind.is_float())
+    }
+}
+
 /// A tensor of the file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PlannedTensor {
@@ -58,6 +66,7 @@ impl PlannedTensor {
         match &self.source {
             Source::Stored { tensors, .. } => tensors.iter().map(String::as_str).collect(),
             Source::Codes { modules, .. } => modules.iter().map(String::as_str).collect(),
+            Source::Blocks { tensors } => tensors.iter().map(String::as_str).collect(),
             Source::Values(_) => Vec::new(),
         }
     }
@@ -69,7 +78,13 @@ impl PlannedTensor {
 
     /// Whether its codes are taken from the checkpoint as they are.
     pub fn keeps_codes(&self) -> bool {
-        matches!(self.source, Source::Codes { .. })
+        matches!(self.source, Source::Codes { .. } | Source::Blocks { .. })
+    }
+
+    /// Whether its rows are whole rows of the checkpoint's, with their columns in the same order.
+    pub(super) fn keeps_columns(&self) -> bool {
+        let Source::Stored { view, .. } = &self.source else { return true };
+        view.columns == RowOrder::AsStored && !matches!(view.order, RowOrder::Transposed { .. })
     }
 
     /// Bytes of its data.
@@ -115,7 +130,8 @@ impl GgufPlan {
     /// [`Error::Tokenizer`] when the tokenizer cannot be written.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
-        let family = families::family(a.family).filter(|_| a.wrapper.is_none()).ok_or_else(|| {
+        let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
+        let family = families::family(a.family).filter(is_held).ok_or_else(|| {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
                 format!("models of the family {} are not written as GGUF", a.family),
@@ -129,8 +145,14 @@ impl GgufPlan {
                 "give a calibration text or a file of one, or choose a larger mixture",
             ));
         }
-        let about = metadata::metadata(a, family)?;
+        let about = metadata::metadata(a, family, directory.config())?;
         let mut notes = about.warnings;
+        if let Some(wrapper) = &a.wrapper {
+            notes.push(format!("of {} the file holds the text model alone", wrapper.class));
+        }
+        if a.further_blocks > 0 {
+            notes.push("the blocks that predict further tokens are left out".into());
+        }
         let mut drafts = drafts(model, family)?;
         for (name, factors) in about.rope_factors {
             drafts.insert(
@@ -146,7 +168,7 @@ impl GgufPlan {
                 },
             );
         }
-        let types = Types::new(a, family, &request);
+        let types = Types::new(a, family, &request, &drafts);
         types.check_patterns(&drafts)?;
         let mut tensors = Vec::with_capacity(drafts.len());
         let mut unfit = Vec::new();
@@ -202,25 +224,37 @@ fn most_codes(tensors: &[PlannedTensor]) -> Option<u32> {
         *elements.entry(tensor.kind.name).or_default() += tensor.shape.iter().product::<usize>();
     }
     let (name, _) = elements.into_iter().max_by_key(|(_, n)| *n)?;
-    super::mixture::mixture(name).map(|m| m.id)
+    let of_type = super::mixture::MIXTURES.iter().find(|m| m.stacked().unwrap_or(m.base).name == name);
+    of_type.map(|m| m.id)
 }
 
 /// All tensors of the file, without types: the embedding first, then the blocks, the last norm, and the head.
 fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     let a = model.architecture();
     let mut drafts = Vec::new();
-    let stored = |tensors: Vec<String>, order, shift| Source::Stored { tensors, order, shift };
+    let stored = |tensor: String, shift| Source::Stored { tensors: vec![tensor], view: View::AS_STORED.plus(shift) };
     let outer = |name: &str, module: &str, tensor: String, role| Draft {
         name: name.to_owned(),
         module: module.to_owned(),
         shape: vec![a.vocab, a.hidden],
         role,
         layer: 0,
-        source: stored(vec![tensor], RowOrder::AsStored, 0.0),
+        source: stored(tensor, 0.0),
         is_weight: true,
     };
-    let embedding_role = if a.tied { Role::Head } else { Role::Other };
+    let embedding_role = if a.tied { Role::Head } else { Role::Embedding };
     drafts.push(outer(families::EMBEDDING, &a.embedding_module(), model.embedding_name(), embedding_role));
+    if let Some(inputs) = &a.per_layer_inputs {
+        let all = a.layers * inputs.width;
+        let mut input = |name: &str, module: &str, shape: Vec<usize>, role| {
+            let source = stored(format!("{module}.weight"), 0.0);
+            let (is_weight, module) = (layout::takes_type(name, &shape), module.to_owned());
+            drafts.push(Draft { name: name.to_owned(), module, shape, role, layer: 0, source, is_weight });
+        };
+        input(families::INPUT_TABLE, &inputs.table, vec![inputs.vocab, all], embedding_role);
+        input(families::INPUT_PROJECTION, &inputs.projection, vec![all, a.hidden], Role::Other);
+        input(families::INPUT_NORM, inputs.norm.name(), vec![inputs.width], Role::Other);
+    }
     for layer in 0..a.layers {
         block(a, family, layer, &mut drafts)?;
     }
@@ -228,7 +262,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
         for parameter in norm.parameters() {
             let name = format!("{}.{}", families::FINAL_NORM, parameter.name);
             let tensor = format!("{}.{}", norm.name(), parameter.name);
-            let source = stored(vec![tensor], RowOrder::AsStored, family.norm_shift);
+            let source = stored(tensor, norm.weight_offset());
             let (module, shape) = (norm.name().to_owned(), parameter.shape);
             drafts.push(Draft { name, module, shape, role: Role::Other, layer: 0, source, is_weight: false });
         }
@@ -245,58 +279,41 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
 
 /// The tensors of one block, in the order in which they are used. Those of experts are one for all of them.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
-    let graph = a.graph(layer);
-    let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);
-    let mut experts: BTreeMap<&'static str, Draft> = BTreeMap::new();
-    for op in graph.nodes().iter().map(|node| &node.op) {
-        let module = a.in_block(layer, op.name());
-        for parameter in op.parameters() {
-            let tensor = format!("{module}.{}", parameter.name);
-            if let Some((expert, stored)) = family.expert(op.name()) {
-                let draft = experts.entry(stored).or_insert_with(|| Draft {
-                    name: format!("blk.{layer}.{stored}.{}", parameter.name),
-                    module: a.in_block(layer, stored),
-                    shape: [&[0], parameter.shape.as_slice()].concat(),
-                    role: role(stored),
-                    layer,
-                    source: Source::Stored { tensors: Vec::new(), order: RowOrder::AsStored, shift: 0.0 },
-                    is_weight: true,
-                });
-                if let Source::Stored { tensors, .. } = &mut draft.source {
-                    if tensors.len() != expert {
-                        return Err(Error::Internal(format!(
-                            "expert {expert} of `{}` is out of order",
-                            draft.name
-                        )));
-                    }
-                    tensors.push(tensor);
-                    draft.shape[0] += 1;
-                }
-                continue;
+    let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
+    for placed in layout::of_block(a, family, layer)? {
+        let name = placed.name(layer);
+        let stem = placed.stored.rsplit_once('.').map_or(placed.stored.as_str(), |(stem, _)| stem);
+        let draft = |shape: Vec<usize>, tensors| Draft {
+            is_weight: layout::takes_type(&name, &shape),
+            name: name.clone(),
+            module: placed.module.clone(),
+            shape,
+            role: role(stem),
+            layer,
+            source: Source::Stored { tensors, view: placed.view },
+        };
+        let Some(expert) = placed.expert else {
+            drafts.push(draft(placed.stored_shape.clone(), vec![placed.tensor.clone()]));
+            continue;
+        };
+        let all = experts.entry(placed.stored.clone()).or_insert_with(|| {
+            draft([&[family_experts(a, layer)], placed.stored_shape.as_slice()].concat(), Vec::new())
+        });
+        if let Source::Stored { tensors, .. } = &mut all.source {
+            if tensors.len() != expert {
+                return Err(Error::Internal(format!("expert {expert} of `{name}` is out of order")));
             }
-            let Some(stored) = family.module(op.name()) else {
-                return Err(Error::usage(
-                    format!("`{module}` has no place in a GGUF file of {}", family.arch),
-                    "write another format",
-                ));
-            };
-            let turns = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
-            let order = if turns { RowOrder::Paired { head } } else { RowOrder::AsStored };
-            let shift = if op.is_norm() { family.norm_shift } else { 0.0 };
-            let is_weight = op.is_quantizable() && parameter.name == "weight";
-            drafts.push(Draft {
-                name: format!("blk.{layer}.{stored}.{}", parameter.name),
-                module: module.clone(),
-                shape: parameter.shape,
-                role: role(stored),
-                layer,
-                source: Source::Stored { tensors: vec![tensor], order, shift },
-                is_weight,
-            });
+            tensors.push(placed.tensor);
         }
     }
     drafts.extend(experts.into_values());
     Ok(())
+}
+
+/// Experts of a block.
+fn family_experts(a: &Architecture, layer: usize) -> usize {
+    let routings = a.graph(layer).nodes().iter().filter_map(|node| node.op.routing());
+    routings.map(|routing| routing.experts).max().unwrap_or(0)
 }
 
 fn role(stored: &str) -> Role {
@@ -304,7 +321,7 @@ fn role(stored: &str) -> Role {
         "attn_k" => Role::Key,
         "attn_v" | "attn_qkv" => Role::Value,
         "attn_output" => Role::AttentionOutput,
-        "ffn_down" | "ffn_down_exps" => Role::Down,
+        "ffn_down" | "ffn_down_exps" | "ffn_down_shexp" => Role::Down,
         _ => Role::Other,
     }
 }
@@ -313,21 +330,25 @@ fn role(stored: &str) -> Role {
 struct Types<'a> {
     request: &'a GgufRequest,
     facts: ModelFacts,
+    /// Blocks that make values, which are counted by themselves.
+    values: BTreeSet<usize>,
 }
 
 impl<'a> Types<'a> {
-    fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest) -> Self {
+    fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest, drafts: &[Draft]) -> Self {
         let heads_per_key = a.attentions().first().map_or(1, |shape| shape.repeat);
-        let graphs = a.graph(0).nodes().iter();
-        let experts = graphs.filter_map(|node| Some(node.op.routing()?.experts));
+        let experts = (0..a.layers).map(|layer| family_experts(a, layer));
+        let makes_values = drafts.iter().filter(|draft| draft.role == Role::Value && draft.is_weight);
+        let values: BTreeSet<usize> = makes_values.map(|draft| draft.layer).collect();
         let facts = ModelFacts {
             layers: a.layers,
+            values: values.len(),
             heads_per_key,
             experts: experts.max().unwrap_or(0),
             weighted: request.weighted,
             favours_values: ModelFacts::favours_values(family, a.layers, heads_per_key),
         };
-        Self { request, facts }
+        Self { request, facts, values }
     }
 
     /// Fails where a pattern selects nothing that types are about.
@@ -366,12 +387,21 @@ impl<'a> Types<'a> {
             return Ok(Ok(planned(kind, None, &codes)));
         }
         let columns = shape.last().copied().unwrap_or_default();
+        let matrices = if shape.len() > 2 { shape[0] } else { 1 };
         let wanted = match self.named(&draft) {
             Some(Some(kind)) => kind,
             Some(None) => as_stored(model, source)?,
             // Beside codes that are kept, floats stay as they are.
-            None if model.quant_method().is_some() => as_stored(model, source)?,
-            None => self.request.mixture.of(draft.role, draft.layer, columns, &self.facts),
+            None if model.quant_method().is_some() && !self.request.mixture.is_of_experts() => {
+                as_stored(model, source)?
+            }
+            None => {
+                let place = match draft.role {
+                    Role::Value => self.values.range(..draft.layer).count(),
+                    _ => draft.layer,
+                };
+                self.request.mixture.of(draft.role, place, [matrices, columns], &self.facts)
+            }
         };
         let mut kind = wanted;
         while kind.row_bytes(columns).is_none() {
@@ -412,7 +442,11 @@ fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
 
 /// The block type that holds the codes of a linear that is quantized already.
 fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Source)>> {
-    let Source::Stored { tensors, order, .. } = &draft.source else { return Ok(None) };
+    let Source::Stored { tensors, view } = &draft.source else { return Ok(None) };
+    let order = &view.order;
+    if tensors.iter().all(|tensor| model.source().is_mxfp4(tensor)) {
+        return Ok(Some((&MXFP4, Source::Blocks { tensors: tensors.clone() })));
+    }
     let modules: Vec<String> =
         tensors.iter().map(|t| t.strip_suffix(".weight").unwrap_or(t).to_owned()).collect();
     let mut kind = None;

@@ -9,11 +9,32 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Source {
     /// Tensors of the checkpoint one after the other: one, or one of each expert.
-    Stored { tensors: Vec<String>, order: RowOrder, shift: f32 },
+    Stored { tensors: Vec<String>, view: View },
     /// Values that the configuration implies.
     Values(Vec<f32>),
     /// A weight that is quantized already and whose codes are kept.
     Codes { modules: Vec<String>, order: RowOrder },
+    /// The same in blocks of MXFP4, by the names of the float tensors that they are seen as.
+    Blocks { tensors: Vec<String> },
+}
+
+/// What the file has of a tensor, and how.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct View {
+    pub(super) order: RowOrder,
+    /// In which order the elements of each row come.
+    pub(super) columns: RowOrder,
+    pub(super) change: Change,
+}
+
+/// What becomes of each value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Change {
+    None,
+    /// A number is added.
+    Add(f32),
+    /// `x` becomes `−eˣ`.
+    Decay,
 }
 
 /// In which order a tensor's rows come.
@@ -24,29 +45,125 @@ pub(super) enum RowOrder {
     Paired {
         head: usize,
     },
+    /// From row `first` on, heads of `width` rows that are stored by groups of `repeat` come by their places in the groups:
+    /// the first heads of all groups, then the second.
+    Tiled {
+        first: usize,
+        groups: usize,
+        repeat: usize,
+        width: usize,
+    },
+    /// Of every `period` rows some: for each of `parts`, of its beginning and its length, the rows of all `periods`.
+    Parts {
+        period: usize,
+        periods: usize,
+        parts: [[usize; 2]; 3],
+    },
+    /// Of every `period` rows, the `width` from the first on become the columns of a matrix of `depth` rows.
+    Transposed {
+        period: usize,
+        width: usize,
+        depth: usize,
+    },
+}
+
+impl View {
+    pub(super) const AS_STORED: Self =
+        Self { order: RowOrder::AsStored, columns: RowOrder::AsStored, change: Change::None };
+
+    pub(super) fn of(order: RowOrder) -> Self {
+        Self { order, ..Self::AS_STORED }
+    }
+
+    /// The same with a number added to all values.
+    pub(super) fn plus(self, shift: f32) -> Self {
+        let change = if shift == 0.0 { Change::None } else { Change::Add(shift) };
+        Self { change, ..self }
+    }
+}
+
+impl Change {
+    /// The file's value.
+    fn apply(self, values: &mut [f32]) {
+        match self {
+            Self::None => {}
+            Self::Add(shift) => values.iter_mut().for_each(|v| *v += shift),
+            Self::Decay => values.iter_mut().for_each(|v| *v = -f64::from(*v).exp() as f32),
+        }
+    }
+
+    /// The checkpoint's value.
+    pub(super) fn undo(self, values: &mut [f32]) {
+        match self {
+            Self::None => {}
+            Self::Add(shift) => values.iter_mut().for_each(|v| *v -= shift),
+            Self::Decay => values.iter_mut().for_each(|v| *v = (-f64::from(*v)).ln() as f32),
+        }
+    }
 }
 
 impl RowOrder {
-    /// The stored row that comes at place `row`.
+    /// How many rows the file has of so many.
+    pub(super) fn count(self, rows: usize) -> usize {
+        match self {
+            Self::AsStored | Self::Paired { .. } | Self::Tiled { .. } => rows,
+            Self::Parts { periods, parts, .. } => periods * parts.iter().map(|part| part[1]).sum::<usize>(),
+            Self::Transposed { period, depth, .. } => rows / period.max(1) * depth,
+        }
+    }
+
+    /// The stored row that comes at place `row`; a transposed matrix has none.
     pub(super) fn stored(self, row: usize) -> usize {
         match self {
-            Self::AsStored => row,
+            Self::AsStored | Self::Transposed { .. } => row,
             Self::Paired { head } => {
                 let (first, within) = (row - row % head, row % head);
                 first + within % 2 * (head / 2) + within / 2
             }
+            Self::Tiled { first, .. } if row < first => row,
+            Self::Tiled { first, groups, repeat, width } => {
+                let (head, within) = ((row - first) / width, (row - first) % width);
+                first + (head % groups * repeat + head / groups) * width + within
+            }
+            Self::Parts { period, periods, parts } => {
+                let mut left = row;
+                for [start, width] in parts {
+                    if left < periods * width {
+                        return left / width * period + start + left % width;
+                    }
+                    left -= periods * width;
+                }
+                row
+            }
         }
     }
 
-    /// The place at which a stored row comes.
-    pub(super) fn place(self, stored: usize) -> usize {
+    /// The place at which a stored row comes, if it does.
+    pub(super) fn place(self, stored: usize) -> Option<usize> {
         match self {
-            Self::AsStored => stored,
+            Self::AsStored => Some(stored),
             Self::Paired { head } => {
                 let (first, within) = (stored - stored % head, stored % head);
                 let half = head / 2;
-                first + within % half * 2 + within / half
+                Some(first + within % half * 2 + within / half)
             }
+            Self::Tiled { first, .. } if stored < first => Some(stored),
+            Self::Tiled { first, groups, repeat, width } => {
+                let (head, within) = ((stored - first) / width, (stored - first) % width);
+                Some(first + (head % repeat * groups + head / repeat) * width + within)
+            }
+            Self::Parts { period, periods, parts } => {
+                let (which, within) = (stored / period, stored % period);
+                let mut before = 0;
+                for [start, width] in parts {
+                    if (start..start + width).contains(&within) {
+                        return Some(before + which * width + within - start);
+                    }
+                    before += periods * width;
+                }
+                None
+            }
+            Self::Transposed { .. } => None,
         }
     }
 }
@@ -55,39 +172,60 @@ impl RowOrder {
 pub(super) fn read_rows(
     model: &Model,
     tensor: &str,
-    order: RowOrder,
-    shift: f32,
+    view: View,
     rows: Range<usize>,
     columns: usize,
 ) -> Result<Vec<f32>> {
     let source = model.source();
     let dtype = source.require(tensor)?.dtype;
-    let row_bytes = columns * dtype.size();
-    let mut bytes = vec![0; rows.len() * row_bytes];
-    match order {
-        RowOrder::AsStored => source.read_range(tensor, (rows.start * row_bytes) as u64, &mut bytes)?,
-        RowOrder::Paired { .. } => {
-            for (row, out) in rows.clone().zip(bytes.chunks_exact_mut(row_bytes)) {
-                source.read_range(tensor, (order.stored(row) * row_bytes) as u64, out)?;
+    let mut values = vec![0.0; rows.len() * columns];
+    if let RowOrder::Transposed { period, width, depth } = view.order {
+        let mut bytes = vec![0; width * depth * dtype.size()];
+        let (mut block, mut known) = (vec![0.0; width * depth], None);
+        for (row, out) in rows.zip(values.chunks_exact_mut(columns)) {
+            let (which, within) = (row / depth, row % depth);
+            if known != Some(which) {
+                source.read_range(tensor, (which * period * depth * dtype.size()) as u64, &mut bytes)?;
+                dtype.widen(&bytes, &mut block);
+                known = Some(which);
+            }
+            out.iter_mut().enumerate().for_each(|(c, v)| *v = block[c * depth + within]);
+        }
+    } else {
+        let row_bytes = columns * dtype.size();
+        let mut bytes = vec![0; values.len() * dtype.size()];
+        match view.order {
+            RowOrder::AsStored => source.read_range(tensor, (rows.start * row_bytes) as u64, &mut bytes)?,
+            order => {
+                for (row, out) in rows.zip(bytes.chunks_exact_mut(row_bytes)) {
+                    source.read_range(tensor, (order.stored(row) * row_bytes) as u64, out)?;
+                }
             }
         }
+        dtype.widen(&bytes, &mut values);
     }
-    let mut values = vec![0.0; rows.len() * columns];
-    dtype.widen(&bytes, &mut values);
     crate::checkpoint::require_finite(source.location(tensor), tensor, &values)
         .map_err(|e| crate::checkpoint::non_finite_in_whole(source.as_ref(), dtype, e))?;
-    if shift != 0.0 {
-        values.iter_mut().for_each(|v| *v += shift);
+    if view.columns != RowOrder::AsStored {
+        let mut row = vec![0.0; columns];
+        for values in values.chunks_exact_mut(columns) {
+            row.copy_from_slice(values);
+            values.iter_mut().enumerate().for_each(|(c, v)| *v = row[view.columns.stored(c)]);
+        }
     }
+    view.change.apply(&mut values);
     Ok(values)
 }
 
-/// The shape of a stored tensor as rows and columns. A vector is a row, or a column where its elements change places.
-pub(super) fn matrix(shape: &[usize], order: RowOrder) -> Result<[usize; 2]> {
-    match *shape {
-        [rows] if order != RowOrder::AsStored => Ok([rows, 1]),
-        [columns] => Ok([1, columns]),
-        [rows, columns] => Ok([rows, columns]),
+/// The shape of a stored tensor as rows and columns of the file. A vector is a row, or a column where its elements change
+/// places.
+pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
+    match (shape, view.order) {
+        ([rows, _], RowOrder::Transposed { width, .. }) => Ok([view.order.count(*rows), width]),
+        ([columns], RowOrder::AsStored) => Ok([1, *columns]),
+        ([rows], order) => Ok([order.count(*rows), 1]),
+        // What convolves has a dimension for the channels that it mixes: one.
+        ([rows, columns] | [rows, 1, columns], order) => Ok([order.count(*rows), *columns]),
         _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),
     }
 }
@@ -98,11 +236,14 @@ mod tests {
 
     #[test]
     fn elements_of_a_bias_take_turns_as_rows_do() {
-        let order = RowOrder::Paired { head: 6 };
-        assert_eq!(matrix(&[12], order).unwrap(), [12, 1]);
-        assert_eq!(matrix(&[12], RowOrder::AsStored).unwrap(), [1, 12]);
-        assert_eq!(matrix(&[12, 5], order).unwrap(), [12, 5]);
-        assert!(matrix(&[2, 12, 5], order).is_err());
+        let view = View::of(RowOrder::Paired { head: 6 });
+        assert_eq!(matrix(&[12], view).unwrap(), [12, 1]);
+        assert_eq!(matrix(&[12], View::AS_STORED).unwrap(), [1, 12]);
+        assert_eq!(matrix(&[12, 5], view).unwrap(), [12, 5]);
+        assert_eq!(matrix(&[12, 1, 5], View::AS_STORED).unwrap(), [12, 5]);
+        assert!(matrix(&[2, 12, 5], view).is_err());
+        let transposed = View::of(RowOrder::Transposed { period: 6, width: 4, depth: 5 });
+        assert_eq!(matrix(&[12, 5], transposed).unwrap(), [10, 4]);
     }
 
     #[test]
@@ -111,7 +252,42 @@ mod tests {
         let places: Vec<usize> = (0..12).map(|row| order.stored(row)).collect();
         assert_eq!(places, [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]);
         for row in 0..12 {
-            assert_eq!(order.place(order.stored(row)), row);
+            assert_eq!(order.place(order.stored(row)), Some(row));
+        }
+    }
+
+    #[test]
+    fn heads_of_groups_come_by_their_places_and_go_back() {
+        // Two rows before them, then 2 groups of 3 heads of 2 rows.
+        let order = RowOrder::Tiled { first: 2, groups: 2, repeat: 3, width: 2 };
+        let stored: Vec<usize> = (0..14).map(|row| order.stored(row)).collect();
+        assert_eq!(stored, [0, 1, 2, 3, 8, 9, 4, 5, 10, 11, 6, 7, 12, 13]);
+        for row in 0..14 {
+            assert_eq!(order.place(order.stored(row)), Some(row));
+        }
+    }
+
+    #[test]
+    fn parts_of_periods_are_brought_together_and_found_again() {
+        let order = RowOrder::Parts { period: 6, periods: 2, parts: [[3, 1], [0, 2], [0, 0]] };
+        assert_eq!(order.count(12), 6);
+        let stored: Vec<usize> = (0..6).map(|row| order.stored(row)).collect();
+        assert_eq!(stored, [3, 9, 0, 1, 6, 7]);
+        for row in 0..6 {
+            assert_eq!(order.place(order.stored(row)), Some(row));
+        }
+        assert_eq!((order.place(2), order.place(10)), (None, None));
+    }
+
+    #[test]
+    fn changes_are_undone() {
+        for change in [Change::None, Change::Add(1.0), Change::Decay] {
+            let mut values = [0.25, -3.5, 1.75];
+            change.apply(&mut values);
+            change.undo(&mut values);
+            for (found, expected) in values.iter().zip([0.25, -3.5, 1.75]) {
+                assert!((found - expected).abs() < 1e-6, "{change:?}: {found}");
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ use super::curvature::Curvature;
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
 use super::rows::{Source, matrix, read_rows};
-use crate::blocks::{BlockType, Search};
+use crate::blocks::{BlockType, Search, repack_mxfp4};
 use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
@@ -148,11 +148,12 @@ impl Writer<'_> {
         let skip = recalled.is_some();
         let mut squares = Squares::default();
         match source {
-            Source::Stored { tensors, order, shift } => {
+            Source::Stored { tensors, view } => {
                 let columns = shape.last().copied().unwrap_or_default();
                 for (i, tensor) in tensors.iter().enumerate() {
-                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape, *order)?;
-                    // The elements of a bias whose rows take turns are rows of their own.
+                    let [rows, stored] = matrix(&model.source().require(tensor)?.shape, *view)?;
+                    // The elements of a bias whose rows take turns are rows of their own, and those of an expert's bias are
+                    // a row of all of them.
                     let columns = if shape.len() == 1 { stored } else { columns };
                     if stored != columns {
                         return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
@@ -160,7 +161,7 @@ impl Writer<'_> {
                     let step = (PIECE / columns.max(1)).max(1);
                     for first in (0..rows).step_by(step) {
                         let some = first..(first + step).min(rows);
-                        let values = read_rows(model, tensor, *order, *shift, some, columns)?;
+                        let values = read_rows(model, tensor, *view, some, columns)?;
                         self.encode(&values, columns, i, skip, &mut squares)?;
                     }
                 }
@@ -182,6 +183,24 @@ impl Writer<'_> {
                     bytes.par_chunks_mut(row_bytes).enumerate().for_each(|(row, out)| {
                         codes::encode_row(&codes, kind, *order, row, out);
                     });
+                    self.put(&bytes)?;
+                }
+            }
+            Source::Blocks { tensors } => {
+                for tensor in tensors {
+                    let blocks = model.source().read_mxfp4(tensor)?;
+                    let [codes, exponents] =
+                        blocks.ok_or_else(|| Error::Internal(format!("`{tensor}` is in no blocks")))?;
+                    self.hash.update(&codes);
+                    self.hash.update(&exponents);
+                    if skip {
+                        continue;
+                    }
+                    let mut bytes = vec![0; exponents.len() * kind.bytes];
+                    let blocks = exponents.iter().zip(codes.chunks_exact(kind.elements / 2));
+                    for ((exponent, codes), out) in blocks.zip(bytes.chunks_exact_mut(kind.bytes)) {
+                        repack_mxfp4(*exponent, codes, out);
+                    }
                     self.put(&bytes)?;
                 }
             }
@@ -251,12 +270,11 @@ impl Writer<'_> {
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
+            // Of the tensor in the file; those of experts follow each other.
+            let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),
-                reason: format!(
-                    "a scale of row {row} of a piece leaves the range of half precision as {}",
-                    kind.name
-                ),
+                reason: format!("row {row} leaves the range of {}", kind.name),
             });
         }
         // In order, so that the sums do not depend on threads.

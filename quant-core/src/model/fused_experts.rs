@@ -315,6 +315,21 @@ impl TensorSource for Split {
         Ok(())
     }
 
+    fn is_mxfp4(&self, name: &str) -> bool {
+        self.parts.get(name).is_some_and(|part| part.form == Form::Mxfp4)
+    }
+
+    fn read_mxfp4(&self, name: &str) -> Result<Option<[Vec<u8>; 2]>> {
+        let Some(part) = self.parts.get(name).filter(|part| part.form == Form::Mxfp4) else { return Ok(None) };
+        let slab = self.slab(part)?;
+        let outputs = part.info.shape.first().copied().unwrap_or_default();
+        let rows = |slab: &[u8], width: usize| -> Vec<u8> {
+            let rows = (0..outputs).map(|output| part.first + output * part.step);
+            rows.flat_map(|row| slab[row * width..(row + 1) * width].iter().copied()).collect()
+        };
+        Ok(Some([rows(&slab.bytes, part.k / 2), rows(&slab.scales, part.k / mxfp4::BLOCK)]))
+    }
+
     fn location(&self, name: &str) -> PathBuf {
         match self.parts.get(name) {
             Some(part) if part.form == Form::Mxfp4 => {

@@ -42,9 +42,10 @@ mod unrouted;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,
     DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions, LogitsTransform,
-    Node, NodeId, Op, OrderGroup, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind,
+    Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind,
     Routing, Scores, Wrapper,
 };
+pub(crate) use arch::describe;
 pub use block::Block;
 pub(crate) use by_columns::transposed;
 pub use cache::{KvCache, LayerCache};

@@ -1,6 +1,6 @@
 //! Grids without minimums: `d·factor·level`.
 
-use super::super::grid::{Fields, Grid, Levels, PARTS};
+use super::super::grid::{Fields, Grid, Levels, PARTS, Scales};
 use super::{LANES, TURNS, total};
 
 /// Scales that a part's search starts from, on each side.
@@ -48,7 +48,7 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     }
     let [low, step] = [levels.ends()[0], levels.step()];
     // From scales that leave the last code unused to those by which the largest values saturate; of fine grids fewer steps.
-    let (first, last) = ((0.09 * low).max(-step), (-0.4 * low).min(5.0 * step));
+    let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
         for start in 0..STARTS {
@@ -136,6 +136,35 @@ pub(super) fn fields<L: Levels>(
         return Fields { d: half(d), factors: [high; PARTS], ..Fields::ZERO };
     }
     best.1
+}
+
+/// The same where each part has the code of a scale of its own. Values are divided by `power`.
+#[inline(always)]
+pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32], power: f32) -> Fields {
+    let mut fields = Fields::ZERO;
+    let Scales::Own(scale) = grid.scales else { return fields };
+    let [low, high] = grid.factors;
+    let scale = |code: i32| scale(code as u8) / power;
+    for (j, (x, w)) in x.chunks_exact(grid.part).zip(w.chunks_exact(grid.part)).enumerate() {
+        let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+        let mut best = (f32::INFINITY, low);
+        // Around what suits the levels best, and around that by which the largest value is the last of them.
+        for wanted in [fit(levels, x, w).0.abs(), most / levels.ends()[1]] {
+            let (mut below, mut above) = (low, high);
+            while below < above {
+                let middle = (below + above) / 2;
+                if scale(middle) < wanted { below = middle + 1 } else { above = middle }
+            }
+            for code in (below - 2).max(low)..=(below + 1).min(high) {
+                let e = error(levels, scale(code), x, w);
+                if e < best.0 {
+                    best = (e, code);
+                }
+            }
+        }
+        fields.factors[j] = best.1;
+    }
+    fields
 }
 
 /// Scales of a block that suit the scales of its parts, the best first: those where errors by the rounding of

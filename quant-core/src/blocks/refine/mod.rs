@@ -14,7 +14,7 @@ mod tests;
 
 use half::f16;
 
-use super::grid::{Even, Fields, Grid, MOST, Steps, Uneven};
+use super::grid::{Even, Fields, Fp4, Grid, MOST, Steps, Ternary, Uneven};
 use super::search::mean_square;
 use crate::vector::vectorized;
 
@@ -83,14 +83,16 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
         #[inline(always)]
         || match grid.steps {
             Steps::Even { half: n } => levels::fields(Even(n), grid, scaled, own, half),
+            Steps::Ternary => levels::fields(Ternary, grid, scaled, own, half),
             Steps::Uneven => levels::fields(Uneven, grid, scaled, own, half),
+            Steps::Fp4 => levels::own_scales(Fp4, grid, scaled, own, power),
             Steps::Minimum { top } => minimum::fields(top, grid, scaled, own, half),
         },
     );
     fields.d *= power;
     fields.dmin *= power;
     for (e, x) in x.iter().enumerate() {
-        fields.codes[e] = grid.round(fields.part(e / grid.part), *x).0;
+        fields.codes[e] = grid.round(grid.part(&fields, e / grid.part), *x).0;
     }
     fields
 }

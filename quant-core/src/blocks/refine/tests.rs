@@ -5,7 +5,7 @@ use super::super::{BLOCK_TYPES, BlockType};
 use crate::random::SplitMix64;
 
 /// Types, and the share of the reference's weighted error that the search may leave on rows with heavy tails.
-const MOST_OF_THE_REFERENCE: [(&str, f64); 12] = [
+const MOST_OF_THE_REFERENCE: [(&str, f64); 16] = [
     ("Q8_0", 1.0),
     ("Q4_0", 0.97),
     ("Q4_1", 0.97),
@@ -18,6 +18,10 @@ const MOST_OF_THE_REFERENCE: [(&str, f64); 12] = [
     ("Q6_K", 1.0),
     ("IQ4_NL", 0.98),
     ("IQ4_XS", 0.98),
+    ("TQ1_0", 0.5),
+    ("TQ2_0", 0.5),
+    ("MXFP4", 0.97),
+    ("NVFP4", 0.97),
 ];
 
 fn uniform(random: &mut SplitMix64) -> f32 {
@@ -130,7 +134,7 @@ fn bytes_of_any_fields_decode_to_what_rounding_says() {
             }
             let mut expected = vec![0.0; kind.elements];
             for (e, stored) in expected.iter_mut().enumerate() {
-                let part = fields.part(e / grid.part);
+                let part = grid.part(&fields, e / grid.part);
                 (fields.codes[e], *stored) = grid.round(part, 200.0 * (uniform(&mut random) - 0.5));
             }
             let mut bytes = vec![0xa5; kind.bytes];

@@ -2,9 +2,11 @@
 
 use std::fs::File;
 use std::io::BufReader;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::read::{GgufFile, GgufHeader, GgufTensor};
+use super::open::GgufFile;
+use super::parts::{self, Part};
+use super::read::{GgufHeader, GgufTensor};
 use super::value::Value;
 use super::write::{Described, WRITER_KEY, header};
 use crate::blocks::{self, BlockType, block_type};
@@ -20,6 +22,8 @@ pub struct GgufArchive {
     pub file_name: String,
     /// Its metadata, in order. Which program wrote it is added.
     pub metadata: Vec<(String, Value)>,
+    /// Whether there are several files where one would be too large.
+    pub in_parts: bool,
 }
 
 impl GgufArchive {
@@ -59,14 +63,34 @@ fn placed(tensor: GgufTensor) -> Result<PlacedTensor> {
     Ok(PlacedTensor { name: tensor.name, info, offset: tensor.offset })
 }
 
-impl Archive for GgufArchive {
-    fn layout(&self, tensors: &[TensorSpec], _max_file_bytes: u64) -> Result<ShardLayout> {
-        check_specs(tensors)?;
+/// Tensors by file, in their order, each with at most so many bytes of them where it holds more than one.
+fn divided(tensors: &[TensorSpec], most: u64) -> Vec<&[TensorSpec]> {
+    let (mut groups, mut first, mut bytes) = (Vec::new(), 0, 0_u64);
+    for (i, tensor) in tensors.iter().enumerate() {
+        let more = bytes.saturating_add(tensor.info.byte_len());
+        if i > first && more > most {
+            groups.push(&tensors[first..i]);
+            (first, bytes) = (i, tensor.info.byte_len());
+        } else {
+            bytes = more;
+        }
+    }
+    groups.push(&tensors[first..]);
+    groups
+}
+
+impl GgufArchive {
+    /// One file. Of several, the first has all metadata, and the others say which they are.
+    fn file(&self, tensors: &[TensorSpec], part: Option<Part>) -> Result<ShardFile> {
         let described = tensors
             .iter()
             .map(|spec| Ok(Described { name: &spec.name, shape: &spec.info.shape, kind: kind(spec)? }));
         let described = described.collect::<Result<Vec<_>>>()?;
-        let mut metadata = self.metadata.clone();
+        let mut metadata = match part {
+            Some(Part { number: 1.., .. }) => Vec::new(),
+            _ => self.metadata.clone(),
+        };
+        metadata.extend(part.into_iter().flat_map(Part::entries));
         metadata.push((WRITER_KEY.to_owned(), Value::string(env!("CARGO_PKG_VERSION"))));
         let (header, offsets) = header(&metadata, &described)?;
         let placed = tensors.iter().zip(&offsets).map(|(spec, offset)| PlacedTensor {
@@ -74,9 +98,56 @@ impl Archive for GgufArchive {
             info: spec.info.clone(),
             offset: *offset,
         });
+        let name = match part {
+            None => self.file_name.clone(),
+            Some(part) => parts::file_name(self.stem(), part.number, part.count),
+        };
         let bytes = offsets.last().copied().unwrap_or_default();
-        let file = ShardFile { name: self.file_name.clone(), header, tensors: placed.collect(), bytes };
-        ShardLayout::of_files(vec![file])
+        Ok(ShardFile { name, header, tensors: placed.collect(), bytes })
+    }
+
+    /// The file's name without its ending.
+    fn stem(&self) -> &str {
+        self.file_name.strip_suffix(".gguf").unwrap_or(&self.file_name)
+    }
+
+    /// The file that a model is read by: the only one, or the first that is there of several.
+    fn first(&self, directory: &Path) -> Result<PathBuf> {
+        let whole = directory.join(&self.file_name);
+        if !self.in_parts || whole.exists() {
+            return Ok(whole);
+        }
+        let begin = format!("{}-00001-of-", self.stem());
+        let entries = std::fs::read_dir(directory).map_err(|e| Error::io("list", directory, e))?;
+        for entry in entries {
+            let entry = entry.map_err(|e| Error::io("list", directory, e))?;
+            if entry.file_name().to_string_lossy().starts_with(&begin) {
+                return Ok(entry.path());
+            }
+        }
+        Ok(whole)
+    }
+}
+
+impl Archive for GgufArchive {
+    fn layout(&self, tensors: &[TensorSpec], max_file_bytes: u64) -> Result<ShardLayout> {
+        check_specs(tensors)?;
+        let groups = match self.in_parts {
+            true => divided(tensors, max_file_bytes),
+            false => vec![tensors],
+        };
+        let count = groups.len();
+        if count > parts::MOST {
+            return Err(Error::usage(
+                format!("the model would be in {count} files; at most {} are written", parts::MOST),
+                "allow larger files",
+            ));
+        }
+        let files = groups.into_iter().enumerate().map(|(number, group)| {
+            let part = Part { number, count, tensors: tensors.len() };
+            self.file(group, (count > 1).then_some(part))
+        });
+        ShardLayout::of_files(files.collect::<Result<Vec<_>>>()?)
     }
 
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>> {
@@ -86,14 +157,14 @@ impl Archive for GgufArchive {
         let mut reader = file;
         reader.rewind().map_err(|e| Error::io("read", path, e))?;
         let header = GgufHeader::parse(BufReader::new(reader), len);
-        let header = header.map_err(|reason| GgufFile::broken(path, reason))?;
+        let header = header.map_err(|fault| GgufFile::broken(path, fault))?;
         header.tensors.into_iter().map(placed).collect()
     }
 
     fn check_directory(&self, directory: &Path, tensors: usize) -> Result<()> {
-        let path = directory.join(&self.file_name);
+        let path = self.first(directory)?;
         let differs = |reason: String| Error::Verification { path: path.clone(), reason };
-        let seen = GgufFile::open(&path).map_err(|e| differs(e.to_string()))?;
+        let seen = GgufFile::open_model(&path).map_err(|e| differs(e.to_string()))?;
         match seen.header().tensors.len() {
             found if found == tensors => Ok(()),
             found => Err(differs(format!("holds {found} tensors, {tensors} were written"))),

@@ -4,6 +4,9 @@
 //! against what is left of the file before anything is allocated, and every error names the field and the offset.
 
 mod archive;
+mod fault;
+mod open;
+mod parts;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -11,7 +14,9 @@ mod value;
 mod write;
 
 pub use archive::GgufArchive;
-pub use read::{GgufFile, GgufHeader, GgufTensor};
+pub use fault::GgufFault;
+pub use open::GgufFile;
+pub use read::{GgufHeader, GgufTensor};
 pub use value::{Array, Value};
 pub(crate) use write::write_file;
 

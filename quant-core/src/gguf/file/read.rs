@@ -1,15 +1,13 @@
 //! A file's header, checked against the file.
 
-use std::collections::{HashMap, HashSet};
-use std::fs::File;
-use std::io::{BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::collections::HashSet;
+use std::io::Read;
 
+use super::fault::GgufFault;
 use super::value::{Array, Value, kinds};
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME};
 use crate::blocks::{BlockType, block_type_of, unread_type};
-use crate::checkpoint::{open_regular, printable, read_exact_at};
-use crate::{Error, Result};
+use crate::checkpoint::printable;
 
 /// Entries of metadata, at most.
 const MAX_ENTRIES: u64 = 1 << 16;
@@ -44,6 +42,8 @@ pub struct GgufTensor {
     pub offset: u64,
     /// Bytes of its data.
     pub bytes: u64,
+    /// Which of a model's files holds it: 0 but in models in parts.
+    pub part: usize,
 }
 
 impl GgufTensor {
@@ -58,83 +58,13 @@ impl GgufHeader {
     ///
     /// # Errors
     /// The rule that the header breaks, with field and offset.
-    pub fn parse(reader: impl Read, len: u64) -> Result<Self, String> {
+    pub fn parse(reader: impl Read, len: u64) -> Result<Self, GgufFault> {
         Cursor { reader, at: 0, len, elements: 0 }.header()
     }
 
     /// The value of a key.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.metadata.iter().find(|(known, _)| known == key).map(|(_, value)| value)
-    }
-}
-
-/// A file whose header was read.
-#[derive(Debug)]
-pub struct GgufFile {
-    path: PathBuf,
-    file: File,
-    header: GgufHeader,
-    places: HashMap<String, usize>,
-}
-
-impl GgufFile {
-    /// Opens a file and checks its header.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] for the rule that it breaks, with field and offset; [`Error::Io`].
-    pub fn open(path: &Path) -> Result<Self> {
-        let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
-        let file = open_regular(&real, path)?;
-        let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
-        let header = GgufHeader::parse(BufReader::with_capacity(1 << 16, &file), len);
-        let header = header.map_err(|reason| Self::broken(path, reason))?;
-        let places = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(Self { path: path.to_owned(), file, header, places })
-    }
-
-    /// The error that a file breaks a rule.
-    pub(crate) fn broken(path: &Path, reason: String) -> Error {
-        // Reasons that end by what is read, or not, are no damage.
-        match reason.ends_with("not read") || reason.ends_with("are read") {
-            true => Self::unread(path, reason),
-            false => Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again"),
-        }
-    }
-
-    /// The error that a file holds what is not read, whether or not it is sound.
-    pub(crate) fn unread(path: &Path, reason: String) -> Error {
-        Self::refused(path, reason, "give the Hugging Face directory of the model")
-    }
-
-    /// The error that a file cannot be used, with what to do about it.
-    pub(crate) fn refused(path: &Path, reason: String, remedy: &str) -> Error {
-        Error::InputFile { path: path.to_owned(), line: None, reason, remedy: remedy.into() }
-    }
-
-    /// The file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// What it says of itself.
-    pub fn header(&self) -> &GgufHeader {
-        &self.header
-    }
-
-    /// A tensor, if there is one of this name.
-    pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
-        self.places.get(name).map(|&i| &self.header.tensors[i])
-    }
-
-    /// Fills `buffer` with a tensor's bytes from `offset` on.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] when the range leaves the tensor; [`Error::Io`].
-    pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
-            return Err(Error::Internal(format!("a range that leaves tensor `{}`", tensor.name)));
-        }
-        read_exact_at(&self.file, &self.path, tensor.offset + offset, buffer)
     }
 }
 
@@ -147,15 +77,17 @@ struct Cursor<R> {
 }
 
 impl<R: Read> Cursor<R> {
-    fn header(mut self) -> Result<GgufHeader, String> {
+    fn header(mut self) -> Result<GgufHeader, GgufFault> {
         if self.array::<4>("magic")? != MAGIC {
             return Err("does not begin with `GGUF`".into());
         }
         let version = u32::from_le_bytes(self.array("version")?);
         match version {
             2 | 3 => {}
-            v if v & 0xffff == 0 => return Err("is in big-endian order, which is not read".into()),
-            v => return Err(format!("`version` at byte 4 is {v}; 2 and 3 are read")),
+            v if v & 0xffff == 0 => {
+                return Err(GgufFault::Unread("is in big-endian order, which is not read".into()));
+            }
+            v => return Err(GgufFault::Unread(format!("`version` at byte 4 is {v}; 2 and 3 are read"))),
         }
         let tensors = self.count("tensor_count", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)?;
         let entries = self.count("metadata_kv_count", MAX_ENTRIES, 8 + 4 + 1)?;
@@ -165,10 +97,10 @@ impl<R: Read> Cursor<R> {
             let at = self.at;
             let key = self.string(&format!("key {i}"))?;
             if key.is_empty() {
-                return Err(format!("key {i} at byte {at} is empty"));
+                return Err(format!("key {i} at byte {at} is empty").into());
             }
             if !keys.insert(key.clone()) {
-                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)));
+                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)).into());
             }
             let kind = u32::from_le_bytes(self.array(&key)?);
             let value = self.value(&key, kind)?;
@@ -180,7 +112,7 @@ impl<R: Read> Cursor<R> {
         for i in 0..tensors {
             let tensor = self.tensor(i)?;
             if !names.insert(tensor.name.clone()) {
-                return Err(format!("tensor `{}` stands twice", tensor.name));
+                return Err(format!("tensor `{}` stands twice", tensor.name).into());
             }
             found.push(tensor);
         }
@@ -251,7 +183,7 @@ impl<R: Read> Cursor<R> {
         }
     }
 
-    fn value(&mut self, key: &str, kind: u32) -> Result<Value, String> {
+    fn value(&mut self, key: &str, kind: u32) -> Result<Value, GgufFault> {
         Ok(match kind {
             kinds::U8 => Value::U8(u8::from_le_bytes(self.array(key)?)),
             kinds::I8 => Value::I8(i8::from_le_bytes(self.array(key)?)),
@@ -268,12 +200,12 @@ impl<R: Read> Cursor<R> {
             kinds::F64 => Value::F64(f64::from_le_bytes(self.array(key)?)),
             other => {
                 let (key, at) = (printable(key), self.at - 4);
-                return Err(format!("`{key}` has the unknown type {other} at byte {at}"));
+                return Err(format!("`{key}` has the unknown type {other} at byte {at}").into());
             }
         })
     }
 
-    fn list(&mut self, key: &str) -> Result<Array, String> {
+    fn list(&mut self, key: &str) -> Result<Array, GgufFault> {
         let at = self.at;
         let kind = u32::from_le_bytes(self.array(key)?);
         let least = match kind {
@@ -282,16 +214,15 @@ impl<R: Read> Cursor<R> {
             kinds::U32 | kinds::I32 | kinds::F32 => 4,
             kinds::U64 | kinds::I64 | kinds::F64 | kinds::STRING => 8,
             kinds::ARRAY => {
-                return Err(format!(
+                return Err(GgufFault::Unread(format!(
                     "`{}` at byte {at} is a list of lists, which is not read",
                     printable(key)
-                ));
+                )));
             }
             other => {
-                return Err(format!(
-                    "`{}` is a list of the unknown type {other} at byte {at}",
-                    printable(key)
-                ));
+                return Err(
+                    format!("`{}` is a list of the unknown type {other} at byte {at}", printable(key)).into()
+                );
             }
         };
         let count = self.count(key, MAX_ELEMENTS - self.elements, least)?;
@@ -325,20 +256,20 @@ impl<R: Read> Cursor<R> {
     }
 
     /// The description of tensor `i`; its offset still counts from the start of the data.
-    fn tensor(&mut self, i: u64) -> Result<GgufTensor, String> {
+    fn tensor(&mut self, i: u64) -> Result<GgufTensor, GgufFault> {
         let at = self.at;
         let name = self.string(&format!("name of tensor {i}"))?;
         let shown = printable(&name);
         if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
             return Err(format!(
                 "the name of tensor {i} at byte {at}, `{shown}`, is not one of 1 to {MAX_NAME} bytes"
-            ));
+            )
+            .into());
         }
         let dims = u32::from_le_bytes(self.array(&name)?) as usize;
         if dims == 0 || dims > MAX_DIMS {
-            return Err(format!(
-                "tensor `{shown}` at byte {at} has {dims} dimensions; 1 to {MAX_DIMS} are read"
-            ));
+            let reason = format!("tensor `{shown}` at byte {at} has {dims} dimensions, not 1 to {MAX_DIMS}");
+            return Err(reason.into());
         }
         let mut shape = Vec::with_capacity(dims);
         for _ in 0..dims {
@@ -351,10 +282,10 @@ impl<R: Read> Cursor<R> {
         let type_at = self.at;
         let id = u32::from_le_bytes(self.array(&name)?);
         let kind = block_type_of(id).ok_or_else(|| match unread_type(id) {
-            Some(kind) => {
-                format!("tensor `{shown}` has the type {kind} at byte {type_at}, which is not read")
-            }
-            None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}"),
+            Some(kind) => GgufFault::Unread(format!(
+                "tensor `{shown}` has the type {kind} at byte {type_at}, which is not read"
+            )),
+            None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}").into(),
         })?;
         let columns = shape[dims - 1];
         let row = kind.row_bytes(columns).ok_or_else(|| {
@@ -367,7 +298,7 @@ impl<R: Read> Cursor<R> {
         let bytes = bytes.filter(|_| shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)).is_some());
         let bytes = bytes.ok_or_else(|| format!("tensor `{shown}` at byte {at} overflows"))? as u64;
         let offset = self.u64(&name)?;
-        Ok(GgufTensor { name, shape, kind, offset, bytes })
+        Ok(GgufTensor { name, shape, kind, offset, bytes, part: 0 })
     }
 }
 

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::GgufFault;
 use super::read::GgufHeader;
 use super::value::{Array, Value};
 use super::write::{Described, header};
@@ -41,7 +42,7 @@ fn file() -> Vec<u8> {
     bytes
 }
 
-fn parse(bytes: &[u8]) -> Result<GgufHeader, String> {
+fn parse(bytes: &[u8]) -> Result<GgufHeader, GgufFault> {
     GgufHeader::parse(bytes, bytes.len() as u64)
 }
 
@@ -62,7 +63,7 @@ fn a_file_that_is_cut_anywhere_is_refused() {
     let bytes = file();
     let last = parse(&bytes).unwrap().tensors.last().map(|t| t.offset + t.bytes).unwrap() as usize;
     for len in 0..last {
-        let message = parse(&bytes[..len]).unwrap_err();
+        let message = parse(&bytes[..len]).unwrap_err().to_string();
         assert!(!message.is_empty(), "{len}");
     }
 }
@@ -132,9 +133,20 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
         (crafted(2, 0, &[two.clone(), two.clone()].concat()), "`t` stands twice"),
         (crafted(2, 0, &[two, tensor("u", &[4], 0, 0)].concat()), "is 0, 32 is due"),
     ] {
-        let message = parse(&bytes).unwrap_err();
+        let message = parse(&bytes).unwrap_err().to_string();
         assert!(message.contains(says), "{message} does not say {says}");
     }
+}
+
+#[test]
+fn what_is_not_read_is_told_from_damage() {
+    let is_unread = |bytes: &[u8]| matches!(parse(bytes).unwrap_err(), GgufFault::Unread(_));
+    assert!(is_unread(b"GGUF\0\0\0\x03"));
+    assert!(is_unread(b"GGUF\x01\0\0\0"));
+    assert!(is_unread(&crafted(1, 0, &tensor("t", &[256], 16, 0))));
+    // Names are the file's, and may end in any words.
+    assert!(!is_unread(&crafted(1, 0, &tensor("which is not read", &[4], 4, 0))));
+    assert!(!is_unread(&crafted(1, 0, &tensor("t", &[1, 1, 1, 1, 1], 0, 0))));
 }
 
 proptest! {

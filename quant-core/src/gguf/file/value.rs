@@ -135,6 +135,14 @@ impl Value {
         }
     }
 
+    /// The flags, if it is a list of them.
+    pub fn as_bools(&self) -> Option<&[bool]> {
+        match self {
+            Self::Array(Array::Bool(flags)) => Some(flags),
+            _ => None,
+        }
+    }
+
     /// The integers, if it is a list of them.
     pub fn as_integers(&self) -> Option<Vec<i64>> {
         match self {

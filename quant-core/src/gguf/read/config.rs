@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::About;
+use super::{About, gemma4, specials};
 use crate::Result;
 use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
 use crate::gguf::file::{GgufFile, GgufTensor};
@@ -27,9 +27,11 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     set("architectures", json!([family.class]));
     set("model_type", json!(family.family));
     set("hidden_size", json!(hidden));
-    set("num_hidden_layers", json!(about.require("block_count")?));
+    set("num_hidden_layers", json!(about.blocks()?));
     set("num_attention_heads", json!(heads));
-    set("num_key_value_heads", json!(about.integer("attention.head_count_kv")?.unwrap_or(heads)));
+    if !family.has_two_kinds {
+        set("num_key_value_heads", json!(about.integer("attention.head_count_kv")?.unwrap_or(heads)));
+    }
     set("head_dim", json!(head_dim));
     set("vocab_size", json!(vocab));
     set("max_position_embeddings", json!(about.require("context_length")?));
@@ -53,11 +55,16 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
             if let Some(n) = about.integer("expert_shared_feed_forward_length")? {
                 set("shared_expert_intermediate_size", json!(n));
             }
-            let dense = about.require("feed_forward_length")?;
-            let of_expert = about.integer("expert_feed_forward_length")?.unwrap_or(dense);
+            let own = about.integer("expert_feed_forward_length")?;
+            let of_expert = match own {
+                Some(own) => own,
+                None => about.require("feed_forward_length")?,
+            };
             set("moe_intermediate_size", json!(of_expert));
-            set("intermediate_size", json!(of_expert));
+            let dense = if family.dense_first { about.integer("feed_forward_length")? } else { None };
+            set("intermediate_size", json!(dense.unwrap_or(of_expert)));
         }
+        None if family.has_two_kinds => {}
         None => set("intermediate_size", json!(about.require("feed_forward_length")?)),
     }
     if let Some(every) = family.unturned {
@@ -79,7 +86,15 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
             set(field, json!(shortest(factor)));
         }
     }
-    rope(about, head_dim, &mut set)?;
+    if family.has_two_kinds {
+        gemma4::config(about, &mut set)?;
+    }
+    let rotary_heads = specials::latent(about, &mut set)?.unwrap_or(head_dim);
+    specials::routing(about, &mut set)?;
+    specials::delta_nets(about, &mut set)?;
+    if !family.has_two_kinds {
+        rope(about, rotary_heads, &mut set)?;
+    }
     // Graphs without windows must not get the family's default.
     match about.integer("attention.sliding_window")?.filter(|_| family.has_windows) {
         Some(window) => set("sliding_window", json!(window)),
@@ -92,7 +107,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     ] {
         set(field, about.float(key)?.map_or(Json::Null, |cap| json!(shortest(cap))));
     }
-    let large = families::scales_by_width(family, about.require("block_count")?);
+    let large = families::scales_by_width(family, about.blocks()?);
     set("query_pre_attn_scalar", json!(if large { hidden / heads } else { head_dim }));
     Ok(config)
 }
@@ -102,12 +117,12 @@ fn missing(file: &GgufFile, tensor: &str) -> crate::Error {
 }
 
 /// A number that was rounded to `f32`, as the shortest decimal that rounds to it: 1e-5, not 9.999999747378752e-6.
-fn shortest(value: f64) -> f64 {
+pub(super) fn shortest(value: f64) -> f64 {
     format!("{:e}", value as f32).parse().unwrap_or(value)
 }
 
 /// The divisors of frequencies that a tensor holds, one for each pair of the channels that turn.
-fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
+pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
     if turned > WIDEST || count as u64 != turned / 2 {
         let reason =
@@ -149,6 +164,9 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
         None => "none",
     };
     let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
+        ("yarn", None) => specials::yarn(about, factor)?,
+        // Its family has one by default.
+        ("none", None) if about.family.family == "gpt_oss" => json!({ "rope_type": "default" }),
         ("none" | "longrope", None) => match (about.file.tensor(ROPE_SHORT), about.file.tensor(ROPE_LONG)) {
             (Some(short), Some(long)) => {
                 let positions = about.require("rope.scaling.original_context_length")?;

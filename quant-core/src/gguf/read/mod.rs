@@ -5,6 +5,8 @@
 //! rows of queries and keys go back to their order, norms lose what was added, experts are apart again.
 
 mod config;
+mod gemma4;
+mod specials;
 mod tensors;
 #[cfg(test)]
 mod tests;
@@ -16,7 +18,8 @@ use std::sync::Arc;
 
 use super::families::{self, GgufFamily};
 use super::file::{GgufFile, Value};
-use crate::checkpoint::{ModelDirectory, printable};
+use crate::checkpoint::{ConfigFields, MemorySource, ModelDirectory, printable};
+use crate::model::describe;
 use crate::{Error, Result};
 
 pub use tensors::GgufSource;
@@ -24,26 +27,29 @@ pub use tensors::GgufSource;
 /// Opens a file as a model.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, holds an importance matrix or a part of a model, or is of an
-/// architecture that is not read; [`Error::Io`].
+/// [`Error::InputFile`] when the file is damaged, holds an importance matrix or a later part of a model, or is of
+/// an architecture that is not read; [`Error::Io`].
 pub fn open(path: &Path) -> Result<ModelDirectory> {
-    let file = Arc::new(GgufFile::open(path)?);
+    let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
+    GgufSource::check_experts(&about)?;
     let config = config::config(&about)?;
-    let source = GgufSource::new(file.clone(), &about)?;
+    let architecture = describe(&ConfigFields::new(path, &config), &MemorySource::default())?;
+    let source = GgufSource::new(file.clone(), &about, &architecture)?;
     let mut notes = Vec::new();
     let kinds = source.kinds();
     if !kinds.is_empty() {
         notes.push(format!("blocks of {} are read as the floats that they stand for", kinds.join(", ")));
     }
-    Ok(match tokenizer::files(&about)? {
+    let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
             notes.push(format!("the file's tokenizer is not read: {reason}"));
             ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
                 .without_tokenizer(reason)
         }
-    })
+    };
+    Ok(if kinds.is_empty() { directory } else { directory.with_rounded(kinds.join(", ")) })
 }
 
 /// Whether a path names a file of this kind, by how it begins.
@@ -71,17 +77,10 @@ impl<'a> About<'a> {
             return Err(GgufFile::refused(file.path(), reason, "give the file of a model"));
         }
         let arch = text("general.architecture")?
-            .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing".into()))?;
-        if integer(file, "split.count")?.is_some_and(|n| n > 1) {
-            let reason = "`split.count` says that it is a part of a model, and parts are not read".into();
-            return Err(GgufFile::refused(
-                file.path(),
-                reason,
-                "join the parts with llama-gguf-split --merge",
-            ));
-        }
+            .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing"))?;
         let experts = integer(file, &format!("{arch}.expert_count"))?.unwrap_or(0);
-        match families::architecture(arch, experts > 0) {
+        let scores = integer(file, &format!("{arch}.expert_gating_func"))?;
+        match families::architecture(arch, experts > 0, scores) {
             Some(family) => Ok(Self { file, family }),
             None => Err(unread_architecture(file, arch, experts)),
         }
@@ -105,8 +104,37 @@ impl<'a> About<'a> {
         integer(self.file, &format!("{}.{key}", self.family.arch))
     }
 
+    /// Integers of all blocks: those of a list, or one for all.
+    fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
+        let Some(list) = self.get(key).and_then(Value::as_integers) else {
+            // No more than tensors, of which each block has some.
+            let most = self.file.header().tensors.len() as u64;
+            return match blocks <= most && blocks > 0 {
+                true => Ok(vec![self.require(key)?; blocks as usize]),
+                false => Err(self.broken("block_count", &format!("is {blocks}, and there are {most} tensors"))),
+            };
+        };
+        let list = list.into_iter().map(|n| u64::try_from(n).ok()).collect::<Option<Vec<u64>>>();
+        let list = list.filter(|list| !list.is_empty() && list.len() as u64 == blocks);
+        list.ok_or_else(|| self.broken(key, &format!("is no list of integers of {blocks} blocks")))
+    }
+
     fn require(&self, key: &str) -> Result<u64> {
         self.integer(key)?.ok_or_else(|| self.broken(key, "is missing"))
+    }
+
+    /// Blocks of the file that predict further tokens, after the others.
+    fn further_blocks(&self) -> Result<usize> {
+        let (all, further) = (self.require("block_count")?, self.integer("nextn_predict_layers")?.unwrap_or(0));
+        match usize::try_from(further).ok().filter(|_| further < all) {
+            Some(further) => Ok(further),
+            None => Err(self.broken("nextn_predict_layers", &format!("is {further}, of {all} blocks"))),
+        }
+    }
+
+    /// Blocks that are run.
+    fn blocks(&self) -> Result<u64> {
+        Ok(self.require("block_count")? - self.further_blocks()? as u64)
     }
 
     /// Heads of queries.

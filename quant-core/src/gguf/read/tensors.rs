@@ -1,15 +1,22 @@
 //! Tensors of a file under the names, and in the order of rows, that checkpoints have.
+//!
+//! Which tensors there are, and how each came into the file, follows from the model that the metadata describe: the table
+//! is that of the writer (`layout`), read from the other side.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use super::super::families::{EMBEDDING, FINAL_NORM, GgufFamily, HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
+use super::super::families::{
+    EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT,
+};
 use super::super::file::{GgufFile, GgufTensor};
-use super::super::rows::RowOrder;
+use super::super::layout::{self, Placed};
+use super::super::rows::{Change, RowOrder, View, matrix};
 use super::About;
 use crate::blocks::{BF16, F16};
 use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
+use crate::model::Architecture;
 use crate::{Error, Result};
 
 /// More experts are refused, before there is an entry for each.
@@ -20,173 +27,245 @@ const MAX_EXPERTS: u64 = 4096;
 pub struct GgufSource {
     file: Arc<GgufFile>,
     tensors: BTreeMap<String, Place>,
+    /// The last transposed matrix that was read: of which tensor, which one, and its values.
+    last: Mutex<Option<(String, usize, Arc<Vec<f32>>)>>,
 }
 
-/// A matrix, or a vector, of a tensor of the file.
+/// A matrix, or a vector, of the checkpoint.
 #[derive(Debug)]
 struct Place {
     info: TensorInfo,
+    /// The tensors of the file that its rows are in.
+    pieces: Vec<Piece>,
+}
+
+#[derive(Debug, Clone)]
+struct Piece {
     tensor: GgufTensor,
     /// The first of its rows.
     first_row: usize,
-    order: RowOrder,
-    shift: f32,
+    view: View,
+    /// Columns of a row in the file.
+    columns: usize,
 }
 
 impl GgufSource {
-    /// The tensors of a file.
+    /// Fails where there are more experts than are read.
+    pub(super) fn check_experts(about: &About<'_>) -> Result<()> {
+        match about.integer("expert_count")?.unwrap_or(0) {
+            experts if experts > MAX_EXPERTS => {
+                Err(about.unread("expert_count", &format!("is {experts}; at most {MAX_EXPERTS} are read")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The tensors of a file that holds this model.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when a tensor is none that the family has, is there twice, or its shape makes no sense.
-    pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>) -> Result<Self> {
-        let mut tensors = BTreeMap::new();
-        let experts = about.integer("expert_count")?.unwrap_or(0);
-        if experts > MAX_EXPERTS {
-            return Err(
-                about.broken("expert_count", &format!("is {experts}; at most {MAX_EXPERTS} are read"))
+    /// [`Error::InputFile`] when a tensor is missing, the family has no such tensor, or its shape makes no sense.
+    pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>, a: &Architecture) -> Result<Self> {
+        let mut source = Self { file, tensors: BTreeMap::new(), last: Mutex::default() };
+        let mut seen: BTreeSet<String> =
+            [ROPE_FACTORS, ROPE_SHORT, ROPE_LONG].into_iter().map(str::to_owned).collect();
+        let mut outer = |name: &str, stored: &str, view: View| source.add_whole(name, stored, view, &mut seen);
+        outer(&a.embedding, EMBEDDING, View::AS_STORED)?;
+        outer(&format!("{}.weight", a.head), &format!("{HEAD}.weight"), View::AS_STORED)?;
+        if let Some(norm) = &a.final_norm {
+            for parameter in norm.parameters() {
+                let name = format!("{}.{}", norm.name(), parameter.name);
+                let stored = format!("{FINAL_NORM}.{}", parameter.name);
+                outer(&name, &stored, View::AS_STORED.plus(norm.weight_offset()))?;
+            }
+        }
+        if let Some(inputs) = &a.per_layer_inputs {
+            outer(&format!("{}.weight", inputs.table), INPUT_TABLE, View::AS_STORED)?;
+            outer(&format!("{}.weight", inputs.projection), INPUT_PROJECTION, View::AS_STORED)?;
+            outer(&format!("{}.weight", inputs.norm.name()), INPUT_NORM, View::AS_STORED)?;
+        }
+        for layer in 0..a.layers {
+            for placed in layout::of_block(a, about.family, layer)? {
+                let stored = placed.name(layer);
+                source.add(&placed, &stored, about)?;
+                seen.insert(stored);
+            }
+        }
+        let further = about.further_blocks()?;
+        let is_further = |name: &str| {
+            let layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+            let layer = layer.and_then(|(digits, _)| digits.parse::<usize>().ok());
+            layer.is_some_and(|layer| (a.layers..a.layers + further).contains(&layer))
+        };
+        let mut others = source.file.header().tensors.iter().filter(|t| !seen.contains(&t.name));
+        if let Some(other) = others.find(|other| !is_further(&other.name)) {
+            let reason = format!(
+                "tensor `{}` is none of those of {} that are read",
+                printable(&other.name),
+                about.family.arch
             );
+            return Err(GgufFile::unread(source.file.path(), reason));
         }
-        let counts = Counts { head: about.head_width()? as usize, experts: experts as usize };
-        let family = about.family;
-        for tensor in &file.header().tensors {
-            if [ROPE_FACTORS, ROPE_SHORT, ROPE_LONG].contains(&tensor.name.as_str()) {
-                continue;
+        Ok(source)
+    }
+
+    /// A tensor outside the blocks, if it is there.
+    fn add_whole(&mut self, name: &str, stored: &str, view: View, seen: &mut BTreeSet<String>) -> Result<()> {
+        seen.insert(stored.to_owned());
+        let Some(tensor) = self.file.tensor(stored).cloned() else { return Ok(()) };
+        let columns = tensor.columns();
+        let (shape, first_row) = (tensor.shape.clone(), 0);
+        let piece = Piece { tensor, first_row, view, columns };
+        self.insert(name, shape, piece);
+        Ok(())
+    }
+
+    /// A tensor of a block, or a part of one.
+    fn add(&mut self, placed: &Placed, stored: &str, about: &About<'_>) -> Result<()> {
+        let broken = |reason: String| GgufFile::broken(self.file.path(), reason);
+        let Some(tensor) = self.file.tensor(stored).cloned() else {
+            return Err(broken(format!("tensor `{stored}` is missing")));
+        };
+        let mut due = placed.stored_shape.clone();
+        if placed.expert.is_some() {
+            let experts = about.require("expert_count")?;
+            if tensor.shape.len() != due.len() + 1 {
+                let (found, due) = (tensor.shape.len(), due.len() + 1);
+                return Err(broken(format!("tensor `{stored}` has {found} dimensions, {due} are due")));
             }
-            for (name, place) in
-                places(tensor, family, counts).map_err(|reason| GgufFile::broken(file.path(), reason))?
-            {
-                if tensors.contains_key(&name) {
-                    let reason = format!("tensor `{}` holds `{name}`, which another one holds", tensor.name);
-                    return Err(GgufFile::broken(file.path(), reason));
+            if tensor.shape[0] as u64 != experts {
+                let found = tensor.shape[0];
+                let key = format!("{}.expert_count", about.family.arch);
+                return Err(broken(format!("tensor `{stored}` has {found} experts, `{key}` is {experts}")));
+            }
+            due.insert(0, tensor.shape[0]);
+        }
+        // Dimensions of one may be left out in front.
+        let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
+        if plain(&tensor.shape) != plain(&due) {
+            return Err(broken(format!(
+                "tensor `{stored}` has the shape {:?}, {due:?} is due",
+                tensor.shape
+            )));
+        }
+        let [rows, columns] = matrix(&placed.shape, placed.view)?;
+        if tensor.kind.row_bytes(columns).is_none() {
+            let reason = format!("tensor `{stored}` is {}, and floats are due", tensor.kind.name);
+            return Err(broken(reason));
+        }
+        let first_row = placed.expert.unwrap_or(0) * rows;
+        let piece = Piece { tensor, first_row, view: placed.view, columns };
+        self.insert(&placed.tensor, placed.shape.clone(), piece);
+        Ok(())
+    }
+
+    fn insert(&mut self, name: &str, shape: Vec<usize>, piece: Piece) {
+        // Floats stay what they are, unless something is taken from them.
+        let dtype = match piece.tensor.kind {
+            kind if piece.view.change == Change::None && *kind == F16 => Dtype::F16,
+            kind if piece.view.change == Change::None && *kind == BF16 => Dtype::Bf16,
+            _ => Dtype::F32,
+        };
+        match self.tensors.get_mut(name) {
+            Some(place) => {
+                if place.info.dtype != dtype {
+                    place.info.dtype = Dtype::F32;
                 }
-                tensors.insert(name, place);
+                place.pieces.push(piece);
+            }
+            None => {
+                let place = Place { info: TensorInfo { dtype, shape }, pieces: vec![piece] };
+                self.tensors.insert(name.to_owned(), place);
             }
         }
-        Ok(Self { file, tensors })
     }
 
     /// Types of blocks that are read as floats, each once.
     pub(super) fn kinds(&self) -> Vec<&'static str> {
         let mut kinds = Vec::new();
-        for place in self.tensors.values().filter(|p| !p.tensor.kind.is_float()) {
-            if !kinds.contains(&place.tensor.kind.name) {
-                kinds.push(place.tensor.kind.name);
+        let pieces = self.tensors.values().flat_map(|place| &place.pieces);
+        for kind in pieces.map(|piece| piece.tensor.kind).filter(|kind| !kind.is_float()) {
+            if !kinds.contains(&kind.name) {
+                kinds.push(kind.name);
             }
         }
         kinds
     }
-}
 
-/// What the metadata says of the tensors' shapes.
-#[derive(Debug, Clone, Copy)]
-struct Counts {
-    /// Rows of one head of queries or keys.
-    head: usize,
-    experts: usize,
-}
+    /// The values of one row of the file.
+    fn file_row(&self, piece: &Piece, row: usize) -> Result<Vec<f32>> {
+        let bytes = self.stored_bytes(piece, row)?;
+        let mut values = vec![0.0; piece.columns];
+        piece.tensor.kind.decode(&bytes, &mut values);
+        Ok(values)
+    }
 
-/// The number of a block: digits without sign and leading zeros, so that each has one name.
-fn block_number(digits: &str) -> Option<usize> {
-    digits.parse().ok().filter(|number: &usize| number.to_string() == digits)
-}
+    fn stored_bytes(&self, piece: &Piece, row: usize) -> Result<Vec<u8>> {
+        let row_bytes = piece.tensor.kind.row_bytes(piece.columns).ok_or_else(|| {
+            Error::Internal(format!("rows of `{}` that are no whole blocks", piece.tensor.name))
+        })?;
+        let mut bytes = vec![0; row_bytes];
+        self.file.read(&piece.tensor, ((piece.first_row + row) * row_bytes) as u64, &mut bytes)?;
+        Ok(bytes)
+    }
 
-/// The checkpoint's tensors that a tensor of the file holds.
-fn places(
-    tensor: &GgufTensor,
-    family: &GgufFamily,
-    Counts { head, experts: due }: Counts,
-) -> Result<Vec<(String, Place)>, String> {
-    let unknown =
-        || format!("tensor `{}` is none of those of {} that are read", printable(&tensor.name), family.arch);
-    let place = |shape: &[usize], first_row, order, shift| {
-        // Floats stay what they are, unless something is taken from them.
-        let dtype = match tensor.kind {
-            kind if shift == 0.0 && *kind == F16 => Dtype::F16,
-            kind if shift == 0.0 && *kind == BF16 => Dtype::Bf16,
-            _ => Dtype::F32,
-        };
-        let info = TensorInfo { dtype, shape: shape.to_vec() };
-        Place { info, tensor: tensor.clone(), first_row, order, shift }
-    };
-    let (stem, parameter) = tensor.name.rsplit_once('.').ok_or_else(unknown)?;
-    if !matches!(parameter, "weight" | "bias") {
-        return Err(unknown());
-    }
-    let plain = |name: String, shift| Ok(vec![(name, place(&tensor.shape, 0, RowOrder::AsStored, shift))]);
-    if tensor.name == EMBEDDING {
-        return plain("model.embed_tokens.weight".into(), 0.0);
-    }
-    if stem == FINAL_NORM {
-        return plain(format!("model.norm.{parameter}"), -family.norm_shift);
-    }
-    if stem == HEAD {
-        return plain(format!("lm_head.{parameter}"), 0.0);
-    }
-    let (layer, stored) = stem.strip_prefix("blk.").and_then(|s| s.split_once('.')).ok_or_else(unknown)?;
-    let layer = block_number(layer).ok_or_else(unknown)?;
-    if let Some((prefix, linears)) = family.experts
-        && let Some((linear, _)) = linears.iter().find(|(_, name)| *name == stored)
-    {
-        let [experts, rows, columns] = tensor.shape[..] else {
-            return Err(format!("tensor `{}` has {} dimensions, 3 are due", tensor.name, tensor.shape.len()));
-        };
-        if experts != due {
-            return Err(format!(
-                "tensor `{}` has {experts} experts, `{}.expert_count` is {due}",
-                tensor.name, family.arch
-            ));
+    /// A row of the checkpoint that is a column of a transposed matrix; `None` where it comes from elsewhere.
+    fn column(&self, piece: &Piece, row: usize) -> Result<Option<Vec<f32>>> {
+        let RowOrder::Transposed { period, width, depth } = piece.view.order else { return Ok(None) };
+        let (which, column) = (row / period, row % period);
+        if column >= width {
+            return Ok(None);
         }
-        let one = |expert: usize| {
-            let name = format!("model.layers.{layer}.{prefix}.{expert}.{linear}.{parameter}");
-            (name, place(&[rows, columns], expert * rows, RowOrder::AsStored, 0.0))
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = last.as_ref().filter(|(name, of, _)| *name == piece.tensor.name && *of == which);
+        let values = match known {
+            Some((.., values)) => values.clone(),
+            None => {
+                let mut values = Vec::with_capacity(width * depth);
+                for row in 0..depth {
+                    values.extend(self.file_row(piece, which * depth + row)?);
+                }
+                let values = Arc::new(values);
+                *last = Some((piece.tensor.name.clone(), which, values.clone()));
+                values
+            }
         };
-        return Ok((0..experts).map(one).collect());
-    }
-    let modules = family.modules.iter().copied().flatten();
-    let (module, _) = modules.into_iter().find(|(_, name)| *name == stored).ok_or_else(unknown)?;
-    let turns = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
-    let rows = if parameter == "bias" { tensor.columns() } else { tensor.shape[0] };
-    let order = match turns {
-        true if head == 0 || head % 2 == 1 || !rows.is_multiple_of(head) => {
-            return Err(format!(
-                "tensor `{}` has {rows} rows, no whole number of heads of {head}",
-                tensor.name
-            ));
-        }
-        true => RowOrder::Paired { head },
-        false => RowOrder::AsStored,
-    };
-    let shift = if stored.ends_with("norm") { -family.norm_shift } else { 0.0 };
-    Ok(vec![(format!("model.layers.{layer}.{module}.{parameter}"), place(&tensor.shape, 0, order, shift))])
-}
-
-impl Place {
-    /// Rows of this many elements; of a vector whose rows are reordered, of one.
-    fn columns(&self) -> usize {
-        match (self.order, self.info.shape.as_slice()) {
-            (RowOrder::Paired { .. }, [_]) => 1,
-            (_, shape) => shape.last().copied().unwrap_or(1),
-        }
+        Ok(Some((0..depth).map(|row| values[row * width + column]).collect()))
     }
 
     /// The bytes of one row, as the checkpoint has them.
-    fn row(&self, file: &GgufFile, row: usize, out: &mut Vec<u8>) -> Result<()> {
-        let columns = self.columns();
-        let kind = self.tensor.kind;
-        let row_bytes = kind.row_bytes(columns).ok_or_else(|| {
-            Error::Internal(format!("rows of `{}` that are no whole blocks", self.tensor.name))
-        })?;
-        let place = self.first_row + self.order.place(row);
-        let mut bytes = vec![0; row_bytes];
-        file.read(&self.tensor, (place * row_bytes) as u64, &mut bytes)?;
-        if self.info.dtype != Dtype::F32 {
-            out.extend(bytes);
+    fn row(&self, place: &Place, row: usize, out: &mut Vec<u8>) -> Result<()> {
+        for piece in &place.pieces {
+            let values = match self.column(piece, row)? {
+                Some(values) => values,
+                None => match piece.view.order.place(row) {
+                    None => continue,
+                    Some(at) if place.info.dtype != Dtype::F32 && piece.view.columns == RowOrder::AsStored => {
+                        out.extend(self.stored_bytes(piece, at)?);
+                        return Ok(());
+                    }
+                    Some(at) => self.file_row(piece, at)?,
+                },
+            };
+            let mut values = match piece.view.columns {
+                RowOrder::AsStored => values,
+                order => (0..values.len()).map(|c| values[order.place(c).unwrap_or(c)]).collect(),
+            };
+            piece.view.change.undo(&mut values);
+            out.extend(place.info.dtype.narrow(&values));
             return Ok(());
         }
-        let mut values = vec![0.0; columns];
-        kind.decode(&bytes, &mut values);
-        out.extend(values.iter().flat_map(|v| (v + self.shift).to_le_bytes()));
-        Ok(())
+        Err(Error::Internal(format!("row {row} of a tensor that no tensor of the file holds")))
+    }
+}
+
+impl Place {
+    /// Rows of this many elements; of a vector whose elements are reordered, of one.
+    fn columns(&self) -> usize {
+        let ordered = self.pieces.iter().any(|piece| piece.view.order != RowOrder::AsStored);
+        match (ordered, self.info.shape.as_slice()) {
+            (true, [_]) => 1,
+            (_, shape) => shape.last().copied().unwrap_or(1),
+        }
     }
 }
 
@@ -217,7 +296,7 @@ impl TensorSource for GgufSource {
         let mut row = Vec::with_capacity(row_bytes);
         for r in start / row_bytes..end.div_ceil(row_bytes) {
             row.clear();
-            place.row(&self.file, r, &mut row)?;
+            self.row(place, r, &mut row)?;
             let (from, to) = ((r * row_bytes).max(start), ((r + 1) * row_bytes).min(end));
             buffer[from - start..to - start].copy_from_slice(&row[from - r * row_bytes..to - r * row_bytes]);
         }
@@ -231,7 +310,7 @@ impl TensorSource for GgufSource {
 
 impl Checkpoint for GgufSource {
     fn file_bytes(&self) -> u64 {
-        std::fs::metadata(self.file.path()).map_or(0, |m| m.len())
+        self.file.bytes()
     }
 
     fn tensor_bytes(&self) -> u64 {
@@ -239,6 +318,6 @@ impl Checkpoint for GgufSource {
     }
 
     fn files(&self) -> Vec<PathBuf> {
-        vec![self.file.path().to_owned()]
+        self.file.paths().map(Path::to_owned).collect()
     }
 }

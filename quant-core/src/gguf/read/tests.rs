@@ -263,8 +263,9 @@ fn remedies_fit_what_is_wrong() {
     let unread = open(&scratch.path().join("x.gguf")).unwrap_err();
     says(&unread.to_string(), &["big-endian order"]);
     says(&unread.remedy(), &["Hugging Face directory"]);
-    let part = refused(&[("split.count", Value::U16(2))]);
-    says(&part, &["a part of a model", "join the parts with llama-gguf-split"]);
+    let second =
+        [("split.count", Value::U16(2)), ("split.no", Value::U16(1)), ("split.tensors.count", Value::I32(11))];
+    says(&refused(&second), &["is file 2 of 2 of a model", "give the first of them"]);
     let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
     says(&unknown, &["`gpt9`; read are", "Hugging Face directory"]);
     assert_eq!(unknown.matches(" llama,").count(), 1, "{unknown}");
@@ -272,6 +273,75 @@ fn remedies_fit_what_is_wrong() {
     says(&dense, &["`qwen3moe.expert_count` is missing or 0"]);
     let mixed = [("general.architecture", Value::string("gemma2")), ("gemma2.expert_count", Value::U32(4))];
     says(&refused(&mixed), &["`gemma2.expert_count` is 4"]);
+}
+
+/// The model in two files, the second with these entries; `change` is done to them.
+fn parts(
+    second: &[(&str, Value)],
+    names: [&str; 2],
+    change: impl Fn(&mut Tensors, &mut Tensors),
+) -> (tempfile::TempDir, Result<ModelDirectory>) {
+    let (mut metadata, mut first) = model();
+    let mut rest = first.split_off(6);
+    change(&mut first, &mut rest);
+    for (key, value) in [
+        ("split.no", Value::U16(0)),
+        ("split.count", Value::U16(2)),
+        ("split.tensors.count", Value::I32(11)),
+    ] {
+        set(&mut metadata, key, value);
+    }
+    let second: Metadata = second.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    std::fs::write(at(names[0]), write_file(&metadata, &first).unwrap()).unwrap();
+    std::fs::write(at(names[1]), write_file(&second, &rest).unwrap()).unwrap();
+    let read = open(&at(names[0]));
+    (directory, read)
+}
+
+#[test]
+fn models_in_parts_are_read_as_one() {
+    const NAMES: [&str; 2] = ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"];
+    let second = |number: u16, count: u16, tensors: i32| {
+        [
+            ("split.no", Value::U16(number)),
+            ("split.count", Value::U16(count)),
+            ("split.tensors.count", Value::I32(tensors)),
+        ]
+    };
+    let good = second(1, 2, 11);
+    let (_scratch, joined) = parts(&good, NAMES, |_, _| {});
+    let joined = joined.unwrap();
+    let (_whole, whole) = read(&model());
+    let whole = whole.unwrap();
+    assert_eq!(joined.config(), whole.config());
+    assert_eq!(joined.source().names(), whole.source().names());
+    for name in whole.source().names() {
+        assert_eq!(values(&joined, name), values(&whole, name), "{name}");
+    }
+    assert_eq!(joined.source().files().len(), 2);
+    let refused = |second: &[(&str, Value)], names, change: &dyn Fn(&mut Tensors, &mut Tensors)| {
+        let (_scratch, read) = parts(second, names, change);
+        match read {
+            Err(error @ Error::InputFile { .. }) => error.to_string(),
+            Err(other) => panic!("{other:?}"),
+            Ok(_) => panic!("it was read"),
+        }
+    };
+    let as_it_is = |_: &mut Tensors, _: &mut Tensors| {};
+    for wrong in [second(0, 2, 11), second(1, 3, 11), second(1, 2, 12)] {
+        says(&refused(&wrong, NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
+    }
+    says(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
+    says(&refused(&second(2, 2, 11), NAMES, &as_it_is), &[NAMES[1], "`split.no` is 2, of 2 files"]);
+    says(&refused(&second(1, 2, -1), NAMES, &as_it_is), &[NAMES[1], "`split.tensors.count` is no integer"]);
+    says(&refused(&good, ["x.gguf", NAMES[1]], &as_it_is), &["does not end in `-00001-of-00002.gguf`"]);
+    says(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
+    let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
+    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "a file before it holds"]);
+    let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
+    says(&refused(&good, NAMES, &fewer), &["11 tensors, and the files hold 8"]);
 }
 
 #[test]

@@ -216,7 +216,7 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
     {
         if token.len() > LONGEST {
             let reason = format!("has {} bytes for token {id}; at most {LONGEST} are read", token.len());
-            return Err(broken(about, TOKENS, &reason));
+            return Err(GgufFile::unread(about.file.path(), format!("`{TOKENS}` {reason}")));
         }
         for (at, _) in token.char_indices().skip(1) {
             if let (Some(&left), Some(&right)) = (ids.get(&token[..at]), ids.get(&token[at..])) {

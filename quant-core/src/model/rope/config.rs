@@ -330,7 +330,16 @@ impl Reader<'_, '_, '_> {
             (low, high) = (low.floor(), high.ceil());
         }
         let (low, high) = (low.max(0.0), high.min(dim as f64 - 1.0));
-        Ok(RopeScaling::Yarn(Yarn { factor, low, high, attention_factor }))
+        let (rotations, original_positions, truncated) = ([fast, slow], original, truncate);
+        Ok(RopeScaling::Yarn(Yarn {
+            factor,
+            low,
+            high,
+            attention_factor,
+            original_positions,
+            rotations,
+            truncated,
+        }))
     }
 }
 

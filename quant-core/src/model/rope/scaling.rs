@@ -58,6 +58,12 @@ pub struct Yarn {
     pub high: f64,
     /// What cosines and sines are multiplied by.
     pub attention_factor: f64,
+    /// Positions the model was first trained on.
+    pub original_positions: usize,
+    /// How often the channels of the ends of the ramp turn over so many positions.
+    pub rotations: [f64; 2],
+    /// Whether the ends are rounded to whole pairs, away from each other.
+    pub truncated: bool,
 }
 
 /// Every frequency divided by a factor of its own, of one list for short sequences and of another for long ones.

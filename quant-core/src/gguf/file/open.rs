@@ -1,0 +1,153 @@
+//! Files that are open: one, or all parts of a model as one.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use super::fault::GgufFault;
+use super::parts::Part;
+use super::read::{GgufHeader, GgufTensor};
+use crate::checkpoint::{open_regular, printable, read_exact_at};
+use crate::{Error, Result};
+
+/// A file whose header was read, with the files that belong to it.
+#[derive(Debug)]
+pub struct GgufFile {
+    /// The first of them, as it was named.
+    path: PathBuf,
+    files: Vec<(PathBuf, File)>,
+    /// Bytes of all files.
+    bytes: u64,
+    /// Of the first file, with the tensors of all.
+    header: GgufHeader,
+    places: HashMap<String, usize>,
+}
+
+impl GgufFile {
+    /// Opens a file and checks its header.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] for the rule that it breaks, with field and offset; [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
+        let file = open_regular(&real, path)?;
+        let bytes = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
+        let header = GgufHeader::parse(BufReader::with_capacity(1 << 16, &file), bytes);
+        let header = header.map_err(|fault| Self::broken(path, fault))?;
+        let places = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
+        let path = path.to_owned();
+        Ok(Self { files: vec![(path.clone(), file)], path, bytes, header, places })
+    }
+
+    /// The same with all files of a model in parts, of which `path` is the first. The others lie beside it.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), for each of them; [`Error::InputFile`] when it is not the first, or they do not belong
+    /// together.
+    pub fn open_model(path: &Path) -> Result<Self> {
+        let mut first = Self::open(path)?;
+        let Some(part) = Part::of(&first.header).map_err(|fault| Self::broken(path, fault))? else { return Ok(first) };
+        if part.number != 0 {
+            let reason = format!("is file {} of {} of a model", part.number + 1, part.count);
+            return Err(Self::refused(path, reason, "give the first of them, which ends in -00001-of-…"));
+        }
+        let others = part.others(path).map_err(|fault| Self::broken(path, fault))?;
+        for (number, other) in others.iter().enumerate() {
+            let file = match Self::open(other) {
+                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                    let reason = format!("is missing: {} is the first of {} files", path.display(), part.count);
+                    return Err(Self::broken(other, reason));
+                }
+                opened => opened?,
+            };
+            let due = Part { number: number + 1, ..part };
+            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(due) {
+                let reason = format!("is not file {} of the {} of {}", due.number + 1, part.count, path.display());
+                return Err(Self::broken(other, reason));
+            }
+            first.join(file)?;
+        }
+        match first.header.tensors.len() {
+            found if found == part.tensors => Ok(first),
+            found => {
+                let reason = format!("says that there are {} tensors, and the files hold {found}", part.tensors);
+                Err(Self::broken(path, reason))
+            }
+        }
+    }
+
+    /// Takes over the tensors of another file.
+    fn join(&mut self, other: Self) -> Result<()> {
+        for tensor in other.header.tensors {
+            let place = self.header.tensors.len();
+            if self.places.insert(tensor.name.clone(), place).is_some() {
+                let reason = format!("holds tensor `{}`, which a file before it holds", printable(&tensor.name));
+                return Err(Self::broken(&other.path, reason));
+            }
+            self.header.tensors.push(GgufTensor { part: self.files.len(), ..tensor });
+        }
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.files.extend(other.files);
+        Ok(())
+    }
+
+    /// The error that a file breaks a rule.
+    pub(crate) fn broken(path: &Path, fault: impl Into<GgufFault>) -> Error {
+        match fault.into() {
+            GgufFault::Unread(reason) => Self::unread(path, reason),
+            GgufFault::Damaged(reason) => {
+                Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again")
+            }
+        }
+    }
+
+    /// The error that a file holds what is not read, whether or not it is sound.
+    pub(crate) fn unread(path: &Path, reason: String) -> Error {
+        Self::refused(path, reason, "give the Hugging Face directory of the model")
+    }
+
+    /// The error that a file cannot be used, with what to do about it.
+    pub(crate) fn refused(path: &Path, reason: String, remedy: &str) -> Error {
+        Error::InputFile { path: path.to_owned(), line: None, reason, remedy: remedy.into() }
+    }
+
+    /// The file, or the first of a model in parts.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All files.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|(path, _)| path.as_path())
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// What the file says of itself; of a model in parts, with the tensors of all.
+    pub fn header(&self) -> &GgufHeader {
+        &self.header
+    }
+
+    /// A tensor, if there is one of this name.
+    pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
+        self.places.get(name).map(|&i| &self.header.tensors[i])
+    }
+
+    /// Fills `buffer` with a tensor's bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the range leaves the tensor; [`Error::Io`].
+    pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let (path, file) = self.files.get(tensor.part).ok_or_else(|| {
+            Error::Internal(format!("tensor `{}` is of another file", tensor.name))
+        })?;
+        if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
+            return Err(Error::Internal(format!("a range that leaves tensor `{}`", tensor.name)));
+        }
+        read_exact_at(file, path, tensor.offset + offset, buffer)
+    }
+}

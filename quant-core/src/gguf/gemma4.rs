@@ -1,0 +1,144 @@
+//! What files say of Gemma 4, whose blocks have heads of two kinds, and may have inputs of their own, keys and values of
+//! an earlier block, and MLPs of two widths.
+
+use super::families::{GgufFamily, ROPE_FACTORS};
+use super::file::{Array, Value};
+use super::metadata::unfit;
+use super::specials::count;
+use crate::Result;
+use crate::model::{Architecture, AttentionShape, Op, Rope, RopeScaling};
+
+/// A divisor so large that a pair of channels does not turn.
+const NEVER: f32 = 1e30;
+
+/// The shapes of blocks without a window and of those with one.
+fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> {
+    let attentions = a.attentions();
+    let kind = |windowed: bool| {
+        let mut of_kind = attentions.iter().filter(|shape| shape.window.is_some() == windowed);
+        match (of_kind.next(), of_kind.next()) {
+            (Some(shape), None) => Ok(*shape),
+            (None, _) => Err(unfit(family, "all of its blocks have windows, or none has".into())),
+            (Some(_), Some(_)) => Err(unfit(family, "its blocks have more than two kinds of heads".into())),
+        }
+    };
+    Ok([kind(false)?, kind(true)?])
+}
+
+fn of_block(a: &Architecture, layer: usize) -> Option<AttentionShape> {
+    a.graph(layer).attentions().next()
+}
+
+fn has_linear(a: &Architecture, layer: usize, module: &str) -> bool {
+    a.graph(layer).linears().any(|(_, name, ..)| name == module)
+}
+
+/// The shape of blocks without a window.
+///
+/// # Errors
+/// [`Error::Usage`](crate::Error::Usage) where files cannot say what the heads are.
+pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<AttentionShape> {
+    let [full, _] = shapes(a, family)?;
+    match full.scale() == 1.0 {
+        true => Ok(full),
+        false => Err(unfit(family, format!("scores are multiplied by {}", full.scale()))),
+    }
+}
+
+/// Heads, windows, and what blocks share and have of their own.
+///
+/// # Errors
+/// As [`attention`].
+pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(&str, Value)) -> Result<()> {
+    let [full, windowed] = shapes(a, family)?;
+    let count = |n: usize| count(family, n);
+    put("attention.head_count", count(full.heads())?);
+    let keys: Vec<usize> = (0..a.layers).map(|layer| of_block(a, layer).map_or(0, |s| s.kv_heads)).collect();
+    put("attention.head_count_kv", one_or_all(family, &keys)?);
+    put("attention.key_length", count(full.head_dim)?);
+    put("attention.value_length", count(full.head_dim)?);
+    put("attention.key_length_swa", count(windowed.head_dim)?);
+    put("attention.value_length_swa", count(windowed.head_dim)?);
+    let windows = (0..a.layers).map(|layer| of_block(a, layer).is_some_and(|s| s.window.is_some()));
+    put("attention.sliding_window_pattern", Value::Array(Array::Bool(windows.collect())));
+    let makes = (0..a.layers).take_while(|layer| has_linear(a, *layer, "self_attn.k_proj")).count();
+    put("attention.shared_kv_layers", count(a.layers - makes)?);
+    // Readers read the last two of the blocks before them there, by their kind.
+    let is_windowed = |layer: usize| of_block(a, layer).is_some_and(|shape| shape.window.is_some());
+    if makes < a.layers && (makes < 2 || is_windowed(makes - 1) || !is_windowed(makes - 2)) {
+        let reason = "blocks read keys and values of others than the last two that make them";
+        return Err(unfit(family, reason.into()));
+    }
+    if (makes..a.layers).any(|layer| has_linear(a, layer, "self_attn.k_proj")) {
+        return Err(unfit(family, "blocks that read keys of others are not the last".into()));
+    }
+    let own = a.per_layer_inputs.as_ref();
+    if let Some(inputs) = own.filter(|inputs| inputs.vocab != a.vocab) {
+        let reason = format!("inputs of blocks are of {} tokens, and there are {}", inputs.vocab, a.vocab);
+        return Err(unfit(family, reason));
+    }
+    put("embedding_length_per_layer_input", count(own.map_or(0, |inputs| inputs.width))?);
+    Ok(())
+}
+
+/// Features between the linears of the MLPs.
+///
+/// # Errors
+/// As [`attention`].
+pub(super) fn mlps(a: &Architecture, family: &GgufFamily) -> Result<Value> {
+    let width = |layer: usize| {
+        let mut linears = a.graph(layer).linears();
+        linears.find(|(_, name, ..)| *name == "mlp.down_proj").map_or(0, |(_, _, [_, k], _)| k)
+    };
+    one_or_all(family, &(0..a.layers).map(width).collect::<Vec<_>>())
+}
+
+/// One number where all are alike, else a list.
+fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
+    match numbers {
+        [first, rest @ ..] if rest.iter().all(|n| n == first) => count(family, *first),
+        _ => {
+            let numbers = numbers.iter().map(|n| match count(family, *n)? {
+                Value::U32(n) => Ok(n as i32),
+                _ => Ok(0),
+            });
+            Ok(Value::Array(Array::I32(numbers.collect::<Result<_>>()?)))
+        }
+    }
+}
+
+/// Rotations of both kinds of blocks; gives the divisors of those without a window.
+///
+/// # Errors
+/// As [`attention`].
+pub(super) fn rope(
+    a: &Architecture,
+    family: &GgufFamily,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<Vec<(&'static str, Vec<f32>)>> {
+    let of = |windowed: bool| -> Option<&Rope> {
+        (0..a.layers).filter(|layer| of_block(a, *layer).is_some_and(|s| s.window.is_some() == windowed)).find_map(
+            |layer| {
+                a.graph(layer).nodes().iter().find_map(|node| match &node.op {
+                    Op::Rope(rope) => Some(rope),
+                    _ => None,
+                })
+            },
+        )
+    };
+    let (Some(full), Some(windowed)) = (of(false), of(true)) else {
+        return Err(unfit(family, "its blocks do not turn queries and keys".into()));
+    };
+    if windowed.scaling != RopeScaling::None {
+        return Err(unfit(family, "blocks with windows have scaled rotations".into()));
+    }
+    let RopeScaling::Proportional { factor, pairs } = full.scaling else {
+        return Err(unfit(family, "blocks without windows do not turn by a share of their channels".into()));
+    };
+    put("rope.dimension_count", count(family, full.head_dim)?);
+    put("rope.dimension_count_swa", count(family, windowed.rotary_dim)?);
+    put("rope.freq_base", Value::F32(full.theta as f32));
+    put("rope.freq_base_swa", Value::F32(windowed.theta as f32));
+    let divisor = |pair: usize| if pair < pairs { factor as f32 } else { NEVER };
+    Ok(vec![(ROPE_FACTORS, (0..full.head_dim / 2).map(divisor).collect())])
+}

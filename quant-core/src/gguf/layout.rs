@@ -1,0 +1,181 @@
+//! Where the tensors of a block go: the same table for writing and for reading.
+
+use super::families::{GgufFamily, How};
+use super::rows::{Change, RowOrder, View};
+use crate::model::{Architecture, BlockGraph, DeltaNet, Op, Parameter, RecurrentKind};
+use crate::{Error, Result};
+
+/// A tensor of a block, or a part of it, and where it is in the file.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Placed {
+    /// Its name in the checkpoint.
+    pub(super) tensor: String,
+    /// Its module in the checkpoint; of an expert's, that of all of them in the file.
+    pub(super) module: String,
+    /// Its shape in the checkpoint.
+    pub(super) shape: Vec<usize>,
+    /// The name in the file, after that of the block.
+    pub(super) stored: String,
+    /// Its shape in the file; of an expert's that of one matrix or vector.
+    pub(super) stored_shape: Vec<usize>,
+    /// The expert that it belongs to: the tensor in the file has a matrix or vector of each.
+    pub(super) expert: Option<usize>,
+    pub(super) view: View,
+}
+
+impl Placed {
+    /// The name in the file.
+    pub(super) fn name(&self, layer: usize) -> String {
+        format!("blk.{layer}.{}", self.stored)
+    }
+}
+
+/// The places of all tensors of a block, in the order in which they are used.
+///
+/// # Errors
+/// [`Error::Usage`] for a tensor that files of the family have no place for.
+pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> Result<Vec<Placed>> {
+    let graph = a.graph(layer);
+    let mut placed = Vec::new();
+    for op in graph.nodes().iter().map(|node| &node.op) {
+        for parameter in op.parameters() {
+            placed.extend(of_parameter(a, family, layer, op, &parameter)?);
+        }
+    }
+    Ok(placed)
+}
+
+/// The places of one tensor of a block: one, or several parts.
+///
+/// # Errors
+/// As [`of_block`].
+pub(super) fn of_parameter(
+    a: &Architecture,
+    family: &GgufFamily,
+    layer: usize,
+    op: &Op,
+    parameter: &Parameter,
+) -> Result<Vec<Placed>> {
+    let graph = a.graph(layer);
+    let within = op.tensor_name(parameter);
+    let tensor = a.in_block(layer, &within);
+    let shape = parameter.shape.clone();
+    let place = |stored: String, stored_shape: Vec<usize>, view| Placed {
+        tensor: tensor.clone(),
+        module: a.in_block(layer, op.name()),
+        shape: shape.clone(),
+        stored,
+        stored_shape,
+        expert: None,
+        view,
+    };
+    if let Some((expert, stored)) = family.expert(op.name()) {
+        let one = place(format!("{stored}.{}", parameter.name), shape.clone(), View::AS_STORED);
+        return Ok(vec![Placed { expert: Some(expert), module: a.in_block(layer, stored), ..one }]);
+    }
+    if let Some((_, how)) = family.tensors.iter().find(|(known, _)| *known == within) {
+        let missing = || Error::Internal(format!("`{tensor}` of a block that is of another kind"));
+        let tiled = |net: DeltaNet, first: usize, width: usize| match family.tiles_heads && net.repeat > 1 {
+            true => RowOrder::Tiled { first, groups: net.key_heads, repeat: net.repeat, width },
+            false => RowOrder::AsStored,
+        };
+        let net = delta_net(graph);
+        return Ok(match *how {
+            How::Named(name) => vec![place(name.into(), squeezed(&shape), View::AS_STORED)],
+            How::Heads(name) => {
+                let net = net.ok_or_else(missing)?;
+                let order = tiled(net, 0, shape[0] / net.value_heads().max(1));
+                vec![place(name.into(), squeezed(&shape), View::of(order))]
+            }
+            How::Decays(name) => {
+                let order = tiled(net.ok_or_else(missing)?, 0, 1);
+                vec![place(name.into(), shape.clone(), View { change: Change::Decay, ..View::of(order) })]
+            }
+            How::Mixed(name) => {
+                let net = net.ok_or_else(missing)?;
+                let order = tiled(net, 2 * net.key_heads * net.key_dim, net.value_dim);
+                vec![place(name.into(), squeezed(&shape), View::of(order))]
+            }
+            How::OfHeads(name) => {
+                let net = net.ok_or_else(missing)?;
+                let columns = tiled(net, 0, net.value_dim);
+                vec![place(name.into(), shape.clone(), View { columns, ..View::AS_STORED })]
+            }
+            How::ByKeyHead([mixed, gate]) => {
+                let net = net.ok_or_else(missing)?;
+                let (keys, values) = (net.key_dim, net.repeat * net.value_dim);
+                let parts = |parts| {
+                    let period = 2 * keys + 2 * values;
+                    RowOrder::Parts { period, periods: net.key_heads, parts }
+                };
+                let mixed_rows = parts([[0, keys], [keys, keys], [2 * keys, values]]);
+                let gate_rows = parts([[2 * keys + values, values], [0, 0], [0, 0]]);
+                [(mixed, mixed_rows), (gate, gate_rows)]
+                    .map(|(name, order)| {
+                        place(name.into(), vec![order.count(shape[0]), shape[1]], View::of(order))
+                    })
+                    .into()
+            }
+            How::Latent([keys, values]) => {
+                let [plain, value] = latent(graph).ok_or_else(missing)?;
+                let (period, depth) = (plain + value, shape[1]);
+                let heads = shape[0] / period.max(1);
+                let transposed = RowOrder::Transposed { period, width: plain, depth };
+                let parts =
+                    RowOrder::Parts { period, periods: heads, parts: [[plain, value], [0, 0], [0, 0]] };
+                vec![
+                    place(keys.into(), vec![heads, depth, plain], View::of(transposed)),
+                    place(values.into(), vec![heads, value, depth], View::of(parts)),
+                ]
+            }
+        });
+    }
+    let Some(stored) = family.module(op.name()) else {
+        return Err(Error::usage(
+            format!("`{tensor}` has no place in a GGUF file of {}", family.arch),
+            "write another format",
+        ));
+    };
+    let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);
+    let turns = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
+    let order = if turns { RowOrder::Paired { head } } else { RowOrder::AsStored };
+    let view = View::of(order).plus(op.weight_offset());
+    Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
+}
+
+/// Whether types are about a tensor: a matrix that is neither a router nor small.
+pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
+    const KEPT: [&str; 5] =
+        ["_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight", "per_layer_model_proj"];
+    let dimensions = shape.iter().skip_while(|dimension| **dimension == 1).count();
+    dimensions > 1 && name.ends_with("weight") && KEPT.iter().all(|kept| !name.contains(kept))
+}
+
+/// Without dimensions of one, which convolutions have, and vectors that are stored as a row.
+fn squeezed(shape: &[usize]) -> Vec<usize> {
+    match *shape {
+        [channels, 1, kernel] => vec![channels, kernel],
+        [1, width] => vec![width],
+        _ => shape.to_vec(),
+    }
+}
+
+/// The delta net of a block.
+pub(super) fn delta_net(graph: &BlockGraph) -> Option<DeltaNet> {
+    graph.nodes().iter().find_map(|node| match &node.op {
+        Op::Recurrent(recurrent) => match recurrent.kind {
+            RecurrentKind::DeltaNet(net) => Some(net),
+            RecurrentKind::Convolution(_) | RecurrentKind::StateSpace(_) => None,
+        },
+        _ => None,
+    })
+}
+
+/// Of latent attention: the features of a key's head that do not turn, and those of a value's.
+pub(super) fn latent(graph: &BlockGraph) -> Option<[usize; 2]> {
+    let values = graph.attentions().next()?.value_dim;
+    graph.nodes().iter().find_map(|node| match node.op {
+        Op::JoinHeads { widths: [plain, _], .. } => Some([plain, values]),
+        _ => None,
+    })
+}

@@ -1,0 +1,151 @@
+//! Fields of a `config.json` for parts that only some families have: latent attention, delta nets, groups of experts,
+//! YaRN.
+
+use serde_json::{Value as Json, json};
+
+use super::About;
+use super::config::shortest;
+use crate::Result;
+use crate::gguf::families::{How, RoutingKeys};
+use crate::gguf::specials::ROTATIONS;
+
+/// Latent attention; gives the features of a head that turn.
+pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<Option<u64>> {
+    if !about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_))) {
+        return Ok(None);
+    }
+    let rotary = about.require("rope.dimension_count")?;
+    let key = "attention.key_length_mla";
+    let Some(width) = about.integer(key)? else {
+        return Err(about.unread(key, "is missing, and files that are older than it are not read"));
+    };
+    let Some(plain) = width.checked_sub(rotary).filter(|plain| *plain > 0) else {
+        return Err(about.broken(key, &format!("is {width}, and {rotary} features turn")));
+    };
+    set("num_key_value_heads", json!(about.heads()?));
+    set("q_lora_rank", json!(about.integer("attention.q_lora_rank")?.filter(|rank| *rank > 0)));
+    set("kv_lora_rank", json!(about.require("attention.kv_lora_rank")?));
+    set("qk_nope_head_dim", json!(plain));
+    set("qk_rope_head_dim", json!(rotary));
+    set("v_head_dim", json!(about.require("attention.value_length_mla")?));
+    set("rope_interleave", json!(true));
+    Ok(Some(rotary))
+}
+
+/// How tokens are routed, where files of the family say so.
+pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
+    let family = about.family;
+    if family.routing != RoutingKeys::Full {
+        return Ok(());
+    }
+    let sigmoid = match about.integer("expert_gating_func")? {
+        None => family.family != "deepseek_v2",
+        Some(1) => false,
+        Some(2) => true,
+        Some(other) => {
+            return Err(about.unread("expert_gating_func", &format!("is {other}, which is not read")));
+        }
+    };
+    if sigmoid == (family.family == "deepseek_v2") {
+        return Err(about.unread("expert_gating_func", "is not that of the family, which is not read"));
+    }
+    let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
+    set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
+    set("n_shared_experts", json!(about.integer("expert_shared_count")?.unwrap_or(0)));
+    set("first_k_dense_replace", json!(about.integer("leading_dense_block_count")?.unwrap_or(0)));
+    // 0 stands for no factor.
+    let scale = about.float("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0);
+    set("routed_scaling_factor", json!(shortest(scale)));
+    set("norm_topk_prob", json!(flag("expert_weights_norm")?.unwrap_or(false)));
+    let groups = |key: &str| Ok::<_, crate::Error>(about.integer(key)?.filter(|n| *n > 0).unwrap_or(1));
+    let (count, chosen) = (groups("expert_group_count")?, groups("expert_group_used_count")?);
+    if !sigmoid && count > 1 && chosen < count {
+        return Err(about.unread("expert_group_count", "has groups of experts by softmax, which are not read"));
+    }
+    set("topk_method", json!(if sigmoid { "noaux_tc" } else { "greedy" }));
+    set("n_group", json!(count));
+    set("topk_group", json!(chosen));
+    set("use_qk_norm", json!(about.file.tensor("blk.0.attn_q_norm.weight").is_some()));
+    Ok(())
+}
+
+/// Delta nets, and which blocks have them.
+pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
+    if !about.family.gates_attention {
+        return Ok(());
+    }
+    let (heads, width) = (about.require("ssm.time_step_rank")?, about.require("ssm.state_size")?);
+    let inner = about.require("ssm.inner_size")?;
+    if heads.checked_mul(width) != Some(inner) {
+        return Err(about.broken("ssm.inner_size", &format!("is {inner}, of {heads} heads of {width}")));
+    }
+    set("linear_num_value_heads", json!(heads));
+    set("linear_num_key_heads", json!(about.require("ssm.group_count")?));
+    set("linear_key_head_dim", json!(width));
+    set("linear_value_head_dim", json!(width));
+    set("linear_conv_kernel_dim", json!(about.require("ssm.conv_kernel")?));
+    let blocks = about.blocks()?;
+    let recurrent = about.get("attention.recurrent_layers");
+    let Some(flags) = recurrent else {
+        set("full_attention_interval", json!(about.integer("full_attention_interval")?.unwrap_or(4)));
+        return Ok(());
+    };
+    // Blocks that predict further tokens come last.
+    let flags = flags.as_bools().filter(|flags| flags.len() as u64 >= blocks);
+    let flags = flags.ok_or_else(|| {
+        about.broken("attention.recurrent_layers", &format!("is no list of flags of {blocks} blocks"))
+    })?;
+    let kinds = flags[..blocks as usize].iter().map(|recurrent| match recurrent {
+        true => "linear_attention",
+        false => "full_attention",
+    });
+    set("layer_types", json!(kinds.collect::<Vec<_>>()));
+    Ok(())
+}
+
+/// YaRN, of this factor.
+pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
+    let float = |key: &str, default: f64| Ok::<_, crate::Error>(about.float(key)?.unwrap_or(default));
+    let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;
+    if factor <= 0.0 {
+        return Err(about.broken("rope.scaling.factor", &format!("is {factor}")));
+    }
+    let key = "rope.scaling.yarn_ext_factor";
+    if let Some(other) = about.float(key)?.filter(|mix| *mix >= 0.0 && *mix != 1.0) {
+        return Err(about.unread(key, &format!("is {other}, which is not read")));
+    }
+    let positions = match about.integer("rope.scaling.original_context_length")? {
+        Some(positions) => positions,
+        None => about.require("context_length")?,
+    };
+    for (key, due) in ["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"].into_iter().zip(ROTATIONS) {
+        if let Some(other) = about.float(key)?.filter(|beta| *beta != due) {
+            return Err(about.unread(key, &format!("is {other}, and llama.cpp takes {due}")));
+        }
+    }
+    let mut yarn = json!({
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": positions,
+        "beta_fast": ROTATIONS[0],
+        "beta_slow": ROTATIONS[1],
+        "truncate": true,
+    });
+    let is_latent = about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
+    let recommended = 1.0 + 0.1 * factor.max(1.0).ln();
+    let key = "rope.scaling.yarn_log_multiplier";
+    match about.float(key)?.filter(|weight| *weight != 0.0) {
+        Some(weight) if is_latent => {
+            yarn["attention_factor"] = json!(1.0);
+            yarn["mscale_all_dim"] = json!(shortest(10.0 * weight));
+        }
+        Some(weight) => return Err(about.unread(key, &format!("is {weight}, which is not read"))),
+        None if is_latent => {
+            return Err(about.unread(key, "is missing beside YaRN, which is not read"));
+        }
+        None => {
+            yarn["attention_factor"] = json!(recommended * float("rope.scaling.attn_factor", 1.0)?);
+        }
+    }
+    Ok(yarn)
+}

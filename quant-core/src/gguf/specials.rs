@@ -1,0 +1,224 @@
+//! What files say of parts that only some families have: latent attention, delta nets, groups of experts, YaRN.
+
+use serde_json::{Map, Value as Json};
+
+use super::families::{GgufFamily, RoutingKeys};
+use super::file::{Array, Value};
+use super::layout;
+use super::metadata::unfit;
+use crate::Result;
+use crate::model::{Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, Routing, Scores, Yarn};
+
+/// Where the ramp of YaRN begins and ends, in turns over the first positions: llama.cpp takes no others.
+pub(super) const ROTATIONS: [f64; 2] = [32.0, 1.0];
+
+/// The widths of latent attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LatentWidths {
+    /// Of the vector that queries are made from, if they are.
+    pub(super) query_rank: Option<usize>,
+    /// Of the one of keys and values.
+    pub(super) rank: usize,
+    /// Features of a head that are rotary.
+    pub(super) rotary: usize,
+}
+
+impl LatentWidths {
+    pub(super) fn of(graph: &BlockGraph) -> Option<Self> {
+        let norm = |module: &str| {
+            graph.nodes().iter().find_map(|node| match &node.op {
+                Op::RmsNorm { name, width, .. } if name == module => Some(*width),
+                _ => None,
+            })
+        };
+        let rotary = graph.nodes().iter().find_map(|node| match node.op {
+            Op::JoinHeads { widths: [_, rotary], .. } => Some(rotary),
+            _ => None,
+        })?;
+        let rank = norm("self_attn.kv_a_layernorm")?;
+        Some(Self { query_rank: norm("self_attn.q_a_layernorm"), rank, rotary })
+    }
+}
+
+/// A number as files have it.
+///
+/// # Errors
+/// [`Error::Usage`](crate::Error::Usage) where it needs more than 32 bits.
+pub(super) fn count(family: &GgufFamily, n: usize) -> Result<Value> {
+    u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit 32 bits")))
+}
+
+/// Heads, and their widths.
+pub(super) fn heads(
+    a: &Architecture,
+    family: &GgufFamily,
+    shape: AttentionShape,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<()> {
+    let count = |n: usize| count(family, n);
+    put("attention.head_count", count(shape.heads())?);
+    let Some(latent) = LatentWidths::of(a.graph(0)) else {
+        put("attention.head_count_kv", count(shape.kv_heads)?);
+        put("attention.key_length", count(shape.head_dim)?);
+        put("attention.value_length", count(shape.value_dim)?);
+        return Ok(());
+    };
+    // The graph there has one key for all heads, as wide as the latent vector and what is rotary.
+    put("attention.head_count_kv", count(1)?);
+    put("attention.key_length", count(latent.rank + latent.rotary)?);
+    put("attention.value_length", count(latent.rank)?);
+    put("attention.key_length_mla", count(shape.head_dim)?);
+    put("attention.value_length_mla", count(shape.value_dim)?);
+    put("attention.kv_lora_rank", count(latent.rank)?);
+    // 0 where queries are made of the hidden states.
+    put("attention.q_lora_rank", count(latent.query_rank.unwrap_or(0))?);
+    Ok(())
+}
+
+/// How tokens are routed, where the family's files say so; `widths` are those of an expert and of the shared one.
+pub(super) fn routing(
+    family: &GgufFamily,
+    routing: Routing,
+    [expert, shared]: [Option<usize>; 2],
+    put: &mut impl FnMut(&str, Value),
+) -> Result<()> {
+    if family.routing != RoutingKeys::Full {
+        return Ok(());
+    }
+    let shared = match (shared, expert) {
+        (Some(shared), Some(expert)) if shared % expert == 0 => shared / expert,
+        (Some(shared), _) => {
+            return Err(unfit(family, format!("its shared expert has {shared} features, no whole experts")));
+        }
+        (None, _) => return Err(unfit(family, "it has no shared expert".into())),
+    };
+    put("expert_shared_count", count(family, shared)?);
+    put("expert_gating_func", Value::U32(gating(routing.scores)));
+    put("expert_weights_scale", Value::F32(routing.scale));
+    put("expert_weights_norm", Value::Bool(routing.normalized));
+    if let Some(groups) = routing.groups {
+        if groups.by_largest != 2 {
+            let reason = "groups of experts are judged by other than the sum of their two largest scores";
+            return Err(unfit(family, reason.into()));
+        }
+        put("expert_group_count", count(family, groups.count)?);
+        put("expert_group_used_count", count(family, groups.chosen)?);
+    }
+    Ok(())
+}
+
+/// `expert_gating_func` of scores.
+pub(super) fn gating(scores: Scores) -> u32 {
+    match scores {
+        Scores::Softmax => 1,
+        Scores::Sigmoid => 2,
+    }
+}
+
+/// Delta nets, and which blocks have them.
+pub(super) fn delta_nets(
+    a: &Architecture,
+    family: &GgufFamily,
+    config: &Map<String, Json>,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<()> {
+    let nets = (0..a.layers).filter_map(|layer| layout::delta_net(a.graph(layer)));
+    let Some(net) = nets.clone().next() else {
+        return match family.gates_attention {
+            true => Err(unfit(family, "it has no delta net".into())),
+            false => Ok(()),
+        };
+    };
+    if nets.clone().any(|other| other != net) {
+        return Err(unfit(family, "its delta nets differ".into()));
+    }
+    if net.key_dim != net.value_dim {
+        let reason = format!("heads of its delta nets have {} and {} features", net.key_dim, net.value_dim);
+        return Err(unfit(family, reason));
+    }
+    let kernels = (0..a.layers).find_map(|layer| {
+        a.graph(layer).nodes().iter().find_map(|node| match &node.op {
+            Op::Recurrent(recurrent) => match recurrent.kind {
+                RecurrentKind::Convolution(convolution) => Some(convolution.kernel),
+                _ => None,
+            },
+            _ => None,
+        })
+    });
+    let count = |n: usize| count(family, n);
+    put("ssm.conv_kernel", count(kernels.unwrap_or_default())?);
+    put("ssm.state_size", count(net.key_dim)?);
+    put("ssm.group_count", count(net.key_heads)?);
+    put("ssm.time_step_rank", count(net.value_heads())?);
+    put("ssm.inner_size", count(net.width())?);
+    let recurrent: Vec<bool> =
+        (0..a.layers).map(|layer| layout::delta_net(a.graph(layer)).is_some()).collect();
+    let interval = recurrent.iter().position(|recurrent| !recurrent).map_or(a.layers + 1, |first| first + 1);
+    put("attention.recurrent_layers", Value::Array(Array::Bool(recurrent)));
+    put("full_attention_interval", count(interval)?);
+    if family.tiles_heads {
+        let pairs = a.ropes().map(|rope| rope.rotary_dim / 2).max().unwrap_or_default();
+        put("rope.dimension_sections", Value::Array(Array::I32(sections(config, pairs))));
+    }
+    Ok(())
+}
+
+/// How many of the pairs of channels turn by which coordinate of an image; of texts, all coordinates are the same. They take
+/// turns: what a configuration says must leave no pair without one.
+fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
+    let text = config.get("text_config").and_then(Json::as_object).unwrap_or(config);
+    let found = ["rope_parameters", "rope_scaling"].iter().find_map(|key| text.get(*key)?.get("mrope_section"));
+    let numbers = |json: &Json| {
+        let list = json.as_array()?;
+        let numbers = list.iter().map(|n| i32::try_from(n.as_i64()?).ok()).collect::<Option<Vec<i32>>>()?;
+        (numbers.len() <= 4).then_some(numbers)
+    };
+    let even: Vec<i32> = [(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0].map(|n| n as i32).to_vec();
+    let mut sections = found.and_then(numbers).unwrap_or_else(|| even.clone());
+    sections.resize(4, 0);
+    if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }
+}
+
+/// YaRN; gives what a user should know of it.
+pub(super) fn yarn(
+    a: &Architecture,
+    family: &GgufFamily,
+    (rope, yarn): (&Rope, &Yarn),
+    shape: AttentionShape,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<Option<String>> {
+    if yarn.rotations != ROTATIONS {
+        let [fast, slow] = yarn.rotations;
+        return Err(unfit(family, format!("the ramp of YaRN is between {fast} and {slow} turns")));
+    }
+    put("rope.scaling.type", Value::string("yarn"));
+    put("rope.scaling.factor", Value::F32(yarn.factor as f32));
+    put("rope.scaling.original_context_length", count(family, yarn.original_positions)?);
+    put("rope.scaling.yarn_beta_fast", Value::F32(yarn.rotations[0] as f32));
+    put("rope.scaling.yarn_beta_slow", Value::F32(yarn.rotations[1] as f32));
+    let recommended = 1.0 + 0.1 * yarn.factor.max(1.0).ln();
+    if LatentWidths::of(a.graph(0)).is_some() {
+        // What llama.cpp multiplies all scores by, and not those of the rotary part alone.
+        if (yarn.attention_factor - 1.0).abs() > 1e-6 {
+            let reason = format!("rotary channels are multiplied by {}", yarn.attention_factor);
+            return Err(unfit(family, reason));
+        }
+        let weight = latent_weight(shape, yarn.factor);
+        put("rope.scaling.yarn_log_multiplier", Value::F32(weight as f32 / 10.0));
+    } else if (yarn.attention_factor / recommended - 1.0).abs() > 1e-6 {
+        put("rope.scaling.attn_factor", Value::F32((yarn.attention_factor / recommended) as f32));
+    }
+    let rounds = !yarn.truncated && [yarn.low, yarn.high].iter().any(|end| end.fract() != 0.0);
+    Ok(rounds.then(|| {
+        format!(
+            "llama.cpp rounds the ends of YaRN's ramp over the {} pairs of channels that turn to whole pairs, and the model does not",
+            rope.rotary_dim / 2
+        )
+    }))
+}
+
+/// `mscale_all_dim`, from what it makes of the scale of scores.
+fn latent_weight(shape: AttentionShape, factor: f64) -> f64 {
+    let root = (f64::from(shape.scale()) * (shape.head_dim as f64).sqrt()).sqrt();
+    if factor > 1.0 { (root - 1.0) / (0.1 * factor.ln()) } else { 0.0 }
+}
