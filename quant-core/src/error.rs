@@ -1,9 +1,9 @@
 //! What can go wrong on the path, told so that a person can act on it.
 //!
 //! Every variant says what happened and where (file, tensor, field, line); [`Error::remedy`] says
-//! what to do next, and [`Error::category`] which exit code a program should end with.
+//! what to do next (both name settings and commands as in [`wording`](crate::wording)), and [`Error::category`] which exit code a program should end with.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::checkpoint::{HeaderError, printable};
 
@@ -64,10 +64,10 @@ pub enum Error {
         /// What to ask for instead.
         remedy: String,
     },
-    /// An `--ignore` or `--override` pattern matched no tensor.
-    #[error("{option} `{pattern}` matches no linear of the model")]
+    /// A pattern of the settings `ignore` or `override` matched no tensor.
+    #[error("‹{option}› `{pattern}` matches no linear of the model")]
     PatternMatchesNothing {
-        /// The option that carried the pattern.
+        /// The setting that carried the pattern.
         option: &'static str,
         /// The pattern as given.
         pattern: String,
@@ -447,6 +447,54 @@ impl Error {
         }
     }
 
+    /// The tensor or linear that the error is about, where it is about one.
+    pub fn tensor(&self) -> Option<&str> {
+        match self {
+            Self::MissingTensor { tensor, .. }
+            | Self::TensorShape { tensor, .. }
+            | Self::TensorDtype { tensor, .. }
+            | Self::NameTaken { tensor, .. }
+            | Self::NonFinite { tensor, .. }
+            | Self::Numeric { tensor, .. }
+            | Self::Calibration { tensor, .. } => Some(tensor),
+            Self::NotRepackable { module, .. } => Some(module),
+            Self::GroupSizeDoesNotDivide(offenders) => offenders.first().map(|o| o.tensor.as_str()),
+            _ => None,
+        }
+    }
+
+    /// The file or directory that the error is about, where it is about one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::OutputExists { path }
+            | Self::NoCheckpoint { path, .. }
+            | Self::PickleOnly { path, .. }
+            | Self::Safetensors { path, .. }
+            | Self::Index { path, .. }
+            | Self::MissingTensor { path, .. }
+            | Self::TensorShape { path, .. }
+            | Self::TensorDtype { path, .. }
+            | Self::Config { path, .. }
+            | Self::UnknownArchitecture { path, .. }
+            | Self::AmbiguousNames { path, .. }
+            | Self::AlreadyQuantized { path, .. }
+            | Self::UnsupportedQuantization { path, .. }
+            | Self::NotRepackable { path, .. }
+            | Self::Tokenizer { path, .. }
+            | Self::Text { path, .. }
+            | Self::InputFile { path, .. }
+            | Self::Io { path, .. }
+            | Self::NameTaken { path, .. }
+            | Self::Recipe { path, .. }
+            | Self::DiskFull { path, .. }
+            | Self::Locked { path, .. }
+            | Self::Verification { path, .. }
+            | Self::NonFinite { path, .. } => Some(path),
+            Self::OutputIsInput { output, .. } => Some(output),
+            _ => None,
+        }
+    }
+
     /// The same, with the block that a cache's refusal concerns.
     pub(crate) fn in_block(self, index: usize) -> Self {
         match self {
@@ -465,17 +513,17 @@ impl Error {
                 remedy.clone()
             }
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
-                "`quant plan MODEL` lists the names that can be matched".into()
+                "‹plan(MODEL)› lists the names that can be matched".into()
             }
             Self::PatternMatchesNothing { nearest, .. } => {
-                format!("did you mean {}? `quant plan MODEL` lists all names", nearest.join(", "))
+                format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))
             }
             Self::GroupSizeDoesNotDivide(offenders) => format!(
-                "choose a --group-size that divides them, or give these tensors their own scheme, \
-                 for example --override '{}=w4a16-channel'",
+                "choose a ‹group_size› that divides them, or give these tensors their own scheme, \
+                 for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
-            Self::OutputExists { .. } => "choose another output, or replace it with --force".into(),
+            Self::OutputExists { .. } => "choose another output, or replace it with ‹force›".into(),
             Self::OutputIsInput { .. } => "write to a directory of its own".into(),
             Self::NoCheckpoint { .. } => {
                 "give a Hugging Face model directory with config.json and model.safetensors, or its \
@@ -514,13 +562,13 @@ impl Error {
                     .into()
             }
             Self::AlreadyQuantized { .. } => {
-                "quantize from the original float checkpoint, or give nothing but --format to write the same \
-                 numbers in another container; --requantize takes what the codes stand for as weights, and loses twice"
+                "quantize from the original float checkpoint, or give nothing but ‹format› to write the same \
+                 numbers in another container; ‹requantize› takes what the codes stand for as weights, and loses twice"
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
                 "compressed-tensors, AWQ gemm, GPTQ, QServe, FP8 (quant_method fp8) and MXFP4 (quant_method mxfp4) checkpoints can be read; \
-                 `quant quantize` also starts from the original float checkpoint"
+                 ‹quantize()› also starts from the original float checkpoint"
                     .into()
             }
             Self::NotRepackable { .. } => {
@@ -536,12 +584,12 @@ impl Error {
             Self::Text { .. } => {
                 "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
                  calibration, or `messages`), or \
-                 fewer or shorter windows (--samples and --seq-len, or --windows and --window)"
+                 fewer or shorter windows (‹samples› and ‹seq_len›, or ‹windows› and ‹window›)"
                     .into()
             }
             Self::NameTaken { .. } => {
                 "the checkpoint is half quantized, or not what it seems: fetch the original again, or leave the \
-                 other tensor float with --ignore"
+                 other tensor float with ‹ignore›"
                     .into()
             }
             Self::UnknownText { known, .. } => {
@@ -550,7 +598,7 @@ impl Error {
             Self::Io { .. } => "check the path, its permissions and the disk".into(),
             Self::Memory { .. } => {
                 "free some memory, raise the limit on it (ulimit -v, or the container's), or ask for fewer or shorter \
-                 windows; `quant plan` predicts what a run takes"
+                 windows; ‹plan()› predicts what a run takes"
                     .into()
             }
             Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
@@ -562,17 +610,17 @@ impl Error {
                 "the checkpoint is broken: fetch it again, or repair this tensor".into()
             }
             Self::Numeric { .. } => {
-                "quantizing: exclude this tensor with --ignore, or choose another scheme for it with --override; \
+                "quantizing: exclude this tensor with ‹ignore›, or choose another scheme for it with ‹override›; \
                  evaluating: try the model that this one was made from, its numbers may overflow as well"
                     .into()
             }
             Self::Calibration { .. } => {
-                "the float model overflows there, whatever is quantized: see whether `quant eval` of it gives a finite \
-                 perplexity on this text, take another --calibration, or --method rtn, which needs none"
+                "the float model overflows there, whatever is quantized: see whether ‹eval()› of it gives a finite \
+                 perplexity on this text, take another ‹calibration›, or ‹method=rtn›, which needs none"
                     .into()
             }
             Self::Cache { .. } => {
-                "cache them as floats, with --kv 16 or a scheme without kv; where that fails too, the model itself \
+                "cache them as floats, with ‹kv=16› or a scheme without kv; where that fails too, the model itself \
                  overflows"
                     .into()
             }
@@ -580,8 +628,8 @@ impl Error {
                 "this is a bug: please report it with the command that led here".into()
             }
             Self::Interrupted => {
-                "run the same command again; `quant quantize` goes on where it stopped with --resume, `quant eval` \
-                 where it was given a --journal"
+                "run the same command again; ‹quantize()› goes on where it stopped with ‹resume›, ‹eval()› \
+                 where it was given a ‹journal›"
                     .into()
             }
         }

@@ -1,0 +1,17 @@
+"""The command line, which is that of the program ``quant``."""
+
+from __future__ import annotations
+
+import sys
+
+from fewbits import _native
+from fewbits._call import code, python
+
+
+def main() -> int:
+    """Runs the command line with the process's arguments; the exit code."""
+    return _native.cli(["quant", *sys.argv[1:]], code(), python())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
