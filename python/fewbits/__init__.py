@@ -32,21 +32,16 @@ from fewbits._events import (
     Warned,
 )
 from fewbits._native import __version__
+from fewbits._plans import EngineVerdict, Inspection, LinearInfo, Plan, PlannedFormat, TensorInfo
 from fewbits._results import (
     Check,
     Checkpoint,
-    EngineVerdict,
     Estimate,
     Evaluation,
     GateResult,
     Gguf,
-    Inspection,
-    LinearInfo,
-    Plan,
-    PlannedFormat,
     Quantized,
     TensorError,
-    TensorInfo,
 )
 
 __all__ = [

@@ -8,7 +8,8 @@ from typing import Any, Literal, Union
 from fewbits._call import PathOrName, Texts, optional_path, path, run, text_argument
 from fewbits._errors import UsageError
 from fewbits._events import Event
-from fewbits._results import Evaluation, GateResult, Gguf, Inspection, Plan, Quantized
+from fewbits._plans import Inspection, Plan
+from fewbits._results import Evaluation, GateResult, Gguf, Quantized
 
 _OnEvent = Union[Callable[[Event], object], None]
 _Patterns = Union[str, Sequence[str]]

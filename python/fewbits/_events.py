@@ -112,7 +112,7 @@ class Bar:
 
     def __init__(self) -> None:
         try:
-            from tqdm.auto import tqdm
+            from tqdm.auto import tqdm  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError:
             warnings.warn(
                 "tqdm is not installed, and no progress is shown; pip install tqdm", FewbitsWarning, stacklevel=5

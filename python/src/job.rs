@@ -141,11 +141,11 @@ fn attend(
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => return raised,
         };
-        let told = match (&event, on_event) {
+        let handed = match (&event, on_event) {
             (Some(event), Some(callback)) if raised.is_none() => tell(py, event, callback),
             _ => Ok(()),
         };
-        let told = told.and_then(|()| {
+        let handed = handed.and_then(|()| {
             if event.is_some() && looked.elapsed() < LOOK {
                 return Ok(());
             }
@@ -153,7 +153,7 @@ fn attend(
             py.check_signals()
         });
         // Once it stops, a second signal changes nothing.
-        if let Err(error) = told {
+        if let Err(error) = handed {
             cancel.cancel();
             raised.get_or_insert(error);
         }

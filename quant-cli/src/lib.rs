@@ -70,7 +70,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    // A panic of the tokenizer library on a crafted file is caught and told as an error.
+    // A panic of the tokenizer library on a crafted file is caught and reported as an error.
     let usual_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !quant_core::calibrate::panic_is_handled() {
@@ -126,7 +126,7 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
 /// [`Error::Memory`] where there is no room for their stacks; [`Error::Usage`] where `QUANT_ISA` names instructions that the
 /// processor has not.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
-    // A path that cannot be had is told before anything is computed on another.
+    // A path that cannot be had is reported before anything is computed on another.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
         remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),

@@ -12,7 +12,7 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("nats a token", 0, 0),
     ("gone on with", 0, 0),
     ("vouches", 0, 114),
-    ("told", 10, 194),
+    ("told", 10, 192),
     ("is none", 9, 120),
     ("usual", 2, 146),
     ("turned", 3, 131),

@@ -40,7 +40,7 @@ fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
-/// Fails for what can be told from the request alone.
+/// Fails for what the request alone shows.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
     if request.save_channel_maxima.is_some() {

@@ -73,7 +73,7 @@ pub enum Done {
 pub struct Quantized {
     /// Each with its report.
     pub outputs: Vec<(Published, QuantReport)>,
-    /// What each step took, all blocks together; reading the calibration text is none.
+    /// What each step took, all blocks together; reading the calibration text is not among them.
     pub steps: Vec<StepTime>,
     /// What the run took.
     pub seconds: f64,

@@ -36,7 +36,7 @@ pub struct QuantizeSummary {
     pub calibration: Option<Calibration>,
     /// The checkpoints, one for each format.
     pub outputs: Vec<Output>,
-    /// What each step took, all blocks together; reading the calibration text is none.
+    /// What each step took, all blocks together; reading the calibration text is not among them.
     pub steps: Vec<StepTime>,
     /// What the run took.
     pub seconds: f64,

@@ -57,7 +57,7 @@ impl ProcessWorkers {
         Self { program: program.to_owned(), arguments: Vec::new(), threads, limits: Limits::default(), cancel, instead: None }
     }
 
-    /// The same with arguments before [`WORKER_ARGUMENT`], for a program that is told by them to be a worker.
+    /// The same with arguments before [`WORKER_ARGUMENT`], for a program that serves as a worker only with them.
     pub fn with_arguments(self, arguments: Vec<OsString>) -> Self {
         Self { arguments, ..self }
     }
