@@ -308,7 +308,15 @@ def quantize(
         "resume": resume,
         "report": optional_path(report),
     }
-    done = run("quantize", request, rows=rows, on_event=on_event, progress=progress, threads=threads)
+    done = run(
+        "quantize",
+        request,
+        rows=rows,
+        on_event=on_event,
+        progress=progress,
+        threads=threads,
+        resume_with="resume=True",
+    )
     return Gguf(done) if done["schema"].startswith("quant-gguf-summary/") else Quantized(done)
 
 
@@ -358,7 +366,15 @@ def evaluate(
         "report": optional_path(report),
         "compare": [path(one) for one in compare],
     }
-    done = run("evaluate", request, rows=rows, on_event=on_event, progress=progress, threads=threads)
+    done = run(
+        "evaluate",
+        request,
+        rows=rows,
+        on_event=on_event,
+        progress=progress,
+        threads=threads,
+        resume_with=None if journal is None else "this journal=",
+    )
     return Evaluation(done["result"], done["page"])
 
 

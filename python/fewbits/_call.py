@@ -41,8 +41,9 @@ def run(
     on_event: Callable[[Event], object] | None = None,
     progress: bool = False,
     threads: int | None = None,
+    resume_with: str | None = None,
 ) -> Any:
-    """Runs a job of the native half and returns its result."""
+    """Runs a job of the native half and returns its result. After Ctrl-C, `resume_with` is how the same call continues."""
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"threads={threads} is no number of threads", "give one from 1 to 1024")
     listener = Listener(on_event, progress)
@@ -51,6 +52,10 @@ def run(
         answer = _native.run(
             kind, json.dumps(request), rows, listener, code(), python(), threads, wants_estimate
         )
+    except KeyboardInterrupt as stopped:
+        if resume_with is not None and sys.version_info >= (3, 11):
+            stopped.add_note(f"nothing that was finished is lost: the same call with {resume_with} continues")
+        raise
     finally:
         listener.close()
     return json.loads(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from fewbits import _native
@@ -10,6 +11,9 @@ from fewbits._call import code, python
 
 def main() -> int:
     """Runs the command line with the process's arguments; the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # The program watches for it itself, and its exit code says so; Python would raise KeyboardInterrupt besides.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _native.cli(["quant", *sys.argv[1:]], code(), python())
 
 

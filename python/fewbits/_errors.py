@@ -29,7 +29,8 @@ class QuantError(Exception):
     def __init__(
         self, message: str, remedy: str = "", tensor: str | None = None, path: str | None = None
     ) -> None:
-        super().__init__(message, remedy, tensor, path)
+        # Not that of the class beside it: OSError takes its arguments for numbers and names of its own.
+        Exception.__init__(self, message, remedy, tensor, path)
         self.message = message
         self.remedy = remedy
         self.tensor = tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import struct
 from pathlib import Path
@@ -28,6 +29,9 @@ def test_one_hierarchy() -> None:
         assert (error.category, error.exit_code) == (category, exit_code)
         assert (error.message, error.remedy, error.tensor, error.path) == ("what", "do", "a.weight", "/p")
         assert str(error) == "what\n  do" and str(kind("what")) == "what"
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind and (again.message, again.tensor) == ("what", "a.weight")
+    assert fewbits.EnvironmentFailure("what").errno is None
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,23 @@ def test_ctrl_c_in_another_process_ends_it_as_python_does(model: Path, tmp_path:
     assert fewbits.inspect(out).quant_method == "compressed-tensors"
 
 
+def test_ctrl_c_at_the_command_line_prints_how_to_go_on(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = [sys.executable, "-m", "fewbits", "quantize", str(model), "-o", str(out)]
+    line += ["--samples", "64", "--seq-len", "128"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        deadline = time.monotonic() + 60
+        while not out.with_suffix(".job").is_dir():
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        error = running.stderr.read()
+    assert running.returncode == 75 and "resume with: quant quantize" in error, error
+    assert "Traceback" not in error
+    fewbits.quantize(model, out, samples=64, seq_len=128, resume=True)
+
+
 def test_other_threads_run_meanwhile(model: Path, tmp_path: Path) -> None:
     """The interpreter's lock is not held while the work is done."""
     counted = 0
