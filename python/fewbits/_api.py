@@ -36,6 +36,15 @@ def _text(given: _Number | None) -> str | None:
     return None if given is None else str(given)
 
 
+def _check_count(name: str, count: int | None) -> None:
+    if count is None:
+        return
+    if not isinstance(count, int):
+        raise TypeError(f"{name}= is an integer, not a {type(count).__name__}")
+    if count < 0:
+        raise UsageError(f"{name}={count} is negative", "give a count")
+
+
 def _settings(
     *,
     preset: str | None,
@@ -82,8 +91,7 @@ def _settings(
         "expert_floor": expert_floor,
     }
     for name, count in counts.items():
-        if count is not None and count < 0:
-            raise UsageError(f"{name}={count} is negative", "give a count")
+        _check_count(name, count)
     return {
         "preset": preset,
         "recipe": optional_path(recipe),
@@ -347,9 +355,8 @@ def evaluate(
 
     Raises :class:`QuantError`.
     """
-    for name, count in (("window", window), ("windows", windows)):
-        if count is not None and count < 0:
-            raise UsageError(f"{name}={count} is negative", "give a count")
+    _check_count("window", window)
+    _check_count("windows", windows)
     named, rows = text_argument(text, "text")
     request = {
         "model": path(model),

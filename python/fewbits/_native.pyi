@@ -2,6 +2,8 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Final
 
+__all__ = ["__version__", "cli", "run", "text_worker"]
+
 __version__: Final[str]
 
 def cli(arguments: Sequence[str], code: str | PathLike[str], python: str | PathLike[str] | None) -> int: ...

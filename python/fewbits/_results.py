@@ -256,12 +256,12 @@ class Evaluation(Result):
     @property
     def perplexity(self) -> Estimate:
         """Perplexity."""
-        return _estimate(self._fields["scores"]["perplexity"])
+        return _estimate(self._fields["perplexity"])
 
     @property
     def nll(self) -> Estimate:
         """Nats per token."""
-        return _estimate(self._fields["scores"]["nll"])
+        return _estimate(self._fields["nll"])
 
     def _of_comparison(self, name: str) -> Estimate | None:
         comparison = self._fields.get("comparison")

@@ -121,8 +121,10 @@ def test_arguments_of_a_wrong_type(model: Path, tmp_path: Path) -> None:
         fewbits.quantize(model, out, calibration=[object()])
     with pytest.raises(TypeError):
         fewbits.quantize(model, out, groupsize=64)  # type: ignore[call-arg]
-    with pytest.raises(fewbits.UsageError, match="the request is not understood"):
+    with pytest.raises(TypeError, match="block_size= is an integer, not a str"):
         fewbits.quantize(model, out, block_size="many")  # type: ignore[arg-type]
+    with pytest.raises(fewbits.UsageError, match="the request is not understood"):
+        fewbits.quantize(model, out, method="gptq", damping="much")  # type: ignore[arg-type]
 
 
 def test_warnings_are_python_s(model: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_faults_of_gates(model: Path, tmp_path: Path) -> None:
         fewbits.gate({"model": result}, policy=GATE)
     assert "baseline=FILE" in caught.value.remedy and "`update_baseline()`" in caught.value.remedy
     fields = result.to_dict()
-    fields["scores"]["perplexity"]["mean"] += 1
+    fields["perplexity"]["mean"] += 1
     with pytest.raises(fewbits.InputError):
         fewbits.gate({"model": fewbits.Evaluation(fields)}, policy=GATE)
     other = tmp_path / "other.json"

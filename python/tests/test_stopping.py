@@ -39,7 +39,7 @@ def test_events_come_in_order_on_the_calling_thread(model: Path, tmp_path: Path)
     done = [event.step for event in first_stage if isinstance(event, fewbits.StepDone)]
     assert started == done and "awq" in done
     assert all(isinstance(event.to_dict(), dict) for event in events)
-    assert isinstance(events[-1], fewbits.StageDone)
+    assert sum(isinstance(event, fewbits.StageDone) for event in events) == len(stages)
 
 
 def test_what_a_callback_raises_stops_the_run_and_is_raised(model: Path, tmp_path: Path) -> None:
